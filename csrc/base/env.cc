@@ -1,0 +1,221 @@
+#include "base/env.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <numeric>
+
+#include "base/error.h"
+
+extern char** environ;
+
+namespace pydist {
+namespace {
+
+constexpr std::array kVariables = {
+    EnvironmentVariable{"PYDIST_BACKEND", "auto | native | nccl | gloo", "auto",
+                        "Which backend carries the collectives. auto takes the fastest that every "
+                        "rank of the job can use."},
+    EnvironmentVariable{"PYDIST_ALGORITHM", "auto | direct | ring", "auto",
+                        "Pins the algorithm of all_reduce, reduce_scatter and all_gather on the "
+                        "native backend."},
+    EnvironmentVariable{"PYDIST_TIMEOUT", "seconds, more than 0", "600",
+                        "How long an operation may take before every rank fails with Timeout."},
+    EnvironmentVariable{"PYDIST_HOST_ID", "any text", "",
+                        "Overrides the identity of this host: ranks with different values never "
+                        "share memory."},
+    EnvironmentVariable{"PYDIST_SPIN_US", "microseconds, 0 or more", "",
+                        "How long a waiter spins before it sleeps. Unset: 50 where every local "
+                        "rank has a core of its own, otherwise 0."},
+    EnvironmentVariable{"PYDIST_CHUNK_BYTES", "4096 to 16777216", "131072",
+                        "Bytes that a rank stages at a time for tensors outside the symmetric "
+                        "heap. The same on every rank."},
+    EnvironmentVariable{"PYDIST_HEARTBEAT_WARNING", "seconds, more than 0", "5",
+                        "How long a peer's heartbeat may be stale before a warning."},
+    EnvironmentVariable{"PYDIST_CPU_ISA", "portable | avx2 | avx512 | neon", "",
+                        "Caps the instruction set of the CPU kernels."},
+    EnvironmentVariable{"PYDIST_LOG", "error | warning | info | debug", "warning",
+                        "What is logged to standard error."},
+};
+
+std::optional<std::string> lookup(const char* name) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') {
+    return std::nullopt;
+  }
+  return std::string(value);
+}
+
+[[noreturn]] void reject(std::string_view where, std::string_view value, std::string_view valid) {
+  const std::string_view equals = where.ends_with('=') ? "" : "=";
+  throw InvalidUsage(join(where, equals, "'", value, "' is not valid; use one of: ", valid, "."));
+}
+
+template <typename Choice, std::size_t N>
+Choice parse_choice(std::string_view where, std::string_view value,
+                    const std::array<Choice, N>& choices) {
+  std::string valid;
+  for (const Choice choice : choices) {
+    if (to_string(choice) == value) {
+      return choice;
+    }
+    valid += valid.empty() ? "" : ", ";
+    valid += to_string(choice);
+  }
+  reject(where, value, valid);
+}
+
+double parse_number(const char* name, const std::string& value, double lowest, double highest,
+                    std::string_view valid) {
+  double number = 0.0;
+  const char* end = value.data() + value.size();
+  const auto [stop, code] = std::from_chars(value.data(), end, number);
+  // The comparison is written so that NaN fails it.
+  if (code != std::errc{} || stop != end || !(number >= lowest && number <= highest)) {
+    reject(name, value, valid);
+  }
+  return number;
+}
+
+// Levenshtein distance: how many edits lead from one name to the other.
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t substituted = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, substituted});
+    }
+  }
+  return row.back();
+}
+
+// Ten years: longer than any job, short enough for nanoseconds in 64 bits.
+constexpr double kLongestSeconds = 3.2e8;
+
+std::chrono::milliseconds seconds(double value) {
+  return std::chrono::milliseconds(std::llround(value * 1e3));
+}
+
+}  // namespace
+
+std::string_view to_string(BackendChoice choice) noexcept {
+  switch (choice) {
+    case BackendChoice::kAuto:
+      return "auto";
+    case BackendChoice::kNative:
+      return "native";
+    case BackendChoice::kNccl:
+      return "nccl";
+    case BackendChoice::kGloo:
+      return "gloo";
+  }
+  return "auto";
+}
+
+std::string_view to_string(AlgorithmChoice choice) noexcept {
+  switch (choice) {
+    case AlgorithmChoice::kAuto:
+      return "auto";
+    case AlgorithmChoice::kDirect:
+      return "direct";
+    case AlgorithmChoice::kRing:
+      return "ring";
+  }
+  return "auto";
+}
+
+std::string_view to_string(LogLevel level) noexcept {
+  switch (level) {
+    case LogLevel::kError:
+      return "error";
+    case LogLevel::kWarning:
+      return "warning";
+    case LogLevel::kInfo:
+      return "info";
+    case LogLevel::kDebug:
+      return "debug";
+  }
+  return "warning";
+}
+
+BackendChoice parse_backend(std::string_view value, std::string_view where) {
+  return parse_choice(where, value,
+                      std::array{BackendChoice::kAuto, BackendChoice::kNative, BackendChoice::kNccl,
+                                 BackendChoice::kGloo});
+}
+
+std::span<const EnvironmentVariable> environment_variables() noexcept { return kVariables; }
+
+Environment Environment::read() {
+  Environment environment;
+  if (const auto value = lookup("PYDIST_BACKEND")) {
+    environment.backend = parse_backend(*value, "PYDIST_BACKEND");
+  }
+  if (const auto value = lookup("PYDIST_ALGORITHM")) {
+    environment.algorithm = parse_choice(
+        "PYDIST_ALGORITHM", *value,
+        std::array{AlgorithmChoice::kAuto, AlgorithmChoice::kDirect, AlgorithmChoice::kRing});
+  }
+  if (const auto value = lookup("PYDIST_TIMEOUT")) {
+    environment.timeout = seconds(
+        parse_number("PYDIST_TIMEOUT", *value, 1e-3, kLongestSeconds, "seconds, more than 0"));
+  }
+  environment.host_id = lookup("PYDIST_HOST_ID");
+  if (const auto value = lookup("PYDIST_SPIN_US")) {
+    environment.spin = std::chrono::microseconds(static_cast<std::int64_t>(
+        parse_number("PYDIST_SPIN_US", *value, 0, 1e6, "microseconds from 0 to 1000000")));
+  }
+  if (const auto value = lookup("PYDIST_CHUNK_BYTES")) {
+    environment.chunk_bytes = static_cast<std::size_t>(
+        parse_number("PYDIST_CHUNK_BYTES", *value, 4096, 16777216, "bytes from 4096 to 16777216"));
+  }
+  if (const auto value = lookup("PYDIST_HEARTBEAT_WARNING")) {
+    environment.heartbeat_warning = seconds(parse_number("PYDIST_HEARTBEAT_WARNING", *value, 1e-3,
+                                                         kLongestSeconds, "seconds, more than 0"));
+  }
+  if (const auto value = lookup("PYDIST_CPU_ISA")) {
+    const std::array<std::string_view, 4> valid = {"portable", "avx2", "avx512", "neon"};
+    if (std::find(valid.begin(), valid.end(), *value) == valid.end()) {
+      reject("PYDIST_CPU_ISA", *value, "portable, avx2, avx512, neon");
+    }
+    environment.cpu_isa = *value;
+  }
+  if (const auto value = lookup("PYDIST_LOG")) {
+    environment.log_level = parse_choice(
+        "PYDIST_LOG", *value,
+        std::array{LogLevel::kError, LogLevel::kWarning, LogLevel::kInfo, LogLevel::kDebug});
+  }
+  return environment;
+}
+
+std::vector<UnknownVariable> unknown_environment_variables() {
+  std::vector<UnknownVariable> unknown;
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    const std::string_view text(*entry);
+    const std::string_view name = text.substr(0, text.find('='));
+    if (!name.starts_with("PYDIST_")) {
+      continue;
+    }
+    const auto is_named = [name](const EnvironmentVariable& variable) {
+      return variable.name == name;
+    };
+    if (std::any_of(kVariables.begin(), kVariables.end(), is_named)) {
+      continue;
+    }
+    const auto nearest =
+        std::min_element(kVariables.begin(), kVariables.end(),
+                         [name](const EnvironmentVariable& a, const EnvironmentVariable& b) {
+                           return edit_distance(a.name, name) < edit_distance(b.name, name);
+                         });
+    unknown.push_back({std::string(name), nearest->name});
+  }
+  return unknown;
+}
+
+}  // namespace pydist

@@ -1,0 +1,71 @@
+// The one place where the engine's environment variables are declared, read and validated.
+//
+// A value that cannot be understood throws InvalidUsage naming the variable, the value and the
+// valid ones. A variable that starts with PYDIST_ and is not declared here is warned of once, with
+// the nearest declared name: a misspelt setting must not pass for an accepted one.
+
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace pydist {
+
+enum class BackendChoice { kAuto, kNative, kNccl, kGloo };
+enum class AlgorithmChoice { kAuto, kDirect, kRing };
+enum class LogLevel { kError, kWarning, kInfo, kDebug };
+
+[[nodiscard]] std::string_view to_string(BackendChoice choice) noexcept;
+[[nodiscard]] std::string_view to_string(AlgorithmChoice choice) noexcept;
+[[nodiscard]] std::string_view to_string(LogLevel level) noexcept;
+
+// "auto" and its kin to the enumerator; throws InvalidUsage that lists the valid values.
+// `where` names the source of the value in the message ("PYDIST_BACKEND", "backend=").
+[[nodiscard]] BackendChoice parse_backend(std::string_view value, std::string_view where);
+
+struct EnvironmentVariable {
+  std::string_view name;
+  std::string_view values;         // what may be written, for people
+  std::string_view default_value;  // as it would be written
+  std::string_view meaning;
+};
+
+// Every variable, in the order in which `pydist info` lists them.
+[[nodiscard]] std::span<const EnvironmentVariable> environment_variables() noexcept;
+
+struct Environment {
+  BackendChoice backend = BackendChoice::kAuto;
+  AlgorithmChoice algorithm = AlgorithmChoice::kAuto;
+  // How long an operation may take before it fails with Timeout.
+  std::chrono::milliseconds timeout{600'000};
+  // Overrides the identity of this host; ranks with different values never share memory.
+  std::optional<std::string> host_id;
+  // How long a waiter spins before it sleeps; 0 sleeps at once. Without a value the engine spins
+  // only where every local rank has a core of its own.
+  std::optional<std::chrono::microseconds> spin;
+  // Bytes a rank stages at a time when it reduces ordinary (not symmetric) tensors.
+  std::size_t chunk_bytes = 128 * 1024;
+  // How long a peer's heartbeat may be stale before a warning.
+  std::chrono::milliseconds heartbeat_warning{5'000};
+  // Caps the instruction set of the CPU kernels; empty means the best that the processor has.
+  std::string cpu_isa;
+  LogLevel log_level = LogLevel::kWarning;
+
+  // Reads and validates the process's environment.
+  [[nodiscard]] static Environment read();
+};
+
+// Names of set variables that start with PYDIST_ and are not declared, each with the nearest
+// declared name. Warned of by init().
+struct UnknownVariable {
+  std::string name;
+  std::string_view nearest;
+};
+[[nodiscard]] std::vector<UnknownVariable> unknown_environment_variables();
+
+}  // namespace pydist

@@ -1,0 +1,72 @@
+#include "base/error.h"
+
+#include <cstring>
+
+namespace pydist {
+
+std::string_view to_string(ErrorKind kind) noexcept {
+  switch (kind) {
+    case ErrorKind::kError:
+      return "Error";
+    case ErrorKind::kInvalidUsage:
+      return "InvalidUsage";
+    case ErrorKind::kMismatch:
+      return "Mismatch";
+    case ErrorKind::kPeerLost:
+      return "PeerLost";
+    case ErrorKind::kTimeout:
+      return "Timeout";
+    case ErrorKind::kAborted:
+      return "Aborted";
+    case ErrorKind::kTransport:
+      return "TransportError";
+  }
+  return "Error";
+}
+
+std::exception_ptr make_error(ErrorKind kind, const std::string& message) {
+  switch (kind) {
+    case ErrorKind::kInvalidUsage:
+      return std::make_exception_ptr(InvalidUsage(message));
+    case ErrorKind::kMismatch:
+      return std::make_exception_ptr(Mismatch(message));
+    case ErrorKind::kPeerLost:
+      return std::make_exception_ptr(PeerLost(message));
+    case ErrorKind::kTimeout:
+      return std::make_exception_ptr(Timeout(message));
+    case ErrorKind::kAborted:
+      return std::make_exception_ptr(Aborted(message));
+    case ErrorKind::kTransport:
+      return std::make_exception_ptr(TransportError(message));
+    case ErrorKind::kError:
+      break;
+  }
+  return std::make_exception_ptr(Error(ErrorKind::kError, message));
+}
+
+ErrorDescription describe(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& typed) {
+    return {typed.kind(), typed.what()};
+  } catch (const std::exception& other) {
+    return {ErrorKind::kError, other.what()};
+  } catch (...) {
+    return {ErrorKind::kError, "unknown exception"};
+  }
+}
+
+TransportError system_error(std::string_view what, int code) {
+  return TransportError(join(what, ": ", std::strerror(code), " (errno ", code, ")"));
+}
+
+namespace internal {
+
+void check_failed(const char* file, int line, const char* condition) {
+  throw Error(ErrorKind::kError,
+              join("pydist broke an invariant of its own (", condition, " at ", file, ":", line,
+                   "). This is a bug; please report it with this line."));
+}
+
+}  // namespace internal
+}  // namespace pydist

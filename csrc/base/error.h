@@ -1,0 +1,87 @@
+// The error tree. Python sees the same tree (pydist/errors.py), one class for one class.
+//
+// Caller's mistakes, lost peers and failed I/O throw these; a broken invariant of the engine
+// itself uses PYDIST_CHECK. A message says what failed and where (rank, peer, host), what was
+// expected and what was found, and what to do.
+
+#pragma once
+
+#include <exception>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace pydist {
+
+enum class ErrorKind : unsigned char {
+  kError,         // pydist.Error(RuntimeError)
+  kInvalidUsage,  // pydist.InvalidUsage(Error, ValueError)
+  kMismatch,      // pydist.Mismatch: ranks disagree about an operation
+  kPeerLost,      // pydist.PeerLost: a rank died or left
+  kTimeout,       // pydist.Timeout(Error, TimeoutError): a deadline passed
+  kAborted,       // pydist.Aborted: somebody aborted the communicator
+  kTransport,     // pydist.TransportError: the operating system refused
+};
+
+inline constexpr int kErrorKindCount = 7;
+
+[[nodiscard]] std::string_view to_string(ErrorKind kind) noexcept;
+
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorKind kind, const std::string& message) : std::runtime_error(message), kind_(kind) {}
+
+  [[nodiscard]] ErrorKind kind() const noexcept { return kind_; }
+
+ private:
+  ErrorKind kind_;
+};
+
+template <ErrorKind Kind>
+class ErrorOf : public Error {
+ public:
+  explicit ErrorOf(const std::string& message) : Error(Kind, message) {}
+};
+
+using InvalidUsage = ErrorOf<ErrorKind::kInvalidUsage>;
+using Mismatch = ErrorOf<ErrorKind::kMismatch>;
+using PeerLost = ErrorOf<ErrorKind::kPeerLost>;
+using Timeout = ErrorOf<ErrorKind::kTimeout>;
+using Aborted = ErrorOf<ErrorKind::kAborted>;
+using TransportError = ErrorOf<ErrorKind::kTransport>;
+
+// An exception of the class that belongs to `kind`.
+[[nodiscard]] std::exception_ptr make_error(ErrorKind kind, const std::string& message);
+
+// The kind and the text of any exception (kError for one that is not ours).
+struct ErrorDescription {
+  ErrorKind kind = ErrorKind::kError;
+  std::string message;
+};
+[[nodiscard]] ErrorDescription describe(const std::exception_ptr& error);
+
+// Joins its arguments with operator<<.
+template <typename... Parts>
+[[nodiscard]] std::string join(const Parts&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  return stream.str();
+}
+
+// A TransportError for a failed system call: "what: strerror(code)".
+[[nodiscard]] TransportError system_error(std::string_view what, int code);
+
+namespace internal {
+[[noreturn]] void check_failed(const char* file, int line, const char* condition);
+}  // namespace internal
+
+// An invariant of the engine. Throws, so that a fault of ours never kills the user's process.
+#define PYDIST_CHECK(condition)                                         \
+  do {                                                                  \
+    if (!(condition)) [[unlikely]] {                                    \
+      ::pydist::internal::check_failed(__FILE__, __LINE__, #condition); \
+    }                                                                   \
+  } while (false)
+
+}  // namespace pydist

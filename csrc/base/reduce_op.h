@@ -1,0 +1,35 @@
+// The ways in which a collective combines the elements of all ranks.
+
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "base/dtype.h"
+
+namespace pydist {
+
+enum class ReduceOp : std::uint8_t {
+  kSum,
+  kMean,  // the sum, divided once by the number of ranks
+  kMin,   // propagates NaN
+  kMax,   // propagates NaN
+  kProd,
+  kBand,
+  kBor,
+  kBxor,
+  kPremulSum,  // each rank's input is multiplied by that rank's factor, then summed
+};
+
+inline constexpr int kReduceOpCount = 9;
+
+[[nodiscard]] std::string_view to_string(ReduceOp op) noexcept;
+
+// Whether the engine can combine elements of `dtype` with `op`.
+//   sum, prod        every type but float8 (bool: logical or, logical and, as torch's gloo does)
+//   mean, premul_sum floating point and complex only: an integer mean would round silently
+//   min, max         every real type but float8
+//   band, bor, bxor  integers and bool
+[[nodiscard]] bool is_supported(ReduceOp op, DType dtype) noexcept;
+
+}  // namespace pydist

@@ -1,0 +1,37 @@
+// What a rank gives to a collective besides its post, and how the data reaches the others.
+
+#pragma once
+
+#include <cstddef>
+
+#include "collectives/call.h"
+#include "collectives/group.h"
+
+namespace pydist {
+
+// How the data of a collective moves; the same on every rank, see agreed_route().
+enum class Route { kInline, kOneShot, kPipelined, kSymmetric };
+
+// Whether only the root has something to say; it then waits for nobody before it says it.
+[[nodiscard]] constexpr bool is_one_to_all(OpKind kind) noexcept {
+  return kind == OpKind::kBroadcast || kind == OpKind::kScatter;
+}
+
+// The blocks that other ranks need of this one, in the order in which they lie in a one-shot
+// slot; none where nobody needs anything.
+[[nodiscard]] Blocks contributed_blocks(const Group& group, const Call& call) noexcept;
+
+// Where peers find this rank's buffers in the symmetric heap; both 0 unless all of the buffers that
+// the kind can use there do lie in it.
+[[nodiscard]] PostDetail symmetric_detail(const Group& group, const Call& call) noexcept;
+
+// Which flag this rank posts: inline, eager, symmetric, or none of them for the pipeline.
+[[nodiscard]] std::uint8_t offered_route(const Group& group, const Call& call) noexcept;
+
+// Puts the blocks behind each other at `target`.
+void pack_blocks(const Blocks& blocks, int size, std::size_t element_bytes, std::byte* target);
+
+// Decides from the posts. Precondition: all are posted (for a one-to-all kind: the root's).
+[[nodiscard]] Route agreed_route(const Group& group, const Call& call) noexcept;
+
+}  // namespace pydist

@@ -1,0 +1,162 @@
+#include "collectives/fingerprint.h"
+
+#include <string>
+
+#include "base/error.h"
+
+namespace pydist {
+namespace {
+
+bool has_root(OpKind kind) {
+  return kind == OpKind::kBroadcast || kind == OpKind::kReduce || kind == OpKind::kGather ||
+         kind == OpKind::kScatter;
+}
+
+bool has_op(OpKind kind) {
+  return kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter || kind == OpKind::kReduce;
+}
+
+std::string describe(const Post& post) {
+  if (post.kind == OpKind::kBarrier) {
+    return "barrier";
+  }
+  if (post.kind == OpKind::kAllocate) {
+    return join("allocate(", post.count, " bytes of symmetric memory)");
+  }
+  std::string text =
+      join(to_string(post.kind), "(", to_string(post.dtype), ", ", post.count,
+           (post.flags & Post::kRagged) != 0 ? " elements in uneven blocks" : " elements");
+  if (has_op(post.kind)) {
+    text += join(", ", to_string(post.op));
+  }
+  if (has_root(post.kind)) {
+    text += join(", root ", post.root);
+  }
+  return text + ")";
+}
+
+[[noreturn]] void throw_mismatch(const Group& group, int peer, const std::string& detail) {
+  throw Mismatch(
+      join("Ranks disagree about collective #", group.sequence(), " of their group: rank ",
+           group.rank(), " called ",
+           describe(group.segment().control(group.rank()).posts[group.sequence() % kPostDepth]),
+           ", but rank ", peer, " called ", describe(group.post(peer)), detail,
+           ". Every rank of a group must call the same collectives in the same order "
+           "with matching arguments."));
+}
+
+// Who, of two ranks, knows how large a block is from `sender` to `receiver`; their views must be
+// the same.
+void check_blocks(const Group& group, const Call& call, int peer) {
+  const int me = group.rank();
+  const auto expect = [&](const char* what, std::uint64_t theirs, std::uint64_t mine) {
+    if (theirs != mine) {
+      throw_mismatch(group, peer,
+                     join("; ", what, " has ", theirs, " elements for rank ", peer, " and ", mine,
+                          " for rank ", me));
+    }
+  };
+  const auto count_of = [](const Block& block) { return static_cast<std::uint64_t>(block.count); };
+  switch (call.kind) {
+    case OpKind::kReduceScatter:
+      for (int rank = 0; rank < group.size(); ++rank) {
+        expect(join("the block of rank ", rank).c_str(), group.posted_count(peer, rank),
+               count_of(call.inputs[rank]));
+      }
+      break;
+    case OpKind::kAllGather:
+      for (int rank = 0; rank < group.size(); ++rank) {
+        expect(join("the block of rank ", rank).c_str(), group.posted_count(peer, rank),
+               count_of(call.outputs[rank]));
+      }
+      break;
+    case OpKind::kGather:
+      // Only the root knows all blocks; everybody else posts its own alone.
+      if (me == call.root) {
+        expect(join("the block of rank ", peer).c_str(), group.posted_count(peer, peer),
+               count_of(call.outputs[peer]));
+      } else if (peer == call.root) {
+        expect(join("the block of rank ", me).c_str(), group.posted_count(peer, me),
+               count_of(call.inputs[0]));
+      }
+      break;
+    case OpKind::kScatter:
+      if (me == call.root) {
+        expect(join("the block of rank ", peer).c_str(), group.posted_count(peer, peer),
+               count_of(call.inputs[peer]));
+      } else if (peer == call.root) {
+        expect(join("the block of rank ", me).c_str(), group.posted_count(peer, me),
+               count_of(call.outputs[0]));
+      }
+      break;
+    case OpKind::kAllToAll:
+      expect(join("the block from rank ", peer, " to rank ", me).c_str(),
+             group.posted_count(peer, me), count_of(call.outputs[peer]));
+      break;
+    default:
+      expect("the buffer", group.post(peer).count, call.count);
+      break;
+  }
+}
+
+// The blocks that this rank posts the sizes of; none where it posts one count.
+const Blocks* posted_blocks(const Call& call, int rank) {
+  switch (call.kind) {
+    case OpKind::kReduceScatter:
+    case OpKind::kAllToAll:
+      return &call.inputs;
+    case OpKind::kAllGather:
+      return &call.outputs;
+    case OpKind::kGather:
+      return rank == call.root ? &call.outputs : nullptr;
+    case OpKind::kScatter:
+      return rank == call.root ? &call.inputs : nullptr;
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace
+
+void describe_call(Group& group, const Call& call) {
+  Post& post = group.my_post();
+  post.kind = call.kind;
+  post.op = call.op;
+  post.dtype = call.dtype;
+  post.flags = 0;
+  post.root = call.root;
+  post.count = call.count;
+  const Blocks* blocks = posted_blocks(call, group.rank());
+  if (blocks != nullptr && blocks->is_ragged()) {
+    post.flags |= Post::kRagged;
+    std::uint64_t* counts = group.my_block_counts();
+    for (int rank = 0; rank < group.size(); ++rank) {
+      counts[rank] = (*blocks)[rank].count;
+    }
+  }
+}
+
+void check_agreement(const Group& group, const Call& call, int first, int last) {
+  for (int peer = first; peer < last; ++peer) {
+    if (peer == group.rank()) {
+      continue;
+    }
+    const Post& theirs = group.post(peer);
+    const bool same_call = theirs.kind == call.kind && theirs.dtype == call.dtype &&
+                           (!has_op(call.kind) || theirs.op == call.op) &&
+                           (!has_root(call.kind) || theirs.root == call.root);
+    if (!same_call) {
+      throw_mismatch(group, peer, "");
+    }
+    // Equal blocks everywhere are the common case, and one comparison.
+    const bool is_ragged = ((theirs.flags | group.post(group.rank()).flags) & Post::kRagged) != 0;
+    // Nobody posts what it expects of an all_to_all, only what it sends.
+    const bool expects_other = call.kind == OpKind::kAllToAll &&
+                               group.posted_count(peer, group.rank()) != call.outputs[peer].count;
+    if (is_ragged || expects_other || theirs.count != call.count) {
+      check_blocks(group, call, peer);
+    }
+  }
+}
+
+}  // namespace pydist

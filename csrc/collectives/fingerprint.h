@@ -1,0 +1,22 @@
+// Whether all ranks called the same collective with the same arguments.
+//
+// Every post carries what its rank called; no rank touches another's data before all that it has
+// seen agree. Ranks that disagree get a Mismatch that names both sides.
+
+#pragma once
+
+#include <cstdint>
+
+#include "collectives/call.h"
+#include "collectives/group.h"
+
+namespace pydist {
+
+// Fills in what this rank's post says of the call: all but the data.
+void describe_call(Group& group, const Call& call);
+
+// Compares this rank's call with the posts of `first` to `last` - 1. Throws Mismatch.
+// Precondition: they are posted.
+void check_agreement(const Group& group, const Call& call, int first, int last);
+
+}  // namespace pydist

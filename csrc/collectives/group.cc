@@ -1,0 +1,100 @@
+#include "collectives/group.h"
+
+#include <utility>
+
+namespace pydist {
+
+Group::Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> doorbells,
+             const SymmetricHeap& heap)
+    : rank_(rank),
+      size_(size),
+      segment_(std::move(segment)),
+      doorbells_(std::move(doorbells)),
+      heap_(heap) {}
+
+Condition Group::reached_by_all(CounterOf counter, std::uint64_t target) const noexcept {
+  return {segment_.control(0).*counter, segment_.control_stride(), size_, rank_, target};
+}
+
+Condition Group::may_post() noexcept {
+  if (sequence_ <= known_completed_ + kPostDepth) {
+    return {};
+  }
+  // The caller waits for it before anything else happens, so it may be noted at once.
+  known_completed_ = sequence_ - kPostDepth;
+  return reached_by_all(&RankControl::completed, known_completed_);
+}
+
+void Group::publish_post() noexcept {
+  my_post().sequence.store(sequence_, std::memory_order_release);
+  notify();
+}
+
+Condition Group::posted_by(int rank) const noexcept {
+  return {segment_.control(rank).posts[slot()].sequence, rank, sequence_};
+}
+
+Condition Group::posted_by_all() const noexcept {
+  return {segment_.control(0).posts[slot()].sequence, segment_.control_stride(), size_, rank_,
+          sequence_};
+}
+
+void Group::note_all_posted() noexcept {
+  known_completed_ = sequence_ - 1;
+  known_consumed_ = round_;
+}
+
+std::uint64_t Group::posted_count(int rank, int block) const noexcept {
+  const Post& posted = post(rank);
+  return (posted.flags & Post::kRagged) != 0
+             ? segment_.block_counts(rank, slot())[static_cast<std::size_t>(block)]
+             : posted.count;
+}
+
+void Group::complete() noexcept {
+  // Release: this rank has read what it wanted of its peers' posts.
+  segment_.control(rank_).completed.store(sequence_, std::memory_order_release);
+  notify();
+}
+
+Condition Group::may_stage(std::uint64_t round) noexcept {
+  if (round < known_consumed_ + kStagingSlots) {
+    return {};
+  }
+  known_consumed_ = round + 1 - kStagingSlots;
+  return reached_by_all(&RankControl::consumed, known_consumed_);
+}
+
+void Group::prepare_staging() {
+  if (!has_staging_) {
+    segment_.reserve_staging(rank_);
+    has_staging_ = true;
+  }
+}
+
+void Group::publish(CounterOf counter, std::uint64_t round) noexcept {
+  (segment_.control(rank_).*counter).store(round + 1, std::memory_order_release);
+  notify();
+}
+
+Condition Group::done_by(CounterOf counter, int rank, std::uint64_t round) const noexcept {
+  return {segment_.control(rank).*counter, rank, round + 1};
+}
+
+Condition Group::done_by_all(CounterOf counter, std::uint64_t round) const noexcept {
+  return reached_by_all(counter, round + 1);
+}
+
+void Group::notify() noexcept {
+  if (size_ == 1) {
+    return;
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer != rank_) {
+      doorbells_[static_cast<std::size_t>(peer)]->ring_after_fence();
+    }
+  }
+}
+
+}  // namespace pydist

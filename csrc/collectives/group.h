@@ -1,0 +1,119 @@
+// One group of ranks on one host, as the algorithms see it: posts, counters, staging, heap.
+//
+// Every rank runs the same collectives in the same order. Operation n of a group is announced by a
+// post; all further coordination is by counters that only grow:
+//   completed  operations;  staged, reduced, consumed  rounds.
+// A *round* moves one chunk of every rank through staging. Rounds are numbered through the life of
+// the group; each rank knows from what all ranks posted how many an operation takes.
+//
+// Note [Reuse]: a rank overwrites nothing that a peer may still read.
+//   - A post is overwritten kPostDepth operations later, once every rank has completed the old one.
+//   - A staging slot is overwritten kStagingSlots rounds later, once every rank has consumed the
+//     old round.
+// A rank whose post n is seen has completed n-1, and has consumed every round of it. So operations
+// in which everybody waits for everybody learn both for free; only the root of a broadcast or
+// scatter, which waits for nobody, ever looks at the counters of slow ranks.
+//
+// Owned by a communicator; used by one thread at a time.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "collectives/call.h"
+#include "collectives/group_segment.h"
+#include "health/condition.h"
+#include "health/wait.h"
+#include "memory/symmetric_heap.h"
+
+namespace pydist {
+
+class Group {
+ public:
+  // `doorbells` of all ranks, in rank order.
+  Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> doorbells,
+        const SymmetricHeap& heap);
+
+  [[nodiscard]] int rank() const noexcept { return rank_; }
+  [[nodiscard]] int size() const noexcept { return size_; }
+  [[nodiscard]] std::size_t chunk_bytes() const noexcept { return segment_.chunk_bytes(); }
+  [[nodiscard]] const SymmetricHeap& heap() const noexcept { return heap_; }
+  [[nodiscard]] const GroupSegment& segment() const noexcept { return segment_; }
+
+  // -- operations ---------------------------------------------------------------------------
+  // Numbers the next operation; nothing is visible to peers yet.
+  void begin() noexcept { ++sequence_; }
+  [[nodiscard]] std::uint64_t sequence() const noexcept { return sequence_; }
+
+  // That this operation's post, and its first staging slot, may be written.
+  [[nodiscard]] Condition may_post() noexcept;
+  [[nodiscard]] Condition may_stage_first() noexcept { return may_stage(round_); }
+
+  // This rank's post of the operation, to fill in before publish_post().
+  [[nodiscard]] Post& my_post() noexcept { return segment_.control(rank_).posts[slot()]; }
+  [[nodiscard]] PostDetail& my_detail() noexcept { return segment_.control(rank_).details[slot()]; }
+  [[nodiscard]] std::uint64_t* my_block_counts() noexcept {
+    return segment_.block_counts(rank_, slot());
+  }
+  void publish_post() noexcept;
+
+  [[nodiscard]] Condition posted_by(int rank) const noexcept;
+  [[nodiscard]] Condition posted_by_all() const noexcept;
+  // To call once posted_by_all() holds, see Note [Reuse].
+  void note_all_posted() noexcept;
+
+  // Once posted_by(rank) holds.
+  [[nodiscard]] const Post& post(int rank) const noexcept {
+    return segment_.control(rank).posts[slot()];
+  }
+  [[nodiscard]] const PostDetail& detail(int rank) const noexcept {
+    return segment_.control(rank).details[slot()];
+  }
+  // Elements of the block for `block` that `rank` posted.
+  [[nodiscard]] std::uint64_t posted_count(int rank, int block) const noexcept;
+
+  // The operation is over for this rank.
+  void complete() noexcept;
+
+  // -- rounds -------------------------------------------------------------------------------
+  // The first round of this operation.
+  [[nodiscard]] std::uint64_t round() const noexcept { return round_; }
+  // Every rank calls it once an operation, with the same number.
+  void advance_rounds(std::uint64_t rounds) noexcept { round_ += rounds; }
+
+  // That this rank may write its chunk of `round`.
+  [[nodiscard]] Condition may_stage(std::uint64_t round) noexcept;
+  // Backs this rank's staging with memory, the first time.
+  void prepare_staging();
+  [[nodiscard]] std::byte* staging(int rank, std::uint64_t round) const noexcept {
+    return segment_.staging(rank, round);
+  }
+
+  using CounterOf = Counter RankControl::*;
+  // Says that this rank has done `round` (and all before).
+  void publish(CounterOf counter, std::uint64_t round) noexcept;
+  [[nodiscard]] Condition done_by(CounterOf counter, int rank, std::uint64_t round) const noexcept;
+  [[nodiscard]] Condition done_by_all(CounterOf counter, std::uint64_t round) const noexcept;
+
+  // Wakes peers that sleep; for counters that are published otherwise.
+  void notify() noexcept;
+
+ private:
+  [[nodiscard]] std::size_t slot() const noexcept { return sequence_ % kPostDepth; }
+  [[nodiscard]] Condition reached_by_all(CounterOf counter, std::uint64_t target) const noexcept;
+
+  const int rank_;
+  const int size_;
+  GroupSegment segment_;
+  std::vector<Doorbell*> doorbells_;
+  const SymmetricHeap& heap_;
+  bool has_staging_ = false;
+  std::uint64_t sequence_ = 0;
+  std::uint64_t round_ = 0;
+  // What every rank is known to have reached.
+  std::uint64_t known_completed_ = 0;
+  std::uint64_t known_consumed_ = 0;
+};
+
+}  // namespace pydist

@@ -1,0 +1,68 @@
+#include "collectives/group_segment.h"
+
+#include <utility>
+
+namespace pydist {
+namespace {
+
+std::size_t control_bytes(int size) noexcept {
+  return round_up(
+      sizeof(RankControl) + kPostDepth * static_cast<std::size_t>(size) * sizeof(std::uint64_t),
+      std::size_t{128});
+}
+
+std::size_t staging_begin(int size) noexcept {
+  return round_up(sizeof(FailureNotice) + static_cast<std::size_t>(size) * control_bytes(size),
+                  page_bytes());
+}
+
+std::size_t staging_bytes(std::size_t chunk_bytes) noexcept {
+  return round_up(kStagingSlots * chunk_bytes, page_bytes());
+}
+
+}  // namespace
+
+GroupSegment::GroupSegment(SharedSegment segment, int size, std::size_t chunk_bytes) noexcept
+    : segment_(std::move(segment)),
+      size_(size),
+      chunk_bytes_(chunk_bytes),
+      control_stride_(control_bytes(size)),
+      staging_offset_(staging_begin(size)) {}
+
+std::size_t GroupSegment::bytes(int size, std::size_t chunk_bytes) noexcept {
+  return staging_begin(size) + static_cast<std::size_t>(size) * staging_bytes(chunk_bytes);
+}
+
+void GroupSegment::reserve_controls() const {
+  segment_.reserve(0, staging_offset_, "control lines of a group");
+}
+
+void GroupSegment::reserve_staging(int rank) const {
+  const std::size_t bytes = staging_bytes(chunk_bytes_);
+  const std::size_t offset = staging_offset_ + static_cast<std::size_t>(rank) * bytes;
+  segment_.reserve(offset, bytes, "staging of a rank");
+  segment_.populate(offset, bytes);
+}
+
+FailureNotice& GroupSegment::failure() const noexcept {
+  return *reinterpret_cast<FailureNotice*>(segment_.data());
+}
+
+RankControl& GroupSegment::control(int rank) const noexcept {
+  return *reinterpret_cast<RankControl*>(segment_.data() + sizeof(FailureNotice) +
+                                         static_cast<std::size_t>(rank) * control_stride_);
+}
+
+std::uint64_t* GroupSegment::block_counts(int rank, std::size_t post_slot) const noexcept {
+  auto* counts = reinterpret_cast<std::uint64_t*>(reinterpret_cast<std::byte*>(&control(rank)) +
+                                                  sizeof(RankControl));
+  return counts + post_slot * static_cast<std::size_t>(size_);
+}
+
+std::byte* GroupSegment::staging(int rank, std::uint64_t round) const noexcept {
+  return segment_.data() + staging_offset_ +
+         static_cast<std::size_t>(rank) * staging_bytes(chunk_bytes_) +
+         (round % kStagingSlots) * chunk_bytes_;
+}
+
+}  // namespace pydist

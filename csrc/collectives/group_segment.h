@@ -1,0 +1,115 @@
+// The layout of the shared memory of one group of ranks on one host.
+//
+//   | failure | control of rank 0 | ... | control of rank p-1 | staging of rank 0 | ... |
+//
+// Everything but the failure notice has one writer, the rank that it belongs to. Controls are
+// reserved when the group is made; a rank reserves its staging when it first needs it, so that a
+// group that only moves small things takes a few pages.
+
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "base/op_kind.h"
+#include "base/reduce_op.h"
+#include "health/condition.h"
+#include "memory/shared_segment.h"
+
+namespace pydist {
+
+// How many collectives a rank may be ahead of the slowest one.
+inline constexpr std::size_t kPostDepth = 8;
+// Data that travels in the post itself.
+inline constexpr std::size_t kInlineBytes = 40;
+// Chunks of a rank in flight: one is written, one reduced, one read, one spare.
+inline constexpr std::size_t kStagingSlots = 4;
+
+// What a rank says of the collective that it enters: one cache line, so that a small operation
+// costs one line a rank. Written before `sequence` is, read after.
+struct alignas(64) Post {
+  enum Flag : std::uint8_t {
+    kInline = 1,     // the data is in `payload`
+    kEager = 2,      // the data is in the staging slot of the operation's first round
+    kRagged = 4,     // block_counts is filled in
+    kSymmetric = 8,  // detail.input and detail.output lie in the symmetric heap
+  };
+
+  Counter sequence;  // of the operation, counted from 1
+  OpKind kind;
+  ReduceOp op;
+  DType dtype;
+  std::uint8_t flags;
+  std::int32_t root;
+  std::uint64_t count;  // see Call::count
+  std::array<std::byte, kInlineBytes> payload;
+};
+static_assert(sizeof(Post) == 64);
+
+// What only some operations need.
+struct alignas(64) PostDetail {
+  std::uint64_t input = 0;   // HeapReference
+  std::uint64_t output = 0;  // HeapReference
+  double factor = 1.0;       // premul_sum
+  std::uint64_t total = 0;   // elements of all blocks together
+};
+static_assert(sizeof(PostDetail) == 64);
+
+struct RankControl {
+  std::array<Post, kPostDepth> posts;
+  std::array<PostDetail, kPostDepth> details;
+  alignas(64) Counter completed;  // collectives
+  alignas(64) Counter staged;     // rounds whose chunk is in this rank's staging
+  alignas(64) Counter reduced;    // rounds whose slice this rank has reduced
+  alignas(64) Counter consumed;   // rounds in which this rank needs nobody's staging any more
+  // The channel of the ring, which runs through the sender's staging.
+  alignas(64) Counter ring_sent;      // slots sent to the next rank
+  alignas(64) Counter ring_released;  // slots of the previous rank given back
+  // Set when the rank lets go of the group.
+  alignas(64) std::atomic<std::uint32_t> has_left;
+};
+
+// The first error of the group; whoever meets it first writes it, everybody reads it.
+struct FailureNotice {
+  enum State : std::uint32_t { kNone = 0, kBeingWritten = 1, kSet = 2 };
+  alignas(64) std::atomic<std::uint32_t> state;
+  std::uint32_t kind;
+  std::array<char, 1900> message;
+};
+
+class GroupSegment {
+ public:
+  GroupSegment() = default;
+  GroupSegment(SharedSegment segment, int size, std::size_t chunk_bytes) noexcept;
+
+  // Bytes of a segment for `size` ranks.
+  [[nodiscard]] static std::size_t bytes(int size, std::size_t chunk_bytes) noexcept;
+
+  // For the rank that creates the segment: backs everything but the staging.
+  void reserve_controls() const;
+  // Backs one rank's staging.
+  void reserve_staging(int rank) const;
+
+  [[nodiscard]] FailureNotice& failure() const noexcept;
+  [[nodiscard]] RankControl& control(int rank) const noexcept;
+  // Elements of each block that `rank` posted with the operation in the given slot.
+  [[nodiscard]] std::uint64_t* block_counts(int rank, std::size_t post_slot) const noexcept;
+  [[nodiscard]] std::byte* staging(int rank, std::uint64_t round) const noexcept;
+
+  // From one rank's control to the next one's.
+  [[nodiscard]] std::size_t control_stride() const noexcept { return control_stride_; }
+  [[nodiscard]] std::size_t chunk_bytes() const noexcept { return chunk_bytes_; }
+  [[nodiscard]] const SharedSegment& segment() const noexcept { return segment_; }
+
+ private:
+  SharedSegment segment_;
+  int size_ = 0;
+  std::size_t chunk_bytes_ = 0;
+  std::size_t control_stride_ = 0;
+  std::size_t staging_offset_ = 0;
+};
+
+}  // namespace pydist

@@ -1,0 +1,488 @@
+#include "collectives/shared_memory.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "collectives/contribution.h"
+#include "collectives/fingerprint.h"
+#include "collectives/slices.h"
+#include "kernels/reduce_cpu.h"
+
+namespace pydist {
+namespace {
+
+// From here on, results no longer fit the caches, and stores that bypass them save reading the
+// lines first. Measured with bench/engine.
+constexpr std::size_t kStreamingBytes = std::size_t{8} << 20;
+
+StoreHint hint_for(std::size_t bytes) {
+  return bytes >= kStreamingBytes ? StoreHint::kStreaming : StoreHint::kCached;
+}
+
+// Everything that the steps of one collective share.
+class Collective {
+ public:
+  Collective(Group& group, const Call& call)
+      : group_(group),
+        call_(call),
+        me_(group.rank()),
+        size_(group.size()),
+        element_bytes_(element_size(call.dtype)) {}
+
+  [[nodiscard]] Group& group() const noexcept { return group_; }
+  [[nodiscard]] const Call& call() const noexcept { return call_; }
+  [[nodiscard]] int me() const noexcept { return me_; }
+  [[nodiscard]] int size() const noexcept { return size_; }
+  [[nodiscard]] bool is_root() const noexcept { return me_ == call_.root; }
+  [[nodiscard]] std::size_t element_bytes() const noexcept { return element_bytes_; }
+
+  // Bytes of `elements`, for offsets.
+  [[nodiscard]] std::size_t bytes(std::size_t elements) const noexcept {
+    return elements * element_bytes_;
+  }
+
+  // Combines one piece of every rank's input in rank order; `source(rank)` is where it lies.
+  template <typename Source>
+  void reduce_pieces(Source source, std::span<void* const> targets, std::size_t count,
+                     StoreHint hint) {
+    if (count == 0) {
+      return;
+    }
+    sources_.resize(static_cast<std::size_t>(size_));
+    for (int rank = 0; rank < size_; ++rank) {
+      sources_[static_cast<std::size_t>(rank)] = source(rank);
+    }
+    Reduction reduction{call_.dtype, call_.op, static_cast<double>(size_), factors()};
+    reduce(reduction, sources_, targets, count, hint);
+  }
+
+  void copy(std::byte* target, const std::byte* source, std::size_t elements) const {
+    if (target != source && elements != 0) {
+      copy_bytes(target, source, bytes(elements), hint_for(bytes(call_.count)));
+    }
+  }
+
+ private:
+  // All ranks' factors for premul_sum; they travel with the posts.
+  std::span<const double> factors() {
+    if (call_.op != ReduceOp::kPremulSum) {
+      return {};
+    }
+    if (factors_.empty()) {
+      for (int rank = 0; rank < size_; ++rank) {
+        factors_.push_back(group_.detail(rank).factor);
+      }
+    }
+    return factors_;
+  }
+
+  Group& group_;
+  const Call& call_;
+  const int me_;
+  const int size_;
+  const std::size_t element_bytes_;
+  std::vector<const void*> sources_;
+  std::vector<double> factors_;
+};
+
+// -- one shot -------------------------------------------------------------------------------------
+
+// Where `rank`'s contribution lies.
+const std::byte* contribution(const Group& group, int rank) {
+  const Post& post = group.post(rank);
+  return (post.flags & Post::kInline) != 0 ? post.payload.data()
+                                           : group.staging(rank, group.round());
+}
+
+// Elements in front of the block for `receiver` in `sender`'s contribution.
+std::size_t block_offset(const Group& group, int sender, int receiver) {
+  if ((group.post(sender).flags & Post::kRagged) == 0) {
+    return static_cast<std::size_t>(receiver) * group.post(sender).count;
+  }
+  std::size_t offset = 0;
+  for (int rank = 0; rank < receiver; ++rank) {
+    offset += group.posted_count(sender, rank);
+  }
+  return offset;
+}
+
+void finish_from_contributions(Collective& run) {
+  Group& group = run.group();
+  const Call& call = run.call();
+  const int me = run.me();
+  const auto block_for_me = [&](int sender) {
+    return contribution(group, sender) + run.bytes(block_offset(group, sender, me));
+  };
+  switch (call.kind) {
+    case OpKind::kAllReduce:
+    case OpKind::kReduce:
+      if (call.kind == OpKind::kAllReduce || run.is_root()) {
+        void* target = call.outputs[0].data;
+        run.reduce_pieces(
+            [&](int rank) { return rank == me ? call.inputs[0].data : contribution(group, rank); },
+            {&target, 1}, call.count, StoreHint::kCached);
+      }
+      break;
+    case OpKind::kReduceScatter: {
+      void* target = call.outputs[0].data;
+      run.reduce_pieces(
+          [&](int rank) { return rank == me ? call.inputs[me].data : block_for_me(rank); },
+          {&target, 1}, call.outputs[0].count, StoreHint::kCached);
+      break;
+    }
+    case OpKind::kAllGather:
+    case OpKind::kGather:
+      if (call.kind == OpKind::kAllGather || run.is_root()) {
+        for (int rank = 0; rank < run.size(); ++rank) {
+          const Block block = call.outputs[rank];
+          run.copy(block.data, rank == me ? call.inputs[0].data : contribution(group, rank),
+                   block.count);
+        }
+      }
+      break;
+    case OpKind::kBroadcast:
+      if (!call.outputs.empty()) {
+        run.copy(call.outputs[0].data,
+                 run.is_root() ? call.inputs[0].data : contribution(group, call.root), call.count);
+      }
+      break;
+    case OpKind::kScatter:
+      run.copy(call.outputs[0].data, run.is_root() ? call.inputs[me].data : block_for_me(call.root),
+               call.outputs[0].count);
+      break;
+    case OpKind::kAllToAll:
+      for (int rank = 0; rank < run.size(); ++rank) {
+        const Block block = call.outputs[rank];
+        run.copy(block.data, rank == me ? call.inputs[me].data : block_for_me(rank), block.count);
+      }
+      break;
+    default:
+      break;
+  }
+}
+
+// -- pipelined ------------------------------------------------------------------------------------
+
+// all_reduce and reduce: three chunks in flight. Slot layout: the chunk as it is, in which the
+// place of one's own slice, which nobody else needs, takes the reduced slice.
+Task reduce_through_staging(Collective& run) {
+  Group& group = run.group();
+  const Call& call = run.call();
+  const int me = run.me();
+  const bool receives = call.kind == OpKind::kAllReduce || run.is_root();
+  const std::size_t per_round = group.chunk_bytes() / run.element_bytes();
+  const std::uint64_t rounds = (call.count + per_round - 1) / per_round;
+  const std::uint64_t first = group.round();
+  const std::byte* input = call.inputs[0].data;
+  std::byte* output = receives ? call.outputs[0].data : nullptr;
+  const auto begin_of = [&](std::uint64_t k) { return k * per_round; };
+  const auto slices_of = [&](std::uint64_t k) {
+    return Slices(std::min(per_round, call.count - begin_of(k)), run.size(), run.element_bytes());
+  };
+
+  for (std::uint64_t step = 0; step < rounds + 2; ++step) {
+    if (step < rounds) {
+      const std::uint64_t k = step;
+      co_await group.may_stage(first + k);
+      std::byte* slot = group.staging(me, first + k);
+      const Slices slices = slices_of(k);
+      const Slice mine = slices[me];
+      const std::size_t behind = mine.begin + mine.count;
+      std::memcpy(slot, input + run.bytes(begin_of(k)), run.bytes(mine.begin));
+      std::memcpy(slot + run.bytes(behind), input + run.bytes(begin_of(k) + behind),
+                  run.bytes(slices.count() - behind));
+      group.publish(&RankControl::staged, first + k);
+    }
+    if (step >= 1 && step - 1 < rounds) {
+      const std::uint64_t k = step - 1;
+      co_await group.done_by_all(&RankControl::staged, first + k);
+      const Slice mine = slices_of(k)[me];
+      const std::size_t offset = run.bytes(mine.begin);
+      const std::size_t here = run.bytes(begin_of(k) + mine.begin);
+      std::array<void*, 2> targets{group.staging(me, first + k) + offset, nullptr};
+      if (receives) {
+        targets[1] = output + here;
+      }
+      run.reduce_pieces(
+          [&](int rank) {
+            return rank == me ? input + here : group.staging(rank, first + k) + offset;
+          },
+          std::span(targets).first(receives ? 2 : 1), mine.count, StoreHint::kCached);
+      group.publish(&RankControl::reduced, first + k);
+      if (!receives) {
+        group.publish(&RankControl::consumed, first + k);
+      }
+    }
+    if (step >= 2 && receives) {
+      const std::uint64_t k = step - 2;
+      co_await group.done_by_all(&RankControl::reduced, first + k);
+      const Slices slices = slices_of(k);
+      for (int turn = 1; turn < run.size(); ++turn) {
+        // Each rank starts with another neighbour, so that not all read the same lines at once.
+        const int rank = (me + turn) % run.size();
+        const Slice slice = slices[rank];
+        run.copy(output + run.bytes(begin_of(k) + slice.begin),
+                 group.staging(rank, first + k) + run.bytes(slice.begin), slice.count);
+      }
+      group.publish(&RankControl::consumed, first + k);
+    }
+  }
+  group.advance_rounds(rounds);
+}
+
+// The largest block that any rank sends; what every rank knows from the posts.
+std::uint64_t largest_block(const Group& group, const Call& call) {
+  std::uint64_t largest = 0;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    switch (call.kind) {
+      case OpKind::kScatter:
+        largest = std::max(largest, group.posted_count(call.root, rank));
+        break;
+      case OpKind::kGather:
+        largest = std::max(largest, group.posted_count(rank, rank));
+        break;
+      case OpKind::kBroadcast:
+        return call.count;
+      default:
+        for (int block = 0; block < group.size(); ++block) {
+          largest = std::max(largest, group.posted_count(rank, block));
+        }
+        break;
+    }
+  }
+  return largest;
+}
+
+// Everything but all_reduce and reduce: a round takes one piece of each block into the sender's
+// slot and out of it again. Two rounds in flight.
+Task exchange_through_staging(Collective& run) {
+  Group& group = run.group();
+  const Call& call = run.call();
+  const int me = run.me();
+  const Blocks sent = contributed_blocks(group, call);
+  // Kinds in which every receiver gets a block of its own lay them side by side in the slot.
+  const bool is_personal = call.kind == OpKind::kReduceScatter || call.kind == OpKind::kScatter ||
+                           call.kind == OpKind::kAllToAll;
+  const bool receives = call.kind == OpKind::kGather ? run.is_root()
+                        : is_one_to_all(call.kind)   ? !run.is_root()
+                                                     : true;
+  const std::size_t lanes = is_personal ? static_cast<std::size_t>(run.size()) : 1;
+  const std::size_t lane_bytes =
+      group.chunk_bytes() / lanes / run.element_bytes() * run.element_bytes();
+  const std::size_t per_round = lane_bytes / run.element_bytes();
+  const std::uint64_t rounds = (largest_block(group, call) + per_round - 1) / per_round;
+  const std::uint64_t first = group.round();
+  // The part of a block that round k moves.
+  const auto piece = [&](std::size_t count, std::uint64_t k) {
+    const std::size_t begin = std::min(count, k * per_round);
+    return Slice{begin, std::min(per_round, count - begin)};
+  };
+
+  if (!receives && rounds != 0) {
+    // Said at once: two senders of a gather would otherwise wait for each other to be through.
+    group.publish(&RankControl::consumed, first + rounds - 1);
+  }
+  for (std::uint64_t step = 0; step < rounds + 1; ++step) {
+    if (step < rounds && !sent.empty()) {
+      const std::uint64_t k = step;
+      co_await group.may_stage(first + k);
+      std::byte* slot = group.staging(me, first + k);
+      for (int rank = 0; rank < static_cast<int>(lanes); ++rank) {
+        if (is_personal && rank == me) {
+          continue;
+        }
+        const Block block = sent[rank];
+        const Slice part = piece(block.count, k);
+        if (part.count != 0) {
+          std::memcpy(slot + static_cast<std::size_t>(rank) * lane_bytes,
+                      block.data + run.bytes(part.begin), run.bytes(part.count));
+        }
+      }
+      group.publish(&RankControl::staged, first + k);
+    }
+    if (step >= 1 && receives) {
+      const std::uint64_t k = step - 1;
+      if (is_one_to_all(call.kind)) {
+        co_await group.done_by(&RankControl::staged, call.root, first + k);
+      } else {
+        co_await group.done_by_all(&RankControl::staged, first + k);
+      }
+      const auto received = [&](int rank) -> const std::byte* {
+        return group.staging(rank, first + k) +
+               (is_personal ? static_cast<std::size_t>(me) * lane_bytes : 0);
+      };
+      if (call.kind == OpKind::kReduceScatter) {
+        const Slice part = piece(call.outputs[0].count, k);
+        void* target = call.outputs[0].data + run.bytes(part.begin);
+        run.reduce_pieces(
+            [&](int rank) {
+              return rank == me ? call.inputs[me].data + run.bytes(part.begin) : received(rank);
+            },
+            {&target, 1}, part.count, StoreHint::kCached);
+      } else if (is_one_to_all(call.kind)) {
+        const Slice part = piece(call.outputs[0].count, k);
+        run.copy(call.outputs[0].data + run.bytes(part.begin), received(call.root), part.count);
+      } else {
+        for (int turn = 1; turn < run.size(); ++turn) {
+          const int rank = (me + turn) % run.size();
+          const Slice part = piece(call.outputs[rank].count, k);
+          run.copy(call.outputs[rank].data + run.bytes(part.begin), received(rank), part.count);
+        }
+      }
+      group.publish(&RankControl::consumed, first + k);
+    }
+  }
+  // One's own block never leaves the rank.
+  switch (call.kind) {
+    case OpKind::kAllGather:
+    case OpKind::kGather:
+      if (receives) {
+        run.copy(call.outputs[me].data, call.inputs[0].data, call.inputs[0].count);
+      }
+      break;
+    case OpKind::kAllToAll:
+      run.copy(call.outputs[me].data, call.inputs[me].data, call.inputs[me].count);
+      break;
+    case OpKind::kBroadcast:
+      if (run.is_root() && !call.outputs.empty()) {
+        run.copy(call.outputs[0].data, call.inputs[0].data, call.count);
+      }
+      break;
+    case OpKind::kScatter:
+      if (run.is_root()) {
+        run.copy(call.outputs[0].data, call.inputs[me].data, call.inputs[me].count);
+      }
+      break;
+    default:
+      break;
+  }
+  group.advance_rounds(rounds);
+}
+
+// -- symmetric ------------------------------------------------------------------------------------
+
+// Takes one round: it begins when all have posted, and ends when all have done their part.
+Task run_on_symmetric_heap(Collective& run) {
+  Group& group = run.group();
+  const Call& call = run.call();
+  const int me = run.me();
+  const SymmetricHeap& heap = group.heap();
+  const std::uint64_t round = group.round();
+  const StoreHint hint = hint_for(run.bytes(call.count));
+  const auto input_of = [&](int rank) { return heap.address(rank, group.detail(rank).input); };
+  const auto output_of = [&](int rank) { return heap.address(rank, group.detail(rank).output); };
+
+  switch (call.kind) {
+    case OpKind::kAllReduce: {
+      // The owner of a slice reads it from everybody and writes it to everybody.
+      const Slice mine = Slices(call.count, run.size(), run.element_bytes())[me];
+      std::vector<void*> targets;
+      for (int rank = 0; rank < run.size(); ++rank) {
+        targets.push_back(output_of(rank) + run.bytes(mine.begin));
+      }
+      run.reduce_pieces([&](int rank) { return input_of(rank) + run.bytes(mine.begin); }, targets,
+                        mine.count, hint);
+      break;
+    }
+    case OpKind::kReduceScatter: {
+      // Ragged blocks lie in one buffer only when they are equal, so the offset is the same in all.
+      const std::size_t count = call.outputs[0].count;
+      void* target = call.outputs[0].data;
+      run.reduce_pieces(
+          [&](int rank) {
+            return input_of(rank) + run.bytes(static_cast<std::size_t>(me) * count);
+          },
+          {&target, 1}, count, hint);
+      break;
+    }
+    case OpKind::kAllGather: {
+      const std::size_t count = call.inputs[0].count;
+      for (int turn = 0; turn < run.size(); ++turn) {
+        const int rank = (me + turn) % run.size();
+        run.copy(output_of(rank) + run.bytes(static_cast<std::size_t>(me) * count),
+                 call.inputs[0].data, count);
+      }
+      break;
+    }
+    case OpKind::kBroadcast:
+      if (!call.outputs.empty()) {
+        run.copy(call.outputs[0].data, input_of(call.root), call.count);
+      }
+      break;
+    default:
+      break;
+  }
+  group.publish(&RankControl::consumed, round);
+  // Peers write into this rank's buffers, or read them, until they are done.
+  if (call.kind != OpKind::kBroadcast || run.is_root()) {
+    co_await group.done_by_all(&RankControl::consumed, round);
+  }
+  group.advance_rounds(1);
+}
+
+}  // namespace
+
+Task run_shared_memory(Group& group, Call call) {
+  Collective run(group, call);
+  const Blocks sent = contributed_blocks(group, call);
+  const std::uint8_t offer = offered_route(group, call);
+
+  co_await group.may_post();
+  describe_call(group, call);
+  Post& post = group.my_post();
+  post.flags |= offer;
+  if ((offer & Post::kSymmetric) != 0) {
+    group.my_detail() = symmetric_detail(group, call);
+  }
+  if (call.op == ReduceOp::kPremulSum) {
+    group.my_detail().factor = call.factor;
+  }
+  if (group.size() > 1) {
+    if ((offer & Post::kInline) != 0) {
+      pack_blocks(sent, run.size(), run.element_bytes(), post.payload.data());
+    } else if ((offer & Post::kEager) != 0) {
+      group.prepare_staging();
+      co_await group.may_stage_first();
+      pack_blocks(sent, run.size(), run.element_bytes(), group.staging(run.me(), group.round()));
+    }
+  }
+  group.publish_post();
+
+  if (is_one_to_all(call.kind) && run.is_root()) {
+    // A root has nothing to learn from the others: it writes and goes.
+  } else {
+    co_await group.posted_by_all();
+    group.note_all_posted();
+    check_agreement(group, call, 0, group.size());
+  }
+
+  switch (agreed_route(group, call)) {
+    case Route::kInline:
+      finish_from_contributions(run);
+      break;
+    case Route::kOneShot:
+      finish_from_contributions(run);
+      group.publish(&RankControl::consumed, group.round());
+      group.advance_rounds(1);
+      break;
+    case Route::kPipelined:
+      if (!sent.empty() || call.kind == OpKind::kReduce) {
+        group.prepare_staging();
+      }
+      if (call.kind == OpKind::kAllReduce || call.kind == OpKind::kReduce) {
+        co_await reduce_through_staging(run);
+      } else {
+        co_await exchange_through_staging(run);
+      }
+      break;
+    case Route::kSymmetric:
+      co_await run_on_symmetric_heap(run);
+      break;
+  }
+  group.complete();
+}
+
+}  // namespace pydist

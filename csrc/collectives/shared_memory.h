@@ -1,0 +1,26 @@
+// Collectives straight over shared memory: every rank reads and writes what it needs where it
+// lies. Elements are always combined in rank order 0..p-1.
+//
+// Three ways, chosen from what all ranks posted (p ranks, s bytes a rank, per rank):
+//
+//   one shot     The data rides in the post (up to 40 bytes) or in one staging slot, written before
+//                the post. Everybody reads everybody's. One synchronisation; reads (p-1)s.
+//   pipelined    Chunks travel through staging that stays in cache. all_reduce: copy in what others
+//                own, reduce one's own slice, copy out what others reduced; three chunks in flight.
+//                Everything else: copy in, copy (or reduce) out; two in flight.
+//   symmetric    The buffers lie in the symmetric heap. all_reduce: the owner of a slice reads it
+//                from p buffers and writes the result to p buffers: 2ps bytes of memory traffic by
+//                all ranks together, the lower bound. Two synchronisations.
+
+#pragma once
+
+#include "collectives/call.h"
+#include "collectives/group.h"
+#include "collectives/task.h"
+
+namespace pydist {
+
+// Runs one collective. Group::begin() has numbered it. The call's buffers outlive the task.
+[[nodiscard]] Task run_shared_memory(Group& group, Call call);
+
+}  // namespace pydist

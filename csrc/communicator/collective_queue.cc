@@ -1,0 +1,191 @@
+#include "communicator/collective_queue.h"
+
+#include <utility>
+
+#include "base/error.h"
+
+namespace pydist {
+namespace {
+
+// A waiter that spins looks at the clock, and at who has died, once in so many looks.
+constexpr unsigned kLooksBetweenChecks = 8;
+
+std::size_t journaled_bytes(const Operation& operation) {
+  std::size_t bytes = 0;
+  for (const auto* buffers : {&operation.inputs, &operation.outputs}) {
+    if (bytes == 0) {
+      for (const Buffer& buffer : *buffers) {
+        bytes += buffer.bytes();
+      }
+    }
+  }
+  return bytes;
+}
+
+}  // namespace
+
+CollectiveQueue::CollectiveQueue(std::shared_ptr<Progress> progress,
+                                 std::shared_ptr<GroupHealth> health, Group& group,
+                                 MakeTask make_task)
+    : WaitableDrivable(std::move(progress)),
+      health_(std::move(health)),
+      group_(group),
+      make_task_(std::move(make_task)) {}
+
+WorkPtr CollectiveQueue::submit(Operation operation, Deadline deadline) {
+  auto work =
+      std::make_shared<NativeWork>(std::static_pointer_cast<WaitableDrivable>(shared_from_this()));
+  auto pending = std::make_unique<Pending>(std::move(operation), deadline, work);
+  {
+    const std::lock_guard lock(mutex_);
+    queue_.push_back(std::move(pending));
+    pending_count_.fetch_add(1, std::memory_order_release);
+  }
+  hand_over();
+  return work;
+}
+
+void CollectiveQueue::run(Operation operation, Deadline deadline) {
+  auto right = try_attend();
+  if (!right || has_work()) {
+    if (right) {
+      right.unlock();
+    }
+    submit(std::move(operation), deadline)->wait();
+    return;
+  }
+  Pending pending(std::move(operation), deadline, /*the_work=*/nullptr);
+  running_here_ = &pending;
+  attend_until([&pending] { return pending.is_done; }, Deadline::never());
+  running_here_ = nullptr;
+  leave(std::move(right));
+  if (pending.error) {
+    std::rethrow_exception(pending.error);
+  }
+}
+
+CollectiveQueue::Pending* CollectiveQueue::head() {
+  if (running_here_ != nullptr) {
+    return running_here_->is_done ? nullptr : running_here_;
+  }
+  const std::lock_guard lock(mutex_);
+  return queue_.empty() ? nullptr : queue_.front().get();
+}
+
+bool CollectiveQueue::drive() {
+  bool moved = false;
+  while (Pending* pending = head()) {
+    try {
+      if (health_->has_failed()) {
+        std::rethrow_exception(health_->failure());
+      }
+      if (!pending->execution) {
+        start(*pending);
+      }
+      if (!step(*pending)) {
+        return moved;
+      }
+      moved = true;
+      if (pending->execution->is_done()) {
+        finish(*pending, nullptr);
+      }
+    } catch (...) {
+      if (!health_->has_failed()) {
+        health_->fail(std::current_exception());
+      }
+      finish(*pending, health_->failure());
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+void CollectiveQueue::start(Pending& pending) {
+  group_.begin();
+  const Operation& operation = pending.operation;
+  pending.ticket = health_->journal().begin(health_->fingerprint(), group_.sequence(),
+                                            static_cast<std::uint8_t>(operation.kind),
+                                            journaled_bytes(operation), operation.label);
+  pending.execution.emplace(make_task_(operation));
+}
+
+bool CollectiveQueue::step(Pending& pending) {
+  Execution& execution = *pending.execution;
+  if (!execution.is_ready()) {
+    waits_for_rank_.store(execution.condition().rank(), std::memory_order_relaxed);
+    waits_in_sequence_.store(group_.sequence(), std::memory_order_relaxed);
+    waits_in_kind_.store(pending.operation.kind, std::memory_order_relaxed);
+    if (++looks_ % kLooksBetweenChecks != 0) {
+      return false;
+    }
+    check_hope(pending);
+    if (!execution.is_ready()) {
+      return false;
+    }
+  }
+  waits_for_rank_.store(-1, std::memory_order_relaxed);
+  execution.resume();
+  return true;
+}
+
+void CollectiveQueue::check_hope(Pending& pending) {
+  Execution& execution = *pending.execution;
+  const int rank = execution.condition().rank();
+  const std::string vain = health_->why_vain(rank);
+  const bool is_late = pending.deadline.has_passed();
+  // What the peer did before it died, or before the deadline, counts.
+  if ((vain.empty() && !is_late) || execution.is_ready()) {
+    return;
+  }
+  const std::string label =
+      pending.operation.label.empty() ? "" : " (" + pending.operation.label + ")";
+  const std::string what = join(to_string(pending.operation.kind), " #", group_.sequence(), label,
+                                " of group '", health_->name(), "'");
+  if (!vain.empty()) {
+    throw PeerLost(join(vain, ". ", health_->who(health_->rank()), " waited for ", "it in ", what,
+                        ". The group is of no further use; save what you need and start again."));
+  }
+  throw Timeout(join(health_->who(health_->rank()), " gave up on ", what, " at its deadline: ",
+                     health_->where(rank, pending.operation.kind, group_.sequence()), "."));
+}
+
+void CollectiveQueue::finish(Pending& pending, std::exception_ptr error) {
+  if (pending.execution) {
+    health_->journal().finish(pending.ticket,
+                              error ? JournalState::kFailed : JournalState::kSucceeded);
+  }
+  if (&pending == running_here_) {
+    pending.error = std::move(error);
+    pending.execution.reset();
+    pending.is_done = true;
+    return;
+  }
+  std::unique_ptr<Pending> owned;
+  {
+    const std::lock_guard lock(mutex_);
+    owned = std::move(queue_.front());
+    queue_.pop_front();
+    pending_count_.fetch_sub(1, std::memory_order_release);
+  }
+  // The state machine must be gone before the caller may reuse the buffers it refers to.
+  owned->execution.reset();
+  settle(*owned->work, std::move(error));
+}
+
+void CollectiveQueue::drain() {
+  Right right = attend();
+  drive();
+  leave(std::move(right));
+}
+
+std::string CollectiveQueue::diagnosis() {
+  const int rank = waits_for_rank_.load(std::memory_order_relaxed);
+  if (rank < 0) {
+    return {};
+  }
+  return health_->where(rank, waits_in_kind_.load(std::memory_order_relaxed),
+                        waits_in_sequence_.load(std::memory_order_relaxed)) +
+         ".";
+}
+
+}  // namespace pydist

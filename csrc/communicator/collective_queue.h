@@ -1,0 +1,88 @@
+// The collectives of one native group, in the order of submission: one runs, the rest wait.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "collectives/group.h"
+#include "collectives/task.h"
+#include "communicator/group_health.h"
+#include "communicator/native_work.h"
+#include "communicator/operation.h"
+
+namespace pydist {
+
+// Thread safe.
+class CollectiveQueue final : public WaitableDrivable {
+ public:
+  // Makes the state machine of an operation, which outlives it. Group::begin() has numbered it.
+  using MakeTask = std::function<Task(const Operation& operation)>;
+
+  // `group` is used with the right to drive only.
+  CollectiveQueue(std::shared_ptr<Progress> progress, std::shared_ptr<GroupHealth> health,
+                  Group& group, MakeTask make_task);
+
+  // Adds an operation; the progress thread or a waiter runs it when its turn comes.
+  [[nodiscard]] WorkPtr submit(Operation operation, Deadline deadline);
+
+  // Runs an operation on this thread when nothing is in front of it, otherwise submits it and
+  // waits. Throws its error.
+  void run(Operation operation, Deadline deadline);
+
+  [[nodiscard]] std::string diagnosis() override;
+
+  // Ends everything that is under way with the group's failure. Call after the group has failed.
+  void drain();
+
+ protected:
+  bool drive() override;
+  [[nodiscard]] bool has_work() override {
+    return pending_count_.load(std::memory_order_acquire) != 0;
+  }
+
+ private:
+  struct Pending {
+    Pending(Operation the_operation, Deadline the_deadline, std::shared_ptr<Work> the_work)
+        : operation(std::move(the_operation)), deadline(the_deadline), work(std::move(the_work)) {}
+
+    Operation operation;
+    Deadline deadline;
+    std::shared_ptr<Work> work;          // null where the caller runs it
+    std::optional<Execution> execution;  // once it has started
+    Journal::Ticket ticket = 0;
+    bool is_done = false;
+    std::exception_ptr error;
+  };
+
+  [[nodiscard]] Pending* head();
+  void start(Pending& pending);
+  // Moves the head along; false when it has to wait.
+  bool step(Pending& pending);
+  // Throws what makes waiting vain: the group's failure, a lost peer, the deadline.
+  void check_hope(Pending& pending);
+  void finish(Pending& pending, std::exception_ptr error);
+
+  const std::shared_ptr<GroupHealth> health_;
+  Group& group_;
+  const MakeTask make_task_;
+  std::mutex mutex_;
+  std::deque<std::unique_ptr<Pending>> queue_;  // guarded by mutex_
+  std::atomic<std::size_t> pending_count_{0};   // of queue_
+  Pending* running_here_ = nullptr;             // with the right to drive
+  unsigned looks_ = 0;                          // with the right to drive
+  // For diagnosis(), which has no right to drive.
+  std::atomic<int> waits_for_rank_{-1};
+  std::atomic<std::uint64_t> waits_in_sequence_{0};
+  std::atomic<OpKind> waits_in_kind_{OpKind::kBarrier};
+};
+
+}  // namespace pydist

@@ -1,0 +1,129 @@
+// THE SEAM between what moves bytes and what needs them moved.
+//
+// A Communicator is one group of ranks on one backend. Everything above (the torch bridge, the
+// reducer, the sharded optimizer) knows this interface alone; a new backend is one implementation.
+//
+// Order. Collectives of a group start in submission order, the same on every rank, and complete in
+// it. Point-to-point operations match by (peer, tag), in order within one such pair, and progress
+// independently of collectives and of each other. Groups progress independently.
+//
+// Threads. Every function may be called from any thread. When several threads submit collectives
+// to one group, the callers see to it that the order is the same on every rank.
+//
+// Failure. An error that leaves the ranks out of step (a lost peer, a mismatch, a timeout, an
+// abort) fails every operation of the group that is under way, here and on every other rank, and
+// every later one; the group is of no further use, the process is.
+
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/error.h"
+#include "communicator/operation.h"
+#include "communicator/work.h"
+
+namespace pydist {
+
+// Memory that a communicator allocated; freed with the last reference. On backends with symmetric
+// memory, a block is reused once every rank has freed it.
+class Memory {
+ public:
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  virtual ~Memory() = default;
+
+  [[nodiscard]] virtual void* data() const noexcept = 0;
+  [[nodiscard]] virtual std::size_t bytes() const noexcept = 0;
+  // Whether collectives on it copy nothing in or out.
+  [[nodiscard]] virtual bool is_symmetric() const noexcept = 0;
+};
+
+using MemoryPtr = std::shared_ptr<Memory>;
+
+// What a backend can do and what it guarantees; identical on all ranks of a group.
+struct Capabilities {
+  std::string backend;
+  std::vector<Device> devices;
+  bool symmetric_memory = false;
+  bool any_source = false;
+  bool ragged = false;  // blocks of different sizes in all_gather, gather and all_to_all
+  std::vector<DType> wire_dtypes;
+  // The result of a reduction is the same, bit by bit, ...
+  bool equal_on_all_ranks = false;
+  bool equal_from_run_to_run = false;
+  bool equal_for_all_chunkings = false;
+  // In which order, and in what precision, elements are combined; for people.
+  std::string numerics;
+};
+
+class Communicator;
+using CommunicatorPtr = std::shared_ptr<Communicator>;
+
+class Communicator {
+ public:
+  Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+  virtual ~Communicator() = default;
+
+  [[nodiscard]] virtual int rank() const noexcept = 0;
+  [[nodiscard]] virtual int size() const noexcept = 0;
+  // Unique among the process's groups; the same on every rank of the group.
+  [[nodiscard]] virtual const std::string& name() const noexcept = 0;
+  [[nodiscard]] virtual Capabilities capabilities() const = 0;
+
+  // Whether the backend can run `kind` with `op` on `dtype`; an empty string, or why not.
+  [[nodiscard]] virtual std::string why_unsupported(OpKind kind, ReduceOp op,
+                                                    DType dtype) const = 0;
+
+  // Starts an operation. Throws InvalidUsage where the operation is malformed, and the group's
+  // error where the group has failed.
+  [[nodiscard]] virtual WorkPtr submit(Operation operation) = 0;
+
+  // Starts several as one: either matched point-to-point operations, or collectives in order.
+  // The work completes with the last of them.
+  [[nodiscard]] virtual WorkPtr submit_grouped(std::vector<Operation> operations) = 0;
+
+  // Starts an operation and waits for it; backends may take a shorter way than submit. Returns the
+  // source rank of a receive, otherwise -1.
+  virtual int run(Operation operation) {
+    const WorkPtr work = submit(std::move(operation));
+    work->wait();
+    return work->source_rank();
+  }
+
+  // Collective: every rank of the group calls with the same size, in the same order relative to
+  // the group's other collectives. Zero bytes are allowed.
+  [[nodiscard]] virtual MemoryPtr allocate(std::size_t bytes, Device device) = 0;
+
+  // A group of the given ranks of this one, in that order. Collective among those ranks alone; the
+  // caller is one of them.
+  [[nodiscard]] virtual CommunicatorPtr split(const std::vector<int>& ranks) = 0;
+
+  // How long an operation without a deadline of its own may take.
+  [[nodiscard]] virtual std::chrono::milliseconds timeout() const = 0;
+  virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
+
+  // Fails the group with `reason`: wakes every waiter here; peers learn of it.
+  virtual void abort(const Error& reason) = 0;
+
+  // The error that the group has failed with; null while it is sound.
+  [[nodiscard]] virtual std::exception_ptr failure() const = 0;
+
+  // Lets the group go: later calls throw InvalidUsage; peers that still wait for this rank fail
+  // with PeerLost. Operations under way fail with Aborted. Idempotent; never throws.
+  virtual void shutdown() noexcept = 0;
+
+  // What every rank of the group is in, a line each, from the journal; empty where the backend
+  // keeps none.
+  [[nodiscard]] virtual std::vector<std::string> whereabouts() const = 0;
+};
+
+}  // namespace pydist

@@ -1,0 +1,584 @@
+#include "communicator/native_communicator.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/fork.h"
+#include "base/log.h"
+#include "collectives/ring.h"
+#include "collectives/shared_memory.h"
+#include "communicator/collective_queue.h"
+#include "communicator/endpoint.h"
+#include "communicator/group_health.h"
+#include "communicator/heap_allocation.h"
+#include "communicator/message_queue.h"
+#include "topology/hosts.h"
+#include "topology/rendezvous.h"
+
+namespace pydist {
+namespace {
+
+constexpr std::chrono::microseconds kDefaultSpin{50};
+
+class HeapMemory final : public Memory {
+ public:
+  HeapMemory(std::shared_ptr<SymmetricHeap> heap, const HeapAllocation& allocation,
+             std::size_t bytes)
+      : heap_(std::move(heap)),
+        placement_(allocation.placement),
+        data_(allocation.data),
+        bytes_(bytes) {}
+  ~HeapMemory() override { heap_->release(placement_); }
+
+  [[nodiscard]] void* data() const noexcept override { return data_; }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
+  [[nodiscard]] bool is_symmetric() const noexcept override { return true; }
+
+ private:
+  const std::shared_ptr<SymmetricHeap> heap_;
+  const SymmetricHeap::Placement placement_;
+  std::byte* const data_;
+  const std::size_t bytes_;
+};
+
+// The algorithms' view of an operation.
+Call make_call(const Operation& operation, int rank, int size) {
+  const bool is_root = rank == operation.peer;
+  const std::span<const Buffer> in(operation.inputs);
+  const std::span<const Buffer> out(operation.outputs);
+  const DType dtype = !in.empty() ? in[0].dtype : !out.empty() ? out[0].dtype : DType::kUInt8;
+  Call call{operation.kind,   dtype,    operation.op, /*root=*/0,
+            operation.factor, Blocks(), Blocks(),     /*count=*/0};
+  switch (operation.kind) {
+    case OpKind::kAllReduce:
+      call.inputs = Blocks(in, 1);
+      call.outputs = Blocks(out, 1);
+      call.count = in[0].count;
+      break;
+    case OpKind::kReduceScatter:
+      call.inputs = Blocks(in, size);
+      call.outputs = Blocks(out, 1);
+      call.count = out[0].count;
+      break;
+    case OpKind::kAllGather:
+      call.inputs = Blocks(in, 1);
+      call.outputs = Blocks(out, size);
+      call.count = in[0].count;
+      break;
+    case OpKind::kBroadcast:
+      call.root = operation.peer;
+      call.inputs = is_root ? Blocks(in, 1) : Blocks();
+      call.outputs = out.empty() ? Blocks() : Blocks(out, 1);
+      call.count = is_root ? in[0].count : out[0].count;
+      break;
+    case OpKind::kReduce:
+      call.root = operation.peer;
+      call.inputs = Blocks(in, 1);
+      call.outputs = is_root ? Blocks(out, 1) : Blocks();
+      call.count = in[0].count;
+      break;
+    case OpKind::kGather:
+      call.root = operation.peer;
+      call.inputs = Blocks(in, 1);
+      call.outputs = is_root ? Blocks(out, size) : Blocks();
+      call.count = in[0].count;
+      break;
+    case OpKind::kScatter:
+      call.root = operation.peer;
+      call.inputs = is_root ? Blocks(in, size) : Blocks();
+      call.outputs = Blocks(out, 1);
+      call.count = out[0].count;
+      break;
+    case OpKind::kAllToAll:
+      call.inputs = Blocks(in, size);
+      call.outputs = Blocks(out, size);
+      call.count = call.inputs[rank].count;
+      break;
+    default:
+      break;
+  }
+  return call;
+}
+
+// What the ranks of a group must have in common, and what they tell each other to meet.
+struct Introduction {
+  Card card;
+  std::string settings;  // that must be equal
+  std::string token;     // of rank 0: what the keys of the group's segments begin with
+  std::string complaint;
+
+  [[nodiscard]] std::string to_text() const {
+    return pack({card.to_text(), settings, token, complaint});
+  }
+  [[nodiscard]] static Introduction from_text(const std::string& text) {
+    const std::vector<std::string> parts = unpack(text);
+    PYDIST_CHECK(parts.size() == 4);
+    return {Card::from_text(parts[0]), parts[1], parts[2], parts[3]};
+  }
+};
+
+// Grows whenever the layout of anything in shared memory changes, so that two builds of one version
+// do not read each other's memory.
+constexpr int kSharedLayout = 1;
+
+std::string settings_text(const Environment& environment) {
+  return join("layout ", kSharedLayout, " PYDIST_ALGORITHM=", to_string(environment.algorithm),
+              " PYDIST_CHUNK_BYTES=", environment.chunk_bytes);
+}
+
+// The hope of the meeting is not the group's: it refers to whoever made it.
+NativeOptions without_hope(NativeOptions options) {
+  options.check_hope = nullptr;
+  return options;
+}
+
+// Everything that a group of one host is made of.
+struct Membership {
+  std::shared_ptr<Endpoint> endpoint;
+  std::vector<PeerPtr> peers;
+  std::string rank0_address;
+  std::string token;
+  GroupSegment group_segment;
+  MessageSegment message_segment;
+};
+
+class NativeCommunicator final : public Communicator,
+                                 public std::enable_shared_from_this<NativeCommunicator> {
+ public:
+  NativeCommunicator(StorePtr store, int rank, int size, NativeOptions options,
+                     Membership membership)
+      : store_(std::move(store)),
+        rank_(rank),
+        size_(size),
+        options_(without_hope(std::move(options))),
+        endpoint_(std::move(membership.endpoint)),
+        rank0_address_(std::move(membership.rank0_address)),
+        token_(std::move(membership.token)),
+        timeout_ms_(options_.environment.timeout.count()),
+        heap_(std::make_shared<SymmetricHeap>(rank, size)),
+        health_(std::make_shared<GroupHealth>(options_.name, rank, endpoint_,
+                                              membership.group_segment, membership.peers)) {
+    std::vector<Doorbell*> doorbells;
+    for (const PeerPtr& peer : membership.peers) {
+      doorbells.push_back(&peer->page->doorbell);
+    }
+    engine_ = std::make_shared<Engine>(rank, size, membership.group_segment, doorbells, heap_,
+                                       membership.peers);
+    const bool pins_ring = options_.environment.algorithm == AlgorithmChoice::kRing;
+    collectives_ = std::make_shared<CollectiveQueue>(
+        endpoint_->progress(), health_, engine_->group,
+        [engine = engine_, pins_ring](const Operation& operation) {
+          if (operation.kind == OpKind::kAllocate) {
+            return (*engine->allocate)();
+          }
+          const Call call = make_call(operation, engine->group.rank(), engine->group.size());
+          return pins_ring && ring_supports(operation.kind)
+                     ? run_ring(engine->group, call, engine->to_next, engine->from_previous)
+                     : run_shared_memory(engine->group, call);
+        });
+    messages_ = std::make_shared<MessageQueue>(
+        endpoint_->progress(), health_,
+        Messages(rank, size, std::move(membership.message_segment), doorbells));
+  }
+
+  ~NativeCommunicator() override { shutdown(); }
+
+  [[nodiscard]] int rank() const noexcept override { return rank_; }
+  [[nodiscard]] int size() const noexcept override { return size_; }
+  [[nodiscard]] const std::string& name() const noexcept override { return options_.name; }
+
+  [[nodiscard]] Capabilities capabilities() const override {
+    const bool pins_ring = options_.environment.algorithm == AlgorithmChoice::kRing;
+    Capabilities can;
+    can.backend = "native";
+    can.devices = {Device{}};
+    can.symmetric_memory = true;
+    can.any_source = true;
+    can.ragged = true;
+    can.equal_on_all_ranks = true;
+    can.equal_from_run_to_run = true;
+    can.equal_for_all_chunkings = !pins_ring || size_ <= 2;
+    can.numerics =
+        join(can.equal_for_all_chunkings
+                 ? "Elements are combined in rank order 0 to p-1"
+                 : "Elements are combined in ring order, which depends on where they lie in the "
+                   "buffer",
+             "; float16 and bfloat16 accumulate in float32 and are rounded once; a mean divides "
+             "the sum once.");
+    return can;
+  }
+
+  [[nodiscard]] std::string why_unsupported(OpKind kind, ReduceOp op, DType dtype) const override {
+    const bool reduces =
+        kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter || kind == OpKind::kReduce;
+    return !reduces || is_supported(op, dtype)
+               ? std::string()
+               : join("op '", to_string(op), "' is not defined for ", to_string(dtype));
+  }
+
+  [[nodiscard]] WorkPtr submit(Operation operation) override {
+    check_from_caller(operation);
+    const Deadline deadline = deadline_of(operation);
+    return is_point_to_point(operation.kind) ? messages_->submit(std::move(operation), deadline)
+                                             : collectives_->submit(std::move(operation), deadline);
+  }
+
+  [[nodiscard]] WorkPtr submit_grouped(std::vector<Operation> operations) override {
+    // All are looked at before any starts.
+    for (const Operation& operation : operations) {
+      check_from_caller(operation);
+    }
+    std::vector<WorkPtr> parts;
+    for (Operation& operation : operations) {
+      parts.push_back(submit(std::move(operation)));
+    }
+    return combine(std::move(parts));
+  }
+
+  int run(Operation operation) override {
+    if (is_point_to_point(operation.kind)) {
+      return Communicator::run(std::move(operation));
+    }
+    check_from_caller(operation);
+    const Deadline deadline = deadline_of(operation);
+    collectives_->run(std::move(operation), deadline);
+    return -1;
+  }
+
+  [[nodiscard]] MemoryPtr allocate(std::size_t bytes, Device device) override {
+    if (device.type != DeviceType::kCpu) {
+      throw InvalidUsage("The native backend allocates host memory only.");
+    }
+    // One allocation at a time: the order of two threads' allocations would differ between ranks
+    // anyway.
+    const std::lock_guard lock(allocate_mutex_);
+    HeapAllocation result;
+    Operation operation;
+    operation.kind = OpKind::kAllocate;
+    check(operation);
+    const Deadline deadline = deadline_of(operation);
+    const std::function<Task()> make_task = [&] {
+      return allocate_on_heap(engine_->group, *heap_, *endpoint_, rank0_address_, token_, bytes,
+                              deadline, result);
+    };
+    engine_->allocate = &make_task;
+    collectives_->run(std::move(operation), deadline);
+    if (!result.error.empty()) {
+      throw TransportError(result.error);
+    }
+    return std::make_shared<HeapMemory>(heap_, result, bytes);
+  }
+
+  [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
+    const auto me = std::find(ranks.begin(), ranks.end(), rank_);
+    std::string members;
+    std::vector<bool> seen(static_cast<std::size_t>(size_), false);
+    for (const int rank : ranks) {
+      if (rank < 0 || rank >= size_ || seen[static_cast<std::size_t>(rank)]) {
+        throw InvalidUsage(
+            join("split: rank ", rank, " is ",
+                 rank < 0 || rank >= size_ ? "not a rank of the group" : "named twice",
+                 "; ranks are 0 to ", size_ - 1, ", each at most once."));
+      }
+      seen[static_cast<std::size_t>(rank)] = true;
+      if (!members.empty()) {
+        members += ',';
+      }
+      members += std::to_string(rank);
+    }
+    if (me == ranks.end()) {
+      throw InvalidUsage(join("split: rank ", rank_, " is not among the ranks of the new group (",
+                              members, "); only its members make a group."));
+    }
+    NativeOptions options = options_;
+    options.environment.timeout = timeout();
+    options.check_hope = [this, &ranks] {
+      for (const int rank : ranks) {
+        if (rank == rank_) {
+          continue;
+        }
+        if (const std::string vain = health_->why_vain(rank); !vain.empty()) {
+          throw PeerLost(join(vain, ". ", health_->who(rank_), " waited for it to make a group."));
+        }
+      }
+    };
+    {
+      // The members have split off the same group equally often, so they meet under one name.
+      const std::lock_guard lock(split_mutex_);
+      options.name = join(options_.name, "/", members, "#", splits_[members]++);
+    }
+    return create_native_communicator(store_, static_cast<int>(me - ranks.begin()),
+                                      static_cast<int>(ranks.size()), options, endpoint_);
+  }
+
+  [[nodiscard]] std::chrono::milliseconds timeout() const override {
+    return std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
+  }
+  void set_timeout(std::chrono::milliseconds timeout) override {
+    if (timeout.count() <= 0) {
+      throw InvalidUsage(join("A timeout must be more than 0 ms, not ", timeout.count(), " ms."));
+    }
+    timeout_ms_.store(timeout.count(), std::memory_order_relaxed);
+  }
+
+  void abort(const Error& reason) override {
+    require_not_forked();
+    health_->fail(reason.kind(), reason.what());
+    collectives_->drain();
+    messages_->drain();
+  }
+
+  [[nodiscard]] std::exception_ptr failure() const override {
+    return health_->has_failed() ? health_->failure() : nullptr;
+  }
+
+  void shutdown() noexcept override {
+    if (is_closed_.exchange(true) || in_forked_child()) {
+      return;
+    }
+    try {
+      health_->leave();
+      collectives_->drain();
+      messages_->drain();
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, join("shutdown of group '", name(), "': ", error.what()));
+    }
+  }
+
+  [[nodiscard]] std::vector<std::string> whereabouts() const override {
+    return health_->whereabouts();
+  }
+
+ private:
+  // What the state machines refer to; lives as long as any of them.
+  struct Engine {
+    Engine(int rank, int size, const GroupSegment& segment, const std::vector<Doorbell*>& doorbells,
+           std::shared_ptr<SymmetricHeap> the_heap, std::vector<PeerPtr> the_peers)
+        : heap(std::move(the_heap)),
+          peers(std::move(the_peers)),
+          group(rank, size, segment, doorbells, *heap),
+          to_next(ring_channel(segment, rank, wrap(rank + 1, size)), wrap(rank + 1, size),
+                  *doorbells[static_cast<std::size_t>(wrap(rank + 1, size))]),
+          from_previous(ring_channel(segment, wrap(rank - 1, size), rank), wrap(rank - 1, size),
+                        *doorbells[static_cast<std::size_t>(wrap(rank - 1, size))]) {}
+
+    static int wrap(int rank, int size) { return (rank + size) % size; }
+    static ShmChannelMemory ring_channel(const GroupSegment& segment, int sender, int receiver) {
+      return {segment.staging(sender, 0), segment.chunk_bytes(), kStagingSlots,
+              &segment.control(sender).ring_sent, &segment.control(receiver).ring_released};
+    }
+
+    std::shared_ptr<SymmetricHeap> heap;
+    std::vector<PeerPtr> peers;  // hold the doorbells
+    Group group;
+    ShmSendChannel to_next;
+    ShmReceiveChannel from_previous;
+    // The allocation under way.
+    const std::function<Task()>* allocate = nullptr;
+  };
+
+  // As check(), for the operations that callers may ask for.
+  void check_from_caller(const Operation& operation) const {
+    if (operation.kind == OpKind::kAllocate) {
+      throw InvalidUsage("Symmetric memory comes from allocate(), not from an operation.");
+    }
+    check(operation);
+  }
+
+  // Throws what stands in the way of the operation.
+  void check(const Operation& operation) const {
+    require_not_forked();
+    if (is_closed_.load(std::memory_order_relaxed)) {
+      throw InvalidUsage(join(to_string(operation.kind), " on the group '", name(),
+                              "', which has been shut down."));
+    }
+    if (health_->has_failed()) {
+      std::rethrow_exception(health_->failure());
+    }
+    validate(operation, rank_, size_);
+    for (const auto* buffers : {&operation.inputs, &operation.outputs}) {
+      for (const Buffer& buffer : *buffers) {
+        if (buffer.device.type != DeviceType::kCpu) {
+          throw InvalidUsage(join(to_string(operation.kind),
+                                  ": the native backend takes CPU tensors only; move the tensor "
+                                  "to the CPU, or use a backend for its device."));
+        }
+      }
+    }
+    if (operation.wire_dtype && !operation.inputs.empty() &&
+        *operation.wire_dtype != operation.inputs[0].dtype) {
+      throw InvalidUsage(join(to_string(operation.kind),
+                              ": the native backend has no wire type other than the tensor's own; "
+                              "capabilities() lists what a backend offers."));
+    }
+  }
+
+  [[nodiscard]] Deadline deadline_of(const Operation& operation) const {
+    return operation.deadline ? *operation.deadline : Deadline::in(timeout());
+  }
+
+  const StorePtr store_;
+  const int rank_;
+  const int size_;
+  const NativeOptions options_;
+  const std::shared_ptr<Endpoint> endpoint_;
+  const std::string rank0_address_;
+  const std::string token_;
+  std::atomic<std::int64_t> timeout_ms_;
+  std::atomic<bool> is_closed_{false};
+  const std::shared_ptr<SymmetricHeap> heap_;
+  const std::shared_ptr<GroupHealth> health_;
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<CollectiveQueue> collectives_;
+  std::shared_ptr<MessageQueue> messages_;
+  std::mutex allocate_mutex_;
+  std::mutex split_mutex_;
+  std::map<std::string, int> splits_;  // guarded by split_mutex_
+};
+
+// The segments of a new group, made by rank 0.
+struct NewSegments {
+  SharedSegment group;
+  SharedSegment messages;
+};
+
+NewSegments create_segments(int size, std::size_t chunk_bytes) {
+  NewSegments segments{SharedSegment::create("group", GroupSegment::bytes(size, chunk_bytes)),
+                       SharedSegment::create("messages", MessageSegment::bytes(size))};
+  GroupSegment(segments.group, size, chunk_bytes).reserve_controls();
+  MessageSegment(segments.messages, size).reserve_counters();
+  return segments;
+}
+
+// Throws where the ranks cannot make up a group; every rank comes to the same conclusion.
+void check_introductions(const std::vector<Introduction>& ranks) {
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    const Introduction& each = ranks[rank];
+    if (!each.complaint.empty()) {
+      throw TransportError(join("rank ", rank, ": ", each.complaint));
+    }
+    if (each.card.host_identity != ranks[0].card.host_identity) {
+      throw TransportError(
+          join("The native backend joins the ranks of one host, but rank 0 is on "
+               "host ",
+               ranks[0].card.host_name, " (", ranks[0].card.host_identity, ") and rank ", rank,
+               " on host ", each.card.host_name, " (", each.card.host_identity,
+               "). Use PYDIST_BACKEND=gloo or auto across hosts."));
+    }
+    if (each.settings != ranks[0].settings) {
+      throw TransportError(join("Rank 0 runs with ", ranks[0].settings, ", but rank ", rank,
+                                " with ", each.settings, "; set them alike on all ranks."));
+    }
+  }
+}
+
+std::chrono::nanoseconds spin_time(const Environment& environment,
+                                   const std::vector<Introduction>& ranks) {
+  if (environment.spin) {
+    return *environment.spin;
+  }
+  std::vector<std::vector<int>> allowed;
+  std::optional<double> quota;
+  for (const Introduction& each : ranks) {
+    allowed.push_back(each.card.processors);
+    if (each.card.processor_quota) {
+      quota = std::min(quota.value_or(*each.card.processor_quota), *each.card.processor_quota);
+    }
+  }
+  return has_core_for_every_rank(allowed, quota) ? std::chrono::nanoseconds(kDefaultSpin)
+                                                 : std::chrono::nanoseconds::zero();
+}
+
+}  // namespace
+
+CommunicatorPtr create_native_communicator(StorePtr store, int rank, int size,
+                                           const NativeOptions& options,
+                                           std::shared_ptr<Endpoint> endpoint) {
+  if (size < 1 || rank < 0 || rank >= size) {
+    throw InvalidUsage(
+        join("rank ", rank, " of ", size,
+             " is not possible: the size must be at least 1 and the rank below it."));
+  }
+  require_not_forked();
+  const Environment& environment = options.environment;
+  const Deadline deadline = Deadline::in(environment.timeout);
+  if (!endpoint) {
+    endpoint = Endpoint::of_process(environment);
+  }
+  const std::size_t chunk_bytes = round_up(environment.chunk_bytes, page_bytes());
+  const std::string topic = "pydist/" + options.name;
+
+  Membership membership;
+  membership.endpoint = endpoint;
+  NewSegments segments;
+  std::vector<Introduction> introductions;
+  if (size == 1) {
+    segments = create_segments(size, chunk_bytes);
+    auto self = std::make_shared<Peer>();
+    self->description = join("pid ", ::getpid(), " on host ", host_name());
+    self->page = &endpoint->page();
+    membership.peers.push_back(std::move(self));
+    membership.token = "alone";
+  } else {
+    Introduction mine;
+    if (rank == 0) {
+      mine.token = random_token();
+      try {
+        segments = create_segments(size, chunk_bytes);
+        // Offered before anybody can know of it, so nobody has to ask twice.
+        endpoint->server().offer(mine.token + "/group", segments.group.fd());
+        endpoint->server().offer(mine.token + "/messages", segments.messages.fd());
+      } catch (const TransportError& error) {
+        mine.complaint = error.what();
+      }
+    }
+    mine.card = endpoint->card();
+    mine.settings = settings_text(environment);
+    for (const std::string& text : exchange(*store, topic + "/introduction", rank, size,
+                                            mine.to_text(), deadline, options.check_hope)) {
+      introductions.push_back(Introduction::from_text(text));
+    }
+    check_introductions(introductions);
+
+    std::string complaint;
+    membership.rank0_address = introductions[0].card.address;
+    membership.token = introductions[0].token;
+    try {
+      for (const Introduction& each : introductions) {
+        membership.peers.push_back(endpoint->meet(each.card, deadline));
+      }
+      if (rank != 0) {
+        segments.group = SharedSegment::map(
+            fetch_segment(membership.rank0_address, membership.token + "/group", deadline).fd,
+            round_up(GroupSegment::bytes(size, chunk_bytes), page_bytes()));
+        segments.messages = SharedSegment::map(
+            fetch_segment(membership.rank0_address, membership.token + "/messages", deadline).fd);
+      }
+    } catch (const Error& error) {
+      complaint = error.what();
+    }
+    complaint = first_complaint(*store, topic + "/joined", rank, size, complaint, deadline,
+                                options.check_hope);
+    if (rank == 0) {
+      endpoint->server().withdraw(mine.token + "/group");
+      endpoint->server().withdraw(mine.token + "/messages");
+    }
+    if (!complaint.empty()) {
+      throw TransportError("The ranks cannot share memory: " + complaint);
+    }
+    endpoint->limit_spin(spin_time(environment, introductions));
+  }
+  membership.group_segment = GroupSegment(std::move(segments.group), size, chunk_bytes);
+  membership.message_segment = MessageSegment(std::move(segments.messages), size);
+  return std::make_shared<NativeCommunicator>(std::move(store), rank, size, options,
+                                              std::move(membership));
+}
+
+}  // namespace pydist

@@ -1,0 +1,39 @@
+// The native backend: ranks of one host over shared memory, in our own code.
+
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "base/env.h"
+#include "communicator/communicator.h"
+#include "topology/key_value_store.h"
+#include "topology/rendezvous.h"
+
+namespace pydist {
+
+class Endpoint;
+
+struct NativeOptions {
+  // Unique among the groups that share the store; the same on every rank.
+  std::string name = "world";
+  Environment environment = Environment::read();
+  // Called now and then while the ranks meet; throws where somebody will never come. split() asks
+  // the parent group's health.
+  CheckHope check_hope = nullptr;
+};
+
+// Joins a group of `size` ranks over `store`, as `rank`. Collective over the group. The store must
+// live as long as the group: split() meets there.
+//
+// Succeeds on every rank, or throws the same TransportError on every rank that names what stands
+// in the way (ranks on different hosts, no room for shared memory); a rank that never comes is a
+// Timeout that names it.
+//
+// `endpoint` is what the process shows to its peers; without one, the process's own. Tests in which
+// threads play ranks give each thread one.
+[[nodiscard]] CommunicatorPtr create_native_communicator(
+    StorePtr store, int rank, int size, const NativeOptions& options,
+    std::shared_ptr<Endpoint> endpoint = nullptr);
+
+}  // namespace pydist

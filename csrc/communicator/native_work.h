@@ -1,0 +1,56 @@
+// The handle of an operation of the native backend: whoever waits for it drives it.
+
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "base/fork.h"
+#include "communicator/progress.h"
+#include "communicator/work.h"
+
+namespace pydist {
+
+// A Drivable whose operations can be waited for.
+class WaitableDrivable : public Drivable {
+ public:
+  // Whom it waits for at present; for the message of a Timeout.
+  [[nodiscard]] virtual std::string diagnosis() = 0;
+
+ protected:
+  using Drivable::Drivable;
+};
+
+class NativeWork final : public Work {
+ public:
+  explicit NativeWork(std::shared_ptr<WaitableDrivable> drivable)
+      : drivable_(std::move(drivable)) {}
+
+ protected:
+  void block(Deadline deadline) override {
+    // How long somebody else is left to drive before this thread tries to take over: ever longer,
+    // since the progress thread drives what a waiter leaves.
+    std::chrono::microseconds patience{200};
+    constexpr std::chrono::microseconds kMostPatience{20'000};
+    require_not_forked();
+    while (!is_completed() && !deadline.has_passed()) {
+      if (auto right = drivable_->try_attend()) {
+        drivable_->attend_until([this] { return is_completed(); }, deadline);
+        drivable_->leave(std::move(right));
+      } else {
+        Work::block(deadline.earlier_of(Deadline::in(patience)));
+        patience = std::min(2 * patience, kMostPatience);
+      }
+    }
+  }
+
+  [[nodiscard]] std::string diagnosis() override { return drivable_->diagnosis(); }
+
+ private:
+  const std::shared_ptr<WaitableDrivable> drivable_;
+};
+
+}  // namespace pydist

@@ -1,0 +1,227 @@
+#include "communicator/operation.h"
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/error.h"
+
+namespace pydist {
+
+namespace {
+
+class Validator {
+ public:
+  Validator(const Operation& operation, int rank, int size)
+      : operation_(operation), rank_(rank), size_(size) {}
+
+  void run() const {
+    const auto& in = operation_.inputs;
+    const auto& out = operation_.outputs;
+    const bool is_root = rank_ == operation_.peer;
+    check_dtypes();
+    switch (operation_.kind) {
+      case OpKind::kAllReduce:
+        expect_one(in, "input");
+        expect_one(out, "output");
+        expect_equal(in[0].count, out[0].count);
+        check_op();
+        check_in_place(in[0], out[0]);
+        break;
+      case OpKind::kReduceScatter:
+        expect_blocks(in, "inputs");
+        expect_one(out, "output");
+        expect_equal(block_count(in, rank_), out[0].count);
+        check_op();
+        check_own_block(in, out[0]);
+        break;
+      case OpKind::kAllGather:
+        expect_one(in, "input");
+        expect_blocks(out, "outputs");
+        expect_equal(in[0].count, block_count(out, rank_));
+        check_own_block(out, in[0]);
+        break;
+      case OpKind::kBroadcast:
+        check_peer();
+        if (is_root) {
+          expect_one(in, "input");
+          if (!out.empty()) {
+            expect_one(out, "output");
+            expect_equal(in[0].count, out[0].count);
+            check_in_place(in[0], out[0]);
+          }
+        } else {
+          expect_one(out, "output");
+        }
+        break;
+      case OpKind::kReduce:
+        check_peer();
+        expect_one(in, "input");
+        if (is_root) {
+          expect_one(out, "output");
+          expect_equal(in[0].count, out[0].count);
+          check_in_place(in[0], out[0]);
+        }
+        check_op();
+        break;
+      case OpKind::kGather:
+        check_peer();
+        expect_one(in, "input");
+        if (is_root) {
+          expect_blocks(out, "outputs");
+          expect_equal(in[0].count, block_count(out, rank_));
+          check_own_block(out, in[0]);
+        }
+        break;
+      case OpKind::kScatter:
+        check_peer();
+        expect_one(out, "output");
+        if (is_root) {
+          expect_blocks(in, "inputs");
+          expect_equal(block_count(in, rank_), out[0].count);
+          check_own_block(in, out[0]);
+        }
+        break;
+      case OpKind::kAllToAll:
+        expect_blocks(in, "inputs");
+        expect_blocks(out, "outputs");
+        expect_equal(block_count(in, rank_), block_count(out, rank_));
+        break;
+      case OpKind::kSend:
+        check_peer();
+        expect_one(in, "input");
+        break;
+      case OpKind::kRecv:
+        if (operation_.peer != kAnySource) {
+          check_peer();
+        }
+        expect_one(out, "output");
+        break;
+      case OpKind::kBarrier:
+      case OpKind::kAllocate:
+        break;
+    }
+  }
+
+ private:
+  [[noreturn]] void fail(const std::string& what) const {
+    throw InvalidUsage(
+        join(to_string(operation_.kind), " on rank ", rank_, " of ", size_, ": ", what));
+  }
+
+  void check_dtypes() const {
+    const Buffer* first = nullptr;
+    for (const auto* list : {&operation_.inputs, &operation_.outputs}) {
+      for (const Buffer& buffer : *list) {
+        if (first == nullptr) {
+          first = &buffer;
+        }
+        if (buffer.dtype != first->dtype) {
+          fail(join("all buffers must have one dtype, but they have ", to_string(first->dtype),
+                    " and ", to_string(buffer.dtype), "."));
+        }
+        if (buffer.device != first->device) {
+          fail("all buffers must be on one device.");
+        }
+        if (buffer.data == nullptr && buffer.count != 0) {
+          fail("a buffer has elements but no memory.");
+        }
+      }
+    }
+  }
+
+  void check_op() const {
+    const DType dtype = operation_.inputs[0].dtype;
+    if (!is_supported(operation_.op, dtype)) {
+      fail(join("op '", to_string(operation_.op), "' is not defined for ", to_string(dtype), "."));
+    }
+  }
+
+  void check_peer() const {
+    if (operation_.peer < 0 || operation_.peer >= size_) {
+      fail(join(is_point_to_point(operation_.kind) ? "peer " : "root ", operation_.peer,
+                " is not a rank of the group; ranks are 0 to ", size_ - 1, "."));
+    }
+  }
+
+  void expect_one(const std::vector<Buffer>& buffers, const char* what) const {
+    if (buffers.size() != 1) {
+      fail(join("expected one ", what, ", got ", buffers.size(), "."));
+    }
+  }
+
+  void expect_blocks(const std::vector<Buffer>& buffers, const char* what) const {
+    const auto size = static_cast<std::size_t>(size_);
+    if (buffers.size() == 1) {
+      if (buffers[0].count % size != 0) {
+        fail(join("one buffer for all ranks must hold equal blocks, but its ", buffers[0].count,
+                  " elements cannot be divided by ", size_, " ranks."));
+      }
+    } else if (buffers.size() != size) {
+      fail(join("expected one buffer or ", size_, " ", what, ", got ", buffers.size(), "."));
+    }
+  }
+
+  std::size_t block_count(const std::vector<Buffer>& buffers, int rank) const {
+    if (buffers.size() == 1) {
+      return buffers[0].count / static_cast<std::size_t>(size_);
+    }
+    return buffers[static_cast<std::size_t>(rank)].count;
+  }
+
+  void expect_equal(std::size_t input_count, std::size_t output_count) const {
+    if (input_count != output_count) {
+      fail(join("this rank's input has ", input_count, " elements, but its output has place for ",
+                output_count, "."));
+    }
+  }
+
+  static bool overlap(const Buffer& a, const Buffer& b) {
+    const auto begin_of = [](const Buffer& buffer) {
+      return reinterpret_cast<std::uintptr_t>(buffer.data);
+    };
+    return a.count != 0 && b.count != 0 && begin_of(a) < begin_of(b) + b.bytes() &&
+           begin_of(b) < begin_of(a) + a.bytes();
+  }
+
+  [[noreturn]] void fail_overlap() const {
+    fail(
+        "an input and an output overlap in memory without being the same elements; pass an output "
+        "of its own, or exactly the place that the result belongs to.");
+  }
+
+  void check_in_place(const Buffer& input, const Buffer& output) const {
+    if (input.data != output.data && overlap(input, output)) {
+      fail_overlap();
+    }
+  }
+
+  // `buffer` lies apart from all blocks, or exactly where this rank's block does.
+  void check_own_block(const std::vector<Buffer>& blocks, const Buffer& buffer) const {
+    const auto own = static_cast<std::size_t>(rank_);
+    if (blocks.size() == 1) {
+      const auto* place = static_cast<const std::byte*>(blocks[0].data) +
+                          own * block_count(blocks, rank_) * element_size(blocks[0].dtype);
+      if (buffer.data != place && overlap(blocks[0], buffer)) {
+        fail_overlap();
+      }
+      return;
+    }
+    for (std::size_t rank = 0; rank < blocks.size(); ++rank) {
+      if (overlap(blocks[rank], buffer) && (rank != own || blocks[rank].data != buffer.data)) {
+        fail_overlap();
+      }
+    }
+  }
+
+  const Operation& operation_;
+  int rank_;
+  int size_;
+};
+
+}  // namespace
+
+void validate(const Operation& operation, int rank, int size) {
+  Validator(operation, rank, size).run();
+}
+
+}  // namespace pydist

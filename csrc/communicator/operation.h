@@ -1,0 +1,67 @@
+// One collective or point-to-point operation, as a backend receives it. A value: it owns nothing.
+//
+// Vocabulary. A *buffer* is a dense run of elements. A *block* is the part of a collective that
+// belongs to one rank: all_gather yields one block of every rank. Blocks are given either as one
+// buffer that holds all of them, equally sized, in rank order, or as one buffer for each rank.
+//
+// clang-format off
+//   kind             inputs                       outputs
+//   kAllReduce       1                            1 of the same count (may be the input)
+//   kReduceScatter   1 of p blocks, or p          1: this rank's block
+//   kAllGather       1: this rank's block         1 of p blocks, or p (ragged allowed)
+//   kBroadcast       1 at the root                1 (at the root: the input, or none)
+//   kReduce          1                            1 at the root, none elsewhere
+//   kGather          1                            at the root: 1 of p blocks, or p (ragged); else none
+//   kScatter         at the root: 1 of p, or p    1
+//   kAllToAll        1 of p blocks, or p (ragged) 1 of p blocks, or p (ragged)
+//   kSend            1                            none
+//   kRecv            none                         1
+//   kBarrier         none                         none
+// clang-format on
+//
+// An output may be the very same memory as the input it stands for (in place: all_gather into the
+// place of one's own block included); any other overlap is the caller's mistake.
+
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/buffer.h"
+#include "base/deadline.h"
+#include "base/dtype.h"
+#include "base/op_kind.h"
+#include "base/reduce_op.h"
+
+namespace pydist {
+
+// The peer of a receive that takes a message from anybody.
+inline constexpr int kAnySource = -1;
+
+struct Operation {
+  OpKind kind = OpKind::kBarrier;
+  std::vector<Buffer> inputs;
+  std::vector<Buffer> outputs;
+  ReduceOp op = ReduceOp::kSum;
+  // The root of a rooted collective, the destination of a send, the source of a receive.
+  int peer = 0;
+  std::uint64_t tag = 0;
+  // kPremulSum: this rank's factor.
+  double factor = 1.0;
+  // The type in which the elements travel between ranks, where it differs from the buffers' own.
+  std::optional<DType> wire_dtype;
+  // The stream that produces the inputs and consumes the outputs (CUDA; null on the CPU).
+  void* stream = nullptr;
+  // Without one, the communicator's timeout counts from the submission.
+  std::optional<Deadline> deadline;
+  // What the journal calls this operation beside its kind: "bucket 7, first parameter fc.weight".
+  std::string label;
+};
+
+// Throws InvalidUsage where the operation is malformed by itself, whatever the other ranks do:
+// counts, dtypes, roots, peers, an op that its dtype does not have.
+void validate(const Operation& operation, int rank, int size);
+
+}  // namespace pydist

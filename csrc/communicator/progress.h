@@ -1,0 +1,172 @@
+// Who moves operations along: whoever waits for one, otherwise the progress thread.
+//
+// A Drivable is a set of operations that one thread at a time moves along: the collectives of a
+// group, or its point-to-point messages. A caller that waits drives what it waits for by itself,
+// with the lowest latency; the progress thread (one a process) takes over whatever nobody attends.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/deadline.h"
+#include "communicator/work.h"
+#include "health/wait.h"
+
+namespace pydist {
+
+class Progress;
+
+class Drivable : public std::enable_shared_from_this<Drivable> {
+ public:
+  Drivable(const Drivable&) = delete;
+  Drivable& operator=(const Drivable&) = delete;
+  virtual ~Drivable() = default;
+
+  // The right to drive.
+  using Right = std::unique_lock<std::mutex>;
+
+  // Takes the right to drive; empty where somebody else has it.
+  [[nodiscard]] Right try_attend() { return Right(drive_mutex_, std::try_to_lock); }
+  // Waits for it.
+  [[nodiscard]] Right attend() { return Right(drive_mutex_); }
+
+  // Drives until `is_finished` or until `deadline` has passed. For a caller that holds the right.
+  template <typename Finished>
+  void attend_until(Finished is_finished, Deadline deadline);
+
+  // Gives the right back, calls the callbacks of what has finished, and leaves what there is to
+  // drive to the progress thread.
+  void leave(Right right);
+
+  // Leaves what there is to drive to the progress thread.
+  void hand_over();
+
+ protected:
+  explicit Drivable(std::shared_ptr<Progress> progress) noexcept : progress_(std::move(progress)) {}
+
+  // Moves everything along that can be moved; returns whether anything was. Called with the right
+  // to drive. Errors of operations end in their works; this does not throw.
+  virtual bool drive() = 0;
+
+  // Whether anything is left to drive. Any thread.
+  [[nodiscard]] virtual bool has_work() = 0;
+
+  // Finishes an operation from within drive(): its waiters wake now, its callbacks are called by
+  // leave(), when nobody drives.
+  void settle(Work& work, std::exception_ptr error, int source_rank = -1);
+
+ private:
+  friend class Progress;
+
+  // leave() for the progress thread, which goes on with what is left.
+  void give_back(Right right);
+
+  std::shared_ptr<Progress> progress_;
+  std::mutex drive_mutex_;
+  std::vector<Work::Callbacks> due_;  // guarded by drive_mutex_
+  // Set while a waiter drives: the progress thread keeps away.
+  std::atomic<bool> is_attended_{false};
+};
+
+// Thread safe. The thread keeps the object alive until stop().
+class Progress : public std::enable_shared_from_this<Progress> {
+ public:
+  // `doorbell` is what peers ring. `spin` is how long a waiting caller spins before it sleeps.
+  Progress(std::shared_ptr<Doorbell> doorbell, std::chrono::nanoseconds spin);
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  // Ends the thread; what was handed over is dropped. Idempotent.
+  void stop() noexcept;
+
+  void set_spin(std::chrono::nanoseconds spin) noexcept {
+    spin_ns_.store(spin.count(), std::memory_order_relaxed);
+  }
+  [[nodiscard]] std::chrono::nanoseconds spin() const noexcept {
+    return std::chrono::nanoseconds(spin_ns_.load(std::memory_order_relaxed));
+  }
+  [[nodiscard]] Doorbell& doorbell() noexcept { return *doorbell_; }
+
+  // Starts the thread at the first call.
+  void hand_over(const std::shared_ptr<Drivable>& drivable);
+
+ private:
+  void run();
+  // Waits for something to drive; false when it is time to stop.
+  bool take_work(std::vector<std::shared_ptr<Drivable>>& drivables);
+
+  const std::shared_ptr<Doorbell> doorbell_;
+  std::atomic<std::int64_t> spin_ns_;
+  std::mutex mutex_;
+  std::condition_variable has_news_;
+  bool is_stopping_ = false;                            // guarded by mutex_
+  std::vector<std::shared_ptr<Drivable>> handed_over_;  // guarded by mutex_
+  std::thread thread_;                                  // guarded by mutex_
+};
+
+// A sleeper looks around this often even if nobody rings: a deadline may have passed, and a ring
+// that was lost to a crash must not cost more than this.
+inline constexpr std::chrono::milliseconds kLongestSleep{50};
+
+// Where ranks share cores, a waiter offers its core so many times before it sleeps: a switch to a
+// rank that can run costs less than a sleep and a wake-up.
+inline constexpr unsigned kYields = 16;
+
+template <typename Finished>
+void Drivable::attend_until(Finished is_finished, Deadline deadline) {
+  is_attended_.store(true, std::memory_order_relaxed);
+  Doorbell& doorbell = progress_->doorbell();
+  while (true) {
+    // Spin: cheap looks first, the clock only now and then.
+    const auto spin = progress_->spin();
+    Deadline::Clock::time_point spin_end{};
+    bool has_spin_end = false;
+    bool is_over = false;
+    for (unsigned turn = 0;; ++turn) {
+      const bool moved = drive();
+      is_over = is_finished();
+      if (is_over) {
+        break;
+      }
+      if (moved) {
+        has_spin_end = false;
+        turn = 0;
+        continue;
+      }
+      if (spin.count() == 0) {
+        // The core may belong to the very rank that is waited for.
+        if (turn == kYields) {
+          break;
+        }
+        std::this_thread::yield();
+        continue;
+      }
+      spin_pause();
+      if (turn % 32 == 31) {
+        const auto now = Deadline::Clock::now();
+        if (!has_spin_end) {
+          spin_end = now + spin;
+          has_spin_end = true;
+        } else if (now >= spin_end) {
+          break;
+        }
+      }
+    }
+    if (is_over || deadline.has_passed()) {
+      break;
+    }
+    Sleeper sleeper(doorbell);
+    if (!drive() && !is_finished()) {
+      sleeper.sleep(deadline.remaining(kLongestSleep));
+    }
+  }
+  is_attended_.store(false, std::memory_order_relaxed);
+}
+
+}  // namespace pydist

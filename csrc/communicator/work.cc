@@ -1,0 +1,141 @@
+#include "communicator/work.h"
+
+#include <utility>
+
+#include "base/error.h"
+
+namespace pydist {
+
+void Work::wait(Deadline deadline) {
+  if (!is_completed()) {
+    block(deadline);
+  }
+  if (!is_completed()) {
+    const std::string who = diagnosis();
+    throw Timeout(who.empty()
+                      ? "The operation did not finish within the time given to wait()."
+                      : "The operation did not finish within the time given to wait(): " + who);
+  }
+  if (const std::exception_ptr error = exception()) {
+    std::rethrow_exception(error);
+  }
+}
+
+std::exception_ptr Work::exception() const {
+  if (state_.load(std::memory_order_acquire) != State::kFailed) {
+    return nullptr;
+  }
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void Work::on_completion(std::function<void()> callback) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!is_completed()) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback();
+}
+
+void Work::finish(std::exception_ptr error, int source_rank) {
+  for (const auto& callback : settle(std::move(error), source_rank)) {
+    callback();
+  }
+}
+
+Work::Callbacks Work::settle(std::exception_ptr error, int source_rank) {
+  Callbacks callbacks;
+  const std::lock_guard lock(mutex_);
+  if (is_completed()) {
+    return callbacks;
+  }
+  source_rank_.store(source_rank, std::memory_order_relaxed);
+  error_ = std::move(error);
+  callbacks.swap(callbacks_);
+  state_.store(error_ ? State::kFailed : State::kSucceeded, std::memory_order_release);
+  finished_.notify_all();
+  return callbacks;
+}
+
+void Work::block(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  const auto completed = [this] { return is_completed(); };
+  if (deadline.is_never()) {
+    finished_.wait(lock, completed);
+  } else {
+    finished_.wait_until(lock, deadline.when(), completed);
+  }
+}
+
+WorkPtr completed_work() {
+  auto work = std::make_shared<Work>();
+  work->finish();
+  return work;
+}
+
+namespace {
+
+class CombinedWork : public Work {
+ public:
+  explicit CombinedWork(std::vector<WorkPtr> parts) : parts_(std::move(parts)) {}
+
+  // Not in the constructor: the callbacks need a reference to the work.
+  static WorkPtr start(std::vector<WorkPtr> parts) {
+    auto work = std::make_shared<CombinedWork>(std::move(parts));
+    work->pending_.store(work->parts_.size(), std::memory_order_relaxed);
+    for (const WorkPtr& part : work->parts_) {
+      part->on_completion([work] { work->part_finished(); });
+    }
+    return work;
+  }
+
+ protected:
+  void block(Deadline deadline) override {
+    for (const WorkPtr& part : parts_) {
+      try {
+        part->wait(deadline);
+      } catch (...) {
+        // The part keeps its error, or is still pending; both are told from its state below.
+        if (!part->is_completed()) {
+          return;
+        }
+      }
+    }
+    // The last part's waiter may be here before its callback has run.
+    Work::block(deadline);
+  }
+
+ private:
+  void part_finished() {
+    if (pending_.fetch_sub(1, std::memory_order_acq_rel) != 1) {
+      return;
+    }
+    for (const WorkPtr& part : parts_) {
+      if (std::exception_ptr error = part->exception()) {
+        finish(std::move(error));
+        return;
+      }
+    }
+    finish();
+  }
+
+  std::vector<WorkPtr> parts_;
+  std::atomic<std::size_t> pending_{0};
+};
+
+}  // namespace
+
+WorkPtr combine(std::vector<WorkPtr> parts) {
+  if (parts.empty()) {
+    return completed_work();
+  }
+  if (parts.size() == 1) {
+    return std::move(parts.front());
+  }
+  return CombinedWork::start(std::move(parts));
+}
+
+}  // namespace pydist

@@ -1,0 +1,84 @@
+// The handle of a submitted operation.
+//
+// Shared between the submitter and the backend that finishes it. All functions are thread safe.
+// An operation finishes exactly once, with or without an error; its buffers must stay alive and
+// untouched until then.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+
+namespace pydist {
+
+class Work {
+ public:
+  Work() = default;
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+  virtual ~Work() = default;
+
+  // Returns once the operation has finished; rethrows its error. Throws Timeout when `deadline`
+  // passes first: the operation goes on, and may be waited for again.
+  void wait(Deadline deadline = Deadline::never());
+
+  [[nodiscard]] bool is_completed() const noexcept {
+    return state_.load(std::memory_order_acquire) != State::kPending;
+  }
+
+  // The operation's error; null while it runs and when it succeeded.
+  [[nodiscard]] std::exception_ptr exception() const;
+
+  // Receives only: the rank that the message came from, once completed.
+  [[nodiscard]] int source_rank() const noexcept {
+    return source_rank_.load(std::memory_order_relaxed);
+  }
+
+  // Calls `callback` once the operation has finished: at once if it has, otherwise on the thread
+  // that finishes it, with no lock of the backend held. The callback must not throw.
+  void on_completion(std::function<void()> callback);
+
+  // For backends: finishes the operation and calls the callbacks. The first call wins.
+  void finish(std::exception_ptr error = nullptr, int source_rank = -1);
+
+  // finish() for a backend that holds locks: wakes the waiters, and returns the callbacks for the
+  // backend to call once it holds none. A callback may submit operations, and wait for them.
+  using Callbacks = std::vector<std::function<void()>>;
+  [[nodiscard]] Callbacks settle(std::exception_ptr error, int source_rank = -1);
+
+ protected:
+  // Returns when completed or when the deadline has passed. Backends whose waiters move the
+  // operation along themselves override it.
+  virtual void block(Deadline deadline);
+
+  // Who is waited for, for the message of a Timeout; empty where nobody can tell.
+  [[nodiscard]] virtual std::string diagnosis() { return {}; }
+
+ private:
+  enum class State : unsigned char { kPending, kSucceeded, kFailed };
+
+  std::atomic<State> state_{State::kPending};
+  std::atomic<int> source_rank_{-1};
+  mutable std::mutex mutex_;
+  std::condition_variable finished_;
+  std::exception_ptr error_;  // guarded by mutex_
+  Callbacks callbacks_;       // guarded by mutex_
+};
+
+using WorkPtr = std::shared_ptr<Work>;
+
+// A work that has already succeeded.
+[[nodiscard]] WorkPtr completed_work();
+
+// Succeeds when all parts have; fails with the first error otherwise.
+[[nodiscard]] WorkPtr combine(std::vector<WorkPtr> parts);
+
+}  // namespace pydist

@@ -1,0 +1,107 @@
+#include "health/journal.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+namespace pydist {
+
+std::int64_t monotonic_ns() noexcept {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+Journal::Ticket Journal::begin(std::uint64_t group, std::uint64_t sequence, std::uint8_t kind,
+                               std::uint64_t bytes, std::string_view label) noexcept {
+  constexpr auto kRelaxed = std::memory_order_relaxed;
+  const Ticket ticket = next_ticket_.fetch_add(1, kRelaxed);
+  Slot& slot = slots_[ticket % kEntries];
+  slot.version.store(2 * ticket + 1, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_release);
+  slot.group.store(group, kRelaxed);
+  slot.sequence.store(sequence, kRelaxed);
+  slot.kind_and_state.store(kind, kRelaxed);
+  slot.bytes.store(bytes, kRelaxed);
+  slot.started_ns.store(monotonic_ns(), kRelaxed);
+  slot.finished_ns.store(0, kRelaxed);
+  // An empty label costs one word, so that the hot path does not pay for the others' names.
+  std::size_t word_index = 0;
+  do {
+    std::uint64_t word = 0;
+    if (label.size() > word_index * 8) {
+      std::memcpy(&word, label.data() + word_index * 8,
+                  std::min<std::size_t>(8, label.size() - word_index * 8));
+    }
+    slot.label[word_index].store(word, kRelaxed);
+    ++word_index;
+  } while (word_index < kLabelWords && label.size() >= word_index * 8);
+  slot.version.store(2 * (ticket + 1), std::memory_order_release);
+  return ticket;
+}
+
+void Journal::finish(Ticket ticket, JournalState state) noexcept {
+  Slot& slot = slots_[ticket % kEntries];
+  if (slot.version.load(std::memory_order_acquire) != 2 * (ticket + 1)) {
+    return;
+  }
+  slot.finished_ns.store(monotonic_ns(), std::memory_order_relaxed);
+  const std::uint64_t kind = slot.kind_and_state.load(std::memory_order_relaxed) & 0xff;
+  slot.kind_and_state.store(kind | (static_cast<std::uint64_t>(state) << 8),
+                            std::memory_order_release);
+}
+
+std::optional<JournalEntry> Journal::read_slot(const Slot& slot) {
+  constexpr auto kRelaxed = std::memory_order_relaxed;
+  const std::uint64_t before = slot.version.load(std::memory_order_acquire);
+  if (before == 0 || before % 2 == 1) {
+    return std::nullopt;
+  }
+  JournalEntry entry;
+  const std::uint64_t kind_and_state = slot.kind_and_state.load(std::memory_order_acquire);
+  entry.group = slot.group.load(kRelaxed);
+  entry.sequence = slot.sequence.load(kRelaxed);
+  entry.kind = static_cast<std::uint8_t>(kind_and_state & 0xff);
+  entry.state = static_cast<JournalState>((kind_and_state >> 8) & 0xff);
+  entry.bytes = slot.bytes.load(kRelaxed);
+  entry.started_ns = slot.started_ns.load(kRelaxed);
+  // The owner may be closing the entry just now.
+  entry.finished_ns = entry.state == JournalState::kRunning ? 0 : slot.finished_ns.load(kRelaxed);
+  std::array<char, kLabelWords * 8> text{};
+  for (std::size_t i = 0; i < kLabelWords; ++i) {
+    const std::uint64_t word = slot.label[i].load(kRelaxed);
+    std::memcpy(text.data() + i * 8, &word, 8);
+    if (text[i * 8 + 7] == '\0') {
+      break;  // the words behind the end of the text are left over from an older label
+    }
+  }
+  entry.label.assign(text.data(), ::strnlen(text.data(), text.size()));
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (slot.version.load(kRelaxed) != before) {
+    return std::nullopt;
+  }
+  return entry;
+}
+
+std::vector<JournalEntry> Journal::read() const {
+  std::vector<JournalEntry> entries;
+  const std::uint64_t end = next_ticket_.load(std::memory_order_acquire);
+  const std::uint64_t begin = end > kEntries ? end - kEntries : 0;
+  for (std::uint64_t ticket = end; ticket > begin; --ticket) {
+    if (auto entry = read_slot(slots_[(ticket - 1) % kEntries])) {
+      entries.push_back(std::move(*entry));
+    }
+  }
+  return entries;
+}
+
+std::optional<JournalEntry> Journal::newest(std::uint64_t group) const {
+  for (JournalEntry& entry : read()) {
+    if (entry.group == group) {
+      return std::move(entry);
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace pydist

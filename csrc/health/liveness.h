@@ -1,0 +1,77 @@
+// The monitor: one thread that watches the peers of a process.
+//
+// Death is seen through a pidfd within milliseconds; a socket would not do, since a forked
+// data-loader worker holds it open. A peer that is alive but shows no heartbeat (stopped, swapped
+// out, starved) is warned of. The thread also answers requests for shared segments, so that peers
+// are served whatever the rest of the process does. It never takes the GIL.
+//
+// Thread safe. Callbacks run on the monitor's thread and must not block.
+
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "health/process_page.h"
+#include "memory/file_descriptor.h"
+
+namespace pydist {
+
+class Monitor {
+ public:
+  Monitor(ProcessPage& own_page, std::chrono::milliseconds heartbeat_warning);
+  Monitor(const Monitor&) = delete;
+  Monitor& operator=(const Monitor&) = delete;
+  ~Monitor();
+
+  // Calls `callback` whenever `fd` is readable.
+  void watch_readable(int fd, std::function<void()> callback);
+
+  struct Peer {
+    std::string description;  // "pid 71 on host b"
+    const ProcessPage* page = nullptr;
+    // The caller keeps whatever holds the page alive for as long as the peer is watched.
+    std::shared_ptr<const void> page_owner;
+    std::function<void()> on_death;
+  };
+  // Watches a process. A pid of 0 (invisible from here) is watched by its heartbeat alone.
+  void watch_peer(pid_t pid, Peer peer);
+
+ private:
+  struct Readable {
+    int fd;
+    std::function<void()> callback;
+  };
+  struct WatchedPeer {
+    FileDescriptor pidfd;
+    Peer peer;
+    bool was_gone = false;  // before anybody could watch it
+    // The rest belongs to the monitor's thread.
+    bool is_dead = false;
+    bool is_warned = false;
+  };
+
+  void run();
+  void wake();
+  void check_heartbeats();
+  void report_death(WatchedPeer& watched);
+
+  ProcessPage& own_page_;
+  const std::chrono::milliseconds heartbeat_warning_;
+  FileDescriptor wake_fd_;
+  std::atomic<bool> stopping_{false};
+  std::mutex mutex_;
+  std::vector<Readable> readables_;                  // guarded by mutex_
+  std::vector<std::shared_ptr<WatchedPeer>> peers_;  // guarded by mutex_
+  std::thread thread_;
+};
+
+}  // namespace pydist

@@ -1,0 +1,23 @@
+// How much memory this process may still take before the machine or its cgroup runs out.
+//
+// Shared memory is charged when it is reserved; a reservation beyond the cgroup's limit wakes the
+// OOM killer instead of failing. So the engine looks first.
+
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace pydist {
+
+struct MemoryRoom {
+  std::size_t bytes = 0;
+  std::string limited_by;  // "the machine's free memory", "the memory limit of cgroup /x"
+};
+
+[[nodiscard]] MemoryRoom memory_room();
+
+// Throws TransportError unless `bytes` more can be taken, with a margin for everybody else.
+void check_memory_room(std::size_t bytes, const std::string& purpose);
+
+}  // namespace pydist

@@ -1,0 +1,211 @@
+#include "memory/segment_exchange.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <cstring>
+
+#include "base/error.h"
+
+namespace pydist {
+namespace {
+
+// A request is "<nonce> <key>"; an answer is "<nonce> +" with a descriptor, or "<nonce> -".
+constexpr std::size_t kMaxMessageBytes = 512;
+constexpr std::chrono::milliseconds kAskAgain{20};
+
+struct AbstractAddress {
+  sockaddr_un value{};
+  socklen_t length = 0;
+};
+
+AbstractAddress abstract_address(const std::string& name) {
+  AbstractAddress address;
+  address.value.sun_family = AF_UNIX;
+  PYDIST_CHECK(name.size() + 1 < sizeof(address.value.sun_path));
+  // A leading zero byte selects the abstract namespace, which needs no file and no clean-up.
+  std::copy(name.begin(), name.end(), address.value.sun_path + 1);
+  address.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return address;
+}
+
+FileDescriptor open_socket(const std::string& name) {
+  FileDescriptor socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!socket) {
+    throw system_error("Cannot open a Unix socket", errno);
+  }
+  const int on = 1;
+  if (::setsockopt(socket.get(), SOL_SOCKET, SO_PASSCRED, &on, sizeof on) != 0) {
+    throw system_error("Cannot ask a Unix socket for credentials", errno);
+  }
+  const AbstractAddress address = abstract_address(name);
+  if (::bind(socket.get(), reinterpret_cast<const sockaddr*>(&address.value), address.length) !=
+      0) {
+    throw system_error("Cannot bind a Unix socket", errno);
+  }
+  return socket;
+}
+
+struct Message {
+  std::string text;
+  FileDescriptor fd;
+  ucred sender{};
+  AbstractAddress from;
+};
+
+// One datagram; false when none waits.
+bool receive(int socket, Message& message) {
+  std::array<char, kMaxMessageBytes> text{};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(ucred)) + CMSG_SPACE(sizeof(int))> control{};
+  iovec part{text.data(), text.size()};
+  msghdr header{};
+  header.msg_name = &message.from.value;
+  header.msg_namelen = sizeof message.from.value;
+  header.msg_iov = &part;
+  header.msg_iovlen = 1;
+  header.msg_control = control.data();
+  header.msg_controllen = control.size();
+  const ssize_t received = ::recvmsg(socket, &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  if (received < 0) {
+    return false;
+  }
+  message.text.assign(text.data(), static_cast<std::size_t>(received));
+  message.from.length = header.msg_namelen;
+  message.fd = FileDescriptor();
+  for (cmsghdr* part_header = CMSG_FIRSTHDR(&header); part_header != nullptr;
+       part_header = CMSG_NXTHDR(&header, part_header)) {
+    if (part_header->cmsg_level != SOL_SOCKET) {
+      continue;
+    }
+    if (part_header->cmsg_type == SCM_RIGHTS) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(part_header), sizeof fd);
+      message.fd = FileDescriptor(fd);
+    } else if (part_header->cmsg_type == SCM_CREDENTIALS) {
+      std::memcpy(&message.sender, CMSG_DATA(part_header), sizeof message.sender);
+    }
+  }
+  return true;
+}
+
+// Sends one datagram with an optional descriptor; returns 0 or errno.
+int send(int socket, const AbstractAddress& to, const std::string& text, int fd) {
+  iovec part{const_cast<char*>(text.data()), text.size()};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr header{};
+  header.msg_name = const_cast<sockaddr_un*>(&to.value);
+  header.msg_namelen = to.length;
+  header.msg_iov = &part;
+  header.msg_iovlen = 1;
+  if (fd >= 0) {
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+    cmsghdr* rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(rights), &fd, sizeof fd);
+  }
+  return ::sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0 ? 0 : errno;
+}
+
+bool is_same_user(const ucred& sender) { return sender.uid == ::geteuid() || sender.uid == 0; }
+
+}  // namespace
+
+std::string random_token() {
+  std::array<unsigned char, 16> bytes{};
+  std::size_t filled = 0;
+  while (filled < bytes.size()) {
+    const ssize_t got = ::getrandom(bytes.data() + filled, bytes.size() - filled, 0);
+    if (got < 0 && errno != EINTR) {
+      throw system_error("Cannot get random bytes", errno);
+    }
+    filled += got > 0 ? static_cast<std::size_t>(got) : 0;
+  }
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  std::string token;
+  for (const unsigned char byte : bytes) {
+    token += kDigits[byte >> 4];
+    token += kDigits[byte & 15];
+  }
+  return token;
+}
+
+SegmentServer::SegmentServer() : address_("pydist-" + random_token()) {
+  socket_ = open_socket(address_);
+}
+
+void SegmentServer::offer(const std::string& key, int fd) {
+  FileDescriptor duplicate(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (!duplicate) {
+    throw system_error("Cannot duplicate a file descriptor", errno);
+  }
+  const std::lock_guard lock(mutex_);
+  offers_[key] = std::move(duplicate);
+}
+
+void SegmentServer::withdraw(const std::string& key) {
+  const std::lock_guard lock(mutex_);
+  offers_.erase(key);
+}
+
+void SegmentServer::serve() {
+  Message request;
+  while (receive(socket_.get(), request)) {
+    const auto space = request.text.find(' ');
+    if (space == std::string::npos || !is_same_user(request.sender)) {
+      continue;
+    }
+    const std::string nonce = request.text.substr(0, space);
+    const std::lock_guard lock(mutex_);
+    const auto offer = offers_.find(request.text.substr(space + 1));
+    const bool known = offer != offers_.end();
+    // A requester that cannot take the answer now asks again.
+    static_cast<void>(send(socket_.get(), request.from, nonce + (known ? " +" : " -"),
+                           known ? offer->second.get() : -1));
+  }
+}
+
+FetchedSegment fetch_segment(const std::string& address, const std::string& key,
+                             Deadline deadline) {
+  const std::string nonce = random_token();
+  const FileDescriptor socket = open_socket("pydist-" + nonce);
+  const AbstractAddress server = abstract_address(address);
+  const std::string request = nonce + " " + key;
+  PYDIST_CHECK(request.size() <= kMaxMessageBytes);
+  while (true) {
+    const int code = send(socket.get(), server, request, -1);
+    if (code != 0 && code != EAGAIN && code != EINTR && code != ENOBUFS) {
+      throw system_error("No process answers at the Unix socket of the peer", code);
+    }
+    const Deadline ask_again = Deadline::in(kAskAgain);
+    while (!ask_again.has_passed()) {
+      pollfd readable{socket.get(), POLLIN, 0};
+      const auto left =
+          std::chrono::ceil<std::chrono::milliseconds>(ask_again.remaining(kAskAgain));
+      ::poll(&readable, 1, static_cast<int>(left.count()));
+      Message answer;
+      if (!receive(socket.get(), answer)) {
+        continue;
+      }
+      if (is_same_user(answer.sender) && answer.text == nonce + " +" && answer.fd) {
+        return {std::move(answer.fd), answer.sender.pid};
+      }
+    }
+    if (deadline.has_passed()) {
+      throw Timeout("A peer did not hand over the shared segment '" + key + "' in time.");
+    }
+  }
+}
+
+}  // namespace pydist

@@ -1,0 +1,103 @@
+// The symmetric heap of a group: memory of every local rank that every other one can address, so
+// that collectives on it copy nothing in or out.
+//
+// The heap grows by extents. An extent is one shared segment with an equal part for each rank; a
+// block lies at the same offset of every part. Rank 0 of the group decides where a block goes
+// (plan_allocation) and the group's agreement protocol tells the others (the communicator runs
+// it); rank 0 alone knows what is free. A rank frees its part of a block by itself; rank 0 reuses
+// the block once every rank has.
+//
+// A part:  | one word a block: how many times this rank has freed it | data |
+//
+// Thread safe: blocks are freed by whichever thread drops the last reference.
+
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "memory/heap_allocator.h"
+#include "memory/shared_segment.h"
+
+namespace pydist {
+
+// Where a buffer lies in the heap, the same on every rank: 0 for nowhere.
+using HeapReference = std::uint64_t;
+
+class SymmetricHeap {
+ public:
+  SymmetricHeap(int rank, int size) : rank_(rank), size_(size) {}
+
+  // A block, as rank 0 publishes it. All ranks agree on it.
+  struct Placement {
+    std::uint64_t extent = 0;        // index
+    std::uint64_t extent_bytes = 0;  // of one rank's part; not 0 if the extent is new
+    std::uint64_t block = 0;         // index in the extent
+    std::uint64_t offset = 0;        // in each part
+  };
+
+  // Rank 0 only: finds room for `bytes`, taking back what every rank has freed, or decides on a
+  // new extent. A new extent is created and reserved here; its segment is to be handed to the
+  // peers (new_segment). Throws TransportError where there is no room.
+  [[nodiscard]] Placement plan_allocation(std::size_t bytes);
+
+  // Maps a new extent that rank 0 has created.
+  void add_extent(const Placement& placement, SharedSegment segment);
+  // Forgets an extent that no block was taken from, if this rank has it.
+  void drop_extent(std::uint64_t extent);
+  [[nodiscard]] const SharedSegment& segment(std::uint64_t extent) const;
+
+  // Hands out a placed block to this rank.
+  [[nodiscard]] std::byte* take(const Placement& placement);
+  // This rank no longer uses it.
+  void release(const Placement& placement) noexcept;
+
+  // Where [data, data + bytes) lies, if it lies in this rank's parts.
+  [[nodiscard]] HeapReference find(const void* data, std::size_t bytes) const noexcept;
+  // The same place in `rank`'s part.
+  [[nodiscard]] std::byte* address(int rank, HeapReference reference) const noexcept;
+
+ private:
+  // More blocks than this in one extent and the next one starts.
+  static constexpr std::size_t kBlocks = 1024;
+  static constexpr std::size_t kMinExtentBytes = std::size_t{1} << 20;
+
+  struct Block {
+    std::size_t bytes = 0;  // 0: not in use (rank 0's view)
+    std::size_t offset = 0;
+    std::uint64_t uses = 0;  // how many times it has been handed out
+  };
+  struct Extent {
+    SharedSegment segment;
+    std::size_t part_bytes = 0;
+    HeapAllocator allocator{0};  // rank 0's view
+    std::vector<Block> blocks;   // rank 0's view
+  };
+
+  [[nodiscard]] std::byte* part(const Extent& extent, int rank) const noexcept;
+  [[nodiscard]] std::atomic<std::uint64_t>& freed(const Extent& extent, int rank,
+                                                  std::uint64_t block) const noexcept;
+  void reclaim();
+  [[nodiscard]] bool place(std::uint64_t index, std::size_t bytes, Placement& placement);
+  void create_extent(std::size_t bytes);
+
+  const int rank_;
+  const int size_;
+  mutable std::mutex mutex_;
+  // A deque: extents keep their addresses while the heap grows. Guarded by mutex_.
+  std::deque<Extent> extents_;
+  // How many extents find() and address() may look at without the lock.
+  std::atomic<std::size_t> visible_extents_{0};
+  std::array<std::byte*, 1024> bases_{};  // of this rank's part, for find()
+  std::array<std::size_t, 1024> part_bytes_{};
+  std::array<std::byte*, 1024> segments_{};
+};
+
+}  // namespace pydist

@@ -1,0 +1,29 @@
+// Who is where: what a process tells its peers about the host it runs on.
+
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace pydist {
+
+// The same for two processes only if they may share memory; a handshake then proves that they can.
+// PYDIST_HOST_ID, where set, otherwise the kernel's boot id.
+[[nodiscard]] std::string host_identity(const std::optional<std::string>& override_id);
+
+// For messages.
+[[nodiscard]] std::string host_name();
+
+// The processors that this process may run on, by number.
+[[nodiscard]] std::vector<int> allowed_processors();
+
+// Processors' worth of time that the cgroup grants; nothing where it sets no limit.
+[[nodiscard]] std::optional<double> processor_quota();
+
+// Whether every rank of the host can have a core of its own: the union of what the ranks may run
+// on, capped by the quota, covers them.
+[[nodiscard]] bool has_core_for_every_rank(const std::vector<std::vector<int>>& allowed_by_rank,
+                                           std::optional<double> quota);
+
+}  // namespace pydist

@@ -1,0 +1,30 @@
+// The seam to whatever key-value store the ranks of a job share: torch's TCPStore, FileStore and
+// HashStore (c10d/store), or a map in memory where ranks are threads.
+//
+// Thread safe. A key is written once and never changes.
+
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "base/deadline.h"
+
+namespace pydist {
+
+class KeyValueStore {
+ public:
+  virtual ~KeyValueStore() = default;
+
+  virtual void set(const std::string& key, const std::string& value) = 0;
+
+  // Waits for the key to appear. Throws Timeout when the deadline passes first.
+  [[nodiscard]] virtual std::string get(const std::string& key, Deadline deadline) = 0;
+
+  // Forgets the key, where the store can. Only for keys that nobody will ask for again.
+  virtual void erase(const std::string& key) = 0;
+};
+
+using StorePtr = std::shared_ptr<KeyValueStore>;
+
+}  // namespace pydist

@@ -1,0 +1,127 @@
+#include "topology/rendezvous.h"
+
+#include <chrono>
+
+#include "base/error.h"
+
+namespace pydist {
+namespace {
+
+// How much longer than rank 0 the others wait, so that they hear from it who was missing.
+constexpr std::chrono::seconds kGrace{10};
+
+// Rank 0 has waited its time; a rank that came in the meantime is not missing.
+constexpr std::chrono::milliseconds kLastLook{20};
+
+// How long one look into the store waits while there is hope to check.
+constexpr std::chrono::milliseconds kLook{200};
+
+std::string get_while_hoping(KeyValueStore& store, const std::string& key, Deadline deadline,
+                             const CheckHope& check_hope) {
+  while (check_hope) {
+    check_hope();
+    try {
+      return store.get(key, deadline.earlier_of(Deadline::in(kLook)));
+    } catch (const Timeout&) {
+      if (deadline.has_passed()) {
+        throw;
+      }
+    }
+  }
+  return store.get(key, deadline);
+}
+
+std::string said(const std::string& topic, int rank) { return join(topic, "/", rank); }
+
+}  // namespace
+
+std::string pack(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) {
+    text += std::to_string(part.size()) + ":" + part;
+  }
+  return text;
+}
+
+std::vector<std::string> unpack(const std::string& text) {
+  std::vector<std::string> parts;
+  std::size_t at = 0;
+  while (at < text.size()) {
+    const std::size_t colon = text.find(':', at);
+    PYDIST_CHECK(colon != std::string::npos);
+    const std::size_t length = std::stoull(text.substr(at, colon - at));
+    PYDIST_CHECK(length <= text.size() - colon - 1);
+    parts.push_back(text.substr(colon + 1, length));
+    at = colon + 1 + length;
+  }
+  return parts;
+}
+
+std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic, int rank,
+                                  int size, const std::string& mine, Deadline deadline,
+                                  const CheckHope& check_hope) {
+  if (size == 1) {
+    return {mine};
+  }
+  const std::string answer_key = topic + "/all";
+  if (rank != 0) {
+    store.set(said(topic, rank), mine);
+    const Deadline patient =
+        deadline.is_never() ? deadline : Deadline::at(deadline.when() + kGrace);
+    std::string answer;
+    try {
+      answer = get_while_hoping(store, answer_key, patient, check_hope);
+    } catch (const Timeout&) {
+      throw Timeout(join("Rank ", rank, " of ", size, " came to '", topic,
+                         "', but rank 0 did not: it never started, has died, or is elsewhere."));
+    }
+    std::vector<std::string> parts = unpack(answer);
+    PYDIST_CHECK(!parts.empty());
+    if (parts[0] == "missing") {
+      throw Timeout(parts.at(1));
+    }
+    parts.erase(parts.begin());
+    PYDIST_CHECK(parts.size() == static_cast<std::size_t>(size));
+    return parts;
+  }
+
+  std::vector<std::string> parts{mine};
+  std::string missing;
+  for (int peer = 1; peer < size; ++peer) {
+    try {
+      parts.push_back(missing.empty()
+                          ? get_while_hoping(store, said(topic, peer), deadline, check_hope)
+                          : store.get(said(topic, peer), Deadline::in(kLastLook)));
+      store.erase(said(topic, peer));
+    } catch (const Timeout&) {
+      missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+    }
+  }
+  if (!missing.empty()) {
+    const std::string message =
+        join("Of ", size, " ranks, these did not come to '", topic, "' in time: ", missing,
+             ". They never started, have died, or are elsewhere; look at their output first.");
+    store.set(answer_key, pack({"missing", message}));
+    throw Timeout(message);
+  }
+  std::vector<std::string> answer{"all"};
+  answer.insert(answer.end(), parts.begin(), parts.end());
+  store.set(answer_key, pack(answer));
+  return parts;
+}
+
+std::string first_complaint(KeyValueStore& store, const std::string& topic, int rank, int size,
+                            const std::string& mine, Deadline deadline,
+                            const CheckHope& check_hope) {
+  const std::vector<std::string> all =
+      exchange(store, topic, rank, size, mine, deadline, check_hope);
+  for (int peer = 0; peer < size; ++peer) {
+    const std::string& complaint = all[static_cast<std::size_t>(peer)];
+    if (!complaint.empty()) {
+      return join("rank ", peer, ": ", complaint);
+    }
+  }
+  return {};
+}
+
+}  // namespace pydist

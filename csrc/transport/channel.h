@@ -1,0 +1,46 @@
+// A one-way road of slots from one rank to another: the seam between algorithms that pass data
+// from rank to rank and what carries it.
+//
+// The sender fills a free slot and sends it; the receiver looks at the slot in place and releases
+// it. Slots arrive in order. Each end is used by one thread at a time. Nothing here blocks: the
+// conditions say when the next step is possible.
+
+#pragma once
+
+#include <cstddef>
+
+#include "health/condition.h"
+
+namespace pydist {
+
+class SendChannel {
+ public:
+  virtual ~SendChannel() = default;
+
+  // The largest piece that one slot takes; the same at both ends.
+  [[nodiscard]] virtual std::size_t slot_bytes() const noexcept = 0;
+
+  // That there is a free slot.
+  [[nodiscard]] virtual Condition until_free() = 0;
+  // The free slot, to be filled in.
+  [[nodiscard]] virtual std::byte* slot() = 0;
+  // Sends the first `bytes` of it.
+  virtual void send(std::size_t bytes) = 0;
+
+  // That the receiver has released everything that was sent.
+  [[nodiscard]] virtual Condition until_drained() = 0;
+};
+
+class ReceiveChannel {
+ public:
+  virtual ~ReceiveChannel() = default;
+
+  // That the next slot has arrived.
+  [[nodiscard]] virtual Condition until_received() = 0;
+  // Its bytes.
+  [[nodiscard]] virtual const std::byte* slot() = 0;
+  // Lets the sender reuse it.
+  virtual void release() = 0;
+};
+
+}  // namespace pydist

@@ -1,0 +1,233 @@
+#include "transport/messages.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+
+namespace pydist {
+
+Messages::Messages(int rank, int size, MessageSegment segment, std::vector<Doorbell*> doorbells)
+    : rank_(rank), size_(size), segment_(std::move(segment)), doorbells_(std::move(doorbells)) {
+  for (int peer = 0; peer < size; ++peer) {
+    Doorbell& doorbell = *doorbells_[static_cast<std::size_t>(peer)];
+    outgoing_.emplace_back(ShmSendChannel(segment_.channel(rank, peer), peer, doorbell));
+    incoming_.emplace_back(ShmReceiveChannel(segment_.channel(peer, rank), peer, doorbell));
+  }
+}
+
+void Messages::send(int peer, std::uint64_t tag, const Buffer& buffer, OnDone on_done) {
+  Outgoing& lane = outgoing_[static_cast<std::size_t>(peer)];
+  if (!lane.is_reserved) {
+    segment_.reserve_lane(rank_, peer);
+    lane.is_reserved = true;
+  }
+  Send send{tag, buffer, std::move(on_done)};
+  lane.unannounced.push_back(std::move(send));
+  ++pending_;
+}
+
+void Messages::receive(std::optional<int> peer, std::uint64_t tag, const Buffer& buffer,
+                       OnDone on_done) {
+  Receive receive{peer, tag, buffer, std::move(on_done)};
+  unmatched_.push_back(std::move(receive));
+  ++pending_;
+  const auto posted = std::prev(unmatched_.end());
+  for (auto heard = unexpected_.begin(); heard != unexpected_.end(); ++heard) {
+    if (match(posted, heard->first, heard->second)) {
+      unexpected_.erase(heard);
+      return;
+    }
+  }
+}
+
+bool Messages::advance() {
+  bool moved = false;
+  for (int peer = 0; peer < size_; ++peer) {
+    Outgoing& out = outgoing_[static_cast<std::size_t>(peer)];
+    if (!out.unannounced.empty()) {
+      moved = announce(peer, out) || moved;
+    }
+    if (!out.announced.empty()) {
+      moved = take_grants(peer, out) || moved;
+    }
+    if (!out.granted.empty()) {
+      moved = move_out(peer, out) || moved;
+    }
+  }
+  for (int peer = 0; peer < size_; ++peer) {
+    if (!unmatched_.empty()) {
+      moved = hear(peer) || moved;
+    }
+    Incoming& in = incoming_[static_cast<std::size_t>(peer)];
+    if (!in.matched.empty()) {
+      moved = grant(peer, in) || moved;
+      moved = move_in(peer, in) || moved;
+    }
+  }
+  return moved;
+}
+
+void Messages::finish(OnDone& on_done, int peer) {
+  --pending_;
+  on_done(peer);
+}
+
+bool Messages::announce(int peer, Outgoing& lane) {
+  LaneCounters& counters = segment_.counters(rank_, peer);
+  LaneRings& rings = segment_.rings(rank_, peer);
+  bool moved = false;
+  while (!lane.unannounced.empty()) {
+    const std::uint64_t number = counters.announced.load(std::memory_order_relaxed);
+    if (number - counters.heard.load(std::memory_order_acquire) >= kLaneDepth) {
+      break;
+    }
+    Send send = std::move(lane.unannounced.front());
+    lane.unannounced.pop_front();
+    send.number = number;
+    Announcement& announcement = rings.announcements[number % kLaneDepth];
+    announcement.tag = send.tag;
+    announcement.count = send.buffer.count;
+    announcement.dtype = send.buffer.dtype;
+    const bool rides_along = send.buffer.bytes() <= kInlineMessageBytes;
+    if (rides_along && send.buffer.count != 0) {
+      std::memcpy(announcement.payload.data(), send.buffer.data, send.buffer.bytes());
+    }
+    counters.announced.store(number + 1, std::memory_order_release);
+    doorbells_[static_cast<std::size_t>(peer)]->ring();
+    moved = true;
+    if (rides_along) {
+      finish(send.on_done, peer);
+    } else {
+      lane.announced.push_back(std::move(send));
+    }
+  }
+  return moved;
+}
+
+bool Messages::take_grants(int peer, Outgoing& lane) {
+  const std::uint64_t granted =
+      segment_.counters(rank_, peer).granted.load(std::memory_order_acquire);
+  const bool moved = lane.grants_seen != granted;
+  for (; lane.grants_seen != granted; ++lane.grants_seen) {
+    const std::uint64_t number = segment_.rings(rank_, peer).grants[lane.grants_seen % kLaneDepth];
+    const auto send = std::find_if(lane.announced.begin(), lane.announced.end(),
+                                   [number](const Send& each) { return each.number == number; });
+    PYDIST_CHECK(send != lane.announced.end());
+    lane.granted.push_back(std::move(*send));
+    lane.announced.erase(send);
+  }
+  return moved;
+}
+
+bool Messages::move_out(int peer, Outgoing& lane) {
+  bool moved = false;
+  while (!lane.granted.empty() && lane.channel.until_free().holds()) {
+    Send& send = lane.granted.front();
+    const std::size_t bytes =
+        std::min(lane.channel.slot_bytes(), send.buffer.bytes() - send.moved_bytes);
+    std::memcpy(lane.channel.slot(),
+                static_cast<const std::byte*>(send.buffer.data) + send.moved_bytes, bytes);
+    lane.channel.send(bytes);
+    send.moved_bytes += bytes;
+    moved = true;
+    if (send.moved_bytes == send.buffer.bytes()) {
+      OnDone on_done = std::move(send.on_done);
+      lane.granted.pop_front();
+      finish(on_done, peer);
+    }
+  }
+  return moved;
+}
+
+bool Messages::hear(int peer) {
+  LaneCounters& counters = segment_.counters(peer, rank_);
+  const std::uint64_t announced = counters.announced.load(std::memory_order_acquire);
+  std::uint64_t number = counters.heard.load(std::memory_order_relaxed);
+  if (number == announced) {
+    return false;
+  }
+  for (; number != announced; ++number) {
+    const Heard heard{number, segment_.rings(peer, rank_).announcements[number % kLaneDepth]};
+    counters.heard.store(number + 1, std::memory_order_release);
+    bool is_matched = false;
+    for (auto receive = unmatched_.begin(); receive != unmatched_.end() && !is_matched;) {
+      is_matched = match(receive++, peer, heard);
+    }
+    if (!is_matched) {
+      unexpected_.emplace_back(peer, heard);
+    }
+  }
+  doorbells_[static_cast<std::size_t>(peer)]->ring();
+  return true;
+}
+
+bool Messages::match(std::list<Receive>::iterator receive, int peer, const Heard& heard) {
+  const Announcement& announcement = heard.announcement;
+  if (receive->peer.value_or(peer) != peer || receive->tag != announcement.tag) {
+    return false;
+  }
+  const Buffer& buffer = receive->buffer;
+  if (announcement.dtype != buffer.dtype || announcement.count != buffer.count) {
+    throw Mismatch(join("Rank ", rank_, " receives ", buffer.count, " elements of ",
+                        to_string(buffer.dtype), " from rank ", peer, " with tag ", receive->tag,
+                        ", but rank ", peer, " sends ", announcement.count, " of ",
+                        to_string(announcement.dtype),
+                        ". Both ends of a message must have the same dtype and count."));
+  }
+  Receive matched = std::move(*receive);
+  unmatched_.erase(receive);
+  const std::size_t bytes = matched.buffer.bytes();
+  if (bytes <= kInlineMessageBytes) {
+    if (bytes != 0) {
+      std::memcpy(matched.buffer.data, announcement.payload.data(), bytes);
+    }
+    finish(matched.on_done, peer);
+    return true;
+  }
+  matched.number = heard.number;
+  incoming_[static_cast<std::size_t>(peer)].matched.push_back(std::move(matched));
+  return true;
+}
+
+bool Messages::grant(int peer, Incoming& lane) {
+  LaneCounters& counters = segment_.counters(peer, rank_);
+  bool moved = false;
+  // Data follows in the order of the grants, so a grant whose data has come is done with.
+  while (lane.granted < std::min(lane.matched.size(), kLaneDepth)) {
+    Receive& receive = lane.matched[lane.granted];
+    const std::uint64_t ticket = counters.granted.load(std::memory_order_relaxed);
+    segment_.rings(peer, rank_).grants[ticket % kLaneDepth] = receive.number;
+    counters.granted.store(ticket + 1, std::memory_order_release);
+    ++lane.granted;
+    moved = true;
+  }
+  if (moved) {
+    doorbells_[static_cast<std::size_t>(peer)]->ring();
+  }
+  return moved;
+}
+
+bool Messages::move_in(int peer, Incoming& lane) {
+  bool moved = false;
+  while (lane.granted != 0 && lane.channel.until_received().holds()) {
+    Receive& receive = lane.matched.front();
+    const std::size_t bytes = std::min(segment_.channel(peer, rank_).slot_bytes,
+                                       receive.buffer.bytes() - receive.moved_bytes);
+    std::memcpy(static_cast<std::byte*>(receive.buffer.data) + receive.moved_bytes,
+                lane.channel.slot(), bytes);
+    lane.channel.release();
+    receive.moved_bytes += bytes;
+    moved = true;
+    if (receive.moved_bytes == receive.buffer.bytes()) {
+      OnDone on_done = std::move(receive.on_done);
+      lane.matched.pop_front();
+      --lane.granted;
+      finish(on_done, peer);
+    }
+  }
+  return moved;
+}
+
+}  // namespace pydist

@@ -1,0 +1,101 @@
+// Point-to-point messages of one rank with all others: matching by (peer, tag), and moving.
+//
+// Within one pair of ranks and one tag, messages match in order; everything else is independent:
+// crossed sends never wait for each other, and a receive from anybody takes what was announced
+// first. Used by one thread at a time.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/buffer.h"
+#include "health/wait.h"
+#include "transport/message_segment.h"
+
+namespace pydist {
+
+class Messages {
+ public:
+  // Called when a message is through, with the rank that it came from (sends: that it went to).
+  using OnDone = std::function<void(int peer)>;
+
+  Messages(int rank, int size, MessageSegment segment, std::vector<Doorbell*> doorbells);
+
+  // Starts a message. The buffer stays untouched until it is done. Nothing moves before advance().
+  void send(int peer, std::uint64_t tag, const Buffer& buffer, OnDone on_done);
+  // From `peer`, or from anybody where there is none.
+  void receive(std::optional<int> peer, std::uint64_t tag, const Buffer& buffer, OnDone on_done);
+
+  // Moves everything along that can be moved; returns whether anything was. Throws Mismatch where
+  // a receive meets a message of another type or size.
+  bool advance();
+
+  // Whether nothing is under way.
+  [[nodiscard]] bool is_idle() const noexcept { return pending_ == 0; }
+
+ private:
+  struct Send {
+    std::uint64_t tag;
+    Buffer buffer;
+    OnDone on_done;
+    std::uint64_t number = 0;  // among the lane's messages
+    std::size_t moved_bytes = 0;
+  };
+  struct Receive {
+    std::optional<int> peer;
+    std::uint64_t tag;
+    Buffer buffer;
+    OnDone on_done;
+    std::uint64_t number = 0;
+    std::size_t moved_bytes = 0;
+  };
+  struct Heard {
+    std::uint64_t number;
+    Announcement announcement;
+  };
+  // To one peer.
+  struct Outgoing {
+    explicit Outgoing(const ShmSendChannel& channel) : channel(channel) {}
+    ShmSendChannel channel;
+    bool is_reserved = false;
+    std::deque<Send> unannounced;
+    std::list<Send> announced;  // waiting for their grant
+    std::deque<Send> granted;
+    std::uint64_t grants_seen = 0;
+  };
+  // From one peer.
+  struct Incoming {
+    explicit Incoming(const ShmReceiveChannel& channel) : channel(channel) {}
+    ShmReceiveChannel channel;
+    std::deque<Receive> matched;  // in the order of their grants
+    std::size_t granted = 0;      // how many of them are
+  };
+
+  bool announce(int peer, Outgoing& lane);
+  bool take_grants(int peer, Outgoing& lane);
+  bool move_out(int peer, Outgoing& lane);
+  bool hear(int peer);
+  bool match(std::list<Receive>::iterator receive, int peer, const Heard& heard);
+  bool grant(int peer, Incoming& lane);
+  bool move_in(int peer, Incoming& lane);
+  void finish(OnDone& on_done, int peer);
+
+  const int rank_;
+  const int size_;
+  MessageSegment segment_;
+  std::vector<Doorbell*> doorbells_;
+  std::vector<Outgoing> outgoing_;
+  std::vector<Incoming> incoming_;
+  std::list<Receive> unmatched_;                 // in the order of posting
+  std::list<std::pair<int, Heard>> unexpected_;  // in the order of hearing
+  std::size_t pending_ = 0;
+};
+
+}  // namespace pydist

@@ -1,0 +1,197 @@
+#include "base/env.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+
+namespace pydist {
+namespace {
+
+// Takes every declared variable out of the environment, and puts it back at the end.
+class EnvironmentTest : public ::testing::Test {
+ protected:
+  EnvironmentTest() {
+    for (const EnvironmentVariable& variable : environment_variables()) {
+      const std::string name(variable.name);
+      if (const char* value = std::getenv(name.c_str())) {
+        before_.emplace_back(name, value);
+      }
+      ::unsetenv(name.c_str());
+      touched_.insert(name);
+    }
+  }
+  ~EnvironmentTest() override {
+    for (const std::string& name : touched_) {
+      ::unsetenv(name.c_str());
+    }
+    for (const auto& [name, value] : before_) {
+      ::setenv(name.c_str(), value.c_str(), /*overwrite=*/1);
+    }
+  }
+
+  void set(const std::string& name, const std::string& value) {
+    touched_.insert(name);
+    ::setenv(name.c_str(), value.c_str(), /*overwrite=*/1);
+  }
+
+  // What the engine says of a value that it does not take.
+  std::string complaint(const std::string& name, const std::string& value) {
+    set(name, value);
+    std::string text;
+    try {
+      static_cast<void>(Environment::read());
+    } catch (const InvalidUsage& error) {
+      text = error.what();
+    }
+    ::unsetenv(name.c_str());
+    return text;
+  }
+
+ private:
+  std::set<std::string> touched_;
+  std::vector<std::pair<std::string, std::string>> before_;
+};
+
+TEST_F(EnvironmentTest, DefaultsAreWhatTheListSays) {
+  // Writing the documented default of every variable changes nothing.
+  const Environment unset = Environment::read();
+  for (const EnvironmentVariable& variable : environment_variables()) {
+    if (!variable.default_value.empty()) {
+      set(std::string(variable.name), std::string(variable.default_value));
+    }
+  }
+  const Environment written = Environment::read();
+  EXPECT_EQ(written.backend, unset.backend);
+  EXPECT_EQ(written.algorithm, unset.algorithm);
+  EXPECT_EQ(written.timeout, unset.timeout);
+  EXPECT_EQ(written.chunk_bytes, unset.chunk_bytes);
+  EXPECT_EQ(written.heartbeat_warning, unset.heartbeat_warning);
+  EXPECT_EQ(written.log_level, unset.log_level);
+  EXPECT_FALSE(unset.host_id.has_value());
+  EXPECT_FALSE(unset.spin.has_value());
+  EXPECT_TRUE(unset.cpu_isa.empty());
+}
+
+TEST_F(EnvironmentTest, ReadsEveryVariable) {
+  set("PYDIST_BACKEND", "gloo");
+  set("PYDIST_ALGORITHM", "ring");
+  set("PYDIST_TIMEOUT", "1.5");
+  set("PYDIST_HOST_ID", "rack 7, left");
+  set("PYDIST_SPIN_US", "0");
+  set("PYDIST_CHUNK_BYTES", "4096");
+  set("PYDIST_HEARTBEAT_WARNING", "0.25");
+  set("PYDIST_CPU_ISA", "portable");
+  set("PYDIST_LOG", "debug");
+  const Environment environment = Environment::read();
+  EXPECT_EQ(environment.backend, BackendChoice::kGloo);
+  EXPECT_EQ(environment.algorithm, AlgorithmChoice::kRing);
+  EXPECT_EQ(environment.timeout, std::chrono::milliseconds(1500));
+  EXPECT_EQ(environment.host_id, "rack 7, left");
+  EXPECT_EQ(environment.spin, std::chrono::microseconds(0));
+  EXPECT_EQ(environment.chunk_bytes, 4096u);
+  EXPECT_EQ(environment.heartbeat_warning, std::chrono::milliseconds(250));
+  EXPECT_EQ(environment.cpu_isa, "portable");
+  EXPECT_EQ(environment.log_level, LogLevel::kDebug);
+}
+
+TEST_F(EnvironmentTest, EmptyMeansUnset) {
+  for (const EnvironmentVariable& variable : environment_variables()) {
+    set(std::string(variable.name), "");
+  }
+  const Environment environment = Environment::read();
+  EXPECT_EQ(environment.backend, BackendChoice::kAuto);
+  EXPECT_EQ(environment.timeout, Environment().timeout);
+  EXPECT_FALSE(environment.host_id.has_value());
+  EXPECT_FALSE(environment.spin.has_value());
+}
+
+TEST_F(EnvironmentTest, RefusesNonsenseAndSaysWhatIsValid) {
+  const std::vector<std::pair<std::string, std::vector<std::string>>> nonsense = {
+      {"PYDIST_BACKEND", {"mpi", "Native", "auto ", " "}},
+      {"PYDIST_ALGORITHM", {"tree", "RING"}},
+      {"PYDIST_TIMEOUT", {"0", "-1", "ten", "1s", "nan", "inf", "1e300", " 1", "0x10", "1,5"}},
+      {"PYDIST_SPIN_US", {"-1", "1e9", "few", "nan"}},
+      {"PYDIST_CHUNK_BYTES", {"4095", "16777217", "128K", "-4096", "nan"}},
+      {"PYDIST_HEARTBEAT_WARNING", {"0", "-5", "soon", "inf"}},
+      {"PYDIST_CPU_ISA", {"sse", "AVX2", "best"}},
+      {"PYDIST_LOG", {"verbose", "2"}},
+  };
+  for (const auto& [name, values] : nonsense) {
+    for (const std::string& value : values) {
+      const std::string text = complaint(name, value);
+      EXPECT_NE(text.find(name), std::string::npos) << name << "=" << value << ": " << text;
+      EXPECT_NE(text.find("'" + value + "'"), std::string::npos) << name << ": " << text;
+    }
+  }
+  EXPECT_NE(complaint("PYDIST_BACKEND", "mpi").find("auto, native, nccl, gloo"), std::string::npos);
+  EXPECT_NE(complaint("PYDIST_CHUNK_BYTES", "1").find("4096"), std::string::npos);
+}
+
+TEST_F(EnvironmentTest, ParsingABackendNamesItsSource) {
+  EXPECT_EQ(parse_backend("native", "backend="), BackendChoice::kNative);
+  try {
+    static_cast<void>(parse_backend("", "backend="));
+    FAIL() << "an empty backend was taken";
+  } catch (const InvalidUsage& error) {
+    EXPECT_EQ(std::string(error.what()).rfind("backend=''", 0), 0u) << error.what();
+  }
+}
+
+TEST_F(EnvironmentTest, NamesOfChoicesComeBack) {
+  for (const auto choice :
+       {BackendChoice::kAuto, BackendChoice::kNative, BackendChoice::kNccl, BackendChoice::kGloo}) {
+    EXPECT_EQ(parse_backend(to_string(choice), "here"), choice);
+  }
+  for (const auto choice :
+       {AlgorithmChoice::kAuto, AlgorithmChoice::kDirect, AlgorithmChoice::kRing}) {
+    set("PYDIST_ALGORITHM", std::string(to_string(choice)));
+    EXPECT_EQ(Environment::read().algorithm, choice);
+  }
+  for (const auto level :
+       {LogLevel::kError, LogLevel::kWarning, LogLevel::kInfo, LogLevel::kDebug}) {
+    set("PYDIST_LOG", std::string(to_string(level)));
+    EXPECT_EQ(Environment::read().log_level, level);
+  }
+}
+
+TEST_F(EnvironmentTest, MisspeltVariablesAreFoundWithTheirNearestName) {
+  set("PYDIST_TIMEOUTS", "5");
+  set("PYDIST_BAKEND", "gloo");
+  set("PYDIST_", "");
+  set("PYDIST_LOG", "info");
+  set("NOT_PYDIST_LOG", "x");
+  std::vector<std::pair<std::string, std::string>> found;
+  for (const UnknownVariable& unknown : unknown_environment_variables()) {
+    found.emplace_back(unknown.name, unknown.nearest);
+  }
+  const auto has = [&](const std::string& name, const std::string& nearest) {
+    return std::find(found.begin(), found.end(), std::pair(name, nearest)) != found.end();
+  };
+  EXPECT_TRUE(has("PYDIST_TIMEOUTS", "PYDIST_TIMEOUT"));
+  EXPECT_TRUE(has("PYDIST_BAKEND", "PYDIST_BACKEND"));
+  for (const auto& [name, nearest] : found) {
+    EXPECT_NE(name, "PYDIST_LOG");
+    EXPECT_NE(name, "NOT_PYDIST_LOG");
+    EXPECT_FALSE(nearest.empty());
+  }
+}
+
+TEST_F(EnvironmentTest, EveryVariableIsDescribedOnce) {
+  std::set<std::string_view> names;
+  for (const EnvironmentVariable& variable : environment_variables()) {
+    EXPECT_TRUE(variable.name.starts_with("PYDIST_")) << variable.name;
+    EXPECT_FALSE(variable.values.empty()) << variable.name;
+    EXPECT_FALSE(variable.meaning.empty()) << variable.name;
+    EXPECT_TRUE(names.insert(variable.name).second) << variable.name;
+  }
+}
+
+}  // namespace
+}  // namespace pydist

@@ -1,0 +1,65 @@
+#include "topology/hosts.h"
+
+#include <gtest/gtest.h>
+
+#include <sched.h>
+
+#include <algorithm>
+#include <thread>
+
+namespace pydist {
+namespace {
+
+TEST(HostsTest, TheIdentityIsStableAndCanBeOverridden) {
+  const std::string mine = host_identity(std::nullopt);
+  EXPECT_FALSE(mine.empty());
+  EXPECT_EQ(host_identity(std::nullopt), mine);
+  EXPECT_EQ(host_identity("a"), host_identity("a"));
+  EXPECT_NE(host_identity("a"), host_identity("b"));
+  EXPECT_NE(host_identity("a"), mine);
+  // An override that happens to be what another host has by itself is still an override.
+  EXPECT_NE(host_identity(mine), mine);
+  EXPECT_FALSE(host_name().empty());
+}
+
+TEST(HostsTest, ProcessorsFollowTheAffinity) {
+  const std::vector<int> all = allowed_processors();
+  ASSERT_FALSE(all.empty());
+  EXPECT_TRUE(std::is_sorted(all.begin(), all.end()));
+  // On a thread of its own, so that no other test is confined.
+  std::thread([&] {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(static_cast<std::size_t>(all.back()), &one);
+    ASSERT_EQ(::sched_setaffinity(0, sizeof one, &one), 0);
+    EXPECT_EQ(allowed_processors(), std::vector<int>{all.back()});
+  }).join();
+  EXPECT_EQ(allowed_processors(), all);
+}
+
+TEST(HostsTest, AQuotaIsPositive) {
+  if (const auto quota = processor_quota()) {
+    EXPECT_GT(*quota, 0.0);
+  }
+}
+
+TEST(HostsTest, CoresAreCountedOnceOverAllRanks) {
+  const std::vector<int> both = {0, 1};
+  EXPECT_TRUE(has_core_for_every_rank({both, both}, std::nullopt));
+  EXPECT_FALSE(has_core_for_every_rank({both, both, both}, std::nullopt));
+  // Pinned to cores of their own, and pinned all to the same.
+  EXPECT_TRUE(has_core_for_every_rank({{0}, {1}, {7}}, std::nullopt));
+  EXPECT_FALSE(has_core_for_every_rank({{3}, {3}}, std::nullopt));
+  EXPECT_TRUE(has_core_for_every_rank({{3}}, std::nullopt));
+}
+
+TEST(HostsTest, TheQuotaCapsTheCores) {
+  const std::vector<int> four = {0, 1, 2, 3};
+  EXPECT_TRUE(has_core_for_every_rank({four, four}, 2.0));
+  EXPECT_FALSE(has_core_for_every_rank({four, four}, 1.5));
+  EXPECT_FALSE(has_core_for_every_rank({four}, 0.5));
+  EXPECT_FALSE(has_core_for_every_rank({four, four, four, four, four}, 64.0));
+}
+
+}  // namespace
+}  // namespace pydist

@@ -1,0 +1,141 @@
+#include "topology/rendezvous.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "memory_store.h"
+#include "threads_as_ranks.h"
+
+namespace pydist {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using testing::MemoryStore;
+using testing::run_ranks;
+
+// Texts that a careless format would trip over.
+std::string text_of(int rank) {
+  switch (rank % 5) {
+    case 0:
+      return "";
+    case 1:
+      return "3:abc";
+    case 2:
+      return std::string("zero\0byte", 9);
+    case 3:
+      return "missing";
+    default:
+      return std::string(100'000, static_cast<char>('a' + rank % 26));
+  }
+}
+
+TEST(RendezvousTest, EverybodyHearsEverybodyInRankOrder) {
+  for (const int size : {1, 2, 3, 8, 33}) {
+    MemoryStore store;
+    std::vector<std::string> expected;
+    for (int rank = 0; rank < size; ++rank) {
+      expected.push_back(text_of(rank));
+    }
+    run_ranks(size, [&](int rank) {
+      EXPECT_EQ(exchange(store, "topic", rank, size, text_of(rank), Deadline::in(seconds(30))),
+                expected);
+    });
+  }
+}
+
+TEST(RendezvousTest, RequestsGrowWithTheSizeNotItsSquare) {
+  constexpr int kSize = 32;
+  MemoryStore store;
+  run_ranks(kSize, [&](int rank) {
+    static_cast<void>(exchange(store, "topic", rank, kSize, "x", Deadline::in(seconds(30))));
+  });
+  EXPECT_LE(store.requests(), 5u * kSize);
+  // What the ranks said is gone; only the answer stays.
+  EXPECT_LE(store.size(), 2u);
+}
+
+TEST(RendezvousTest, AWorldOfOneNeedsNoStore) {
+  MemoryStore store;
+  EXPECT_EQ(exchange(store, "alone", 0, 1, "me", Deadline::never()),
+            std::vector<std::string>{"me"});
+  EXPECT_EQ(store.requests(), 0u);
+}
+
+TEST(RendezvousTest, TopicsDoNotMix) {
+  MemoryStore store;
+  run_ranks(3, [&](int rank) {
+    for (int round = 0; round < 20; ++round) {
+      const auto all = exchange(store, join("round ", round), rank, 3, join(rank, "@", round),
+                                Deadline::in(seconds(30)));
+      EXPECT_EQ(all[2], join("2@", round));
+    }
+  });
+}
+
+TEST(RendezvousTest, EverybodyNamesTheMissing) {
+  constexpr int kSize = 6;
+  MemoryStore store;
+  std::atomic<int> complaints{0};
+  run_ranks(kSize, [&](int rank) {
+    if (rank == 2 || rank == 5) {
+      return;
+    }
+    try {
+      static_cast<void>(
+          exchange(store, "start", rank, kSize, "here", Deadline::in(milliseconds(200))));
+      ADD_FAILURE() << "rank " << rank << " met ranks that never came";
+    } catch (const Timeout& error) {
+      const std::string text = error.what();
+      EXPECT_NE(text.find(": 2, 5."), std::string::npos) << text;
+      EXPECT_NE(text.find("start"), std::string::npos) << text;
+      ++complaints;
+    }
+  });
+  EXPECT_EQ(complaints.load(), 4);
+}
+
+TEST(RendezvousTest, ManyMissingRanksCostOneDeadline) {
+  MemoryStore store;
+  const auto before = Deadline::Clock::now();
+  EXPECT_THROW(
+      static_cast<void>(exchange(store, "lonely", 0, 16, "", Deadline::in(milliseconds(200)))),
+      Timeout);
+  EXPECT_LT(Deadline::Clock::now() - before, seconds(3));
+}
+
+TEST(RendezvousTest, TheFirstComplaintIsTheLowestRanks) {
+  MemoryStore store;
+  run_ranks(4, [&](int rank) {
+    const auto say = [&](const std::string& topic, const std::string& text) {
+      return first_complaint(store, topic, rank, 4, text, Deadline::in(seconds(30)));
+    };
+    EXPECT_EQ(say("content", ""), "");
+    EXPECT_EQ(say("torn", rank == 1 ? "no room" : rank == 3 ? "no time" : ""), "rank 1: no room");
+  });
+}
+
+TEST(RendezvousTest, PackedTextsComeBack) {
+  const std::vector<std::vector<std::string>> lists = {
+      {}, {""}, {"", "", ""}, {"12:"}, {":"}, {text_of(4), text_of(2), text_of(1)}};
+  for (const auto& list : lists) {
+    EXPECT_EQ(unpack(pack(list)), list);
+  }
+  EXPECT_EQ(unpack(pack({pack({"a", "b"}), "c"})), (std::vector<std::string>{"1:a1:b", "c"}));
+}
+
+TEST(RendezvousTest, TornTextsAreRefused) {
+  const std::string whole = pack({"first", "second"});
+  for (const std::size_t length : {3u, 8u, 9u, 12u}) {
+    EXPECT_THROW(static_cast<void>(unpack(whole.substr(0, length))), std::exception) << length;
+  }
+  EXPECT_THROW(static_cast<void>(unpack("no number:x")), std::exception);
+}
+
+}  // namespace
+}  // namespace pydist

@@ -1,0 +1,94 @@
+# What the machine must offer, checked once, and the compile options of every target.
+#
+# Provides the interface library `pydist_options`.
+
+if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux"
+   OR NOT CMAKE_HOST_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|aarch64|arm64)$")
+  message(FATAL_ERROR
+    "pydist builds on Linux on x86-64 or aarch64, and this is ${CMAKE_SYSTEM_NAME} on "
+    "${CMAKE_HOST_SYSTEM_PROCESSOR}: build it on a supported machine or in a Linux container.")
+endif()
+
+if(PYDIST_CUDA STREQUAL "ON")
+  message(FATAL_ERROR
+    "PYDIST_CUDA=ON was asked for, but pydist ${PYDIST_VERSION} has no CUDA kernels: "
+    "configure with -DPYDIST_CUDA=AUTO or OFF.")
+elseif(NOT PYDIST_CUDA MATCHES "^(AUTO|OFF)$")
+  message(FATAL_ERROR "PYDIST_CUDA=${PYDIST_CUDA} is not known: set it to AUTO, ON or OFF.")
+endif()
+
+include(CheckLanguage)
+check_language(CXX)
+if(NOT CMAKE_CXX_COMPILER)
+  message(FATAL_ERROR
+    "No C++ compiler was found: install g++ 11 or later (`apt-get install g++`) or clang 14 or "
+    "later, or point the environment variable CXX at one.")
+endif()
+enable_language(CXX)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  set(minimum_compiler 11)
+elseif(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+  set(minimum_compiler 14)
+else()
+  set(minimum_compiler 0)
+endif()
+if(minimum_compiler EQUAL 0 OR CMAKE_CXX_COMPILER_VERSION VERSION_LESS minimum_compiler)
+  message(FATAL_ERROR
+    "pydist needs g++ 11 or later or clang 14 or later, and ${CMAKE_CXX_COMPILER} is "
+    "${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}: point the environment variable CXX "
+    "at a newer compiler.")
+endif()
+if(NOT CMAKE_SIZEOF_VOID_P EQUAL 8)
+  message(FATAL_ERROR
+    "pydist needs a 64-bit target, and ${CMAKE_CXX_COMPILER} builds for "
+    "${CMAKE_SIZEOF_VOID_P}-byte pointers: point the environment variable CXX at a 64-bit compiler.")
+endif()
+
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
+endif()
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+
+set(THREADS_PREFER_PTHREAD_FLAG ON)
+find_package(Threads REQUIRED)
+
+add_library(pydist_options INTERFACE)
+target_link_libraries(pydist_options INTERFACE Threads::Threads)
+target_compile_options(pydist_options INTERFACE -Wall -Wextra -Wpedantic)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+  # GCC 12 takes "text" + std::to_string(...) for an overlapping copy (its bug 105651).
+  target_compile_options(pydist_options INTERFACE -Wno-restrict)
+endif()
+if(PYDIST_WERROR)
+  target_compile_options(pydist_options INTERFACE -Werror)
+endif()
+
+if(PYDIST_SANITIZE)
+  string(REPLACE "," ";" sanitizers "${PYDIST_SANITIZE}")
+  foreach(sanitizer IN LISTS sanitizers)
+    if(NOT sanitizer MATCHES "^(address|undefined|thread)$")
+      message(FATAL_ERROR
+        "PYDIST_SANITIZE=${PYDIST_SANITIZE} is not known: set it to address, undefined, thread or "
+        "address,undefined.")
+    endif()
+  endforeach()
+  if("thread" IN_LIST sanitizers AND "address" IN_LIST sanitizers)
+    message(FATAL_ERROR
+      "PYDIST_SANITIZE=${PYDIST_SANITIZE} cannot work: the address and thread sanitizers exclude "
+      "each other, so build twice.")
+  endif()
+  # -O1 keeps the instrumented tests quick and their stacks readable.
+  target_compile_options(pydist_options INTERFACE
+    -fsanitize=${PYDIST_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1)
+  target_link_options(pydist_options INTERFACE -fsanitize=${PYDIST_SANITIZE})
+  if("thread" IN_LIST sanitizers AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # g++ warns that TSan does not model atomic_thread_fence; the code states where it relies on one.
+    target_compile_options(pydist_options INTERFACE -Wno-tsan)
+  endif()
+endif()
