@@ -1,0 +1,416 @@
+// pydist._native.Communicator: the seam in Python, a method for each kind of operation.
+
+#include "communicator/communicator.h"
+
+#include <ATen/ops/from_blob.h>
+#include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "bindings/arguments.h"
+#include "bindings/bindings.h"
+#include "c10d/gloo_communicator.h"
+#include "c10d/store.h"
+#include "c10d/work.h"
+#include "communicator/endpoint.h"
+#include "communicator/native_communicator.h"
+
+namespace pydist {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Timeout_s = std::optional<double>;
+
+struct Options {
+  bool async_op;
+  std::string_view label;
+  Timeout_s timeout;
+};
+
+// Starts what `fill` writes into the operation, without the GIL. Returns a Work where asynchronous,
+// the source rank of a receive, otherwise None.
+template <typename Fill>
+py::object launch(Communicator& communicator, OpKind kind, const Options& options, Tensors results,
+                  const Fill& fill) {
+  const std::optional<Deadline> deadline = deadline_in(options.timeout);
+  WorkPtr work;
+  int source = -1;
+  {
+    const ReleasedGil released;
+    DenseTensors tensors(options.async_op ? DenseTensors::Lifetime::kHeld
+                                          : DenseTensors::Lifetime::kBorrowed);
+    Operation operation;
+    operation.kind = kind;
+    operation.deadline = deadline;
+    operation.label = options.label;
+    fill(operation, tensors);
+    if (options.async_op) {
+      work = with_tensors(communicator.submit(std::move(operation)), std::move(tensors));
+    } else {
+      source = communicator.run(std::move(operation));
+      tensors.copy_back();
+    }
+  }
+  if (work != nullptr) {
+    return python_work(std::move(work), communicator.rank(), std::move(results));
+  }
+  return kind == OpKind::kRecv ? py::object(py::int_(source)) : py::object(py::none());
+}
+
+Tensors results_of(bool async_op, const Tensors& tensors) { return async_op ? tensors : Tensors(); }
+
+Tensors results_of(bool async_op, const TensorArgument& argument) {
+  return async_op ? Tensors{*argument.tensor} : Tensors();
+}
+
+void set_op(Operation& operation, ReduceOp op, const at::Tensor& tensor) {
+  operation.op = op;
+  require_arithmetic(tensor, operation.kind, op);
+}
+
+py::object all_reduce(Communicator& self, TensorArgument input, TensorArgument output,
+                      OpArgument op, bool async_op, double factor, std::string_view label,
+                      Timeout_s timeout) {
+  return launch(self, OpKind::kAllReduce, {async_op, label, timeout}, results_of(async_op, output),
+                [&](Operation& operation, DenseTensors& tensors) {
+                  set_op(operation, op.op, *input.tensor);
+                  operation.factor = factor;
+                  operation.inputs = {tensors.input(*input.tensor)};
+                  operation.outputs = {tensors.output(*output.tensor)};
+                });
+}
+
+py::object reduce_scatter(Communicator& self, const TensorsArgument& inputs, TensorArgument output,
+                          OpArgument op, bool async_op, double factor, std::string_view label,
+                          Timeout_s timeout) {
+  return launch(self, OpKind::kReduceScatter, {async_op, label, timeout},
+                results_of(async_op, output), [&](Operation& operation, DenseTensors& tensors) {
+                  set_op(operation, op.op, *output.tensor);
+                  operation.factor = factor;
+                  operation.inputs = tensors.inputs(inputs.tensors);
+                  operation.outputs = {tensors.output(*output.tensor)};
+                });
+}
+
+py::object all_gather(Communicator& self, TensorArgument input, const TensorsArgument& outputs,
+                      bool async_op, std::string_view label, Timeout_s timeout) {
+  return launch(self, OpKind::kAllGather, {async_op, label, timeout},
+                results_of(async_op, outputs.tensors),
+                [&](Operation& operation, DenseTensors& tensors) {
+                  operation.inputs = {tensors.input(*input.tensor)};
+                  operation.outputs = tensors.outputs(outputs.tensors);
+                });
+}
+
+py::object broadcast(Communicator& self, TensorArgument tensor, int root, bool async_op,
+                     std::string_view label, Timeout_s timeout) {
+  return launch(self, OpKind::kBroadcast, {async_op, label, timeout}, results_of(async_op, tensor),
+                [&](Operation& operation, DenseTensors& tensors) {
+                  operation.peer = root;
+                  if (root == self.rank()) {
+                    operation.inputs = {tensors.input(*tensor.tensor)};
+                  } else {
+                    operation.outputs = {tensors.output(*tensor.tensor)};
+                  }
+                });
+}
+
+py::object reduce(Communicator& self, TensorArgument input, std::optional<TensorArgument> output,
+                  int root, OpArgument op, bool async_op, double factor, std::string_view label,
+                  Timeout_s timeout) {
+  return launch(self, OpKind::kReduce, {async_op, label, timeout},
+                output ? results_of(async_op, *output) : Tensors(),
+                [&](Operation& operation, DenseTensors& tensors) {
+                  operation.peer = root;
+                  set_op(operation, op.op, *input.tensor);
+                  operation.factor = factor;
+                  operation.inputs = {tensors.input(*input.tensor)};
+                  if (output && root == self.rank()) {
+                    operation.outputs = {tensors.output(*output->tensor)};
+                  }
+                });
+}
+
+py::object gather(Communicator& self, TensorArgument input,
+                  const std::optional<TensorsArgument>& outputs, int root, bool async_op,
+                  std::string_view label, Timeout_s timeout) {
+  return launch(self, OpKind::kGather, {async_op, label, timeout},
+                outputs ? results_of(async_op, outputs->tensors) : Tensors(),
+                [&](Operation& operation, DenseTensors& tensors) {
+                  operation.peer = root;
+                  operation.inputs = {tensors.input(*input.tensor)};
+                  if (outputs && root == self.rank()) {
+                    operation.outputs = tensors.outputs(outputs->tensors);
+                  }
+                });
+}
+
+py::object scatter(Communicator& self, const std::optional<TensorsArgument>& inputs,
+                   TensorArgument output, int root, bool async_op, std::string_view label,
+                   Timeout_s timeout) {
+  return launch(self, OpKind::kScatter, {async_op, label, timeout}, results_of(async_op, output),
+                [&](Operation& operation, DenseTensors& tensors) {
+                  operation.peer = root;
+                  if (inputs && root == self.rank()) {
+                    operation.inputs = tensors.inputs(inputs->tensors);
+                  }
+                  operation.outputs = {tensors.output(*output.tensor)};
+                });
+}
+
+py::object all_to_all(Communicator& self, const TensorsArgument& inputs,
+                      const TensorsArgument& outputs, bool async_op, std::string_view label,
+                      Timeout_s timeout) {
+  return launch(self, OpKind::kAllToAll, {async_op, label, timeout},
+                results_of(async_op, outputs.tensors),
+                [&](Operation& operation, DenseTensors& tensors) {
+                  operation.inputs = tensors.inputs(inputs.tensors);
+                  operation.outputs = tensors.outputs(outputs.tensors);
+                });
+}
+
+std::uint64_t checked_tag(std::int64_t tag) {
+  if (tag < 0) {
+    throw InvalidUsage(join("A tag must not be negative, got ", tag, "."));
+  }
+  return static_cast<std::uint64_t>(tag);
+}
+
+py::object send(Communicator& self, TensorArgument tensor, int dst, std::int64_t tag, bool async_op,
+                std::string_view label, Timeout_s timeout) {
+  return launch(self, OpKind::kSend, {async_op, label, timeout}, {},
+                [&](Operation& operation, DenseTensors& tensors) {
+                  operation.peer = dst;
+                  operation.tag = checked_tag(tag);
+                  operation.inputs = {tensors.input(*tensor.tensor)};
+                });
+}
+
+py::object recv(Communicator& self, TensorArgument tensor, int src, std::int64_t tag, bool async_op,
+                std::string_view label, Timeout_s timeout) {
+  return launch(self, OpKind::kRecv, {async_op, label, timeout}, results_of(async_op, tensor),
+                [&](Operation& operation, DenseTensors& tensors) {
+                  operation.peer = src;
+                  operation.tag = checked_tag(tag);
+                  operation.outputs = {tensors.output(*tensor.tensor)};
+                });
+}
+
+py::object barrier(Communicator& self, bool async_op, std::string_view label, Timeout_s timeout) {
+  return launch(self, OpKind::kBarrier, {async_op, label, timeout}, {},
+                [](Operation& /*operation*/, DenseTensors& /*tensors*/) {});
+}
+
+at::Tensor symmetric_empty(Communicator& self, const std::vector<std::int64_t>& shape,
+                           at::ScalarType dtype) {
+  std::size_t bytes = at::elementSize(dtype);
+  for (const std::int64_t extent : shape) {
+    if (extent < 0 || __builtin_mul_overflow(bytes, static_cast<std::size_t>(extent), &bytes)) {
+      throw InvalidUsage(
+          join("symmetric_empty: a shape with the extent ", extent, " is not valid."));
+    }
+  }
+  const ReleasedGil released;
+  MemoryPtr memory = self.allocate(bytes, Device{});
+  void* const data = memory->data();
+  return at::from_blob(
+      data, shape, [memory = std::move(memory)](void*) mutable { memory.reset(); },
+      at::TensorOptions().dtype(dtype));
+}
+
+CommunicatorPtr split(Communicator& self, const std::vector<int>& ranks) {
+  const ReleasedGil released;
+  return for_python(self.split(ranks));
+}
+
+py::dict capabilities(const Communicator& self) {
+  const Capabilities capabilities = self.capabilities();
+  py::list devices;
+  for (const Device& device : capabilities.devices) {
+    devices.append(device.type == DeviceType::kCpu ? "cpu" : "cuda");
+  }
+  py::list wire_dtypes;
+  for (const DType dtype : capabilities.wire_dtypes) {
+    wire_dtypes.append(py::str(std::string(to_string(dtype))));
+  }
+  py::dict result;
+  result["backend"] = capabilities.backend;
+  result["devices"] = devices;
+  result["symmetric_memory"] = capabilities.symmetric_memory;
+  result["any_source"] = capabilities.any_source;
+  result["ragged"] = capabilities.ragged;
+  result["wire_dtypes"] = wire_dtypes;
+  result["equal_on_all_ranks"] = capabilities.equal_on_all_ranks;
+  result["equal_from_run_to_run"] = capabilities.equal_from_run_to_run;
+  result["equal_for_all_chunkings"] = capabilities.equal_for_all_chunkings;
+  result["numerics"] = capabilities.numerics;
+  return result;
+}
+
+std::string why_unsupported(const Communicator& self, KindArgument kind, OpArgument op,
+                            at::ScalarType dtype) {
+  return self.why_unsupported(kind.kind, op.op, dtype_of(dtype).value_or(DType::kFloat8));
+}
+
+std::optional<py::object> failure(const Communicator& self) {
+  if (const std::exception_ptr error = self.failure()) {
+    return python_exception(error);
+  }
+  return std::nullopt;
+}
+
+CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                              std::string name, std::optional<double> timeout_s) {
+  const ReleasedGil released;
+  NativeOptions options;
+  options.name = std::move(name);
+  if (timeout_s) {
+    options.environment.timeout = milliseconds_in(*timeout_s);
+  }
+  return for_python(create_native_communicator(adapt_store(std::move(store)), rank, size, options));
+}
+
+// The Python factory as a C++ one: takes the GIL, and turns what it raises into our errors.
+GlooFactory adapt_factory(py::function factory) {
+  // Released under the GIL, or not at all once the interpreter is gone.
+  std::shared_ptr<py::function> held(new py::function(std::move(factory)), [](py::function* held) {
+    if (Py_IsInitialized() == 0) {
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    delete held;
+  });
+  return [held](c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                std::chrono::milliseconds timeout) {
+    const py::gil_scoped_acquire gil;
+    try {
+      return (*held)(std::move(store), rank, size, timeout)
+          .cast<c10::intrusive_ptr<c10d::Backend>>();
+    } catch (py::error_already_set& error) {
+      const std::string what = error.what();
+      const bool is_late =
+          what.find("imed out") != std::string::npos || what.find("imeout") != std::string::npos;
+      std::rethrow_exception(
+          make_error(kind_of(error, is_late ? ErrorKind::kTimeout : ErrorKind::kTransport),
+                     join("gloo could not connect rank ", rank, " with the other ", size - 1, ": ",
+                          what.substr(0, what.find('\n')))));
+    } catch (const py::cast_error&) {
+      throw InvalidUsage("The factory of gloo backends must return a torch.distributed backend.");
+    }
+  };
+}
+
+CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                            std::string name, double timeout, py::function factory) {
+  const std::chrono::milliseconds limit = milliseconds_in(timeout);
+  GlooFactory adapted = adapt_factory(std::move(factory));
+  const ReleasedGil released;
+  return for_python(create_gloo_communicator(std::move(store), rank, size, std::move(name), limit,
+                                             std::move(adapted)));
+}
+
+void bind_operations(py::class_<Communicator, CommunicatorPtr>& type) {
+  const auto op = py::arg_v("op", py::str("sum"), "'sum'");
+  const auto async_op = py::arg("async_op") = false;
+  const auto factor = py::arg("factor") = 1.0;
+  const auto label = py::arg("label") = "";
+  const auto timeout = py::arg("timeout") = py::none();
+  type.def("all_reduce", &all_reduce, py::arg("input"), py::arg("output"), op, async_op, factor,
+           label, timeout,
+           "output = the elements of all ranks' inputs combined; they may be one tensor. Returns a "
+           "Work where async_op, otherwise None.");
+  type.def("reduce_scatter", &reduce_scatter, py::arg("inputs"), py::arg("output"), op, async_op,
+           factor, label, timeout, "output = this rank's block of the combined inputs.");
+  type.def("all_gather", &all_gather, py::arg("input"), py::arg("outputs"), async_op, label,
+           timeout, "outputs = the inputs of all ranks, in rank order.");
+  type.def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"), async_op, label, timeout,
+           "tensor = the root's tensor.");
+  type.def("reduce", &reduce, py::arg("input"), py::arg("output"), py::arg("root"), op, async_op,
+           factor, label, timeout,
+           "At the root: output = the combined inputs. Elsewhere output is ignored.");
+  type.def("gather", &gather, py::arg("input"), py::arg("outputs"), py::arg("root"), async_op,
+           label, timeout, "At the root: outputs = the inputs of all ranks, in rank order.");
+  type.def("scatter", &scatter, py::arg("inputs"), py::arg("output"), py::arg("root"), async_op,
+           label, timeout, "output = this rank's block of the root's inputs.");
+  type.def("all_to_all", &all_to_all, py::arg("inputs"), py::arg("outputs"), async_op, label,
+           timeout, "Block i of the inputs goes to rank i, into its block of this rank.");
+  type.def("send", &send, py::arg("tensor"), py::arg("dst"), py::arg("tag") = 0, async_op, label,
+           timeout, "Sends to rank dst, which receives it with the same tag.");
+  type.def("recv", &recv, py::arg("tensor"), py::arg("src") = kAnySource, py::arg("tag") = 0,
+           async_op, label, timeout,
+           "Receives from rank src, or from anybody (-1). Returns the source rank, or a Work.");
+  type.def("barrier", &barrier, async_op, label, timeout,
+           "Returns once every rank of the group has called.");
+}
+
+}  // namespace
+
+void bind_communicator(py::module_& module) {
+  py::class_<Communicator, CommunicatorPtr> type(
+      module, "Communicator",
+      "One group of ranks on one backend. Collectives are called by every rank of the group, in "
+      "the same order; any tensor on the CPU will do, also a non-contiguous one.");
+  type.def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("name", &Communicator::name)
+      .def_property_readonly("backend",
+                             [](const Communicator& self) { return self.capabilities().backend; })
+      .def_property(
+          "timeout",
+          [](const Communicator& self) {
+            return std::chrono::duration<double>(self.timeout()).count();
+          },
+          [](Communicator& self, double seconds) { self.set_timeout(milliseconds_in(seconds)); },
+          "Seconds that an operation without a timeout of its own may take.")
+      .def_property_readonly("failure", &failure,
+                             "The error that the group has failed with; None while it is sound.");
+  bind_operations(type);
+  type.def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"),
+           "A tensor over memory that the backend allocates; all ranks call, with equal sizes.")
+      .def("split", &split, py::arg("ranks"),
+           "A group of the given ranks of this one, in that order; only they call.")
+      .def(
+          "abort",
+          [](Communicator& self, const std::string& message) {
+            const ReleasedGil released;
+            self.abort(Aborted(message));
+          },
+          py::arg("message"), "Fails the group, here and on every other rank.")
+      .def(
+          "shutdown",
+          [](Communicator& self) {
+            const ReleasedGil released;
+            self.shutdown();
+          },
+          "Lets the group go. Idempotent; never raises.")
+      .def(
+          "whereabouts",
+          [](const Communicator& self) {
+            const ReleasedGil released;
+            return self.whereabouts();
+          },
+          "What every rank of the group is in, a line each; empty where the backend cannot tell.")
+      .def("capabilities", &capabilities, "What the backend can do and what it guarantees.")
+      .def("why_unsupported", &why_unsupported, py::arg("kind"), py::arg("op"), py::arg("dtype"),
+           "An empty text where the backend can run the operation; otherwise why not.");
+  module.def("create_native", &create_native, py::arg("store"), py::arg("rank"), py::arg("size"),
+             py::arg("name"), py::arg("timeout") = py::none(),
+             "Joins a group on the native backend; all its ranks call. `store` is a torch store; "
+             "`timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by "
+             "default.");
+  module.def("release_process", &Endpoint::release_process, py::call_guard<ReleasedGil>(),
+             "Lets go of what this process keeps between its native groups: its threads, segments "
+             "and sockets end with the last group.");
+  module.def(
+      "create_gloo", &create_gloo, py::arg("store"), py::arg("rank"), py::arg("size"),
+      py::arg("name"), py::arg("timeout"), py::arg("factory"),
+      "Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; "
+      "`factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a "
+      "datetime.timedelta.");
+}
+
+}  // namespace pydist

@@ -1,0 +1,66 @@
+// The error tree in Python: the classes of pydist/errors.py.
+
+#include <array>
+#include <string>
+
+#include "bindings/bindings.h"
+#include "c10d/errors.h"
+
+namespace pydist {
+namespace {
+
+constexpr std::array<const char*, kErrorKindCount> kClassNames = {
+    "Error", "InvalidUsage", "Mismatch", "PeerLost", "Timeout", "Aborted", "TransportError"};
+
+// Looked up when the first error is raised: when this module is loaded, the package is only half
+// imported. The references are never given back; the classes live as long as the process.
+PyObject* python_class(ErrorKind kind) {
+  static std::array<PyObject*, kErrorKindCount> classes{};
+  const auto index = static_cast<std::size_t>(kind);
+  if (classes[index] == nullptr) {
+    try {
+      py::object type = py::module_::import("pydist.errors").attr(kClassNames[index]);
+      classes[index] = type.release().ptr();
+    } catch (const py::error_already_set&) {
+      return PyExc_RuntimeError;
+    }
+  }
+  return classes[index];
+}
+
+void translate(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(from_torch(error));
+  } catch (const Error& ours) {
+    PyErr_SetString(python_class(ours.kind()), ours.what());
+  }
+}
+
+}  // namespace
+
+py::object python_exception(const std::exception_ptr& error) {
+  if (error == nullptr) {
+    return py::none();
+  }
+  const ErrorDescription description = describe(from_torch(error));
+  return py::reinterpret_borrow<py::object>(python_class(description.kind))(description.message);
+}
+
+ErrorKind kind_of(const py::error_already_set& error, ErrorKind otherwise) {
+  // The root of the tree, kError, comes first and would match them all.
+  for (int i = kErrorKindCount - 1; i > 0; --i) {
+    const auto kind = static_cast<ErrorKind>(i);
+    if (error.matches(python_class(kind))) {
+      return kind;
+    }
+  }
+  return otherwise;
+}
+
+void bind_errors(py::module_& /*module*/) {
+  set_python_class_lookup(&python_class);
+  // For the bindings of every module: torch's raise our errors too, when our backend throws.
+  py::register_exception_translator(&translate);
+}
+
+}  // namespace pydist

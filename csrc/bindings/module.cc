@@ -1,0 +1,14 @@
+// The Python module pydist._native: C++ concepts one to one, made comfortable by the package.
+
+#include "bindings/bindings.h"
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "The compiled part of pydist.";
+  // The base classes of ours are registered there.
+  py::module_::import("torch.distributed");
+  pydist::bind_errors(module);
+  pydist::bind_info(module);
+  pydist::bind_work(module);
+  pydist::bind_communicator(module);
+  pydist::bind_process_group(module);
+}

@@ -1,0 +1,95 @@
+#include "c10d/elastic_threads.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace pydist {
+namespace {
+
+constexpr std::chrono::seconds kIdleLife{10};
+
+}  // namespace
+
+struct ElasticThreads::State {
+  const pid_t process = getpid();
+  std::mutex mutex;
+  std::condition_variable posted;
+  std::condition_variable finished;
+  std::deque<std::function<void()>> jobs;  // guarded by mutex
+  std::size_t idle = 0;                    // guarded by mutex
+  std::size_t running = 0;                 // guarded by mutex
+  bool closed = false;                     // guarded by mutex
+};
+
+ElasticThreads::ElasticThreads() : state_(std::make_shared<State>()) {}
+
+void ElasticThreads::post(std::function<void()> job) {
+  if (state_->process != getpid()) {
+    // The parent's threads do not exist here, and its mutex may be held for ever. The old state
+    // is left as it is: destroying it could touch what another thread was amid changing.
+    new std::shared_ptr<State>(std::exchange(state_, std::make_shared<State>()));
+  }
+  const std::shared_ptr<State> state = state_;
+  {
+    const std::lock_guard lock(state->mutex);
+    if (state->closed) {
+      new std::function<void()>(std::move(job));
+      return;
+    }
+    state->jobs.push_back(std::move(job));
+    if (state->idle >= state->jobs.size()) {
+      state->posted.notify_one();
+      return;
+    }
+  }
+  std::thread([state] {
+    pthread_setname_np(pthread_self(), "pydist-wait");
+    std::unique_lock lock(state->mutex);
+    for (;;) {
+      while (!state->jobs.empty()) {
+        std::function<void()> next = std::move(state->jobs.front());
+        state->jobs.pop_front();
+        ++state->running;
+        lock.unlock();
+        next();
+        next = nullptr;
+        lock.lock();
+        --state->running;
+        state->finished.notify_all();
+      }
+      ++state->idle;
+      const bool has_job =
+          state->posted.wait_for(lock, kIdleLife, [&] { return !state->jobs.empty(); });
+      --state->idle;
+      if (!has_job) {
+        return;
+      }
+    }
+  }).detach();
+}
+
+void ElasticThreads::close(std::chrono::milliseconds patience) {
+  if (state_->process != getpid()) {
+    return;
+  }
+  std::unique_lock lock(state_->mutex);
+  state_->closed = true;
+  state_->finished.wait_for(lock, patience,
+                            [this] { return state_->jobs.empty() && state_->running == 0; });
+  // What has not begun by now must not begin.
+  new std::deque<std::function<void()>>(std::exchange(state_->jobs, {}));
+}
+
+ElasticThreads& ElasticThreads::shared() {
+  static auto* const threads = new ElasticThreads;
+  return *threads;
+}
+
+}  // namespace pydist

@@ -1,0 +1,41 @@
+// Threads for jobs that may block: a job runs at once, on an idle thread or on a new one.
+//
+// Jobs here wait for something (a message of gloo's, the GIL, a user's callback that itself waits
+// for another job), so a fixed number of threads could deadlock. Idle threads end after a while.
+//
+// Thread safe. Threads are detached and share the state with this object, so neither destruction
+// nor the end of the process waits for a job; in a forked child the object starts afresh.
+
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+
+namespace pydist {
+
+class ElasticThreads {
+ public:
+  ElasticThreads();
+  ElasticThreads(const ElasticThreads&) = delete;
+  ElasticThreads& operator=(const ElasticThreads&) = delete;
+  ~ElasticThreads() = default;
+
+  // `job` must not throw.
+  void post(std::function<void()> job);
+
+  // Waits for the jobs under way, but no longer than `patience`; those that come later never run,
+  // and are never destroyed. For the end of the interpreter: a job that took the GIL after that
+  // would take the process down with it.
+  void close(std::chrono::milliseconds patience);
+
+  // The process's own, for callbacks of futures. Never destroyed.
+  static ElasticThreads& shared();
+
+ private:
+  struct State;
+
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace pydist

@@ -1,0 +1,59 @@
+#include "c10d/errors.h"
+
+#include <torch/csrc/Exceptions.h>
+
+#include <atomic>
+
+namespace pydist {
+namespace {
+
+std::atomic<PythonClassLookup> python_class_lookup{nullptr};
+
+class TypedTorchError : public torch::PyTorchError {
+ public:
+  TypedTorchError(ErrorKind kind, const std::string& message)
+      : PyTorchError(message), kind_(kind) {}
+
+  PyObject* python_type() override {
+    const PythonClassLookup lookup = python_class_lookup.load();
+    PyObject* type = lookup == nullptr ? nullptr : lookup(kind_);
+    return type == nullptr ? PyExc_RuntimeError : type;
+  }
+
+  [[nodiscard]] ErrorKind kind() const noexcept { return kind_; }
+
+ private:
+  ErrorKind kind_;
+};
+
+}  // namespace
+
+void set_python_class_lookup(PythonClassLookup lookup) noexcept { python_class_lookup = lookup; }
+
+std::exception_ptr for_torch(const std::exception_ptr& error) {
+  if (error == nullptr) {
+    return nullptr;
+  }
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& ours) {
+    return std::make_exception_ptr(TypedTorchError(ours.kind(), ours.what()));
+  } catch (...) {
+    return error;
+  }
+}
+
+std::exception_ptr from_torch(const std::exception_ptr& error) {
+  if (error == nullptr) {
+    return nullptr;
+  }
+  try {
+    std::rethrow_exception(error);
+  } catch (const TypedTorchError& typed) {
+    return make_error(typed.kind(), typed.what());
+  } catch (...) {
+    return error;
+  }
+}
+
+}  // namespace pydist

@@ -1,0 +1,42 @@
+// Our errors on their way through torch.
+//
+// torch's bindings, its futures and the autograd engine know torch's exceptions and none of ours:
+// a pydist::Error that passes through them arrives in Python as a bare RuntimeError. What they do
+// know is torch::PyTorchError, which names its Python class when asked; asking happens under the
+// GIL, so throwing needs none. Everything that crosses from c10d/ into torch is such an exception.
+
+#pragma once
+
+#include <exception>
+#include <utility>
+
+#include "base/error.h"
+
+// A PyObject, without Python's header.
+struct _object;
+
+namespace pydist {
+
+// Answers with a borrowed reference to the Python class of a kind; called with the GIL held.
+using PythonClassLookup = _object* (*)(ErrorKind kind);
+
+// Set once, when the Python module is loaded.
+void set_python_class_lookup(PythonClassLookup lookup) noexcept;
+
+// `error` as torch's bindings understand it; what is not a pydist::Error comes back unchanged.
+[[nodiscard]] std::exception_ptr for_torch(const std::exception_ptr& error);
+
+// The pydist error that for_torch() wrapped; anything else comes back unchanged.
+[[nodiscard]] std::exception_ptr from_torch(const std::exception_ptr& error);
+
+// Runs `function`; a pydist::Error that it throws leaves as torch understands it.
+template <typename Function>
+auto guarded_for_torch(Function&& function) -> decltype(std::forward<Function>(function)()) {
+  try {
+    return std::forward<Function>(function)();
+  } catch (const Error&) {
+    std::rethrow_exception(for_torch(std::current_exception()));
+  }
+}
+
+}  // namespace pydist

@@ -1,0 +1,176 @@
+#include "c10d/gloo_agreement.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+
+namespace pydist {
+namespace {
+
+bool has_root(OpKind kind) {
+  return kind == OpKind::kBroadcast || kind == OpKind::kReduce || kind == OpKind::kGather ||
+         kind == OpKind::kScatter;
+}
+
+bool has_op(OpKind kind) {
+  return kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter || kind == OpKind::kReduce;
+}
+
+// Kinds in which a rank sends each other one a block of its own, or only one rank knows all blocks.
+bool is_pairwise(OpKind kind) {
+  return kind == OpKind::kGather || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
+}
+
+std::vector<std::uint64_t> block_counts(const std::vector<Buffer>& buffers, int size) {
+  std::vector<std::uint64_t> counts;
+  if (buffers.size() == static_cast<std::size_t>(size)) {
+    for (const Buffer& buffer : buffers) {
+      counts.push_back(buffer.count);
+    }
+  } else {
+    counts.assign(static_cast<std::size_t>(size),
+                  buffers[0].count / static_cast<std::size_t>(size));
+  }
+  return counts;
+}
+
+// What every rank must have in common; plain bytes, since gloo carries it.
+struct Record {
+  std::uint8_t kind = 0;
+  std::uint8_t dtype = 0;
+  std::uint8_t op = 0;
+  std::uint8_t unused = 0;
+  std::int32_t root = 0;
+  std::uint64_t count = 0;   // elements of the buffer, or of all blocks together
+  std::uint64_t blocks = 0;  // digest of the blocks' sizes
+
+  friend bool operator==(const Record&, const Record&) = default;
+};
+
+std::uint64_t digest(const std::vector<std::uint64_t>& counts) {
+  std::uint64_t value = 14695981039346656037ULL;  // FNV-1a, a word at a time
+  for (const std::uint64_t count : counts) {
+    value = (value ^ count) * 1099511628211ULL;
+  }
+  return value;
+}
+
+Record make_record(const Operation& operation, int size) {
+  Record record;
+  const auto& in = operation.inputs;
+  const auto& out = operation.outputs;
+  record.kind = static_cast<std::uint8_t>(operation.kind);
+  if (!in.empty() || !out.empty()) {
+    record.dtype = static_cast<std::uint8_t>((in.empty() ? out : in)[0].dtype);
+  }
+  record.op = has_op(operation.kind) ? static_cast<std::uint8_t>(operation.op) : std::uint8_t{0};
+  record.root = has_root(operation.kind) ? operation.peer : 0;
+  if (operation.kind == OpKind::kReduceScatter || operation.kind == OpKind::kAllGather) {
+    const auto counts = block_counts(operation.kind == OpKind::kAllGather ? out : in, size);
+    for (const std::uint64_t count : counts) {
+      record.count += count;
+    }
+    record.blocks = digest(counts);
+  } else if (!is_pairwise(operation.kind) && operation.kind != OpKind::kBarrier) {
+    record.count = (in.empty() ? out : in)[0].count;
+  }
+  return record;
+}
+
+std::string describe(const Record& record) {
+  const auto kind = static_cast<OpKind>(record.kind);
+  if (kind == OpKind::kBarrier) {
+    return "barrier";
+  }
+  std::string text = join(to_string(kind), "(", to_string(static_cast<DType>(record.dtype)));
+  if (!is_pairwise(kind)) {
+    text += join(", ", record.count, " elements");
+  }
+  if (has_op(kind)) {
+    text += join(", ", to_string(static_cast<ReduceOp>(record.op)));
+  }
+  if (has_root(kind)) {
+    text += join(", root ", record.root);
+  }
+  return text + ")";
+}
+
+[[noreturn]] void throw_mismatch(const std::string& detail) {
+  throw Mismatch(join("Ranks disagree about a collective of their group: ", detail,
+                      ". Every rank of a group must call the same collectives in the same order "
+                      "with matching arguments."));
+}
+
+// Elements that this rank sends to each rank, then those that it expects from each.
+std::vector<std::uint64_t> pairwise_counts(const Operation& operation, int rank, int size) {
+  const auto ranks = static_cast<std::size_t>(size);
+  std::vector<std::uint64_t> counts(2 * ranks, 0);
+  const auto root = static_cast<std::size_t>(operation.peer);
+  const bool is_root = rank == operation.peer;
+  const auto put = [&](std::size_t at, const std::vector<Buffer>& blocks) {
+    const auto all = block_counts(blocks, size);
+    std::copy(all.begin(), all.end(), counts.begin() + static_cast<std::ptrdiff_t>(at));
+  };
+  switch (operation.kind) {
+    case OpKind::kGather:
+      counts[root] = operation.inputs[0].count;
+      if (is_root) {
+        put(ranks, operation.outputs);
+      }
+      break;
+    case OpKind::kScatter:
+      counts[ranks + root] = operation.outputs[0].count;
+      if (is_root) {
+        put(0, operation.inputs);
+      }
+      break;
+    default:
+      put(0, operation.inputs);
+      put(ranks, operation.outputs);
+      break;
+  }
+  return counts;
+}
+
+}  // namespace
+
+void check_gloo_agreement(GlooChannel& channel, const Operation& operation, Deadline deadline) {
+  const int size = channel.size();
+  if (size == 1) {
+    return;
+  }
+  const auto ranks = static_cast<std::size_t>(size);
+  const Record mine = make_record(operation, size);
+  std::vector<Record> all(ranks);
+  channel.all_gather(&mine, all.data(), sizeof mine, deadline);
+  for (std::size_t rank = 1; rank < ranks; ++rank) {
+    if (all[rank] != all[0]) {
+      throw_mismatch(join("rank 0 called ", describe(all[0]), ", but rank ", rank, " called ",
+                          describe(all[rank]),
+                          all[rank].count == all[0].count && all[rank].blocks != all[0].blocks
+                              ? " with blocks of other sizes"
+                              : ""));
+    }
+  }
+  if (!is_pairwise(operation.kind)) {
+    return;
+  }
+  const auto counts = pairwise_counts(operation, channel.rank(), size);
+  std::vector<std::uint64_t> table(ranks * counts.size());
+  channel.all_gather(counts.data(), table.data(), counts.size() * sizeof counts[0], deadline);
+  for (std::size_t from = 0; from < ranks; ++from) {
+    for (std::size_t to = 0; to < ranks; ++to) {
+      const std::uint64_t sent = table[from * counts.size() + to];
+      const std::uint64_t expected = table[to * counts.size() + ranks + from];
+      if (sent != expected) {
+        throw_mismatch(join("in ", describe(mine), " rank ", from, " sends ", sent,
+                            " elements to rank ", to, ", which expects ", expected));
+      }
+    }
+  }
+}
+
+}  // namespace pydist

@@ -1,0 +1,77 @@
+// torch's gloo backend as blocking, typed primitives on plain memory.
+//
+// Only c10d::Backend is used, since torch ships no header of gloo's. Data moves as bytes; the one
+// reduction is a sum of a type that gloo has. Collectives are for one thread at a time;
+// point-to-point operations and close() may be called from any thread.
+//
+// Failures are Timeout, PeerLost or TransportError; after one the connections are of no use.
+
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/dtype.h"
+
+namespace c10d {
+class Backend;
+}
+
+namespace pydist {
+
+class GlooChannel {
+ public:
+  // Tags from here on are the channel's own.
+  static constexpr std::uint64_t kUserTags = 0x70000000;
+
+  GlooChannel(c10::intrusive_ptr<c10d::Backend> backend, int rank, int size);
+  GlooChannel(const GlooChannel&) = delete;
+  GlooChannel& operator=(const GlooChannel&) = delete;
+  ~GlooChannel();
+
+  [[nodiscard]] int rank() const noexcept { return rank_; }
+  [[nodiscard]] int size() const noexcept { return size_; }
+
+  // Whether gloo itself sums the type.
+  [[nodiscard]] static bool can_sum(DType dtype) noexcept;
+
+  void all_reduce_sum(void* data, std::size_t count, DType dtype, Deadline deadline);
+  // `output` holds one block of `bytes` for each rank; `input` may lie in it.
+  void all_gather(const void* input, void* output, std::size_t bytes, Deadline deadline);
+  void broadcast(void* data, std::size_t bytes, int root, Deadline deadline);
+  // Blocks in rank order, without gaps; sizes in bytes.
+  void all_to_all(const void* input, const std::vector<std::int64_t>& input_bytes, void* output,
+                  const std::vector<std::int64_t>& output_bytes, Deadline deadline);
+  void barrier(Deadline deadline);
+
+  // A message under way; the memory must stay until it has been waited for.
+  struct MessageState;
+  using Message = std::shared_ptr<MessageState>;
+  [[nodiscard]] Message post_send(const void* data, std::size_t bytes, int peer, std::uint64_t tag);
+  [[nodiscard]] Message post_recv(void* data, std::size_t bytes, int peer, std::uint64_t tag);
+  // Returns the source of a receive.
+  static int finish(const Message& message, Deadline deadline);
+
+  // Cuts all connections: whoever waits, here or at a peer, fails.
+  void close() noexcept;
+
+  // Lets the backend go, which closes the connections; no operation may be under way or follow.
+  void release() noexcept;
+
+  // The same without destroying it, where an operation is: the destructor would wait for it.
+  void abandon() noexcept;
+
+ private:
+  void copy_own_block(const void* input, void* output, std::size_t bytes) const;
+
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  const int rank_;
+  const int size_;
+};
+
+}  // namespace pydist

@@ -1,0 +1,441 @@
+#include "c10d/gloo_communicator.h"
+
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "base/error.h"
+#include "c10d/elastic_threads.h"
+#include "c10d/gloo_agreement.h"
+#include "c10d/gloo_channel.h"
+#include "c10d/gloo_collectives.h"
+#include "c10d/serial_queue.h"
+
+namespace pydist {
+namespace {
+
+using std::chrono::milliseconds;
+
+// How long shutdown() waits for operations that it has cut off.
+constexpr std::chrono::seconds kShutdownPatience{5};
+
+class OrdinaryMemory : public Memory {
+ public:
+  explicit OrdinaryMemory(std::size_t bytes) : bytes_(bytes) {
+    constexpr std::size_t kAlignment = 64;
+    const std::size_t rounded =
+        (std::max(bytes, std::size_t{1}) + kAlignment - 1) & ~(kAlignment - 1);
+    data_ = std::aligned_alloc(kAlignment, rounded);
+    if (data_ == nullptr) {
+      throw TransportError(join("The system has no memory for ", bytes, " bytes."));
+    }
+  }
+  ~OrdinaryMemory() override { std::free(data_); }
+
+  void* data() const noexcept override { return data_; }
+  std::size_t bytes() const noexcept override { return bytes_; }
+  bool is_symmetric() const noexcept override { return false; }
+
+ private:
+  std::size_t bytes_;
+  void* data_;
+};
+
+// What operations under way share with the communicator, which they may outlive.
+class Group : public std::enable_shared_from_this<Group> {
+ public:
+  Group(c10::intrusive_ptr<c10d::Backend> backend, int rank, int size, std::string name)
+      : channel(std::move(backend), rank, size), name_(std::move(name)) {}
+
+  GlooChannel channel;
+
+  void require_sound() const {
+    const std::lock_guard lock(mutex_);
+    if (is_shut_down_) {
+      throw InvalidUsage(join("The group '", name_, "' has been shut down."));
+    }
+    if (failure_ != nullptr) {
+      std::rethrow_exception(failure_);
+    }
+  }
+
+  [[nodiscard]] std::exception_ptr failure() const {
+    const std::lock_guard lock(mutex_);
+    return failure_;
+  }
+
+  // The first failure stays; the connections go, so that peers learn of it and waiters wake.
+  // Returns the group's failure.
+  std::exception_ptr fail(const std::exception_ptr& error) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (failure_ != nullptr) {
+        return failure_;
+      }
+      failure_ = error;
+    }
+    channel.close();
+    return error;
+  }
+
+  void mark_shut_down() {
+    const std::lock_guard lock(mutex_);
+    is_shut_down_ = true;
+  }
+
+  // Runs `step` of an operation; a failure is the group's, named after the operation.
+  template <typename Step>
+  int perform(const Operation& operation, const Step& step) {
+    try {
+      return step();
+    } catch (...) {
+      const auto [kind, what] = describe(std::current_exception());
+      const std::string label = operation.label.empty() ? "" : " (" + operation.label + ")";
+      std::rethrow_exception(fail(make_error(
+          kind, join(to_string(operation.kind), label, " on rank ", channel.rank(), " of ",
+                     channel.size(), " of group '", name_, "' failed: ", what))));
+    }
+  }
+
+  // Messages under way, on threads that nobody joins. Throws where the group takes none.
+  void message_started() {
+    require_sound();
+    const std::lock_guard lock(mutex_);
+    if (is_shut_down_) {
+      throw Aborted(join("The group '", name_, "' is being shut down."));
+    }
+    ++messages_;
+  }
+  void message_finished() {
+    const std::lock_guard lock(mutex_);
+    --messages_;
+    quiet_.notify_all();
+  }
+  [[nodiscard]] bool has_messages() const {
+    const std::lock_guard lock(mutex_);
+    return messages_ != 0;
+  }
+  bool wait_for_messages(std::chrono::seconds patience) {
+    std::unique_lock lock(mutex_);
+    return quiet_.wait_for(lock, patience, [this] { return messages_ == 0; });
+  }
+
+ private:
+  const std::string name_;
+  mutable std::mutex mutex_;
+  std::condition_variable quiet_;
+  std::exception_ptr failure_;  // guarded by mutex_
+  bool is_shut_down_ = false;   // guarded by mutex_
+  int messages_ = 0;            // guarded by mutex_
+};
+
+class GlooCommunicator : public Communicator {
+ public:
+  GlooCommunicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
+                   milliseconds timeout, GlooFactory factory)
+      : store_(std::move(store)),
+        factory_(std::move(factory)),
+        rank_(rank),
+        size_(size),
+        name_(std::move(name)),
+        timeout_(timeout),
+        group_(std::make_shared<Group>(factory_(store_, rank, size, timeout), rank, size, name_)) {}
+
+  ~GlooCommunicator() override {
+    shutdown();
+    if (process_ != getpid()) {
+      // A forked child: the backend's threads, which its destructor joins, are the parent's.
+      group_->channel.abandon();
+    }
+  }
+
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return size_; }
+  const std::string& name() const noexcept override { return name_; }
+
+  Capabilities capabilities() const override {
+    return {
+        .backend = "gloo",
+        .devices = {Device{}},
+        .symmetric_memory = false,
+        .any_source = true,
+        .ragged = true,
+        .wire_dtypes = {},
+        .equal_on_all_ranks = true,
+        .equal_from_run_to_run = true,
+        .equal_for_all_chunkings = false,
+        .numerics =
+            "Sums of float32, float64 and complex types are added around gloo's ring, in "
+            "an order that depends on an element's position; 16-bit types are summed in "
+            "float32 and rounded once; averages are divided once, after the sum. Other "
+            "operators, and integers that gloo does not have, are combined in rank order; "
+            "min and max propagate NaN.",
+    };
+  }
+
+  std::string why_unsupported(OpKind kind, ReduceOp op, DType dtype) const override {
+    const bool reduces =
+        kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter || kind == OpKind::kReduce;
+    if (reduces && !is_supported(op, dtype)) {
+      return join("op '", to_string(op), "' is not defined for ", to_string(dtype), ".");
+    }
+    return {};
+  }
+
+  WorkPtr submit(Operation operation) override {
+    check(operation);
+    const Deadline deadline = deadline_of(operation);
+    auto work = std::make_shared<Work>();
+    if (is_point_to_point(operation.kind)) {
+      start_message(std::move(operation), deadline, work);
+      return work;
+    }
+    const bool is_posted =
+        queue_.post([group = group_, operation = std::move(operation), deadline, work] {
+          finish_with(*work, [&] { return run_collective(*group, operation, deadline); });
+        });
+    if (!is_posted) {
+      throw Aborted(join("The group '", name_, "' is being shut down."));
+    }
+    return work;
+  }
+
+  WorkPtr submit_grouped(std::vector<Operation> operations) override {
+    for (const Operation& operation : operations) {
+      check(operation);
+    }
+    std::vector<WorkPtr> works;
+    works.reserve(operations.size());
+    for (Operation& operation : operations) {
+      works.push_back(submit(std::move(operation)));
+    }
+    return combine(std::move(works));
+  }
+
+  int run(Operation operation) override {
+    check(operation);
+    const Deadline deadline = deadline_of(operation);
+    if (is_point_to_point(operation.kind)) {
+      const UnderWay under_way(*group_);
+      Message message(operation);
+      return group_->perform(operation, [&] {
+        return GlooChannel::finish(message.post(group_->channel, operation), deadline);
+      });
+    }
+    if (!queue_.try_enter()) {
+      return Communicator::run(std::move(operation));
+    }
+    struct Leave {
+      SerialQueue& queue;
+      ~Leave() { queue.leave(); }
+    } leave{queue_};
+    return run_collective(*group_, operation, deadline);
+  }
+
+  MemoryPtr allocate(std::size_t bytes, Device device) override {
+    group_->require_sound();
+    if (device != Device{}) {
+      throw InvalidUsage("The gloo backend allocates CPU memory only.");
+    }
+    return std::make_shared<OrdinaryMemory>(bytes);
+  }
+
+  CommunicatorPtr split(const std::vector<int>& ranks) override {
+    group_->require_sound();
+    const auto own = std::find(ranks.begin(), ranks.end(), rank_);
+    if (own == ranks.end()) {
+      throw InvalidUsage(join("split: rank ", rank_,
+                              " is not among the ranks of the new group; "
+                              "only its members call."));
+    }
+    std::string members;
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      if (ranks[i] < 0 || ranks[i] >= size_ ||
+          std::find(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(i), ranks[i]) !=
+              ranks.begin() + static_cast<std::ptrdiff_t>(i)) {
+        throw InvalidUsage(join("split: ranks must be distinct and from 0 to ", size_ - 1,
+                                ", but one is ", ranks[i], "."));
+      }
+      members += (i == 0 ? "" : ",") + std::to_string(ranks[i]);
+    }
+    int count = 0;
+    {
+      const std::lock_guard lock(splits_mutex_);
+      count = splits_[members]++;
+    }
+    // Unique and equal on its members, who all have made the same splits among themselves.
+    std::string name = join(name_, "/", members, "#", count);
+    auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
+    return std::make_shared<GlooCommunicator>(store, static_cast<int>(own - ranks.begin()),
+                                              static_cast<int>(ranks.size()), std::move(name),
+                                              timeout(), factory_);
+  }
+
+  milliseconds timeout() const override { return timeout_.load(); }
+  void set_timeout(milliseconds timeout) override { timeout_ = timeout; }
+
+  void abort(const Error& reason) override {
+    group_->fail(make_error(reason.kind(), reason.what()));
+  }
+
+  std::exception_ptr failure() const override { return group_->failure(); }
+
+  void shutdown() noexcept override {
+    if (is_shut_down_.exchange(true) || process_ != getpid()) {
+      return;
+    }
+    group_->mark_shut_down();
+    if (!queue_.is_idle() || group_->has_messages()) {
+      group_->fail(
+          std::make_exception_ptr(Aborted(join("The group '", name_, "' was shut down on rank ",
+                                               rank_, " while an operation was under way."))));
+    }
+    queue_.stop();
+    if (!group_->wait_for_messages(kShutdownPatience)) {
+      group_->channel.abandon();
+    }
+    group_->channel.release();
+  }
+
+  std::vector<std::string> whereabouts() const override { return {}; }
+
+ private:
+  // Counts a message as under way.
+  class UnderWay {
+   public:
+    explicit UnderWay(Group& group) : group_(group) { group_.message_started(); }
+    UnderWay(const UnderWay&) = delete;
+    UnderWay& operator=(const UnderWay&) = delete;
+    ~UnderWay() { group_.message_finished(); }
+
+   private:
+    Group& group_;
+  };
+
+  // gloo sends no empty messages, so a message without elements is one byte long.
+  struct Message {
+    explicit Message(const Operation& operation)
+        : is_send(operation.kind == OpKind::kSend),
+          buffer(is_send ? operation.inputs[0] : operation.outputs[0]) {}
+
+    GlooChannel::Message post(GlooChannel& channel, const Operation& operation) {
+      void* const data = buffer.count == 0 ? &nothing : buffer.data;
+      const std::size_t bytes = std::max(buffer.bytes(), std::size_t{1});
+      return is_send ? channel.post_send(data, bytes, operation.peer, operation.tag)
+                     : channel.post_recv(data, bytes, operation.peer, operation.tag);
+    }
+
+    bool is_send;
+    Buffer buffer;
+    std::uint8_t nothing = 0;
+  };
+
+  template <typename Function>
+  static void finish_with(Work& work, const Function& function) {
+    try {
+      const int source = function();
+      work.finish(nullptr, source);
+    } catch (...) {
+      work.finish(std::current_exception());
+    }
+  }
+
+  static int run_collective(Group& group, const Operation& operation, Deadline deadline) {
+    return group.perform(operation, [&] {
+      if (const std::exception_ptr failure = group.failure()) {
+        std::rethrow_exception(failure);
+      }
+      check_gloo_agreement(group.channel, operation, deadline);
+      run_gloo_collective(group.channel, operation, deadline);
+      return -1;
+    });
+  }
+
+  void start_message(Operation operation, Deadline deadline, const WorkPtr& work) {
+    // Posted here, so that messages to one peer leave in the order of the calls.
+    auto under_way = std::make_shared<UnderWay>(*group_);
+    auto state = std::make_shared<Message>(operation);
+    GlooChannel::Message message;
+    group_->perform(operation, [&] {
+      message = state->post(group_->channel, operation);
+      return -1;
+    });
+    messages_.post([group = group_, operation = std::move(operation), deadline, work, state,
+                    under_way = std::move(under_way), message = std::move(message)]() mutable {
+      finish_with(*work, [&] {
+        return group->perform(operation, [&] { return GlooChannel::finish(message, deadline); });
+      });
+      message.reset();
+      under_way.reset();
+    });
+  }
+
+  void check(const Operation& operation) const {
+    group_->require_sound();
+    validate(operation, rank_, size_);
+    for (const auto* buffers : {&operation.inputs, &operation.outputs}) {
+      for (const Buffer& buffer : *buffers) {
+        if (buffer.device != Device{}) {
+          throw InvalidUsage("The gloo backend moves CPU memory only.");
+        }
+      }
+    }
+    if (operation.wire_dtype) {
+      throw InvalidUsage("The gloo backend has no wire types; leave wire_dtype unset.");
+    }
+    if (is_point_to_point(operation.kind)) {
+      if (operation.tag >= GlooChannel::kUserTags) {
+        throw InvalidUsage(join("The gloo backend has tags from 0 to ", GlooChannel::kUserTags - 1,
+                                ", got ", operation.tag, "."));
+      }
+      if (operation.peer == rank_) {
+        throw InvalidUsage(join("The gloo backend cannot send from rank ", rank_,
+                                " to itself; copy the tensor instead."));
+      }
+    }
+  }
+
+  [[nodiscard]] Deadline deadline_of(const Operation& operation) const {
+    return operation.deadline ? *operation.deadline : Deadline::in(timeout());
+  }
+
+  const pid_t process_ = getpid();
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const GlooFactory factory_;
+  const int rank_;
+  const int size_;
+  const std::string name_;
+  std::atomic<milliseconds> timeout_;
+  std::atomic<bool> is_shut_down_{false};
+  std::mutex splits_mutex_;
+  std::map<std::string, int> splits_;  // guarded by splits_mutex_
+  const std::shared_ptr<Group> group_;
+  ElasticThreads messages_;
+  SerialQueue queue_;
+};
+
+}  // namespace
+
+CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                         std::string name, std::chrono::milliseconds timeout,
+                                         GlooFactory factory) {
+  if (size < 1 || rank < 0 || rank >= size) {
+    throw InvalidUsage(join("Rank ", rank, " of ", size, " is not a rank of a group."));
+  }
+  if (!store) {
+    throw InvalidUsage("A group needs a store for its ranks to meet at, and got None.");
+  }
+  return std::make_shared<GlooCommunicator>(std::move(store), rank, size, std::move(name), timeout,
+                                            std::move(factory));
+}
+
+}  // namespace pydist

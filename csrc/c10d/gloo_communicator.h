@@ -1,0 +1,39 @@
+// torch's own gloo as a backend behind the seam: any number of hosts, over TCP.
+//
+// Collectives of a group run one after another, on the caller's thread where it waits anyway and
+// nothing else is under way, otherwise on a thread of the group's. Point-to-point operations each
+// wait on a thread of their own until their message has come.
+//
+// Ranks that disagree about a collective get a Mismatch, at the price of one small all_gather for
+// each (gloo_agreement.h).
+
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <functional>
+#include <string>
+
+#include "communicator/communicator.h"
+
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
+
+namespace pydist {
+
+// Makes a ProcessGroupGloo whose ranks meet at the store. torch exports no header for it, so it
+// comes from Python. Throws this project's errors. Called without the GIL.
+using GlooFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
+    c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout)>;
+
+// Joins a group of `size` ranks as `rank`. Collective over the group. `name` is unique among the
+// groups that share the store, and the same on every rank.
+[[nodiscard]] CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store,
+                                                       int rank, int size, std::string name,
+                                                       std::chrono::milliseconds timeout,
+                                                       GlooFactory factory);
+
+}  // namespace pydist

@@ -1,0 +1,134 @@
+// Our communicator as torch.distributed's backend "pydist".
+//
+// Translates each call of torch's into operations of the seam: tensors into dense buffers (staged
+// where they are not), torch's reduce operators and timeouts into ours, our works into torch's.
+// A call that torch does not want asynchronous runs on the calling thread.
+//
+// Shares ownership of the communicator. Thread safe as the communicator is; a coalescing block
+// belongs to the thread that opened it. Errors leave as torch understands them (c10d/errors.h).
+
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "c10d/tensors.h"
+#include "c10d/work.h"
+#include "communicator/communicator.h"
+
+namespace pydist {
+
+class TorchProcessGroup : public c10d::Backend {
+ public:
+  using WorkRef = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+
+  TorchProcessGroup(CommunicatorPtr communicator, std::chrono::milliseconds timeout);
+  ~TorchProcessGroup() override;
+
+  [[nodiscard]] const CommunicatorPtr& communicator() const noexcept { return communicator_; }
+
+  const std::string getBackendName() const override { return "pydist"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  bool supportsSplitting() const override { return true; }
+  bool supportsCoalescing() const override { return true; }
+
+  WorkRef broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkRef allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  // Blocks until all ranks have called: they first tell each other how many values they have.
+  WorkRef allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkRef allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override;
+  WorkRef reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkRef allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override;
+  WorkRef _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override;
+  WorkRef allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  WorkRef allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkRef gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override;
+  WorkRef scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& options) override;
+  WorkRef reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkRef _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkRef reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkRef alltoall_base(at::Tensor& output, at::Tensor& input,
+                        std::vector<std::int64_t>& output_splits,
+                        std::vector<std::int64_t>& input_splits,
+                        const c10d::AllToAllOptions& options) override;
+  WorkRef alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override;
+  WorkRef send(Tensors& tensors, int peer, int tag) override;
+  WorkRef recv(Tensors& tensors, int peer, int tag) override;
+  WorkRef recvAnysource(Tensors& tensors, int tag) override;
+  WorkRef barrier(const c10d::BarrierOptions& options) override;
+
+  // A barrier that names on rank 0 those that did not come in time.
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+
+  void startCoalescing() override;
+  WorkRef endCoalescing() override;
+
+  void setSequenceNumberForGroup() override;
+  std::uint64_t getSequenceNumberForGroup() override;
+
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  c10d::ErrorType getError() override;
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& options) override;
+  void abort() override;
+  void shutdown() override;
+
+ private:
+  // What one call of torch's becomes.
+  struct Call {
+    c10d::OpType type;
+    std::chrono::milliseconds timeout;
+    bool is_async;
+    DenseTensors tensors;
+    std::vector<Operation> operations;
+    // What the future of the work yields.
+    Tensors results;
+
+    Call(c10d::OpType type, std::chrono::milliseconds timeout, bool is_async);
+    Operation& add(OpKind kind, int peer = 0);
+  };
+
+  // Operations that wait for endCoalescing().
+  struct Coalescing {
+    std::vector<Call> calls;
+    std::vector<std::shared_ptr<DeferredWork>> works;
+  };
+
+  WorkRef launch(Call call);
+  WorkRef start(Call call, const std::shared_ptr<DeferredWork>& deferred);
+  WorkRef wrap(c10d::OpType type, WorkPtr work, Tensors results);
+  WorkPtr submit(std::vector<Operation> operations);
+  Coalescing* coalescing();
+  void set_op(Operation& operation, const c10d::ReduceOp& op, const at::Tensor& tensor) const;
+
+  const CommunicatorPtr communicator_;
+  const c10::intrusive_ptr<Options> options_;
+  std::atomic<std::uint64_t> sequence_{0};
+  // Nearly always none: then no call takes the lock.
+  std::atomic<int> coalescing_count_{0};
+  std::mutex coalescing_mutex_;
+  std::unordered_map<std::thread::id, Coalescing> coalescing_;  // guarded by coalescing_mutex_
+};
+
+}  // namespace pydist

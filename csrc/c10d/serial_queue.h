@@ -1,0 +1,58 @@
+// Runs jobs one at a time, in the order in which they were posted, on a thread of its own; or on
+// the caller's, which saves two switches of threads, while nothing else runs or waits.
+//
+// Thread safe. The thread starts with the first posted job. stop() and the destructor wait for the
+// jobs that were posted. In a forked child the queue takes nothing and waits for nobody.
+
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace pydist {
+
+class SerialQueue {
+ public:
+  SerialQueue() = default;
+  SerialQueue(const SerialQueue&) = delete;
+  SerialQueue& operator=(const SerialQueue&) = delete;
+  ~SerialQueue();
+
+  // `job` must not throw. Returns false, and takes nothing, once stopped.
+  [[nodiscard]] bool post(std::function<void()> job);
+
+  // Whether the caller may now run a job itself; if so, it must call leave() after it.
+  [[nodiscard]] bool try_enter();
+  void leave();
+
+  [[nodiscard]] bool is_idle() const;
+
+  // Idempotent.
+  void stop();
+
+ private:
+  struct State {
+    mutable std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::function<void()>> jobs;  // guarded by mutex
+    bool busy = false;                       // guarded by mutex
+    bool stopped = false;                    // guarded by mutex
+    std::thread thread;                      // guarded by mutex, but for joining
+  };
+
+  static void serve(State& state);
+
+  const pid_t process_ = current_process();
+  // Apart, so that a forked child can leave it as it is.
+  std::unique_ptr<State> state_ = std::make_unique<State>();
+
+  static pid_t current_process();
+};
+
+}  // namespace pydist

@@ -1,0 +1,204 @@
+#include "c10d/tensors.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+
+#include "base/error.h"
+
+namespace pydist {
+namespace {
+
+// Engine-side memory of `tensor` that `dense` (the tensor itself, or its staged copy) holds.
+Buffer buffer_of(const at::Tensor& dense, void* data) {
+  const auto count = static_cast<std::size_t>(dense.numel());
+  if (data == nullptr && count != 0) {
+    throw InvalidUsage(join("A tensor of ", count,
+                            " elements has no memory of its own: pass a "
+                            "plain tensor, not a fake or wrapped one (of a DTensor, its "
+                            "to_local())."));
+  }
+  if (const auto dtype = dtype_of(dense.scalar_type())) {
+    return {.data = data, .count = count, .dtype = *dtype, .device = {}};
+  }
+  // One element may be several bytes here (complex32); blocks still divide as they should.
+  return {.data = data, .count = count * dense.itemsize(), .dtype = DType::kFloat8, .device = {}};
+}
+
+void require_movable(const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    throw InvalidUsage("Expected a tensor, got an undefined one.");
+  }
+  if (!tensor.is_cpu()) {
+    throw InvalidUsage(join("This group moves CPU tensors, and got one on ", tensor.device().str(),
+                            ": move it with .cpu(), or use a backend for that device, as in "
+                            "init_process_group(\"cpu:pydist,cuda:nccl\")."));
+  }
+  if (tensor.layout() != at::kStrided) {
+    throw InvalidUsage(
+        "Expected a dense tensor, got a sparse one; only all_reduce through "
+        "torch.distributed takes sparse tensors. Convert it with .to_dense().");
+  }
+  if (tensor.is_quantized()) {
+    throw InvalidUsage("Quantized tensors cannot be moved: pass their int_repr().");
+  }
+}
+
+bool is_dense(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+}  // namespace
+
+std::optional<DType> dtype_of(at::ScalarType type) noexcept {
+  switch (type) {
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kChar:
+      return DType::kInt8;
+    case at::kShort:
+      return DType::kInt16;
+    case at::kInt:
+      return DType::kInt32;
+    case at::kLong:
+      return DType::kInt64;
+    case at::kByte:
+      return DType::kUInt8;
+    case at::kUInt16:
+      return DType::kUInt16;
+    case at::kUInt32:
+      return DType::kUInt32;
+    case at::kUInt64:
+      return DType::kUInt64;
+    case at::kBool:
+      return DType::kBool;
+    case at::kComplexFloat:
+      return DType::kComplex64;
+    case at::kComplexDouble:
+      return DType::kComplex128;
+    default:
+      return std::nullopt;
+  }
+}
+
+at::ScalarType scalar_type_of(DType dtype) noexcept {
+  switch (dtype) {
+    case DType::kFloat64:
+      return at::kDouble;
+    case DType::kFloat32:
+      return at::kFloat;
+    case DType::kFloat16:
+      return at::kHalf;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    case DType::kInt8:
+      return at::kChar;
+    case DType::kInt16:
+      return at::kShort;
+    case DType::kInt32:
+      return at::kInt;
+    case DType::kInt64:
+      return at::kLong;
+    case DType::kUInt16:
+      return at::kUInt16;
+    case DType::kUInt32:
+      return at::kUInt32;
+    case DType::kUInt64:
+      return at::kUInt64;
+    case DType::kBool:
+      return at::kBool;
+    case DType::kComplex64:
+      return at::kComplexFloat;
+    case DType::kComplex128:
+      return at::kComplexDouble;
+    case DType::kUInt8:
+    case DType::kFloat8:
+      return at::kByte;
+  }
+  return at::kByte;
+}
+
+void require_arithmetic(const at::Tensor& tensor, OpKind kind, ReduceOp op) {
+  if (!dtype_of(tensor.scalar_type())) {
+    throw InvalidUsage(join(to_string(kind), ": op '", to_string(op), "' is not defined for torch.",
+                            at::toString(tensor.scalar_type()),
+                            ", which can be moved but not reduced; convert it first."));
+  }
+}
+
+void DenseTensors::hold(const at::Tensor& tensor) {
+  if (lifetime_ == Lifetime::kHeld && tensor.has_storage()) {
+    storages_.push_back(tensor.storage());
+  }
+}
+
+Buffer DenseTensors::input(const at::Tensor& tensor) {
+  require_movable(tensor);
+  if (is_dense(tensor)) {
+    hold(tensor);
+    return buffer_of(tensor, const_cast<void*>(tensor.const_data_ptr()));
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  at::Tensor staged = tensor.resolve_conj().resolve_neg().contiguous();
+  const Buffer buffer = buffer_of(staged, staged.mutable_data_ptr());
+  staged_inputs_.push_back(std::move(staged));
+  return buffer;
+}
+
+Buffer DenseTensors::output(const at::Tensor& tensor) {
+  require_movable(tensor);
+  if (is_dense(tensor)) {
+    hold(tensor);
+    return buffer_of(tensor, tensor.mutable_data_ptr());
+  }
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    throw InvalidUsage(
+        "The result cannot be written to an expanded tensor, whose elements share "
+        "memory: pass its .clone() or .contiguous().");
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  at::Tensor staged = at::empty(tensor.sizes(), tensor.options());
+  const Buffer buffer = buffer_of(staged, staged.mutable_data_ptr());
+  // An alias of the target, so that releasing it never touches the user's Python object.
+  copies_.push_back({tensor.alias(), std::move(staged)});
+  return buffer;
+}
+
+std::vector<Buffer> DenseTensors::inputs(const std::vector<at::Tensor>& tensors) {
+  std::vector<Buffer> buffers;
+  buffers.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    buffers.push_back(input(tensor));
+  }
+  return buffers;
+}
+
+std::vector<Buffer> DenseTensors::outputs(const std::vector<at::Tensor>& tensors) {
+  std::vector<Buffer> buffers;
+  buffers.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    buffers.push_back(output(tensor));
+  }
+  return buffers;
+}
+
+void DenseTensors::copy_back() const {
+  if (copies_.empty()) {
+    return;
+  }
+  // Below autograd: the results of a collective have no history, and a leaf that requires a
+  // gradient may be received into.
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  for (const Copy& copy : copies_) {
+    copy.target.copy_(copy.staged);
+  }
+}
+
+}  // namespace pydist

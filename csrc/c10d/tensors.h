@@ -1,0 +1,71 @@
+// torch tensors as the buffers of an operation.
+//
+// The engine moves dense CPU memory. A tensor that is contiguous is used as it stands; any other
+// (transposed, strided, expanded, lazily conjugated) is staged: copied into dense memory before the
+// operation, and copied back after it where it is an output.
+//
+// A DenseTensors belongs to one operation and to one thread at a time.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/reduce_op.h"
+#include "communicator/operation.h"
+
+namespace pydist {
+
+// The engine's name of an element type; nothing for a type that it can only move as bytes.
+[[nodiscard]] std::optional<DType> dtype_of(at::ScalarType type) noexcept;
+
+// torch's name of an element type; kFloat8 is torch.uint8, its bytes.
+[[nodiscard]] at::ScalarType scalar_type_of(DType dtype) noexcept;
+
+// Throws InvalidUsage where the engine has no arithmetic for the tensor's elements.
+void require_arithmetic(const at::Tensor& tensor, OpKind kind, ReduceOp op);
+
+class DenseTensors {
+ public:
+  // kHeld keeps the memory of the tensors alive as long as this object; kBorrowed leaves that to
+  // the caller.
+  enum class Lifetime { kHeld, kBorrowed };
+
+  explicit DenseTensors(Lifetime lifetime) noexcept : lifetime_(lifetime) {}
+
+  // Throw InvalidUsage for what the engine cannot move: other devices, sparse or quantized
+  // tensors, tensors without memory.
+  [[nodiscard]] Buffer input(const at::Tensor& tensor);
+  [[nodiscard]] Buffer output(const at::Tensor& tensor);
+
+  [[nodiscard]] std::vector<Buffer> inputs(const std::vector<at::Tensor>& tensors);
+  [[nodiscard]] std::vector<Buffer> outputs(const std::vector<at::Tensor>& tensors);
+
+  // Whether an output was staged, so that copy_back() has something to do.
+  [[nodiscard]] bool has_copies() const noexcept { return !copies_.empty(); }
+
+  // Writes staged results to where they belong. Only after the operation has succeeded.
+  void copy_back() const;
+
+ private:
+  struct Copy {
+    at::Tensor target;
+    at::Tensor staged;
+  };
+
+  void hold(const at::Tensor& tensor);
+
+  Lifetime lifetime_;
+  // Storages rather than tensors: releasing a tensor may need the GIL, and the thread that
+  // finishes an operation must never wait for that.
+  std::vector<c10::Storage> storages_;
+  std::vector<at::Tensor> staged_inputs_;
+  std::vector<Copy> copies_;
+};
+
+}  // namespace pydist

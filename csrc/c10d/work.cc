@@ -1,0 +1,179 @@
+#include "c10d/work.h"
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+
+#include <utility>
+
+#include "base/error.h"
+#include "c10d/elastic_threads.h"
+#include "c10d/errors.h"
+
+namespace pydist {
+namespace {
+
+// Lets `work` move itself along; its outcome is read from its state.
+void wait_quietly(Work& work, Deadline deadline) {
+  try {
+    work.wait(deadline);
+  } catch (const std::exception&) {
+    // The work keeps its error, or is still pending.
+  }
+}
+
+class EpilogueWork : public Work {
+ public:
+  explicit EpilogueWork(WorkPtr inner) : inner_(std::move(inner)) {}
+
+ protected:
+  void block(Deadline deadline) override {
+    wait_quietly(*inner_, deadline);
+    // The thread that finishes the inner work may still be in the epilogue.
+    Work::block(deadline);
+  }
+
+ private:
+  const WorkPtr inner_;
+};
+
+}  // namespace
+
+WorkPtr with_epilogue(WorkPtr inner, std::function<void()> epilogue) {
+  auto work = std::make_shared<EpilogueWork>(inner);
+  inner->on_completion([work, inner = inner.get(), epilogue = std::move(epilogue)] {
+    std::exception_ptr error = inner->exception();
+    if (error == nullptr) {
+      try {
+        epilogue();
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    work->finish(std::move(error), inner->source_rank());
+  });
+  return work;
+}
+
+WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors) {
+  auto held = std::make_shared<DenseTensors>(std::move(tensors));
+  if (held->has_copies()) {
+    return with_epilogue(std::move(inner), [held] { held->copy_back(); });
+  }
+  inner->on_completion([held] {});
+  return inner;
+}
+
+void DeferredWork::attach(WorkPtr inner) {
+  Work* const raw = inner.get();
+  {
+    const std::lock_guard lock(mutex_);
+    inner_ = std::move(inner);
+  }
+  // Holds this work: whoever submitted may have dropped it before the operation has finished.
+  raw->on_completion(
+      [self = shared_from_this(), raw] { self->finish(raw->exception(), raw->source_rank()); });
+}
+
+void DeferredWork::block(Deadline deadline) {
+  WorkPtr inner;
+  {
+    const std::lock_guard lock(mutex_);
+    inner = inner_;
+  }
+  if (inner == nullptr) {
+    throw InvalidUsage(
+        "The operation starts when its coalescing block ends, so it cannot be waited for inside.");
+  }
+  wait_quietly(*inner, deadline);
+  Work::block(deadline);
+}
+
+TorchWork::TorchWork(int rank, c10d::OpType type, WorkPtr work, std::vector<at::Tensor> results,
+                     std::uint64_t sequence, const char* profiling_title)
+    : c10d::Work(rank, type, profiling_title),
+      work_(std::move(work)),
+      results_(std::move(results)),
+      sequence_(sequence) {
+  if (recordFunctionEndCallback_) {
+    work_->on_completion(std::exchange(recordFunctionEndCallback_, nullptr));
+  }
+}
+
+bool TorchWork::isCompleted() { return work_->is_completed(); }
+
+bool TorchWork::isSuccess() const { return work_->is_completed() && work_->exception() == nullptr; }
+
+std::exception_ptr TorchWork::exception() const { return for_torch(work_->exception()); }
+
+int TorchWork::sourceRank() const { return work_->source_rank(); }
+
+std::vector<at::Tensor> TorchWork::result() { return results_; }
+
+void TorchWork::synchronize() { wait(kNoTimeout); }
+
+bool TorchWork::wait(std::chrono::milliseconds timeout) {
+  guarded_for_torch(
+      [&] { work_->wait(timeout > kNoTimeout ? Deadline::in(timeout) : Deadline::never()); });
+  return true;
+}
+
+// Note [Futures complete elsewhere]
+// Callbacks of a future are the user's: Python code that takes the GIL, and hooks that start
+// another collective and wait for it (torch's PowerSGD does). On the thread that moves operations
+// along they would stop what they wait for, so each future completes on a thread of its own.
+c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
+  const std::lock_guard lock(future_mutex_);
+  if (future_) {
+    return future_;
+  }
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  const auto complete = [](const c10::intrusive_ptr<c10::ivalue::Future>& future,
+                           const std::vector<at::Tensor>& results,
+                           const std::exception_ptr& error) {
+    if (error == nullptr) {
+      future->markCompleted(c10::IValue(results));
+    } else {
+      future->setError(for_torch(error));
+    }
+  };
+  if (work_->is_completed()) {
+    complete(future_, results_, work_->exception());
+    return future_;
+  }
+  // Boxed, so that this thread gives its references away instead of releasing a copy.
+  struct Parcel {
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    std::vector<at::Tensor> results;
+  };
+  auto parcel = std::make_shared<Parcel>(Parcel{future_, results_});
+  work_->on_completion([complete, parcel = std::move(parcel), work = work_.get()]() mutable {
+    ElasticThreads::shared().post(
+        [complete, parcel = std::move(parcel), error = work->exception()] {
+          complete(parcel->future, parcel->results, error);
+        });
+  });
+  return future_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFutureResult() {
+  const std::lock_guard lock(future_mutex_);
+  if (future_result_) {
+    return future_result_;
+  }
+  future_result_ = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+  work_->on_completion([future = future_result_, work = work_.get()] {
+    auto outcome = c10d::WorkResult::SUCCESS;
+    if (const std::exception_ptr error = work->exception()) {
+      outcome = describe(error).kind == ErrorKind::kTimeout ? c10d::WorkResult::TIMEOUT
+                                                            : c10d::WorkResult::COMM_ERROR;
+    }
+    ElasticThreads::shared().post([future, outcome] {
+      future->markCompleted(c10::IValue(static_cast<std::int64_t>(outcome)));
+    });
+  });
+  return future_result_;
+}
+
+std::uint64_t TorchWork::getSequencenumber() const { return sequence_; }
+
+}  // namespace pydist

@@ -1,0 +1,221 @@
+"""
+The compiled part of pydist.
+"""
+from __future__ import annotations
+import collections.abc
+import datetime
+import torch
+import torch._C._distributed_c10d
+import torch.distributed.distributed_c10d
+import typing
+__all__: list[str] = ['Communicator', 'Environment', 'ProcessGroup', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
+class Environment:
+    """
+    The validated values of the PYDIST_ variables.
+    """
+    @property
+    def algorithm(self) -> str:
+        ...
+    @property
+    def backend(self) -> str:
+        ...
+    @property
+    def chunk_bytes(self) -> int:
+        ...
+    @property
+    def cpu_isa(self) -> str:
+        ...
+    @property
+    def heartbeat_warning(self) -> float:
+        """
+        In seconds.
+        """
+    @property
+    def host_id(self) -> str | None:
+        ...
+    @property
+    def log_level(self) -> str:
+        ...
+    @property
+    def spin_us(self) -> int | None:
+        """
+        In microseconds; None where the engine decides.
+        """
+    @property
+    def timeout(self) -> float:
+        """
+        In seconds.
+        """
+class Work:
+    """
+    An operation under way.
+    """
+    def exception(self) -> typing.Any | None:
+        """
+        The operation's error; None while it runs and when it succeeded.
+        """
+    def get_future(self) -> typing.Any:
+        """
+        A torch.futures.Future of the list of output tensors, for `.then()`.
+        """
+    def is_completed(self) -> bool:
+        """
+        Whether the operation has finished, with or without an error.
+        """
+    def wait(self, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> None:
+        """
+        Returns once the operation has finished; raises its error. Raises pydist.Timeout when `timeout` seconds pass first: the operation goes on, and may be waited for again.
+        """
+    @property
+    def source_rank(self) -> int:
+        """
+        Of a receive: the rank that the message came from, once completed; otherwise -1.
+        """
+class Communicator:
+    """
+    One group of ranks on one backend. Collectives are called by every rank of the group, in the same order; any tensor on the CPU will do, also a non-contiguous one.
+    """
+    def abort(self, message: str) -> None:
+        """
+        Fails the group, here and on every other rank.
+        """
+    def all_gather(self, input: torch.Tensor, outputs: torch.Tensor | collections.abc.Sequence[torch.Tensor], async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+        """
+        outputs = the inputs of all ranks, in rank order.
+        """
+    def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str = 'sum', async_op: bool = False, factor: typing.SupportsFloat | typing.SupportsIndex = 1.0, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+        """
+        output = the elements of all ranks' inputs combined; they may be one tensor. Returns a Work where async_op, otherwise None.
+        """
+    def all_to_all(self, inputs: torch.Tensor | collections.abc.Sequence[torch.Tensor], outputs: torch.Tensor | collections.abc.Sequence[torch.Tensor], async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+        """
+        Block i of the inputs goes to rank i, into its block of this rank.
+        """
+    def barrier(self, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+        """
+        Returns once every rank of the group has called.
+        """
+    def broadcast(self, tensor: torch.Tensor, root: typing.SupportsInt | typing.SupportsIndex, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+        """
+        tensor = the root's tensor.
+        """
+    def capabilities(self) -> dict:
+        """
+        What the backend can do and what it guarantees.
+        """
+    def gather(self, input: torch.Tensor, outputs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, root: typing.SupportsInt | typing.SupportsIndex, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+        """
+        At the root: outputs = the inputs of all ranks, in rank order.
+        """
+    def recv(self, tensor: torch.Tensor, src: typing.SupportsInt | typing.SupportsIndex = -1, tag: typing.SupportsInt | typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+        """
+        Receives from rank src, or from anybody (-1). Returns the source rank, or a Work.
+        """
+    def reduce(self, input: torch.Tensor, output: torch.Tensor | None, root: typing.SupportsInt | typing.SupportsIndex, op: str = 'sum', async_op: bool = False, factor: typing.SupportsFloat | typing.SupportsIndex = 1.0, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+        """
+        At the root: output = the combined inputs. Elsewhere output is ignored.
+        """
+    def reduce_scatter(self, inputs: torch.Tensor | collections.abc.Sequence[torch.Tensor], output: torch.Tensor, op: str = 'sum', async_op: bool = False, factor: typing.SupportsFloat | typing.SupportsIndex = 1.0, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+        """
+        output = this rank's block of the combined inputs.
+        """
+    def scatter(self, inputs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, output: torch.Tensor, root: typing.SupportsInt | typing.SupportsIndex, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+        """
+        output = this rank's block of the root's inputs.
+        """
+    def send(self, tensor: torch.Tensor, dst: typing.SupportsInt | typing.SupportsIndex, tag: typing.SupportsInt | typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+        """
+        Sends to rank dst, which receives it with the same tag.
+        """
+    def shutdown(self) -> None:
+        """
+        Lets the group go. Idempotent; never raises.
+        """
+    def split(self, ranks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> Communicator:
+        """
+        A group of the given ranks of this one, in that order; only they call.
+        """
+    def symmetric_empty(self, shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], dtype: torch.dtype) -> torch.Tensor:
+        """
+        A tensor over memory that the backend allocates; all ranks call, with equal sizes.
+        """
+    def whereabouts(self) -> list[str]:
+        """
+        What every rank of the group is in, a line each; empty where the backend cannot tell.
+        """
+    def why_unsupported(self, kind: str, op: str, dtype: torch.dtype) -> str:
+        """
+        An empty text where the backend can run the operation; otherwise why not.
+        """
+    @property
+    def backend(self) -> str:
+        ...
+    @property
+    def failure(self) -> typing.Any | None:
+        """
+        The error that the group has failed with; None while it is sound.
+        """
+    @property
+    def name(self) -> str:
+        ...
+    @property
+    def rank(self) -> int:
+        ...
+    @property
+    def size(self) -> int:
+        ...
+    @property
+    def timeout(self) -> float:
+        """
+        Seconds that an operation without a timeout of its own may take.
+        """
+    @timeout.setter
+    def timeout(self, arg1: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+class ProcessGroup(torch._C._distributed_c10d.Backend):
+    """
+    A communicator as the torch.distributed backend 'pydist'.
+    """
+    def __init__(self, communicator: Communicator, timeout: datetime.timedelta) -> None:
+        """
+        `timeout` (a timedelta, or seconds as a float) becomes the communicator's.
+        """
+    def monitored_barrier(self, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, wait_all_ranks: bool = False) -> None:
+        """
+        A barrier that raises pydist.Timeout after `timeout` seconds, which on rank 0 names the first rank that did not come, or all of them.
+        """
+    @property
+    def communicator(self) -> Communicator:
+        ...
+def build_info() -> dict:
+    """
+    What the module was built with, and the CPU's kernels.
+    """
+def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable) -> Communicator:
+    """
+    Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta.
+    """
+def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> Communicator:
+    """
+    Joins a group on the native backend; all its ranks call. `store` is a torch store; `timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by default.
+    """
+def environment_variables() -> list[tuple[str, str, str, str, str | None]]:
+    """
+    Every PYDIST_ variable of the engine: (name, values, default, meaning, current value or None).
+    """
+def read_environment() -> Environment:
+    """
+    The variables' validated values, of which the log level takes effect; raises pydist.InvalidUsage for one that is not valid.
+    """
+def release_process() -> None:
+    """
+    Lets go of what this process keeps between its native groups: its threads, segments and sockets end with the last group.
+    """
+def set_log_rank(rank: typing.SupportsInt | typing.SupportsIndex) -> None:
+    """
+    The rank that this process's log lines carry; -1 leaves it out.
+    """
+def unknown_variables() -> list[tuple[str, str]]:
+    """
+    Set variables that start with PYDIST_ and are not known: (name, nearest known name).
+    """

@@ -1,0 +1,258 @@
+"""`pydist info`: what pydist finds on this machine, and what it can use."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from pydist import _build, _native, backends
+from pydist.environment import read_placement
+from pydist.errors import Error, InvalidUsage
+
+__all__ = ["collect", "main"]
+
+_PROBE_TIMEOUT_S = 10.0
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "pydist": _build.VERSION,
+        "built for torch": _build.TORCH_VERSION,
+        "built with": f"{_build.COMPILER}, {_build.BUILD_TYPE}"
+        + (f", sanitize={_build.SANITIZE}" if _build.SANITIZE else ""),
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda or "none",
+        "Python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "Linux": platform.release(),
+    }
+
+
+def _processor_name() -> str:
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _cgroup_file(name: str) -> str:
+    """A file of this process's cgroup (version 2), wherever the hierarchy is mounted."""
+    for line in _read("/proc/self/cgroup").splitlines():
+        if line.startswith("0::"):
+            folder = line[3:].strip("/")
+            return _read(f"/sys/fs/cgroup/{folder}/{name}") or _read(f"/sys/fs/cgroup/{name}")
+    return ""
+
+
+def _quota_cores() -> float | None:
+    """The processor time that the cgroup allows, in cores; None without a limit."""
+    quota, _, period = _cgroup_file("cpu.max").strip().partition(" ")
+    if not quota:
+        quota = _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").strip()
+        period = _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us").strip()
+    if quota in ("", "max", "-1"):
+        return None
+    return int(quota) / int(period)
+
+
+def _processor() -> dict[str, Any]:
+    affinity = len(os.sched_getaffinity(0))
+    quota = _quota_cores()
+    return {
+        "name": _processor_name(),
+        "architecture": platform.machine(),
+        **_instruction_sets(),
+        "cores": os.cpu_count(),
+        "cores this process may use": affinity,
+        "cgroup quota in cores": quota,
+        "threads of torch": torch.get_num_threads(),
+        "GPUs": torch.cuda.device_count(),
+    }
+
+
+def _instruction_sets() -> dict[str, str]:
+    try:
+        build = _native.build_info()
+    except InvalidUsage:  # PYDIST_CPU_ISA, or another variable; reported by itself
+        return {}
+    usable: list[str] = build["usable_cpu_isas"]
+    return {
+        "instruction sets usable": ", ".join(usable),
+        "instruction set chosen": build["cpu_isa"],
+    }
+
+
+def _memory() -> dict[str, Any]:
+    """Bytes that shared segments can take, and what bounds them."""
+    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    available = int(fields.get("MemAvailable", "0 kB").split()[0]) * 1024
+    room = {"available memory": available}
+    limit, current = _cgroup_file("memory.max").strip(), _cgroup_file("memory.current").strip()
+    if limit.isdigit() and current.isdigit():
+        room["headroom of the cgroup"] = int(limit) - int(current)
+    report: dict[str, Any] = {**room, "room for shared memory": min(room.values())}
+    try:
+        shm = os.statvfs("/dev/shm")
+        report["free in /dev/shm"] = shm.f_bavail * shm.f_frsize
+    except OSError:
+        report["free in /dev/shm"] = None
+    return report
+
+
+def _probe(create: Callable[[], _native.Communicator]) -> str:
+    """An empty string if a world of one works on the backend, or why it does not."""
+    try:
+        communicator = create()
+        communicator.all_reduce(torch.ones(1), torch.empty(1), "sum", False)
+        communicator.shutdown()
+    except Error as error:
+        return str(error)
+    except RuntimeError as error:  # torch's own, from gloo
+        return str(error)
+    return ""
+
+
+def _backends() -> dict[str, str]:
+    def gloo() -> _native.Communicator:
+        return _native.create_gloo(
+            dist.HashStore(), 0, 1, "info", _PROBE_TIMEOUT_S, backends.gloo_factory(one_host=True)
+        )
+
+    return {
+        "native": _probe(lambda: _native.create_native(dist.HashStore(), 0, 1, "info")),
+        "gloo": _probe(gloo),
+        "nccl": backends.NCCL_IS_MISSING,
+    }
+
+
+def _variables() -> list[dict[str, Any]]:
+    names = ("name", "values", "default", "meaning", "value")
+    return [dict(zip(names, variable, strict=True)) for variable in _native.environment_variables()]
+
+
+def _launcher() -> str:
+    try:
+        placement = read_placement()
+    except InvalidUsage as error:
+        return str(error)
+    return f"{placement.launcher}: rank {placement.rank} of {placement.world_size}"
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `pydist info --json` prints."""
+    problem = ""
+    try:
+        _native.read_environment()
+    except InvalidUsage as error:
+        problem = str(error)
+    return {
+        "versions": _versions(),
+        "processor": _processor(),
+        "memory": _memory(),
+        "backends": {
+            name: {"usable": not why, "why_not": why or None} for name, why in _backends().items()
+        },
+        "launcher": _launcher(),
+        "variables": _variables(),
+        "unknown_variables": [
+            {"name": name, "nearest": nearest} for name, nearest in _native.unknown_variables()
+        ],
+        "invalid_environment": problem or None,
+    }
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "none"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def _pairs(title: str, pairs: dict[str, Any]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in pairs.items():
+        table.add_row(name, "none" if value is None else str(value))
+    return table
+
+
+def _print(report: dict[str, Any], console: Console) -> None:
+    console.print(_pairs("Versions", report["versions"]))
+    console.print(_pairs("\nProcessor", report["processor"]))
+    memory = {name: _size(count) for name, count in report["memory"].items()}
+    console.print(_pairs("\nShared memory", memory))
+    usable = {
+        name: "usable" if state["usable"] else f"not usable: {state['why_not']}"
+        for name, state in report["backends"].items()
+    }
+    console.print(_pairs("\nBackends (PYDIST_BACKEND)", usable))
+    console.print(_pairs("\nLauncher", {"environment": report["launcher"]}))
+    table = Table(title="\nVariables", title_justify="left", box=None, pad_edge=False)
+    for header in ("name", "value", "default", "values", "meaning"):
+        table.add_column(header, overflow="fold", no_wrap=header == "name")
+    for variable in report["variables"]:
+        table.add_row(
+            variable["name"],
+            variable["value"] or "",
+            variable["default"],
+            variable["values"],
+            variable["meaning"],
+            style="bold" if variable["value"] else None,
+        )
+    console.print(table)
+    for unknown in report["unknown_variables"]:
+        console.print(
+            f"{unknown['name']} is set, but there is no such variable; did you mean "
+            f"{unknown['nearest']}?",
+            style="red",
+        )
+    if report["invalid_environment"]:
+        console.print(report["invalid_environment"], style="red")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints what pydist finds on this machine.
+
+    Args:
+        arguments: nothing, or `--json`.
+
+    Returns:
+        0, or 2 for bad usage.
+    """
+    if list(arguments) in (["-h"], ["--help"]):
+        print("usage: pydist info [--json]\n\nPrints what pydist finds on this machine.")
+        return 0
+    if list(arguments) not in ([], ["--json"]):
+        print(
+            f"pydist info: unknown arguments {' '.join(arguments)}; the only one is --json.",
+            file=sys.stderr,
+        )
+        return 2
+    report = collect()
+    if arguments:
+        print(json.dumps(report, indent=2))
+    else:
+        console = Console(highlight=False, markup=False)
+        _print(report, console)
+    return 0

@@ -1,0 +1,108 @@
+"""`pydist run`: torch's elastic launcher, under a shorter name.
+
+Every flag of torchrun is torchrun's own. Ours are two habits: `-n` for `--nproc-per-node`, and
+`--standalone` unless the flags (or their PET_* variables) describe a job of several hosts or a
+meeting place.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+__all__ = ["main"]
+
+
+class _UsageError(Exception):
+    pass
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = torchrun.get_args_parser()
+    parser.prog = "pydist run"
+    parser.description = (
+        "Runs a script on several processes. -n N starts N of them on this host; all other flags "
+        "are torchrun's."
+    )
+    parser.add_argument("-n", dest="nproc_per_node", metavar="N", default=argparse.SUPPRESS)
+
+    def error(message: str) -> NoReturn:
+        raise _UsageError(f"{message} (`pydist run --help` lists the flags)")
+
+    parser.error = error  # type: ignore[method-assign]
+    return parser
+
+
+def _describes_a_meeting(options: argparse.Namespace) -> bool:
+    return bool(
+        options.nnodes not in ("1", "1:1")
+        or options.rdzv_backend != "static"
+        or options.rdzv_endpoint
+        or options.node_rank != 0
+        or options.master_addr != "127.0.0.1"
+        or options.master_port is not None
+    )
+
+
+def _check_script(options: argparse.Namespace) -> None:
+    script = options.training_script
+    if options.no_python:
+        if shutil.which(script) is None:
+            raise _UsageError(f"no such program: {script}")
+    elif options.module:
+        try:
+            found = find_spec(script) is not None
+        except (ImportError, ValueError):
+            found = False
+        if not found:
+            raise _UsageError(f"no such module: {script}")
+    elif not Path(script).is_file():
+        hint = ""
+        if not script.endswith(".py") and Path(script).with_suffix(".py").is_file():
+            hint = f"; did you mean {Path(script).with_suffix('.py')}?"
+        elif script.startswith("-") or not script.endswith(".py"):
+            hint = "; the first argument that is no flag must be the script (-m for a module)"
+        raise _UsageError(f"no such script: {script}{hint}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a script on several processes.
+
+    Args:
+        arguments: torchrun's flags, or `-n N`; then the script, then the script's own arguments.
+
+    Returns:
+        0 when all processes ended well, 1 when one failed, 2 for bad usage.
+    """
+    # A module to be run may lie in the folder that the command is given in, as with `python -m`.
+    sys.path.insert(0, os.getcwd())
+    try:
+        options = _parser().parse_args(list(arguments))
+        _check_script(options)
+        count = torchrun.determine_local_world_size(options.nproc_per_node)
+        if count < 1:
+            raise _UsageError(f"-n {count}: at least one process is needed")
+    except _UsageError as error:
+        print(f"pydist run: {error}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"pydist run: -n {options.nproc_per_node}: {error}", file=sys.stderr)
+        return 2
+    if not _describes_a_meeting(options):
+        options.standalone = True
+    if count > 1:
+        # As torchrun sets it, without its banner.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        record(torchrun.run)(options)
+    except ChildFailedError as error:
+        print(f"pydist run: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,74 @@
+"""The errors of pydist: one tree, the same in Python and in C++.
+
+    Error(RuntimeError)
+      InvalidUsage(ValueError)    the call itself is wrong
+      Mismatch                    ranks disagree about what to do
+      PeerLost                    a rank died or left
+      Timeout(TimeoutError)       a deadline passed
+      Aborted                     somebody gave the group up
+      TransportError              the operating system refused
+
+After Mismatch, PeerLost, Timeout, Aborted and TransportError a group's ranks are out of step: the
+group is of no further use, the process is. It can save its state, and go on in a new group.
+"""
+
+__all__ = [
+    "Aborted",
+    "Error",
+    "InvalidUsage",
+    "Mismatch",
+    "PeerLost",
+    "Timeout",
+    "TransportError",
+]
+
+
+class Error(RuntimeError):
+    """Everything that pydist raises by itself.
+
+    Catch it to tell a failure of communication from one of the model.
+    """
+
+
+class InvalidUsage(Error, ValueError):  # noqa: N818
+    """The call, a setting or an environment variable is wrong on this rank, whatever others do.
+
+    The message names the value, and what is valid. Nothing was sent: the group stays usable.
+    """
+
+
+class Mismatch(Error):  # noqa: N818
+    """Ranks disagree: about an operation (kind, dtype, count, op, root), or how to start the job.
+
+    Every rank of the group gets it, with both sides named, before anybody's data is touched. The
+    cause is in the script: ranks took different branches, or have models that differ.
+    """
+
+
+class PeerLost(Error):  # noqa: N818
+    """A rank died, or left the group while others still needed it.
+
+    The message names it, and what it was last in. Look at that rank's own output for the cause;
+    here, save what is worth saving and exit, or go on with the ranks that are left.
+    """
+
+
+class Timeout(Error, TimeoutError):  # noqa: N818
+    """A deadline passed before the operation was done.
+
+    The message names the rank that is waited for and what it is in. If that rank is only slow (it
+    loads data, compiles, writes a checkpoint), give more time: `PYDIST_TIMEOUT`, the `timeout` of
+    `pydist.init`, or that of the call.
+    """
+
+
+class Aborted(Error):  # noqa: N818
+    """The group was given up, here or by another rank; the message carries the reason."""
+
+
+class TransportError(Error):
+    """The operating system refused: no room for shared memory, no connection, no permission.
+
+    The message names the call and the limit met. With `PYDIST_BACKEND=auto` a job that can't have
+    the native backend for such a reason takes gloo.
+    """

@@ -1,0 +1,162 @@
+"""How cases run inside a rank, and how results are compared."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import pydist
+from conformance.references import FLOATS, INTEGERS, bound, combined, name_of, values
+
+REDUCING_KINDS = ("all_reduce", "reduce_scatter", "reduce")
+
+KINDS = (*REDUCING_KINDS, "all_gather", "broadcast", "gather", "scatter", "all_to_all")
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of the elements, in logical order."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return dense.view(torch.uint8)
+
+
+def check_bits(actual: Tensor, expected: Tensor, what: str = "result") -> None:
+    """Fails unless both hold the same bits; a NaN is as good as any other NaN."""
+    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} instead of {expected.dtype}"
+    assert actual.numel() == expected.numel(), (
+        f"{what}: {actual.numel()} elements instead of {expected.numel()}"
+    )
+    if torch.equal(bits(actual), bits(expected)):
+        return
+    if actual.is_complex():
+        actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
+    ours = actual.contiguous().reshape(-1)
+    theirs = expected.contiguous().reshape(-1)
+    same = (bits(ours).view(-1, ours.itemsize) == bits(theirs).view(-1, ours.itemsize)).all(1)
+    if ours.dtype in FLOATS:
+        same |= (ours != ours) & (theirs != theirs)
+    wrong = torch.nonzero(~same).flatten()
+    if wrong.numel() != 0:
+        first = int(wrong[0])
+        raise AssertionError(
+            f"{what}: {wrong.numel()} of {same.numel()} elements differ, the first at {first}: "
+            f"{ours[first].item()!r} instead of {theirs[first].item()!r}"
+        )
+
+
+def check_bound(actual: Tensor, op: str, parts: Sequence[Tensor], what: str = "result") -> None:
+    """Fails where `actual` lies further from the exact result than Note [Bound] allows."""
+    expected, off = bound(op, parts)
+    ours = torch.view_as_real(actual) if actual.is_complex() else actual
+    ours = ours.contiguous().to(torch.float64).reshape(expected.shape)
+    distance = (ours - expected).abs()
+    wrong = torch.nonzero((~(distance <= off)).flatten()).flatten()
+    if wrong.numel() != 0:
+        first = int(wrong[0])
+        raise AssertionError(
+            f"{what}: {wrong.numel()} of {off.numel()} elements are out of bounds, the first at "
+            f"{first}: {ours.flatten()[first].item()!r} instead of "
+            f"{expected.flatten()[first].item()!r} ± {off.flatten()[first].item():.3g}"
+        )
+
+
+@dataclass
+class Report:
+    """What one rank saw."""
+
+    rank: int
+    cases: int = 0
+    failures: list[str] = field(default_factory=list)
+    # Digests of results that must have the same bits on every rank.
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+class GroupFailedError(Exception):
+    """The group is of no further use, so no more cases can run."""
+
+
+class Suite:
+    """The cases of one call on one rank."""
+
+    def __init__(self) -> None:
+        pydist.init(timeout=30)
+        torch.set_num_threads(1)
+        self.rank = pydist.rank()
+        self.size = pydist.world_size()
+        self.backend = pydist.backend()
+        self.is_ring = os.environ.get("PYDIST_ALGORITHM") == "ring"
+        # Each collective of gloo's takes milliseconds here: grids are thinned out.
+        self.is_slow = self.backend == "gloo" and self.size > 4
+        self.report = Report(self.rank)
+        self.name = ""
+
+    @contextlib.contextmanager
+    def case(self, *name: object) -> Iterator[None]:
+        """Runs the body as a case: notes its failure under its name and goes on."""
+        self.name = "/".join(
+            name_of(part) if isinstance(part, torch.dtype) else str(part) for part in name
+        )
+        self.report.cases += 1
+        try:
+            yield
+        except pydist.InvalidUsage as error:
+            self._note(error)
+        except pydist.Error as error:
+            # Anything but a refusal leaves the ranks out of step.
+            self._note(error)
+            raise GroupFailedError from error
+        except Exception as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        where = traceback.extract_tb(error.__traceback__)[1:2]
+        line = f" (line {where[0].lineno})" if where else ""
+        self.report.failures.append(f"{self.name}{line}: {type(error).__name__}: {error}")
+
+    def is_exact(self, kind: str, op: str, dtype: torch.dtype, size: int | None = None) -> bool:
+        """Whether the bits of a reduction are promised; see Note [References]."""
+        if (self.size if size is None else size) <= 2 or dtype in INTEGERS or dtype == torch.bool:
+            return True
+        if self.backend == "gloo":
+            return op not in ("sum", "mean", "premul_sum")
+        orders = ("sum", "mean", "premul_sum", "prod")
+        return not (self.is_ring and kind in ("all_reduce", "reduce_scatter") and op in orders)
+
+    def check_reduced(
+        self, actual: Tensor, kind: str, op: str, parts: Sequence[Tensor], what: str = "result"
+    ) -> None:
+        """Fails unless `actual` is what the backend promises for the contributions `parts`."""
+        if self.is_exact(kind, op, parts[0].dtype, len(parts)):
+            check_bits(actual, combined(op, parts), what)
+        else:
+            check_bound(actual, op, parts, what)
+
+    def same_everywhere(self, result: Tensor, what: str = "") -> None:
+        """Notes a result whose bits the test compares between ranks."""
+        digest = hashlib.blake2b(bits(result).numpy().tobytes(), digest_size=8).hexdigest()
+        assert self.report.digests.setdefault(f"{self.name}{what}", digest) == digest
+
+    def contributions(
+        self, dtype: torch.dtype, count: int, salt: int = 0, *, op: str = "sum"
+    ) -> list[Tensor]:
+        """What each rank contributes, in rank order."""
+        gentle = op == "prod"
+        return [values(dtype, count, rank, salt, gentle=gentle) for rank in range(self.size)]
+
+
+@contextlib.contextmanager
+def expect_refusal(mentioning: str = "") -> Iterator[None]:
+    """Fails unless the body raises InvalidUsage, with `mentioning` in its message."""
+    try:
+        yield
+    except pydist.InvalidUsage as error:
+        if mentioning not in str(error):
+            raise AssertionError(f"the refusal does not name {mentioning!r}: {error}") from error
+        return
+    raise AssertionError("it was not refused")

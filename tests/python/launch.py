@@ -1,0 +1,477 @@
+"""Runs a function on N processes, each a rank, with a time limit that always holds.
+
+    from launch import Ranks, run_ranks, rank_outcomes, run_command
+
+    def double_rank(offset):            # at the top level of the test module: sent by name
+        pydist.init()
+        return 2 * pydist.rank() + offset
+
+    def test_doubling():
+        assert run_ranks(double_rank, 2, 10) == [10, 12]
+
+- `run_ranks(function, nprocs, *args, timeout=60, env=None)` returns what each rank returned, in
+  rank order. Whatever goes wrong on any rank is an AssertionError with every rank's traceback and
+  output.
+- `rank_outcomes(...)` takes the same arguments and returns an `Outcome` for each rank, for tests
+  of failures: value, error (the exception's class name), message, traceback, exit_code, output.
+- `with Ranks(nprocs, env=None) as ranks:` keeps the processes for several calls of
+  `ranks.run(f, *args)` and `ranks.outcomes(f, *args)`. Each call sees a fresh key-value store,
+  unless the call before it left a process group behind, which then goes on. A rank that died stays
+  dead: make new Ranks then. `method="spawn"` starts each rank as a fresh interpreter (about 1.5 s
+  of processor time each); the default forks ranks off a server that has torch and numpy loaded.
+- When the limit passes, every rank prints the Python stack of each of its threads (this works
+  within a blocking C++ call too), all are killed, and the test fails with `ExpiredError`, which
+  shows the stacks. Ranks also end by themselves when the test process dies.
+- `run_command(argv, timeout=60, env=None)` does the same for a command and its descendants, and
+  returns its `CompletedProcess` (text; standard output and error apart).
+
+Ranks see RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (the test
+process serves the store, so no port is ever guessed), OMP_NUM_THREADS=1, and no PYDIST_* variables
+but those in `env`. In `env`, a value of None removes a variable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+DEFAULT_TIMEOUT_S = 60.0
+# A rank whose parent no longer enforces the limit ends by itself this much later.
+_GRACE_S = 15.0
+# How long ranks get to write their stacks.
+_DUMP_S = 2.0
+
+_LAUNCHER_PREFIXES = ("PYDIST_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
+_LAUNCHER_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+class ExpiredError(AssertionError):
+    """The time limit passed; the message holds every rank's stacks."""
+
+
+@dataclass
+class Outcome:
+    """How one call ended on one rank."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    message: str = ""
+    traceback: str = ""
+    # Of a process that is gone: its exit status, negative for a signal. None while it lives.
+    exit_code: int | None = None
+    # What the rank printed on standard output and error during the call.
+    output: str = ""
+    # Whether the rank is left with a default process group of torch.distributed.
+    has_group: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.exit_code is None
+
+    def describe(self) -> str:
+        """A paragraph for people."""
+        if self.exit_code is not None:
+            head = f"--- rank {self.rank}: process ended with status {self.exit_code}"
+        elif self.error is not None:
+            head = f"--- rank {self.rank}: {self.traceback.strip()}"
+        else:
+            head = f"--- rank {self.rank}: returned {self.value!r:.200}"
+        return f"{head}\n{self.output.strip()}".rstrip()
+
+
+def clean_environment(env: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """This process's environment without launchers' and PYDIST_* variables, then `env` on top."""
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+    clean.setdefault("OMP_NUM_THREADS", "1")
+    for name, value in (env or {}).items():
+        if value is None:
+            clean.pop(name, None)
+        else:
+            clean[name] = value
+    return clean
+
+
+class Ranks:
+    """N rank processes that live for several calls; see the module's docstring."""
+
+    def __init__(
+        self,
+        nprocs: int,
+        env: Mapping[str, str | None] | None = None,
+        *,
+        method: Literal["forkserver", "spawn"] = "forkserver",
+    ) -> None:
+        self.nprocs = nprocs
+        self._folder = tempfile.TemporaryDirectory(prefix="pydist-ranks-")
+        self._store = _serve_store()
+        self._store_is_used = False
+        self._seen = [0] * nprocs
+        self._connections: list[Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+        try:
+            with _environment({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
+                for rank in range(nprocs):
+                    ours, theirs = context.Pipe()
+                    process = context.Process(
+                        target=_serve,
+                        args=(
+                            rank,
+                            theirs,
+                            self._rank_environment(rank, env),
+                            self._log(rank),
+                            sys.path,
+                        ),
+                        name=f"rank {rank}",
+                        daemon=True,
+                    )
+                    process.start()
+                    theirs.close()
+                    self._connections.append(ours)
+                    self._processes.append(process)
+        except BaseException:
+            self.close()
+            raise
+
+    def _rank_environment(self, rank: int, env: Mapping[str, str | None] | None) -> dict[str, str]:
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.nprocs),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(self.nprocs),
+            "MASTER_ADDR": "127.0.0.1",
+            # The store is served here, not by rank 0: what torchrun says of its own store.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        return clean_environment({**variables, **(env or {})})
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank-{rank}.log"
+
+    @property
+    def pids(self) -> list[int]:
+        """The process id of each rank."""
+        return [process.pid or -1 for process in self._processes]
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT_S
+    ) -> list[Any]:
+        """Calls `function(*args)` on every rank; returns the values in rank order."""
+        outcomes = self.outcomes(function, *args, timeout=timeout)
+        if not all(outcome.ok for outcome in outcomes):
+            failed = [outcome.rank for outcome in outcomes if not outcome.ok]
+            text = "\n".join(outcome.describe() for outcome in outcomes)
+            raise AssertionError(
+                f"{function.__name__} failed on ranks {failed} of {self.nprocs}\n{text}"
+            )
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT_S
+    ) -> list[Outcome]:
+        """Calls `function(*args)` on every rank; returns how it ended on each."""
+        deadline = time.monotonic() + timeout
+        if not self._store_is_used:
+            self._store = _serve_store()
+        request = pickle.dumps((function.__module__, function.__qualname__, args))
+        outcomes: dict[int, Outcome] = {}
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send((self._store.port, timeout + _GRACE_S, request))
+        while len(outcomes) < self.nprocs:
+            pending = {self._connections[r]: r for r in range(self.nprocs) if r not in outcomes}
+            ready = multiprocessing.connection.wait(
+                list(pending), timeout=max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                raise ExpiredError(self._expire(function, timeout, outcomes))
+            for rank in [pending[connection] for connection in pending if connection in ready]:
+                outcomes[rank] = self._receive(rank, self._connections[rank])
+        self._store_is_used = any(outcome.has_group for outcome in outcomes.values())
+        return [outcomes[rank] for rank in range(self.nprocs)]
+
+    def _receive(self, rank: int, connection: Connection) -> Outcome:
+        try:
+            outcome = pickle.loads(connection.recv_bytes())
+            assert isinstance(outcome, Outcome)
+        except (EOFError, ConnectionError):
+            process = self._processes[rank]
+            process.join(5)
+            outcome = Outcome(rank, exit_code=process.exitcode if process.exitcode else 0)
+        outcome.rank = rank
+        outcome.output = self._new_output(rank)
+        return outcome
+
+    def _new_output(self, rank: int) -> str:
+        log = self._log(rank)
+        if not log.exists():
+            return ""
+        with log.open("rb") as file:
+            file.seek(self._seen[rank])
+            text = file.read()
+        self._seen[rank] += len(text)
+        return text.decode(errors="replace")
+
+    def _expire(
+        self, function: Callable[..., Any], timeout: float, outcomes: Mapping[int, Outcome]
+    ) -> str:
+        late = [rank for rank in range(self.nprocs) if rank not in outcomes]
+        for rank in late:
+            self._signal(rank, signal.SIGCONT)
+            self._signal(rank, signal.SIGUSR1)
+        time.sleep(_DUMP_S)
+        self.close(keep_logs=True)
+        parts = [f"{function.__name__}: ranks {late} of {self.nprocs} took more than {timeout} s."]
+        parts += [outcomes[rank].describe() for rank in sorted(outcomes)]
+        parts += [f"--- rank {rank} hung here:\n{self._new_output(rank)}" for rank in late]
+        self._folder.cleanup()
+        return "\n".join(parts)
+
+    def _signal(self, rank: int, number: int) -> None:
+        pid = self._processes[rank].pid
+        if pid is not None and self._processes[rank].is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def close(self, *, keep_logs: bool = False) -> None:
+        """Ends every rank: kindly at first, so that exit handlers run, then by force."""
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + (0 if keep_logs else 5)
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join(5)
+        if not keep_logs:
+            self._folder.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _serve_store() -> TCPStore:
+    return TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=DEFAULT_TIMEOUT_S),
+    )
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    env: Mapping[str, str | None] | None = None,
+    method: Literal["forkserver", "spawn"] = "forkserver",
+) -> list[Any]:
+    """Calls `function(*args)` on `nprocs` fresh ranks; returns the values in rank order."""
+    with Ranks(nprocs, env, method=method) as ranks:
+        return ranks.run(function, *args, timeout=timeout)
+
+
+def rank_outcomes(
+    function: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    env: Mapping[str, str | None] | None = None,
+    method: Literal["forkserver", "spawn"] = "forkserver",
+) -> list[Outcome]:
+    """Calls `function(*args)` on `nprocs` fresh ranks; returns how it ended on each."""
+    with Ranks(nprocs, env, method=method) as ranks:
+        return ranks.outcomes(function, *args, timeout=timeout)
+
+
+def run_command(
+    argv: Sequence[str],
+    *,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    env: Mapping[str, str | None] | None = None,
+    cwd: str | Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command; on expiry shows its descendants' Python stacks, kills all, fails."""
+    variables = {"PYTHONFAULTHANDLER": "1", **(env or {})}
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            list(argv),
+            env=clean_environment(variables),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            preexec_fn=_no_core_files,
+        )
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            _end_family(process)
+            raise ExpiredError(
+                f"{' '.join(argv)} took more than {timeout} s\n{_text(out)}\n{_text(err)}"
+            ) from None
+        except BaseException:
+            _end_family(process)
+            raise
+        return subprocess.CompletedProcess(argv, process.returncode, _text(out), _text(err))
+
+
+def _text(file: Any) -> str:
+    file.seek(0)
+    text: bytes = file.read()
+    return text.decode(errors="replace")
+
+
+def _no_core_files() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _end_family(process: subprocess.Popen[bytes]) -> None:
+    # SIGABRT makes faulthandler print the stacks. Children first: a launcher that sees its workers
+    # abort is killed before it can tidy up, which is what SIGKILL is for then.
+    try:
+        parent = psutil.Process(process.pid)
+        family = [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return
+    for number in (signal.SIGCONT, signal.SIGABRT):
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.send_signal(number)
+    psutil.wait_procs(family, timeout=_DUMP_S)
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait(10)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@dataclass
+class _Stacks:
+    """Where a rank's stacks go: its own log, by a file object that stays open."""
+
+    file: Any = field(default=None)
+
+
+_stacks = _Stacks()
+
+
+def _serve(
+    rank: int, connection: Connection, env: dict[str, str], log: Path, path: list[str]
+) -> None:
+    """The life of a rank: calls what it is told to until the pipe closes."""
+    _no_core_files()
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:] = path
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    # A process of its own group: Ctrl-C reaches the test alone, which then ends its ranks.
+    os.setpgid(0, 0)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    _stacks.file = os.fdopen(descriptor, "w")
+    faulthandler.enable(_stacks.file, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, _stacks.file, all_threads=True)
+    while True:
+        try:
+            port, limit_s, request = connection.recv()
+        except (EOFError, OSError):
+            return
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=_stacks.file)
+        if "MASTER_ADDR" in env:
+            os.environ["MASTER_PORT"] = str(port)
+        outcome = _call(rank, request)
+        outcome.has_group = torch.distributed.is_initialized()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        faulthandler.cancel_dump_traceback_later()
+        try:
+            connection.send_bytes(pickle.dumps(outcome))
+        except BrokenPipeError:
+            return
+
+
+def _call(rank: int, request: bytes) -> Outcome:
+    try:
+        module_name, qualname, args = pickle.loads(request)
+        function: Any = importlib.import_module(module_name)
+        for name in qualname.split("."):
+            function = getattr(function, name)
+        value = function(*args)
+        pickle.dumps(value)
+    except BaseException as error:
+        return Outcome(
+            rank,
+            error=type(error).__name__,
+            message=str(error),
+            traceback=traceback.format_exc(),
+        )
+    return Outcome(rank, value=value)

@@ -1,0 +1,176 @@
+"""The command line: `pydist run`, `pydist info`."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from launch import run_command
+
+import pydist
+from pydist.cli import main
+
+SCRIPT = """
+import os, sys, torch, pydist
+pydist.init()
+t = torch.tensor([float(pydist.rank())])
+pydist.all_reduce(t)
+threads = os.environ["OMP_NUM_THREADS"]
+line = f"{pydist.rank()}/{pydist.world_size()} {float(t)} {threads} {sys.argv[1:]}"
+os.write(1, f"{line}\\n".encode())
+"""
+
+
+def run(
+    *arguments: str, env: Mapping[str, str | None] | None = None, cwd: Path | None = None
+) -> CompletedProcess[str]:
+    variables = {"OMP_NUM_THREADS": None, **(env or {})}
+    return run_command(
+        [sys.executable, "-m", "pydist", *arguments], timeout=90, env=variables, cwd=cwd
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize("flags", [["-n", "2"], ["--nproc-per-node=2"], ["--nproc_per_node", "2"]])
+def test_run_starts_ranks_and_passes_arguments_on(flags: list[str], script: Path) -> None:
+    done = run("run", *flags, str(script), "-n", "7", "--lr=1")
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert lines == [f"{rank}/2 1.0 1 ['-n', '7', '--lr=1']" for rank in range(2)]
+    assert "Setting OMP_NUM_THREADS" not in done.stderr
+
+
+def test_run_of_a_module_with_torchruns_flags(script: Path) -> None:
+    done = run(
+        "run", "--nnodes=1:1", "--max-restarts=0", "-n", "2", "-m", "train", cwd=script.parent
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0/2 1.0 1 []", "1/2 1.0 1 []"]
+
+
+def test_run_with_a_meeting_place_of_its_own(script: Path) -> None:
+    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    done = run("run", *meeting, "-n", "2", str(script))
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_plain_torchrun_works(script: Path) -> None:
+    done = run_command(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)],
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0/2 1.0 1 []", "1/2 1.0 1 []"]
+
+
+def test_threads_chosen_by_the_user_stay(script: Path) -> None:
+    done = run("run", "-n", "2", str(script), env={"OMP_NUM_THREADS": "3"})
+    assert sorted(done.stdout.splitlines()) == ["0/2 1.0 3 []", "1/2 1.0 3 []"]
+
+
+def test_a_failing_rank_is_named_and_the_status_is_1(tmp_path: Path) -> None:
+    path = tmp_path / "fails.py"
+    path.write_text("import os\nif os.environ['RANK'] == '1': raise SystemExit(5)\n")
+    done = run("run", "-n", "2", str(path))
+    assert done.returncode == 1
+    assert "rank      : 1" in done.stderr
+    assert "exitcode  : 5" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "missing.py"], "no such script: missing.py"),
+        (["run", "-n", "2", "train"], "no such script: train; did you mean train.py?"),
+        (["run", "-m", "no_such_module"], "no such module: no_such_module"),
+        (["run", "--no-python", "no-such-program"], "no such program: no-such-program"),
+        (["run", "-n", "two", "train.py"], "-n two: Unsupported nproc_per_node value: two"),
+        (["run", "-n", "0", "train.py"], "at least one process is needed"),
+        (["run"], "training_script"),
+        (["run", "--no-such-flag", "1"], "no such script: 1"),
+        (["fly"], "no command 'fly'; use one of: run, info"),
+        (["info", "--xml"], "unknown arguments --xml"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(
+    arguments: list[str],
+    said: str,
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(script.parent)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    if arguments[1:2] == ["--no-such-flag"]:
+        said = "unrecognized arguments: --no-such-flag"
+        arguments = ["run", "--no-such-flag", str(script)]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "run" in text
+    assert "info" in text
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pydist {pydist.__version__}\n"
+    assert main([]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--help"])
+    assert ended.value.code == 0
+    assert "-n N" in capsys.readouterr().out
+
+
+def test_info_as_json() -> None:
+    done = run("info", "--json", env={"PYDIST_BACKEND": "gloo", "PYDIST_TIMEOT": "3", "RANK": "0"})
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["versions"]["pydist"] == pydist.__version__
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["processor"]["cores this process may use"] == len(os.sched_getaffinity(0))
+    assert report["memory"]["room for shared memory"] > 0
+    assert report["backends"]["native"] == {"usable": True, "why_not": None}
+    assert report["backends"]["gloo"] == {"usable": True, "why_not": None}
+    assert "not built yet" in report["backends"]["nccl"]["why_not"]
+    variables = {variable["name"]: variable for variable in report["variables"]}
+    assert variables["PYDIST_BACKEND"]["value"] == "gloo"
+    assert variables["PYDIST_TIMEOUT"]["value"] is None
+    assert all(variable["meaning"] for variable in variables.values())
+    assert report["unknown_variables"] == [{"name": "PYDIST_TIMEOT", "nearest": "PYDIST_TIMEOUT"}]
+    assert "WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing" in report["launcher"]
+
+
+def test_info_for_people() -> None:
+    done = run("info", env={"PYDIST_BAKEND": "gloo", "PYDIST_TIMEOUT": "soon"})
+    assert done.returncode == 0, done.stderr
+    for text in ("native", "PYDIST_CHUNK_BYTES", "room for shared memory", "no launcher"):
+        assert text in done.stdout
+    folded = " ".join(done.stdout.split())
+    assert "PYDIST_BAKEND is set, but there is no such variable; did you mean PYDIST_BACKEND?" in (
+        folded
+    )
+    assert "PYDIST_TIMEOUT='soon' is not valid" in folded
+
+
+def test_importing_the_command_line_loads_no_subcommand() -> None:
+    script = (
+        "import sys, pydist; before = set(sys.modules); import pydist.cli;"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    done = run_command([sys.executable, "-c", script])
+    assert (done.returncode, done.stdout) == (0, "['pydist.cli']\n"), done.stderr

@@ -1,0 +1,103 @@
+"""Every backend does what docs/backends.md and docs/numerics.md promise; see `conformance`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conformance.cases import CASES, run_cases
+from conformance.described import differences, reductions
+from conformance.suite import Report
+from launch import Ranks, run_ranks
+
+LIMIT_S = 90.0
+pytestmark = pytest.mark.timeout(LIMIT_S + 30)
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "backends.md"
+BACKENDS: dict[str, dict[str, str | None]] = {
+    "native": {"PYDIST_BACKEND": "native"},
+    "native, ring": {"PYDIST_BACKEND": "native", "PYDIST_ALGORITHM": "ring"},
+    "gloo": {"PYDIST_BACKEND": "gloo"},
+}
+# Small cases then take many chunks, and results must not depend on it.
+SMALL_CHUNKS: dict[str, str | None] = {"PYDIST_CHUNK_BYTES": "16384"}
+
+
+class Pool:
+    """Ranks in one process group, which all tests use; new ones after a test that broke it."""
+
+    def __init__(self, size: int, env: dict[str, str | None]) -> None:
+        self._size = size
+        self._env = env
+        self._ranks: Ranks | None = None
+
+    def run(self, name: str) -> list[Report]:
+        if self._ranks is None:
+            self._ranks = Ranks(self._size, self._env)
+        reports: list[Report] = []
+        try:
+            reports = self._ranks.run(run_cases, name, timeout=LIMIT_S)
+        finally:
+            if not reports or any(report.failures for report in reports):
+                self.close()
+        return reports
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = None
+
+
+def pools() -> Iterator[object]:
+    for name, env in BACKENDS.items():
+        for size in (1, 2, 3, 4, 8):
+            yield pytest.param((size, env), id=f"{name}-{size}")
+    for name in ("native", "native, ring"):
+        yield pytest.param((3, {**BACKENDS[name], **SMALL_CHUNKS}), id=f"{name}, small chunks-3")
+
+
+@pytest.fixture(scope="module", params=pools())
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    pool = Pool(*request.param)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_conformance(pool: Pool, name: str) -> None:
+    reports = pool.run(name)
+    assert min(report.cases for report in reports) > 0 or len(reports) == 1
+    failures = {failure: None for report in reports for failure in report.failures}
+    lines = [
+        f"ranks {[report.rank for report in reports if failure in report.failures]}: {failure}"
+        for failure in failures
+    ]
+    for case, digest in reports[0].digests.items():
+        differing = [r.rank for r in reports if r.digests.get(case, digest) != digest]
+        if differing:
+            lines.append(f"{case}: ranks {differing} have other bits than rank 0")
+    assert not lines, f"{len(lines)} of {reports[0].cases} cases failed:\n" + "\n".join(lines)
+
+
+def table_of_page(name: str) -> list[str]:
+    found = re.search(rf"<!-- {name}:.*?-->\n(.*?)\n<!-- end -->", PAGE.read_text(), re.DOTALL)
+    assert found is not None, f"{PAGE} has no table {name!r}"
+    return found.group(1).splitlines()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_page_says_what_can_be_reduced(backend: str) -> None:
+    for lines in run_ranks(reductions, 2, env=BACKENDS[backend]):
+        assert lines == table_of_page("reductions")
+
+
+def test_the_page_says_what_differs() -> None:
+    # Three ranks: the first number for which the ring has an order of its own.
+    columns = [run_ranks(differences, 3, env=env) for env in BACKENDS.values()]
+    for column in columns:
+        assert all(said == column[0] for said in column)
+    lines = [f"| | {' | '.join(BACKENDS)} |", "|---" * (len(BACKENDS) + 1) + "|"]
+    lines += [f"| {row} | {' | '.join(c[0][row] for c in columns)} |" for row in columns[0][0]]
+    assert lines == table_of_page("differences")

@@ -1,0 +1,240 @@
+"""Which rank a process is, told from the variables of every launcher that is understood."""
+
+import os
+import sys
+import time
+
+import pytest
+from launch import run_command
+
+from pydist.environment import Placement, Rendezvous, first_host, read_placement
+from pydist.errors import InvalidUsage
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-vm-9425@1",
+}
+INTEL_MPI = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "I_MPI_HYDRA_UUID": "04250000-3b00-a71c-ba60-060078455939",
+}
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+}
+TORCHRUN = {
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+
+
+def place(placement: Placement) -> tuple[int, int, int | None, int | None]:
+    return (
+        placement.rank,
+        placement.world_size,
+        placement.local_rank,
+        placement.local_world_size,
+    )
+
+
+def test_nothing_set_is_a_world_of_one() -> None:
+    assert read_placement({"PATH": "/bin"}) == Placement(0, 1, 0, 1, None, "no launcher")
+
+
+def test_empty_values_count_as_not_set() -> None:
+    assert read_placement(dict.fromkeys(TORCHRUN, "")).world_size == 1
+
+
+def test_torchrun() -> None:
+    placement = read_placement(TORCHRUN)
+    assert place(placement) == (2, 4, 0, 2)
+    assert placement.rendezvous == Rendezvous("node1", 29500)
+
+
+def test_local_variables_are_optional() -> None:
+    bare = {name: value for name, value in TORCHRUN.items() if "LOCAL" not in name}
+    assert place(read_placement(bare)) == (2, 4, None, None)
+
+
+def test_torchrun_wins_over_the_launcher_that_started_it() -> None:
+    assert place(read_placement({**OPEN_MPI, **SRUN, **TORCHRUN})) == (2, 4, 0, 2)
+
+
+def test_a_world_of_one_needs_no_meeting_place() -> None:
+    assert read_placement({"RANK": "0", "WORLD_SIZE": "1"}).rendezvous is None
+
+
+def test_open_mpi() -> None:
+    placement = read_placement(OPEN_MPI)
+    assert place(placement) == (1, 2, 1, 2)
+    assert placement.rendezvous is not None
+    assert placement.rendezvous.address == "127.0.0.1"
+    assert 1024 < placement.rendezvous.port < 32768
+
+
+def test_intel_mpi() -> None:
+    assert place(read_placement(INTEL_MPI)) == (1, 2, 1, 2)
+
+
+def test_ranks_of_a_job_meet_and_jobs_do_not() -> None:
+    here = read_placement(OPEN_MPI).rendezvous
+    other_rank = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    other_job = {**OPEN_MPI, "PMIX_NAMESPACE": "prterun-vm-9426@1"}
+    assert read_placement(other_rank).rendezvous == here
+    assert read_placement(other_job).rendezvous != here
+
+
+def test_a_given_meeting_place_is_taken() -> None:
+    given = {"MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
+    for launcher in (OPEN_MPI, INTEL_MPI, SRUN):
+        rendezvous = read_placement({**launcher, **given}).rendezvous
+        assert rendezvous == Rendezvous("node7", 1234)
+
+
+def test_hydra_without_a_job_id_asks_for_a_meeting_place() -> None:
+    mpich = {name: value for name, value in INTEL_MPI.items() if "UUID" not in name}
+    with pytest.raises(InvalidUsage, match="Set MASTER_PORT"):
+        read_placement(mpich)
+
+
+def test_mpirun_on_several_hosts_asks_for_a_meeting_place() -> None:
+    with pytest.raises(InvalidUsage, match="Set MASTER_ADDR"):
+        read_placement({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"})
+
+
+def test_srun() -> None:
+    placement = read_placement(SRUN)
+    assert place(placement) == (3, 4, 1, None)
+    assert placement.rendezvous is not None
+    assert placement.rendezvous.address == "gpu03"
+    assert placement.rendezvous.job == "slurm 77.0"
+
+
+def test_srun_on_one_host_meets_on_the_loopback() -> None:
+    rendezvous = read_placement({**SRUN, "SLURM_STEP_NUM_NODES": "1"}).rendezvous
+    assert rendezvous is not None
+    assert rendezvous.address == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_ID": ""},  # the batch script
+        {"SLURM_STEP_ID": "4294967290"},  # a shell of salloc
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash
+    ],
+)
+def test_a_slurm_shell_is_no_rank(change: dict[str, str]) -> None:
+    assert place(read_placement({**SRUN, **change})) == (0, 1, 0, 1)
+
+
+def test_mpich_under_slurm_is_mpich() -> None:
+    # Hydra starts its proxies by srun: the step's variables count hosts, not ranks.
+    placement = read_placement({**SRUN, **INTEL_MPI})
+    assert place(placement) == (1, 2, 1, 2)
+    assert placement.launcher == "mpirun (MPICH or Intel MPI)"
+
+
+def test_srun_with_a_pmi_plugin_is_srun() -> None:
+    assert read_placement({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "srun"
+
+
+@pytest.mark.parametrize(
+    ("variables", "missing"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing"),
+        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT missing"),
+        ({"LOCAL_RANK": "1"}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK, WORLD_SIZE missing"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT missing"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT missing"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE missing"),
+        ({"PMI_RANK": "0"}, "PMI_SIZE missing"),
+    ],
+)
+def test_half_a_job_names_what_is_missing(variables: dict[str, str], missing: str) -> None:
+    with pytest.raises(InvalidUsage, match=missing) as caught:
+        read_placement(variables)
+    assert all(name in str(caught.value) for name in variables)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "two"}, "RANK='two' is not valid"),
+        ({"RANK": "-1"}, "RANK='-1' is not valid"),
+        ({"RANK": "4"}, "RANK=4 and WORLD_SIZE=4 contradict"),
+        ({"WORLD_SIZE": "0"}, "contradict"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 contradict"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 is more than WORLD_SIZE=4"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is not valid"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not valid"),
+    ],
+)
+def test_values_that_make_no_sense(change: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidUsage, match=message):
+        read_placement({**TORCHRUN, **change})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[03-07,12],gpu1", "node03"),
+        ("rack[2-3]n[10,11]-ib", "rack2n10-ib"),
+        ("a[1]", "a1"),
+    ],
+)
+def test_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+TRAIN = """
+import os, pydist, torch
+pydist.init(timeout=30)
+t = torch.tensor([float(pydist.rank())])
+pydist.all_reduce(t)
+assert pydist.local_rank() == pydist.rank() and pydist.local_world_size() == 2
+os.write(1, f"sum {float(t)} {pydist.world_size()}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("launcher", ["open mpi", "intel mpi", "srun"])
+def test_ranks_find_each_other_by_a_launchers_variables_alone(launcher: str) -> None:
+    job = f"job-{os.getpid()}-{time.monotonic_ns()}"
+    ranks = {
+        "open mpi": {"OMPI_COMM_WORLD_RANK": "$r", "OMPI_COMM_WORLD_LOCAL_RANK": "$r"},
+        "intel mpi": {"PMI_RANK": "$r", "MPI_LOCALRANKID": "$r"},
+        "srun": {"SLURM_PROCID": "$r", "SLURM_LOCALID": "$r", "SLURM_STEP_NUM_TASKS": "2"},
+    }[launcher]
+    fixed = {
+        "open mpi": {
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "PMIX_NAMESPACE": job,
+        },
+        "intel mpi": {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "I_MPI_HYDRA_UUID": job},
+        "srun": {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1"},
+    }[launcher]
+    assignments = " ".join(f"{name}={value}" for name, value in ranks.items())
+    script = f'for r in 0 1; do {assignments} "$0" -c "$1" & done; wait'
+    done = run_command(["bash", "-c", script, sys.executable, TRAIN], env=dict(fixed))
+    assert done.stdout == "sum 1.0 2\n" * 2, done.stderr

@@ -1,0 +1,415 @@
+"""The gloo communicator: what is its own, beside the suite that every backend passes."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import Ranks
+
+import pydist
+from pydist import _native
+
+pytestmark = pytest.mark.timeout(60)
+
+LIMIT_S = 40.0
+Runner = Callable[..., list[Any]]
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+INTEGERS = [
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
+
+
+def gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def make(timeout_s: float = 20.0) -> _native.Communicator:
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    return _native.create_gloo(store, rank, size, "tested", timeout_s, gloo)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def run(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    with Ranks(request.param) as ranks:
+        yield lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
+
+
+@pytest.fixture
+def run_two() -> Iterator[Runner]:
+    with Ranks(2) as ranks:
+        yield lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
+
+
+def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
+    """What the group should compute, in rank order and at least float32."""
+    dtype = inputs[0].dtype
+    if dtype == torch.bool:
+        table = torch.stack([tensor.to(torch.uint8) for tensor in inputs])
+        if op == "bxor":
+            return (table.sum(0) % 2).bool()
+        return (table.amin(0) if op in ("min", "prod", "band") else table.amax(0)).bool()
+    if dtype.is_complex:
+        wide = [tensor.to(torch.complex128) for tensor in inputs]
+    elif dtype.is_floating_point:
+        wide = [tensor.double() for tensor in inputs]
+    else:
+        wide = [tensor.to(torch.int64) for tensor in inputs]
+    result = wide[0].clone()
+    for tensor in wide[1:]:
+        if op in ("sum", "mean", "premul_sum"):
+            result = result + tensor
+        elif op == "prod":
+            result = result * tensor
+        elif op == "min":
+            result = torch.minimum(result, tensor)
+        elif op == "max":
+            result = torch.maximum(result, tensor)
+        elif op == "band":
+            result = result & tensor
+        elif op == "bor":
+            result = result | tensor
+        else:
+            result = result ^ tensor
+    if op == "mean":
+        result = result / len(inputs)
+    if op == "premul_sum":
+        result = result * 0.5
+    return result.to(dtype)
+
+
+def every_operator() -> None:
+    communicator = make()
+    ops = ["sum", "mean", "avg", "min", "max", "prod", "band", "bor", "bxor", "premul_sum"]
+    checked = 0
+    for dtype in [*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128]:
+        inputs = []
+        for rank in range(communicator.size):
+            generator = torch.Generator().manual_seed(rank)
+            small = torch.randint(0, 2 if dtype == torch.bool else 5, (33,), generator=generator)
+            inputs.append(small.to(dtype))
+        for op in ops:
+            name = "mean" if op == "avg" else op
+            why = communicator.why_unsupported("all_reduce", op, dtype)
+            output = torch.empty_like(inputs[0])
+            if why:
+                with pytest.raises(pydist.InvalidUsage, match="not defined"):
+                    communicator.all_reduce(inputs[communicator.rank], output, op)
+                continue
+            communicator.all_reduce(inputs[communicator.rank], output, op, factor=0.5)
+            expected = reduced(inputs, name)
+            assert torch.allclose(
+                output.to(torch.complex128), expected.to(torch.complex128), rtol=1e-6
+            ), (dtype, op)
+            checked += 1
+    assert checked > 100
+    communicator.shutdown()
+
+
+def test_every_operator_and_type(run: Runner) -> None:
+    run(every_operator)
+
+
+def numerics() -> None:
+    communicator = make()
+    size = communicator.size
+    # 256 + 1 is lost in bfloat16, but not in the float32 sum of them all.
+    tensor = torch.tensor([256.0 if communicator.rank == 0 else 1.0]).bfloat16()
+    communicator.all_reduce(tensor, tensor)
+    assert tensor.item() == torch.tensor(256.0 + size - 1).bfloat16().item()
+    # Would overflow float16 without the wider sum.
+    tensor = torch.full((3,), 60000.0).half()
+    communicator.all_reduce(tensor, tensor, "mean")
+    assert tensor.tolist() == [torch.tensor(60000.0).half().item()] * 3
+    for op in ("min", "max"):
+        tensor = torch.ones(4)
+        if communicator.rank == size - 1:
+            tensor[2] = float("nan")
+        communicator.all_reduce(tensor, tensor, op)
+        assert tensor.isnan().tolist() == [False, False, True, False]
+    # Longer than one chunk of a gathered reduction.
+    tensor = torch.full((3_000_001,), communicator.rank + 1, dtype=torch.int16)
+    communicator.all_reduce(tensor, tensor)
+    assert bool((tensor == size * (size + 1) // 2).all())
+    source = torch.ones(5)
+    communicator.reduce(source, torch.empty(5) if communicator.rank == 0 else None, 0)
+    assert source.tolist() == [1.0] * 5
+    communicator.shutdown()
+
+
+def test_numerics(run: Runner) -> None:
+    run(numerics)
+
+
+def ragged() -> None:
+    communicator = make()
+    rank, size = communicator.rank, communicator.size
+    ranks = range(size)
+    for dtype in (torch.float32, torch.float8_e5m2):
+        outputs = [torch.empty(2 * r, dtype=dtype) for r in ranks]
+        communicator.all_gather(torch.full((2 * rank,), float(rank)).to(dtype), outputs)
+        assert all(
+            bool((output.float() == r).all()) for r, output in zip(ranks, outputs, strict=True)
+        )
+        root = size - 1
+        gathered = [torch.empty(r, dtype=dtype) for r in ranks] if rank == root else None
+        communicator.gather(torch.full((rank,), float(rank)).to(dtype), gathered, root)
+        if gathered is not None:
+            assert all(
+                bool((output.float() == r).all()) for r, output in zip(ranks, gathered, strict=True)
+            )
+        parts = [torch.full((r + 1,), float(r)).to(dtype) for r in ranks] if rank == 0 else None
+        part = torch.empty(rank + 1, dtype=dtype)
+        communicator.scatter(parts, part, 0)
+        assert bool((part.float() == rank).all())
+        outputs = [torch.empty(r * rank, dtype=dtype) for r in ranks]
+        communicator.all_to_all(
+            [torch.full((r * rank,), float(rank)).to(dtype) for r in ranks], outputs
+        )
+        assert all(
+            bool((output.float() == r).all()) for r, output in zip(ranks, outputs, strict=True)
+        )
+    block = torch.empty(rank + 1)
+    communicator.reduce_scatter([torch.full((r + 1,), float(r)) for r in ranks], block, "mean")
+    assert block.tolist() == [float(rank)] * (rank + 1)
+    communicator.shutdown()
+
+
+def test_ragged(run: Runner) -> None:
+    run(ragged)
+
+
+def in_place() -> None:
+    communicator = make()
+    rank, size = communicator.rank, communicator.size
+    whole = torch.zeros(3 * size)
+    whole[3 * rank : 3 * rank + 3] = rank
+    communicator.all_gather(whole[3 * rank : 3 * rank + 3], whole)
+    assert whole.tolist() == [float(r) for r in range(size) for _ in range(3)]
+    block = whole[3 * rank : 3 * rank + 3]
+    communicator.reduce_scatter(whole, block)
+    assert block.tolist() == [float(rank * size)] * 3
+    tensor = torch.arange(2.0 * size)
+    communicator.all_to_all(tensor, tensor)
+    assert tensor.tolist() == [2.0 * rank, 2.0 * rank + 1] * size
+    communicator.shutdown()
+
+
+def test_in_place(run: Runner) -> None:
+    run(in_place)
+
+
+def messages() -> None:
+    communicator = make()
+    rank = communicator.rank
+    peer = 1 - rank
+    # Crossed, in another order of tags on either side.
+    received = {tag: torch.empty(4) for tag in (1, 2, 3)}
+    works = [
+        communicator.recv(received[tag], peer, tag, async_op=True)
+        for tag in (received if rank == 0 else reversed(received))
+    ]
+    for tag in (3, 1, 2):
+        works.append(communicator.send(torch.full((4,), float(tag)), peer, tag, async_op=True))
+    for work in works:
+        work.wait(20.0)
+    assert [tensor[0].item() for tensor in received.values()] == [1.0, 2.0, 3.0]
+    # Handles that nobody keeps, and an empty message.
+    for _ in range(10):
+        communicator.send(torch.full((1000,), float(rank)), peer, 9, async_op=True)
+    communicator.send(torch.empty(0), peer, 10, async_op=True)
+    for _ in range(10):
+        tensor = torch.empty(1000)
+        assert communicator.recv(tensor, -1, 9) == peer
+        assert tensor[999].item() == peer
+    assert communicator.recv(torch.empty(0), peer, 10) == peer
+    late = communicator.recv(torch.empty(1), peer, 11, async_op=True)
+    with pytest.raises(pydist.Timeout):
+        late.wait(0.05)
+    assert not late.is_completed()
+    communicator.barrier()
+    communicator.send(torch.ones(1), peer, 11)
+    late.wait()
+    assert (late.is_completed(), late.exception(), late.source_rank) == (True, None, peer)
+    with pytest.raises(pydist.InvalidUsage, match="itself"):
+        communicator.send(torch.ones(1), rank)
+    with pytest.raises(pydist.InvalidUsage, match="tags"):
+        communicator.send(torch.ones(1), peer, 2**31)
+    communicator.shutdown()
+
+
+def test_messages(run_two: Runner) -> None:
+    run_two(messages)
+
+
+def asynchronous() -> None:
+    communicator = make()
+    size = communicator.size
+    tensors = [torch.full((n,), 1.0) for n in (0, 1, 1000, 100_000)]
+    works = [communicator.all_reduce(tensor, tensor, "sum", True) for tensor in tensors]
+    # A call that waits takes its turn behind those under way.
+    last = torch.ones(1)
+    communicator.all_reduce(last, last)
+    assert all(work.is_completed() for work in works)
+    assert all(bool((tensor == size).all()) for tensor in [*tensors, last])
+    matrix = torch.ones(4, 3).t()
+    future = communicator.all_reduce(matrix, matrix, async_op=True).get_future()
+    assert torch.equal(future.wait()[0], torch.full((3, 4), float(size)))
+    communicator.shutdown()
+    with pytest.raises(pydist.InvalidUsage, match="shut down"):
+        communicator.barrier()
+
+
+def test_asynchronous(run: Runner) -> None:
+    run(asynchronous)
+
+
+def splits() -> list[str]:
+    communicator = make()
+    rank, size = communicator.rank, communicator.size
+    reverse = communicator.split(list(range(size))[::-1])
+    assert reverse.rank == size - 1 - rank
+    alone = communicator.split([rank])
+    assert (alone.rank, alone.size) == (0, 1)
+    again = communicator.split(list(range(size))[::-1])
+    tensor = torch.tensor([float(reverse.rank)])
+    again.broadcast(tensor, 0)
+    assert tensor.item() == 0.0
+    for ranks in ([rank, rank], [rank, size], [size]):
+        with pytest.raises(pydist.InvalidUsage):
+            communicator.split(ranks)
+    names = [group.name for group in (communicator, reverse, again)]
+    assert len(set(names)) == 3
+    return names
+
+
+def test_splits(run: Runner) -> None:
+    names = run(splits)
+    assert all(each == names[0] for each in names)
+
+
+def timed_out() -> list[Any]:
+    communicator = make()
+    start_s = time.monotonic()
+    errors = []
+    if communicator.rank == 0:
+        for _ in range(2):
+            try:
+                communicator.all_reduce(torch.ones(2), torch.ones(2), timeout=0.3)
+            except pydist.Error as error:
+                errors.append(type(error).__name__)
+        took_s = time.monotonic() - start_s
+        assert isinstance(communicator.failure, pydist.Timeout)
+        return [*errors, took_s]
+    try:
+        communicator.recv(torch.empty(1), 0)
+    except pydist.Error as error:
+        errors.append(type(error).__name__)
+    return errors
+
+
+def test_a_timeout_fails_the_group_on_both_sides(run_two: Runner) -> None:
+    first, second = run_two(timed_out)
+    assert first[:2] == ["Timeout", "Timeout"]
+    assert first[2] < 5.0
+    assert second == ["PeerLost"]
+
+
+def aborted() -> list[str]:
+    communicator = make()
+    works = []
+    if communicator.rank == 0:
+        works.append(communicator.recv(torch.empty(1), 1, async_op=True))
+        works.append(communicator.all_reduce(torch.ones(2), torch.ones(2), async_op=True))
+        time.sleep(0.2)
+        communicator.abort("enough")
+        names = []
+        for work in works:
+            with pytest.raises(pydist.Aborted, match="enough"):
+                work.wait(5.0)
+            names.append(type(work.exception()).__name__)
+        communicator.shutdown()
+        return names
+    with pytest.raises(pydist.PeerLost):
+        communicator.recv(torch.empty(1), 0)
+    return []
+
+
+def test_abort_wakes_everybody(run_two: Runner) -> None:
+    assert run_two(aborted)[0] == ["Aborted", "Aborted"]
+
+
+def left_behind() -> str:
+    communicator = make()
+    if communicator.rank == 1:
+        work = communicator.recv(torch.empty(1), 0, async_op=True)
+        start_s = time.monotonic()
+        communicator.shutdown()
+        assert time.monotonic() - start_s < 3.0
+        with pytest.raises(pydist.Aborted):
+            work.wait(1.0)
+        return ""
+    try:
+        communicator.all_reduce(torch.ones(2), torch.ones(2))
+    except pydist.PeerLost as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_leaves_is_noticed(run_two: Runner) -> None:
+    assert "closed" in run_two(left_behind)[0]
+
+
+def forked() -> int:
+    communicator = make()
+    communicator.all_reduce(torch.ones(2), torch.ones(2), async_op=True).wait()
+    pid = os.fork()
+    if pid == 0:
+        del communicator
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    communicator.barrier()
+    communicator.shutdown()
+    return status
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_lets_go(run_two: Runner) -> None:
+    assert run_two(forked) == [0, 0]
+
+
+def refused() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.HashStore()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no network here")
+
+    with pytest.raises(pydist.TransportError, match="no network here"):
+        _native.create_gloo(store, rank, size, "broken", 5.0, broken)
+    with pytest.raises(pydist.InvalidUsage, match="must return"):
+        _native.create_gloo(store, rank, size, "broken", 5.0, lambda *_: "text")
+    with pytest.raises(pydist.InvalidUsage, match="not a rank"):
+        _native.create_gloo(store, size, size, "broken", 5.0, gloo)
+    with pytest.raises(pydist.InvalidUsage, match="seconds"):
+        _native.create_gloo(store, rank, size, "broken", 0.0, gloo)
+
+
+def test_factories_that_fail(run_two: Runner) -> None:
+    run_two(refused)

@@ -1,0 +1,174 @@
+"""The layers: what may include or import what, and how files are named."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "pydist"
+
+# Low to high. A folder includes only itself and folders before it.
+CPP_LAYERS = (
+    "base",
+    "kernels",
+    "topology",
+    "memory",
+    "health",
+    "transport",
+    "collectives",
+    "communicator",
+    "c10d",
+    "bucketing",
+    "reducer",
+    "sharding",
+    "bindings",
+)
+TORCH_FREE = CPP_LAYERS[: CPP_LAYERS.index("c10d")]
+FOREIGN = ("torch/", "ATen/", "c10/", "caffe2/", "pybind11/", "Python.h")
+
+# Low to high. A module imports only modules before it; a package counts as one module.
+PYTHON_LAYERS = (
+    "_build",
+    "_native",
+    "_load",
+    "errors",
+    "environment",
+    "backends",
+    "groups",
+    "process",
+    "collectives",
+    "unpicklable",
+    "spawn",
+    "large_batch",
+    "sampler",
+    "buffer_sync",
+    "gradient_arena",
+    "gradient_sync",
+    "data_parallel",
+    "sharded_optimizer",
+    "checkpoint",
+    "__init__",
+    "benchmarks",
+    "cli",
+    "__main__",
+)
+
+VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
+
+CPP_FILES = sorted(p for p in CSRC.rglob("*") if p.suffix in {".h", ".cc", ".cu", ".cuh"})
+PYTHON_FILES = sorted(PACKAGE.rglob("*.py")) + sorted(PACKAGE.rglob("*.pyi"))
+
+
+def includes(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields (bracket, name) of each include of a C++ file."""
+    for line in path.read_text().splitlines():
+        if match := re.match(r'\s*#\s*include\s*([<"])([^>"]+)[>"]', line):
+            yield match[1], match[2]
+
+
+def python_imports(path: Path) -> Iterator[str]:
+    """Yields the full name of each module of pydist that a file imports.
+
+    Imports inside functions count; those under `if TYPE_CHECKING:` do not exist at run time.
+    """
+    package = ["pydist", *path.relative_to(PACKAGE).parent.parts]
+    stack: list[ast.AST] = [ast.parse(path.read_text())]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            stack.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            if module == "pydist":
+                # `from pydist import x`: x is a module, or a name of the package itself.
+                yield from (f"pydist.{alias.name}" for alias in node.names)
+            else:
+                yield module
+        stack.extend(ast.iter_child_nodes(node))
+
+
+def python_layer(parts: tuple[str, ...]) -> str:
+    """The layer of a path or dotted name below the package: its first part, without suffix."""
+    name = parts[0].split(".")[0] if parts else "__init__"
+    is_module = (PACKAGE / name).is_dir() or name in PYTHON_LAYERS
+    is_module = is_module or any((PACKAGE / f"{name}{end}").exists() for end in (".py", ".pyi"))
+    return name if is_module else "__init__"
+
+
+def test_every_folder_is_a_layer() -> None:
+    folders = {p.relative_to(CSRC).parts[0] for p in CPP_FILES}
+    assert folders <= set(CPP_LAYERS)
+    assert all(len(p.relative_to(CSRC).parts) == 2 for p in CPP_FILES), "folders do not nest"
+
+
+@pytest.mark.parametrize("path", CPP_FILES, ids=lambda p: str(p.relative_to(CSRC)))
+def test_cpp_includes_go_down(path: Path) -> None:
+    own = path.parent.name
+    for bracket, name in includes(path):
+        if bracket == "<":
+            if own in TORCH_FREE:
+                assert not name.startswith(FOREIGN), f"{own} is torch-free but includes <{name}>"
+            assert not (CSRC / name).is_file(), f'own headers take quotes: "{name}"'
+            continue
+        folder, _, rest = name.partition("/")
+        assert rest, f'"{name}" must be written from csrc/, as "{own}/{name}"'
+        assert (CSRC / name).exists(), f'"{name}" does not exist below csrc/'
+        assert CPP_LAYERS.index(folder) <= CPP_LAYERS.index(own), (
+            f'{own} includes "{name}" above it'
+        )
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_python_imports_go_down(path: Path) -> None:
+    own = python_layer(path.relative_to(PACKAGE).parts)
+    assert own in PYTHON_LAYERS, f"add {own} to PYTHON_LAYERS at its place"
+    for module in python_imports(path):
+        top, *parts = module.split(".")
+        if top != "pydist":
+            continue
+        used = python_layer(tuple(parts))
+        assert used in PYTHON_LAYERS, f"add {used} to PYTHON_LAYERS at its place"
+        assert PYTHON_LAYERS.index(used) <= PYTHON_LAYERS.index(own), f"{own} imports {module}"
+
+
+def test_python_circles_are_impossible_within_a_package() -> None:
+    """A package is one layer above; within it, its modules must not form a circle either."""
+    graph: dict[str, set[str]] = {}
+    for path in PYTHON_FILES:
+        name = ".".join(["pydist", *path.relative_to(PACKAGE).with_suffix("").parts])
+        graph.setdefault(name.removesuffix(".__init__"), set()).update(python_imports(path))
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"circle: {' -> '.join([*trail, name])}"
+        for used in graph.get(name, ()):
+            visit(used, (*trail, name))
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_names_tell_what_a_file_holds() -> None:
+    folders = [CSRC, PACKAGE, *(ROOT / f for f in ("tests", "bench", "examples", "third_party"))]
+    for folder in folders:
+        for path in folder.rglob("*"):
+            words = set(re.split(r"[_.\-]", path.name.lower()))
+            assert not words & VAGUE_NAMES, f"{path.relative_to(ROOT)}: name it after its one idea"
+
+
+@pytest.mark.parametrize(
+    ("listing", "folder"),
+    [(CSRC / "CMakeLists.txt", CSRC), (ROOT / "tests/cpp/CMakeLists.txt", ROOT / "tests/cpp")],
+    ids=["csrc", "tests/cpp"],
+)
+def test_every_source_is_listed(listing: Path, folder: Path) -> None:
+    listed = set(re.findall(r"[\w/]+\.(?:cc|cu)\b", listing.read_text()))
+    present = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix in {".cc", ".cu"}}
+    assert present == listed

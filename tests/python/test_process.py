@@ -1,0 +1,408 @@
+"""Joining a job, leaving it, and agreeing on a backend."""
+
+import atexit
+import logging
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import rank_outcomes, run_command, run_ranks
+
+import pydist
+from pydist.backends import judge
+
+
+def sum_of_ranks() -> float:
+    total = torch.tensor([float(pydist.rank())])
+    pydist.all_reduce(total)
+    return float(total)
+
+
+def join_and_describe(backend: str | None = None) -> tuple[Any, ...]:
+    pydist.init(backend)
+    return (
+        pydist.rank(),
+        pydist.world_size(),
+        pydist.local_rank(),
+        pydist.local_world_size(),
+        pydist.backend(),
+        sum_of_ranks(),
+        dist.get_rank(),
+        dist.get_backend(),
+    )
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+@pytest.mark.parametrize("backend", [None, "native", "gloo"])
+def test_every_rank_knows_its_place(nprocs: int, backend: str | None) -> None:
+    values = run_ranks(join_and_describe, nprocs, backend)
+    total = float(sum(range(nprocs)))
+    chosen = backend or "native"
+    assert values == [
+        (rank, nprocs, rank, nprocs, chosen, total, rank, "pydist") for rank in range(nprocs)
+    ]
+
+
+def join_leave_and_join_again() -> list[tuple[float, bool]]:
+    seen = []
+    for _ in range(4):
+        pydist.init()
+        pydist.init()  # idempotent
+        joined = (sum_of_ranks(), pydist.is_initialized())
+        pydist.shutdown()
+        pydist.shutdown()
+        assert not pydist.is_initialized()
+        assert not dist.is_initialized()
+        seen.append(joined)
+    return seen
+
+
+def test_init_and_shutdown_repeat() -> None:
+    assert run_ranks(join_leave_and_join_again, 3) == [[(3.0, True)] * 4] * 3
+
+
+def what_is_left() -> tuple[set[str], set[str], int]:
+    """Threads by name, open files by kind, and mapped shared segments."""
+    threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    files = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except FileNotFoundError:
+            continue
+        if target.startswith(("socket:", "/memfd:", "/dev/shm/", "anon_inode:[pidfd]")):
+            files.add(target)
+    maps = Path("/proc/self/maps").read_text()
+    return threads, files, maps.count("/memfd:") + maps.count("/dev/shm/")
+
+
+def join_use_and_leave(backend: str) -> tuple[set[str], set[str], int]:
+    for attempt in range(2):
+        pydist.init(backend)
+        group = pydist.new_group(range(pydist.world_size()))
+        pydist.all_reduce(torch.ones(100_000), group=group)
+        tensor = pydist.symmetric_empty(1000)
+        pydist.all_reduce(tensor.zero_())
+        del tensor, group
+        pydist.shutdown()
+        if attempt == 0:
+            before = what_is_left()
+    after = what_is_left()
+    return after[0] - before[0], after[1] - before[1], after[2]
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_shutdown_leaves_nothing_behind(backend: str) -> None:
+    for threads, files, segments in run_ranks(join_use_and_leave, 2, backend):
+        assert threads == set()
+        assert files == set()
+        assert segments == 0
+
+
+def ask_for_another() -> str:
+    pydist.init("gloo")
+    pydist.init("gloo")
+    pydist.init("auto")
+    with pytest.raises(pydist.InvalidUsage, match=r"'gloo' already.*'native'"):
+        pydist.init("native")
+    return pydist.backend()
+
+
+def test_a_second_init_cannot_change_the_backend() -> None:
+    assert run_ranks(ask_for_another, 2) == ["gloo", "gloo"]
+
+
+def init_as_told(wishes: list[str | None]) -> None:
+    rank = int(os.environ["RANK"])
+    if wishes[rank] is not None:
+        os.environ["PYDIST_BACKEND"] = str(wishes[rank])
+    pydist.init(timeout=20)
+
+
+def test_ranks_with_different_wishes_all_hear_who_said_what() -> None:
+    started = time.monotonic()
+    outcomes = rank_outcomes(init_as_told, 3, ["native", "gloo", "native"])
+    assert time.monotonic() - started < 20
+    for outcome in outcomes:
+        assert outcome.error == "Mismatch"
+        assert "PYDIST_BACKEND='native' on ranks 0, 2" in outcome.message
+        assert "PYDIST_BACKEND='gloo' on rank 1" in outcome.message
+
+
+def test_an_unknown_backend_on_one_rank_is_an_error_on_all() -> None:
+    for outcome in rank_outcomes(init_as_told, 3, [None, "fastest", None]):
+        assert outcome.error == "InvalidUsage"
+        assert "rank 1: PYDIST_BACKEND='fastest' is not valid" in outcome.message
+        assert "auto, native, nccl, gloo" in outcome.message
+
+
+def test_nccl_says_that_it_is_not_there() -> None:
+    for outcome in rank_outcomes(init_as_told, 2, ["nccl", "nccl"]):
+        assert outcome.error == "InvalidUsage"
+        assert "not built yet" in outcome.message
+
+
+def join_unless_last(seconds: float) -> None:
+    if pydist_rank_from_environment() != int(os.environ["WORLD_SIZE"]) - 1:
+        pydist.init(timeout=seconds)
+
+
+def pydist_rank_from_environment() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_a_rank_that_never_joins_is_named() -> None:
+    outcomes = rank_outcomes(join_unless_last, 3, 2.0)
+    for outcome in outcomes[:2]:
+        assert outcome.error == "Timeout"
+        assert "rank 2 of 3 did not join within 2 s" in outcome.message
+
+
+def fall_back(log_level: int) -> tuple[str, float]:
+    logging.basicConfig(level=log_level, format="%(name)s %(levelname)s %(message)s")
+    pydist.init()
+    return pydist.backend(), sum_of_ranks()
+
+
+def on_hosts_of_their_own(log_level: int) -> tuple[str, float]:
+    os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    return fall_back(log_level)
+
+
+def test_auto_takes_gloo_where_native_cannot_serve_and_says_so_once() -> None:
+    outcomes = rank_outcomes(on_hosts_of_their_own, 2, logging.WARNING)
+    assert [outcome.value for outcome in outcomes] == [("gloo", 1.0)] * 2
+    assert outcomes[0].output.count("pydist WARNING backend gloo on 2 ranks (native can't") == 1
+    assert "backend gloo" not in outcomes[1].output
+
+
+def test_auto_tells_what_it_took_at_info() -> None:
+    outcomes = rank_outcomes(fall_back, 2, logging.INFO)
+    assert [outcome.value for outcome in outcomes] == [("native", 1.0)] * 2
+    assert outcomes[0].output.count("pydist INFO backend native on 2 ranks") == 1
+    assert "backend native" not in outcomes[1].output
+
+
+def native_on_hosts_of_their_own() -> None:
+    os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    pydist.init("native")
+
+
+def test_native_asked_for_but_impossible_is_the_same_error_everywhere() -> None:
+    outcomes = rank_outcomes(native_on_hosts_of_their_own, 2)
+    assert [outcome.error for outcome in outcomes] == ["TransportError"] * 2
+    assert outcomes[0].message == outcomes[1].message
+
+
+def test_info_line_appears_with_pydist_log() -> None:
+    done = run_command(
+        [sys.executable, "-c", "import pydist; pydist.init(); pydist.shutdown()"],
+        env={"PYDIST_LOG": "info"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pydist[rank 0] info: backend native on 1 rank" in done.stderr
+
+
+def test_a_misspelt_variable_is_warned_of() -> None:
+    done = run_command(
+        [sys.executable, "-c", "import pydist; pydist.init()"], env={"PYDIST_BACKENDS": "gloo"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("PYDIST_BACKENDS") == 1
+    assert "did you mean PYDIST_BACKEND?" in done.stderr
+
+
+def adopt(torch_backend: str) -> tuple[Any, ...]:
+    dist.init_process_group(torch_backend)
+    pydist.init()
+    seen = (sum_of_ranks(), pydist.backend(), pydist.local_rank(), dist.get_backend())
+    pydist.shutdown()
+    assert dist.is_initialized()
+    # The script's group works on, and can be adopted once more.
+    check = torch.ones(1)
+    dist.all_reduce(check)
+    assert check == dist.get_world_size()
+    dist.destroy_process_group()
+    return seen
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("torch_backend", ["gloo", "pydist", "cpu:gloo", "cpu:pydist,cuda:pydist"])
+def test_a_group_of_the_script_is_adopted(nprocs: int, torch_backend: str) -> None:
+    total = float(sum(range(nprocs)))
+    for rank, value in enumerate(run_ranks(adopt, nprocs, torch_backend)):
+        assert value[:3] == (total, "native", rank)
+        assert torch_backend in (value[3], value[3].lower(), "cpu:gloo", "cpu:pydist,cuda:pydist")
+
+
+def adopt_a_world_of_one_without_a_server() -> float:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    pydist.init()
+    return sum_of_ranks()
+
+
+def test_a_world_of_one_on_a_hash_store_is_adopted() -> None:
+    nothing = {"RANK": None, "WORLD_SIZE": None, "MASTER_ADDR": None}
+    nothing |= {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+    assert run_ranks(adopt_a_world_of_one_without_a_server, 1, env=nothing) == [0.0]
+
+
+def survive_a_destroyed_group() -> tuple[bool, float]:
+    pydist.init()
+    dist.destroy_process_group()
+    left = pydist.is_initialized()
+    pydist.init()
+    return left, sum_of_ranks()
+
+
+def test_init_starts_anew_after_destroy_process_group() -> None:
+    assert run_ranks(survive_a_destroyed_group, 2) == [(False, 1.0)] * 2
+
+
+def collectives_on_torch_groups() -> list[float]:
+    pydist.init()
+    rank = pydist.rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 1])]
+    foreign = dist.new_group([0, 2], backend="gloo")
+    seen = []
+    for group in (*pairs, foreign):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            tensor = torch.tensor([float(10**rank)])
+            pydist.all_reduce(tensor, group=group)
+            seen.append(float(tensor))
+        else:
+            with pytest.raises(pydist.InvalidUsage, match="not a member"):
+                pydist.all_reduce(torch.ones(1), group=group)
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_groups_of_torch_carry_our_collectives(backend: str) -> None:
+    values = run_ranks(collectives_on_torch_groups, 3, env={"PYDIST_BACKEND": backend})
+    assert values == [[11.0, 101.0], [11.0, 110.0], [110.0, 101.0]]
+
+
+def subgroups() -> list[Any]:
+    pydist.init()
+    rank, size = pydist.rank(), pydist.world_size()
+    reversed_world = pydist.new_group(range(size - 1, -1, -1))
+    assert reversed_world is not None
+    even = pydist.new_group([r for r in range(size) if r % 2 == 0])
+    assert (even is None) == (rank % 2 == 1)
+    seen: list[Any] = [reversed_world.rank]
+    if even is not None:
+        gathered = pydist.all_gather(torch.tensor([rank]), group=even)
+        first = pydist.new_group([0], group=even)
+        seen += [gathered.tolist(), first is not None]
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_new_group(backend: str) -> None:
+    values = run_ranks(subgroups, 4, env={"PYDIST_BACKEND": backend})
+    assert values == [[3, [0, 2], True], [2], [1, [0, 2], False], [0]]
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [1], [-1]])
+def test_new_group_refuses(ranks: list[int]) -> None:
+    pydist.init()
+    try:
+        with pytest.raises(pydist.InvalidUsage, match="must name at least one rank"):
+            pydist.new_group(ranks)
+    finally:
+        pydist.shutdown()
+
+
+def registered_without_init(name: str) -> tuple[float, str]:
+    dist.init_process_group(name)
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor)
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    return float(tensor.sum()), backend
+
+
+def test_torch_runs_on_the_backend_without_init() -> None:
+    assert run_ranks(registered_without_init, 2, "pydist") == [(10.0, "pydist")] * 2
+
+
+def timeout_given_to_torch() -> list[float]:
+    dist.init_process_group("pydist", timeout=timedelta(seconds=77))
+    pydist.init()
+    communicator = pydist.groups.communicator_of()
+    given = communicator.timeout
+    dist.destroy_process_group()
+    dist.init_process_group("pydist", store=dist.HashStore(), rank=0, world_size=1)
+    ours = pydist.groups.communicator_of(dist.group.WORLD).timeout
+    dist.destroy_process_group()
+    return [given, ours]
+
+
+def test_timeouts_come_from_whoever_gave_one() -> None:
+    assert run_ranks(timeout_given_to_torch, 1, env={"PYDIST_TIMEOUT": "123"}) == [[77.0, 123.0]]
+
+
+def test_a_world_of_one_needs_no_server_and_ends_by_itself() -> None:
+    script = (
+        "import pydist, torch; pydist.init(timeout=3); t = torch.ones(2); pydist.all_reduce(t);"
+        "assert pydist.world_size() == 1 and t.sum() == 2; print(pydist.backend())"
+    )
+    done = run_command([sys.executable, "-c", script])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "native\n", "")
+
+
+def test_calls_before_init_say_what_to_do() -> None:
+    pydist.shutdown()
+    for call in (pydist.rank, pydist.world_size, pydist.backend, pydist.barrier):
+        with pytest.raises(pydist.InvalidUsage, match=r"call pydist\.init\(\) first"):
+            call()
+    for group in (None, "world"):
+        with pytest.raises(pydist.InvalidUsage):
+            pydist.all_reduce(torch.ones(1), group=group)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+def test_a_bad_timeout_is_refused(timeout: float) -> None:
+    with pytest.raises(pydist.InvalidUsage, match="timeout="):
+        pydist.init(timeout=timeout)
+    assert not pydist.is_initialized()
+
+
+def test_half_a_job_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(pydist.InvalidUsage, match="WORLD_SIZE set, RANK, MASTER_ADDR, MASTER_PORT"):
+        pydist.init()
+    assert not dist.is_initialized()
+
+
+def test_judging_hellos() -> None:
+    hello = {"host": "a", "pydist": "1", "torch": "2", "wish": "auto", "source": "PYDIST_BACKEND"}
+    assert judge([hello, {**hello, "host": "b"}]) == {"wish": "auto", "hosts": ["a", "b"]}
+    verdict = judge([hello, {**hello, "torch": "3"}, hello])
+    assert verdict["error"] == "Mismatch"
+    assert "torch 2 on ranks 0, 2; torch 3 on rank 1" in verdict["message"]
+    verdict = judge([{**hello, "wish": "gloo", "source": "backend="}, hello])
+    assert "backend='gloo' on rank 0; PYDIST_BACKEND='auto' on rank 1" in verdict["message"]
+
+
+def exit_of_forked_child() -> tuple[int, float]:
+    pydist.init()
+    child = os.fork()
+    if child == 0:
+        # What the end of a forked process that does not take care to avoid it does.
+        atexit._run_exitfuncs()
+        os._exit(3 if pydist.is_initialized() else 0)
+    _, status = os.waitpid(child, 0)
+    pydist.barrier()
+    return os.waitstatus_to_exitcode(status), sum_of_ranks()
+
+
+def test_a_forked_child_neither_belongs_to_the_job_nor_ends_it() -> None:
+    for code, total in run_ranks(exit_of_forked_child, 2, method="spawn"):
+        assert (code, total) == (0, 1.0)

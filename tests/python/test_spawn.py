@@ -1,0 +1,236 @@
+"""Ranks started from within a program."""
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+from launch import run_command
+
+import pydist
+from pydist.unpicklable import find_unpicklable
+
+
+def place_and_sum(offset: float) -> tuple[int, int, float, str]:
+    pydist.init()
+    total = torch.tensor([pydist.rank() + offset])
+    pydist.all_reduce(total)
+    return pydist.rank(), pydist.world_size(), float(total), pydist.backend()
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_results_come_back_in_rank_order(nprocs: int) -> None:
+    total = sum(range(nprocs)) + 10.0 * nprocs
+    expected = [(rank, nprocs, total, "native") for rank in range(nprocs)]
+    assert pydist.spawn(place_and_sum, (10.0,), nprocs, timeout=90) == expected
+
+
+def test_the_backend_is_handed_on_and_the_environment_stays() -> None:
+    before = dict(os.environ)
+    values = pydist.spawn(place_and_sum, (0.0,), nprocs=2, backend="gloo", timeout=90)
+    assert [value[3] for value in values] == ["gloo", "gloo"]
+    assert dict(os.environ) == before
+
+
+def fail_on(rank: int) -> None:
+    pydist.init()
+    if pydist.rank() == rank:
+        raise KeyError("no such sample")
+    pydist.barrier()
+
+
+def test_the_first_culprit_is_raised_with_its_traceback() -> None:
+    with pytest.raises(KeyError, match="no such sample") as caught:
+        pydist.spawn(fail_on, (1,), nprocs=3, timeout=90)
+    text = str(caught.value.__cause__)
+    assert "rank 1 of 3" in text
+    assert "in fail_on" in text
+    assert not psutil.Process().children(recursive=True) or all(
+        "spawn_main" not in " ".join(child.cmdline()) for child in psutil.Process().children()
+    )
+
+
+class TwoPartsError(Exception):
+    """Can be pickled, but not unpickled."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def fail_awkwardly() -> None:
+    raise TwoPartsError("this", "that")
+
+
+def test_an_error_that_cannot_travel_comes_as_text() -> None:
+    with pytest.raises(pydist.Error, match=r"rank 0 failed: .*TwoPartsError: this and that"):
+        pydist.spawn(fail_awkwardly, nprocs=1, timeout=90)
+
+
+def kill_rank_1() -> None:
+    pydist.init()
+    if pydist.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_killed_rank_ends_the_others_within_seconds() -> None:
+    started = time.monotonic()
+    with pytest.raises(pydist.PeerLost, match=r"rank 1 of 2 \(pid \d+\) was killed by signal 9"):
+        pydist.spawn(kill_rank_1, nprocs=2, timeout=90)
+    assert time.monotonic() - started < 45
+
+
+def leave(status: int) -> None:
+    sys.exit(status)
+
+
+def test_sys_exit_of_a_rank_does_not_end_the_caller() -> None:
+    with pytest.raises(pydist.Error, match="rank 0 failed: SystemExit: 3"):
+        pydist.spawn(leave, (3,), nprocs=1, timeout=90)
+
+
+def sleep_long() -> None:
+    time.sleep(100)
+
+
+def test_a_timeout_ends_all_and_shows_the_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(pydist.Timeout, match=r"ranks \[0, 1\] of 2 still ran after 8 s"):
+        pydist.spawn(sleep_long, nprocs=2, timeout=8)
+    assert "in sleep_long" in capfd.readouterr().err
+
+
+class Model:
+    def __init__(self) -> None:
+        self.name = "model"
+        self.parts = {"lock": threading.Lock()}
+
+
+def test_what_cannot_be_sent_is_named_by_its_path() -> None:
+    with pytest.raises(pydist.InvalidUsage, match=r"args\[1\]\.parts\['lock'\] is a _thread\.lock"):
+        pydist.spawn(place_and_sum, (1.0, Model()), nprocs=2)
+
+
+def return_a_lock() -> dict[str, Any]:
+    return {"fine": 1, "inner": [threading.Lock()]}
+
+
+def test_what_cannot_be_sent_back_is_named_by_its_path() -> None:
+    with pytest.raises(
+        pydist.InvalidUsage, match=r"rank 0 returned.*result\['inner'\]\[0\] is a _thread\.lock"
+    ):
+        pydist.spawn(return_a_lock, nprocs=1, timeout=90)
+
+
+@pytest.mark.parametrize("nprocs", [0, -1])
+def test_no_ranks_is_refused(nprocs: int) -> None:
+    with pytest.raises(pydist.InvalidUsage, match="nprocs="):
+        pydist.spawn(sleep_long, nprocs=nprocs)
+
+
+def test_an_unknown_backend_is_refused_at_once() -> None:
+    with pytest.raises(pydist.InvalidUsage, match="use one of: auto"):
+        pydist.spawn(sleep_long, nprocs=1, backend="fastest")
+
+
+# No guard on purpose: with cloudpickle the script is not run again.
+UNGUARDED = """
+import os, pydist, torch
+FACTOR = 3
+def work(x):
+    pydist.init()
+    t = torch.tensor([float(pydist.rank() + 1)])
+    pydist.all_reduce(t)
+    return float(t) * x * FACTOR
+print(pydist.spawn(work, (2,), nprocs=2, timeout=60))
+print(pydist.spawn(lambda: pydist.init() or pydist.world_size(), nprocs=2, timeout=60))
+"""
+
+WITHOUT_CLOUDPICKLE = "import sys\nsys.modules['cloudpickle'] = None\n"
+
+
+def test_a_script_without_a_guard(tmp_path: Path) -> None:
+    pytest.importorskip("cloudpickle")
+    script = tmp_path / "unguarded.py"
+    script.write_text(UNGUARDED)
+    done = run_command([sys.executable, str(script)], timeout=100)
+    assert (done.returncode, done.stdout) == (0, "[18.0, 18.0]\n[2, 2]\n"), done.stderr
+
+
+def test_an_interactive_session() -> None:
+    pytest.importorskip("cloudpickle")
+    done = run_command([sys.executable, "-c", UNGUARDED], timeout=100)
+    assert (done.returncode, done.stdout) == (0, "[18.0, 18.0]\n[2, 2]\n"), done.stderr
+
+
+def test_without_cloudpickle_a_missing_guard_is_explained(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(WITHOUT_CLOUDPICKLE + UNGUARDED)
+    done = run_command([sys.executable, str(script)], timeout=100)
+    assert done.returncode == 1
+    assert 'if __name__ == "__main__":' in done.stderr
+
+
+def test_without_cloudpickle_an_interactive_function_is_explained() -> None:
+    done = run_command([sys.executable, "-c", WITHOUT_CLOUDPICKLE + UNGUARDED], timeout=100)
+    assert done.returncode == 1
+    assert "install cloudpickle" in done.stderr
+
+
+def test_without_cloudpickle_a_guarded_script_works(tmp_path: Path) -> None:
+    body, calls = UNGUARDED.split("print(", 1)
+    first_call = "print(" + calls.splitlines()[0]
+    script = tmp_path / "guarded.py"
+    script.write_text(f'{WITHOUT_CLOUDPICKLE}{body}if __name__ == "__main__":\n    {first_call}\n')
+    done = run_command([sys.executable, str(script)], timeout=100)
+    assert (done.returncode, done.stdout) == (0, "[18.0, 18.0]\n"), done.stderr
+
+
+class Slotted:
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+
+class Owner:
+    def method(self) -> None: ...
+
+
+def find(value: object) -> str:
+    import pickle
+
+    return find_unpicklable(value, "args", pickle.dumps)
+
+
+def test_paths_to_what_cannot_be_pickled() -> None:
+    hook = lambda: None  # noqa: E731
+    line = f"is a lambda defined in {__file__}:{hook.__code__.co_firstlineno}"
+    assert f"args[0].hook {line}" in find([Slotted(hook)])
+    model = torch.nn.Sequential(torch.nn.ReLU())
+    model[0].hook = hook  # type: ignore[assignment]
+    assert f"args['model'].0.hook {line}" in find({"model": model})
+    assert f"args.keywords['key'] {line}" in find(functools.partial(max, key=hook))
+    owner = Owner()
+    owner.hook = hook  # type: ignore[attr-defined]
+    assert f"args.__self__.hook {line}" in find(owner.method)
+    cycle: list[Any] = [hook]
+    cycle.append(cycle)
+    assert f"args[0] {line}" in find(cycle)
+
+
+def test_closures_are_searched() -> None:
+    cloudpickle = pytest.importorskip("cloudpickle")
+    lock = threading.Lock()
+
+    def uses_lock() -> bool:
+        return lock.locked()
+
+    found = find_unpicklable(uses_lock, "fn", cloudpickle.dumps)
+    assert "lock (a variable that fn uses) is a _thread.lock" in found
