@@ -1,0 +1,280 @@
+// all_reduce of the native engine from C++: latency and bandwidth by size, on ordinary and on
+// symmetric memory, beside the roofline: the same reads and writes, on as many processes, without
+// any synchronisation. The three take turns, call by call, so that they meet the same noise.
+//
+//   bench_engine [ranks=2] [largest=268435456] [seconds per size=0.5] [dtype=float32|bfloat16]
+//
+// Prints medians over calls; a call's time is that of the slowest rank. Ranks are forked processes,
+// each pinned to a core (round robin where there are more ranks than cores).
+
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "collectives/slices.h"
+#include "communicator/native_communicator.h"
+#include "kernels/reduce_cpu.h"
+
+namespace pydist {
+namespace {
+
+// A key a file.
+class FolderStore final : public KeyValueStore {
+ public:
+  explicit FolderStore(std::filesystem::path folder) : folder_(std::move(folder)) {}
+  void set(const std::string& key, const std::string& value) override {
+    const auto path = file(key);
+    std::ofstream(path.string() + ".new") << value;
+    std::filesystem::rename(path.string() + ".new", path);
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    while (!std::filesystem::exists(file(key))) {
+      if (deadline.has_passed()) {
+        throw Timeout("no key " + key);
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    std::ifstream stream(file(key));
+    return {std::istreambuf_iterator<char>(stream), {}};
+  }
+  void erase(const std::string& key) override { std::filesystem::remove(file(key)); }
+
+ private:
+  std::filesystem::path file(std::string key) const {
+    std::replace(key.begin(), key.end(), '/', '_');
+    return folder_ / key;
+  }
+  std::filesystem::path folder_;
+};
+
+struct Settings {
+  int ranks = 2;
+  std::size_t largest = std::size_t{256} << 20;
+  double seconds = 0.5;
+  DType dtype = DType::kFloat32;
+};
+
+// Shared by all ranks: each writes its time of a call, rank 0 collects the slowest.
+struct Scratch {
+  std::atomic<double> seconds[64];
+};
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double median(std::vector<double>& values) {
+  if (values.empty()) {
+    return 0;
+  }
+  std::nth_element(values.begin(), values.begin() + static_cast<long>(values.size() / 2),
+                   values.end());
+  return values[values.size() / 2];
+}
+
+void* shared_memory(std::size_t bytes) {
+  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) {
+    throw system_error("mmap", errno);
+  }
+  return data;
+}
+
+class Rank {
+ public:
+  Rank(const Settings& settings, int rank, Scratch& scratch, std::byte* roofline_buffers,
+       const std::string& folder)
+      : settings_(settings),
+        rank_(rank),
+        scratch_(scratch),
+        roofline_buffers_(roofline_buffers),
+        communicator_(create_native_communicator(std::make_shared<FolderStore>(folder), rank,
+                                                 settings.ranks, {})) {}
+
+  void measure() {
+    ordinary_.assign(settings_.largest, std::byte{0});
+    symmetric_ = communicator_->allocate(settings_.largest, {});
+    std::memset(symmetric_->data(), 0, settings_.largest);
+    if (rank_ == 0) {
+      std::printf("%12s %12s %12s %12s %12s %10s\n", "bytes", "ordinary us", "symmetric us",
+                  "roofline us", "calls", "% of roof");
+    }
+    for (std::size_t bytes = 8; bytes <= settings_.largest; bytes *= 2) {
+      measure_size(bytes);
+    }
+  }
+
+ private:
+  void measure_size(std::size_t bytes) {
+    const std::function<void()> arms[] = {
+        [&] { all_reduce(ordinary_.data(), bytes); },
+        [&] { all_reduce(symmetric_->data(), bytes); },
+        [&] { touch_roofline(bytes); },
+    };
+    // Small calls are timed in batches: the clock costs as much as they do.
+    const int batch = bytes <= 4096 ? 100 : bytes <= 65536 ? 10 : 1;
+    std::vector<double> times[3];
+    for (const auto& arm : arms) {
+      arm();
+    }
+    const double start = now();
+    while (keep_going(start, times[0].size())) {
+      for (int arm = 0; arm < 3; ++arm) {
+        barrier();
+        const double begin = now();
+        for (int i = 0; i < batch; ++i) {
+          arms[arm]();
+        }
+        scratch_.seconds[rank_].store((now() - begin) / batch);
+        barrier();
+        double slowest = 0;
+        for (int rank = 0; rank < settings_.ranks; ++rank) {
+          slowest = std::max(slowest, scratch_.seconds[rank].load());
+        }
+        times[arm].push_back(slowest);
+      }
+    }
+    if (rank_ == 0) {
+      const double symmetric = median(times[1]);
+      const double roofline = median(times[2]);
+      std::printf("%12zu %12.2f %12.2f %12.2f %12zu %10.0f\n", bytes, median(times[0]) * 1e6,
+                  symmetric * 1e6, roofline * 1e6,
+                  times[0].size() * static_cast<std::size_t>(batch), roofline / symmetric * 100);
+      std::fflush(stdout);
+    }
+  }
+
+  // Rank 0 decides, so that all stop together.
+  bool keep_going(double start, std::size_t calls) {
+    std::int32_t more = now() - start < settings_.seconds || calls < 5 ? 1 : 0;
+    Operation operation;
+    operation.kind = OpKind::kBroadcast;
+    const Buffer buffer{&more, 1, DType::kInt32, {}};
+    if (rank_ == 0) {
+      operation.inputs = {buffer};
+    } else {
+      operation.outputs = {buffer};
+    }
+    communicator_->run(std::move(operation));
+    return more != 0;
+  }
+
+  void barrier() {
+    Operation operation;
+    operation.kind = OpKind::kBarrier;
+    communicator_->run(std::move(operation));
+  }
+
+  void all_reduce(void* data, std::size_t bytes) {
+    Operation operation;
+    operation.kind = OpKind::kAllReduce;
+    operation.inputs = {{data, bytes / element_size(settings_.dtype), settings_.dtype, {}}};
+    operation.outputs = operation.inputs;
+    communicator_->run(std::move(operation));
+  }
+
+  // What the algorithm on symmetric memory reads and writes, without waiting for anybody.
+  void touch_roofline(std::size_t bytes) {
+    const std::size_t element = element_size(settings_.dtype);
+    const Slice slice = Slices(bytes / element, settings_.ranks, element)[rank_];
+    std::vector<void*> buffers;
+    for (int rank = 0; rank < settings_.ranks; ++rank) {
+      buffers.push_back(roofline_buffers_ + static_cast<std::size_t>(rank) * settings_.largest +
+                        slice.begin * element);
+    }
+    const std::vector<const void*> inputs(buffers.begin(), buffers.end());
+    reduce({settings_.dtype, ReduceOp::kSum, 1.0, {}}, inputs, buffers, slice.count,
+           StoreHint::kCached);
+  }
+
+  const Settings& settings_;
+  const int rank_;
+  Scratch& scratch_;
+  std::byte* const roofline_buffers_;
+  CommunicatorPtr communicator_;
+  std::vector<std::byte> ordinary_;
+  MemoryPtr symmetric_;
+};
+
+void pin(int rank) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  ::sched_getaffinity(0, sizeof allowed, &allowed);
+  int wanted = rank % CPU_COUNT(&allowed);
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &allowed) && wanted-- == 0) {
+      cpu_set_t one;
+      CPU_ZERO(&one);
+      CPU_SET(cpu, &one);
+      ::sched_setaffinity(0, sizeof one, &one);
+      return;
+    }
+  }
+}
+
+int run(const Settings& settings) {
+  auto* scratch = new (shared_memory(sizeof(Scratch))) Scratch;
+  auto* roofline = static_cast<std::byte*>(
+      shared_memory(settings.largest * static_cast<std::size_t>(settings.ranks)));
+  std::string folder = (std::filesystem::temp_directory_path() / "pydist-bench-XXXXXX").string();
+  if (::mkdtemp(folder.data()) == nullptr) {
+    throw system_error("mkdtemp", errno);
+  }
+  for (int rank = 0; rank < settings.ranks; ++rank) {
+    if (::fork() == 0) {
+      pin(rank);
+      int status = 0;
+      try {
+        Rank(settings, rank, *scratch, roofline, folder).measure();
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
+        status = 1;
+      }
+      std::fflush(stdout);
+      ::_exit(status);
+    }
+  }
+  int failed = 0;
+  for (int rank = 0; rank < settings.ranks; ++rank) {
+    int status = 0;
+    ::wait(&status);
+    failed |= status;
+  }
+  std::filesystem::remove_all(folder);
+  return failed == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace pydist
+
+int main(int argc, char** argv) {
+  pydist::Settings settings;
+  if (argc > 1) {
+    settings.ranks = std::clamp(std::atoi(argv[1]), 1, 64);
+  }
+  if (argc > 2) {
+    settings.largest = std::max<std::size_t>(8, std::strtoull(argv[2], nullptr, 10));
+  }
+  if (argc > 3) {
+    settings.seconds = std::atof(argv[3]);
+  }
+  if (argc > 4 && std::string(argv[4]) == "bfloat16") {
+    settings.dtype = pydist::DType::kBFloat16;
+  }
+  return pydist::run(settings);
+}
