@@ -1,0 +1,179 @@
+# Everything from a bare clone: needs python3 (with venv), a C++ compiler and make.
+#
+# The first run makes .venv, installs the pinned tools and torch into it and compiles pydist;
+# later runs redo only what changed. Variables that may be given:
+#   PYTHON      the interpreter that .venv is made from         (python3)
+#   VENV        the virtual environment to work in              (.venv)
+#   TORCH_SPEC  what is installed where torch is missing        (torch==2.13.0)
+#   PIP_FLAGS   more flags for pip, such as an index of CPU-only wheels
+#   WERROR      ON makes compiler warnings errors             (OFF; .ci/run sets it)
+#   N           processes of `make train`                       (2)
+#   ARGS        more arguments for train, test (pytest) and bench
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_SPEC ?= torch==2.13.0
+PIP_FLAGS ?=
+WERROR ?= OFF
+N ?= 2
+ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+BIN := $(VENV)/bin
+BUILD := build/dev
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+# Sources, as the rules below need them; CMake itself lists what it compiles.
+CPP := $(sort $(shell find csrc tests/cpp -name '*.cc' -o -name '*.h'))
+CMAKE := CMakeLists.txt csrc/CMakeLists.txt tests/cpp/CMakeLists.txt \
+         $(wildcard third_party/cmake/*.cmake) pydist/_build.py.in pyproject.toml
+
+# ON where GoogleTest's headers are found; without them the C++ tests are left out, and said so.
+CXX ?= c++
+GTEST = $(shell echo '#include <gtest/gtest.h>' | $(CXX) -E -x c++ - >/dev/null 2>&1 \
+          && echo ON || echo OFF)
+GTEST_HINT := GoogleTest is not installed: `apt-get install libgtest-dev`
+
+BUILD_FLAGS = --no-build-isolation \
+  -C build-dir=$(BUILD) -C cmake.define.PYDIST_BUILD_TESTS=$(GTEST) \
+  -C cmake.define.PYDIST_WERROR=$(WERROR)
+
+##@ Everyday targets
+.PHONY: help
+help:  ## list the targets
+	@awk 'BEGIN { FS = ":.*## " } /^##@/ { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: build
+build: build/.installed  ## compile and install pydist into .venv (editable)
+
+.PHONY: train
+train: build  ## train a small GPT on N=2 processes
+	$(BIN)/pydist run -n $(N) examples/train_gpt.py $(ARGS)
+
+.PHONY: test
+test: test-cpp test-python  ## run every test
+
+.PHONY: bench
+bench: build bench-engine  ## measure the collectives beside gloo and the engine beside its roofline
+	$(BIN)/python bench/collectives.py $(ARGS)
+
+.PHONY: bench-engine
+bench-engine: build/.tools  ## the C++ part of bench
+	cmake -S . -B build/bench -G Ninja -DPYDIST_BUILD_PYTHON=OFF -DPYDIST_BUILD_BENCH=ON >/dev/null
+	cmake --build build/bench --target bench_engine bench_kernels
+	build/bench/bench/bench_engine 2
+	build/bench/bench/bench_engine 2 67108864 0.2 bfloat16
+
+##@ Tests
+.PHONY: test-cpp
+test-cpp: build  ## the C++ tests
+ifeq ($(GTEST),ON)
+	ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+else
+	@echo "SKIPPED: all C++ tests (tests/cpp). $(GTEST_HINT)"
+endif
+
+.PHONY: test-python
+test-python: build  ## the Python tests
+	$(BIN)/python -m pytest $(ARGS)
+
+SANITIZERS := address,undefined thread
+# TSan of g++ 12 needs a fixed memory layout; where the sandbox forbids that it runs without.
+FIXED_LAYOUT = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+export ASAN_OPTIONS ?= detect_stack_use_after_return=1
+export UBSAN_OPTIONS ?= print_stacktrace=1
+export TSAN_OPTIONS ?= halt_on_error=1 second_deadlock_stack=1
+
+.PHONY: sanitize
+sanitize: $(SANITIZERS:%=sanitize-%)  ## the C++ tests under ASan and UBSan, and under TSan
+
+.PHONY: $(SANITIZERS:%=sanitize-%)
+$(SANITIZERS:%=sanitize-%): sanitize-%: build/.tools
+	@[ $(GTEST) = ON ] || { echo "make sanitize runs the C++ tests. $(GTEST_HINT)" >&2; exit 1; }
+	cmake -S . -B build/$@ -G Ninja -DPYDIST_SANITIZE=$* -DPYDIST_BUILD_TESTS=ON -DPYDIST_WERROR=$(WERROR)
+	cmake --build build/$@
+	$(FIXED_LAYOUT) ctest --test-dir build/$@ --output-on-failure --no-tests=error
+
+##@ House-keeping
+.PHONY: lint
+lint: lint-python lint-cpp lint-shell check-stubs tidy  ## every check below (-k shows all that fail)
+
+.PHONY: lint-python
+lint-python: build  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: lint-cpp
+lint-cpp: build/.tools  ## clang-format
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+
+.PHONY: lint-shell
+lint-shell: build/.tools  ## shellcheck
+	$(BIN)/shellcheck .ci/run
+
+.PHONY: format
+format: build/.tools  ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+# clang-tidy on the torch-free sources that this machine compiles (other processors have kernels of
+# their own). A file is checked again when it or any header changes.
+TIDY_SOURCES = $(shell sed -n 's|^ *"file": "$(CURDIR)/\(csrc/.*\)",*$$|\1|p' \
+                   build/lint/compile_commands.json)
+.PHONY: tidy
+tidy: build/lint/compile_commands.json  ## clang-tidy
+	@$(MAKE) --no-print-directory -j$$(nproc) $(TIDY_SOURCES:%.cc=build/lint/%.tidy)
+
+build/lint/compile_commands.json: $(CMAKE) | build/.tools
+	cmake -S . -B build/lint -G Ninja -DPYDIST_BUILD_PYTHON=OFF >/dev/null
+
+build/lint/%.tidy: %.cc $(filter %.h,$(CPP)) .clang-tidy build/lint/compile_commands.json
+	@mkdir -p $(@D)
+	$(BIN)/clang-tidy --quiet -p build/lint $< 2> >(grep -v 'warnings generated' >&2)
+	@touch $@
+
+STUBGEN = $(BIN)/pybind11-stubgen pydist._native --output-dir build/stubs --exit-code
+.PHONY: stubs
+stubs: build  ## write pydist/_native.pyi anew from the compiled module
+	$(STUBGEN)
+	cp build/stubs/pydist/_native.pyi pydist/_native.pyi
+
+.PHONY: check-stubs
+check-stubs: build  ## the stub fits the compiled module
+	$(STUBGEN) >/dev/null
+	@diff -u pydist/_native.pyi build/stubs/pydist/_native.pyi || \
+	  { echo "pydist/_native.pyi differs from the compiled module: run make stubs." >&2; exit 1; }
+
+.PHONY: wheel
+wheel: build/.tools  ## dist/*.whl for the torch minor and the Python of .venv
+	$(PIP) wheel --quiet $(BUILD_FLAGS) --no-deps --wheel-dir dist .
+	@ls -1 dist/*.whl
+
+.PHONY: clean
+clean:  ## remove what was built (not .venv)
+	rm -rf build dist
+
+# Stamps. build/.tools: the virtual environment with the pinned tools and a torch.
+build/.tools: pyproject.toml
+	@mkdir -p build
+	@[ -x $(BIN)/python ] || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing the pinned tools into $(VENV)"
+	$(PIP) install --quiet $(PIP_FLAGS) 'pip>=25.1'
+	$(PIP) install --quiet $(PIP_FLAGS) --group dev
+	@$(BIN)/python -c 'import torch' 2>/dev/null || \
+	  { echo "installing $(TORCH_SPEC) into $(VENV)"; $(PIP) install --quiet $(PIP_FLAGS) '$(TORCH_SPEC)'; }
+	@touch $@
+
+build/.installed: build/.tools $(CMAKE) $(CPP)
+	@echo "compiling pydist (a few minutes the first time)"
+	$(PIP) install --quiet $(PIP_FLAGS) $(BUILD_FLAGS) --editable '.[examples]'
+	@touch $@
