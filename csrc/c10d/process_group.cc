@@ -555,7 +555,7 @@ void TorchProcessGroup::monitoredBarrier(const c10d::BarrierOptions& options, bo
       Buffer byte{.data = token->data() + peer, .count = 1, .dtype = DType::kUInt8, .device = {}};
       (kind == OpKind::kSend ? operation.inputs : operation.outputs).push_back(byte);
       WorkPtr work = communicator_->submit(std::move(operation));
-      work->on_completion([token] {});
+      work->on_completion([token](const Work::Outcome&) {});
       return work;
     };
     const auto came = [&](Work& work) {

@@ -135,9 +135,9 @@ WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, 
   const WorkPtr gathered = communicator.submit_grouped(std::move(operations));
   // Elsewhere: adding up takes longer than the thread that moves operations along should be kept.
   gathered->on_completion(
-      [work, parts, target = tensor, op, size = communicator.size(), raw = gathered.get()] {
-        if (std::exception_ptr error = raw->exception()) {
-          work->finish(std::move(error));
+      [work, parts, target = tensor, op, size = communicator.size()](const Work::Outcome& outcome) {
+        if (outcome.error) {
+          work->finish(outcome.error);
           return;
         }
         ElasticThreads::shared().post([work, parts, target, op, size] {

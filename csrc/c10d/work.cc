@@ -40,8 +40,8 @@ class EpilogueWork : public Work {
 
 WorkPtr with_epilogue(WorkPtr inner, std::function<void()> epilogue) {
   auto work = std::make_shared<EpilogueWork>(inner);
-  inner->on_completion([work, inner = inner.get(), epilogue = std::move(epilogue)] {
-    std::exception_ptr error = inner->exception();
+  inner->on_completion([work, epilogue = std::move(epilogue)](const Work::Outcome& outcome) {
+    std::exception_ptr error = outcome.error;
     if (error == nullptr) {
       try {
         epilogue();
@@ -49,7 +49,7 @@ WorkPtr with_epilogue(WorkPtr inner, std::function<void()> epilogue) {
         error = std::current_exception();
       }
     }
-    work->finish(std::move(error), inner->source_rank());
+    work->finish(std::move(error), outcome.source_rank);
   });
   return work;
 }
@@ -59,19 +59,19 @@ WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors) {
   if (held->has_copies()) {
     return with_epilogue(std::move(inner), [held] { held->copy_back(); });
   }
-  inner->on_completion([held] {});
+  inner->on_completion([held](const Work::Outcome&) {});
   return inner;
 }
 
 void DeferredWork::attach(WorkPtr inner) {
-  Work* const raw = inner.get();
   {
     const std::lock_guard lock(mutex_);
-    inner_ = std::move(inner);
+    inner_ = inner;
   }
   // Holds this work: whoever submitted may have dropped it before the operation has finished.
-  raw->on_completion(
-      [self = shared_from_this(), raw] { self->finish(raw->exception(), raw->source_rank()); });
+  inner->on_completion([self = shared_from_this()](const Outcome& outcome) {
+    self->finish(outcome.error, outcome.source_rank);
+  });
 }
 
 void DeferredWork::block(Deadline deadline) {
@@ -95,7 +95,8 @@ TorchWork::TorchWork(int rank, c10d::OpType type, WorkPtr work, std::vector<at::
       results_(std::move(results)),
       sequence_(sequence) {
   if (recordFunctionEndCallback_) {
-    work_->on_completion(std::exchange(recordFunctionEndCallback_, nullptr));
+    work_->on_completion([end = std::exchange(recordFunctionEndCallback_, nullptr)](
+                             const pydist::Work::Outcome&) { end(); });
   }
 }
 
@@ -146,11 +147,11 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
     std::vector<at::Tensor> results;
   };
   auto parcel = std::make_shared<Parcel>(Parcel{future_, results_});
-  work_->on_completion([complete, parcel = std::move(parcel), work = work_.get()]() mutable {
-    ElasticThreads::shared().post(
-        [complete, parcel = std::move(parcel), error = work->exception()] {
-          complete(parcel->future, parcel->results, error);
-        });
+  work_->on_completion([complete,
+                        parcel = std::move(parcel)](const pydist::Work::Outcome& outcome) mutable {
+    ElasticThreads::shared().post([complete, parcel = std::move(parcel), error = outcome.error] {
+      complete(parcel->future, parcel->results, error);
+    });
   });
   return future_;
 }
@@ -161,14 +162,14 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFutureResult() {
     return future_result_;
   }
   future_result_ = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
-  work_->on_completion([future = future_result_, work = work_.get()] {
-    auto outcome = c10d::WorkResult::SUCCESS;
-    if (const std::exception_ptr error = work->exception()) {
-      outcome = describe(error).kind == ErrorKind::kTimeout ? c10d::WorkResult::TIMEOUT
-                                                            : c10d::WorkResult::COMM_ERROR;
+  work_->on_completion([future = future_result_](const pydist::Work::Outcome& outcome) {
+    auto result = c10d::WorkResult::SUCCESS;
+    if (outcome.error) {
+      result = describe(outcome.error).kind == ErrorKind::kTimeout ? c10d::WorkResult::TIMEOUT
+                                                                   : c10d::WorkResult::COMM_ERROR;
     }
-    ElasticThreads::shared().post([future, outcome] {
-      future->markCompleted(c10::IValue(static_cast<std::int64_t>(outcome)));
+    ElasticThreads::shared().post([future, result] {
+      future->markCompleted(c10::IValue(static_cast<std::int64_t>(result)));
     });
   });
   return future_result_;

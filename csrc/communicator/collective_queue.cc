@@ -39,7 +39,7 @@ WorkPtr CollectiveQueue::submit(Operation operation, Deadline deadline) {
   {
     const std::lock_guard lock(mutex_);
     queue_.push_back(std::move(pending));
-    pending_count_.fetch_add(1, std::memory_order_release);
+    pending_count_.fetch_add(1);
   }
   hand_over();
   return work;
@@ -165,7 +165,7 @@ void CollectiveQueue::finish(Pending& pending, std::exception_ptr error) {
     const std::lock_guard lock(mutex_);
     owned = std::move(queue_.front());
     queue_.pop_front();
-    pending_count_.fetch_sub(1, std::memory_order_release);
+    pending_count_.fetch_sub(1);
   }
   // The state machine must be gone before the caller may reuse the buffers it refers to.
   owned->execution.reset();

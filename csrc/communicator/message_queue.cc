@@ -25,7 +25,7 @@ WorkPtr MessageQueue::submit(Operation operation, Deadline deadline) {
   {
     const std::lock_guard lock(mutex_);
     submitted_.push_back({std::move(operation), deadline, work});
-    pending_count_.fetch_add(1, std::memory_order_release);
+    pending_count_.fetch_add(1);
   }
   hand_over();
   return work;
@@ -88,7 +88,7 @@ void MessageQueue::finish_done() {
   for (const Done& done : done_) {
     const Pending pending = std::move(*done.pending);
     running_.erase(done.pending);
-    pending_count_.fetch_sub(1, std::memory_order_release);
+    pending_count_.fetch_sub(1);
     health_->journal().finish(pending.ticket, JournalState::kSucceeded);
     settle(*pending.work, nullptr, done.peer);
   }
@@ -103,7 +103,7 @@ void MessageQueue::fail_all(const std::exception_ptr& error) {
   }
   all.splice(all.begin(), running_);
   for (const Pending& pending : all) {
-    pending_count_.fetch_sub(1, std::memory_order_release);
+    pending_count_.fetch_sub(1);
     if (pending.number != 0) {
       health_->journal().finish(pending.ticket, JournalState::kFailed);
     }

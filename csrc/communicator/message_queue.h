@@ -34,9 +34,7 @@ class MessageQueue final : public WaitableDrivable {
 
  protected:
   bool drive() override;
-  [[nodiscard]] bool has_work() override {
-    return pending_count_.load(std::memory_order_acquire) != 0;
-  }
+  [[nodiscard]] bool has_work() override { return pending_count_.load() != 0; }
 
  private:
   struct Pending {

@@ -10,10 +10,11 @@
 #include "base/fork.h"
 
 namespace pydist {
+
 void Drivable::settle(Work& work, std::exception_ptr error, int source_rank) {
-  Work::Callbacks callbacks = work.settle(std::move(error), source_rank);
-  if (!callbacks.empty()) {
-    due_.push_back(std::move(callbacks));
+  Work::Notice notice = work.settle(std::move(error), source_rank);
+  if (!notice.is_empty()) {
+    due_.push_back(std::move(notice));
   }
 }
 
@@ -25,13 +26,11 @@ void Drivable::leave(Right right) {
 }
 
 void Drivable::give_back(Right right) {
-  std::vector<Work::Callbacks> due;
+  std::vector<Work::Notice> due;
   due.swap(due_);
   right.unlock();
-  for (const Work::Callbacks& callbacks : due) {
-    for (const auto& callback : callbacks) {
-      callback();
-    }
+  for (const Work::Notice& notice : due) {
+    notice.deliver();
   }
 }
 
@@ -113,7 +112,7 @@ bool Progress::take_work(std::vector<std::shared_ptr<Drivable>>& drivables) {
     // What is done, or is driven by a waiter (who hands over what is left), is not ours.
     const auto ours = std::partition(
         handed_over_.begin(), handed_over_.end(), [](const std::shared_ptr<Drivable>& drivable) {
-          return !drivable->is_attended_.load(std::memory_order_relaxed) && drivable->has_work();
+          return !drivable->is_attended_.load() && drivable->has_work();
         });
     dropped.insert(dropped.end(), std::make_move_iterator(ours),
                    std::make_move_iterator(handed_over_.end()));

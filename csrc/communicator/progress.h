@@ -54,7 +54,7 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
   // to drive. Errors of operations end in their works; this does not throw.
   virtual bool drive() = 0;
 
-  // Whether anything is left to drive. Any thread.
+  // Whether anything is left to drive. Any thread; see is_attended_ for the order of memory.
   [[nodiscard]] virtual bool has_work() = 0;
 
   // Finishes an operation from within drive(): its waiters wake now, its callbacks are called by
@@ -69,8 +69,11 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
 
   std::shared_ptr<Progress> progress_;
   std::mutex drive_mutex_;
-  std::vector<Work::Callbacks> due_;  // guarded by drive_mutex_
-  // Set while a waiter drives: the progress thread keeps away.
+  std::vector<Work::Notice> due_;  // guarded by drive_mutex_
+  // Set while a waiter drives: the progress thread keeps away. A waiter clears this and then looks
+  // for work that it has to hand over; a submitter adds work and then hands it over to the progress
+  // thread, which looks at this. Sequentially consistent, like the counts behind has_work(), so
+  // that one of the two sees the other.
   std::atomic<bool> is_attended_{false};
 };
 
@@ -166,7 +169,7 @@ void Drivable::attend_until(Finished is_finished, Deadline deadline) {
       sleeper.sleep(deadline.remaining(kLongestSleep));
     }
   }
-  is_attended_.store(false, std::memory_order_relaxed);
+  is_attended_.store(false);
 }
 
 }  // namespace pydist

@@ -29,35 +29,42 @@ std::exception_ptr Work::exception() const {
   return error_;
 }
 
-void Work::on_completion(std::function<void()> callback) {
+void Work::on_completion(Callback callback) {
+  Outcome outcome;
   {
     const std::lock_guard lock(mutex_);
     if (!is_completed()) {
       callbacks_.push_back(std::move(callback));
       return;
     }
+    outcome = {error_, source_rank()};
   }
-  callback();
+  callback(outcome);
+}
+
+void Work::Notice::deliver() const {
+  for (const Callback& callback : callbacks_) {
+    callback(outcome_);
+  }
 }
 
 void Work::finish(std::exception_ptr error, int source_rank) {
-  for (const auto& callback : settle(std::move(error), source_rank)) {
-    callback();
-  }
+  settle(std::move(error), source_rank).deliver();
 }
 
-Work::Callbacks Work::settle(std::exception_ptr error, int source_rank) {
-  Callbacks callbacks;
+Work::Notice Work::settle(std::exception_ptr error, int source_rank) {
+  Notice notice;
   const std::lock_guard lock(mutex_);
   if (is_completed()) {
-    return callbacks;
+    return notice;
   }
+  notice.outcome_ = {error, source_rank};
+  notice.callbacks_.swap(callbacks_);
   source_rank_.store(source_rank, std::memory_order_relaxed);
   error_ = std::move(error);
-  callbacks.swap(callbacks_);
   state_.store(error_ ? State::kFailed : State::kSucceeded, std::memory_order_release);
   finished_.notify_all();
-  return callbacks;
+  return notice;
 }
 
 void Work::block(Deadline deadline) {
@@ -87,7 +94,7 @@ class CombinedWork : public Work {
     auto work = std::make_shared<CombinedWork>(std::move(parts));
     work->pending_.store(work->parts_.size(), std::memory_order_relaxed);
     for (const WorkPtr& part : work->parts_) {
-      part->on_completion([work] { work->part_finished(); });
+      part->on_completion([work](const Outcome&) { work->part_finished(); });
     }
     return work;
   }

@@ -42,17 +42,37 @@ class Work {
     return source_rank_.load(std::memory_order_relaxed);
   }
 
+  // What an operation came to. Callbacks are handed it and must not look at the work instead: when
+  // they run, the last reference to the work may be gone.
+  struct Outcome {
+    std::exception_ptr error;  // null for success
+    int source_rank = -1;      // as source_rank()
+  };
+  using Callback = std::function<void(const Outcome&)>;
+
   // Calls `callback` once the operation has finished: at once if it has, otherwise on the thread
   // that finishes it, with no lock of the backend held. The callback must not throw.
-  void on_completion(std::function<void()> callback);
+  void on_completion(Callback callback);
 
   // For backends: finishes the operation and calls the callbacks. The first call wins.
   void finish(std::exception_ptr error = nullptr, int source_rank = -1);
 
-  // finish() for a backend that holds locks: wakes the waiters, and returns the callbacks for the
-  // backend to call once it holds none. A callback may submit operations, and wait for them.
-  using Callbacks = std::vector<std::function<void()>>;
-  [[nodiscard]] Callbacks settle(std::exception_ptr error, int source_rank = -1);
+  // The callbacks that a finished operation still owes. It does not refer to the work.
+  class Notice {
+   public:
+    [[nodiscard]] bool is_empty() const noexcept { return callbacks_.empty(); }
+    // A callback may submit operations, and wait for them.
+    void deliver() const;
+
+   private:
+    friend class Work;
+    Outcome outcome_;
+    std::vector<Callback> callbacks_;
+  };
+
+  // finish() for a backend that holds locks: wakes the waiters, and returns what the backend has
+  // to deliver once it holds none.
+  [[nodiscard]] Notice settle(std::exception_ptr error, int source_rank = -1);
 
  protected:
   // Returns when completed or when the deadline has passed. Backends whose waiters move the
@@ -69,8 +89,8 @@ class Work {
   std::atomic<int> source_rank_{-1};
   mutable std::mutex mutex_;
   std::condition_variable finished_;
-  std::exception_ptr error_;  // guarded by mutex_
-  Callbacks callbacks_;       // guarded by mutex_
+  std::exception_ptr error_;         // guarded by mutex_
+  std::vector<Callback> callbacks_;  // guarded by mutex_
 };
 
 using WorkPtr = std::shared_ptr<Work>;

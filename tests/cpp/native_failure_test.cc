@@ -6,6 +6,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <set>
 #include <string>
 #include <thread>
@@ -394,6 +395,22 @@ TEST(NativeFailureTest, AbortWakesEveryWaiterOnEveryRank) {
     EXPECT_EQ(describe(error).kind, ErrorKind::kAborted);
     EXPECT_PRED2(contains, describe(error).message, "the user changed their mind");
   }
+}
+
+// Whoever submitted may keep nothing but the callback (torch's futures do).
+TEST(NativeFailureTest, CallbackLearnsTheErrorOfAWorkThatNobodyHolds) {
+  run_ranks(2, [](RankOfTest& self) {
+    if (self.rank == 1) {
+      std::this_thread::sleep_for(milliseconds(20));
+      self.communicator->abort(Aborted("enough"));
+      return;
+    }
+    std::vector<int> values(10, 1);
+    std::promise<std::exception_ptr> error;
+    self.communicator->submit(all_reduce(values))
+        ->on_completion([&error](const Work::Outcome& outcome) { error.set_value(outcome.error); });
+    EXPECT_THROW(std::rethrow_exception(error.get_future().get()), Aborted);
+  });
 }
 
 TEST(NativeFailureTest, DepartedRankIsNamedToThoseWhoWaitForIt) {

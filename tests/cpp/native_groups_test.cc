@@ -52,7 +52,7 @@ TEST(NativeWorkTest, CompletesWithoutAnybodyWaiting) {
     std::vector<int> values(50'000, self.rank + 1);
     const WorkPtr work = self.communicator->submit(all_reduce(values));
     std::atomic<int> calls{0};
-    work->on_completion([&calls] { calls.fetch_add(1); });
+    work->on_completion([&calls](const Work::Outcome&) { calls.fetch_add(1); });
     while (calls.load() == 0) {
       std::this_thread::sleep_for(milliseconds(1));
     }
@@ -60,7 +60,7 @@ TEST(NativeWorkTest, CompletesWithoutAnybodyWaiting) {
     EXPECT_EQ(work->exception(), nullptr);
     EXPECT_EQ(values, std::vector<int>(50'000, 3));
     // Too late to be called later: at once.
-    work->on_completion([&calls] { calls.fetch_add(1); });
+    work->on_completion([&calls](const Work::Outcome&) { calls.fetch_add(1); });
     EXPECT_EQ(calls.load(), 2);
   });
 }
@@ -72,7 +72,7 @@ TEST(NativeWorkTest, CallbackMaySubmit) {
     std::atomic<bool> is_submitted{false};
     WorkPtr next;
     const WorkPtr work = self.communicator->submit(all_reduce(first));
-    work->on_completion([&] {
+    work->on_completion([&](const Work::Outcome&) {
       next = self.communicator->submit(all_reduce(second));
       is_submitted.store(true);
     });

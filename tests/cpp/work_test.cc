@@ -74,19 +74,30 @@ TEST(WorkTest, ManyWaitersAllWake) {
 TEST(WorkTest, CallbacksRunOnceBeforeOrAfter) {
   Work work;
   int calls = 0;
-  work.on_completion([&] {
+  work.on_completion([&](const Work::Outcome&) {
     EXPECT_TRUE(work.is_completed());
     ++calls;
     // A callback may look at the work, and hang on another one.
-    work.on_completion([&] { ++calls; });
+    work.on_completion([&](const Work::Outcome&) { ++calls; });
   });
   EXPECT_EQ(calls, 0);
   work.finish(make_error(ErrorKind::kTimeout, ""));
   EXPECT_EQ(calls, 2);
   work.finish();
   EXPECT_EQ(calls, 2);
-  work.on_completion([&] { ++calls; });
+  work.on_completion([&](const Work::Outcome&) { ++calls; });
   EXPECT_EQ(calls, 3);
+}
+
+TEST(WorkTest, CallbacksLearnTheOutcomeWithoutTheWork) {
+  auto work = std::make_unique<Work>();
+  Work::Outcome outcome;
+  work->on_completion([&](const Work::Outcome& told) { outcome = told; });
+  const Work::Notice notice = work->settle(make_error(ErrorKind::kAborted, "enough"), 3);
+  work.reset();
+  notice.deliver();
+  EXPECT_EQ(outcome.source_rank, 3);
+  EXPECT_THROW(std::rethrow_exception(outcome.error), Aborted);
 }
 
 TEST(WorkTest, NoCallbackIsLostInARace) {
@@ -95,7 +106,7 @@ TEST(WorkTest, NoCallbackIsLostInARace) {
     std::atomic<int> calls{0};
     std::thread adding([&] {
       for (int i = 0; i < 10; ++i) {
-        work.on_completion([&] { ++calls; });
+        work.on_completion([&](const Work::Outcome&) { ++calls; });
       }
     });
     std::thread finishing([&] { work.finish(); });

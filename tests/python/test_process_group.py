@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -588,13 +589,18 @@ def test_errors_are_typed_in_torch(run_two: Runner) -> None:
     assert run_two(late_peer)[0] == ["Timeout"] * 3
 
 
-def failing_backward() -> str:
-    rank, _ = join(timeout_s=1.0)
+def failing_backward(moment: str) -> str:
+    rank, _ = join()
     net = DistributedDataParallel(model())
     loss = loss_of(net, torch.ones(2, 8))
     if rank == 1:
+        if moment == "under way":
+            time.sleep(0.3)
         bridge().abort()
         return "aborted"
+    if moment == "before":
+        while bridge().communicator.failure is None:
+            time.sleep(0.01)
     try:
         loss.backward()
     except RuntimeError as error:
@@ -602,8 +608,9 @@ def failing_backward() -> str:
     return "nothing"
 
 
-def test_errors_are_typed_in_backward(run_two: Runner) -> None:
-    assert run_two(failing_backward)[0] in ("PeerLost", "Aborted", "Timeout")
+@pytest.mark.parametrize("moment", ["before", "under way"])
+def test_errors_are_typed_in_backward(run_two: Runner, moment: str) -> None:
+    assert run_two(failing_backward, moment) == ["Aborted", "aborted"]
 
 
 def monitored() -> str:
