@@ -184,14 +184,30 @@ def judge(hellos: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     return {"wish": hellos[0]["wish"], "hosts": [hello["host"] for hello in hellos]}
 
 
+def _appear(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
+    """Waits until the keys are in the store; False when the time is up.
+
+    Unlike the store's own wait it lets signal handlers run, and a TCPStore serve other threads.
+    """
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    pause_s = 0.0002
+    try:
+        while not store.check(keys):
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.01)
+    except RuntimeError as error:
+        raise TransportError(
+            f"the store of the job is gone; is the rank that hosts it still alive? ({error})"
+        ) from error
+    return True
+
+
 def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]:
     keys = [f"hello/{rank}" for rank in range(size)]
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as error:
+    if not _appear(store, keys, timeout):
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if not missing:
-            raise TransportError(f"rank 0 lost the store of the job: {error}") from error
         return {
             "error": "Timeout",
             "message": f"{_ranks(missing)} of {size} did not join within "
@@ -210,14 +226,11 @@ def _agree(
         verdict = _collect(store, size, timeout)
         store.set("verdict", json.dumps(verdict))
     else:
-        try:
-            store.wait(["verdict"], timeout + timedelta(seconds=_VERDICT_GRACE_S))
-            verdict = json.loads(store.get("verdict"))
-        except RuntimeError as error:
+        if not _appear(store, ["verdict"], timeout + timedelta(seconds=_VERDICT_GRACE_S)):
             raise Timeout(
-                f"rank 0 did not join within {timeout.total_seconds():g} s, or left: look at what "
-                f"it prints. ({error})"
-            ) from error
+                f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it prints."
+            )
+        verdict = json.loads(store.get("verdict"))
     if "error" in verdict:
         raise _VERDICTS[verdict["error"]](verdict["message"])
     return verdict["wish"], tuple(verdict["hosts"])
@@ -256,17 +269,19 @@ def create_communicator(
     *,
     name: str,
     timeout: timedelta,
+    members: Sequence[int] | None = None,
     backend: str | None = None,
     is_world: bool = False,
 ) -> _native.Communicator:
     """Joins a group. Every rank of the group calls it.
 
     Args:
-        store: the group's own key-value store, unused so far.
+        store: the group's own key-value store.
         rank: this process's rank in the group.
         size: the number of ranks in the group.
         name: unique among the process's groups, the same on every rank.
         timeout: how long joining, and later each operation, may take.
+        members: the ranks of the group by their rank in the world; None for all.
         backend: as in PYDIST_BACKEND, which it overrides.
         is_world: whether the group holds all ranks of the job, so that its choice is the job's.
 
@@ -277,6 +292,11 @@ def create_communicator(
         TransportError: the backend asked for can't serve these ranks.
     """
     global _job
+    # After destroy_process_group torch begins its names anew, on the same store. The same ranks
+    # have met under a name equally often; others may have met under it in between.
+    met_by = f"{name} of {','.join(map(str, members)) if members is not None else size}"
+    turn = store.add(f"{met_by}/{rank}", 1)
+    store = dist.PrefixStore(f"{met_by}#{turn}", store)
     if _job is not None and not is_world:
         return _create(_job.backend, _job.is_on_one_host, store, rank, size, name, timeout)
     start_s = time.monotonic()
@@ -360,6 +380,7 @@ def _create_process_group(options: Any, pg_options: Any = None) -> _native.Proce
         options.group_size,
         name="world" if is_world else f"group {options.group_id}",
         timeout=timeout,
+        members=options.global_ranks_in_group if not is_world else None,
         backend=pg_options.backend if pg_options is not None else None,
         is_world=is_world,
     )

@@ -110,6 +110,7 @@ def bootstrap(
         group.size(),
         name=f"group {group.group_name}",
         timeout=wait,
+        members=dist.get_process_group_ranks(group),
         backend=backend,
         is_world=is_world,
     )

@@ -172,8 +172,12 @@ Environment Environment::read() {
         parse_number("PYDIST_SPIN_US", *value, 0, 1e6, "microseconds from 0 to 1000000")));
   }
   if (const auto value = lookup("PYDIST_CHUNK_BYTES")) {
-    environment.chunk_bytes = static_cast<std::size_t>(
-        parse_number("PYDIST_CHUNK_BYTES", *value, 4096, 16777216, "bytes from 4096 to 16777216"));
+    constexpr const char* kValid = "whole bytes from 4096 to 16777216";
+    const double bytes = parse_number("PYDIST_CHUNK_BYTES", *value, 4096, 16777216, kValid);
+    if (bytes != std::floor(bytes)) {
+      reject("PYDIST_CHUNK_BYTES", *value, kValid);
+    }
+    environment.chunk_bytes = static_cast<std::size_t>(bytes);
   }
   if (const auto value = lookup("PYDIST_HEARTBEAT_WARNING")) {
     environment.heartbeat_warning = seconds(parse_number("PYDIST_HEARTBEAT_WARNING", *value, 1e-3,

@@ -5,10 +5,13 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/error.h"
 #include "base/op_kind.h"
 #include "base/reduce_op.h"
 
@@ -30,6 +33,10 @@ struct OpArgument {
 
 struct KindArgument {
   OpKind kind = OpKind::kBarrier;
+};
+
+struct TagArgument {
+  std::uint64_t tag = 0;
 };
 
 // "sum", "mean" (or "avg"), ...; throws InvalidUsage that lists the valid ones.
@@ -89,7 +96,9 @@ struct text_argument_caster {
         PyUnicode_Check(source.ptr()) ? PyUnicode_AsUTF8AndSize(source.ptr(), &size) : nullptr;
     if (text == nullptr) {
       PyErr_Clear();
-      return false;
+      throw pydist::InvalidUsage(
+          pydist::join("Expected the name of an operator or of an operation, such as \"sum\", got a ",
+                       Py_TYPE(source.ptr())->tp_name, "."));
     }
     value = Argument{Parse(std::string_view(text, static_cast<std::size_t>(size)))};
     return true;
@@ -103,5 +112,24 @@ struct type_caster<pydist::OpArgument>
 template <>
 struct type_caster<pydist::KindArgument>
     : text_argument_caster<pydist::KindArgument, &pydist::parse_kind> {};
+
+template <>
+struct type_caster<pydist::TagArgument> {
+  PYBIND11_TYPE_CASTER(pydist::TagArgument, const_name("int"));
+
+  bool load(handle source, bool /*convert*/) {
+    if (!PyLong_Check(source.ptr())) {
+      return false;
+    }
+    int overflow = 0;
+    const long long tag = PyLong_AsLongLongAndOverflow(source.ptr(), &overflow);
+    if (overflow != 0 || tag < 0) {
+      throw pydist::InvalidUsage(pydist::join("A tag must be from 0 to 2**63 - 1, got ",
+                                              std::string(str(source)), "."));
+    }
+    value.tag = static_cast<std::uint64_t>(tag);
+    return true;
+  }
+};
 
 }  // namespace pybind11::detail

@@ -24,6 +24,7 @@ namespace pydist {
 
 void bind_errors(py::module_& module);
 void bind_info(py::module_& module);
+void bind_interruption();
 void bind_work(py::module_& module);
 void bind_communicator(py::module_& module);
 void bind_process_group(py::module_& module);

@@ -173,29 +173,22 @@ py::object all_to_all(Communicator& self, const TensorsArgument& inputs,
                 });
 }
 
-std::uint64_t checked_tag(std::int64_t tag) {
-  if (tag < 0) {
-    throw InvalidUsage(join("A tag must not be negative, got ", tag, "."));
-  }
-  return static_cast<std::uint64_t>(tag);
-}
-
-py::object send(Communicator& self, TensorArgument tensor, int dst, std::int64_t tag, bool async_op,
+py::object send(Communicator& self, TensorArgument tensor, int dst, TagArgument tag, bool async_op,
                 std::string_view label, Timeout_s timeout) {
   return launch(self, OpKind::kSend, {async_op, label, timeout}, {},
                 [&](Operation& operation, DenseTensors& tensors) {
                   operation.peer = dst;
-                  operation.tag = checked_tag(tag);
+                  operation.tag = tag.tag;
                   operation.inputs = {tensors.input(*tensor.tensor)};
                 });
 }
 
-py::object recv(Communicator& self, TensorArgument tensor, int src, std::int64_t tag, bool async_op,
+py::object recv(Communicator& self, TensorArgument tensor, int src, TagArgument tag, bool async_op,
                 std::string_view label, Timeout_s timeout) {
   return launch(self, OpKind::kRecv, {async_op, label, timeout}, results_of(async_op, tensor),
                 [&](Operation& operation, DenseTensors& tensors) {
                   operation.peer = src;
-                  operation.tag = checked_tag(tag);
+                  operation.tag = tag.tag;
                   operation.outputs = {tensors.output(*tensor.tensor)};
                 });
 }
@@ -338,9 +331,9 @@ void bind_operations(py::class_<Communicator, CommunicatorPtr>& type) {
            label, timeout, "output = this rank's block of the root's inputs.");
   type.def("all_to_all", &all_to_all, py::arg("inputs"), py::arg("outputs"), async_op, label,
            timeout, "Block i of the inputs goes to rank i, into its block of this rank.");
-  type.def("send", &send, py::arg("tensor"), py::arg("dst"), py::arg("tag") = 0, async_op, label,
+  type.def("send", &send, py::arg("tensor"), py::arg("dst"), py::arg_v("tag", py::int_(0), "0"), async_op, label,
            timeout, "Sends to rank dst, which receives it with the same tag.");
-  type.def("recv", &recv, py::arg("tensor"), py::arg("src") = kAnySource, py::arg("tag") = 0,
+  type.def("recv", &recv, py::arg("tensor"), py::arg("src") = kAnySource, py::arg_v("tag", py::int_(0), "0"),
            async_op, label, timeout,
            "Receives from rank src, or from anybody (-1). Returns the source rank, or a Work.");
   type.def("barrier", &barrier, async_op, label, timeout,

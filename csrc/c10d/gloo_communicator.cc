@@ -18,7 +18,9 @@
 #include "c10d/gloo_agreement.h"
 #include "c10d/gloo_channel.h"
 #include "c10d/gloo_collectives.h"
+#include "c10d/gloo_roll_call.h"
 #include "c10d/serial_queue.h"
+#include "c10d/store.h"
 
 namespace pydist {
 namespace {
@@ -53,8 +55,9 @@ class OrdinaryMemory : public Memory {
 // What operations under way share with the communicator, which they may outlive.
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  Group(c10::intrusive_ptr<c10d::Backend> backend, int rank, int size, std::string name)
-      : channel(std::move(backend), rank, size), name_(std::move(name)) {}
+  Group(c10::intrusive_ptr<c10d::Backend> backend, StorePtr store, int rank, int size,
+        std::string name)
+      : channel(std::move(backend), rank, size), store_(std::move(store)), name_(std::move(name)) {}
 
   GlooChannel channel;
 
@@ -99,11 +102,41 @@ class Group : public std::enable_shared_from_this<Group> {
       return step();
     } catch (...) {
       const auto [kind, what] = describe(std::current_exception());
-      const std::string label = operation.label.empty() ? "" : " (" + operation.label + ")";
-      std::rethrow_exception(fail(make_error(
-          kind, join(to_string(operation.kind), label, " on rank ", channel.rank(), " of ",
-                     channel.size(), " of group '", name_, "' failed: ", what))));
+      std::rethrow_exception(
+          fail(make_error(kind, join(name_of(operation), " on rank ", channel.rank(), " of ",
+                                     channel.size(), " of group '", name_, "' failed: ", what))));
     }
+  }
+
+  // perform() for a collective, whose failure says who is missing.
+  template <typename Step>
+  void perform_collective(const Operation& operation, const Step& step) {
+    ++collectives_;
+    perform(operation, [&] {
+      if (const std::exception_ptr earlier = failure()) {
+        std::rethrow_exception(earlier);
+      }
+      try {
+        step();
+      } catch (...) {
+        const auto [kind, what] = describe(std::current_exception());
+        if (kind == ErrorKind::kMismatch || failure() != nullptr) {
+          throw;
+        }
+        channel.close();
+        std::string missing;
+        for (const int rank : find_missing(*store_, collectives_, channel.rank(), channel.size())) {
+          missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
+        }
+        if (missing.empty()) {
+          throw;
+        }
+        std::rethrow_exception(make_error(
+            kind, join(what, ". No answer from ", missing,
+                       " (late, stopped, dead, or still waiting for one of the others).")));
+      }
+      return -1;
+    });
   }
 
   // Messages under way, on threads that nobody joins. Throws where the group takes none.
@@ -130,7 +163,19 @@ class Group : public std::enable_shared_from_this<Group> {
   }
 
  private:
+  static std::string name_of(const Operation& operation) {
+    std::string name(to_string(operation.kind));
+    if (operation.kind == OpKind::kSend) {
+      name += join(" to rank ", operation.peer);
+    } else if (operation.kind == OpKind::kRecv && operation.peer >= 0) {
+      name += join(" from rank ", operation.peer);
+    }
+    return operation.label.empty() ? name : name + " (" + operation.label + ")";
+  }
+
+  const StorePtr store_;
   const std::string name_;
+  std::uint64_t collectives_ = 0;  // by the queue's thread only
   mutable std::mutex mutex_;
   std::condition_variable quiet_;
   std::exception_ptr failure_;  // guarded by mutex_
@@ -148,7 +193,8 @@ class GlooCommunicator : public Communicator {
         size_(size),
         name_(std::move(name)),
         timeout_(timeout),
-        group_(std::make_shared<Group>(factory_(store_, rank, size, timeout), rank, size, name_)) {}
+        group_(std::make_shared<Group>(factory_(store_, rank, size, timeout), adapt_store(store_),
+                                       rank, size, name_)) {}
 
   ~GlooCommunicator() override {
     shutdown();
@@ -219,26 +265,6 @@ class GlooCommunicator : public Communicator {
       works.push_back(submit(std::move(operation)));
     }
     return combine(std::move(works));
-  }
-
-  int run(Operation operation) override {
-    check(operation);
-    const Deadline deadline = deadline_of(operation);
-    if (is_point_to_point(operation.kind)) {
-      const UnderWay under_way(*group_);
-      Message message(operation);
-      return group_->perform(operation, [&] {
-        return GlooChannel::finish(message.post(group_->channel, operation), deadline);
-      });
-    }
-    if (!queue_.try_enter()) {
-      return Communicator::run(std::move(operation));
-    }
-    struct Leave {
-      SerialQueue& queue;
-      ~Leave() { queue.leave(); }
-    } leave{queue_};
-    return run_collective(*group_, operation, deadline);
   }
 
   MemoryPtr allocate(std::size_t bytes, Device device) override {
@@ -350,14 +376,11 @@ class GlooCommunicator : public Communicator {
   }
 
   static int run_collective(Group& group, const Operation& operation, Deadline deadline) {
-    return group.perform(operation, [&] {
-      if (const std::exception_ptr failure = group.failure()) {
-        std::rethrow_exception(failure);
-      }
+    group.perform_collective(operation, [&] {
       check_gloo_agreement(group.channel, operation, deadline);
       run_gloo_collective(group.channel, operation, deadline);
-      return -1;
     });
+    return -1;
   }
 
   void start_message(Operation operation, Deadline deadline, const WorkPtr& work) {

@@ -31,21 +31,6 @@ bool SerialQueue::post(std::function<void()> job) {
   return true;
 }
 
-bool SerialQueue::try_enter() {
-  const std::lock_guard lock(state_->mutex);
-  if (state_->busy || state_->stopped || !state_->jobs.empty()) {
-    return false;
-  }
-  state_->busy = true;
-  return true;
-}
-
-void SerialQueue::leave() {
-  const std::lock_guard lock(state_->mutex);
-  state_->busy = false;
-  state_->changed.notify_all();
-}
-
 bool SerialQueue::is_idle() const {
   const std::lock_guard lock(state_->mutex);
   return !state_->busy && state_->jobs.empty();
@@ -54,15 +39,13 @@ bool SerialQueue::is_idle() const {
 void SerialQueue::stop() {
   std::thread thread;
   {
-    std::unique_lock lock(state_->mutex);
+    const std::lock_guard lock(state_->mutex);
     state_->stopped = true;
     state_->changed.notify_all();
     thread = std::exchange(state_->thread, std::thread());
-    if (!thread.joinable()) {
-      // Whoever runs a job on a thread of his own is let finish.
-      state_->changed.wait(lock, [this] { return !state_->busy; });
-      return;
-    }
+  }
+  if (!thread.joinable()) {
+    return;
   }
   if (thread.get_id() == std::this_thread::get_id()) {
     thread.detach();
@@ -75,7 +58,7 @@ void SerialQueue::serve(State& state) {
   pthread_setname_np(pthread_self(), "pydist-gloo");
   std::unique_lock lock(state.mutex);
   for (;;) {
-    state.changed.wait(lock, [&] { return !state.busy && (state.stopped || !state.jobs.empty()); });
+    state.changed.wait(lock, [&] { return state.stopped || !state.jobs.empty(); });
     if (state.jobs.empty()) {
       return;
     }
@@ -87,7 +70,6 @@ void SerialQueue::serve(State& state) {
     job = nullptr;
     lock.lock();
     state.busy = false;
-    state.changed.notify_all();
   }
 }
 

@@ -1,5 +1,4 @@
-// Runs jobs one at a time, in the order in which they were posted, on a thread of its own; or on
-// the caller's, which saves two switches of threads, while nothing else runs or waits.
+// Runs jobs one at a time, in the order in which they were posted, on a thread of its own.
 //
 // Thread safe. The thread starts with the first posted job. stop() and the destructor wait for the
 // jobs that were posted. In a forked child the queue takes nothing and waits for nobody.
@@ -26,10 +25,6 @@ class SerialQueue {
 
   // `job` must not throw. Returns false, and takes nothing, once stopped.
   [[nodiscard]] bool post(std::function<void()> job);
-
-  // Whether the caller may now run a job itself; if so, it must call leave() after it.
-  [[nodiscard]] bool try_enter();
-  void leave();
 
   [[nodiscard]] bool is_idle() const;
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/interruption.h"
 
 namespace pydist {
 namespace {
@@ -45,6 +46,7 @@ class TorchStore : public KeyValueStore {
                            "' did not appear in the store in time: the rank that "
                            "writes it has not come this far."));
       }
+      check_interruption();
       std::this_thread::sleep_for(deadline.remaining(pause));
       pause = std::min(pause * 2, kLongestPause);
     }

@@ -12,22 +12,13 @@
 namespace pydist {
 namespace {
 
-// Lets `work` move itself along; its outcome is read from its state.
-void wait_quietly(Work& work, Deadline deadline) {
-  try {
-    work.wait(deadline);
-  } catch (const std::exception&) {
-    // The work keeps its error, or is still pending.
-  }
-}
-
 class EpilogueWork : public Work {
  public:
   explicit EpilogueWork(WorkPtr inner) : inner_(std::move(inner)) {}
 
  protected:
   void block(Deadline deadline) override {
-    wait_quietly(*inner_, deadline);
+    inner_->wait_quietly(deadline);
     // The thread that finishes the inner work may still be in the epilogue.
     Work::block(deadline);
   }
@@ -84,7 +75,7 @@ void DeferredWork::block(Deadline deadline) {
     throw InvalidUsage(
         "The operation starts when its coalescing block ends, so it cannot be waited for inside.");
   }
-  wait_quietly(*inner, deadline);
+  inner->wait_quietly(deadline);
   Work::block(deadline);
 }
 

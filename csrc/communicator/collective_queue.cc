@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/interruption.h"
 
 namespace pydist {
 namespace {
@@ -33,8 +34,7 @@ CollectiveQueue::CollectiveQueue(std::shared_ptr<Progress> progress,
       make_task_(std::move(make_task)) {}
 
 WorkPtr CollectiveQueue::submit(Operation operation, Deadline deadline) {
-  auto work =
-      std::make_shared<NativeWork>(std::static_pointer_cast<WaitableDrivable>(shared_from_this()));
+  WorkPtr work = make_work();
   auto pending = std::make_unique<Pending>(std::move(operation), deadline, work);
   {
     const std::lock_guard lock(mutex_);
@@ -45,23 +45,54 @@ WorkPtr CollectiveQueue::submit(Operation operation, Deadline deadline) {
   return work;
 }
 
+WorkPtr CollectiveQueue::make_work() {
+  return std::make_shared<NativeWork>(
+      std::static_pointer_cast<WaitableDrivable>(shared_from_this()));
+}
+
 void CollectiveQueue::run(Operation operation, Deadline deadline) {
+  const OpKind kind = operation.kind;
   auto right = try_attend();
   if (!right || has_work()) {
     if (right) {
       right.unlock();
     }
-    submit(std::move(operation), deadline)->wait();
+    wait_for(*submit(std::move(operation), deadline), kind);
     return;
   }
-  Pending pending(std::move(operation), deadline, /*the_work=*/nullptr);
-  running_here_ = &pending;
-  attend_until([&pending] { return pending.is_done; }, Deadline::never());
+  auto pending = std::make_unique<Pending>(std::move(operation), deadline, /*the_work=*/nullptr);
+  Pending& here = *pending;
+  running_here_ = &here;
+  attend_until([&here] { return here.is_done; }, kInterruptionInterval);
   running_here_ = nullptr;
-  leave(std::move(right));
-  if (pending.error) {
-    std::rethrow_exception(pending.error);
+  if (here.is_done) {
+    leave(std::move(right));
+    if (here.error) {
+      std::rethrow_exception(here.error);
+    }
+    return;
   }
+  // A wait that lasts becomes one like any other: signal handlers, which it has to run, may call
+  // this group, so it must not hold the right to drive.
+  const WorkPtr work = make_work();
+  here.work = work;
+  {
+    const std::lock_guard lock(mutex_);
+    queue_.push_front(std::move(pending));
+    pending_count_.fetch_add(1);
+  }
+  leave(std::move(right));
+  wait_for(*work, kind);
+}
+
+void CollectiveQueue::wait_for(Work& work, OpKind kind) {
+  work.wait_or_end([this, kind] {
+    health_->fail(ErrorKind::kAborted,
+                  join(health_->who(health_->rank()), " was interrupted in ", to_string(kind),
+                       " of group '", health_->name(),
+                       "' (Ctrl-C, or a signal handler that raised)."));
+    drain();
+  });
 }
 
 CollectiveQueue::Pending* CollectiveQueue::head() {

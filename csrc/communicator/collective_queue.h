@@ -35,7 +35,7 @@ class CollectiveQueue final : public WaitableDrivable {
   [[nodiscard]] WorkPtr submit(Operation operation, Deadline deadline);
 
   // Runs an operation on this thread when nothing is in front of it, otherwise submits it and
-  // waits. Throws its error.
+  // waits. Throws its error. An interruption fails the group.
   void run(Operation operation, Deadline deadline);
 
   [[nodiscard]] std::string diagnosis() override;
@@ -54,13 +54,15 @@ class CollectiveQueue final : public WaitableDrivable {
 
     Operation operation;
     Deadline deadline;
-    std::shared_ptr<Work> work;          // null where the caller runs it
+    std::shared_ptr<Work> work;          // null while the caller runs it
     std::optional<Execution> execution;  // once it has started
     Journal::Ticket ticket = 0;
     bool is_done = false;
     std::exception_ptr error;
   };
 
+  [[nodiscard]] WorkPtr make_work();
+  void wait_for(Work& work, OpKind kind);
   [[nodiscard]] Pending* head();
   void start(Pending& pending);
   // Moves the head along; false when it has to wait.

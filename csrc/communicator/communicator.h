@@ -92,12 +92,9 @@ class Communicator {
   [[nodiscard]] virtual WorkPtr submit_grouped(std::vector<Operation> operations) = 0;
 
   // Starts an operation and waits for it; backends may take a shorter way than submit. Returns the
-  // source rank of a receive, otherwise -1.
-  virtual int run(Operation operation) {
-    const WorkPtr work = submit(std::move(operation));
-    work->wait();
-    return work->source_rank();
-  }
+  // source rank of a receive, otherwise -1. An interruption (base/interruption.h) aborts the group,
+  // since the caller gets its buffers back.
+  virtual int run(Operation operation);
 
   // Collective: every rank of the group calls with the same size, in the same order relative to
   // the group's other collectives. Zero bytes are allowed.

@@ -96,10 +96,12 @@ void GroupHealth::fail(ErrorKind kind, const std::string& message) noexcept {
 void GroupHealth::fail(const std::exception_ptr& error) noexcept {
   try {
     ErrorDescription description = describe(error);
-    const bool names_ranks = description.kind == ErrorKind::kMismatch ||
-                             description.kind == ErrorKind::kPeerLost ||
-                             description.kind == ErrorKind::kTimeout;
-    if (!names_ranks && size() > 1) {
+    const bool names_ranks =
+        description.kind == ErrorKind::kPeerLost || description.kind == ErrorKind::kTimeout;
+    if (description.kind == ErrorKind::kMismatch) {
+      description.message =
+          join("Group '", name_, "', on ", who(rank_), ": ", description.message);
+    } else if (!names_ranks && size() > 1) {
       description.message = "On " + who(rank_) + ": " + description.message;
     }
     fail(description.kind, description.message);

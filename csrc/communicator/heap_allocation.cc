@@ -76,7 +76,7 @@ Task allocate_on_heap(Group& group, SymmetricHeap& heap, Endpoint& endpoint,
         heap.add_extent(placement,
                         SharedSegment::map(fetch_segment(rank0_address, key, deadline).fd));
       } catch (const std::exception& error) {
-        result.error = error.what();
+        result.error = join("The memory that rank 0 has made cannot be used here: ", error.what());
       }
     }
     // Everybody has it, or nobody keeps it.

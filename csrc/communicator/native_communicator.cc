@@ -550,10 +550,13 @@ CommunicatorPtr create_native_communicator(StorePtr store, int rank, int size,
     std::string complaint;
     membership.rank0_address = introductions[0].card.address;
     membership.token = introductions[0].token;
+    int peer = 0;
     try {
-      for (const Introduction& each : introductions) {
-        membership.peers.push_back(endpoint->meet(each.card, deadline));
+      for (; peer < size; ++peer) {
+        membership.peers.push_back(
+            endpoint->meet(introductions[static_cast<std::size_t>(peer)].card, deadline));
       }
+      peer = 0;
       if (rank != 0) {
         segments.group = SharedSegment::map(
             fetch_segment(membership.rank0_address, membership.token + "/group", deadline).fd,
@@ -562,7 +565,7 @@ CommunicatorPtr create_native_communicator(StorePtr store, int rank, int size,
             fetch_segment(membership.rank0_address, membership.token + "/messages", deadline).fd);
       }
     } catch (const Error& error) {
-      complaint = error.what();
+      complaint = join("with rank ", peer, ": ", error.what());
     }
     complaint = first_complaint(*store, topic + "/joined", rank, size, complaint, deadline,
                                 options.check_hope);

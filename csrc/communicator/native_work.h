@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/fork.h"
+#include "base/interruption.h"
 #include "communicator/progress.h"
 #include "communicator/work.h"
 
@@ -36,13 +37,19 @@ class NativeWork final : public Work {
     std::chrono::microseconds patience{200};
     constexpr std::chrono::microseconds kMostPatience{20'000};
     require_not_forked();
+    Deadline slice = Deadline::in(kInterruptionInterval);
     while (!is_completed() && !deadline.has_passed()) {
       if (auto right = drivable_->try_attend()) {
-        drivable_->attend_until([this] { return is_completed(); }, deadline);
+        drivable_->attend_until([this] { return is_completed(); },
+                                deadline.remaining(kInterruptionInterval));
         drivable_->leave(std::move(right));
       } else {
         Work::block(deadline.earlier_of(Deadline::in(patience)));
         patience = std::min(2 * patience, kMostPatience);
+      }
+      if (slice.has_passed() && !is_completed()) {
+        check_interruption();
+        slice = Deadline::in(kInterruptionInterval);
       }
     }
   }

@@ -7,10 +7,12 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -36,9 +38,9 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
   // Waits for it.
   [[nodiscard]] Right attend() { return Right(drive_mutex_); }
 
-  // Drives until `is_finished` or until `deadline` has passed. For a caller that holds the right.
+  // Drives until `is_finished`, or for about `longest`. For a caller that holds the right.
   template <typename Finished>
-  void attend_until(Finished is_finished, Deadline deadline);
+  void attend_until(Finished is_finished, std::chrono::nanoseconds longest);
 
   // Gives the right back, calls the callbacks of what has finished, and leaves what there is to
   // drive to the progress thread.
@@ -122,9 +124,11 @@ inline constexpr std::chrono::milliseconds kLongestSleep{50};
 inline constexpr unsigned kYields = 16;
 
 template <typename Finished>
-void Drivable::attend_until(Finished is_finished, Deadline deadline) {
+void Drivable::attend_until(Finished is_finished, std::chrono::nanoseconds longest) {
   is_attended_.store(true, std::memory_order_relaxed);
   Doorbell& doorbell = progress_->doorbell();
+  // Set after the first spin: most waits are over before it would be worth a look at the clock.
+  std::optional<Deadline> end;
   while (true) {
     // Spin: cheap looks first, the clock only now and then.
     const auto spin = progress_->spin();
@@ -161,12 +165,18 @@ void Drivable::attend_until(Finished is_finished, Deadline deadline) {
         }
       }
     }
-    if (is_over || deadline.has_passed()) {
+    if (is_over) {
+      break;
+    }
+    if (!end) {
+      end = Deadline::in(longest);
+    }
+    if (end->has_passed()) {
       break;
     }
     Sleeper sleeper(doorbell);
     if (!drive() && !is_finished()) {
-      sleeper.sleep(deadline.remaining(kLongestSleep));
+      sleeper.sleep(end->remaining(kLongestSleep));
     }
   }
   is_attended_.store(false);

@@ -3,13 +3,12 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/interruption.h"
 
 namespace pydist {
 
 void Work::wait(Deadline deadline) {
-  if (!is_completed()) {
-    block(deadline);
-  }
+  wait_quietly(deadline);
   if (!is_completed()) {
     const std::string who = diagnosis();
     throw Timeout(who.empty()
@@ -19,6 +18,30 @@ void Work::wait(Deadline deadline) {
   if (const std::exception_ptr error = exception()) {
     std::rethrow_exception(error);
   }
+}
+
+void Work::wait_quietly(Deadline deadline) {
+  if (!is_completed()) {
+    block(deadline);
+  }
+}
+
+void Work::wait_or_end(const std::function<void()>& end) {
+  std::exception_ptr interruption;
+  while (!is_completed()) {
+    try {
+      block(Deadline::never());
+    } catch (...) {
+      if (interruption == nullptr) {
+        interruption = std::current_exception();
+        end();
+      }
+    }
+  }
+  if (interruption != nullptr) {
+    std::rethrow_exception(interruption);
+  }
+  wait();
 }
 
 std::exception_ptr Work::exception() const {
@@ -70,10 +93,12 @@ Work::Notice Work::settle(std::exception_ptr error, int source_rank) {
 void Work::block(Deadline deadline) {
   std::unique_lock lock(mutex_);
   const auto completed = [this] { return is_completed(); };
-  if (deadline.is_never()) {
-    finished_.wait(lock, completed);
-  } else {
-    finished_.wait_until(lock, deadline.when(), completed);
+  while (!finished_.wait_until(
+             lock, deadline.earlier_of(Deadline::in(kInterruptionInterval)).when(), completed) &&
+         !deadline.has_passed()) {
+    lock.unlock();
+    check_interruption();
+    lock.lock();
   }
 }
 
@@ -102,14 +127,7 @@ class CombinedWork : public Work {
  protected:
   void block(Deadline deadline) override {
     for (const WorkPtr& part : parts_) {
-      try {
-        part->wait(deadline);
-      } catch (...) {
-        // The part keeps its error, or is still pending; both are told from its state below.
-        if (!part->is_completed()) {
-          return;
-        }
-      }
+      part->wait_quietly(deadline);
     }
     // The last part's waiter may be here before its callback has run.
     Work::block(deadline);

@@ -27,8 +27,17 @@ class Work {
   virtual ~Work() = default;
 
   // Returns once the operation has finished; rethrows its error. Throws Timeout when `deadline`
-  // passes first: the operation goes on, and may be waited for again.
+  // passes first, and what base/interruption.h throws: the operation goes on, and may be waited for
+  // again.
   void wait(Deadline deadline = Deadline::never());
+
+  // wait() for a caller that needs its buffers back whatever happens: an interruption calls `end`,
+  // which has to end the operation, and is thrown once it has ended.
+  void wait_or_end(const std::function<void()>& end);
+
+  // Returns once the operation has finished or `deadline` has passed, and does not look at its
+  // error; throws interruptions only.
+  void wait_quietly(Deadline deadline);
 
   [[nodiscard]] bool is_completed() const noexcept {
     return state_.load(std::memory_order_acquire) != State::kPending;
@@ -75,8 +84,8 @@ class Work {
   [[nodiscard]] Notice settle(std::exception_ptr error, int source_rank = -1);
 
  protected:
-  // Returns when completed or when the deadline has passed. Backends whose waiters move the
-  // operation along themselves override it.
+  // Returns when completed or when the deadline has passed; calls check_interruption(). Backends
+  // whose waiters move the operation along themselves override it.
   virtual void block(Deadline deadline);
 
   // Who is waited for, for the message of a Timeout; empty where nobody can tell.

@@ -70,20 +70,46 @@ std::vector<int> allowed_processors() {
   return processors;
 }
 
-std::optional<double> processor_quota() {
-  std::ifstream unified("/sys/fs/cgroup/cpu.max");
-  std::string quota;
-  std::string period;
-  if (unified >> quota >> period) {
-    return ratio(quota, period);
-  }
-  for (const std::string folder : {"/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"}) {
-    if (const auto cores = ratio(first_word(folder + "/cpu.cfs_quota_us"),
-                                 first_word(folder + "/cpu.cfs_period_us"))) {
-      return cores;
+std::optional<double> processor_quota(const std::string& mount, const std::string& memberships) {
+  std::optional<double> least;
+  const auto take = [&least](std::optional<double> cores) {
+    if (cores && (!least || *cores < *least)) {
+      least = cores;
+    }
+  };
+  std::ifstream lines(memberships);
+  // "0::/path" for version 2, "4:cpu,cpuacct:/path" for version 1.
+  for (std::string line; std::getline(lines, line);) {
+    const auto first = line.find(':');
+    const auto second = line.find(':', first + 1);
+    if (second == std::string::npos) {
+      continue;
+    }
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    if (!controllers.empty() && (',' + controllers + ',').find(",cpu,") == std::string::npos) {
+      continue;
+    }
+    const std::string top = controllers.empty() ? mount : mount + "/" + controllers;
+    std::string path = line.substr(second + 1);
+    // A limit binds everything below it.
+    for (;;) {
+      path.erase(path.find_last_not_of('/') + 1);
+      const std::string folder = top + path;
+      std::ifstream unified(folder + "/cpu.max");
+      std::string quota;
+      std::string period;
+      if (unified >> quota >> period) {
+        take(ratio(quota, period));
+      }
+      take(ratio(first_word(folder + "/cpu.cfs_quota_us"),
+                 first_word(folder + "/cpu.cfs_period_us")));
+      if (path.empty()) {
+        break;
+      }
+      path.erase(path.rfind('/'));
     }
   }
-  return std::nullopt;
+  return least;
 }
 
 bool has_core_for_every_rank(const std::vector<std::vector<int>>& allowed_by_rank,

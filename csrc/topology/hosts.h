@@ -18,8 +18,11 @@ namespace pydist {
 // The processors that this process may run on, by number.
 [[nodiscard]] std::vector<int> allowed_processors();
 
-// Processors' worth of time that the cgroup grants; nothing where it sets no limit.
-[[nodiscard]] std::optional<double> processor_quota();
+// Processors' worth of time that this process's cgroup and those above it grant; nothing where none
+// sets a limit. Both versions of cgroups; `mount` is where they are, `memberships` who is in which.
+[[nodiscard]] std::optional<double> processor_quota(
+    const std::string& mount = "/sys/fs/cgroup",
+    const std::string& memberships = "/proc/self/cgroup");
 
 // Whether every rank of the host can have a core of its own: the union of what the ranks may run
 // on, capped by the quota, covers them.

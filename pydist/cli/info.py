@@ -60,27 +60,15 @@ def _cgroup_file(name: str) -> str:
     return ""
 
 
-def _quota_cores() -> float | None:
-    """The processor time that the cgroup allows, in cores; None without a limit."""
-    quota, _, period = _cgroup_file("cpu.max").strip().partition(" ")
-    if not quota:
-        quota = _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").strip()
-        period = _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us").strip()
-    if quota in ("", "max", "-1"):
-        return None
-    return int(quota) / int(period)
-
-
 def _processor() -> dict[str, Any]:
     affinity = len(os.sched_getaffinity(0))
-    quota = _quota_cores()
     return {
         "name": _processor_name(),
         "architecture": platform.machine(),
         **_instruction_sets(),
         "cores": os.cpu_count(),
         "cores this process may use": affinity,
-        "cgroup quota in cores": quota,
+        "cgroup quota in cores": _native.processor_quota(),
         "threads of torch": torch.get_num_threads(),
         "GPUs": torch.cuda.device_count(),
     }

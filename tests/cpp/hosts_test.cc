@@ -3,8 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <string>
 #include <thread>
 
 namespace pydist {
@@ -41,6 +45,36 @@ TEST(HostsTest, AQuotaIsPositive) {
   if (const auto quota = processor_quota()) {
     EXPECT_GT(*quota, 0.0);
   }
+}
+
+TEST(HostsTest, TheTightestQuotaOfTheCgroupsAboveHolds) {
+  const std::filesystem::path root =
+      std::filesystem::path(::testing::TempDir()) / ("pydist-cgroup-" + std::to_string(::getpid()));
+  const auto write = [&root](const std::string& path, const std::string& text) {
+    std::filesystem::create_directories((root / path).parent_path());
+    std::ofstream(root / path) << text << '\n';
+  };
+  const auto quota = [&root] { return processor_quota(root.string(), root / "membership"); };
+  write("membership", "0::/slice/job/task");
+  EXPECT_EQ(quota(), std::nullopt);
+  write("slice/job/task/cpu.max", "max 100000");
+  EXPECT_EQ(quota(), std::nullopt);
+  write("slice/cpu.max", "150000 100000");
+  write("slice/job/cpu.max", "400000 100000");
+  EXPECT_EQ(quota(), 1.5);
+  // What binds the top alone, as in a container that sees its own cgroup as the root.
+  write("membership", "0::/");
+  EXPECT_EQ(quota(), std::nullopt);
+  write("cpu.max", "50000 100000");
+  EXPECT_EQ(quota(), 0.5);
+  // Version 1, where other controllers do not count.
+  write("membership", "7:cpuset:/job\n4:cpu,cpuacct:/job");
+  write("cpu,cpuacct/job/cpu.cfs_quota_us", "300000");
+  write("cpu,cpuacct/job/cpu.cfs_period_us", "100000");
+  write("cpuset/job/cpu.cfs_quota_us", "1000");
+  write("cpuset/job/cpu.cfs_period_us", "100000");
+  EXPECT_EQ(quota(), 3.0);
+  std::filesystem::remove_all(root);
 }
 
 TEST(HostsTest, CoresAreCountedOnceOverAllRanks) {

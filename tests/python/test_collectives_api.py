@@ -193,6 +193,16 @@ class TestRefusals:
         with pytest.raises(pydist.InvalidUsage, match="median"):
             pydist.all_reduce(torch.ones(1), "median")
 
+    def test_something_else_as_an_op(self) -> None:
+        for op in (None, 3, torch.distributed.ReduceOp.SUM):
+            with pytest.raises(pydist.InvalidUsage, match=f"got a .*{type(op).__name__}"):
+                pydist.all_reduce(torch.ones(1), op)  # type: ignore[call-overload]
+
+    @pytest.mark.parametrize("tag", [-1, 2**63, 10**30])
+    def test_a_tag_that_is_none(self, tag: int) -> None:
+        with pytest.raises(pydist.InvalidUsage, match=rf"from 0 to 2\*\*63 - 1, got {tag}"):
+            pydist.recv(torch.ones(1), tag=tag)
+
     @pytest.mark.parametrize(
         "call",
         [

@@ -536,8 +536,11 @@ def test_activation_checkpointing(run: Runner, reentrant: bool, cap_mb: float) -
 
 def test_weight_shared_by_reentrant_checkpoints(three: Ranks) -> None:
     outcomes = three.outcomes(train_checkpointed, True, True, 1e-6, timeout=LIMIT_S)
-    for outcome in outcomes:
-        assert outcome.error == "InvalidUsage", outcome.describe()
+    # A rank may find that another one has already given up.
+    assert {outcome.error for outcome in outcomes} <= {"InvalidUsage", "PeerLost"}, outcomes
+    refused = [outcome for outcome in outcomes if outcome.error == "InvalidUsage"]
+    assert refused
+    for outcome in refused:
         assert "parameter first.bias received a second gradient" in outcome.message
         assert "use_reentrant=False" in outcome.message
     three.run(train_checkpointed, False, True, 1e-6, timeout=LIMIT_S)

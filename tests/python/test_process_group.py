@@ -1,6 +1,7 @@
 """torch.distributed and what is built on it, running on backend "pydist"."""
 
 import copy
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -371,6 +372,25 @@ def groups() -> None:
 
 def test_groups_in_any_order(run: Runner) -> None:
     run(groups)
+
+
+def again_on_one_store() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    for turn in range(3):
+        dist.init_process_group("pydist", store=store, rank=rank, world_size=size)
+        tensor = torch.full((3,), float(turn))
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [turn * size] * 3
+        group = dist.new_group(list(range(size)))
+        dist.barrier(group)
+        dist.destroy_process_group()
+
+
+def test_joining_again_on_one_store(run: Runner) -> None:
+    run(again_on_one_store)
 
 
 def detail() -> None:

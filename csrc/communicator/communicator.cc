@@ -1,0 +1,17 @@
+#include "communicator/communicator.h"
+
+#include <utility>
+
+namespace pydist {
+
+int Communicator::run(Operation operation) {
+  const OpKind kind = operation.kind;
+  const WorkPtr work = submit(std::move(operation));
+  work->wait_or_end([&] {
+    abort(Aborted(join("Rank ", rank(), " was interrupted in ", to_string(kind), " of group '",
+                       name(), "' (Ctrl-C, or a signal handler that raised).")));
+  });
+  return work->source_rank();
+}
+
+}  // namespace pydist

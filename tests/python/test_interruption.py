@@ -1,0 +1,180 @@
+"""Ctrl-C and signal handlers reach a rank that waits in a collective."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from launch import Ranks
+
+import pydist
+from pydist.groups import communicator_of
+
+pytestmark = pytest.mark.timeout(60)
+
+LIMIT_S = 40.0
+# A wait looks for signals 20 times a second; the rest is for a busy machine.
+SOON_S = 5.0
+Runner = Callable[..., list[Any]]
+
+
+@pytest.fixture(params=["native", "gloo"])
+def run_two(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    with Ranks(2, {"PYDIST_BACKEND": request.param}) as ranks:
+        yield lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
+
+
+def signal_soon(number: signal.Signals) -> None:
+    """To this process, once its main thread is in the call that comes next."""
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+
+
+def wait_in(what: str) -> None:
+    tensor = torch.ones(3)
+    if what == "all_reduce":
+        pydist.all_reduce(tensor)
+    elif what == "large":
+        pydist.all_reduce(torch.ones(1_000_000))
+    elif what == "recv":
+        pydist.recv(tensor, 0)
+    elif what == "work":
+        pydist.all_reduce(tensor, async_op=True).wait()
+    elif what == "allocation":
+        pydist.symmetric_empty(10)
+    elif what == "second":
+        pydist.all_reduce(tensor, async_op=True)
+        pydist.barrier()
+
+
+def interrupted(what: str) -> str:
+    pydist.init(timeout=30)
+    if pydist.rank() == 0:
+        # Alive, and never comes.
+        time.sleep(1.5)
+        try:
+            pydist.barrier()
+        except pydist.Error as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+    signal_soon(signal.SIGINT)
+    began = time.monotonic()
+    try:
+        wait_in(what)
+    except KeyboardInterrupt:
+        assert time.monotonic() - began < SOON_S
+        if what == "work":
+            # The operation goes on, and the group with it.
+            return "interrupted"
+        with pytest.raises(pydist.Aborted, match="interrupted"):
+            pydist.barrier()
+        return "interrupted"
+    return "nothing"
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "large", "recv", "second"])
+def test_ctrl_c_ends_the_wait_and_the_group(run_two: Runner, what: str) -> None:
+    peer, rank = run_two(interrupted, what)
+    assert rank == "interrupted"
+    # gloo has no word for its peers: it hangs up on them.
+    assert re.match("Aborted: rank 1 .*interrupted|PeerLost", peer, re.IGNORECASE), peer
+
+
+def interrupted_allocation() -> str:
+    return interrupted("allocation")
+
+
+def test_ctrl_c_ends_an_allocation() -> None:
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        peer, rank = ranks.run(interrupted_allocation, timeout=LIMIT_S)
+    assert rank == "interrupted"
+    assert peer.startswith("Aborted: rank 1")
+
+
+def interrupted_work() -> float:
+    pydist.init(timeout=30)
+    tensor = torch.full((3,), pydist.rank() + 1.0)
+    if pydist.rank() == 0:
+        time.sleep(1.0)
+        pydist.all_reduce(tensor)
+        return tensor.sum().item()
+    signal_soon(signal.SIGINT)
+    work = pydist.all_reduce(tensor, async_op=True)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    work.wait()
+    return tensor.sum().item()
+
+
+def test_ctrl_c_leaves_an_asynchronous_operation_alone(run_two: Runner) -> None:
+    assert run_two(interrupted_work) == [9.0, 9.0]
+
+
+def handled(number: int) -> tuple[float, list[str]]:
+    pydist.init(timeout=30)
+    seen: list[str] = []
+
+    def handler(_number: int, _frame: object) -> None:
+        # May look at the group that the interrupted call waits for.
+        seen.append(f"{pydist.rank()} {len(communicator_of().whereabouts()) >= 0}")
+
+    signal.signal(number, handler)
+    tensor = torch.full((3,), pydist.rank() + 1.0)
+    if pydist.rank() == 0:
+        time.sleep(1.0)
+    else:
+        signal_soon(signal.Signals(number))
+    began = time.monotonic()
+    pydist.all_reduce(tensor)
+    if pydist.rank() == 1:
+        assert time.monotonic() - began > 0.5
+    return tensor.sum().item(), seen
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_handler_that_returns_lets_the_wait_go_on(run_two: Runner, number: int) -> None:
+    assert run_two(handled, int(number)) == [(9.0, []), (9.0, ["1 True"])]
+
+
+def aborting_handler() -> str:
+    pydist.init(timeout=30)
+    if pydist.rank() == 1:
+        time.sleep(1.5)
+        return ""
+    signal.signal(signal.SIGTERM, lambda *_: communicator_of().abort("preempted"))
+    signal_soon(signal.SIGTERM)
+    try:
+        pydist.all_reduce(torch.ones(3))
+    except pydist.Aborted as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_handler_may_abort_the_group(run_two: Runner) -> None:
+    assert "preempted" in run_two(aborting_handler)[0]
+
+
+def interrupted_meeting() -> str:
+    if pydist_rank() == 0:
+        time.sleep(1.0)
+        return ""
+    signal_soon(signal.SIGINT)
+    began = time.monotonic()
+    try:
+        pydist.init(timeout=30)
+    except KeyboardInterrupt:
+        assert time.monotonic() - began < SOON_S
+        return "interrupted"
+    return "nothing"
+
+
+def pydist_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_ctrl_c_ends_the_meeting(run_two: Runner) -> None:
+    assert run_two(interrupted_meeting)[1] == "interrupted"
