@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Communicator', 'Environment', 'ProcessGroup', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
+__all__: list[str] = ['Communicator', 'Environment', 'ProcessGroup', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -107,7 +107,7 @@ class Communicator:
         """
         At the root: outputs = the inputs of all ranks, in rank order.
         """
-    def recv(self, tensor: torch.Tensor, src: typing.SupportsInt | typing.SupportsIndex = -1, tag: typing.SupportsInt | typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def recv(self, tensor: torch.Tensor, src: typing.SupportsInt | typing.SupportsIndex = -1, tag: typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
         Receives from rank src, or from anybody (-1). Returns the source rank, or a Work.
         """
@@ -123,7 +123,7 @@ class Communicator:
         """
         output = this rank's block of the root's inputs.
         """
-    def send(self, tensor: torch.Tensor, dst: typing.SupportsInt | typing.SupportsIndex, tag: typing.SupportsInt | typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def send(self, tensor: torch.Tensor, dst: typing.SupportsInt | typing.SupportsIndex, tag: typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
         Sends to rank dst, which receives it with the same tag.
         """
@@ -202,6 +202,10 @@ def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.
 def environment_variables() -> list[tuple[str, str, str, str, str | None]]:
     """
     Every PYDIST_ variable of the engine: (name, values, default, meaning, current value or None).
+    """
+def processor_quota() -> float | None:
+    """
+    The processors' worth of time that the cgroups grant; None without a limit.
     """
 def read_environment() -> Environment:
     """

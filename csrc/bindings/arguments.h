@@ -96,9 +96,9 @@ struct text_argument_caster {
         PyUnicode_Check(source.ptr()) ? PyUnicode_AsUTF8AndSize(source.ptr(), &size) : nullptr;
     if (text == nullptr) {
       PyErr_Clear();
-      throw pydist::InvalidUsage(
-          pydist::join("Expected the name of an operator or of an operation, such as \"sum\", got a ",
-                       Py_TYPE(source.ptr())->tp_name, "."));
+      throw pydist::InvalidUsage(pydist::join(
+          "Expected the name of an operator or of an operation, such as \"sum\", got a ",
+          Py_TYPE(source.ptr())->tp_name, "."));
     }
     value = Argument{Parse(std::string_view(text, static_cast<std::size_t>(size)))};
     return true;
@@ -115,17 +115,21 @@ struct type_caster<pydist::KindArgument>
 
 template <>
 struct type_caster<pydist::TagArgument> {
-  PYBIND11_TYPE_CASTER(pydist::TagArgument, const_name("int"));
+  PYBIND11_TYPE_CASTER(pydist::TagArgument, const_name("typing.SupportsIndex"));
 
   bool load(handle source, bool /*convert*/) {
-    if (!PyLong_Check(source.ptr())) {
+    const auto number = PyIndex_Check(source.ptr()) != 0
+                            ? reinterpret_steal<object>(PyNumber_Index(source.ptr()))
+                            : object();
+    if (!number) {
+      PyErr_Clear();
       return false;
     }
     int overflow = 0;
-    const long long tag = PyLong_AsLongLongAndOverflow(source.ptr(), &overflow);
+    const long long tag = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
     if (overflow != 0 || tag < 0) {
-      throw pydist::InvalidUsage(pydist::join("A tag must be from 0 to 2**63 - 1, got ",
-                                              std::string(str(source)), "."));
+      throw pydist::InvalidUsage(
+          pydist::join("A tag must be from 0 to 2**63 - 1, got ", std::string(str(source)), "."));
     }
     value.tag = static_cast<std::uint64_t>(tag);
     return true;

@@ -331,10 +331,10 @@ void bind_operations(py::class_<Communicator, CommunicatorPtr>& type) {
            label, timeout, "output = this rank's block of the root's inputs.");
   type.def("all_to_all", &all_to_all, py::arg("inputs"), py::arg("outputs"), async_op, label,
            timeout, "Block i of the inputs goes to rank i, into its block of this rank.");
-  type.def("send", &send, py::arg("tensor"), py::arg("dst"), py::arg_v("tag", py::int_(0), "0"), async_op, label,
-           timeout, "Sends to rank dst, which receives it with the same tag.");
-  type.def("recv", &recv, py::arg("tensor"), py::arg("src") = kAnySource, py::arg_v("tag", py::int_(0), "0"),
-           async_op, label, timeout,
+  type.def("send", &send, py::arg("tensor"), py::arg("dst"), py::arg_v("tag", py::int_(0), "0"),
+           async_op, label, timeout, "Sends to rank dst, which receives it with the same tag.");
+  type.def("recv", &recv, py::arg("tensor"), py::arg("src") = kAnySource,
+           py::arg_v("tag", py::int_(0), "0"), async_op, label, timeout,
            "Receives from rank src, or from anybody (-1). Returns the source rank, or a Work.");
   type.def("barrier", &barrier, async_op, label, timeout,
            "Returns once every rank of the group has called.");

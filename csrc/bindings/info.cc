@@ -106,8 +106,9 @@ void bind_info(py::module_& module) {
              "The variables' validated values, of which the log level takes effect; raises "
              "pydist.InvalidUsage for one that is not valid.");
   module.def("build_info", &build_info, "What the module was built with, and the CPU's kernels.");
-  module.def("processor_quota", [] { return processor_quota(); },
-             "The processors' worth of time that the cgroups grant; None without a limit.");
+  module.def(
+      "processor_quota", [] { return processor_quota(); },
+      "The processors' worth of time that the cgroups grant; None without a limit.");
   module.def("set_log_rank", &set_log_rank, py::arg("rank"),
              "The rank that this process's log lines carry; -1 leaves it out.");
 }

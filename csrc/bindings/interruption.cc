@@ -23,10 +23,8 @@ void run_signal_handlers() {
 }  // namespace
 
 void bind_interruption() {
-  main_thread = py::module_::import("threading")
-                    .attr("main_thread")()
-                    .attr("ident")
-                    .cast<unsigned long>();
+  main_thread =
+      py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
   set_interruption_check(&run_signal_handlers);
 }
 

@@ -99,8 +99,7 @@ void GroupHealth::fail(const std::exception_ptr& error) noexcept {
     const bool names_ranks =
         description.kind == ErrorKind::kPeerLost || description.kind == ErrorKind::kTimeout;
     if (description.kind == ErrorKind::kMismatch) {
-      description.message =
-          join("Group '", name_, "', on ", who(rank_), ": ", description.message);
+      description.message = join("Group '", name_, "', on ", who(rank_), ": ", description.message);
     } else if (!names_ranks && size() > 1) {
       description.message = "On " + who(rank_) + ": " + description.message;
     }
