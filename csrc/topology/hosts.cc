@@ -8,6 +8,8 @@
 #include <fstream>
 #include <set>
 
+#include "base/error.h"
+
 namespace pydist {
 namespace {
 
@@ -86,10 +88,10 @@ std::optional<double> processor_quota(const std::string& mount, const std::strin
       continue;
     }
     const std::string controllers = line.substr(first + 1, second - first - 1);
-    if (!controllers.empty() && (',' + controllers + ',').find(",cpu,") == std::string::npos) {
+    if (!controllers.empty() && join(",", controllers, ",").find(",cpu,") == std::string::npos) {
       continue;
     }
-    const std::string top = controllers.empty() ? mount : mount + "/" + controllers;
+    const std::string top = controllers.empty() ? mount : join(mount, "/", controllers);
     std::string path = line.substr(second + 1);
     // A limit binds everything below it.
     for (;;) {
