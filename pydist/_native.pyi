@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Communicator', 'Environment', 'ProcessGroup', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
+__all__: list[str] = ['Communicator', 'Environment', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -186,6 +186,56 @@ class ProcessGroup(torch._C._distributed_c10d.Backend):
         """
     @property
     def communicator(self) -> Communicator:
+        ...
+class ReducerStats:
+    """
+    What synchronising gradients has cost since the last reset.
+    """
+    @property
+    def bytes(self) -> int:
+        """
+        Bytes of gradients that were averaged, on this rank.
+        """
+    @property
+    def rounds(self) -> int:
+        """
+        Backward passes that were synchronised.
+        """
+    @property
+    def wait_s(self) -> float:
+        """
+        Seconds that the training thread spent launching and waiting for communication: the part that backward did not hide.
+        """
+class Reducer:
+    """
+    Averages gradients over the ranks while backward still runs.
+    """
+    def __init__(self, communicator: Communicator, slots: collections.abc.Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], buckets: collections.abc.Sequence[tuple[str, torch.Tensor, collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]]], tail: torch.Tensor, buffer_memory: torch.Tensor | None = None, pack: collections.abc.Callable | None = None, unpack: collections.abc.Callable | None = None) -> None:
+        """
+        All ranks call, with the same plan. `slots` are (name, parameter, view of the arena; None for sparse gradients), `buckets` (label, memory, indices of slots) in the order of launching; `tail` is the end of the last bucket, a word for each slot and each rank. At the end of a round rank 0 calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`.
+        """
+    def prepare_forward(self) -> None:
+        """
+        Waits for what a backward that raised left under way; raises pydist.InvalidUsage where a parameter has changed its type.
+        """
+    def reset_stats(self) -> None:
+        """
+        Starts counting from zero.
+        """
+    def watch(self, output: torch.Tensor) -> None:
+        """
+        Announces the backward that will start from an output of forward.
+        """
+    @property
+    def enabled(self) -> bool:
+        """
+        Whether backwards that begin from now on are synchronised.
+        """
+    @enabled.setter
+    def enabled(self, arg1: bool) -> None:
+        ...
+    @property
+    def stats(self) -> ReducerStats:
         ...
 def build_info() -> dict:
     """

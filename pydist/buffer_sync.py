@@ -1,4 +1,4 @@
-"""Copies the buffers of rank 0 to the other ranks."""
+"""Packs the buffers of rank 0 into one message, and takes them out of it on the other ranks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from torch import Tensor, nn
 from pydist.errors import InvalidUsage
 
 if TYPE_CHECKING:
-    from pydist._native import Communicator, Work
+    from pydist._native import Communicator
 
 # Alignment of each buffer in the message: that of the widest dtype, and whole cache lines.
 _ALIGNMENT_BYTES = 64
 
 
 class BufferSync:
-    """Copies the buffers of rank 0 to all ranks, in one broadcast whatever their dtypes.
+    """The buffers of a module as one message of bytes, whatever their dtypes.
 
     All ranks construct it together.
+
+    Attributes:
+        memory: The message, on symmetric memory.
     """
 
     def __init__(self, communicator: Communicator, module: nn.Module) -> None:
-        self._communicator = communicator
         self._owners: list[tuple[str, nn.Module, str]] = []
         self._places: list[Tensor] = []
         places: list[tuple[int, Tensor]] = []
@@ -35,24 +37,20 @@ class BufferSync:
             places.append((size_bytes, buffer))
             size_bytes += buffer.numel() * buffer.element_size()
             size_bytes += -size_bytes % _ALIGNMENT_BYTES
-        self._memory = communicator.symmetric_empty([size_bytes], torch.uint8).zero_()
+        self.memory = communicator.symmetric_empty([size_bytes], torch.uint8).zero_()
         for begin, buffer in places:
             end = begin + buffer.numel() * buffer.element_size()
-            place = self._memory[begin:end].view(buffer.dtype).view(buffer.shape)
+            place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)
             self._places.append(place)
 
-    def launch(self) -> Work | None:
-        """Packs the buffers of rank 0 and starts the broadcast."""
-        if self._communicator.rank == 0:
-            for place, buffer in zip(self._places, self._buffers(), strict=True):
-                place.copy_(buffer)
-        work: Work | None = self._communicator.broadcast(self._memory, 0, True)
-        return work
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Writes the buffers into the message."""
+        for place, buffer in zip(self._places, self._buffers(), strict=True):
+            place.copy_(buffer)
 
-    def settle(self) -> None:
-        """Takes over what has arrived."""
-        if self._communicator.rank == 0:
-            return
+    def unpack(self) -> None:
+        """Sets the buffers to what the message holds."""
         for place, buffer in zip(self._places, self._buffers(), strict=True):
             # Not through autograd: a graph that is still alive has saved the buffer, and its own
             # backward does not depend on this value having stayed the same.

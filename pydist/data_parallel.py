@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from pydist import groups, process
 from pydist.buffer_sync import BufferSync
 from pydist.errors import InvalidUsage, Mismatch
-from pydist.gradient_sync import CommunicationStats, GradientSync, outputs_with_graph
+from pydist.gradient_sync import (
+    CommunicationStats,
+    make_reducer,
+    names_of_sparse,
+    outputs_with_graph,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -160,11 +165,12 @@ class DataParallel(nn.Module):
         named = list(module.named_parameters())
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         has_buffers = next(module.buffers(), None) is not None
-        self._sync = GradientSync(
+        self._reducer = make_reducer(
             self._communicator,
             [(name, p) for name, p in named if p.requires_grad],
             BufferSync(self._communicator, module) if sync_buffers and has_buffers else None,
             int(bucket_cap_mb * 2**20),
+            names_of_sparse(module),
         )
 
     # -- computation
@@ -178,15 +184,12 @@ class DataParallel(nn.Module):
                     "wrapped the module, so its gradient would not be averaged: unfreeze it "
                     "first, then wrap the module"
                 )
-        self._sync.drain()
+        self._reducer.prepare_forward()
         outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             for tensor in outputs_with_graph(outputs):
-                tensor.register_hook(self._announce)
+                self._reducer.watch(tensor)
         return outputs
-
-    def _announce(self, _: Tensor) -> None:
-        self._sync.announce()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -195,19 +198,19 @@ class DataParallel(nn.Module):
         The next backward outside averages what has been accumulated, also of parameters that it
         does not reach itself. All ranks do the same.
         """
-        before, self._sync.enabled = self._sync.enabled, False
+        before, self._reducer.enabled = self._reducer.enabled, False
         try:
             yield
         finally:
-            self._sync.enabled = before
+            self._reducer.enabled = before
 
     def stats(self) -> CommunicationStats:
         """What averaging has cost this rank since construction or the last `reset_stats()`."""
-        return self._sync.stats
+        return self._reducer.stats
 
     def reset_stats(self) -> None:
         """Lets `stats()` count from zero."""
-        self._sync.reset_stats()
+        self._reducer.reset_stats()
 
     # -- the wrapper stands for the module
 

@@ -8,14 +8,12 @@ to finish them (the reverse of registration); each travels in one operation. Eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-
-from pydist.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -57,60 +55,16 @@ class Slot:
     index: int
     name: str
     parameter: nn.Parameter
-    view: Tensor  # never handed out: Module.to() swaps the memory under `parameter.grad`
-    bucket: Bucket
-    # The parameter holds a gradient that was not averaged yet.
-    pending: bool = False
-    # The round in which it last received a gradient.
-    fired_in: int = -1
-
-    def holds_gradient(self) -> bool:
-        """Whether `parameter.grad` lies in the slot."""
-        grad = self.parameter.grad
-        return (
-            grad is not None
-            and grad.dtype == self.view.dtype
-            and grad.layout == torch.strided
-            and grad.data_ptr() == self.view.data_ptr()
-        )
-
-    def adopt(self) -> None:
-        """Moves `parameter.grad` into the slot."""
-        grad = self.parameter.grad
-        assert grad is not None
-        if grad.layout != torch.strided:
-            raise InvalidUsage(
-                f"the gradient of parameter {self.name} is sparse ({grad.layout}), and "
-                "pydist.DataParallel averages dense gradients only: build its module with "
-                "sparse=False"
-            )
-        if grad.requires_grad:
-            raise InvalidUsage(
-                f"the gradient of parameter {self.name} is part of a graph, which averaging over "
-                "the ranks would cut: backward(create_graph=True) does not work through "
-                "pydist.DataParallel; use torch.autograd.grad(..., create_graph=True) for the "
-                "inner derivative and backward() for the loss"
-            )
-        if grad.dtype != self.view.dtype or grad.shape != self.view.shape:
-            raise InvalidUsage(
-                f"parameter {self.name} was {tuple(self.view.shape)} {self.view.dtype} when "
-                f"pydist.DataParallel wrapped the module and is {tuple(grad.shape)} {grad.dtype} "
-                "now: convert the module first, then wrap it"
-            )
-        self.view.copy_(grad)
-        self.parameter.grad = self.view.detach()
+    view: Tensor | None  # None where the gradient is sparse
 
 
 @dataclass(eq=False)
 class Bucket:
     """A run of slots that travels in one all-reduce."""
 
-    number: int
     label: str
     slots: list[Slot] = field(default_factory=list)
     memory: Tensor = field(default_factory=lambda: torch.empty(0))
-    # How many of its parameters have no gradient yet in this round.
-    missing: int = 0
 
 
 class GradientArena:
@@ -118,7 +72,7 @@ class GradientArena:
 
     Attributes:
         slots: One for each parameter, in registration order.
-        buckets: In launch order.
+        buckets: In launch order. One that holds nothing but the tail, if all gradients are sparse.
         tail: Words at the end of the last bucket: one for each parameter, one for each rank.
     """
 
@@ -127,14 +81,17 @@ class GradientArena:
         communicator: Communicator,
         parameters: Sequence[tuple[str, nn.Parameter]],
         cap_bytes: int,
+        sparse: Container[str] = (),
     ) -> None:
         self.slots: list[Slot] = []
         self.buckets: list[Bucket] = []
         self.tail = torch.empty(0)
-        sizes = [(p.dtype, p.numel() * p.element_size()) for _, p in parameters]
-        plan = plan_buckets(sizes, max(cap_bytes, 1))
-        if not plan:
+        if not parameters:
             return
+        dense = [index for index, (name, _) in enumerate(parameters) if name not in sparse]
+        sizes = [(p.dtype, p.numel() * p.element_size()) for _, p in (parameters[i] for i in dense)]
+        plan = [[dense[i] for i in bucket] for bucket in plan_buckets(sizes, max(cap_bytes, 1))]
+        plan = plan or [[]]
         tail_words = len(parameters) + communicator.size
 
         # Complex numbers travel as pairs of reals: sums and averages are the same.
@@ -142,7 +99,7 @@ class GradientArena:
         ranges: list[tuple[int, int]] = []
         filled: dict[torch.dtype, int] = {}
         for members in plan:
-            dtype = parameters[members[0]][1].dtype.to_real()
+            dtype = _dtype_of(members, parameters)
             alignment = _ALIGNMENT_BYTES // dtype.itemsize
             begin = end = filled.get(dtype, 0)
             for index in members:
@@ -162,19 +119,24 @@ class GradientArena:
 
         slots: dict[int, Slot] = {}
         for number, (members, (begin, end)) in enumerate(zip(plan, ranges, strict=True)):
-            arena = arenas[parameters[members[0]][1].dtype.to_real()]
-            first = parameters[members[0]][0]
-            bucket = Bucket(
-                number, f"bucket {number}, first parameter {first}", memory=arena[begin:end]
-            )
+            arena = arenas[_dtype_of(members, parameters)]
+            first = f", first parameter {parameters[members[0]][0]}" if members else ""
+            bucket = Bucket(f"bucket {number}{first}", memory=arena[begin:end])
             for index in members:
                 name, parameter = parameters[index]
                 view = _slot_view(arena, offsets[index], parameter)
-                slots[index] = Slot(index, name, parameter, view, bucket)
+                slots[index] = Slot(index, name, parameter, view)
                 bucket.slots.append(slots[index])
             self.buckets.append(bucket)
-        self.slots = [slots[index] for index in range(len(parameters))]
+        for index, (name, parameter) in enumerate(parameters):
+            self.slots.append(slots.get(index) or Slot(index, name, parameter, None))
         self.tail = arena[tail_begin : tail_begin + tail_words]
+
+
+def _dtype_of(
+    members: Sequence[int], parameters: Sequence[tuple[str, nn.Parameter]]
+) -> torch.dtype:
+    return parameters[members[0]][1].dtype.to_real() if members else torch.float32
 
 
 def _slot_view(arena: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:

@@ -12,4 +12,5 @@ PYBIND11_MODULE(_native, module) {
   pydist::bind_work(module);
   pydist::bind_communicator(module);
   pydist::bind_process_group(module);
+  pydist::bind_reducer(module);
 }

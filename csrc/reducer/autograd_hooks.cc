@@ -1,0 +1,98 @@
+#include "reducer/autograd_hooks.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <memory>
+
+namespace pydist {
+namespace {
+
+using torch::autograd::variable_list;
+
+class BeforeHook final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit BeforeHook(std::function<at::Tensor(const at::Tensor&)> hook) : hook_(std::move(hook)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    variable_list replaced;
+    replaced.reserve(gradients.size());
+    for (const at::Tensor& gradient : gradients) {
+      replaced.push_back(hook_(gradient));
+    }
+    return replaced;
+  }
+
+ private:
+  std::function<at::Tensor(const at::Tensor&)> hook_;
+};
+
+class AfterHook final : public torch::autograd::FunctionPostHook {
+ public:
+  explicit AfterHook(std::function<void()> hook) : hook_(std::move(hook)) {}
+
+  variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
+    hook_();
+    return outputs;
+  }
+
+ private:
+  std::function<void()> hook_;
+};
+
+class NoticeHook final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit NoticeHook(std::function<void()> hook) : hook_(std::move(hook)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    hook_();
+    return gradients;
+  }
+
+ private:
+  std::function<void()> hook_;
+};
+
+}  // namespace
+
+AccumulationHooks::AccumulationHooks(const at::Tensor& leaf,
+                                     std::function<at::Tensor(const at::Tensor&)> before,
+                                     std::function<void()> after)
+    : node_(torch::autograd::impl::grad_accumulator(leaf)) {
+  auto hook = std::make_unique<BeforeHook>(std::move(before));
+  before_ = hook.get();
+  node_->add_pre_hook(std::move(hook));
+  after_ = node_->add_post_hook(std::make_unique<AfterHook>(std::move(after)));
+}
+
+AccumulationHooks::~AccumulationHooks() {
+  if (!node_) {
+    return;
+  }
+  node_->del_post_hook(after_);
+  auto& hooks = node_->pre_hooks();
+  hooks.erase(std::remove_if(hooks.begin(), hooks.end(),
+                             [this](const auto& hook) { return hook.get() == before_; }),
+              hooks.end());
+}
+
+bool AccumulationHooks::will_run() const {
+  const auto* const chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || chosen->empty()) {
+    return true;
+  }
+  const auto found = chosen->find(node_.get());
+  return found != chosen->end() && found->second.needed_;
+}
+
+void on_backward(const at::Tensor& tensor, std::function<void()> hook) {
+  tensor.grad_fn()->add_pre_hook(std::make_unique<NoticeHook>(std::move(hook)));
+}
+
+void at_end_of_backward(std::function<void()> callback) {
+  torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
+}
+
+}  // namespace pydist

@@ -1,0 +1,46 @@
+// C++ hooks on autograd's nodes. They run on the thread that runs the node, without the GIL.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+
+namespace pydist {
+
+// A reference to a node that keeps it alive; torch 2.13 changed the kind.
+using AutogradNode =
+    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+// Hooks on what accumulates a leaf's gradient; they go with this object. It keeps the node alive,
+// which the tensor itself does not.
+class AccumulationHooks {
+ public:
+  // `before` may replace the gradient on its way into `.grad`; `after` runs once it is there.
+  AccumulationHooks(const at::Tensor& leaf, std::function<at::Tensor(const at::Tensor&)> before,
+                    std::function<void()> after);
+  AccumulationHooks(AccumulationHooks&&) noexcept = default;
+  AccumulationHooks& operator=(AccumulationHooks&&) = delete;
+  ~AccumulationHooks();
+
+  // Whether the backward that runs on this thread will accumulate this leaf's gradient: a
+  // backward() does, unless its `inputs` leave the leaf out, and autograd.grad() does not.
+  [[nodiscard]] bool will_run() const;
+
+ private:
+  AutogradNode node_;
+  const void* before_ = nullptr;
+  std::uintptr_t after_ = 0;
+};
+
+// Calls `hook` when a backward reaches the tensor, which is not a leaf. Stays as long as the graph.
+void on_backward(const at::Tensor& tensor, std::function<void()> hook);
+
+// Calls `callback` at the end of the backward that runs on this thread. Dropped without a call
+// where that backward throws.
+void at_end_of_backward(std::function<void()> callback);
+
+}  // namespace pydist
