@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -259,14 +260,28 @@ def _serve(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> 
         ) from error
 
 
+def _await_server(rendezvous: Rendezvous, timeout: timedelta) -> None:
+    """Waits until something listens there: torch's client would, too, but deaf to Ctrl-C."""
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        with suppress(OSError):
+            place = (rendezvous.address, rendezvous.port)
+            socket.create_connection(place, min(left_s, 1.0)).close()
+            return
+        time.sleep(min(left_s, 0.05))
+
+
 def _connect(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> dist.Store:
+    start_s = time.monotonic()
+    _await_server(rendezvous, timeout)
+    left = timeout - timedelta(seconds=time.monotonic() - start_s)
     try:
         return dist.TCPStore(
             rendezvous.address,
             rendezvous.port,
             world_size=placement.world_size,
             is_master=False,
-            timeout=timeout,
+            timeout=max(left, timedelta(seconds=0.1)),
             wait_for_workers=False,
         )
     except RuntimeError as error:

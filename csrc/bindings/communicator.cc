@@ -7,6 +7,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
+#include <chrono>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -18,6 +20,7 @@
 #include "c10d/work.h"
 #include "communicator/endpoint.h"
 #include "communicator/native_communicator.h"
+#include "communicator/open_communicators.h"
 
 namespace pydist {
 namespace {
@@ -264,7 +267,10 @@ CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, i
   if (timeout_s) {
     options.environment.timeout = milliseconds_in(*timeout_s);
   }
-  return for_python(create_native_communicator(adapt_store(std::move(store)), rank, size, options));
+  const std::chrono::milliseconds patience =
+      std::min<std::chrono::milliseconds>(kStorePatience, options.environment.timeout);
+  return for_python(
+      create_native_communicator(adapt_store(std::move(store), patience), rank, size, options));
 }
 
 // The Python factory as a C++ one: takes the GIL, and turns what it raises into our errors.
@@ -395,6 +401,12 @@ void bind_communicator(py::module_& module) {
              "Joins a group on the native backend; all its ranks call. `store` is a torch store; "
              "`timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by "
              "default.");
+  // Peers of a script that just ends are to learn of a departure, not of a death.
+  py::module_::import("atexit").attr("register")(py::cpp_function([] {
+    const ReleasedGil released;
+    shut_down_all();
+    Endpoint::release_process();
+  }));
   module.def("release_process", &Endpoint::release_process, py::call_guard<ReleasedGil>(),
              "Lets go of what this process keeps between its native groups: its threads, segments "
              "and sockets end with the last group.");

@@ -21,6 +21,7 @@
 #include "c10d/gloo_roll_call.h"
 #include "c10d/serial_queue.h"
 #include "c10d/store.h"
+#include "communicator/open_communicators.h"
 
 namespace pydist {
 namespace {
@@ -124,16 +125,11 @@ class Group : public std::enable_shared_from_this<Group> {
           throw;
         }
         channel.close();
-        std::string missing;
-        for (const int rank : find_missing(*store_, collectives_, channel.rank(), channel.size())) {
-          missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
-        }
-        if (missing.empty()) {
+        const std::string who = call_roll(*store_, collectives_, channel.rank(), channel.size());
+        if (who.empty()) {
           throw;
         }
-        std::rethrow_exception(make_error(
-            kind, join(what, ". No answer from ", missing,
-                       " (late, stopped, dead, or still waiting for one of the others).")));
+        std::rethrow_exception(make_error(kind, join(what, what.ends_with('.') ? " " : ". ", who)));
       }
       return -1;
     });
@@ -193,8 +189,9 @@ class GlooCommunicator : public Communicator {
         size_(size),
         name_(std::move(name)),
         timeout_(timeout),
-        group_(std::make_shared<Group>(factory_(store_, rank, size, timeout), adapt_store(store_),
-                                       rank, size, name_)) {}
+        group_(std::make_shared<Group>(factory_(store_, rank, size, timeout),
+                                       adapt_store(store_, kRollCallPatience), rank, size, name_)) {
+  }
 
   ~GlooCommunicator() override {
     shutdown();
@@ -301,9 +298,9 @@ class GlooCommunicator : public Communicator {
     // Unique and equal on its members, who all have made the same splits among themselves.
     std::string name = join(name_, "/", members, "#", count);
     auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
-    return std::make_shared<GlooCommunicator>(store, static_cast<int>(own - ranks.begin()),
-                                              static_cast<int>(ranks.size()), std::move(name),
-                                              timeout(), factory_);
+    return create_gloo_communicator(store, static_cast<int>(own - ranks.begin()),
+                                    static_cast<int>(ranks.size()), std::move(name), timeout(),
+                                    factory_);
   }
 
   milliseconds timeout() const override { return timeout_.load(); }
@@ -457,8 +454,18 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
   if (!store) {
     throw InvalidUsage("A group needs a store for its ranks to meet at, and got None.");
   }
-  return std::make_shared<GlooCommunicator>(std::move(store), rank, size, std::move(name), timeout,
-                                            std::move(factory));
+  if (size > 1) {
+    // A store whose host is stopped is to be told here: torch's gloo would ask it without limit.
+    const StorePtr asked =
+        adapt_store(store, std::min<std::chrono::milliseconds>(timeout, kStorePatience));
+    const std::string key = join("here/", rank);
+    asked->set(key, "1");
+    (void)asked->get(key, Deadline::in(timeout));
+  }
+  auto communicator = std::make_shared<GlooCommunicator>(
+      std::move(store), rank, size, std::move(name), timeout, std::move(factory));
+  note_open(communicator);
+  return communicator;
 }
 
 }  // namespace pydist

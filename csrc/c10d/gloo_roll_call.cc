@@ -1,8 +1,6 @@
 #include "c10d/gloo_roll_call.h"
 
-#include <chrono>
 #include <exception>
-#include <string>
 
 #include "base/deadline.h"
 #include "base/error.h"
@@ -10,32 +8,33 @@
 namespace pydist {
 namespace {
 
-constexpr std::chrono::seconds kPatience{1};
-
 std::string answer_key(std::uint64_t sequence, int rank) {
   return join("failed/", sequence, "/", rank);
 }
 
 }  // namespace
 
-std::vector<int> find_missing(KeyValueStore& store, std::uint64_t sequence, int rank,
-                              int size) noexcept {
-  std::vector<int> missing;
+std::string call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int size) noexcept {
   try {
     store.set(answer_key(sequence, rank), "here");
-    const Deadline deadline = Deadline::in(kPatience);
+    const Deadline deadline = Deadline::in(kRollCallPatience);
+    std::string missing;
     for (int peer = 0; peer < size; ++peer) {
       try {
         store.get(answer_key(sequence, peer), deadline);
       } catch (const Timeout&) {
-        missing.push_back(peer);
+        missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(peer);
       }
     }
+    return missing.empty()
+               ? missing
+               : join("No answer from ", missing,
+                      " (late, stopped, dead, or still waiting for one of the others).");
   } catch (const std::exception&) {
-    // The store went with the rank that hosted it.
-    missing.clear();
+    return "The job's store does not answer either: the process that hosts it (the launcher or "
+           "rank "
+           "0) may be stopped or dead.";
   }
-  return missing;
 }
 
 }  // namespace pydist

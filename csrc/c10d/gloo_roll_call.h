@@ -6,17 +6,20 @@
 
 #pragma once
 
+#include <chrono>
 #include <cstdint>
-#include <vector>
+#include <string>
 
 #include "topology/key_value_store.h"
 
 namespace pydist {
 
+inline constexpr std::chrono::seconds kRollCallPatience{1};
+
 // For a rank on which collective number `sequence` of the group has failed; call after its
-// connections have been cut. Takes up to a second while ranks are missing. Empty where all answer,
-// and where the store is gone.
-[[nodiscard]] std::vector<int> find_missing(KeyValueStore& store, std::uint64_t sequence, int rank,
-                                            int size) noexcept;
+// connections have been cut. Takes up to kRollCallPatience while ranks are missing. A sentence,
+// empty where all have answered.
+[[nodiscard]] std::string call_roll(KeyValueStore& store, std::uint64_t sequence, int rank,
+                                    int size) noexcept;
 
 }  // namespace pydist

@@ -17,8 +17,10 @@ using std::chrono::milliseconds;
 using WorkRef = TorchProcessGroup::WorkRef;
 using Tensors = TorchProcessGroup::Tensors;
 
-// Below the tags that the gloo communicator keeps for itself.
-constexpr std::uint64_t kMonitoredBarrierTag = 0x6d6f6e69;
+// Below the tags that the gloo communicator keeps for itself. Each barrier has a tag of its own, so
+// that a rank that was late for one does not answer the next with it.
+constexpr std::uint64_t kMonitoredBarrierTags = 0x6d000000;
+constexpr std::uint64_t kMonitoredBarrierTagCount = 0x01000000;
 
 ReduceOp reduce_op_of(const c10d::ReduceOp& op) {
   switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
@@ -543,14 +545,16 @@ void TorchProcessGroup::monitoredBarrier(const c10d::BarrierOptions& options, bo
     const milliseconds patience =
         options.timeout > milliseconds::zero() ? options.timeout : communicator_->timeout();
     const Deadline deadline = Deadline::in(patience);
+    const std::uint64_t tag =
+        kMonitoredBarrierTags + monitored_barriers_++ % kMonitoredBarrierTagCount;
     auto token = std::make_shared<std::vector<std::uint8_t>>(static_cast<std::size_t>(size_));
     const auto start = [&](OpKind kind, int peer) {
       Operation operation;
       operation.kind = kind;
       operation.peer = peer;
-      operation.tag = kMonitoredBarrierTag;
-      // A late rank must not fail the group, so the message may take longer than the wait for it.
-      operation.deadline = Deadline::in(patience + communicator_->timeout());
+      operation.tag = tag;
+      // A late rank must not fail the group, so the message may take for ever.
+      operation.deadline = Deadline::never();
       operation.label = "monitored_barrier";
       Buffer byte{.data = token->data() + peer, .count = 1, .dtype = DType::kUInt8, .device = {}};
       (kind == OpKind::kSend ? operation.inputs : operation.outputs).push_back(byte);

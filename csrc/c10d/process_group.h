@@ -125,6 +125,7 @@ class TorchProcessGroup : public c10d::Backend {
   const CommunicatorPtr communicator_;
   const c10::intrusive_ptr<Options> options_;
   std::atomic<std::uint64_t> sequence_{0};
+  std::atomic<std::uint64_t> monitored_barriers_{0};
   // Nearly always none: then no call takes the lock.
   std::atomic<int> coalescing_count_{0};
   std::mutex coalescing_mutex_;

@@ -4,13 +4,18 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "base/interruption.h"
+#include "c10d/elastic_threads.h"
 
 namespace pydist {
 namespace {
@@ -21,26 +26,35 @@ namespace {
 constexpr std::chrono::microseconds kFirstPause{200};
 constexpr std::chrono::microseconds kLongestPause{10'000};
 
+// What a call on another thread has come to.
+template <typename Result>
+struct Answer {
+  std::mutex mutex;
+  std::condition_variable has_come;
+  bool is_there = false;     // guarded by mutex
+  std::exception_ptr error;  // guarded by mutex
+  Result result{};           // guarded by mutex
+};
+
 class TorchStore : public KeyValueStore {
  public:
-  explicit TorchStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {
+  TorchStore(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience)
+      : store_(std::move(store)), patience_(patience) {
     if (!store_) {
       throw InvalidUsage("A group needs a store for its ranks to meet at, and got None.");
     }
   }
 
   void set(const std::string& key, const std::string& value) override {
-    attempt("write", key, [&] { store_->set(key, bytes_of(value)); });
+    ask<bool>("write", key, [key, value](c10d::Store& store) {
+      store.set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
+      return true;
+    });
   }
 
   std::string get(const std::string& key, Deadline deadline) override {
     auto pause = kFirstPause;
-    for (;;) {
-      bool is_there = false;
-      attempt("read", key, [&] { is_there = store_->check({key}); });
-      if (is_there) {
-        break;
-      }
+    while (!ask<bool>("read", key, [key](c10d::Store& store) { return store.check({key}); })) {
       if (deadline.has_passed()) {
         throw Timeout(join("The key '", key,
                            "' did not appear in the store in time: the rank that "
@@ -50,47 +64,76 @@ class TorchStore : public KeyValueStore {
       std::this_thread::sleep_for(deadline.remaining(pause));
       pause = std::min(pause * 2, kLongestPause);
     }
-    std::vector<std::uint8_t> value;
-    attempt("read", key, [&] { value = store_->get(key); });
+    const auto value = ask<std::vector<std::uint8_t>>(
+        "read", key, [key](c10d::Store& store) { return store.get(key); });
     return {value.begin(), value.end()};
   }
 
   void erase(const std::string& key) override {
     try {
-      store_->deleteKey(key);
-    } catch (const std::exception&) {
+      ask<bool>("erase", key, [key](c10d::Store& store) { return store.deleteKey(key); });
+    } catch (const TransportError&) {
       // Not every store can forget, and a store that is gone has forgotten.
     }
   }
 
  private:
-  static std::vector<std::uint8_t> bytes_of(const std::string& text) {
-    return {text.begin(), text.end()};
+  static TransportError unreachable(const char* verb, const std::string& key,
+                                    const std::string& what) {
+    return TransportError(
+        join("Could not ", verb, " the key '", key,
+             "' in the job's store: is the process that hosts it (the launcher or "
+             "rank 0) still alive, and not stopped? ",
+             what.substr(0, what.find('\n'))));
   }
 
-  static TransportError unreachable(const char* verb, const std::string& key, const char* what) {
-    const std::string text(what);
-    return TransportError(join("Could not ", verb, " the key '", key,
-                               "' in the job's store; is the rank that hosts it still alive? ",
-                               text.substr(0, text.find('\n'))));
-  }
-
-  template <typename Function>
-  static void attempt(const char* verb, const std::string& key, const Function& function) {
-    try {
-      function();
-    } catch (const std::exception& error) {
-      throw unreachable(verb, key, error.what());
+  template <typename Result, typename Question>
+  Result ask(const char* verb, const std::string& key, Question question) {
+    auto answer = std::make_shared<Answer<Result>>();
+    ElasticThreads::shared().post([answer, store = store_, question = std::move(question)] {
+      Result result{};
+      std::exception_ptr error;
+      try {
+        result = question(*store);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      const std::lock_guard lock(answer->mutex);
+      answer->is_there = true;
+      answer->error = std::move(error);
+      answer->result = std::move(result);
+      answer->has_come.notify_all();
+    });
+    const Deadline deadline = Deadline::in(patience_);
+    std::unique_lock lock(answer->mutex);
+    while (!answer->has_come.wait_until(
+        lock, deadline.earlier_of(Deadline::in(kInterruptionInterval)).when(),
+        [&answer] { return answer->is_there; })) {
+      if (deadline.has_passed()) {
+        throw unreachable(verb, key, join("It has not answered for ", patience_.count(), " ms."));
+      }
+      lock.unlock();
+      check_interruption();
+      lock.lock();
     }
+    if (answer->error) {
+      try {
+        std::rethrow_exception(answer->error);
+      } catch (const std::exception& error) {
+        throw unreachable(verb, key, error.what());
+      }
+    }
+    return std::move(answer->result);
   }
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::chrono::milliseconds patience_;
 };
 
 }  // namespace
 
-StorePtr adapt_store(c10::intrusive_ptr<c10d::Store> store) {
-  return std::make_shared<TorchStore>(std::move(store));
+StorePtr adapt_store(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience) {
+  return std::make_shared<TorchStore>(std::move(store), patience);
 }
 
 }  // namespace pydist

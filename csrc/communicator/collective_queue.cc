@@ -33,9 +33,10 @@ CollectiveQueue::CollectiveQueue(std::shared_ptr<Progress> progress,
       group_(group),
       make_task_(std::move(make_task)) {}
 
-WorkPtr CollectiveQueue::submit(Operation operation, Deadline deadline) {
+WorkPtr CollectiveQueue::enqueue(Operation operation, Deadline deadline,
+                                 const MakeTask* make_task) {
   WorkPtr work = make_work();
-  auto pending = std::make_unique<Pending>(std::move(operation), deadline, work);
+  auto pending = std::make_unique<Pending>(std::move(operation), deadline, work, make_task);
   {
     const std::lock_guard lock(mutex_);
     queue_.push_back(std::move(pending));
@@ -50,17 +51,18 @@ WorkPtr CollectiveQueue::make_work() {
       std::static_pointer_cast<WaitableDrivable>(shared_from_this()));
 }
 
-void CollectiveQueue::run(Operation operation, Deadline deadline) {
+void CollectiveQueue::run(Operation operation, Deadline deadline, const MakeTask* make_task) {
   const OpKind kind = operation.kind;
   auto right = try_attend();
   if (!right || has_work()) {
     if (right) {
       right.unlock();
     }
-    wait_for(*submit(std::move(operation), deadline), kind);
+    wait_for(*enqueue(std::move(operation), deadline, make_task), kind);
     return;
   }
-  auto pending = std::make_unique<Pending>(std::move(operation), deadline, /*the_work=*/nullptr);
+  auto pending =
+      std::make_unique<Pending>(std::move(operation), deadline, /*the_work=*/nullptr, make_task);
   Pending& here = *pending;
   running_here_ = &here;
   attend_until([&here] { return here.is_done; }, kInterruptionInterval);
@@ -136,7 +138,8 @@ void CollectiveQueue::start(Pending& pending) {
   pending.ticket = health_->journal().begin(health_->fingerprint(), group_.sequence(),
                                             static_cast<std::uint8_t>(operation.kind),
                                             journaled_bytes(operation), operation.label);
-  pending.execution.emplace(make_task_(operation));
+  pending.execution.emplace(
+      (pending.make_task != nullptr ? *pending.make_task : make_task_)(operation));
 }
 
 bool CollectiveQueue::step(Pending& pending) {

@@ -32,11 +32,16 @@ class CollectiveQueue final : public WaitableDrivable {
                   Group& group, MakeTask make_task);
 
   // Adds an operation; the progress thread or a waiter runs it when its turn comes.
-  [[nodiscard]] WorkPtr submit(Operation operation, Deadline deadline);
+  [[nodiscard]] WorkPtr submit(Operation operation, Deadline deadline) {
+    return enqueue(std::move(operation), deadline, nullptr);
+  }
 
   // Runs an operation on this thread when nothing is in front of it, otherwise submits it and
   // waits. Throws its error. An interruption fails the group.
-  void run(Operation operation, Deadline deadline);
+  void run(Operation operation, Deadline deadline) { run(std::move(operation), deadline, nullptr); }
+  // The same for an operation of a kind of its own: `make_task` instead of the queue's. It outlives
+  // the call.
+  void run(Operation operation, Deadline deadline, const MakeTask* make_task);
 
   [[nodiscard]] std::string diagnosis() override;
 
@@ -49,18 +54,24 @@ class CollectiveQueue final : public WaitableDrivable {
 
  private:
   struct Pending {
-    Pending(Operation the_operation, Deadline the_deadline, std::shared_ptr<Work> the_work)
-        : operation(std::move(the_operation)), deadline(the_deadline), work(std::move(the_work)) {}
+    Pending(Operation the_operation, Deadline the_deadline, std::shared_ptr<Work> the_work,
+            const MakeTask* the_make_task)
+        : operation(std::move(the_operation)),
+          deadline(the_deadline),
+          work(std::move(the_work)),
+          make_task(the_make_task) {}
 
     Operation operation;
     Deadline deadline;
     std::shared_ptr<Work> work;          // null while the caller runs it
+    const MakeTask* make_task;           // null for the queue's
     std::optional<Execution> execution;  // once it has started
     Journal::Ticket ticket = 0;
     bool is_done = false;
     std::exception_ptr error;
   };
 
+  WorkPtr enqueue(Operation operation, Deadline deadline, const MakeTask* make_task);
   [[nodiscard]] WorkPtr make_work();
   void wait_for(Work& work, OpKind kind);
   [[nodiscard]] Pending* head();

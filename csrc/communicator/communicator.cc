@@ -8,7 +8,7 @@ int Communicator::run(Operation operation) {
   const OpKind kind = operation.kind;
   const WorkPtr work = submit(std::move(operation));
   work->wait_or_end([&] {
-    abort(Aborted(join("Rank ", rank(), " was interrupted in ", to_string(kind), " of group '",
+    abort(Aborted(join("rank ", rank(), " was interrupted in ", to_string(kind), " of group '",
                        name(), "' (Ctrl-C, or a signal handler that raised).")));
   });
   return work->source_rank();

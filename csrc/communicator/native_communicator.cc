@@ -19,6 +19,8 @@
 #include "communicator/group_health.h"
 #include "communicator/heap_allocation.h"
 #include "communicator/message_queue.h"
+#include "communicator/open_communicators.h"
+#include "memory/segment_exchange.h"
 #include "topology/hosts.h"
 #include "topology/rendezvous.h"
 
@@ -175,9 +177,6 @@ class NativeCommunicator final : public Communicator,
     collectives_ = std::make_shared<CollectiveQueue>(
         endpoint_->progress(), health_, engine_->group,
         [engine = engine_, pins_ring](const Operation& operation) {
-          if (operation.kind == OpKind::kAllocate) {
-            return (*engine->allocate)();
-          }
           const Call call = make_call(operation, engine->group.rank(), engine->group.size());
           return pins_ring && ring_supports(operation.kind)
                      ? run_ring(engine->group, call, engine->to_next, engine->from_previous)
@@ -256,20 +255,16 @@ class NativeCommunicator final : public Communicator,
     if (device.type != DeviceType::kCpu) {
       throw InvalidUsage("The native backend allocates host memory only.");
     }
-    // One allocation at a time: the order of two threads' allocations would differ between ranks
-    // anyway.
-    const std::lock_guard lock(allocate_mutex_);
     HeapAllocation result;
     Operation operation;
     operation.kind = OpKind::kAllocate;
     check(operation);
     const Deadline deadline = deadline_of(operation);
-    const std::function<Task()> make_task = [&] {
+    const CollectiveQueue::MakeTask make_task = [&](const Operation& /*operation*/) {
       return allocate_on_heap(engine_->group, *heap_, *endpoint_, rank0_address_, token_, bytes,
                               deadline, result);
     };
-    engine_->allocate = &make_task;
-    collectives_->run(std::move(operation), deadline);
+    collectives_->run(std::move(operation), deadline, &make_task);
     if (!result.error.empty()) {
       throw TransportError(result.error);
     }
@@ -380,8 +375,6 @@ class NativeCommunicator final : public Communicator,
     Group group;
     ShmSendChannel to_next;
     ShmReceiveChannel from_previous;
-    // The allocation under way.
-    const std::function<Task()>* allocate = nullptr;
   };
 
   // As check(), for the operations that callers may ask for.
@@ -438,7 +431,6 @@ class NativeCommunicator final : public Communicator,
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<CollectiveQueue> collectives_;
   std::shared_ptr<MessageQueue> messages_;
-  std::mutex allocate_mutex_;
   std::mutex split_mutex_;
   std::map<std::string, int> splits_;  // guarded by split_mutex_
 };
@@ -527,14 +519,15 @@ CommunicatorPtr create_native_communicator(StorePtr store, int rank, int size,
     membership.peers.push_back(std::move(self));
     membership.token = "alone";
   } else {
+    std::vector<SegmentOffer> offers;  // until everybody has them, or nobody will
     Introduction mine;
     if (rank == 0) {
       mine.token = random_token();
       try {
         segments = create_segments(size, chunk_bytes);
         // Offered before anybody can know of it, so nobody has to ask twice.
-        endpoint->server().offer(mine.token + "/group", segments.group.fd());
-        endpoint->server().offer(mine.token + "/messages", segments.messages.fd());
+        offers.emplace_back(endpoint->server(), mine.token + "/group", segments.group.fd());
+        offers.emplace_back(endpoint->server(), mine.token + "/messages", segments.messages.fd());
       } catch (const TransportError& error) {
         mine.complaint = error.what();
       }
@@ -569,10 +562,6 @@ CommunicatorPtr create_native_communicator(StorePtr store, int rank, int size,
     }
     complaint = first_complaint(*store, topic + "/joined", rank, size, complaint, deadline,
                                 options.check_hope);
-    if (rank == 0) {
-      endpoint->server().withdraw(mine.token + "/group");
-      endpoint->server().withdraw(mine.token + "/messages");
-    }
     if (!complaint.empty()) {
       throw TransportError("The ranks cannot share memory: " + complaint);
     }
@@ -580,8 +569,10 @@ CommunicatorPtr create_native_communicator(StorePtr store, int rank, int size,
   }
   membership.group_segment = GroupSegment(std::move(segments.group), size, chunk_bytes);
   membership.message_segment = MessageSegment(std::move(segments.messages), size);
-  return std::make_shared<NativeCommunicator>(std::move(store), rank, size, options,
-                                              std::move(membership));
+  auto communicator = std::make_shared<NativeCommunicator>(std::move(store), rank, size, options,
+                                                           std::move(membership));
+  note_open(communicator);
+  return communicator;
 }
 
 }  // namespace pydist

@@ -1,7 +1,10 @@
 #include "communicator/operation.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <vector>
 
 #include "base/error.h"
 
@@ -38,6 +41,7 @@ class Validator {
         expect_one(in, "input");
         expect_blocks(out, "outputs");
         expect_equal(in[0].count, block_count(out, rank_));
+        check_apart(out);
         check_own_block(out, in[0]);
         break;
       case OpKind::kBroadcast:
@@ -69,6 +73,7 @@ class Validator {
         if (is_root) {
           expect_blocks(out, "outputs");
           expect_equal(in[0].count, block_count(out, rank_));
+          check_apart(out);
           check_own_block(out, in[0]);
         }
         break;
@@ -85,6 +90,8 @@ class Validator {
         expect_blocks(in, "inputs");
         expect_blocks(out, "outputs");
         expect_equal(block_count(in, rank_), block_count(out, rank_));
+        check_apart(out);
+        check_exchange(in, out);
         break;
       case OpKind::kSend:
         check_peer();
@@ -209,6 +216,58 @@ class Validator {
     for (std::size_t rank = 0; rank < blocks.size(); ++rank) {
       if (overlap(blocks[rank], buffer) && (rank != own || blocks[rank].data != buffer.data)) {
         fail_overlap();
+      }
+    }
+  }
+
+  // No two outputs share memory.
+  void check_apart(const std::vector<Buffer>& outputs) const {
+    std::vector<const Buffer*> sorted;
+    for (const Buffer& output : outputs) {
+      if (output.count != 0) {
+        sorted.push_back(&output);
+      }
+    }
+    std::sort(sorted.begin(), sorted.end(),
+              [](const Buffer* a, const Buffer* b) { return std::less<>()(a->data, b->data); });
+    for (std::size_t i = 1; i < sorted.size(); ++i) {
+      if (overlap(*sorted[i - 1], *sorted[i])) {
+        fail("two outputs overlap in memory, so one result would overwrite another.");
+      }
+    }
+  }
+
+  [[nodiscard]] Buffer block(const std::vector<Buffer>& buffers, std::size_t rank) const {
+    if (buffers.size() != 1) {
+      return buffers[rank];
+    }
+    Buffer part = buffers[0];
+    part.count /= static_cast<std::size_t>(size_);
+    part.data = static_cast<std::byte*>(part.data) + rank * part.bytes();
+    return part;
+  }
+
+  // What comes from a rank may take the place of what goes to it; otherwise inputs and outputs lie
+  // apart.
+  void check_exchange(const std::vector<Buffer>& in, const std::vector<Buffer>& out) const {
+    const auto touch = [](const std::vector<Buffer>& a, const std::vector<Buffer>& b) {
+      return std::any_of(a.begin(), a.end(), [&b](const Buffer& x) {
+        return std::any_of(b.begin(), b.end(), [&x](const Buffer& y) { return overlap(x, y); });
+      });
+    };
+    if (!touch(in, out)) {
+      return;
+    }
+    const auto size = static_cast<std::size_t>(size_);
+    for (std::size_t to = 0; to < size; ++to) {
+      for (std::size_t from = 0; from < size; ++from) {
+        const Buffer input = block(in, to);
+        const Buffer output = block(out, from);
+        const bool is_in_place =
+            to == from && input.data == output.data && input.count == output.count;
+        if (overlap(input, output) && !is_in_place) {
+          fail_overlap();
+        }
       }
     }
   }

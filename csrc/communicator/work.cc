@@ -34,7 +34,10 @@ void Work::wait_or_end(const std::function<void()>& end) {
     } catch (...) {
       if (interruption == nullptr) {
         interruption = std::current_exception();
-        end();
+        // The handler may have run for long.
+        if (!is_completed()) {
+          end();
+        }
       }
     }
   }

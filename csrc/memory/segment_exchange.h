@@ -15,6 +15,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "base/deadline.h"
 #include "memory/file_descriptor.h"
@@ -44,6 +45,27 @@ class SegmentServer {
   std::string address_;
   std::mutex mutex_;
   std::map<std::string, FileDescriptor> offers_;  // guarded by mutex_
+};
+
+// An offer that is withdrawn when this object goes.
+class SegmentOffer {
+ public:
+  SegmentOffer(SegmentServer& server, std::string key, int fd)
+      : server_(&server), key_(std::move(key)) {
+    server_->offer(key_, fd);
+  }
+  SegmentOffer(SegmentOffer&& other) noexcept
+      : server_(std::exchange(other.server_, nullptr)), key_(std::move(other.key_)) {}
+  SegmentOffer& operator=(SegmentOffer&&) = delete;
+  ~SegmentOffer() {
+    if (server_ != nullptr) {
+      server_->withdraw(key_);
+    }
+  }
+
+ private:
+  SegmentServer* server_;
+  std::string key_;
 };
 
 struct FetchedSegment {

@@ -1,6 +1,7 @@
 #include "topology/rendezvous.h"
 
 #include <chrono>
+#include <string_view>
 
 #include "base/error.h"
 
@@ -29,6 +30,30 @@ std::string get_while_hoping(KeyValueStore& store, const std::string& key, Deadl
     }
   }
   return store.get(key, deadline);
+}
+
+// What a rank says in place of its part when it gives up, so that nobody waits for it.
+constexpr std::string_view kGivenUp = "given up";
+
+// Waits with get_while_hoping(); where that is cut short (the user interrupts it, say), tells those
+// who wait for this rank.
+template <typename Tell>
+std::string get_or_give_up(KeyValueStore& store, const std::string& key, Deadline deadline,
+                           const CheckHope& check_hope, const Tell& tell) {
+  try {
+    return get_while_hoping(store, key, deadline, check_hope);
+  } catch (const Timeout&) {
+    throw;
+  } catch (const TransportError&) {
+    throw;  // the store is gone: nobody can be told
+  } catch (...) {
+    try {
+      tell();
+    } catch (const std::exception&) {
+      // What ended the wait counts.
+    }
+    throw;
+  }
 }
 
 std::string said(const std::string& topic, int rank) { return join(topic, "/", rank); }
@@ -70,7 +95,8 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
         deadline.is_never() ? deadline : Deadline::at(deadline.when() + kGrace);
     std::string answer;
     try {
-      answer = get_while_hoping(store, answer_key, patient, check_hope);
+      answer = get_or_give_up(store, answer_key, patient, check_hope,
+                              [&] { store.set(said(topic, rank), std::string(kGivenUp)); });
     } catch (const Timeout&) {
       throw Timeout(join("Rank ", rank, " of ", size, " came to '", topic,
                          "', but rank 0 did not: it never started, has died, or is elsewhere."));
@@ -89,10 +115,21 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
   std::string missing;
   for (int peer = 1; peer < size; ++peer) {
     try {
-      parts.push_back(missing.empty()
-                          ? get_while_hoping(store, said(topic, peer), deadline, check_hope)
-                          : store.get(said(topic, peer), Deadline::in(kLastLook)));
+      const std::string part =
+          missing.empty()
+              ? get_or_give_up(store, said(topic, peer), deadline, check_hope,
+                               [&] {
+                                 store.set(answer_key,
+                                           pack({"missing", join("Rank 0 gave up on '", topic,
+                                                                 "': it was interrupted, or lost "
+                                                                 "another rank.")}));
+                               })
+              : store.get(said(topic, peer), Deadline::in(kLastLook));
       store.erase(said(topic, peer));
+      if (part == kGivenUp) {
+        throw Timeout("given up");
+      }
+      parts.push_back(part);
     } catch (const Timeout&) {
       missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
     }
@@ -100,7 +137,8 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
   if (!missing.empty()) {
     const std::string message =
         join("Of ", size, " ranks, these did not come to '", topic, "' in time: ", missing,
-             ". They never started, have died, or are elsewhere; look at their output first.");
+             ". They never started, have died, were interrupted, or are elsewhere; look at their "
+             "output first.");
     store.set(answer_key, pack({"missing", message}));
     throw Timeout(message);
   }

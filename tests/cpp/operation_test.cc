@@ -75,6 +75,41 @@ TEST(OperationTest, BuffersOverlapExactlyOrNotAtAll) {
           "overlap in memory");
 }
 
+TEST(OperationTest, AllToAllIsInPlaceExactlyOrNotAtAll) {
+  const Buffer whole = buffer(12);
+  const auto part = [&whole](std::size_t begin, std::size_t count) {
+    return Buffer{static_cast<float*>(whole.data) + begin, count, whole.dtype, {}};
+  };
+  const auto all_to_all = [](std::vector<Buffer> in, std::vector<Buffer> out) {
+    return operation(OpKind::kAllToAll, std::move(in), std::move(out));
+  };
+  accepts(all_to_all({whole}, {whole}));
+  accepts(all_to_all({part(0, 6)}, {part(6, 6)}));
+  accepts(all_to_all({part(0, 6)}, {part(0, 2), part(2, 2), part(4, 2)}));
+  refuses(all_to_all({part(0, 6)}, {part(3, 6)}), "overlap in memory");
+  // The blocks of other ranks.
+  refuses(all_to_all({part(0, 2), part(2, 2), part(4, 2)}, {part(4, 2), part(2, 2), part(0, 2)}),
+          "overlap in memory");
+  // In place, but of other sizes.
+  refuses(all_to_all({part(0, 1), part(2, 2), part(4, 2)}, {part(0, 2), part(2, 2), part(4, 2)}),
+          "overlap in memory");
+}
+
+TEST(OperationTest, OutputsDoNotOverlapEachOther) {
+  const Buffer whole = buffer(8);
+  const auto part = [&whole](std::size_t begin, std::size_t count) {
+    return Buffer{static_cast<float*>(whole.data) + begin, count, whole.dtype, {}};
+  };
+  const std::vector<Buffer> apart = {part(4, 2), part(0, 2), part(2, 2)};
+  const std::vector<Buffer> touching = {part(4, 2), part(0, 2), part(1, 2)};
+  accepts(operation(OpKind::kAllGather, {buffer(2)}, apart));
+  refuses(operation(OpKind::kAllGather, {buffer(2)}, touching), "two outputs overlap");
+  refuses(operation(OpKind::kGather, {buffer(2)}, touching, 1), "two outputs overlap");
+  refuses(operation(OpKind::kAllToAll, {buffer(6)}, touching), "two outputs overlap");
+  // Inputs may: they are only read.
+  accepts(operation(OpKind::kReduceScatter, touching, {buffer(2)}));
+}
+
 TEST(OperationTest, ReduceScatter) {
   accepts(operation(OpKind::kReduceScatter, {buffer(6)}, {buffer(2)}));
   accepts(operation(OpKind::kReduceScatter, {buffer(1), buffer(2), buffer(0)}, {buffer(2)}));

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import Ranks
+from launch import Ranks, run_command
 
 import pydist
 from pydist.groups import communicator_of
@@ -84,6 +86,90 @@ def test_ctrl_c_ends_the_wait_and_the_group(run_two: Runner, what: str) -> None:
     assert re.match("Aborted: rank 1 .*interrupted|PeerLost", peer, re.IGNORECASE), peer
 
 
+def allocating_handler() -> tuple[int, ...]:
+    pydist.init(timeout=30)
+    sizes = []
+    signal.signal(
+        signal.SIGUSR2, lambda *_: sizes.append(pydist.symmetric_empty(7, dtype=torch.int8).numel())
+    )
+    if pydist.rank() == 0:
+        signal_soon(signal.SIGUSR2)
+    else:
+        time.sleep(1.0)
+    sizes.append(pydist.symmetric_empty(5, dtype=torch.int8).numel())
+    if pydist.rank() == 1:
+        sizes.append(pydist.symmetric_empty(7, dtype=torch.int8).numel())
+    return tuple(sorted(sizes))
+
+
+def test_a_handler_may_allocate_within_an_allocation() -> None:
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        assert ranks.run(allocating_handler, timeout=LIMIT_S) == [(5, 7), (5, 7)]
+
+
+def slow_handler() -> list[str]:
+    pydist.init(timeout=30)
+
+    def handler(_number: int, _frame: object) -> None:
+        time.sleep(1.5)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handler)
+    seen = []
+    if pydist.rank() == 0:
+        signal_soon(signal.SIGINT)
+    else:
+        time.sleep(0.8)
+    try:
+        pydist.all_reduce(torch.ones(2))
+    except KeyboardInterrupt:
+        seen.append("interrupted")
+    assert pydist.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+    return seen
+
+
+def test_ctrl_c_after_the_operation_has_ended_leaves_the_group_alone(run_two: Runner) -> None:
+    assert run_two(slow_handler) == [["interrupted"], []]
+
+
+def test_ctrl_c_ends_the_wait_for_a_rank_0_that_is_not_there() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        script = (
+            "import os, signal, threading, pydist\n"
+            "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+            "pydist.init(timeout=30)"
+        )
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        began = time.monotonic()
+        done = run_command(
+            [sys.executable, "-c", script],
+            env={**env, "RANK": "1", "WORLD_SIZE": "2"},
+            timeout=LIMIT_S,
+        )
+    assert "KeyboardInterrupt" in done.stderr
+    assert time.monotonic() - began < 20.0
+
+
+def interrupted_group() -> str:
+    pydist.init(timeout=30)
+    if pydist.rank() == 0:
+        time.sleep(1.0)
+    else:
+        signal_soon(signal.SIGINT)
+    with pytest.raises((KeyboardInterrupt, pydist.Timeout), match=r"^$|interrupted"):
+        pydist.new_group([0, 1])
+    # Both have given up the same attempt, and meet at the next.
+    group = pydist.new_group([0, 1])
+    return str(pydist.all_reduce(torch.ones(1), group=group).item())
+
+
+def test_ctrl_c_in_new_group_leaves_the_ranks_in_step() -> None:
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        assert ranks.run(interrupted_group, timeout=LIMIT_S) == ["2.0", "2.0"]
+
+
 def interrupted_allocation() -> str:
     return interrupted("allocation")
 
@@ -120,7 +206,8 @@ def handled(number: int) -> tuple[float, list[str]]:
 
     def handler(_number: int, _frame: object) -> None:
         # May look at the group that the interrupted call waits for.
-        seen.append(f"{pydist.rank()} {len(communicator_of().whereabouts()) >= 0}")
+        communicator_of().whereabouts()
+        seen.append(f"{pydist.rank()} was called")
 
     signal.signal(number, handler)
     tensor = torch.full((3,), pydist.rank() + 1.0)
@@ -137,7 +224,7 @@ def handled(number: int) -> tuple[float, list[str]]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_handler_that_returns_lets_the_wait_go_on(run_two: Runner, number: int) -> None:
-    assert run_two(handled, int(number)) == [(9.0, []), (9.0, ["1 True"])]
+    assert run_two(handled, int(number)) == [(9.0, []), (9.0, ["1 was called"])]
 
 
 def aborting_handler() -> str:

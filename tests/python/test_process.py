@@ -3,6 +3,9 @@
 import atexit
 import logging
 import os
+import re
+import socket
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import rank_outcomes, run_command, run_ranks
+from launch import clean_environment, rank_outcomes, run_command, run_ranks
 
 import pydist
 from pydist.backends import judge
@@ -406,3 +409,46 @@ def exit_of_forked_child() -> tuple[int, float]:
 def test_a_forked_child_neither_belongs_to_the_job_nor_ends_it() -> None:
     for code, total in run_ranks(exit_of_forked_child, 2, method="spawn"):
         assert (code, total) == (0, 1.0)
+
+
+STOPPED_HOST_SCRIPT = """
+import os, signal, sys, time
+import torch
+import pydist
+
+pydist.init(sys.argv[1], timeout=2)
+if pydist.rank() == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.5)
+began = time.monotonic()
+try:
+    if sys.argv[2] == "group":
+        pydist.new_group([0, 1])
+    else:
+        pydist.all_reduce(torch.ones(4))
+except pydist.Error as error:
+    print(f"{time.monotonic() - began:.0f} {type(error).__name__}: {error}", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("what", ["all_reduce", "group"])
+def test_a_stopped_host_of_the_store_is_no_hang(tmp_path: Path, backend: str, what: str) -> None:
+    """A TCPStore whose server is stopped never answers."""
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED_HOST_SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(script), backend, what]
+    with subprocess.Popen(command, env=clean_environment({**place, "RANK": "0"})) as host:
+        try:
+            done = run_command(command, env={**place, "RANK": "1"}, timeout=40)
+        finally:
+            host.kill()
+    took_s, _, error = done.stdout.partition(" ")
+    assert int(took_s) <= 15, done.stdout
+    assert re.match("Timeout|TransportError", error), done.stdout
+    assert "rank 0" in error

@@ -2,16 +2,18 @@
 
 import copy
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from launch import Ranks
+from launch import Ranks, run_command
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -372,6 +374,61 @@ def groups() -> None:
 
 def test_groups_in_any_order(run: Runner) -> None:
     run(groups)
+
+
+EXIT_SCRIPT = """
+import sys, time
+import numpy as np
+import torch
+import torch.distributed as dist
+import pydist
+
+dist.init_process_group("pydist")
+rank = dist.get_rank()
+if sys.argv[1] == "broadcast":
+    tensor = torch.full((4,), float(rank))
+    if rank == 2:
+        time.sleep(1.5)
+    dist.broadcast(tensor, 0)
+    assert tensor.tolist() == [0.0] * 4
+elif rank == 0:
+    dist.all_reduce(torch.from_numpy(np.ones(200_000, np.float32)), async_op=True)
+else:
+    time.sleep(1.5)
+print("ended", rank)
+"""
+
+
+@pytest.mark.parametrize("what", ["broadcast", "work under way"])
+def test_a_script_may_end_without_destroying_its_group(tmp_path: Path, what: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(EXIT_SCRIPT)
+    command = [sys.executable, "-m", "pydist", "run", "-n", "3", str(script), what]
+    done = run_command(command, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["0", "1", "2", "ended", "ended", "ended"]
+
+
+def late_for_one_barrier() -> list[str]:
+    rank, _ = join(timeout_s=3.0)
+    seen = []
+    if rank == 1:
+        time.sleep(0.8)
+    for _ in range(2):
+        try:
+            bridge().monitored_barrier(0.3)
+            seen.append("met")
+        except pydist.Timeout:
+            seen.append("late")
+        dist.barrier()
+    # Nothing of the first one is left that could fail the group later.
+    time.sleep(4.0)
+    dist.barrier()
+    return seen
+
+
+def test_monitored_barrier_goes_on_after_a_late_rank(run_two: Runner) -> None:
+    assert run_two(late_for_one_barrier) == [["late", "met"]] * 2
 
 
 def again_on_one_store() -> None:

@@ -1,0 +1,18 @@
+// The communicators of this process, so that all can be let go of before it ends: peers then learn
+// of a departure, not of a death, and nothing is under way when what it refers to is torn down.
+//
+// Thread safe.
+
+#pragma once
+
+#include "communicator/communicator.h"
+
+namespace pydist {
+
+// For whoever makes a communicator; it is not kept alive.
+void note_open(const CommunicatorPtr& communicator);
+
+// Shuts down those that are still alive.
+void shut_down_all() noexcept;
+
+}  // namespace pydist
