@@ -218,6 +218,10 @@ class Reducer:
         """
         Waits for what a backward that raised left under way; raises pydist.InvalidUsage where a parameter has changed its type.
         """
+    def register_comm_hook(self, state: typing.Any, hook: typing.Any) -> None:
+        """
+        Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. Once, before the first backward.
+        """
     def reset_stats(self) -> None:
         """
         Starts counting from zero.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pydist import groups, process
@@ -223,16 +225,36 @@ class DataParallel(nn.Module):
                 raise
             return getattr(module, name)
 
-    def register_comm_hook(self, state: object, hook: object) -> None:
-        """Not built yet.
+    def register_comm_hook(
+        self, state: object, hook: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+    ) -> None:
+        """Lets a communication hook of torch's kind average the gradients, bucket by bucket.
+
+        Torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unmodified. All ranks
+        register the same one, once, before the first backward. Sparse gradients do not pass
+        through it. Complex ones arrive as pairs of real numbers.
+
+        Args:
+            state: The first argument of every call.
+            hook: `hook(state, bucket)` starts averaging `bucket.buffer()` and returns a future of
+                the mean: in the bucket's dtype, or in one that is converted to it. It is called on
+                the thread that runs backward, in the order of `bucket.index()`.
 
         Raises:
-            InvalidUsage: always.
+            InvalidUsage: `hook` can't be called so, or there is a hook already, or a backward was.
         """
-        raise InvalidUsage(
-            "pydist.DataParallel has no communication hooks yet; torch's "
-            "DistributedDataParallel has them, and runs on backend 'pydist'."
-        )
+        if not callable(hook):
+            raise InvalidUsage(f"hook is a {type(hook).__name__}; it must be callable")
+        try:
+            inspect.signature(hook).bind(state, None)
+        except TypeError as error:
+            raise InvalidUsage(
+                f"hook must take two arguments, the state and a torch.distributed.GradBucket: "
+                f"{error}"
+            ) from None
+        except ValueError:
+            pass  # a builtin without a signature
+        self._reducer.register_comm_hook(state, hook)
 
     def join(self, *args: object, **kwargs: object) -> None:
         """Not built yet.

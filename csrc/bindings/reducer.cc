@@ -3,6 +3,7 @@
 #include "reducer/reducer.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
 #include "bindings/bindings.h"
 
@@ -77,6 +78,16 @@ void bind_reducer(py::module_& module) {
            "a parameter has changed its type.")
       .def("watch", &Reducer::watch, py::arg("output"),
            "Announces the backward that will start from an output of forward.")
+      .def(
+          "register_comm_hook",
+          [](Reducer& self, py::object state, py::object hook) {
+            self.set_hook(
+                std::make_shared<c10d::PythonCommHook>(std::move(state), std::move(hook)));
+          },
+          py::arg("state"), py::arg("hook"),
+          "Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. "
+          "Once, "
+          "before the first backward.")
       .def_property("enabled", &Reducer::is_enabled, &Reducer::set_enabled,
                     "Whether backwards that begin from now on are synchronised.")
       .def_property_readonly("stats", [](const Reducer& self) { return self.stats(); })

@@ -118,12 +118,19 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   if (future_) {
     return future_;
   }
-  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  const auto complete = [](const c10::intrusive_ptr<c10::ivalue::Future>& future,
-                           const std::vector<at::Tensor>& results,
-                           const std::exception_ptr& error) {
+  // As with torch's gloo: an all_gather takes a list of outputs for each input, and returns that.
+  const bool is_nested = retrieveOpType() == c10d::OpType::ALLGATHER;
+  c10::TypePtr type = c10::ListType::create(c10::TensorType::get());
+  if (is_nested) {
+    type = c10::ListType::create(std::move(type));
+  }
+  future_ = c10::make_intrusive<c10::ivalue::Future>(std::move(type));
+  const auto complete = [is_nested](const c10::intrusive_ptr<c10::ivalue::Future>& future,
+                                    const std::vector<at::Tensor>& results,
+                                    const std::exception_ptr& error) {
     if (error == nullptr) {
-      future->markCompleted(c10::IValue(results));
+      future->markCompleted(is_nested ? c10::IValue(std::vector<std::vector<at::Tensor>>{results})
+                                      : c10::IValue(results));
     } else {
       future->setError(for_torch(error));
     }

@@ -3,6 +3,7 @@
 #include <ATen/ops/_sparse_coo_tensor_with_dims.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -205,8 +206,10 @@ void Reducer::abandon(const Backward& backward) noexcept {
     // A group that failed has told everybody already; the caller sees the error of the backward.
   }
   std::vector<WorkPtr> orphans = std::move(works_);
+  std::vector<HookResult> orphaned_results = std::move(hook_results_);
   restart();
   works_ = std::move(orphans);
+  hook_results_ = std::move(orphaned_results);
 }
 
 // -- the round
@@ -220,7 +223,7 @@ std::shared_ptr<Reducer::Backward> Reducer::begin(bool accumulates) {
 }
 
 void Reducer::drain() {
-  if (works_.empty()) {
+  if (works_.empty() && hook_results_.empty()) {
     return;
   }
   struct Restart {
@@ -235,6 +238,7 @@ void Reducer::restart() {
   launched_ = 0;
   fired_ = 0;
   works_.clear();
+  hook_results_.clear();
   absent_.clear();
   sparse_absent_.clear();
   for (GradientBucket& bucket : plan_.buckets) {
@@ -257,10 +261,62 @@ void Reducer::launch(bool has_thrown) {
     }
   }
   ++launched_;
-  if (launched_ == plan_.buckets.size()) {
+  const bool is_last = launched_ == plan_.buckets.size();
+  if (is_last) {
     write_tail(has_thrown);
   }
-  submit(OpKind::kAllReduce, bucket.memory, bucket.label);
+  if (hook_ == nullptr) {
+    submit(OpKind::kAllReduce, bucket.memory, bucket.label);
+    return;
+  }
+  try {
+    run_hook(launched_ - 1);
+  } catch (const std::exception&) {
+    if (!has_thrown) {
+      throw;
+    }
+    // The hook itself may be what has thrown. The tail tells the peers.
+  }
+  if (is_last) {
+    submit(OpKind::kAllReduce, plan_.tail, "tail");
+  }
+}
+
+void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
+  if (hook_ != nullptr) {
+    throw InvalidUsage("a communication hook is registered already; there can be one only");
+  }
+  if (stats_.rounds != 0) {
+    throw InvalidUsage("a communication hook is registered before the first backward");
+  }
+  for (const GradientBucket& bucket : plan_.buckets) {
+    HookView& view = hook_views_.emplace_back();
+    const bool is_last = &bucket == &plan_.buckets.back();
+    view.payload = bucket.memory.narrow(
+        0, 0, bucket.memory.numel() - (is_last ? plan_.tail.numel() : std::int64_t{0}));
+    for (const std::size_t index : bucket.slots) {
+      const GradientSlot& slot = plan_.slots[index];
+      const auto distance = static_cast<const std::byte*>(slot.view.const_data_ptr()) -
+                            static_cast<const std::byte*>(bucket.memory.const_data_ptr());
+      view.offsets.push_back(static_cast<std::size_t>(distance) / bucket.memory.itemsize());
+      view.lengths.push_back(slot.view.nbytes() / bucket.memory.itemsize());
+      view.sizes.push_back(slot.view.sizes().vec());
+      if (slot.view.is_complex()) {  // travels as pairs
+        view.sizes.back().push_back(2);
+      }
+      view.parameters.push_back(slot.parameter);
+    }
+  }
+  hook_ = std::move(hook);
+}
+
+void Reducer::run_hook(std::size_t bucket) {
+  const Stopwatch stopwatch(stats_.wait_s);
+  const HookView& view = hook_views_[bucket];
+  c10d::GradBucket grad_bucket(bucket, plan_.buckets.size(), view.payload, view.offsets,
+                               view.lengths, {view.sizes.begin(), view.sizes.end()},
+                               view.parameters, std::nullopt);
+  hook_results_.push_back({bucket, hook_->runHook(grad_bucket)});
 }
 
 void Reducer::launch_rest(bool has_thrown) {
@@ -353,6 +409,19 @@ void Reducer::wait() {
   const Stopwatch stopwatch(stats_.wait_s);
   for (const WorkPtr& work : works_) {
     work->wait();
+  }
+  for (const HookResult& result : hook_results_) {
+    result.future->wait();
+    const at::Tensor averaged = hook_->parseHookResult(result.future->value());
+    const at::Tensor& payload = hook_views_[result.bucket].payload;
+    if (averaged.const_data_ptr() != payload.const_data_ptr()) {
+      if (averaged.numel() != payload.numel()) {
+        throw InvalidUsage(join("the communication hook returned ", averaged.numel(),
+                                " elements for ", plan_.buckets[result.bucket].label,
+                                ", which has ", payload.numel()));
+      }
+      payload.copy_(averaged.reshape(payload.sizes()));
+    }
   }
 }
 

@@ -23,6 +23,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -36,6 +37,10 @@
 #include "communicator/communicator.h"
 #include "reducer/autograd_hooks.h"
 #include "reducer/gradient_slot.h"
+
+namespace c10d {
+class CommHookInterface;
+}
 
 namespace pydist {
 
@@ -63,6 +68,15 @@ struct BufferExchange {
   std::function<void()> unpack;  // on the others: takes them over
 };
 
+// A bucket as torch's communication hooks see it: without the tail.
+struct HookView {
+  at::Tensor payload;
+  std::vector<std::size_t> offsets;  // of each slot in the payload, in its elements
+  std::vector<std::size_t> lengths;
+  std::vector<std::vector<std::int64_t>> sizes;
+  std::vector<at::Tensor> parameters;
+};
+
 // What synchronising gradients has cost since the last reset.
 struct ReducerStats {
   std::int64_t rounds = 0;
@@ -88,6 +102,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Note [A backward, not a forward]. Tensors that are not part of a graph are left alone.
   void watch(const at::Tensor& output);
 
+  // Lets `hook` average the buckets instead of an all-reduce of the communicator's. The words of
+  // the tail still travel on the communicator, and so do sparse gradients. Once, before the first
+  // backward.
+  void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
+
   // Whether backwards that begin from now on are synchronised, or accumulate only.
   void set_enabled(bool enabled) noexcept { is_enabled_ = enabled; }
   [[nodiscard]] bool is_enabled() const noexcept { return is_enabled_; }
@@ -101,6 +120,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   struct Absent {
     std::size_t slot;
     at::Tensor before;  // what to put back if no rank used the parameter; undefined: nothing
+  };
+
+  // What a hook has promised for a bucket.
+  struct HookResult {
+    std::size_t bucket;
+    c10::intrusive_ptr<c10::ivalue::Future> future;
   };
 
   Reducer(CommunicatorPtr communicator, ReductionPlan plan, std::optional<BufferExchange> buffers);
@@ -126,6 +151,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] at::Tensor fill_absent(GradientSlot& slot);
   void write_tail(bool has_thrown);
   void submit(OpKind kind, const at::Tensor& memory, std::string label);
+  void run_hook(std::size_t bucket);
   void wait();
   void settle();
 
@@ -139,6 +165,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::size_t launched_ = 0;  // buckets of this round
   std::size_t fired_ = 0;     // parameters of this round
   std::vector<WorkPtr> works_;
+  std::shared_ptr<c10d::CommHookInterface> hook_;
+  std::vector<HookView> hook_views_;  // of each bucket, where there is a hook
+  std::vector<HookResult> hook_results_;
   std::vector<Absent> absent_;
   // What this rank contributes of gradients that it does not have, and then the mean.
   std::vector<std::pair<std::size_t, at::Tensor>> sparse_absent_;

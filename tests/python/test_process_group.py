@@ -607,6 +607,10 @@ def works() -> None:
     assert work.is_success()
     assert work.result()[0] is tensor
     assert work.get_future().wait()[0] is tensor
+    blocks = [torch.empty(2) for _ in range(size)]
+    gathered = dist.all_gather(blocks, torch.full((2,), float(rank)), async_op=True)
+    # A list of outputs for each input, as with torch's gloo.
+    assert [block[0].item() for block in gathered.get_future().wait()[0]] == list(range(size))
     tensor = torch.ones(4)
     doubled = (
         dist.all_reduce(tensor, async_op=True)
