@@ -599,7 +599,7 @@ def test_distributed_checkpoint(run: Runner) -> None:
 
 
 def works() -> None:
-    _, size = join()
+    rank, size = join()
     tensor = torch.ones(4)
     work = bridge().allreduce([tensor], dist.AllreduceOptions())
     assert work.wait()
