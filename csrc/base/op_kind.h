@@ -28,4 +28,14 @@ enum class OpKind : std::uint8_t {
   return kind == OpKind::kSend || kind == OpKind::kRecv;
 }
 
+[[nodiscard]] constexpr bool has_root(OpKind kind) noexcept {
+  return kind == OpKind::kBroadcast || kind == OpKind::kReduce || kind == OpKind::kGather ||
+         kind == OpKind::kScatter;
+}
+
+// Whether it combines elements with a reduce operator.
+[[nodiscard]] constexpr bool has_op(OpKind kind) noexcept {
+  return kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter || kind == OpKind::kReduce;
+}
+
 }  // namespace pydist

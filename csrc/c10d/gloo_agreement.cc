@@ -10,15 +10,6 @@
 namespace pydist {
 namespace {
 
-bool has_root(OpKind kind) {
-  return kind == OpKind::kBroadcast || kind == OpKind::kReduce || kind == OpKind::kGather ||
-         kind == OpKind::kScatter;
-}
-
-bool has_op(OpKind kind) {
-  return kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter || kind == OpKind::kReduce;
-}
-
 // Kinds in which a rank sends each other one a block of its own, or only one rank knows all blocks.
 bool is_pairwise(OpKind kind) {
   return kind == OpKind::kGather || kind == OpKind::kScatter || kind == OpKind::kAllToAll;

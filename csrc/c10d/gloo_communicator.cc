@@ -9,7 +9,6 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <utility>
 
@@ -22,6 +21,7 @@
 #include "c10d/serial_queue.h"
 #include "c10d/store.h"
 #include "communicator/open_communicators.h"
+#include "communicator/splits.h"
 
 namespace pydist {
 namespace {
@@ -226,9 +226,7 @@ class GlooCommunicator : public Communicator {
   }
 
   std::string why_unsupported(OpKind kind, ReduceOp op, DType dtype) const override {
-    const bool reduces =
-        kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter || kind == OpKind::kReduce;
-    if (reduces && !is_supported(op, dtype)) {
+    if (has_op(kind) && !is_supported(op, dtype)) {
       return join("op '", to_string(op), "' is not defined for ", to_string(dtype), ".");
     }
     return {};
@@ -274,33 +272,11 @@ class GlooCommunicator : public Communicator {
 
   CommunicatorPtr split(const std::vector<int>& ranks) override {
     group_->require_sound();
-    const auto own = std::find(ranks.begin(), ranks.end(), rank_);
-    if (own == ranks.end()) {
-      throw InvalidUsage(join("split: rank ", rank_,
-                              " is not among the ranks of the new group; "
-                              "only its members call."));
-    }
-    std::string members;
-    for (std::size_t i = 0; i < ranks.size(); ++i) {
-      if (ranks[i] < 0 || ranks[i] >= size_ ||
-          std::find(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(i), ranks[i]) !=
-              ranks.begin() + static_cast<std::ptrdiff_t>(i)) {
-        throw InvalidUsage(join("split: ranks must be distinct and from 0 to ", size_ - 1,
-                                ", but one is ", ranks[i], "."));
-      }
-      members += (i == 0 ? "" : ",") + std::to_string(ranks[i]);
-    }
-    int count = 0;
-    {
-      const std::lock_guard lock(splits_mutex_);
-      count = splits_[members]++;
-    }
-    // Unique and equal on its members, who all have made the same splits among themselves.
-    std::string name = join(name_, "/", members, "#", count);
+    const Splits::Split split = splits_.next(ranks, rank_, size_);
+    std::string name = join(name_, "/", split.name);
     auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
-    return create_gloo_communicator(store, static_cast<int>(own - ranks.begin()),
-                                    static_cast<int>(ranks.size()), std::move(name), timeout(),
-                                    factory_);
+    return create_gloo_communicator(store, split.rank, static_cast<int>(ranks.size()),
+                                    std::move(name), timeout(), factory_);
   }
 
   milliseconds timeout() const override { return timeout_.load(); }
@@ -436,8 +412,7 @@ class GlooCommunicator : public Communicator {
   const std::string name_;
   std::atomic<milliseconds> timeout_;
   std::atomic<bool> is_shut_down_{false};
-  std::mutex splits_mutex_;
-  std::map<std::string, int> splits_;  // guarded by splits_mutex_
+  Splits splits_;
   const std::shared_ptr<Group> group_;
   ElasticThreads messages_;
   SerialQueue queue_;

@@ -7,15 +7,6 @@
 namespace pydist {
 namespace {
 
-bool has_root(OpKind kind) {
-  return kind == OpKind::kBroadcast || kind == OpKind::kReduce || kind == OpKind::kGather ||
-         kind == OpKind::kScatter;
-}
-
-bool has_op(OpKind kind) {
-  return kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter || kind == OpKind::kReduce;
-}
-
 std::string describe(const Post& post) {
   if (post.kind == OpKind::kBarrier) {
     return "barrier";

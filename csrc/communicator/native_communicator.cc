@@ -3,8 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <map>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <utility>
@@ -20,6 +18,7 @@
 #include "communicator/heap_allocation.h"
 #include "communicator/message_queue.h"
 #include "communicator/open_communicators.h"
+#include "communicator/splits.h"
 #include "memory/segment_exchange.h"
 #include "topology/hosts.h"
 #include "topology/rendezvous.h"
@@ -215,9 +214,7 @@ class NativeCommunicator final : public Communicator,
   }
 
   [[nodiscard]] std::string why_unsupported(OpKind kind, ReduceOp op, DType dtype) const override {
-    const bool reduces =
-        kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter || kind == OpKind::kReduce;
-    return !reduces || is_supported(op, dtype)
+    return !has_op(kind) || is_supported(op, dtype)
                ? std::string()
                : join("op '", to_string(op), "' is not defined for ", to_string(dtype));
   }
@@ -272,26 +269,7 @@ class NativeCommunicator final : public Communicator,
   }
 
   [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
-    const auto me = std::find(ranks.begin(), ranks.end(), rank_);
-    std::string members;
-    std::vector<bool> seen(static_cast<std::size_t>(size_), false);
-    for (const int rank : ranks) {
-      if (rank < 0 || rank >= size_ || seen[static_cast<std::size_t>(rank)]) {
-        throw InvalidUsage(
-            join("split: rank ", rank, " is ",
-                 rank < 0 || rank >= size_ ? "not a rank of the group" : "named twice",
-                 "; ranks are 0 to ", size_ - 1, ", each at most once."));
-      }
-      seen[static_cast<std::size_t>(rank)] = true;
-      if (!members.empty()) {
-        members += ',';
-      }
-      members += std::to_string(rank);
-    }
-    if (me == ranks.end()) {
-      throw InvalidUsage(join("split: rank ", rank_, " is not among the ranks of the new group (",
-                              members, "); only its members make a group."));
-    }
+    const Splits::Split split = splits_.next(ranks, rank_, size_);
     NativeOptions options = options_;
     options.environment.timeout = timeout();
     options.check_hope = [this, &ranks] {
@@ -304,13 +282,9 @@ class NativeCommunicator final : public Communicator,
         }
       }
     };
-    {
-      // The members have split off the same group equally often, so they meet under one name.
-      const std::lock_guard lock(split_mutex_);
-      options.name = join(options_.name, "/", members, "#", splits_[members]++);
-    }
-    return create_native_communicator(store_, static_cast<int>(me - ranks.begin()),
-                                      static_cast<int>(ranks.size()), options, endpoint_);
+    options.name = join(options_.name, "/", split.name);
+    return create_native_communicator(store_, split.rank, static_cast<int>(ranks.size()), options,
+                                      endpoint_);
   }
 
   [[nodiscard]] std::chrono::milliseconds timeout() const override {
@@ -431,8 +405,7 @@ class NativeCommunicator final : public Communicator,
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<CollectiveQueue> collectives_;
   std::shared_ptr<MessageQueue> messages_;
-  std::mutex split_mutex_;
-  std::map<std::string, int> splits_;  // guarded by split_mutex_
+  Splits splits_;
 };
 
 // The segments of a new group, made by rank 0.

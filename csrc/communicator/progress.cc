@@ -1,12 +1,10 @@
 #include "communicator/progress.h"
 
-#include <pthread.h>
-
 #include <algorithm>
-#include <csignal>
 #include <iterator>
 #include <utility>
 
+#include "base/engine_thread.h"
 #include "base/fork.h"
 
 namespace pydist {
@@ -67,14 +65,7 @@ void Progress::hand_over(const std::shared_ptr<Drivable>& drivable) {
     handed_over_.push_back(drivable);
   }
   if (!thread_.joinable() && !is_stopping_) {
-    // Signals are the user's: a handler must run on one of the user's threads.
-    sigset_t all;
-    sigset_t before;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::thread([self = shared_from_this()] { self->run(); });
-    ::pthread_setname_np(thread_.native_handle(), "pydist-progress");
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    thread_ = start_engine_thread("pydist-progress", [self = shared_from_this()] { self->run(); });
   }
   has_news_.notify_all();
   doorbell_->ring();

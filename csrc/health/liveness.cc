@@ -1,7 +1,6 @@
 #include "health/liveness.h"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -11,6 +10,7 @@
 #include <csignal>
 #include <utility>
 
+#include "base/engine_thread.h"
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
@@ -19,20 +19,6 @@ namespace pydist {
 namespace {
 
 constexpr std::chrono::milliseconds kHeartbeatInterval{250};
-
-// Signals are the user's: a handler must run on one of the user's threads.
-class BlockAllSignals {
- public:
-  BlockAllSignals() {
-    sigset_t all;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~BlockAllSignals() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_{};
-};
 
 FileDescriptor open_pidfd(pid_t pid) {
   return FileDescriptor(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
@@ -48,9 +34,7 @@ Monitor::Monitor(ProcessPage& own_page, std::chrono::milliseconds heartbeat_warn
     throw system_error("Cannot create an eventfd", errno);
   }
   own_page_.heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed);
-  const BlockAllSignals blocked;
-  thread_ = std::thread([this] { run(); });
-  ::pthread_setname_np(thread_.native_handle(), "pydist-monitor");
+  thread_ = start_engine_thread("pydist-monitor", [this] { run(); });
 }
 
 Monitor::~Monitor() {

@@ -50,11 +50,6 @@ struct Case {
 [[nodiscard]] constexpr bool is_reduction(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter || kind == OpKind::kReduce;
 }
-[[nodiscard]] constexpr bool has_root(OpKind kind) {
-  return kind == OpKind::kBroadcast || kind == OpKind::kReduce || kind == OpKind::kGather ||
-         kind == OpKind::kScatter;
-}
-
 // All blocks of one size, or of sizes around it, some of them zero.
 [[nodiscard]] std::vector<std::size_t> equal_counts(OpKind kind, int size, std::size_t count);
 [[nodiscard]] std::vector<std::size_t> ragged_counts(OpKind kind, int size, std::size_t count,
