@@ -61,8 +61,9 @@ train: build  ## train a small GPT on N=2 processes
 test: test-cpp test-python  ## run every test
 
 .PHONY: bench
-bench: build bench-engine  ## measure the collectives beside gloo and the engine beside its roofline
+bench: build bench-engine  ## measure collectives beside gloo, steps beside DDP, the engine's roofline
 	$(BIN)/python bench/collectives.py $(ARGS)
+	$(BIN)/python bench/step.py
 
 .PHONY: bench-engine
 bench-engine: build/.tools  ## the C++ part of bench

@@ -74,7 +74,8 @@ struct RankControl {
 
 // The first error of the group; whoever meets it first writes it, everybody reads it.
 struct FailureNotice {
-  enum State : std::uint32_t { kNone = 0, kBeingWritten = 1, kSet = 2 };
+  // kFirstWriter + r: rank r is writing it.
+  enum State : std::uint32_t { kNone = 0, kSet = 1, kFirstWriter = 2 };
   alignas(64) std::atomic<std::uint32_t> state;
   std::uint32_t kind;
   std::array<char, 1900> message;

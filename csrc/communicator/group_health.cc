@@ -69,13 +69,16 @@ std::exception_ptr GroupHealth::failure() {
     return nullptr;
   }
   const Deadline patience = Deadline::in(kNoticeTime);
-  while (state == FailureNotice::kBeingWritten && !patience.has_passed()) {
+  while (state >= FailureNotice::kFirstWriter && !patience.has_passed()) {
     std::this_thread::yield();
     state = notice.state.load(std::memory_order_acquire);
   }
-  if (state == FailureNotice::kBeingWritten) {
-    // The rank that wrote it died over it.
-    return make_error(ErrorKind::kError, "The group '" + name_ + "' is failing on another rank.");
+  if (state >= FailureNotice::kFirstWriter) {
+    const int writer = static_cast<int>(state - FailureNotice::kFirstWriter);
+    return make_error(ErrorKind::kError,
+                      join("The group '", name_, "' is failing on ", who(writer),
+                           ", which has died or was stopped before it could say why; it ",
+                           activity(writer), "."));
   }
   return make_error(static_cast<ErrorKind>(notice.kind), notice.message.data());
 }
@@ -83,7 +86,8 @@ std::exception_ptr GroupHealth::failure() {
 void GroupHealth::fail(ErrorKind kind, const std::string& message) noexcept {
   FailureNotice& notice = segment_.failure();
   std::uint32_t none = FailureNotice::kNone;
-  if (notice.state.compare_exchange_strong(none, FailureNotice::kBeingWritten)) {
+  if (notice.state.compare_exchange_strong(
+          none, FailureNotice::kFirstWriter + static_cast<std::uint32_t>(rank_))) {
     notice.kind = static_cast<std::uint32_t>(kind);
     const std::size_t length = std::min(message.size(), notice.message.size() - 1);
     std::memcpy(notice.message.data(), message.data(), length);
