@@ -212,7 +212,7 @@ class Reducer:
     """
     def __init__(self, communicator: Communicator, slots: collections.abc.Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], buckets: collections.abc.Sequence[tuple[str, torch.Tensor, collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]]], tail: torch.Tensor, buffer_memory: torch.Tensor | None = None, pack: collections.abc.Callable | None = None, unpack: collections.abc.Callable | None = None) -> None:
         """
-        All ranks call, with the same plan. `slots` are (name, parameter, view of the arena; None for sparse gradients), `buckets` (label, memory, indices of slots) in the order of launching; `tail` is the end of the last bucket, a word for each slot and each rank. At the end of a round rank 0 calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`.
+        All ranks call, with the same plan. `slots` are (name, parameter, view of the arena; None for sparse gradients), `buckets` (label, memory, indices of slots) in the order of launching; `tail` is the end of the last bucket, a word for each slot. At the end of a round rank 0 calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`.
         """
     def prepare_forward(self) -> None:
         """

@@ -73,7 +73,7 @@ class GradientArena:
     Attributes:
         slots: One for each parameter, in registration order.
         buckets: In launch order. One that holds nothing but the tail, if all gradients are sparse.
-        tail: Words at the end of the last bucket: one for each parameter, one for each rank.
+        tail: Words at the end of the last bucket, one for each parameter.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class GradientArena:
         sizes = [(p.dtype, p.numel() * p.element_size()) for _, p in (parameters[i] for i in dense)]
         plan = [[dense[i] for i in bucket] for bucket in plan_buckets(sizes, max(cap_bytes, 1))]
         plan = plan or [[]]
-        tail_words = len(parameters) + communicator.size
+        tail_words = len(parameters)
 
         # Complex numbers travel as pairs of reals: sums and averages are the same.
         offsets: dict[int, int] = {}

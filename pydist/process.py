@@ -263,12 +263,21 @@ def _serve(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> 
 def _await_server(rendezvous: Rendezvous, timeout: timedelta) -> None:
     """Waits until something listens there: torch's client would, too, but deaf to Ctrl-C."""
     deadline_s = time.monotonic() + timeout.total_seconds()
+    place = (rendezvous.address, rendezvous.port)
+    problem = ""
     while (left_s := deadline_s - time.monotonic()) > 0:
-        with suppress(OSError):
-            place = (rendezvous.address, rendezvous.port)
+        try:
             socket.create_connection(place, min(left_s, 1.0)).close()
+        except OSError as error:
+            problem = str(error)
+            time.sleep(min(left_s, 0.05))
+        else:
             return
-        time.sleep(min(left_s, 0.05))
+    raise TransportError(
+        f"nothing answers at the job's store, {place[0]}:{place[1]}, within "
+        f"{timeout.total_seconds():g} s: is rank 0 up, and are MASTER_ADDR and MASTER_PORT those "
+        f"of its host? ({problem})"
+    )
 
 
 def _connect(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> dist.Store:

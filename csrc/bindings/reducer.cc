@@ -71,7 +71,7 @@ void bind_reducer(py::module_& module) {
            "All ranks call, with the same plan. `slots` are (name, parameter, view of the arena; "
            "None for sparse gradients), "
            "`buckets` (label, memory, indices of slots) in the order of launching; `tail` is the "
-           "end of the last bucket, a word for each slot and each rank. At the end of a round "
+           "end of the last bucket, a word for each slot. At the end of a round "
            "rank 0 calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`.")
       .def("prepare_forward", &Reducer::prepare_forward, py::call_guard<ReleasedGil>(),
            "Waits for what a backward that raised left under way; raises pydist.InvalidUsage where "

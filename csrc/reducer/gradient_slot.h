@@ -26,6 +26,8 @@ struct GradientSlot {
   std::size_t bucket = 0;
   // The parameter holds a gradient that was not averaged yet.
   bool is_pending = false;
+  // The gradient on its way into `parameter.grad` is one, not nothing.
+  bool has_arrived = false;
   // The round in which it last received a gradient.
   std::uint64_t fired_in = 0;
 };

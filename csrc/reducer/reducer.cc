@@ -2,6 +2,8 @@
 
 #include <ATen/ops/_sparse_coo_tensor_with_dims.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/max.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
@@ -18,6 +20,11 @@
 
 namespace pydist {
 namespace {
+
+// The words of a verdict.
+constexpr float kFine = 0.0F;
+constexpr float kHasThrown = 1.0F;
+constexpr float kHookHasThrown = 2.0F;
 
 class Stopwatch {
  public:
@@ -139,6 +146,7 @@ std::shared_ptr<Reducer::Backward> Reducer::require_backward() {
 at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
   // Nothing may write into the arena while an earlier round is under way.
   require_backward();
+  plan_.slots[index].has_arrived = gradient.defined();
   return land(plan_.slots[index], gradient);
 }
 
@@ -154,6 +162,11 @@ void Reducer::accumulated(std::size_t index) {
              "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"));
   }
   if (!slot.parameter.grad().defined()) {
+    if (slot.has_arrived && backward->synchronizes) {
+      throw InvalidUsage(join("the gradient of parameter ", slot.name,
+                              " was taken away by a hook before it could be averaged: step the "
+                              "optimizer after backward(), not in a hook of the parameter"));
+    }
     return;
   }
   if (!holds_gradient(slot)) {
@@ -182,14 +195,30 @@ void Reducer::finish(const Backward& backward) {
   if (!is_concerned(backward) || !trains) {
     return;
   }
-  struct Restart {
-    Reducer& reducer;
-    ~Restart() { reducer.restart(); }
-  } restart{*this};
   const c10::AutoGradMode no_grad(false);
-  launch_rest(/*has_thrown=*/false);
-  wait();
-  settle();
+  try {
+    launch_rest(/*has_thrown=*/false);
+  } catch (...) {
+    abandon(backward);
+    throw;
+  }
+  try {
+    wait();
+    settle();
+  } catch (...) {
+    if (is_over()) {
+      restart();
+    } else {
+      // Interrupted. The peers will have their average and go on with it.
+      out_of_step_ =
+          "the wait for averaged gradients was cut short in an earlier backward, so this rank's "
+          "model may differ from the others': load a checkpoint on all ranks, and wrap the module "
+          "anew";
+      orphan();
+    }
+    throw;
+  }
+  restart();
 }
 
 // Keeps the ranks in step after a backward that threw here. The peers are in the same round or will
@@ -205,17 +234,41 @@ void Reducer::abandon(const Backward& backward) noexcept {
   } catch (const std::exception&) {
     // A group that failed has told everybody already; the caller sees the error of the backward.
   }
-  std::vector<WorkPtr> orphans = std::move(works_);
-  std::vector<HookResult> orphaned_results = std::move(hook_results_);
+  orphan();
+}
+
+// Begins a new round while operations of this one still write into the arena. So the gradients,
+// which are worth nothing, are taken out of it: the next ones land there after drain().
+void Reducer::orphan() {
+  std::vector<WorkPtr> works = std::move(works_);
+  std::vector<HookResult> results = std::move(hook_results_);
   restart();
-  works_ = std::move(orphans);
-  hook_results_ = std::move(orphaned_results);
+  works_ = std::move(works);
+  hook_results_ = std::move(results);
+  for (GradientSlot& slot : plan_.slots) {
+    slot.is_pending = false;
+    slot.parameter.mutable_grad().reset();
+  }
+}
+
+bool Reducer::is_over() const {
+  return std::all_of(works_.begin(), works_.end(),
+                     [](const WorkPtr& work) { return work->is_completed(); }) &&
+         std::all_of(hook_results_.begin(), hook_results_.end(),
+                     [](const HookResult& result) { return result.future->completed(); });
 }
 
 // -- the round
 
 std::shared_ptr<Reducer::Backward> Reducer::begin(bool accumulates) {
   drain();
+  if (is_enabled_ && (has_hook_thrown_ || !out_of_step_.empty())) {
+    std::rethrow_exception(make_error(
+        ErrorKind::kError,
+        out_of_step_.empty() ? "the communication hook raised on this rank in an earlier backward, "
+                               "so the hooks of the ranks are out of step: start again"
+                             : out_of_step_));
+  }
   auto backward = std::make_shared<Backward>(shared_from_this(), is_enabled_, accumulates);
   current_ = backward;
   at_end_of_backward([backward] { guarded_for_torch([&] { backward->finish(); }); });
@@ -226,17 +279,24 @@ void Reducer::drain() {
   if (works_.empty() && hook_results_.empty()) {
     return;
   }
-  struct Restart {
-    Reducer& reducer;
-    ~Restart() { reducer.restart(); }
-  } restart{*this};
-  wait();
+  try {
+    wait();
+  } catch (...) {
+    if (is_over()) {
+      restart();
+    }
+    throw;
+  }
+  restart();
 }
 
 void Reducer::restart() {
   ++round_;
   launched_ = 0;
   fired_ = 0;
+  has_verdict_ = false;
+  sparse_done_ = 0;
+  has_sent_buffers_ = false;
   works_.clear();
   hook_results_.clear();
   absent_.clear();
@@ -255,30 +315,36 @@ void Reducer::launch(bool has_thrown) {
   if (!has_thrown) {  // otherwise nobody looks at the values
     for (const std::size_t index : bucket.slots) {
       GradientSlot& slot = plan_.slots[index];
-      if (!(slot.is_pending && holds_gradient(slot))) {
+      if (!slot.is_pending || !slot.parameter.grad().defined()) {
         absent_.push_back({index, fill_absent(slot)});
+      } else if (!holds_gradient(slot)) {
+        adopt(slot);  // somebody has moved it meanwhile
       }
     }
   }
   ++launched_;
   const bool is_last = launched_ == plan_.buckets.size();
   if (is_last) {
-    write_tail(has_thrown);
+    write_tail();
   }
   if (hook_ == nullptr) {
     submit(OpKind::kAllReduce, bucket.memory, bucket.label);
     return;
   }
-  try {
-    run_hook(launched_ - 1);
-  } catch (const std::exception&) {
-    if (!has_thrown) {
-      throw;
+  std::exception_ptr error;
+  if (!has_hook_thrown_) {
+    try {
+      run_hook(launched_ - 1);
+    } catch (...) {
+      has_hook_thrown_ = true;
+      error = std::current_exception();
     }
-    // The hook itself may be what has thrown. The tail tells the peers.
   }
   if (is_last) {
     submit(OpKind::kAllReduce, plan_.tail, "tail");
+  }
+  if (error != nullptr && !has_thrown) {
+    std::rethrow_exception(error);
   }
 }
 
@@ -296,9 +362,9 @@ void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
         0, 0, bucket.memory.numel() - (is_last ? plan_.tail.numel() : std::int64_t{0}));
     for (const std::size_t index : bucket.slots) {
       const GradientSlot& slot = plan_.slots[index];
-      const auto distance = static_cast<const std::byte*>(slot.view.const_data_ptr()) -
-                            static_cast<const std::byte*>(bucket.memory.const_data_ptr());
-      view.offsets.push_back(static_cast<std::size_t>(distance) / bucket.memory.itemsize());
+      const std::int64_t offset = slot.view.storage_offset() * (slot.view.is_complex() ? 2 : 1) -
+                                  bucket.memory.storage_offset();
+      view.offsets.push_back(static_cast<std::size_t>(offset));
       view.lengths.push_back(slot.view.nbytes() / bucket.memory.itemsize());
       view.sizes.push_back(slot.view.sizes().vec());
       if (slot.view.is_complex()) {  // travels as pairs
@@ -323,20 +389,42 @@ void Reducer::launch_rest(bool has_thrown) {
   while (launched_ < plan_.buckets.size()) {
     launch(has_thrown);
   }
+  if (!has_verdict_) {
+    send_verdict(has_thrown);
+  }
   launch_sparse(has_thrown);
-  exchange_buffers();
+  if (!has_sent_buffers_) {
+    exchange_buffers(has_thrown);
+  }
+}
+
+void Reducer::send_verdict(bool has_thrown) {
+  has_verdict_ = true;
+  if (!verdict_.defined()) {
+    verdict_ = at::zeros({communicator_->size()}, at::kFloat);
+  }
+  verdict_.zero_();
+  verdict_.mutable_data_ptr<float>()[communicator_->rank()] = has_hook_thrown_ ? kHookHasThrown
+                                                              : has_thrown     ? kHasThrown
+                                                                               : kFine;
+  submit(OpKind::kAllReduce, verdict_, "verdict");
 }
 
 void Reducer::launch_sparse(bool has_thrown) {
-  for (GradientSlot& slot : plan_.slots) {
+  while (sparse_done_ < plan_.slots.size()) {
+    GradientSlot& slot = plan_.slots[sparse_done_++];
     if (!is_sparse(slot)) {
       continue;
     }
     at::Tensor gradient = slot.parameter.grad();
-    if (has_thrown || !slot.is_pending || !holds_gradient(slot)) {
+    if (has_thrown || !holds_gradient(slot)) {
       gradient = at::_sparse_coo_tensor_with_dims(
           /*sparse_dim=*/1, slot.parameter.dim() - 1, slot.parameter.sizes(),
           slot.parameter.options().layout(at::kSparse));
+      sparse_absent_.emplace_back(slot.index, gradient);
+    } else if (!slot.is_pending) {
+      // What an earlier round has left: it counts if another rank adds to it, as in fill_absent().
+      gradient = gradient.clone();
       sparse_absent_.emplace_back(slot.index, gradient);
     }
     const Stopwatch stopwatch(stats_.wait_s);
@@ -345,14 +433,24 @@ void Reducer::launch_sparse(bool has_thrown) {
   }
 }
 
-void Reducer::exchange_buffers() {
+void Reducer::exchange_buffers(bool has_thrown) {
+  has_sent_buffers_ = true;
   if (!buffers_) {
     return;
   }
-  if (communicator_->rank() == 0) {
-    buffers_->pack();
+  // The peers wait for the message whatever it holds.
+  std::exception_ptr error;
+  if (communicator_->rank() == 0 && !has_thrown) {
+    try {
+      buffers_->pack();
+    } catch (...) {
+      error = std::current_exception();
+    }
   }
   submit(OpKind::kBroadcast, buffers_->memory, "buffers");
+  if (error != nullptr) {
+    std::rethrow_exception(error);
+  }
 }
 
 // Gives the slot of a parameter that this backward did not reach a value to send, and returns what
@@ -368,10 +466,8 @@ at::Tensor Reducer::fill_absent(GradientSlot& slot) {
   return slot.view.clone();
 }
 
-void Reducer::write_tail(bool has_thrown) {
-  const std::size_t count = plan_.slots.size();
-  std::vector<float> words(count + static_cast<std::size_t>(communicator_->size()), 0.0F);
-  std::fill_n(words.begin(), count, 1.0F);
+void Reducer::write_tail() {
+  std::vector<float> words(plan_.slots.size(), 1.0F);
   for (const Absent& absent : absent_) {
     words[absent.slot] = 0.0F;
   }
@@ -379,9 +475,6 @@ void Reducer::write_tail(bool has_thrown) {
     if (is_sparse(slot) && !(slot.is_pending && holds_gradient(slot))) {
       words[slot.index] = 0.0F;
     }
-  }
-  if (has_thrown) {
-    words[count + static_cast<std::size_t>(communicator_->rank())] = 1.0F;
   }
   plan_.tail.copy_(
       at::from_blob(words.data(), {static_cast<std::int64_t>(words.size())}, at::kFloat));
@@ -410,6 +503,14 @@ void Reducer::wait() {
   for (const WorkPtr& work : works_) {
     work->wait();
   }
+  if (hook_results_.empty()) {
+    return;
+  }
+  if (verdict_.max().item<float>() >= kHookHasThrown / static_cast<float>(communicator_->size())) {
+    // Some rank's hook has not taken part, so what the others' wait for may never come.
+    hook_results_.clear();
+    return;
+  }
   for (const HookResult& result : hook_results_) {
     result.future->wait();
     const at::Tensor averaged = hook_->parseHookResult(result.future->value());
@@ -434,22 +535,9 @@ void Reducer::settle() {
   for (const GradientBucket& bucket : plan_.buckets) {
     stats_.bytes += static_cast<std::int64_t>(bucket.memory.nbytes());
   }
+  require_verdict();
   const at::Tensor tail = plan_.tail.to(at::kFloat).contiguous();
   const float* const words = tail.const_data_ptr<float>();
-  const std::size_t count = plan_.slots.size();
-  std::string ranks;
-  for (int rank = 0; rank < communicator_->size(); ++rank) {
-    if (words[count + static_cast<std::size_t>(rank)] > 0) {
-      ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
-    }
-  }
-  if (!ranks.empty()) {
-    std::rethrow_exception(make_error(
-        ErrorKind::kError,
-        join("backward raised on rank ", ranks,
-             ", so the gradients of this step are incomplete on every rank: the exception is "
-             "there; set the gradients to zero before the next step")));
-  }
   for (const Absent& absent : absent_) {
     GradientSlot& slot = plan_.slots[absent.slot];
     if (words[absent.slot] > 0) {
@@ -468,6 +556,35 @@ void Reducer::settle() {
   if (buffers_ && communicator_->rank() != 0) {
     buffers_->unpack();
   }
+}
+
+// Throws where a backward has thrown on any rank.
+void Reducer::require_verdict() {
+  const float* const words = verdict_.const_data_ptr<float>();
+  std::string ranks;
+  bool is_hook = false;
+  for (int rank = 0; rank < communicator_->size(); ++rank) {
+    const float word = words[rank] * static_cast<float>(communicator_->size());  // of a mean
+    if (word > 0.5F * kHasThrown) {
+      ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+      is_hook = is_hook || word > 0.5F * (kHasThrown + kHookHasThrown);
+    }
+  }
+  if (ranks.empty()) {
+    return;
+  }
+  std::string message = join(
+      "backward raised on rank ", ranks,
+      ", so the gradients of this step are incomplete on every rank: the exception is there; ");
+  if (is_hook) {
+    message +=
+        "it came out of the communication hook, so the hooks of the ranks are out of step: "
+        "start again";
+    out_of_step_ = message;
+  } else {
+    message += "set the gradients to zero before the next step";
+  }
+  std::rethrow_exception(make_error(ErrorKind::kError, message));
 }
 
 }  // namespace pydist

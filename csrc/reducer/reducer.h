@@ -16,9 +16,10 @@
 //
 // Note [The tail]
 // The last bucket to be launched carries one word for each parameter, "this rank has a gradient
-// here", and one for each rank, "my backward threw". Every rank launches every bucket in every
-// round, with zeros where it has nothing, so ranks that use different parameters never wait for
-// each other; a parameter that no rank used keeps the gradient that it had.
+// here". Every rank launches every bucket in every round, with zeros where it has nothing, so ranks
+// that use different parameters never wait for each other; a parameter that no rank used keeps the
+// gradient that it had. Whether a backward has thrown is known at its end only: a small all-reduce
+// of its own, after the last bucket, carries that.
 
 #pragma once
 
@@ -58,7 +59,7 @@ struct GradientBucket {
 struct ReductionPlan {
   std::vector<GradientSlot> slots;      // in the order of registration
   std::vector<GradientBucket> buckets;  // in the order of launching
-  at::Tensor tail;  // the end of the last bucket: a word for each slot, one for each rank
+  at::Tensor tail;                      // the end of the last bucket: a word for each slot
 };
 
 // Copies rank 0's buffers to the others at the end of each round.
@@ -145,11 +146,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void drain();
   void restart();
   void launch(bool has_thrown);
+  // Goes on where it was left, if anything threw.
   void launch_rest(bool has_thrown);
+  void send_verdict(bool has_thrown);
   void launch_sparse(bool has_thrown);
-  void exchange_buffers();
+  void exchange_buffers(bool has_thrown);
   [[nodiscard]] at::Tensor fill_absent(GradientSlot& slot);
-  void write_tail(bool has_thrown);
+  void write_tail();
+  [[nodiscard]] bool is_over() const;
+  void orphan();
+  void require_verdict();
   void submit(OpKind kind, const at::Tensor& memory, std::string label);
   void run_hook(std::size_t bucket);
   void wait();
@@ -162,8 +168,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_enabled_ = true;
   std::weak_ptr<Backward> current_;
   std::uint64_t round_ = 0;
-  std::size_t launched_ = 0;  // buckets of this round
-  std::size_t fired_ = 0;     // parameters of this round
+  std::size_t launched_ = 0;     // buckets of this round
+  std::size_t fired_ = 0;        // parameters of this round
+  bool has_verdict_ = false;     // has been sent
+  std::size_t sparse_done_ = 0;  // slots looked at by launch_sparse()
+  bool has_sent_buffers_ = false;
+  at::Tensor verdict_;            // a word for each rank: Verdict
+  bool has_hook_thrown_ = false;  // here, in any round
+  std::string out_of_step_;       // why nothing more can be averaged
   std::vector<WorkPtr> works_;
   std::shared_ptr<c10d::CommHookInterface> hook_;
   std::vector<HookView> hook_views_;  // of each bucket, where there is a hook

@@ -1,6 +1,7 @@
 #include "topology/rendezvous.h"
 
 #include <chrono>
+#include <exception>
 #include <string_view>
 
 #include "base/error.h"
@@ -20,10 +21,20 @@ constexpr std::chrono::milliseconds kLook{200};
 std::string get_while_hoping(KeyValueStore& store, const std::string& key, Deadline deadline,
                              const CheckHope& check_hope) {
   while (check_hope) {
-    check_hope();
+    std::exception_ptr lost;
     try {
-      return store.get(key, deadline.earlier_of(Deadline::in(kLook)));
+      check_hope();
+    } catch (...) {
+      lost = std::current_exception();
+    }
+    try {
+      // What a rank wrote before it left counts: one more look.
+      const std::chrono::milliseconds look = lost ? std::chrono::milliseconds(0) : kLook;
+      return store.get(key, deadline.earlier_of(Deadline::in(look)));
     } catch (const Timeout&) {
+      if (lost != nullptr) {
+        std::rethrow_exception(lost);
+      }
       if (deadline.has_passed()) {
         throw;
       }

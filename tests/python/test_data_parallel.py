@@ -8,6 +8,7 @@ import inspect
 import io
 import pickle
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -752,6 +753,113 @@ def test_sparse_gradients(ranks: Ranks, with_head: bool, set_to_none: bool) -> N
     ranks.run(train_tables, with_head, set_to_none, timeout=LIMIT_S)
 
 
+def raise_and_zero_in_place(set_to_none: bool) -> None:
+    rank, size = joined()
+    torch.manual_seed(0)
+    model = pydist.DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double())
+    reference = copy.deepcopy(model)
+    # So that gradients lie in the arena already.
+    model(batch(rank, 2, 3)).sum().backward()
+    model.zero_grad(set_to_none=set_to_none)
+
+    def explode(_: Tensor) -> None:
+        raise ValueError("in the middle of backward")
+
+    out = model.module[0](batch(rank, 2, 3))
+    if rank == 1:
+        out.register_hook(explode)
+    else:
+        time.sleep(0.3)  # the round goes on after rank 1 has zeroed its gradients
+    with pytest.raises((ValueError, pydist.Error), match=r"in the middle|raised on rank 1"):
+        model.module[1](out).sum().backward()
+    model.zero_grad(set_to_none=set_to_none)
+    model(batch(rank, 2, 3, step=1)).sum().backward()
+    for r in range(size):
+        (reference(batch(r, 2, 3, step=1)).sum() / size).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_near(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_clean_after_a_backward_that_raised(run: Runner, set_to_none: bool) -> None:
+    run(raise_and_zero_in_place, set_to_none)
+
+
+def raise_at_the_very_end() -> str:
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(3, 1))
+
+    def explode(_: Tensor) -> None:
+        raise ValueError("after the last parameter")
+
+    x = torch.ones(1, 3, requires_grad=True)
+    if rank == 2:
+        x.register_hook(explode)
+    with pytest.raises((ValueError, pydist.Error)) as caught:
+        model(x).sum().backward()
+    pydist.barrier()  # whoever leaves earlier is lost to the others
+    return str(caught.value)
+
+
+def test_backward_that_raises_after_its_last_parameter(run: Runner) -> None:
+    first, second, third = run(raise_at_the_very_end)
+    assert "raised on rank 2" in first
+    assert "raised on rank 2" in second
+    assert third == "after the last parameter"
+
+
+def average_twice() -> None:
+    rank, size = joined()
+    torch.manual_seed(0)
+    model = pydist.DataParallel(Tables(with_head=True))
+    reference = copy.deepcopy(model)
+    everywhere, here = torch.tensor([1, 2]), torch.tensor([3])
+    model(everywhere, here).backward()
+    # Without zeroing, and the second table on rank 0 alone.
+    model(everywhere, here if rank == 0 else None).backward()
+    for _ in range(size):
+        (reference(everywhere, here) / size).backward()
+    for r in range(size):
+        (reference(everywhere, here if r == 0 else None) / size).backward()
+    for name, theirs in reference.named_parameters():
+        ours = model.get_parameter(name)
+        if theirs.grad is not None:
+            assert_near(ours.grad.to_dense(), theirs.grad.to_dense())
+
+
+def test_averaged_gradients_may_be_added_to(run: Runner) -> None:
+    run(average_twice)
+
+
+def clip_out_of_place() -> None:
+    rank, size = joined()
+    module = nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)})
+    model = pydist.DataParallel(module)
+    with model.no_sync():
+        model.b(torch.full((1, 2), rank + 1.0)).sum().backward()
+    model.module.b.weight.grad = model.module.b.weight.grad.clamp(max=100.0)
+    model.module.a(torch.ones(1, 2)).sum().backward()
+    mean = sum(range(1, size + 1)) / size
+    assert model.module.b.weight.grad.tolist() == [[mean, mean]]
+
+
+def test_a_gradient_that_was_moved_is_averaged(run: Runner) -> None:
+    run(clip_out_of_place)
+
+
+def step_in_a_hook() -> None:
+    joined()
+    module = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step(parameter: Tensor) -> None:
+        optimizer.step()
+        parameter.grad = None
+
+    module.weight.register_post_accumulate_grad_hook(step)
+    pydist.DataParallel(module)(torch.ones(1, 2)).sum().backward()
+
+
 def drop_the_wrapper() -> None:
     rank, size = joined()
     module = nn.Linear(3, 1)
@@ -892,26 +1000,31 @@ def test_communication_hooks_of_odd_models(run: Runner, cap_mb: float) -> None:
 
 
 def raise_in_hook() -> None:
-    joined()
-    fails = [True, False]
+    rank, _ = joined()
 
     def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if fails.pop(0):
+        if rank == 1:
             raise ValueError("a hook that fails")
         return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
     model = pydist.DataParallel(nn.Linear(3, 1))
     model.register_comm_hook(None, hook)
-    with pytest.raises(ValueError, match="a hook that fails"):
-        model(torch.ones(1, 3)).sum().backward()
+    if rank == 1:
+        with pytest.raises(ValueError, match="a hook that fails"):
+            model(torch.ones(1, 3)).sum().backward()
+    else:
+        # Not waiting for what rank 1 has never started.
+        with pytest.raises(pydist.Error, match=r"on rank 1, .* hooks of the ranks are out of step"):
+            model(torch.ones(1, 3)).sum().backward()
     model.zero_grad()
-    fails[:] = [False]
-    model(torch.ones(1, 3)).sum().backward()
-    assert model.module.weight.grad.tolist() == [[1.0, 1.0, 1.0]]
+    # Rank 1 and the others would meet in all-reduces of different steps.
+    with pytest.raises(pydist.Error, match="out of step: start again"):
+        model(torch.ones(1, 3)).sum().backward()
 
 
-def test_a_hook_that_raises(run: Runner) -> None:
-    run(raise_in_hook)
+def test_a_hook_that_raises(backend: str) -> None:
+    with Ranks(3, {"PYDIST_BACKEND": backend}) as ranks:
+        ranks.run(raise_in_hook, timeout=LIMIT_S)
 
 
 def register_wrongly() -> None:
@@ -964,6 +1077,7 @@ def unfreeze_afterwards() -> None:
     [
         (tie_sparsely, "the gradient of parameter table.weight is dense"),
         (differentiate_twice, "create_graph=True"),
+        (step_in_a_hook, "parameter weight was taken away by a hook"),
         (convert_afterwards, "parameter head.weight was (1, 2) torch.float32"),
         (unfreeze_afterwards, "parameter bias was frozen"),
     ],

@@ -152,6 +152,28 @@ def test_ctrl_c_ends_the_wait_for_a_rank_0_that_is_not_there() -> None:
     assert time.monotonic() - began < 20.0
 
 
+def interrupted_backward() -> str:
+    pydist.init(timeout=30)
+    model = pydist.DataParallel(torch.nn.Linear(3, 1))
+    if pydist.rank() == 0:
+        time.sleep(1.0)
+        model(torch.ones(1, 3)).sum().backward()
+        time.sleep(0.5)
+        return "averaged"
+    signal_soon(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 3)).sum().backward()
+    # Rank 0 goes on with an average that this rank has not taken over.
+    assert model.module.weight.grad is None
+    with pytest.raises(pydist.Error, match="cut short"):
+        model(torch.ones(1, 3)).sum().backward()
+    return "interrupted"
+
+
+def test_ctrl_c_in_backward_lets_no_rank_train_on_alone(run_two: Runner) -> None:
+    assert run_two(interrupted_backward) == ["averaged", "interrupted"]
+
+
 def interrupted_group() -> str:
     pydist.init(timeout=30)
     if pydist.rank() == 0:
