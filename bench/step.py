@@ -17,6 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,6 @@ MODELS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensor]]]] = {
 
 
 def make_arms(model: nn.Module) -> dict[str, nn.Module]:
-    from copy import deepcopy
-
     gloo = dist.new_group(backend="gloo")
     arms: dict[str, nn.Module] = {"alone": deepcopy(model)}
     for cap_mb in DDP_BUCKETS_MB:

@@ -220,7 +220,7 @@ class Reducer:
         """
     def register_comm_hook(self, state: typing.Any, hook: typing.Any) -> None:
         """
-        Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. Once, before the first backward.
+        Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. Called once, before the first backward.
         """
     def reset_stats(self) -> None:
         """

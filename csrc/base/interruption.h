@@ -18,4 +18,7 @@ void set_interruption_check(InterruptionCheck check) noexcept;
 void check_interruption();
 inline constexpr std::chrono::milliseconds kInterruptionInterval{50};
 
+// For messages: what an interruption is.
+inline constexpr const char* kWhatInterrupts = "Ctrl-C, or a signal handler that raised";
+
 }  // namespace pydist

@@ -71,6 +71,18 @@ void without_gil(Function&& function) {
           }};
 }
 
+// A Python function for C++ to hold and call under the GIL, on any thread. Released under the GIL,
+// or not at all once the interpreter is gone.
+[[nodiscard]] inline std::shared_ptr<py::function> hold_function(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* held) {
+            if (Py_IsInitialized() == 0) {
+              return;
+            }
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
 // Seconds, as Python gives them, of a wait or of an operation; None leaves the default.
 [[nodiscard]] inline std::optional<Deadline> deadline_in(std::optional<double> seconds) {
   if (!seconds) {

@@ -275,14 +275,7 @@ CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, i
 
 // The Python factory as a C++ one: takes the GIL, and turns what it raises into our errors.
 GlooFactory adapt_factory(py::function factory) {
-  // Released under the GIL, or not at all once the interpreter is gone.
-  std::shared_ptr<py::function> held(new py::function(std::move(factory)), [](py::function* held) {
-    if (Py_IsInitialized() == 0) {
-      return;
-    }
-    const py::gil_scoped_acquire gil;
-    delete held;
-  });
+  const std::shared_ptr<py::function> held = hold_function(std::move(factory));
   return [held](c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                 std::chrono::milliseconds timeout) {
     const py::gil_scoped_acquire gil;

@@ -12,14 +12,7 @@ namespace {
 
 // Calls a Python function from the thread that runs backward, which does not hold the GIL.
 std::function<void()> adapt_function(py::function function) {
-  const std::shared_ptr<py::function> held(new py::function(std::move(function)),
-                                           [](py::function* held) {
-                                             if (Py_IsInitialized() == 0) {
-                                               return;
-                                             }
-                                             const py::gil_scoped_acquire gil;
-                                             delete held;
-                                           });
+  const std::shared_ptr<py::function> held = hold_function(std::move(function));
   return [held] {
     const py::gil_scoped_acquire gil;
     (*held)();
@@ -65,14 +58,14 @@ void bind_reducer(py::module_& module) {
                     "communication: the part that backward did not hide.");
   py::class_<Reducer, std::shared_ptr<Reducer>>(
       module, "Reducer", "Averages gradients over the ranks while backward still runs.")
-      .def(py::init(&create_reducer), py::arg("communicator"), py::arg("slots"), py::arg("buckets"),
-           py::arg("tail"), py::arg("buffer_memory") = py::none(), py::arg("pack") = py::none(),
-           py::arg("unpack") = py::none(),
-           "All ranks call, with the same plan. `slots` are (name, parameter, view of the arena; "
-           "None for sparse gradients), "
-           "`buckets` (label, memory, indices of slots) in the order of launching; `tail` is the "
-           "end of the last bucket, a word for each slot. At the end of a round "
-           "rank 0 calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`.")
+      .def(
+          py::init(&create_reducer), py::arg("communicator"), py::arg("slots"), py::arg("buckets"),
+          py::arg("tail"), py::arg("buffer_memory") = py::none(), py::arg("pack") = py::none(),
+          py::arg("unpack") = py::none(),
+          "All ranks call, with the same plan. `slots` are (name, parameter, view of the arena; "
+          "None for sparse gradients), `buckets` (label, memory, indices of slots) in the order of "
+          "launching; `tail` is the end of the last bucket, a word for each slot. At the end of a "
+          "round rank 0 calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`.")
       .def("prepare_forward", &Reducer::prepare_forward, py::call_guard<ReleasedGil>(),
            "Waits for what a backward that raised left under way; raises pydist.InvalidUsage where "
            "a parameter has changed its type.")
@@ -86,8 +79,8 @@ void bind_reducer(py::module_& module) {
           },
           py::arg("state"), py::arg("hook"),
           "Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. "
-          "Once, "
-          "before the first backward.")
+          "Called "
+          "once, before the first backward.")
       .def_property("enabled", &Reducer::is_enabled, &Reducer::set_enabled,
                     "Whether backwards that begin from now on are synchronised.")
       .def_property_readonly("stats", [](const Reducer& self) { return self.stats(); })

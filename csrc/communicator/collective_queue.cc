@@ -89,9 +89,9 @@ void CollectiveQueue::run(Operation operation, Deadline deadline, const MakeTask
 
 void CollectiveQueue::wait_for(Work& work, OpKind kind) {
   work.wait_or_end([this, kind] {
-    health_->fail(ErrorKind::kAborted, join(health_->who(health_->rank()), " was interrupted in ",
-                                            to_string(kind), " of group '", health_->name(),
-                                            "' (Ctrl-C, or a signal handler that raised)."));
+    health_->fail(ErrorKind::kAborted,
+                  join(health_->who(health_->rank()), " was interrupted in ", to_string(kind),
+                       " of group '", health_->name(), "' (", kWhatInterrupts, ")."));
     drain();
   });
 }

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "base/interruption.h"
+
 namespace pydist {
 
 int Communicator::run(Operation operation) {
@@ -9,7 +11,7 @@ int Communicator::run(Operation operation) {
   const WorkPtr work = submit(std::move(operation));
   work->wait_or_end([&] {
     abort(Aborted(join("rank ", rank(), " was interrupted in ", to_string(kind), " of group '",
-                       name(), "' (Ctrl-C, or a signal handler that raised).")));
+                       name(), "' (", kWhatInterrupts, ").")));
   });
   return work->source_rank();
 }

@@ -5,7 +5,6 @@
 #include <ATen/ops/max.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -21,10 +20,14 @@
 namespace pydist {
 namespace {
 
-// The words of a verdict.
-constexpr float kFine = 0.0F;
+// The words of a verdict; zero where all is well.
 constexpr float kHasThrown = 1.0F;
 constexpr float kHookHasThrown = 2.0F;
+
+constexpr const char* kHooksOutOfStep =
+    "a communication hook raised, so the hooks of the ranks are out of step: start again";
+
+constexpr std::uint64_t kFirstRound = 1;
 
 class Stopwatch {
  public:
@@ -207,6 +210,7 @@ void Reducer::finish(const Backward& backward) {
     settle();
   } catch (...) {
     if (is_over()) {
+      forget();
       restart();
     } else {
       // Interrupted. The peers will have their average and go on with it.
@@ -218,6 +222,7 @@ void Reducer::finish(const Backward& backward) {
     }
     throw;
   }
+  forget();
   restart();
 }
 
@@ -237,37 +242,12 @@ void Reducer::abandon(const Backward& backward) noexcept {
   orphan();
 }
 
-// Begins a new round while operations of this one still write into the arena. So the gradients,
-// which are worth nothing, are taken out of it: the next ones land there after drain().
-void Reducer::orphan() {
-  std::vector<WorkPtr> works = std::move(works_);
-  std::vector<HookResult> results = std::move(hook_results_);
-  restart();
-  works_ = std::move(works);
-  hook_results_ = std::move(results);
-  for (GradientSlot& slot : plan_.slots) {
-    slot.is_pending = false;
-    slot.parameter.mutable_grad().reset();
-  }
-}
-
-bool Reducer::is_over() const {
-  return std::all_of(works_.begin(), works_.end(),
-                     [](const WorkPtr& work) { return work->is_completed(); }) &&
-         std::all_of(hook_results_.begin(), hook_results_.end(),
-                     [](const HookResult& result) { return result.future->completed(); });
-}
-
 // -- the round
 
 std::shared_ptr<Reducer::Backward> Reducer::begin(bool accumulates) {
   drain();
-  if (is_enabled_ && (has_hook_thrown_ || !out_of_step_.empty())) {
-    std::rethrow_exception(make_error(
-        ErrorKind::kError,
-        out_of_step_.empty() ? "the communication hook raised on this rank in an earlier backward, "
-                               "so the hooks of the ranks are out of step: start again"
-                             : out_of_step_));
+  if (is_enabled_ && !out_of_step_.empty()) {
+    std::rethrow_exception(make_error(ErrorKind::kError, out_of_step_));
   }
   auto backward = std::make_shared<Backward>(shared_from_this(), is_enabled_, accumulates);
   current_ = backward;
@@ -275,19 +255,20 @@ std::shared_ptr<Reducer::Backward> Reducer::begin(bool accumulates) {
   return backward;
 }
 
+// Waits for what an earlier round has left under way.
 void Reducer::drain() {
-  if (works_.empty() && hook_results_.empty()) {
+  if (is_idle()) {
     return;
   }
   try {
     wait();
   } catch (...) {
     if (is_over()) {
-      restart();
+      forget();
     }
     throw;
   }
-  restart();
+  forget();
 }
 
 void Reducer::restart() {
@@ -297,8 +278,6 @@ void Reducer::restart() {
   has_verdict_ = false;
   sparse_done_ = 0;
   has_sent_buffers_ = false;
-  works_.clear();
-  hook_results_.clear();
   absent_.clear();
   sparse_absent_.clear();
   for (GradientBucket& bucket : plan_.buckets) {
@@ -327,21 +306,22 @@ void Reducer::launch(bool has_thrown) {
   if (is_last) {
     write_tail();
   }
-  if (hook_ == nullptr) {
-    submit(OpKind::kAllReduce, bucket.memory, bucket.label);
+  if (!hook_) {
+    submit(OpKind::kAllReduce, ReduceOp::kMean, bucket.memory, bucket.label);
     return;
   }
   std::exception_ptr error;
-  if (!has_hook_thrown_) {
+  if (out_of_step_.empty()) {
+    const Stopwatch stopwatch(stats_.wait_s);
     try {
-      run_hook(launched_ - 1);
+      hook_->start(launched_ - 1);
     } catch (...) {
-      has_hook_thrown_ = true;
+      out_of_step_ = kHooksOutOfStep;
       error = std::current_exception();
     }
   }
   if (is_last) {
-    submit(OpKind::kAllReduce, plan_.tail, "tail");
+    submit(OpKind::kAllReduce, ReduceOp::kMean, plan_.tail, "tail");
   }
   if (error != nullptr && !has_thrown) {
     std::rethrow_exception(error);
@@ -349,40 +329,13 @@ void Reducer::launch(bool has_thrown) {
 }
 
 void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
-  if (hook_ != nullptr) {
+  if (hook_) {
     throw InvalidUsage("a communication hook is registered already; there can be one only");
   }
-  if (stats_.rounds != 0) {
+  if (round_ != kFirstRound) {
     throw InvalidUsage("a communication hook is registered before the first backward");
   }
-  for (const GradientBucket& bucket : plan_.buckets) {
-    HookView& view = hook_views_.emplace_back();
-    const bool is_last = &bucket == &plan_.buckets.back();
-    view.payload = bucket.memory.narrow(
-        0, 0, bucket.memory.numel() - (is_last ? plan_.tail.numel() : std::int64_t{0}));
-    for (const std::size_t index : bucket.slots) {
-      const GradientSlot& slot = plan_.slots[index];
-      const std::int64_t offset = slot.view.storage_offset() * (slot.view.is_complex() ? 2 : 1) -
-                                  bucket.memory.storage_offset();
-      view.offsets.push_back(static_cast<std::size_t>(offset));
-      view.lengths.push_back(slot.view.nbytes() / bucket.memory.itemsize());
-      view.sizes.push_back(slot.view.sizes().vec());
-      if (slot.view.is_complex()) {  // travels as pairs
-        view.sizes.back().push_back(2);
-      }
-      view.parameters.push_back(slot.parameter);
-    }
-  }
-  hook_ = std::move(hook);
-}
-
-void Reducer::run_hook(std::size_t bucket) {
-  const Stopwatch stopwatch(stats_.wait_s);
-  const HookView& view = hook_views_[bucket];
-  c10d::GradBucket grad_bucket(bucket, plan_.buckets.size(), view.payload, view.offsets,
-                               view.lengths, {view.sizes.begin(), view.sizes.end()},
-                               view.parameters, std::nullopt);
-  hook_results_.push_back({bucket, hook_->runHook(grad_bucket)});
+  hook_.emplace(std::move(hook), plan_);
 }
 
 void Reducer::launch_rest(bool has_thrown) {
@@ -390,11 +343,15 @@ void Reducer::launch_rest(bool has_thrown) {
     launch(has_thrown);
   }
   if (!has_verdict_) {
+    // Before the verdict, since it may throw.
+    if (buffers_ && communicator_->rank() == 0 && !has_thrown) {
+      buffers_->pack();
+    }
     send_verdict(has_thrown);
   }
   launch_sparse(has_thrown);
   if (!has_sent_buffers_) {
-    exchange_buffers(has_thrown);
+    exchange_buffers();
   }
 }
 
@@ -404,10 +361,11 @@ void Reducer::send_verdict(bool has_thrown) {
     verdict_ = at::zeros({communicator_->size()}, at::kFloat);
   }
   verdict_.zero_();
-  verdict_.mutable_data_ptr<float>()[communicator_->rank()] = has_hook_thrown_ ? kHookHasThrown
-                                                              : has_thrown     ? kHasThrown
-                                                                               : kFine;
-  submit(OpKind::kAllReduce, verdict_, "verdict");
+  if (has_thrown) {
+    verdict_.mutable_data_ptr<float>()[communicator_->rank()] =
+        out_of_step_.empty() ? kHasThrown : kHookHasThrown;
+  }
+  submit(OpKind::kAllReduce, ReduceOp::kSum, verdict_, "verdict");
 }
 
 void Reducer::launch_sparse(bool has_thrown) {
@@ -433,23 +391,10 @@ void Reducer::launch_sparse(bool has_thrown) {
   }
 }
 
-void Reducer::exchange_buffers(bool has_thrown) {
+void Reducer::exchange_buffers() {
   has_sent_buffers_ = true;
-  if (!buffers_) {
-    return;
-  }
-  // The peers wait for the message whatever it holds.
-  std::exception_ptr error;
-  if (communicator_->rank() == 0 && !has_thrown) {
-    try {
-      buffers_->pack();
-    } catch (...) {
-      error = std::current_exception();
-    }
-  }
-  submit(OpKind::kBroadcast, buffers_->memory, "buffers");
-  if (error != nullptr) {
-    std::rethrow_exception(error);
+  if (buffers_) {
+    submit(OpKind::kBroadcast, ReduceOp::kSum, buffers_->memory, "buffers");
   }
 }
 
@@ -480,15 +425,13 @@ void Reducer::write_tail() {
       at::from_blob(words.data(), {static_cast<std::int64_t>(words.size())}, at::kFloat));
 }
 
-void Reducer::submit(OpKind kind, const at::Tensor& memory, std::string label) {
+void Reducer::submit(OpKind kind, ReduceOp op, const at::Tensor& memory, std::string label) {
   const Stopwatch stopwatch(stats_.wait_s);
   DenseTensors tensors(DenseTensors::Lifetime::kHeld);
   Operation operation;
   operation.kind = kind;
+  operation.op = op;
   operation.label = std::move(label);
-  if (kind == OpKind::kAllReduce) {
-    operation.op = ReduceOp::kMean;
-  }
   if (kind == OpKind::kAllReduce || communicator_->rank() == operation.peer) {
     operation.inputs = {tensors.input(memory)};
   }
@@ -503,27 +446,15 @@ void Reducer::wait() {
   for (const WorkPtr& work : works_) {
     work->wait();
   }
-  if (hook_results_.empty()) {
+  if (!hook_ || hook_->is_idle()) {
     return;
   }
-  if (verdict_.max().item<float>() >= kHookHasThrown / static_cast<float>(communicator_->size())) {
+  if (verdict_.max().item<float>() == kHookHasThrown) {
     // Some rank's hook has not taken part, so what the others' wait for may never come.
-    hook_results_.clear();
+    hook_->forget();
     return;
   }
-  for (const HookResult& result : hook_results_) {
-    result.future->wait();
-    const at::Tensor averaged = hook_->parseHookResult(result.future->value());
-    const at::Tensor& payload = hook_views_[result.bucket].payload;
-    if (averaged.const_data_ptr() != payload.const_data_ptr()) {
-      if (averaged.numel() != payload.numel()) {
-        throw InvalidUsage(join("the communication hook returned ", averaged.numel(),
-                                " elements for ", plan_.buckets[result.bucket].label,
-                                ", which has ", payload.numel()));
-      }
-      payload.copy_(averaged.reshape(payload.sizes()));
-    }
-  }
+  hook_->wait();
 }
 
 // Draws the conclusions from a round that is complete.
@@ -564,27 +495,49 @@ void Reducer::require_verdict() {
   std::string ranks;
   bool is_hook = false;
   for (int rank = 0; rank < communicator_->size(); ++rank) {
-    const float word = words[rank] * static_cast<float>(communicator_->size());  // of a mean
-    if (word > 0.5F * kHasThrown) {
+    if (words[rank] != 0) {
       ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
-      is_hook = is_hook || word > 0.5F * (kHasThrown + kHookHasThrown);
+      is_hook = is_hook || words[rank] == kHookHasThrown;
     }
   }
   if (ranks.empty()) {
     return;
   }
-  std::string message = join(
-      "backward raised on rank ", ranks,
-      ", so the gradients of this step are incomplete on every rank: the exception is there; ");
   if (is_hook) {
-    message +=
-        "it came out of the communication hook, so the hooks of the ranks are out of step: "
-        "start again";
-    out_of_step_ = message;
-  } else {
-    message += "set the gradients to zero before the next step";
+    out_of_step_ = kHooksOutOfStep;
   }
+  const std::string message =
+      join("backward raised on rank ", ranks,
+           ", so the gradients of this step are incomplete on every rank: the exception is there; ",
+           is_hook ? out_of_step_ : "set the gradients to zero before the next step");
   std::rethrow_exception(make_error(ErrorKind::kError, message));
+}
+
+// -- what is under way
+
+bool Reducer::is_idle() const { return works_.empty() && (!hook_ || hook_->is_idle()); }
+
+bool Reducer::is_over() const {
+  return std::all_of(works_.begin(), works_.end(),
+                     [](const WorkPtr& work) { return work->is_completed(); }) &&
+         (!hook_ || hook_->is_over());
+}
+
+void Reducer::forget() {
+  works_.clear();
+  if (hook_) {
+    hook_->forget();
+  }
+}
+
+// Begins a new round while operations of this one still write into the arena. So the gradients,
+// which are worth nothing, are taken out of it: the next ones land there after drain().
+void Reducer::orphan() {
+  restart();
+  for (GradientSlot& slot : plan_.slots) {
+    slot.is_pending = false;
+    slot.parameter.mutable_grad().reset();
+  }
 }
 
 }  // namespace pydist

@@ -24,7 +24,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -37,45 +36,16 @@
 
 #include "communicator/communicator.h"
 #include "reducer/autograd_hooks.h"
-#include "reducer/gradient_slot.h"
-
-namespace c10d {
-class CommHookInterface;
-}
+#include "reducer/bucket_hook.h"
+#include "reducer/reduction_plan.h"
 
 namespace pydist {
-
-// A run of slots that travels in one all-reduce.
-struct GradientBucket {
-  std::string label;
-  at::Tensor memory;
-  std::vector<std::size_t> slots;  // by index
-  // How many of them, and of the sparse gradients that count as part of it, have not come yet.
-  std::size_t missing = 0;
-};
-
-// Where the gradients of a module go; the same on every rank. Sparse gradients are in no bucket and
-// go one by one, after the buckets.
-struct ReductionPlan {
-  std::vector<GradientSlot> slots;      // in the order of registration
-  std::vector<GradientBucket> buckets;  // in the order of launching
-  at::Tensor tail;                      // the end of the last bucket: a word for each slot
-};
 
 // Copies rank 0's buffers to the others at the end of each round.
 struct BufferExchange {
   at::Tensor memory;             // of bytes
   std::function<void()> pack;    // on rank 0: writes the buffers into `memory`
   std::function<void()> unpack;  // on the others: takes them over
-};
-
-// A bucket as torch's communication hooks see it: without the tail.
-struct HookView {
-  at::Tensor payload;
-  std::vector<std::size_t> offsets;  // of each slot in the payload, in its elements
-  std::vector<std::size_t> lengths;
-  std::vector<std::vector<std::int64_t>> sizes;
-  std::vector<at::Tensor> parameters;
 };
 
 // What synchronising gradients has cost since the last reset.
@@ -123,12 +93,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     at::Tensor before;  // what to put back if no rank used the parameter; undefined: nothing
   };
 
-  // What a hook has promised for a bucket.
-  struct HookResult {
-    std::size_t bucket;
-    c10::intrusive_ptr<c10::ivalue::Future> future;
-  };
-
   Reducer(CommunicatorPtr communicator, ReductionPlan plan, std::optional<BufferExchange> buffers);
   void install_hooks();
 
@@ -150,16 +114,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void launch_rest(bool has_thrown);
   void send_verdict(bool has_thrown);
   void launch_sparse(bool has_thrown);
-  void exchange_buffers(bool has_thrown);
+  void exchange_buffers();
   [[nodiscard]] at::Tensor fill_absent(GradientSlot& slot);
   void write_tail();
-  [[nodiscard]] bool is_over() const;
-  void orphan();
-  void require_verdict();
-  void submit(OpKind kind, const at::Tensor& memory, std::string label);
-  void run_hook(std::size_t bucket);
+  void submit(OpKind kind, ReduceOp op, const at::Tensor& memory, std::string label);
   void wait();
   void settle();
+  void require_verdict();
+  // -- what is under way
+  [[nodiscard]] bool is_idle() const;
+  [[nodiscard]] bool is_over() const;
+  void forget();
+  void orphan();
 
   const CommunicatorPtr communicator_;
   ReductionPlan plan_;
@@ -173,13 +139,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool has_verdict_ = false;     // has been sent
   std::size_t sparse_done_ = 0;  // slots looked at by launch_sparse()
   bool has_sent_buffers_ = false;
-  at::Tensor verdict_;            // a word for each rank: Verdict
-  bool has_hook_thrown_ = false;  // here, in any round
-  std::string out_of_step_;       // why nothing more can be averaged
+  at::Tensor verdict_;       // a word for each rank
+  std::string out_of_step_;  // why nothing more can be averaged
   std::vector<WorkPtr> works_;
-  std::shared_ptr<c10d::CommHookInterface> hook_;
-  std::vector<HookView> hook_views_;  // of each bucket, where there is a hook
-  std::vector<HookResult> hook_results_;
+  std::optional<BucketHook> hook_;
   std::vector<Absent> absent_;
   // What this rank contributes of gradients that it does not have, and then the mean.
   std::vector<std::pair<std::size_t, at::Tensor>> sparse_absent_;

@@ -46,13 +46,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+from unittest import mock
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -150,7 +151,9 @@ class Ranks:
         if method == "forkserver":
             context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
         try:
-            with _environment({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
+            with mock.patch.dict(
+                os.environ, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+            ):
                 for rank in range(nprocs):
                     ours, theirs = context.Pipe()
                     process = context.Process(
@@ -396,20 +399,6 @@ def _end_family(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
     process.wait(10)
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @dataclass

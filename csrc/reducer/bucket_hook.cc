@@ -1,0 +1,65 @@
+#include "reducer/bucket_hook.h"
+
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "base/error.h"
+
+namespace pydist {
+
+BucketHook::BucketHook(std::shared_ptr<c10d::CommHookInterface> hook, const ReductionPlan& plan)
+    : hook_(std::move(hook)) {
+  for (const GradientBucket& bucket : plan.buckets) {
+    View& view = views_.emplace_back();
+    const bool is_last = &bucket == &plan.buckets.back();
+    view.label = bucket.label;
+    view.payload = bucket.memory.narrow(
+        0, 0, bucket.memory.numel() - (is_last ? plan.tail.numel() : std::int64_t{0}));
+    for (const std::size_t index : bucket.slots) {
+      const GradientSlot& slot = plan.slots[index];
+      const std::int64_t offset = slot.view.storage_offset() * (slot.view.is_complex() ? 2 : 1) -
+                                  bucket.memory.storage_offset();
+      view.offsets.push_back(static_cast<std::size_t>(offset));
+      view.lengths.push_back(slot.view.nbytes() / bucket.memory.itemsize());
+      view.sizes.push_back(slot.view.sizes().vec());
+      if (slot.view.is_complex()) {
+        view.sizes.back().push_back(2);
+      }
+      view.parameters.push_back(slot.parameter);
+    }
+  }
+}
+
+void BucketHook::start(std::size_t bucket) {
+  const View& view = views_[bucket];
+  c10d::GradBucket grad_bucket(bucket, views_.size(), view.payload, view.offsets, view.lengths,
+                               {view.sizes.begin(), view.sizes.end()}, view.parameters,
+                               std::nullopt);
+  promises_.push_back({bucket, hook_->runHook(grad_bucket)});
+}
+
+void BucketHook::wait() {
+  for (const Promise& promise : promises_) {
+    promise.future->wait();
+    const at::Tensor averaged = hook_->parseHookResult(promise.future->value());
+    const View& view = views_[promise.bucket];
+    if (averaged.const_data_ptr() == view.payload.const_data_ptr()) {
+      continue;
+    }
+    if (averaged.numel() != view.payload.numel()) {
+      throw InvalidUsage(join("the communication hook returned ", averaged.numel(),
+                              " elements for ", view.label, ", which has ", view.payload.numel()));
+    }
+    view.payload.copy_(averaged.reshape(view.payload.sizes()));
+  }
+}
+
+bool BucketHook::is_over() const {
+  return std::all_of(promises_.begin(), promises_.end(),
+                     [](const Promise& promise) { return promise.future->completed(); });
+}
+
+}  // namespace pydist

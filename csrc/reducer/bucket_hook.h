@@ -1,0 +1,61 @@
+// torch's communication hooks in place of the all-reduce of a bucket.
+//
+// A hook sees a bucket without the tail, and complex gradients as pairs of real numbers. It is
+// called in the order of the buckets; for one thread at a time.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "reducer/reduction_plan.h"
+
+namespace c10d {
+class CommHookInterface;
+}
+
+namespace pydist {
+
+class BucketHook {
+ public:
+  BucketHook(std::shared_ptr<c10d::CommHookInterface> hook, const ReductionPlan& plan);
+
+  // Lets the hook start on a bucket; throws what it throws.
+  void start(std::size_t bucket);
+
+  // Waits for everything that was started, and writes what comes of it into the buckets.
+  void wait();
+
+  // Drops what was started, finished or not.
+  void forget() noexcept { promises_.clear(); }
+
+  [[nodiscard]] bool is_idle() const noexcept { return promises_.empty(); }
+  // Whether everything that was started has finished.
+  [[nodiscard]] bool is_over() const;
+
+ private:
+  struct View {
+    std::string label;
+    at::Tensor payload;
+    std::vector<std::size_t> offsets;  // of each slot in the payload, in its elements
+    std::vector<std::size_t> lengths;
+    std::vector<std::vector<std::int64_t>> sizes;
+    std::vector<at::Tensor> parameters;
+  };
+  struct Promise {
+    std::size_t bucket;
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+  };
+
+  const std::shared_ptr<c10d::CommHookInterface> hook_;
+  std::vector<View> views_;
+  std::vector<Promise> promises_;
+};
+
+}  // namespace pydist
