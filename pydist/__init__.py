@@ -42,6 +42,7 @@ from pydist.process import (
     world_size,
 )
 from pydist.spawn import spawn
+from pydist.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Aborted",
@@ -51,6 +52,7 @@ __all__ = [
     "InvalidUsage",
     "Mismatch",
     "PeerLost",
+    "SyncBatchNorm",
     "Timeout",
     "TransportError",
     "Work",

@@ -38,6 +38,8 @@ default: _native.Communicator = _not_joined  # type: ignore[assignment]
 # Communicators that pydist made for groups of other backends, and those split from others.
 _bootstrapped: "WeakKeyDictionary[dist.ProcessGroup, _native.Communicator]" = WeakKeyDictionary()
 _split: "WeakSet[_native.Communicator]" = WeakSet()
+# Those split for the layers of models: one for each group, whatever the number of layers.
+_of_layers: "WeakKeyDictionary[Group, _native.Communicator]" = WeakKeyDictionary()
 # The process that made them: a forked child has them in memory, but they are not its to close.
 _owner = os.getpid()
 
@@ -63,6 +65,7 @@ def close_all() -> None:
             communicator.shutdown()
     _split.clear()
     _bootstrapped.clear()
+    _of_layers.clear()
     atexit.unregister(close_all)
 
 
@@ -152,6 +155,28 @@ def split(parent: _native.Communicator, ranks: Sequence[int]) -> _native.Communi
     communicator = parent.split(list(ranks))
     _split.add(communicator)
     _own()
+    return communicator
+
+
+def layer_communicator(group: Group | None = None) -> _native.Communicator:
+    """The communicator that the layers of models share, over the ranks of `group`.
+
+    The traffic of layers must not mix with the script's. The first call for a group makes it, so
+    every rank of the group must make that call; later ones talk to nobody.
+
+    Args:
+        group: as in `communicator_of`.
+
+    Raises:
+        InvalidUsage: as in `communicator_of`.
+    """
+    key = default if group is None else group
+    # Only a group that passed the checks below is a key; other objects may not even be hashable.
+    if isinstance(key, Group) and key in _of_layers:
+        return _of_layers[key]
+    parent = communicator_of(group)
+    communicator = split(parent, range(parent.size))
+    _of_layers[key] = communicator
     return communicator
 
 

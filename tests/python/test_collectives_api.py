@@ -22,7 +22,7 @@ def alone() -> Iterator[None]:
     pydist.shutdown()
 
 
-MODULES = ["collectives", "process", "groups", "large_batch", "spawn"]
+MODULES = ["collectives", "process", "groups", "large_batch", "spawn", "sync_batch_norm"]
 
 
 @pytest.mark.parametrize("name", MODULES)

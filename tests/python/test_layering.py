@@ -48,6 +48,7 @@ PYTHON_LAYERS = (
     "buffer_sync",
     "gradient_arena",
     "gradient_sync",
+    "sync_batch_norm",
     "data_parallel",
     "sharded_optimizer",
     "checkpoint",
