@@ -3,6 +3,7 @@
 // any synchronisation. The three take turns, call by call, so that they meet the same noise.
 //
 //   bench_engine [ranks=2] [largest=268435456] [seconds per size=0.5] [dtype=float32|bfloat16]
+//                [wire=float32|bfloat16]
 //
 // Prints medians over calls; a call's time is that of the slowest rank. Ranks are forked processes,
 // each pinned to a core (round robin where there are more ranks than cores).
@@ -21,6 +22,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -67,6 +69,7 @@ struct Settings {
   std::size_t largest = std::size_t{256} << 20;
   double seconds = 0.5;
   DType dtype = DType::kFloat32;
+  std::optional<DType> wire_dtype;
 };
 
 // Shared by all ranks: each writes its time of a call, rank 0 collects the slowest.
@@ -185,6 +188,7 @@ class Rank {
     operation.kind = OpKind::kAllReduce;
     operation.inputs = {{data, bytes / element_size(settings_.dtype), settings_.dtype, {}}};
     operation.outputs = operation.inputs;
+    operation.wire_dtype = settings_.wire_dtype;
     communicator_->run(std::move(operation));
   }
 
@@ -275,6 +279,9 @@ int main(int argc, char** argv) {
   }
   if (argc > 4 && std::string(argv[4]) == "bfloat16") {
     settings.dtype = pydist::DType::kBFloat16;
+  }
+  if (argc > 5 && std::string(argv[5]) == "bfloat16") {
+    settings.wire_dtype = pydist::DType::kBFloat16;
   }
   return pydist::run(settings);
 }

@@ -75,12 +75,25 @@ void set_op(Operation& operation, ReduceOp op, const at::Tensor& tensor) {
   require_arithmetic(tensor, operation.kind, op);
 }
 
+void set_wire_dtype(Operation& operation, std::optional<at::ScalarType> wire_dtype) {
+  if (!wire_dtype) {
+    return;
+  }
+  operation.wire_dtype = dtype_of(*wire_dtype);
+  if (!operation.wire_dtype) {
+    throw InvalidUsage(join("wire_dtype: ", at::toString(*wire_dtype),
+                            " is not a type that elements can travel in; capabilities() lists "
+                            "those of the backend."));
+  }
+}
+
 py::object all_reduce(Communicator& self, TensorArgument input, TensorArgument output,
                       OpArgument op, bool async_op, double factor, std::string_view label,
-                      Timeout_s timeout) {
+                      Timeout_s timeout, std::optional<at::ScalarType> wire_dtype) {
   return launch(self, OpKind::kAllReduce, {async_op, label, timeout}, results_of(async_op, output),
                 [&](Operation& operation, DenseTensors& tensors) {
                   set_op(operation, op.op, *input.tensor);
+                  set_wire_dtype(operation, wire_dtype);
                   operation.factor = factor;
                   operation.inputs = {tensors.input(*input.tensor)};
                   operation.outputs = {tensors.output(*output.tensor)};
@@ -312,9 +325,10 @@ void bind_operations(py::class_<Communicator, CommunicatorPtr>& type) {
   const auto label = py::arg("label") = "";
   const auto timeout = py::arg("timeout") = py::none();
   type.def("all_reduce", &all_reduce, py::arg("input"), py::arg("output"), op, async_op, factor,
-           label, timeout,
+           label, timeout, py::arg("wire_dtype") = py::none(),
            "output = the elements of all ranks' inputs combined; they may be one tensor. Returns a "
-           "Work where async_op, otherwise None.");
+           "Work where async_op, otherwise None. Sums, means and premul_sums of float32 travel as "
+           "wire_dtype where it is given: torch.float16 or torch.bfloat16, alike on all ranks.");
   type.def("reduce_scatter", &reduce_scatter, py::arg("inputs"), py::arg("output"), op, async_op,
            factor, label, timeout, "output = this rank's block of the combined inputs.");
   type.def("all_gather", &all_gather, py::arg("input"), py::arg("outputs"), async_op, label,

@@ -33,7 +33,7 @@ struct Record {
   std::uint8_t kind = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
-  std::uint8_t unused = 0;
+  std::uint8_t wire_dtype = 0;
   std::int32_t root = 0;
   std::uint64_t count = 0;   // elements of the buffer, or of all blocks together
   std::uint64_t blocks = 0;  // digest of the blocks' sizes
@@ -55,7 +55,9 @@ Record make_record(const Operation& operation, int size) {
   const auto& out = operation.outputs;
   record.kind = static_cast<std::uint8_t>(operation.kind);
   if (!in.empty() || !out.empty()) {
-    record.dtype = static_cast<std::uint8_t>((in.empty() ? out : in)[0].dtype);
+    const DType dtype = (in.empty() ? out : in)[0].dtype;
+    record.dtype = static_cast<std::uint8_t>(dtype);
+    record.wire_dtype = static_cast<std::uint8_t>(operation.wire_dtype.value_or(dtype));
   }
   record.op = has_op(operation.kind) ? static_cast<std::uint8_t>(operation.op) : std::uint8_t{0};
   record.root = has_root(operation.kind) ? operation.peer : 0;
@@ -77,6 +79,9 @@ std::string describe(const Record& record) {
     return "barrier";
   }
   std::string text = join(to_string(kind), "(", to_string(static_cast<DType>(record.dtype)));
+  if (record.wire_dtype != record.dtype) {
+    text += join(" travelling as ", to_string(static_cast<DType>(record.wire_dtype)));
+  }
   if (!is_pairwise(kind)) {
     text += join(", ", record.count, " elements");
   }

@@ -148,7 +148,10 @@ class Runner {
     const DType dtype = operation_.inputs[0].dtype;
     const ReduceOp op = operation_.op;
     const bool is_sum = op == ReduceOp::kSum || op == ReduceOp::kMean || op == ReduceOp::kPremulSum;
-    if (is_sum && is_half(dtype)) {
+    if (operation_.wire_dtype.value_or(dtype) != dtype) {
+      combine_on_wire(static_cast<const float*>(input), static_cast<float*>(output), count,
+                      *operation_.wire_dtype);
+    } else if (is_sum && is_half(dtype)) {
       const Scratch scratch = make_scratch(count * sizeof(float));
       auto* const wide = reinterpret_cast<float*>(scratch.get());
       widen_to_float32(dtype, input, wide, count);
@@ -199,6 +202,41 @@ class Runner {
       }
       const std::array<void*, 1> outputs{static_cast<std::byte*>(output) + offset};
       reduce(reduction, inputs, outputs, n);
+    }
+  }
+
+  // In a 16-bit type, which gloo cannot carry and sum in float32 as well: each rank gets its block
+  // of what everybody contributes, combines it in rank order, and everybody gathers the blocks.
+  void combine_on_wire(const float* input, float* output, std::size_t count, DType wire) {
+    const std::size_t element = element_size(wire);
+    std::vector<double> factors(size_, 1.0);
+    if (operation_.op == ReduceOp::kPremulSum) {
+      channel_.all_gather(&operation_.factor, factors.data(), sizeof factors[0], deadline_);
+    }
+    const Reduction reduction{.dtype = wire,
+                              .op = operation_.op,
+                              .divisor = static_cast<double>(size_),
+                              .factors = factors};
+    const auto block_of = [this](std::size_t n) { return (n + size_ - 1) / size_; };
+    const std::size_t chunk = std::min(count, kGatheredBytes / element);
+    const Scratch whole = make_scratch(block_of(chunk) * size_ * element);
+    const Scratch received = make_scratch(block_of(chunk) * size_ * element);
+    for (std::size_t start = 0; start < count; start += chunk) {
+      const std::size_t n = std::min(chunk, count - start);
+      const std::size_t block_bytes = block_of(n) * element;
+      narrow_from_float32(wire, input + start, whole.get(), n);
+      std::memset(whole.get() + n * element, 0, block_bytes * size_ - n * element);
+      const std::vector<std::int64_t> equal(size_, static_cast<std::int64_t>(block_bytes));
+      channel_.all_to_all(whole.get(), equal, received.get(), equal, deadline_);
+      std::vector<const void*> inputs;
+      for (std::size_t rank = 0; rank < size_; ++rank) {
+        inputs.push_back(received.get() + rank * block_bytes);
+      }
+      std::byte* const own = whole.get() + rank_ * block_bytes;
+      const std::array<void*, 1> outputs{own};
+      reduce(reduction, inputs, outputs, block_of(n));
+      channel_.all_gather(own, whole.get(), block_bytes, deadline_);
+      widen_to_float32(wire, whole.get(), output + start, n);
     }
   }
 

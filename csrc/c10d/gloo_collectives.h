@@ -5,7 +5,8 @@
 // once. Every other combination of operator and type is gathered in chunks and reduced by our own
 // kernels, in rank order, which also makes min and max propagate NaN. All else moves as bytes:
 //
-//   all_reduce                  gloo's ring: 2(p-1)/p s; gathered: (p-1) s
+//   all_reduce                  gloo's ring: 2(p-1)/p s; gathered: (p-1) s; in a 16-bit wire type,
+//                               all-to-all, our kernels, all-gather: 2(p-1)/p of the 16-bit bytes
 //   reduce_scatter, reduce      an all_reduce into scratch memory (gloo has nothing better)
 //   all_gather                  gloo's ring; ragged: p broadcasts
 //   gather, scatter             a message for each rank (only the root knows all the sizes)

@@ -212,14 +212,15 @@ class GlooCommunicator : public Communicator {
         .symmetric_memory = false,
         .any_source = true,
         .ragged = true,
-        .wire_dtypes = {},
+        .wire_dtypes = {kWireDTypes.begin(), kWireDTypes.end()},
         .equal_on_all_ranks = true,
         .equal_from_run_to_run = true,
         .equal_for_all_chunkings = false,
         .numerics =
             "Sums of float32, float64 and complex types are added around gloo's ring, in "
             "an order that depends on an element's position; 16-bit types are summed in "
-            "float32 and rounded once; averages are divided once, after the sum. Other "
+            "float32 and rounded once; averages are divided once, after the sum. Sums in a wire "
+            "type are combined in rank order, in float32, and rounded once. Other "
             "operators, and integers that gloo does not have, are combined in rank order; "
             "min and max propagate NaN.",
     };
@@ -384,9 +385,6 @@ class GlooCommunicator : public Communicator {
           throw InvalidUsage("The gloo backend moves CPU memory only.");
         }
       }
-    }
-    if (operation.wire_dtype) {
-      throw InvalidUsage("The gloo backend has no wire types; leave wire_dtype unset.");
     }
     if (is_point_to_point(operation.kind)) {
       if (operation.tag >= GlooChannel::kUserTags) {

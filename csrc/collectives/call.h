@@ -63,6 +63,7 @@ class Blocks {
 struct Call {
   OpKind kind;
   DType dtype;
+  DType wire_dtype;  // in which elements travel; `dtype` where that is as they are
   ReduceOp op;
   int root;  // 0 where the kind has none
   double factor;

@@ -1,7 +1,6 @@
 #include "collectives/contribution.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace pydist {
 namespace {
@@ -34,6 +33,11 @@ HeapReference reference(const Group& group, const Blocks& blocks) noexcept {
 
 PostDetail symmetric_detail(const Group& group, const Call& call) noexcept {
   PostDetail detail;
+  if (call.wire_dtype != call.dtype) {
+    // Nothing travels between buffers that everybody sees, so nothing would be rounded; but where
+    // a buffer lies must not decide about a result.
+    return detail;
+  }
   switch (call.kind) {
     case OpKind::kAllReduce:
       detail.input = reference(group, call.inputs);
@@ -76,7 +80,7 @@ Blocks contributed_blocks(const Group& group, const Call& call) noexcept {
 std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
   const Blocks blocks = contributed_blocks(group, call);
   const std::size_t bytes =
-      group.size() == 1 || blocks.empty() ? 0 : blocks.total() * element_size(call.dtype);
+      group.size() == 1 || blocks.empty() ? 0 : blocks.total() * element_size(call.wire_dtype);
   if (bytes <= kInlineBytes) {
     return Post::kInline;
   }
@@ -87,23 +91,19 @@ std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
   return bytes <= one_shot_limit(group, call.kind) ? std::uint8_t{Post::kEager} : std::uint8_t{0};
 }
 
-void pack_blocks(const Blocks& blocks, int size, std::size_t element_bytes, std::byte* target) {
+void pack_blocks(const Blocks& blocks, int size, const Wire& wire, std::byte* slot) {
   if (blocks.empty()) {
     return;
   }
   if (blocks.is_contiguous()) {
     const Buffer& buffer = blocks.buffers()[0];
-    if (buffer.count != 0) {
-      std::memcpy(target, buffer.data, buffer.bytes());
-    }
+    wire.put(slot, static_cast<const std::byte*>(buffer.data), buffer.count);
     return;
   }
   for (int rank = 0; rank < size; ++rank) {
     const Block block = blocks[rank];
-    if (block.count != 0) {
-      std::memcpy(target, block.data, block.count * element_bytes);
-      target += block.count * element_bytes;
-    }
+    wire.put(slot, block.data, block.count);
+    slot += wire.bytes(block.count);
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "collectives/call.h"
 #include "collectives/group.h"
+#include "collectives/wire.h"
 
 namespace pydist {
 
@@ -22,14 +23,14 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric };
 [[nodiscard]] Blocks contributed_blocks(const Group& group, const Call& call) noexcept;
 
 // Where peers find this rank's buffers in the symmetric heap; both 0 unless all of the buffers that
-// the kind can use there do lie in it.
+// the kind can use there do lie in it, and where elements travel in a type of their own.
 [[nodiscard]] PostDetail symmetric_detail(const Group& group, const Call& call) noexcept;
 
 // Which flag this rank posts: inline, eager, symmetric, or none of them for the pipeline.
 [[nodiscard]] std::uint8_t offered_route(const Group& group, const Call& call) noexcept;
 
-// Puts the blocks behind each other at `target`.
-void pack_blocks(const Blocks& blocks, int size, std::size_t element_bytes, std::byte* target);
+// Puts the blocks behind each other into `slot`, as they travel.
+void pack_blocks(const Blocks& blocks, int size, const Wire& wire, std::byte* slot);
 
 // Decides from the posts. Precondition: all are posted (for a one-to-all kind: the root's).
 [[nodiscard]] Route agreed_route(const Group& group, const Call& call) noexcept;

@@ -15,7 +15,9 @@ std::string describe(const Post& post) {
     return join("allocate(", post.count, " bytes of symmetric memory)");
   }
   std::string text =
-      join(to_string(post.kind), "(", to_string(post.dtype), ", ", post.count,
+      join(to_string(post.kind), "(", to_string(post.dtype),
+           post.wire_dtype == post.dtype ? "" : join(" travelling as ", to_string(post.wire_dtype)),
+           ", ", post.count,
            (post.flags & Post::kRagged) != 0 ? " elements in uneven blocks" : " elements");
   if (has_op(post.kind)) {
     text += join(", ", to_string(post.op));
@@ -114,9 +116,13 @@ void describe_call(Group& group, const Call& call) {
   post.kind = call.kind;
   post.op = call.op;
   post.dtype = call.dtype;
+  post.wire_dtype = call.wire_dtype;
   post.flags = 0;
-  post.root = call.root;
+  post.root = static_cast<std::int16_t>(call.root);
   post.count = call.count;
+  if (call.op == ReduceOp::kPremulSum) {
+    group.my_detail().factor = call.factor;
+  }
   const Blocks* blocks = posted_blocks(call, group.rank());
   if (blocks != nullptr && blocks->is_ragged()) {
     post.flags |= Post::kRagged;
@@ -134,6 +140,7 @@ void check_agreement(const Group& group, const Call& call, int first, int last) 
     }
     const Post& theirs = group.post(peer);
     const bool same_call = theirs.kind == call.kind && theirs.dtype == call.dtype &&
+                           theirs.wire_dtype == call.wire_dtype &&
                            (!has_op(call.kind) || theirs.op == call.op) &&
                            (!has_root(call.kind) || theirs.root == call.root);
     if (!same_call) {

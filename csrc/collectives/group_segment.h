@@ -42,8 +42,9 @@ struct alignas(64) Post {
   OpKind kind;
   ReduceOp op;
   DType dtype;
+  DType wire_dtype;
   std::uint8_t flags;
-  std::int32_t root;
+  std::int16_t root;    // a host has fewer ranks
   std::uint64_t count;  // see Call::count
   std::array<std::byte, kInlineBytes> payload;
 };

@@ -3,95 +3,73 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <vector>
 
 #include "collectives/fingerprint.h"
 #include "collectives/ring_schedule.h"
 #include "collectives/slices.h"
-#include "kernels/convert_cpu.h"
-#include "kernels/reduce_cpu.h"
+#include "collectives/wire.h"
 
 namespace pydist {
 namespace {
 
 bool is_short_float(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
 
-// One operand of a sum, and the arithmetic of partial sums. `partial` is the type that travels.
+// Partial sums travel in the type that the caller asks for, and otherwise so that the result alone
+// is rounded to the buffers' type.
+DType partial_dtype(const Call& call) {
+  if (call.wire_dtype != call.dtype) {
+    return call.wire_dtype;
+  }
+  return is_short_float(call.dtype) ? DType::kFloat32 : call.dtype;
+}
+
+// The arithmetic of partial sums: one's own contribution is added to what was received.
 class PartialSums {
  public:
-  explicit PartialSums(const Call& call, int size)
-      : call_(call),
-        size_(size),
-        partial_(is_short_float(call.dtype) ? DType::kFloat32 : call.dtype) {}
+  // Once all have posted.
+  PartialSums(const Group& group, const Call& call, int previous)
+      : op_(call.op),
+        size_(group.size()),
+        wire_(call.dtype, partial_dtype(call)),
+        own_factor_(call.factor),
+        previous_factor_(group.detail(previous).factor) {}
 
-  [[nodiscard]] std::size_t partial_bytes() const { return element_size(partial_); }
+  [[nodiscard]] std::size_t bytes(std::size_t count) const { return wire_.bytes(count); }
 
-  // target = own, as a partial sum.
-  void start(std::byte* target, const std::byte* own, std::size_t count) {
-    const std::byte* operand = prepare(own, count);
-    if (count != 0) {
-      std::memcpy(target, operand, count * partial_bytes());
-    }
+  // slot = own. Not yet multiplied by the factor of premul_sum: what travels first is a
+  // contribution, rounded as such, whatever the algorithm.
+  void start(std::byte* slot, const std::byte* own, std::size_t count) const {
+    wire_.put(slot, own, count);
   }
 
-  // target = received + own.
-  void add(std::byte* target, const std::byte* received, const std::byte* own, std::size_t count) {
-    combine(plain_op(), target, received, prepare(own, count), count);
+  // slot = received + own, in the given step.
+  void add(int step, std::byte* slot, const std::byte* received, const std::byte* own,
+           std::size_t count) const {
+    // A mean is a sum until the last step.
+    combine(step, op_ == ReduceOp::kMean ? ReduceOp::kSum : op_, received, own, slot, nullptr,
+            count);
   }
 
-  // target = the finished sum of received and own, in the type of the call.
-  void finish(std::byte* target, const std::byte* received, const std::byte* own,
-              std::size_t count) {
-    const ReduceOp op = call_.op == ReduceOp::kMean ? ReduceOp::kMean : plain_op();
-    const std::byte* operand = prepare(own, count);
-    if (!is_short_float(call_.dtype)) {
-      combine(op, target, received, operand, count);
-      return;
-    }
-    finished_.resize(count);
-    combine(op, reinterpret_cast<std::byte*>(finished_.data()), received, operand, count);
-    narrow_from_float32(call_.dtype, finished_.data(), target, count);
+  // output = the finished sum of received and own.
+  void finish(int step, std::byte* output, const std::byte* received, const std::byte* own,
+              std::size_t count) const {
+    combine(step, op_, received, own, nullptr, output, count);
   }
 
  private:
-  // A mean is a sum until the last step; premul_sum has multiplied in prepare().
-  [[nodiscard]] ReduceOp plain_op() const {
-    return call_.op == ReduceOp::kMean || call_.op == ReduceOp::kPremulSum ? ReduceOp::kSum
-                                                                           : call_.op;
+  void combine(int step, ReduceOp op, const std::byte* received, const std::byte* own,
+               std::byte* slot, std::byte* output, std::size_t count) const {
+    std::array<const void*, 2> pieces{received, own};
+    const std::array<double, 2> factors{step == 0 ? previous_factor_ : 1.0, own_factor_};
+    wire_.combine({wire_.dtype(), op, static_cast<double>(size_), factors}, pieces, /*own=*/1, slot,
+                  output, count);
   }
 
-  // One's own contribution, widened and multiplied by the factor where the call asks for it.
-  const std::byte* prepare(const std::byte* own, std::size_t count) {
-    const std::byte* operand = own;
-    if (is_short_float(call_.dtype)) {
-      widened_.resize(count);
-      widen_to_float32(call_.dtype, own, widened_.data(), count);
-      operand = reinterpret_cast<const std::byte*>(widened_.data());
-    }
-    if (call_.op == ReduceOp::kPremulSum) {
-      scaled_.resize(count * partial_bytes());
-      const void* input = operand;
-      void* output = scaled_.data();
-      reduce({partial_, ReduceOp::kPremulSum, 1.0, {&call_.factor, 1}}, {&input, 1}, {&output, 1},
-             count);
-      operand = scaled_.data();
-    }
-    return operand;
-  }
-
-  void combine(ReduceOp op, std::byte* target, const std::byte* received, const std::byte* own,
-               std::size_t count) const {
-    const std::array<const void*, 2> inputs{received, own};
-    void* output = target;
-    reduce({partial_, op, static_cast<double>(size_), {}}, inputs, {&output, 1}, count);
-  }
-
-  const Call& call_;
+  ReduceOp op_;
   int size_;
-  DType partial_;
-  std::vector<float> widened_;
-  std::vector<float> finished_;
-  std::vector<std::byte> scaled_;
+  Wire wire_;
+  double own_factor_;
+  double previous_factor_;
 };
 
 // A part of every rank's chunk: where segment `index` of each lies.
@@ -142,12 +120,13 @@ struct Chunks {
 struct Ring {
   RingSchedule schedule;
   Chunks chunks;
-  std::size_t element_bytes;
+  std::size_t element_bytes;  // in the buffers
+  Wire wire;                  // of finished elements
   SendChannel& next;
   ReceiveChannel& previous;
 };
 
-Task reduce_scatter_segment(Ring& ring, PartialSums& sums, Segment segment, int me) {
+Task reduce_scatter_segment(Ring& ring, const PartialSums& sums, Segment segment, int me) {
   const auto own = [&](int rank) {
     const Block chunk = ring.chunks.input(rank);
     const Slice part = segment.of(chunk.count);
@@ -156,21 +135,21 @@ Task reduce_scatter_segment(Ring& ring, PartialSums& sums, Segment segment, int 
   const Block first = own(ring.schedule.reduce_scatter_sends(0));
   co_await ring.next.until_free();
   sums.start(ring.next.slot(), first.data, first.count);
-  ring.next.send(first.count * sums.partial_bytes());
+  ring.next.send(sums.bytes(first.count));
 
   for (int step = 0; step < ring.schedule.steps(); ++step) {
     const Block mine = own(ring.schedule.reduce_scatter_receives(step));
     co_await ring.previous.until_received();
     if (step + 1 < ring.schedule.steps()) {
       co_await ring.next.until_free();
-      sums.add(ring.next.slot(), ring.previous.slot(), mine.data, mine.count);
-      ring.next.send(mine.count * sums.partial_bytes());
+      sums.add(step, ring.next.slot(), ring.previous.slot(), mine.data, mine.count);
+      ring.next.send(sums.bytes(mine.count));
     } else {
       const Block all = ring.chunks.call.kind == OpKind::kReduceScatter
                             ? ring.chunks.call.outputs[0]
                             : ring.chunks.output(me);
       const Slice part = segment.of(all.count);
-      sums.finish(all.data + part.begin * ring.element_bytes, ring.previous.slot(), mine.data,
+      sums.finish(step, all.data + part.begin * ring.element_bytes, ring.previous.slot(), mine.data,
                   mine.count);
     }
     ring.previous.release();
@@ -181,37 +160,32 @@ Task all_gather_segment(Ring& ring, Segment segment) {
   const auto place = [&](int rank) {
     const Block chunk = ring.chunks.output(rank);
     const Slice part = segment.of(chunk.count);
-    return Block{chunk.data + part.begin * ring.element_bytes, part.count * ring.element_bytes};
+    return Block{chunk.data + part.begin * ring.element_bytes, part.count};
   };
   for (int step = 0; step < ring.schedule.steps(); ++step) {
     const Block sent = place(ring.schedule.all_gather_sends(step));
     co_await ring.next.until_free();
-    if (sent.count != 0) {
-      std::memcpy(ring.next.slot(), sent.data, sent.count);
-    }
-    ring.next.send(sent.count);
+    ring.wire.put(ring.next.slot(), sent.data, sent.count);
+    ring.next.send(ring.wire.bytes(sent.count));
 
     const Block received = place(ring.schedule.all_gather_receives(step));
     co_await ring.previous.until_received();
-    if (received.count != 0) {
-      std::memcpy(received.data, ring.previous.slot(), received.count);
-    }
+    ring.wire.take(received.data, ring.previous.slot(), received.count);
     ring.previous.release();
   }
 }
 
 // A ring of one.
-void run_alone(const Call& call, std::size_t element_bytes) {
+void run_alone(const Call& call) {
   const Block input = call.inputs[0];
   const Block output = call.outputs[0];
-  if (call.kind != OpKind::kAllGather && call.op == ReduceOp::kPremulSum) {
-    const void* source = input.data;
-    void* target = output.data;
-    reduce({call.dtype, call.op, 1.0, {&call.factor, 1}}, {&source, 1}, {&target, 1}, input.count);
-    return;
-  }
-  if (input.count != 0 && input.data != output.data) {
-    std::memcpy(output.data, input.data, input.count * element_bytes);
+  const Wire wire(call.dtype, call.wire_dtype);
+  if (has_op(call.kind)) {
+    const void* piece = input.data;
+    wire.combine({wire.dtype(), call.op, 1.0, {&call.factor, 1}}, {&piece, 1}, /*own=*/0, nullptr,
+                 output.data, input.count);
+  } else if (input.data != output.data) {
+    wire.take(output.data, input.data, input.count);
   }
 }
 
@@ -225,26 +199,29 @@ Task run_ring(Group& group, Call call, SendChannel& next, ReceiveChannel& previo
   group.note_all_posted();
   check_agreement(group, call, 0, group.size());
 
-  PartialSums sums(call, group.size());
-  const std::size_t element_bytes = element_size(call.dtype);
   if (group.size() == 1) {
-    run_alone(call, element_bytes);
+    run_alone(call);
     group.complete();
     co_return;
   }
   // The channel to the next rank lies in this rank's staging.
   group.prepare_staging();
-  Ring ring{RingSchedule(group.rank(), group.size()), Chunks{call, group.size()}, element_bytes,
-            next, previous};
+  Ring ring{RingSchedule(group.rank(), group.size()),
+            Chunks{call, group.size()},
+            element_size(call.dtype),
+            Wire(call.dtype, call.wire_dtype),
+            next,
+            previous};
+  const PartialSums sums(group, call, ring.schedule.previous());
   const bool gathers_only = call.kind == OpKind::kAllGather;
   if (gathers_only) {
     const Block own = ring.chunks.output(group.rank());
     if (own.count != 0 && own.data != call.inputs[0].data) {
-      std::memcpy(own.data, call.inputs[0].data, own.count * element_bytes);
+      std::memcpy(own.data, call.inputs[0].data, own.count * ring.element_bytes);
     }
   }
   const std::size_t per_segment =
-      next.slot_bytes() / (gathers_only ? element_bytes : sums.partial_bytes());
+      next.slot_bytes() / (gathers_only ? ring.wire.bytes(1) : sums.bytes(1));
   const std::size_t segments = (ring.chunks.largest() + per_segment - 1) / per_segment;
   for (std::size_t index = 0; index < segments; ++index) {
     const Segment segment(index, per_segment);

@@ -2,7 +2,9 @@
 //
 // Chunks longer than a slot are cut into segments, and each segment makes the whole round by
 // itself, so a slot is all that must fit at once. float16 and bfloat16 travel as float32 until
-// they are complete, so they too are rounded once.
+// they are complete, so they too are rounded once. Where the caller asks for a wire type, partial
+// sums travel in it, and every rank that adds to one rounds it: for two ranks that is once, as in
+// shared memory; for more, once a hop.
 //
 // Ranks end with the same bits, and so does every run. But the order of summation depends on the
 // chunk (see ring_schedule.h), hence on where an element lies in the buffer: for more than two

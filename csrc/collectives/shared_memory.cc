@@ -1,14 +1,13 @@
 #include "collectives/shared_memory.h"
 
 #include <algorithm>
-#include <array>
-#include <cstring>
 #include <span>
 #include <vector>
 
 #include "collectives/contribution.h"
 #include "collectives/fingerprint.h"
 #include "collectives/slices.h"
+#include "collectives/wire.h"
 #include "kernels/reduce_cpu.h"
 
 namespace pydist {
@@ -30,35 +29,58 @@ class Collective {
         call_(call),
         me_(group.rank()),
         size_(group.size()),
-        element_bytes_(element_size(call.dtype)) {}
+        element_bytes_(element_size(call.dtype)),
+        wire_(call.dtype, call.wire_dtype) {}
 
   [[nodiscard]] Group& group() const noexcept { return group_; }
   [[nodiscard]] const Call& call() const noexcept { return call_; }
   [[nodiscard]] int me() const noexcept { return me_; }
   [[nodiscard]] int size() const noexcept { return size_; }
   [[nodiscard]] bool is_root() const noexcept { return me_ == call_.root; }
+  // Bytes of an element in a buffer, and in posts and slots. They differ only where
+  // call().wire_dtype says so, which reductions alone may have.
   [[nodiscard]] std::size_t element_bytes() const noexcept { return element_bytes_; }
+  [[nodiscard]] std::size_t slot_element_bytes() const noexcept { return wire_.bytes(1); }
+  [[nodiscard]] const Wire& wire() const noexcept { return wire_; }
 
   // Bytes of `elements`, for offsets.
   [[nodiscard]] std::size_t bytes(std::size_t elements) const noexcept {
     return elements * element_bytes_;
   }
-
-  // Combines one piece of every rank's input in rank order; `source(rank)` is where it lies.
-  template <typename Source>
-  void reduce_pieces(Source source, std::span<void* const> targets, std::size_t count,
-                     StoreHint hint) {
-    if (count == 0) {
-      return;
-    }
-    sources_.resize(static_cast<std::size_t>(size_));
-    for (int rank = 0; rank < size_; ++rank) {
-      sources_[static_cast<std::size_t>(rank)] = source(rank);
-    }
-    Reduction reduction{call_.dtype, call_.op, static_cast<double>(size_), factors()};
-    reduce(reduction, sources_, targets, count, hint);
+  [[nodiscard]] std::size_t slot_bytes(std::size_t elements) const noexcept {
+    return wire_.bytes(elements);
   }
 
+  // Combines one piece of every rank's input in rank order; `source(rank)` is where it lies: this
+  // rank's in its buffer, the others' as they travelled. The result goes into a slot, a buffer, or
+  // both; the other is null.
+  template <typename Source>
+  void reduce_pieces(Source source, std::byte* slot, std::byte* output, std::size_t count) {
+    if (count != 0) {
+      gather_sources(source);
+      wire_.combine(reduction(), sources_, static_cast<std::size_t>(me_), slot, output, count);
+    }
+  }
+
+  // The same where all pieces and targets are buffers.
+  template <typename Source>
+  void reduce_buffers(Source source, std::span<void* const> targets, std::size_t count,
+                      StoreHint hint) {
+    if (count != 0) {
+      gather_sources(source);
+      reduce(reduction(), sources_, targets, count, hint);
+    }
+  }
+
+  void put(std::byte* slot, const std::byte* source, std::size_t elements) const {
+    wire_.put(slot, source, elements);
+  }
+
+  void take(std::byte* target, const std::byte* slot, std::size_t elements) const {
+    wire_.take(target, slot, elements, hint_for(bytes(call_.count)));
+  }
+
+  // Between buffers, or to one from what travelled as it is.
   void copy(std::byte* target, const std::byte* source, std::size_t elements) const {
     if (target != source && elements != 0) {
       copy_bytes(target, source, bytes(elements), hint_for(bytes(call_.count)));
@@ -66,6 +88,16 @@ class Collective {
   }
 
  private:
+  template <typename Source>
+  void gather_sources(Source source) {
+    sources_.resize(static_cast<std::size_t>(size_));
+    for (int rank = 0; rank < size_; ++rank) {
+      sources_[static_cast<std::size_t>(rank)] = source(rank);
+    }
+  }
+
+  Reduction reduction() { return {wire_.dtype(), call_.op, static_cast<double>(size_), factors()}; }
+
   // All ranks' factors for premul_sum; they travel with the posts.
   std::span<const double> factors() {
     if (call_.op != ReduceOp::kPremulSum) {
@@ -84,6 +116,7 @@ class Collective {
   const int me_;
   const int size_;
   const std::size_t element_bytes_;
+  const Wire wire_;
   std::vector<const void*> sources_;
   std::vector<double> factors_;
 };
@@ -114,25 +147,22 @@ void finish_from_contributions(Collective& run) {
   const Call& call = run.call();
   const int me = run.me();
   const auto block_for_me = [&](int sender) {
-    return contribution(group, sender) + run.bytes(block_offset(group, sender, me));
+    return contribution(group, sender) + run.slot_bytes(block_offset(group, sender, me));
   };
   switch (call.kind) {
     case OpKind::kAllReduce:
     case OpKind::kReduce:
       if (call.kind == OpKind::kAllReduce || run.is_root()) {
-        void* target = call.outputs[0].data;
         run.reduce_pieces(
             [&](int rank) { return rank == me ? call.inputs[0].data : contribution(group, rank); },
-            {&target, 1}, call.count, StoreHint::kCached);
+            nullptr, call.outputs[0].data, call.count);
       }
       break;
-    case OpKind::kReduceScatter: {
-      void* target = call.outputs[0].data;
+    case OpKind::kReduceScatter:
       run.reduce_pieces(
-          [&](int rank) { return rank == me ? call.inputs[me].data : block_for_me(rank); },
-          {&target, 1}, call.outputs[0].count, StoreHint::kCached);
+          [&](int rank) { return rank == me ? call.inputs[me].data : block_for_me(rank); }, nullptr,
+          call.outputs[0].data, call.outputs[0].count);
       break;
-    }
     case OpKind::kAllGather:
     case OpKind::kGather:
       if (call.kind == OpKind::kAllGather || run.is_root()) {
@@ -173,14 +203,15 @@ Task reduce_through_staging(Collective& run) {
   const Call& call = run.call();
   const int me = run.me();
   const bool receives = call.kind == OpKind::kAllReduce || run.is_root();
-  const std::size_t per_round = group.chunk_bytes() / run.element_bytes();
+  const std::size_t per_round = group.chunk_bytes() / run.slot_element_bytes();
   const std::uint64_t rounds = (call.count + per_round - 1) / per_round;
   const std::uint64_t first = group.round();
   const std::byte* input = call.inputs[0].data;
   std::byte* output = receives ? call.outputs[0].data : nullptr;
   const auto begin_of = [&](std::uint64_t k) { return k * per_round; };
   const auto slices_of = [&](std::uint64_t k) {
-    return Slices(std::min(per_round, call.count - begin_of(k)), run.size(), run.element_bytes());
+    return Slices(std::min(per_round, call.count - begin_of(k)), run.size(),
+                  run.slot_element_bytes());
   };
 
   for (std::uint64_t step = 0; step < rounds + 2; ++step) {
@@ -191,26 +222,22 @@ Task reduce_through_staging(Collective& run) {
       const Slices slices = slices_of(k);
       const Slice mine = slices[me];
       const std::size_t behind = mine.begin + mine.count;
-      std::memcpy(slot, input + run.bytes(begin_of(k)), run.bytes(mine.begin));
-      std::memcpy(slot + run.bytes(behind), input + run.bytes(begin_of(k) + behind),
-                  run.bytes(slices.count() - behind));
+      run.put(slot, input + run.bytes(begin_of(k)), mine.begin);
+      run.put(slot + run.slot_bytes(behind), input + run.bytes(begin_of(k) + behind),
+              slices.count() - behind);
       group.publish(&RankControl::staged, first + k);
     }
     if (step >= 1 && step - 1 < rounds) {
       const std::uint64_t k = step - 1;
       co_await group.done_by_all(&RankControl::staged, first + k);
       const Slice mine = slices_of(k)[me];
-      const std::size_t offset = run.bytes(mine.begin);
+      const std::size_t offset = run.slot_bytes(mine.begin);
       const std::size_t here = run.bytes(begin_of(k) + mine.begin);
-      std::array<void*, 2> targets{group.staging(me, first + k) + offset, nullptr};
-      if (receives) {
-        targets[1] = output + here;
-      }
       run.reduce_pieces(
           [&](int rank) {
             return rank == me ? input + here : group.staging(rank, first + k) + offset;
           },
-          std::span(targets).first(receives ? 2 : 1), mine.count, StoreHint::kCached);
+          group.staging(me, first + k) + offset, receives ? output + here : nullptr, mine.count);
       group.publish(&RankControl::reduced, first + k);
       if (!receives) {
         group.publish(&RankControl::consumed, first + k);
@@ -224,8 +251,8 @@ Task reduce_through_staging(Collective& run) {
         // Each rank starts with another neighbour, so that not all read the same lines at once.
         const int rank = (me + turn) % run.size();
         const Slice slice = slices[rank];
-        run.copy(output + run.bytes(begin_of(k) + slice.begin),
-                 group.staging(rank, first + k) + run.bytes(slice.begin), slice.count);
+        run.take(output + run.bytes(begin_of(k) + slice.begin),
+                 group.staging(rank, first + k) + run.slot_bytes(slice.begin), slice.count);
       }
       group.publish(&RankControl::consumed, first + k);
     }
@@ -270,9 +297,8 @@ Task exchange_through_staging(Collective& run) {
                         : is_one_to_all(call.kind)   ? !run.is_root()
                                                      : true;
   const std::size_t lanes = is_personal ? static_cast<std::size_t>(run.size()) : 1;
-  const std::size_t lane_bytes =
-      group.chunk_bytes() / lanes / run.element_bytes() * run.element_bytes();
-  const std::size_t per_round = lane_bytes / run.element_bytes();
+  const std::size_t per_round = group.chunk_bytes() / lanes / run.slot_element_bytes();
+  const std::size_t lane_bytes = run.slot_bytes(per_round);
   const std::uint64_t rounds = (largest_block(group, call) + per_round - 1) / per_round;
   const std::uint64_t first = group.round();
   // The part of a block that round k moves.
@@ -296,10 +322,8 @@ Task exchange_through_staging(Collective& run) {
         }
         const Block block = sent[rank];
         const Slice part = piece(block.count, k);
-        if (part.count != 0) {
-          std::memcpy(slot + static_cast<std::size_t>(rank) * lane_bytes,
-                      block.data + run.bytes(part.begin), run.bytes(part.count));
-        }
+        run.put(slot + static_cast<std::size_t>(rank) * lane_bytes,
+                block.data + run.bytes(part.begin), part.count);
       }
       group.publish(&RankControl::staged, first + k);
     }
@@ -316,12 +340,11 @@ Task exchange_through_staging(Collective& run) {
       };
       if (call.kind == OpKind::kReduceScatter) {
         const Slice part = piece(call.outputs[0].count, k);
-        void* target = call.outputs[0].data + run.bytes(part.begin);
         run.reduce_pieces(
             [&](int rank) {
               return rank == me ? call.inputs[me].data + run.bytes(part.begin) : received(rank);
             },
-            {&target, 1}, part.count, StoreHint::kCached);
+            nullptr, call.outputs[0].data + run.bytes(part.begin), part.count);
       } else if (is_one_to_all(call.kind)) {
         const Slice part = piece(call.outputs[0].count, k);
         run.copy(call.outputs[0].data + run.bytes(part.begin), received(call.root), part.count);
@@ -383,15 +406,15 @@ Task run_on_symmetric_heap(Collective& run) {
       for (int rank = 0; rank < run.size(); ++rank) {
         targets.push_back(output_of(rank) + run.bytes(mine.begin));
       }
-      run.reduce_pieces([&](int rank) { return input_of(rank) + run.bytes(mine.begin); }, targets,
-                        mine.count, hint);
+      run.reduce_buffers([&](int rank) { return input_of(rank) + run.bytes(mine.begin); }, targets,
+                         mine.count, hint);
       break;
     }
     case OpKind::kReduceScatter: {
       // Ragged blocks lie in one buffer only when they are equal, so the offset is the same in all.
       const std::size_t count = call.outputs[0].count;
       void* target = call.outputs[0].data;
-      run.reduce_pieces(
+      run.reduce_buffers(
           [&](int rank) {
             return input_of(rank) + run.bytes(static_cast<std::size_t>(me) * count);
           },
@@ -435,18 +458,17 @@ Task run_shared_memory(Group& group, Call call) {
   Post& post = group.my_post();
   post.flags |= offer;
   if ((offer & Post::kSymmetric) != 0) {
-    group.my_detail() = symmetric_detail(group, call);
-  }
-  if (call.op == ReduceOp::kPremulSum) {
-    group.my_detail().factor = call.factor;
+    const PostDetail places = symmetric_detail(group, call);
+    group.my_detail().input = places.input;
+    group.my_detail().output = places.output;
   }
   if (group.size() > 1) {
     if ((offer & Post::kInline) != 0) {
-      pack_blocks(sent, run.size(), run.element_bytes(), post.payload.data());
+      pack_blocks(sent, run.size(), run.wire(), post.payload.data());
     } else if ((offer & Post::kEager) != 0) {
       group.prepare_staging();
       co_await group.may_stage_first();
-      pack_blocks(sent, run.size(), run.element_bytes(), group.staging(run.me(), group.round()));
+      pack_blocks(sent, run.size(), run.wire(), group.staging(run.me(), group.round()));
     }
   }
   group.publish_post();

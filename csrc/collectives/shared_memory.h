@@ -11,6 +11,9 @@
 //   symmetric    The buffers lie in the symmetric heap. all_reduce: the owner of a slice reads it
 //                from p buffers and writes the result to p buffers: 2ps bytes of memory traffic by
 //                all ranks together, the lower bound. Two synchronisations.
+//
+// Where elements travel in a type of their own (wire.h), they are converted in the copies into and
+// out of posts and slots, so s is what travels. Such calls never take the symmetric way.
 
 #pragma once
 

@@ -22,8 +22,8 @@ std::string segment_key(const std::string& token, std::uint64_t extent) {
 }
 
 Call allocation_call(std::size_t count) {
-  return {OpKind::kAllocate, DType::kUInt8, ReduceOp::kSum, /*root=*/0,
-          /*factor=*/1.0,    Blocks(),      Blocks(),       count};
+  return {OpKind::kAllocate, DType::kUInt8, DType::kUInt8, ReduceOp::kSum, /*root=*/0,
+          /*factor=*/1.0,    Blocks(),      Blocks(),      count};
 }
 
 }  // namespace

@@ -55,8 +55,15 @@ Call make_call(const Operation& operation, int rank, int size) {
   const std::span<const Buffer> in(operation.inputs);
   const std::span<const Buffer> out(operation.outputs);
   const DType dtype = !in.empty() ? in[0].dtype : !out.empty() ? out[0].dtype : DType::kUInt8;
-  Call call{operation.kind,   dtype,    operation.op, /*root=*/0,
-            operation.factor, Blocks(), Blocks(),     /*count=*/0};
+  Call call{operation.kind,
+            dtype,
+            operation.wire_dtype.value_or(dtype),
+            operation.op,
+            /*root=*/0,
+            operation.factor,
+            Blocks(),
+            Blocks(),
+            /*count=*/0};
   switch (operation.kind) {
     case OpKind::kAllReduce:
       call.inputs = Blocks(in, 1);
@@ -127,7 +134,7 @@ struct Introduction {
 
 // Grows whenever the layout of anything in shared memory changes, so that two builds of one version
 // do not read each other's memory.
-constexpr int kSharedLayout = 1;
+constexpr int kSharedLayout = 2;
 
 std::string settings_text(const Environment& environment) {
   return join("layout ", kSharedLayout, " PYDIST_ALGORITHM=", to_string(environment.algorithm),
@@ -200,6 +207,7 @@ class NativeCommunicator final : public Communicator,
     can.symmetric_memory = true;
     can.any_source = true;
     can.ragged = true;
+    can.wire_dtypes.assign(kWireDTypes.begin(), kWireDTypes.end());
     can.equal_on_all_ranks = true;
     can.equal_from_run_to_run = true;
     can.equal_for_all_chunkings = !pins_ring || size_ <= 2;
@@ -378,12 +386,6 @@ class NativeCommunicator final : public Communicator,
                                   "to the CPU, or use a backend for its device."));
         }
       }
-    }
-    if (operation.wire_dtype && !operation.inputs.empty() &&
-        *operation.wire_dtype != operation.inputs[0].dtype) {
-      throw InvalidUsage(join(to_string(operation.kind),
-                              ": the native backend has no wire type other than the tensor's own; "
-                              "capabilities() lists what a backend offers."));
     }
   }
 

@@ -22,6 +22,7 @@ class Validator {
     const auto& out = operation_.outputs;
     const bool is_root = rank_ == operation_.peer;
     check_dtypes();
+    check_wire_dtype();
     switch (operation_.kind) {
       case OpKind::kAllReduce:
         expect_one(in, "input");
@@ -133,6 +134,35 @@ class Validator {
           fail("a buffer has elements but no memory.");
         }
       }
+    }
+  }
+
+  void check_wire_dtype() const {
+    if (!operation_.wire_dtype) {
+      return;
+    }
+    const DType wire = *operation_.wire_dtype;
+    const auto& in = operation_.inputs;
+    const auto& out = operation_.outputs;
+    const Buffer* const buffer = !in.empty() ? in.data() : !out.empty() ? out.data() : nullptr;
+    if (buffer != nullptr && wire == buffer->dtype) {
+      return;
+    }
+    const ReduceOp op = operation_.op;
+    const bool is_sum = op == ReduceOp::kSum || op == ReduceOp::kMean || op == ReduceOp::kPremulSum;
+    const bool is_narrower =
+        std::find(kWireDTypes.begin(), kWireDTypes.end(), wire) != kWireDTypes.end();
+    if (!has_op(operation_.kind) || !is_sum || !is_narrower || buffer == nullptr ||
+        buffer->dtype != DType::kFloat32) {
+      std::string what = "the operation";
+      if (buffer != nullptr) {
+        what = has_op(operation_.kind) ? join("'", to_string(op), "' of ", to_string(buffer->dtype))
+                                       : join("the ", to_string(buffer->dtype), " buffer");
+      }
+      fail(join(what, " cannot travel as ", to_string(wire),
+                "; a wire type other than the buffers' own is for 'sum', 'mean' and 'premul_sum' "
+                "of float32 in all_reduce, reduce_scatter and reduce, and is float16 or "
+                "bfloat16."));
     }
   }
 

@@ -24,6 +24,7 @@
 
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -50,7 +51,8 @@ struct Operation {
   std::uint64_t tag = 0;
   // kPremulSum: this rank's factor.
   double factor = 1.0;
-  // The type in which the elements travel between ranks, where it differs from the buffers' own.
+  // The type in which the elements travel between ranks, where it differs from the buffers' own:
+  // see kWireDTypes. Every rank gives the same.
   std::optional<DType> wire_dtype;
   // The stream that produces the inputs and consumes the outputs (CUDA; null on the CPU).
   void* stream = nullptr;
@@ -60,8 +62,15 @@ struct Operation {
   std::string label;
 };
 
+// The types in which sums, means and premul_sums of float32 can travel: half the bytes, at the
+// price of their precision. Every rank's contribution, one's own too, is rounded to the type once,
+// combined in float32, rounded again, and delivered as float32: what the reduction of buffers of
+// that type gives. In a world of one as well, so that results are of one kind for every size.
+inline constexpr std::array kWireDTypes{DType::kFloat16, DType::kBFloat16};
+
 // Throws InvalidUsage where the operation is malformed by itself, whatever the other ranks do:
-// counts, dtypes, roots, peers, an op that its dtype does not have.
+// counts, dtypes, roots, peers, an op that its dtype does not have, a wire type that makes no
+// sense.
 void validate(const Operation& operation, int rank, int size);
 
 }  // namespace pydist

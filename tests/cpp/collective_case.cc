@@ -1,6 +1,7 @@
 #include "collective_case.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <numeric>
@@ -8,6 +9,7 @@
 #include "base/error.h"
 #include "collectives/ring.h"
 #include "collectives/slices.h"
+#include "kernels/convert_cpu.h"
 #include "kernels/reduce_cpu.h"
 
 namespace pydist::testing {
@@ -58,29 +60,78 @@ Bytes random_bytes(DType dtype, std::size_t count, std::uint64_t seed) {
   return bytes;
 }
 
+// A part of every rank's input, and how the parts become one.
+struct Parts {
+  ReduceOp op;
+  DType dtype;
+  std::vector<const void*> sources;  // in the order of summation
+  std::vector<double> factors;
+
+  void combine_at_once(void* target, std::size_t count) const {
+    reduce({dtype, op, static_cast<double>(sources.size()), factors}, sources, {&target, 1}, count);
+  }
+
+  // One after the other, each sum in the type of the parts.
+  void combine_one_by_one(void* target, std::size_t count) const {
+    if (sources.size() == 1) {
+      combine_at_once(target, count);
+    }
+    std::array<const void*, 2> pair{sources[0], nullptr};
+    std::array<double, 2> weights{factors[0], 1.0};
+    for (std::size_t i = 1; i < sources.size(); ++i) {
+      pair[1] = sources[i];
+      weights[1] = factors[i];
+      const bool is_complete = i + 1 == sources.size();
+      reduce({dtype, op == ReduceOp::kMean && !is_complete ? ReduceOp::kSum : op,
+              static_cast<double>(sources.size()), weights},
+             pair, {&target, 1}, count);
+      pair[0] = target;
+      weights[0] = 1.0;
+    }
+  }
+};
+
 // Combines elements [begin, begin + count) of the inputs, from rank `first` on, round to it again.
-void combine(const Case& what, std::span<const Bytes> inputs, int first, std::size_t begin,
-             std::size_t count, std::vector<std::byte>& output) {
+void combine(const Case& what, SummationOrder order, std::span<const Bytes> inputs, int first,
+             std::size_t begin, std::size_t count, std::vector<std::byte>& output) {
   if (count == 0) {
     return;
   }
   const int size = static_cast<int>(inputs.size());
   const std::size_t offset = begin * element_size(what.dtype);
-  std::vector<const void*> sources;
-  std::vector<double> factors;
+  Parts parts{what.op, what.wire_dtype.value_or(what.dtype), {}, {}};
+  std::vector<std::vector<std::byte>> travelled;
   for (int turn = 0; turn < size; ++turn) {
     const int rank = (first + turn) % size;
-    sources.push_back(inputs[static_cast<std::size_t>(rank)]->data() + offset);
-    factors.push_back(premul_factor(rank));
+    const std::byte* source = inputs[static_cast<std::size_t>(rank)]->data() + offset;
+    if (what.wire_dtype) {
+      auto& narrow = travelled.emplace_back(count * element_size(parts.dtype));
+      narrow_from_float32(parts.dtype, reinterpret_cast<const float*>(source), narrow.data(),
+                          count);
+      source = narrow.data();
+    }
+    parts.sources.push_back(source);
+    parts.factors.push_back(premul_factor(rank));
   }
-  void* target = output.data() + offset;
-  reduce({what.dtype, what.op, static_cast<double>(size), factors}, sources, {&target, 1}, count);
+  std::byte* const target = output.data() + offset;
+  if (!what.wire_dtype) {
+    parts.combine_at_once(target, count);
+    return;
+  }
+  std::vector<std::byte> result(count * element_size(parts.dtype));
+  if (order == SummationOrder::kRing) {
+    parts.combine_one_by_one(result.data(), count);
+  } else {
+    parts.combine_at_once(result.data(), count);
+  }
+  widen_to_float32(parts.dtype, result.data(), reinterpret_cast<float*>(target), count);
 }
 
 // Inputs of one block (each rank's) combined.
-Bytes combined_block(const Case& what, std::span<const Bytes> inputs, int first) {
+Bytes combined_block(const Case& what, SummationOrder order, std::span<const Bytes> inputs,
+                     int first) {
   auto output = std::make_shared<std::vector<std::byte>>(inputs[0]->size());
-  combine(what, inputs, first, 0, inputs[0]->size() / element_size(what.dtype), *output);
+  combine(what, order, inputs, first, 0, inputs[0]->size() / element_size(what.dtype), *output);
   return output;
 }
 
@@ -91,7 +142,8 @@ Bytes combined_in_ring_order(const Case& what, std::span<const Bytes> inputs) {
   auto output = std::make_shared<std::vector<std::byte>>(inputs[0]->size());
   const Slices slices(inputs[0]->size() / element_bytes, size, element_bytes);
   for (int chunk = 0; chunk < size; ++chunk) {
-    combine(what, inputs, (chunk + 1) % size, slices[chunk].begin, slices[chunk].count, *output);
+    combine(what, SummationOrder::kRing, inputs, (chunk + 1) % size, slices[chunk].begin,
+            slices[chunk].count, *output);
   }
   return output;
 }
@@ -128,6 +180,9 @@ std::string Case::to_string() const {
   std::string text = join(pydist::to_string(kind), " ", pydist::to_string(dtype));
   if (is_reduction(kind)) {
     text += join(" ", pydist::to_string(op));
+  }
+  if (wire_dtype) {
+    text += join(" as ", pydist::to_string(*wire_dtype));
   }
   if (has_root(kind)) {
     text += join(" root ", root);
@@ -219,7 +274,7 @@ PreparedCase prepare(const Case& what, int size, SummationOrder order) {
   Bytes reduced;
   if (what.kind == OpKind::kAllReduce || what.kind == OpKind::kReduce) {
     reduced = rings ? combined_in_ring_order(what, block_of_all(0))
-                    : combined_block(what, block_of_all(0), 0);
+                    : combined_block(what, SummationOrder::kRanks, block_of_all(0), 0);
   }
   for (std::size_t rank = 0; rank < ranks; ++rank) {
     const bool is_root = rank == root;
@@ -233,7 +288,7 @@ PreparedCase prepare(const Case& what, int size, SummationOrder order) {
         }
         break;
       case OpKind::kReduceScatter:
-        out[rank] = {combined_block(what, block_of_all(rank),
+        out[rank] = {combined_block(what, order, block_of_all(rank),
                                     rings ? (static_cast<int>(rank) + 1) % size : 0)};
         break;
       case OpKind::kAllGather:
@@ -355,6 +410,7 @@ Operation CaseBuffers::lay_out(const PreparedCase& prepared, int rank, Placement
   Operation operation;
   operation.kind = what.kind;
   operation.op = what.op;
+  operation.wire_dtype = what.wire_dtype;
   operation.peer = what.root;
   operation.factor = premul_factor(rank);
   const auto buffers_of = [&](const std::vector<Bytes>& blocks, const std::vector<Region>& places) {

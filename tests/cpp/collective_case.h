@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -23,7 +24,9 @@ namespace pydist::testing {
 // In which order the elements of a reduction are combined.
 enum class SummationOrder {
   kRanks,  // 0 to p-1
-  kRing,   // as ring_schedule.h says, where there is a ring algorithm
+  // As ring_schedule.h says, where there is a ring algorithm; in a wire type, every partial sum is
+  // rounded to it.
+  kRing,
 };
 
 // Where the buffers of a case lie.
@@ -35,6 +38,7 @@ struct Case {
   OpKind kind = OpKind::kAllReduce;
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
+  std::optional<DType> wire_dtype;
   int root = 0;
   // Elements: of the buffer (all_reduce, broadcast, reduce: one entry), of each rank's block
   // (reduce_scatter, all_gather, gather, scatter: p entries), or of each pair's block (all_to_all:

@@ -14,12 +14,12 @@
 
 #include "collective_case.h"
 #include "ranks.h"
+#include "run_cases.h"
 
 namespace pydist::testing {
 namespace {
 
 constexpr std::size_t kSmallChunkBytes = 4096;
-constexpr std::size_t kHeapBytes = std::size_t{12} << 20;
 
 constexpr OpKind kDataKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather,
                                  OpKind::kBroadcast, OpKind::kReduce,        OpKind::kGather,
@@ -37,9 +37,6 @@ class NativeConformance : public ::testing::TestWithParam<Parameters> {
   [[nodiscard]] int size() const { return std::get<0>(GetParam()); }
   [[nodiscard]] AlgorithmChoice algorithm() const { return std::get<1>(GetParam()); }
   [[nodiscard]] Placement placement() const { return std::get<2>(GetParam()); }
-  [[nodiscard]] SummationOrder order() const {
-    return algorithm() == AlgorithmChoice::kRing ? SummationOrder::kRing : SummationOrder::kRanks;
-  }
 
   // A case whose further properties follow from `seed`.
   [[nodiscard]] Case make_case(OpKind kind, DType dtype, ReduceOp op, std::size_t count,
@@ -59,34 +56,7 @@ class NativeConformance : public ::testing::TestWithParam<Parameters> {
 
   // Runs the cases one after the other on all ranks, and checks each.
   void run(const std::vector<Case>& cases, std::size_t chunk_bytes) const {
-    std::vector<PreparedCase> prepared;
-    for (const Case& what : cases) {
-      prepared.push_back(prepare(what, size(), order()));
-    }
-    Environment environment = test_environment();
-    environment.algorithm = algorithm();
-    environment.chunk_bytes = chunk_bytes;
-    run_ranks(
-        size(),
-        [&](RankOfTest& self) {
-          const MemoryPtr heap = placement() == Placement::kOrdinary
-                                     ? nullptr
-                                     : self.communicator->allocate(kHeapBytes, Device{});
-          CaseBuffers buffers(heap ? std::span(static_cast<std::byte*>(heap->data()), heap->bytes())
-                                   : std::span<std::byte>());
-          for (const PreparedCase& each : prepared) {
-            Operation operation = buffers.lay_out(each, self.rank, placement());
-            if (mix(each.what.seed + static_cast<std::uint64_t>(self.rank)) % 4 == 0) {
-              self.communicator->submit(std::move(operation))->wait();
-            } else {
-              self.communicator->run(std::move(operation));
-            }
-            const std::string wrong = buffers.check();
-            ASSERT_TRUE(wrong.empty()) << "rank " << self.rank << ", " << each.what.to_string()
-                                       << ", chunks of " << chunk_bytes << " bytes: " << wrong;
-          }
-        },
-        environment);
+    run_cases(cases, size(), algorithm(), placement(), chunk_bytes);
   }
 };
 
@@ -244,9 +214,7 @@ TEST(NativeConformanceTest, SixtyFourRanks) {
             equal_counts(kind, kRanks, kind == OpKind::kAllToAll ? count / 50 + 1 : count);
         what.root = kRanks - 2;
         what.seed = ++seed;
-        cases.push_back(prepare(
-            what, kRanks,
-            algorithm == AlgorithmChoice::kRing ? SummationOrder::kRing : SummationOrder::kRanks));
+        cases.push_back(prepare(what, kRanks, order_of(algorithm)));
       }
     }
     Environment environment = test_environment();
@@ -346,6 +314,10 @@ Case random_case(int size, std::uint64_t seed) {
   }
   what.dtype = kTypes[next(std::size(kTypes))];
   what.op = next(2) == 0 ? ReduceOp::kSum : ReduceOp::kMax;
+  if (is_reduction(what.kind) && what.dtype == DType::kFloat32 && what.op == ReduceOp::kSum &&
+      next(2) == 0) {
+    what.wire_dtype = DType::kBFloat16;
+  }
   what.root = has_root(what.kind) ? static_cast<int>(next(static_cast<std::uint64_t>(size))) : 0;
   const std::size_t count = next(kMost[next(std::size(kMost))]);
   const bool is_ragged = has_blocks(what.kind) && next(4) == 0;
@@ -364,9 +336,8 @@ void soak(int size, AlgorithmChoice algorithm, int operations, std::uint64_t see
   constexpr std::size_t kWindow = 12;  // more than kPostDepth
   std::vector<PreparedCase> cases;
   for (int i = 0; i < operations; ++i) {
-    cases.push_back(prepare(
-        random_case(size, seed + static_cast<std::uint64_t>(i)), size,
-        algorithm == AlgorithmChoice::kRing ? SummationOrder::kRing : SummationOrder::kRanks));
+    cases.push_back(prepare(random_case(size, seed + static_cast<std::uint64_t>(i)), size,
+                            order_of(algorithm)));
   }
   Environment environment = test_environment();
   environment.algorithm = algorithm;

@@ -49,6 +49,11 @@ Case with_op(Case what, ReduceOp op) {
   return what;
 }
 
+Case with_wire_dtype(Case what, DType wire_dtype) {
+  what.wire_dtype = wire_dtype;
+  return what;
+}
+
 Case with_root(Case what, int root) {
   what.root = root;
   return what;
@@ -75,6 +80,11 @@ std::vector<Disagreement> disagreements() {
         plain(OpKind::kAllReduce, DType::kFloat32, {n + 1}), "1 elements",
         join(n + 1, " elements"));
     add("Op", reduce_all, with_op(reduce_all, ReduceOp::kMax), "sum", "max");
+    const Case as_bfloat16 = with_wire_dtype(reduce_all, DType::kBFloat16);
+    add("WireDType", reduce_all, as_bfloat16, "all_reduce(float32, ",
+        "all_reduce(float32 travelling as bfloat16, ");
+    add("OtherWireDType", as_bfloat16, with_wire_dtype(reduce_all, DType::kFloat16),
+        "travelling as bfloat16", "travelling as float16");
     const Case to_root = plain(OpKind::kReduce, DType::kFloat32, {n});
     add("Root", to_root, with_root(to_root, 2), "root 0", "root 2");
     const Case gather = plain(OpKind::kGather, DType::kFloat32, {n, n, n});
@@ -241,7 +251,7 @@ TEST(NativeFailureTest, MalformedOperationsAreRefusedAndTheGroupGoesOn) {
     wrong.back().inputs[0].data = nullptr;
     wrong.push_back(all_reduce(five));
     wrong.back().inputs[0].device = wrong.back().outputs[0].device = {DeviceType::kCuda, 0};
-    wrong.push_back(all_reduce(floats));
+    wrong.push_back(all_reduce(five));
     wrong.back().wire_dtype = DType::kBFloat16;
     wrong.push_back(broadcast(five, 2, false));
     wrong.push_back(broadcast(five, -1, false));

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -206,6 +207,40 @@ TEST(OperationTest, ReductionsAreDefinedForTheirType) {
   Operation gather =
       operation(OpKind::kAllGather, {buffer(1, DType::kFloat8)}, {buffer(3, DType::kFloat8)});
   accepts(gather);
+}
+
+TEST(OperationTest, SumsOfFloat32TravelInSixteenBits) {
+  const auto sum = [](OpKind kind, DType dtype, std::optional<DType> wire_dtype,
+                      ReduceOp op = ReduceOp::kSum) {
+    Operation result = operation(kind, {buffer(3, dtype)},
+                                 {buffer(kind == OpKind::kReduceScatter ? 1 : 3, dtype)}, 1);
+    result.op = op;
+    result.wire_dtype = wire_dtype;
+    return result;
+  };
+  for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kReduce}) {
+    for (const DType wire_dtype : kWireDTypes) {
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMean, ReduceOp::kPremulSum}) {
+        accepts(sum(kind, DType::kFloat32, wire_dtype, op));
+      }
+      refuses(sum(kind, DType::kFloat32, wire_dtype, ReduceOp::kMax),
+              join("'max' of float32 cannot travel as ", to_string(wire_dtype)));
+      refuses(sum(kind, DType::kFloat64, wire_dtype), "of float32 in all_reduce");
+      refuses(sum(kind, DType::kInt32, wire_dtype), "'sum' of int32");
+    }
+    refuses(sum(kind, DType::kFloat32, DType::kFloat64), "is float16 or bfloat16");
+    refuses(sum(kind, DType::kFloat16, DType::kBFloat16), "'sum' of float16");
+  }
+  Operation gather = operation(OpKind::kAllGather, {buffer(1)}, {buffer(3)});
+  gather.wire_dtype = DType::kFloat16;
+  refuses(gather, "the float32 buffer cannot travel as float16");
+  // The type of the buffers says nothing new.
+  gather.wire_dtype = DType::kFloat32;
+  accepts(gather);
+  accepts(sum(OpKind::kAllReduce, DType::kInt32, DType::kInt32, ReduceOp::kMax));
+  Operation barrier = operation(OpKind::kBarrier, {}, {});
+  barrier.wire_dtype = DType::kFloat16;
+  refuses(barrier, "the operation cannot travel");
 }
 
 TEST(OperationTest, BuffersAgreeWithEachOther) {

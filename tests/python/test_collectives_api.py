@@ -288,6 +288,11 @@ def call_something_else(ranks_differ: str, rank: int) -> None:
         pydist.all_reduce(torch.ones(2), "sum" if rank else "max")
     elif ranks_differ == "kind" and rank:
         pydist.all_gather(torch.ones(2))
+    elif ranks_differ == "wire dtype":
+        tensor = torch.ones(2)
+        pydist.groups.communicator_of().all_reduce(
+            tensor, tensor, wire_dtype=torch.bfloat16 if rank else None
+        )
     else:
         pydist.all_reduce(torch.ones(2, dtype=torch.float64 if rank else torch.float32))
 
@@ -299,11 +304,13 @@ def mismatched(ranks_differ: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("ranks_differ", ["count", "op", "kind", "dtype"])
-def test_ranks_that_disagree_all_get_mismatch(ranks_differ: str) -> None:
-    for message in run_ranks(mismatched, 2, ranks_differ):
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("ranks_differ", ["count", "op", "kind", "dtype", "wire dtype"])
+def test_ranks_that_disagree_all_get_mismatch(ranks_differ: str, backend: str) -> None:
+    for message in run_ranks(mismatched, 2, ranks_differ, env={"PYDIST_BACKEND": backend}):
         assert "rank 0" in message
         assert "rank 1" in message
+        assert ("travelling as bfloat16" in message) == (ranks_differ == "wire dtype")
 
 
 def late_by_a_call() -> str:

@@ -19,6 +19,7 @@ from conformance.refusals import refusals
 from conformance.special_values import special_values
 from conformance.suite import GroupFailedError, Report, Suite
 from conformance.torch_distributed import torch_collectives
+from conformance.wire_types import wire_types
 
 CASES: dict[str, Callable[[Suite], None]] = {
     function.__name__: function
@@ -31,6 +32,7 @@ CASES: dict[str, Callable[[Suite], None]] = {
         symmetric_memory,
         numpy_arrays,
         special_values,
+        wire_types,
         messages,
         barriers,
         asynchronous,

@@ -1,0 +1,50 @@
+#include "run_cases.h"
+
+#include <gtest/gtest.h>
+
+#include <span>
+#include <string>
+#include <utility>
+
+#include "ranks.h"
+
+namespace pydist::testing {
+namespace {
+
+constexpr std::size_t kHeapBytes = std::size_t{12} << 20;
+
+}  // namespace
+
+void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorithm,
+               Placement placement, std::size_t chunk_bytes) {
+  std::vector<PreparedCase> prepared;
+  for (const Case& what : cases) {
+    prepared.push_back(prepare(what, size, order_of(algorithm)));
+  }
+  Environment environment = test_environment();
+  environment.algorithm = algorithm;
+  environment.chunk_bytes = chunk_bytes;
+  run_ranks(
+      size,
+      [&](RankOfTest& self) {
+        const MemoryPtr heap = placement == Placement::kOrdinary
+                                   ? nullptr
+                                   : self.communicator->allocate(kHeapBytes, Device{});
+        CaseBuffers buffers(heap ? std::span(static_cast<std::byte*>(heap->data()), heap->bytes())
+                                 : std::span<std::byte>());
+        for (const PreparedCase& each : prepared) {
+          Operation operation = buffers.lay_out(each, self.rank, placement);
+          if (mix(each.what.seed + static_cast<std::uint64_t>(self.rank)) % 4 == 0) {
+            self.communicator->submit(std::move(operation))->wait();
+          } else {
+            self.communicator->run(std::move(operation));
+          }
+          const std::string wrong = buffers.check();
+          ASSERT_TRUE(wrong.empty()) << "rank " << self.rank << ", " << each.what.to_string()
+                                     << ", chunks of " << chunk_bytes << " bytes: " << wrong;
+        }
+      },
+      environment);
+}
+
+}  // namespace pydist::testing
