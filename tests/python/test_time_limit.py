@@ -54,9 +54,9 @@ def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Path:
-    """A folder with this suite's conftest and nothing else."""
+    """A folder with this suite's time limit and nothing else."""
     (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout_method = signal\n")
-    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    shutil.copy(Path(__file__).with_name("time_limit.py"), tmp_path / "conftest.py")
     return tmp_path
 
 

@@ -1,0 +1,177 @@
+"""What `pydist.DataParallel(module)` checks and copies, and uses that it cannot work with."""
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+import torch
+from launch import Outcome, Ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import LIMIT_S, TIME_LIMIT, Runner, joined, train_beside_reference
+
+import pydist
+
+pytestmark = TIME_LIMIT
+
+
+def wrap_different_modules(kind: str) -> None:
+    rank, size = joined()
+    odd = rank == size - 1
+    module: nn.Module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2), nn.BatchNorm1d(2))
+    if odd and kind == "shape":
+        module[1] = nn.Linear(3, 4)
+    elif odd and kind == "name":
+        module = nn.Sequential(OrderedDict(a=module[0], b=module[1], c=module[2]))
+    elif odd and kind == "dtype":
+        module[1].bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    elif odd and kind == "frozen":
+        module[1].bias.requires_grad_(False)
+    elif odd and kind == "count":
+        module[1] = nn.Linear(3, 2, bias=False)
+    elif odd and kind == "buffer":
+        module[2] = nn.BatchNorm1d(2, track_running_stats=False)
+    pydist.DataParallel(module)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("shape", "rank 0 has parameter 1.weight: (2, 3) torch.float32, where rank 2 has"),
+        ("name", "rank 0 has parameter 0.weight: (3, 2) torch.float32, where rank 2 has"),
+        ("dtype", "rank 2 has parameter 1.bias: (2,) torch.float64"),
+        ("frozen", "rank 2 has frozen parameter 1.bias"),
+        ("count", "rank 0 has parameter 1.bias: (2,) torch.float32, where rank 2 has"),
+        ("buffer", "rank 0 has buffer 2.running_mean: (2,) torch.float32, which rank 2 lacks"),
+    ],
+)
+def test_mismatch_is_named_on_every_rank(three: Ranks, kind: str, named: str) -> None:
+    outcomes = three.outcomes(wrap_different_modules, kind, timeout=LIMIT_S)
+    assert [outcome.error for outcome in outcomes] == ["Mismatch"] * 3
+    for outcome in outcomes:
+        assert named in outcome.message
+    # The job goes on.
+    three.run(wrap_different_modules, "same", timeout=LIMIT_S)
+
+
+def start_from_different_values() -> None:
+    rank, _ = joined()
+    torch.manual_seed(rank)
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    module[0].weight.requires_grad_(False)
+    module[1].running_mean.fill_(rank + 5)
+    torch.manual_seed(0)
+    first = nn.Linear(3, 3)
+    alone = pydist.DataParallel(copy.deepcopy(module), init_sync=False, broadcast_buffers=False)
+    assert alone.module[1].running_mean[0] == rank + 5
+    model = pydist.DataParallel(module)
+    assert torch.equal(model.module[0].weight, first.weight)
+    assert torch.equal(model.module[0].bias, first.bias)
+    assert model.module[1].running_mean.tolist() == [5.0] * 3
+    kept = nn.BatchNorm1d(3)
+    kept.running_mean.fill_(rank)
+    model = pydist.DataParallel(kept, broadcast_buffers=False)
+    assert model.running_mean[0] == rank
+    model = pydist.DataParallel(kept, forward_sync_buffers=False)
+    assert model.running_mean[0] == 0
+
+
+def test_values_come_from_rank_0(run: Runner) -> None:
+    run(start_from_different_values)
+
+
+def test_takes_the_arguments_of_torch() -> None:
+    ours = inspect.signature(pydist.DataParallel.__init__).parameters
+    theirs = inspect.signature(DistributedDataParallel.__init__).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+
+
+def wrap_wrongly() -> None:
+    joined()
+    for wrong in (
+        lambda: pydist.DataParallel(nn.Linear(2, 2, device="meta")),
+        lambda: pydist.DataParallel(nn.LazyLinear(2)),
+        lambda: pydist.DataParallel(nn.Linear(2, 2), bucket_cap_mb=0),
+        lambda: pydist.DataParallel(nn.Linear(2, 2), bucket_cap_mb_list=[1]),
+        lambda: pydist.DataParallel(pydist.DataParallel(nn.Linear(2, 2))),
+    ):
+        with pytest.raises(pydist.InvalidUsage):
+            wrong()
+    # Nothing to train is nothing to average.
+    frozen = pydist.DataParallel(nn.Linear(2, 2).requires_grad_(False))
+    frozen(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert frozen.stats().rounds == 0
+
+
+def test_invalid_usage(run: Runner) -> None:
+    run(wrap_wrongly)
+
+
+class TiedSparsely(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x) @ self.table.weight.t()
+
+
+def tie_sparsely() -> None:
+    joined()
+    pydist.DataParallel(TiedSparsely())(torch.tensor([1, 2])).sum().backward()
+
+
+def step_in_a_hook() -> None:
+    joined()
+    module = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step(parameter: Tensor) -> None:
+        optimizer.step()
+        parameter.grad = None
+
+    module.weight.register_post_accumulate_grad_hook(step)
+    pydist.DataParallel(module)(torch.ones(1, 2)).sum().backward()
+
+
+def differentiate_twice() -> None:
+    joined()
+    model = pydist.DataParallel(nn.Linear(2, 1))
+    model(torch.ones(1, 2)).square().sum().backward(create_graph=True)
+
+
+def convert_afterwards() -> None:
+    joined()
+    model = pydist.DataParallel(nn.Sequential(OrderedDict(head=nn.Linear(2, 1)))).double()
+    model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+
+
+def unfreeze_afterwards() -> None:
+    joined()
+    module = nn.Linear(2, 1)
+    module.bias.requires_grad_(False)
+    model = pydist.DataParallel(module)
+    model(torch.ones(1, 2)).sum().backward()
+    module.bias.requires_grad_(True)
+    model(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (tie_sparsely, "the gradient of parameter table.weight is dense"),
+        (differentiate_twice, "create_graph=True"),
+        (step_in_a_hook, "parameter weight was taken away by a hook"),
+        (convert_afterwards, "parameter head.weight was (1, 2) torch.float32"),
+        (unfreeze_afterwards, "parameter bias was frozen"),
+    ],
+)
+def test_what_cannot_work_says_so(three: Ranks, function: Callable[[], None], message: str) -> None:
+    outcomes: list[Outcome] = three.outcomes(function, timeout=LIMIT_S)
+    for outcome in outcomes:
+        assert outcome.error == "InvalidUsage", outcome.describe()
+        assert message in outcome.message
+    # The job goes on.
+    assert max(three.run(train_beside_reference, "float64", 2, None, timeout=LIMIT_S)) < 1e-9

@@ -1,0 +1,94 @@
+"""Embeddings with sparse gradients."""
+
+import copy
+
+import pytest
+import torch
+from launch import Ranks
+from torch import Tensor, nn
+from training import LIMIT_S, TIME_LIMIT, Runner, assert_near, joined
+
+import pydist
+
+pytestmark = TIME_LIMIT
+
+
+class Tables(nn.Module):
+    def __init__(self, with_head: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 3, sparse=True, dtype=torch.float64)
+        self.rare = nn.EmbeddingBag(5, 3, sparse=True, mode="sum", dtype=torch.float64)
+        self.never = nn.Embedding(2, 3, sparse=True)
+        self.head = nn.Linear(3, 2, dtype=torch.float64) if with_head else nn.Identity()
+
+    def forward(self, words: Tensor, rare: Tensor | None) -> Tensor:
+        x = self.words(words).sum(0)
+        if rare is not None:
+            x = x + self.rare(rare.view(1, -1))[0]
+        out: Tensor = self.head(x)
+        return out.square().sum()
+
+
+def train_tables(with_head: bool, set_to_none: bool) -> None:
+    rank, size = joined()
+    torch.manual_seed(0)
+    model = pydist.DataParallel(Tables(with_head))
+    reference = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+
+    def loss(net: nn.Module, r: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + r)
+        words = torch.randint(0, 7, (r + 1,), generator=generator)
+        # On one rank alone; with step 3 on none.
+        rare = torch.tensor([step % 5, 4]) if r == step % size and step != 3 else None
+        out: Tensor = net(words, rare)
+        return out
+
+    for step in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        with model.no_sync():
+            loss(model, rank, 10 + step).backward()
+        loss(model, rank, step).backward()
+        for r in range(size):
+            ((loss(reference, r, step) + loss(reference, r, 10 + step)) / size).backward()
+        assert model.module.never.weight.grad is None
+        for name, theirs in reference.named_parameters():
+            ours = model.get_parameter(name)
+            assert (ours.grad is None) == (theirs.grad is None), name
+            if ours.grad is not None and theirs.grad is not None:
+                assert ours.grad.layout == theirs.grad.layout
+                assert_near(ours.grad.to_dense(), theirs.grad.to_dense())
+        for optimizer in optimizers:
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_sparse_gradients(ranks: Ranks, with_head: bool, set_to_none: bool) -> None:
+    ranks.run(train_tables, with_head, set_to_none, timeout=LIMIT_S)
+
+
+def average_twice() -> None:
+    rank, size = joined()
+    torch.manual_seed(0)
+    model = pydist.DataParallel(Tables(with_head=True))
+    reference = copy.deepcopy(model)
+    everywhere, here = torch.tensor([1, 2]), torch.tensor([3])
+    model(everywhere, here).backward()
+    # Without zeroing, and the second table on rank 0 alone.
+    model(everywhere, here if rank == 0 else None).backward()
+    for _ in range(size):
+        (reference(everywhere, here) / size).backward()
+    for r in range(size):
+        (reference(everywhere, here if r == 0 else None) / size).backward()
+    for name, theirs in reference.named_parameters():
+        ours = model.get_parameter(name)
+        if theirs.grad is not None:
+            assert_near(ours.grad.to_dense(), theirs.grad.to_dense())
+
+
+def test_averaged_gradients_may_be_added_to(run: Runner) -> None:
+    run(average_twice)

@@ -1,0 +1,158 @@
+"""The wrapper stands for the module: names, attributes, copies; and it lets go of it."""
+
+import copy
+import io
+import pickle
+import sys
+from collections import OrderedDict
+
+import pytest
+import torch
+from launch import run_command
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from training import LIMIT_S, TIME_LIMIT, Runner, assert_near, batch, joined
+
+import pydist
+
+pytestmark = TIME_LIMIT
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.top = nn.Parameter(torch.ones(2))
+        self.hidden = 7
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.fc(x)) * self.top
+
+    def double_hidden(self) -> int:
+        return 2 * self.hidden
+
+
+def stand_for_the_module() -> None:
+    rank, _ = joined()
+    torch.manual_seed(0)
+    module = Named()
+    names = [name for name, _ in module.named_parameters()]
+    model = pydist.DataParallel(module)
+
+    assert model.module is module
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [name for name, _ in model.named_modules()] == ["", "fc", "norm"]
+    assert list(model.state_dict()) == list(module.state_dict())
+    assert model.fc is module.fc
+    assert model.double_hidden() == 14
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = model.no_such_thing
+    assert "backend=" in repr(model)
+
+    changed = OrderedDict((k, v + 1) for k, v in module.state_dict().items())
+    before = OrderedDict((k, v.clone()) for k, v in module.state_dict().items())
+    for form in (changed, OrderedDict((f"module.{k}", v) for k, v in before.items())):
+        assert not model.load_state_dict(form).missing_keys
+        for (name, value), expected in zip(model.state_dict().items(), form.values(), strict=True):
+            assert torch.equal(value, expected), name
+    # What torch's own wrapper and what a plain module save.
+    model.load_state_dict(torch.nn.parallel.DataParallel(module).state_dict())
+    module.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="unexpected"):
+        model.load_state_dict({"unexpected": torch.ones(1)})
+    with pytest.raises(pydist.InvalidUsage, match="assign"):
+        model.load_state_dict(before, assign=True)
+
+    # A module that has a child of that name keeps its prefix.
+    nested = nn.Module()
+    nested.module = nn.Linear(2, 2)
+    wrapped = pydist.DataParallel(nested)
+    wrapped.load_state_dict(nested.state_dict())
+    wrapped.load_state_dict(OrderedDict((f"module.{k}", v) for k, v in nested.state_dict().items()))
+
+    parent = nn.ModuleDict({"net": model})
+    assert "net.fc.weight" in parent.state_dict()
+    parent.load_state_dict(parent.state_dict())
+
+    x = batch(rank, 4, 2, dtype=torch.float32)
+    shifted = {name: p.detach() + 1 for name, p in model.named_parameters()}
+    ours = torch.func.functional_call(model.eval(), shifted, (x,))
+    theirs = torch.func.functional_call(module, shifted, (x,))
+    assert torch.equal(ours, theirs)
+    assert [name for name, _ in model.named_parameters()] == names
+
+    averaged = AveragedModel(model)
+    averaged.update_parameters(model)
+    assert {f"module.{name}" for name in model.state_dict()} | {"n_averaged"} == set(
+        averaged.state_dict()
+    )
+    model.train()
+    assert module.norm.training
+    model(x).sum().backward()
+    averaged.update_parameters(model)
+
+    assert type(copy.deepcopy(model)) is Named
+    assert type(pickle.loads(pickle.dumps(model))) is Named
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)) is Named
+    assert copy.deepcopy(model).fc.weight.grad is None or model.stats().rounds == 1
+
+
+def test_names_and_copies(run: Runner) -> None:
+    run(stand_for_the_module)
+
+
+def let_go() -> None:
+    rank, size = joined()
+    module = nn.Linear(2, 1)
+    for _ in range(3):
+        model = pydist.DataParallel(module)
+        module.zero_grad()
+        model(torch.full((1, 2), float(rank))).sum().backward()
+        assert_near(module.weight.grad, torch.full((1, 2), (size - 1) / 2), 1e-6)
+        stats = model.stats()
+        assert stats.rounds == 1
+        assert stats.bytes > 0
+        assert stats.wait_s > 0
+        model.reset_stats()
+        assert model.stats().rounds == 0
+        del model
+    # The last wrapper is gone, and its hooks are.
+    module.zero_grad()
+    module(torch.full((1, 2), float(rank))).sum().backward()
+    assert_near(module.weight.grad, torch.full((1, 2), float(rank)), 1e-6)
+
+
+def test_wrapper_lets_go_of_the_module(run: Runner) -> None:
+    run(let_go)
+
+
+def average_in_a_subgroup() -> None:
+    rank, size = joined()
+    group = torch.distributed.new_group([0, size - 1])
+    if rank not in (0, size - 1):
+        return
+    module = nn.Linear(2, 1)
+    model = pydist.DataParallel(module, process_group=group)
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    assert_near(module.weight.grad, torch.full((1, 2), (size - 1) / 2), 1e-6)
+
+
+def test_process_group(run: Runner) -> None:
+    run(average_in_a_subgroup)
+
+
+def test_world_of_one_needs_no_launcher() -> None:
+    code = (
+        "import torch, pydist\n"
+        "model = pydist.DataParallel(torch.nn.Linear(2, 1))\n"
+        "model(torch.ones(4, 2)).sum().backward()\n"
+        "assert model.weight.grad.tolist() == [[4.0, 4.0]]\n"
+        "pydist.shutdown()\n"
+        "print('done')\n"
+    )
+    done = run_command([sys.executable, "-c", code], timeout=LIMIT_S)
+    assert done.stdout.strip() == "done", done.stderr
