@@ -2,9 +2,18 @@
 
 import copy
 
+import pytest
 import torch
-from torch import nn
-from training import TIME_LIMIT, Runner, assert_near, batch, joined
+from torch import Tensor, nn
+from training import (
+    TIME_LIMIT,
+    Runner,
+    assert_like_reference,
+    assert_near,
+    batch,
+    joined,
+    train_like_reference,
+)
 
 import pydist
 
@@ -43,3 +52,108 @@ def train_with_buffers() -> None:
 
 def test_buffers_follow_rank_0(run: Runner) -> None:
     run(train_with_buffers)
+
+
+class Counting(nn.Module):
+    """Buffers of many kinds, all of which a forward changes, some by assignment."""
+
+    scalar: Tensor
+    hidden: Tensor
+    assigned: Tensor
+    spaced: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.register_buffer("scalar", torch.tensor(0))
+        self.register_buffer("nothing", torch.empty(0, 4))
+        self.register_buffer("none", None)
+        self.register_buffer("hidden", torch.zeros(2, dtype=torch.complex64), persistent=False)
+        self.register_buffer("assigned", torch.zeros(2, 3).t())
+        self.register_buffer("spaced", torch.zeros(5, dtype=torch.bfloat16)[::2])
+        self.other = nn.Module()
+        self.other.register_buffer("shared", self.scalar)
+
+    def forward(self, rank: int) -> Tensor:
+        self.scalar += rank + 1
+        self.hidden += complex(rank, 1)
+        self.assigned = self.assigned + rank + 1
+        self.spaced.add_(rank + 1)
+        return (self.weight * (rank + 1)).sum()
+
+
+def count_in_buffers() -> None:
+    rank, _ = joined()
+    model = pydist.DataParallel(Counting())
+    for step in range(1, 4):
+        model(rank).backward()
+        assert model.scalar == step
+        assert model.hidden.tolist() == [step * 1j] * 2
+        assert torch.equal(model.assigned, torch.full((3, 2), float(step)))
+        assert model.spaced.tolist() == [step] * 3
+        assert model.none is None
+    assert model.stats().rounds == 3
+
+
+def test_buffers_of_all_kinds(run: Runner) -> None:
+    run(count_in_buffers)
+
+
+def reshape_a_buffer() -> None:
+    rank, _ = joined()
+    module = Counting()
+    model = pydist.DataParallel(module)
+    module.spaced = torch.zeros(7)
+    message = "buffer spaced was" if rank == 0 else "raised on rank 0"
+    with pytest.raises(pydist.Error, match=message):
+        model(rank).backward()
+    pydist.barrier()  # whoever leaves earlier is lost to the others
+
+
+def test_a_buffer_that_changed_its_shape(run: Runner) -> None:
+    run(reshape_a_buffer)
+
+
+def keep_graphs_alive() -> None:
+    """In eval mode backward reads the running statistics, which a backward before it has set."""
+    rank, size = joined()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    model = pydist.DataParallel(copy.deepcopy(reference))
+
+    def losses(net: nn.Module, r: int) -> list[Tensor]:
+        net.eval()
+        first = net(batch(r, 5, 4)).sin().mean()
+        second = net(batch(r, 5, 4, step=1)).sin().mean()
+        return [first, second]
+
+    for loss in losses(model, rank):
+        loss.backward()
+    for r in range(size):
+        for loss in losses(reference, r):
+            (loss / size).backward()
+    assert_like_reference(model, reference)
+
+
+def test_graphs_that_outlive_a_backward(run: Runner) -> None:
+    run(keep_graphs_alive)
+
+
+def normalize_in_both_modes() -> None:
+    """Two forwards with BatchNorm before each backward, one of them in eval mode."""
+    joined()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    model = pydist.DataParallel(copy.deepcopy(reference))
+
+    def loss(net: nn.Module, rank: int, step: int) -> Tensor:
+        one = net.train()(batch(rank, 5, 4, step=step))
+        # With the statistics that this rank's forward has just left: they are its own.
+        other = net.eval()(batch(rank, 5, 4, step=step + 50))
+        return one.sin().mean() + other.sin().mean()  # type: ignore[no-any-return]
+
+    train_like_reference(model, reference, loss)
+
+
+def test_batch_norm_in_both_modes(run: Runner) -> None:
+    run(normalize_in_both_modes)

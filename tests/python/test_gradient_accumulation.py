@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor, nn
 from training import TIME_LIMIT, Branches, Runner, assert_near, batch, joined
 
 import pydist
@@ -46,3 +47,102 @@ def accumulate(cap_mb: float) -> None:
 @pytest.mark.parametrize("cap_mb", [1e-6, 1.0])
 def test_no_sync(run: Runner, cap_mb: float) -> None:
     run(accumulate, cap_mb)
+
+
+# --- backwards of other kinds --------------------------------------------------------------------
+
+
+def net_and_reference() -> tuple[pydist.DataParallel, nn.Sequential]:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    return pydist.DataParallel(copy.deepcopy(reference)), reference
+
+
+def mean_output(net: nn.Module, rank: int, step: int) -> Tensor:
+    out: Tensor = net(batch(rank, 5, 4, step=step))
+    return out.sin().mean()
+
+
+def gradients_of(net: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+def leave_either_outside() -> None:
+    rank, size = joined()
+    model, reference = net_and_reference()
+    # The forward alone under no_sync: averaged.
+    with model.no_sync():
+        loss = mean_output(model, rank, 0)
+    loss.backward()
+    assert model.stats().rounds == 1
+    for r in range(size):
+        (mean_output(reference, r, 0) / size).backward()
+    for ours, theirs in zip(gradients_of(model), gradients_of(reference), strict=True):
+        assert_near(ours, theirs)
+    # The backward alone: this rank's own.
+    model.zero_grad()
+    reference.zero_grad()
+    loss = mean_output(model, rank, 1)
+    with model.no_sync():
+        loss.backward()
+    assert model.stats().rounds == 1
+    mean_output(reference, rank, 1).backward()
+    for ours, theirs in zip(gradients_of(model), gradients_of(reference), strict=True):
+        assert_near(ours, theirs)
+
+
+def test_it_is_the_backward_that_counts(run: Runner) -> None:
+    run(leave_either_outside)
+
+
+def accumulate_unevenly() -> None:
+    """Nothing is said under no_sync, so each rank may have its own number of micro-batches."""
+    rank, size = joined()
+    model, reference = net_and_reference()
+    for first in (0, 10):
+        model.zero_grad()
+        reference.zero_grad()
+        with model.no_sync():
+            for micro in range(rank):
+                mean_output(model, rank, first + micro).backward()
+        mean_output(model, rank, first + rank).backward()
+        for r in range(size):
+            for micro in range(r + 1):
+                (mean_output(reference, r, first + micro) / size).backward()
+        for ours, theirs in zip(gradients_of(model), gradients_of(reference), strict=True):
+            assert_near(ours, theirs)
+    assert model.stats().rounds == 2
+
+
+def test_as_many_micro_batches_as_a_rank_likes(run: Runner) -> None:
+    run(accumulate_unevenly)
+
+
+def raise_while_accumulating() -> None:
+    rank, size = joined()
+    model, reference = net_and_reference()
+
+    def explode(_: Tensor) -> None:
+        raise ArithmeticError("boom")
+
+    x = batch(rank, 5, 4, step=9).requires_grad_()
+    if rank == 1:
+        x.register_hook(explode)
+    try:
+        with model.no_sync():
+            model(x).sum().backward()
+            explode(x)  # on the others, after backward
+    except ArithmeticError:
+        pass
+    # Nobody had to be told, and no_sync is over.
+    model.zero_grad()
+    mean_output(model, rank, 0).backward()
+    assert model.stats().rounds == 1
+    for r in range(size):
+        (mean_output(reference, r, 0) / size).backward()
+    for ours, theirs in zip(gradients_of(model), gradients_of(reference), strict=True):
+        assert_near(ours, theirs)
+
+
+def test_an_exception_while_accumulating(run: Runner) -> None:
+    run(raise_while_accumulating)

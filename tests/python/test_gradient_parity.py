@@ -1,10 +1,21 @@
 """Training on several ranks against one process on the whole batch: parameters, dtypes."""
 
+import copy
+
 import pytest
 import torch
 from launch import Ranks
 from torch import Tensor, nn
-from training import LIMIT_S, TIME_LIMIT, Runner, assert_near, batch, joined, train_beside_reference
+from training import (
+    LIMIT_S,
+    TIME_LIMIT,
+    Runner,
+    assert_near,
+    batch,
+    joined,
+    train_beside_reference,
+    train_like_reference,
+)
 
 import pydist
 
@@ -58,3 +69,68 @@ def mean_of_dtypes(cap_mb: float) -> None:
 @pytest.mark.parametrize("cap_mb", [1e-6, 1.0])
 def test_dtypes(run: Runner, cap_mb: float) -> None:
     run(mean_of_dtypes, cap_mb)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+class Layouts(nn.Module):
+    """Gradients that autograd hands over in other layouts than their parameters'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expanded = nn.Parameter(normal(3, 4))
+        self.transposed = nn.Parameter(normal(3, 4))
+        self.conjugated = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+        self.negated = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+        # Neither dense nor in order: no stride of its own for the gradient.
+        self.holes = nn.Parameter(normal(3, 8)[:, ::2])
+        self.permuted = nn.Parameter(normal(2, 3, 4).permute(1, 2, 0))
+        volume = nn.Conv3d(2, 2, 2, dtype=torch.float64)
+        self.volume = volume.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+        self.pieces = nn.Parameter(normal(6))
+        self.scalar = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.empty = nn.Parameter(normal(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.sum()
+        parts = [
+            self.expanded.sum() * scale,  # one number, with strides of zero
+            (self.transposed.t() @ x[:3, :1]).sin().sum(),
+            (self.conjugated.conj() * x[0, 0]).imag.sum(),  # a view with the conjugate bit
+            (self.negated.conj().imag * x[0, 1]).sum(),
+            (self.holes * x[:3, :4]).sum(),
+            (self.permuted.sum(2) @ x[:4, :4]).sin().sum(),
+            self.volume(x[:4, :4].reshape(1, 2, 2, 2, 2)).sin().sum(),
+            torch.stack([p * x[0, 0] for p in self.pieces.chunk(3)]).sum(),
+            self.scalar.sin() * scale,
+            self.empty.sum(),
+        ]
+        return torch.stack([part.real for part in parts]).sum()
+
+
+def train_layouts(cap_mb: float, relaid: bool) -> None:
+    joined()
+    torch.manual_seed(0)
+    reference = Layouts()
+    model = pydist.DataParallel(copy.deepcopy(reference), bucket_cap_mb=cap_mb)
+    if relaid:
+        # Other memory and other strides for the parameter than when it was wrapped.
+        model.volume.to(memory_format=torch.contiguous_format)
+
+    def loss(net: nn.Module, rank: int, step: int) -> Tensor:
+        out: Tensor = net(batch(rank, 5, 5, step=step))
+        return out
+
+    train_like_reference(model, reference, loss, tolerance=1e-11)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.is_conj()
+        assert not parameter.grad.is_neg()
+
+
+@pytest.mark.parametrize("cap_mb", [1e-6, 1.0])
+@pytest.mark.parametrize("relaid", [False, True])
+def test_layouts(run: Runner, cap_mb: float, relaid: bool) -> None:
+    run(train_layouts, cap_mb, relaid)

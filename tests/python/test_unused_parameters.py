@@ -6,7 +6,16 @@ import pytest
 import torch
 from launch import Ranks
 from torch import Tensor, nn
-from training import LIMIT_S, TIME_LIMIT, Branches, Runner, assert_near, batch, joined
+from training import (
+    LIMIT_S,
+    TIME_LIMIT,
+    Branches,
+    Runner,
+    assert_near,
+    batch,
+    joined,
+    train_like_reference,
+)
 
 import pydist
 
@@ -89,3 +98,33 @@ def keep_what_nobody_touches() -> None:
 
 def test_unused_gradients_stay_as_they_are(run: Runner) -> None:
     run(keep_what_nobody_touches)
+
+
+def freeze_for_a_while() -> None:
+    joined()
+    torch.manual_seed(0)
+    reference = Branches(2)
+    model = pydist.DataParallel(copy.deepcopy(reference))
+
+    def loss(net: nn.Module, rank: int, step: int) -> Tensor:
+        out: Tensor = net(batch(rank, 5, 4, step=step), (rank + step) % 2)
+        return out
+
+    for frozen in ([], ["trunk"], ["branches"], []):
+        for net in (model, reference):
+            net.requires_grad_(True)
+            for name in frozen:
+                net.get_submodule(name).requires_grad_(False)
+        train_like_reference(model, reference, loss, steps=range(2))
+    for net in (model, reference):
+        net.requires_grad_(False)
+    rounds = model.stats().rounds
+    assert not model(batch(0, 5, 4), 0).requires_grad
+    for net in (model, reference):
+        net.requires_grad_(True)
+    train_like_reference(model, reference, loss)
+    assert model.stats().rounds == rounds + 3
+
+
+def test_parameters_frozen_for_a_while(run: Runner) -> None:
+    run(freeze_for_a_while)

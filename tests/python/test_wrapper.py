@@ -5,13 +5,23 @@ import io
 import pickle
 import sys
 from collections import OrderedDict
+from typing import cast
 
 import pytest
 import torch
 from launch import run_command
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from training import LIMIT_S, TIME_LIMIT, Runner, assert_near, batch, joined
+from training import (
+    LIMIT_S,
+    TIME_LIMIT,
+    Runner,
+    assert_like_reference,
+    assert_near,
+    batch,
+    joined,
+    train_like_reference,
+)
 
 import pydist
 
@@ -156,3 +166,115 @@ def test_world_of_one_needs_no_launcher() -> None:
     )
     done = run_command([sys.executable, "-c", code], timeout=LIMIT_S)
     assert done.stdout.strip() == "done", done.stderr
+
+
+# --- in the middle of training -------------------------------------------------------------------
+
+
+def wave(net: nn.Module, rank: int, step: int) -> Tensor:
+    out: Tensor = net(batch(rank, 5, 2, step=step))
+    return out.sin().mean()
+
+
+def copied(model: nn.Module, how: str) -> nn.Module:
+    if how == "deepcopy":
+        return copy.deepcopy(model)
+    if how == "pickle":
+        return cast(nn.Module, pickle.loads(pickle.dumps(model)))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return cast(nn.Module, torch.load(file, weights_only=False))
+
+
+def copy_while_training(how: str) -> None:
+    rank, _ = joined()
+    torch.manual_seed(0)
+    reference = Named().double()
+    model = pydist.DataParallel(copy.deepcopy(reference))
+    train_like_reference(model, reference, wave)
+    # Between backward and step, with gradients in place, and a graph that is alive.
+    pending = wave(model, rank, 9)
+    twin = copied(model, how)
+    assert type(twin) is Named
+    assert_like_reference(twin, model, gradients=False)
+    # The copy is free of the wrapper: one rank can train it alone.
+    if rank == 0:
+        wave(twin, 0, 7).backward()
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    pending.backward()
+    # The original has not noticed, and the copy can be wrapped, from rank 0's values.
+    again = pydist.DataParallel(twin)
+    theirs = Named().double()
+    theirs.load_state_dict({k: v.clone() for k, v in again.state_dict().items()})
+    train_like_reference(again, theirs, wave)
+    reference.load_state_dict(model.state_dict())
+    train_like_reference(model, reference, wave)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies_while_training(run: Runner, how: str) -> None:
+    run(copy_while_training, how)
+
+
+def hook_the_wrapper() -> None:
+    joined()
+    torch.manual_seed(0)
+    reference = Named().double()
+    model = pydist.DataParallel(copy.deepcopy(reference))
+    seen: list[str] = []
+
+    def hook(net: nn.Module) -> None:
+        net.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+        net.register_forward_hook(lambda _, args, out: out + args[0].sum())
+        net.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 3,))
+        net.register_full_backward_hook(lambda *_: seen.append("backward"))
+        net.fc.register_forward_hook(lambda _m, _args, out: out * 0.5)
+        net.fc.register_full_backward_hook(lambda *_: seen.append("fc"))
+
+    hook(model)
+    hook(reference)
+
+    def loss(net: nn.Module, rank: int, step: int) -> Tensor:
+        seen.clear()
+        out: Tensor = net(batch(rank, 5, 2, step=step).requires_grad_())
+        return out.sin().mean()
+
+    train_like_reference(model, reference, loss)
+    assert seen == ["fc", "backward"]
+
+
+def test_module_hooks(run: Runner) -> None:
+    run(hook_the_wrapper)
+
+
+def set_attributes(kind: str) -> None:
+    joined()
+    module = Named()
+    model = pydist.DataParallel(module)
+    if kind == "buffer":
+        model.register_buffer("late", torch.ones(1))
+        assert "late" in dict(module.named_buffers())
+        return
+    model.hidden = 9
+    assert model.hidden == 9
+    assert model.double_hidden() == 18
+    assert module.hidden == 9
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "buffer",
+        pytest.param(
+            "plain",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="attributes of the module can be read through the wrapper, but setting one "
+                "sets it on the wrapper, where the module does not see it",
+            ),
+        ),
+    ],
+)
+def test_setting_attributes(run: Runner, kind: str) -> None:
+    run(set_attributes, kind)

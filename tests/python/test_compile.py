@@ -1,0 +1,263 @@
+"""`torch.compile`, around the wrapper and inside it, and TorchScript."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import Ranks
+from torch import Tensor, nn
+from training import (
+    TIME_LIMIT,
+    Branches,
+    Runner,
+    assert_near,
+    batch,
+    joined,
+    train_like_reference,
+)
+
+import pydist
+
+pytestmark = TIME_LIMIT
+
+# Dynamo, AOTAutograd and their caches live as long as the process: each function starts afresh.
+# The backend "aot_eager" is all of torch.compile but the generated kernels.
+BACKEND = "aot_eager"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        out: Tensor = self.norm(x)
+        return out
+
+
+def wave_loss(net: nn.Module, rank: int, step: int) -> Tensor:
+    out: Tensor = net(batch(rank, 5, 6, step=step))
+    # Not the squares: their mean is the same whatever BatchNorm normalizes.
+    return (out * torch.arange(6, dtype=torch.float64)).sin().mean()
+
+
+def wrap_compiled(module: nn.Module, how: str, backend: str) -> Any:
+    if how == "compiled, then wrapped":
+        return pydist.DataParallel(torch.compile(module, backend=backend))  # type: ignore[arg-type]
+    if how == "wrapped, then compiled":
+        return torch.compile(pydist.DataParallel(module), backend=backend)
+    if how == "module in place":
+        module.compile(backend=backend)
+        return pydist.DataParallel(module)
+    model = pydist.DataParallel(module)
+    model.compile(backend=backend)
+    return model
+
+
+WAYS = [
+    "compiled, then wrapped",
+    "wrapped, then compiled",
+    "module in place",
+    "wrapper in place",
+]
+
+
+def train_compiled(how: str, backend: str) -> None:
+    joined()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    module = Net()
+    reference = copy.deepcopy(module)
+    model = wrap_compiled(module, how, backend)
+    train_like_reference(model, reference, wave_loss, steps=range(4), tolerance=1e-10)
+    counters = torch._dynamo.utils.counters
+    # The model was compiled, in one piece that was good for all steps.
+    assert counters["stats"]["unique_graphs"] == 1, counters
+    assert counters["stats"]["calls_captured"] > 6, counters
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_compiled_models(run: Runner, how: str) -> None:
+    run(train_compiled, how, BACKEND)
+
+
+# Generates C++ and compiles it, on both ranks.
+@pytest.mark.timeout(100)
+def test_inductor(tmp_path: Path) -> None:
+    env = {
+        "PYDIST_BACKEND": "native",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes
+    }
+    with Ranks(2, env) as ranks:
+        ranks.run(train_compiled, "wrapped, then compiled", "inductor", timeout=90)
+
+
+def compile_the_step() -> None:
+    joined()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Net()
+    reference = copy.deepcopy(module)
+    model = pydist.DataParallel(module)
+    compiled: Any = torch.compile(wave_loss, backend=BACKEND)
+
+    def loss(net: nn.Module, rank: int, step: int) -> Tensor:
+        out: Tensor = (wave_loss if net is reference else compiled)(net, rank, step)
+        return out
+
+    train_like_reference(model, reference, loss, tolerance=1e-10)
+
+
+def test_a_compiled_loss_function(run: Runner) -> None:
+    run(compile_the_step)
+
+
+def accumulate_compiled() -> None:
+    rank, size = joined()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Net()
+    reference = copy.deepcopy(module)
+    model: Any = torch.compile(pydist.DataParallel(module), backend=BACKEND)
+    for step in (0, 10):
+        rounds = model.stats().rounds
+        with model.no_sync():
+            wave_loss(model, rank, step).backward()
+        assert model.stats().rounds == rounds
+        wave_loss(model, rank, step + 1).backward()
+        assert model.stats().rounds == rounds + 1
+        for r in range(size):
+            ((wave_loss(reference, r, step) + wave_loss(reference, r, step + 1)) / size).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_near(ours.grad, theirs.grad, 1e-10)
+
+
+def test_accumulation_of_a_compiled_model(run: Runner) -> None:
+    run(accumulate_compiled)
+
+
+def choose_compiled_branches() -> None:
+    _, size = joined()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Branches(size)
+    reference = copy.deepcopy(module)
+    model: Any = torch.compile(pydist.DataParallel(module), backend=BACKEND)
+
+    def loss(net: nn.Module, rank: int, step: int) -> Tensor:
+        out: Tensor = net(batch(rank, 5, 4, step=step), (rank + step) % size)
+        return out
+
+    # Every rank is in another branch, so in another graph.
+    train_like_reference(model, reference, loss, tolerance=1e-10)
+
+
+def test_compiled_graphs_that_differ_between_ranks(run: Runner) -> None:
+    run(choose_compiled_branches)
+
+
+# --- overlap -------------------------------------------------------------------------------------
+
+# What happened in a backward, in order: "first layer" and the names of parameters.
+_events: list[str] = []
+
+
+@torch.library.custom_op("pydist_tests::note", mutates_args=())
+def note(x: Tensor) -> Tensor:
+    _events.append("first layer")
+    return x.clone()
+
+
+@torch.library.custom_op("pydist_tests::pass_on", mutates_args=())
+def pass_on(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+note.register_fake(torch.empty_like)
+pass_on.register_fake(torch.empty_like)
+pass_on.register_autograd(lambda ctx, gradient: note(gradient))
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # 1 MiB each.
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = pass_on(self.layers[0](x))
+        out: Tensor = self.layers[2](self.layers[1](x).tanh())
+        return out
+
+
+def order_of_backward(how: str) -> list[str]:
+    joined()
+    torch._dynamo.reset()
+    module = Wide()
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, n=name: _events.append(n))
+    model = (
+        pydist.DataParallel(module, bucket_cap_mb=1)
+        if how == "eager"
+        else wrap_compiled(module, how, BACKEND)
+    )
+    for _ in range(2):
+        _events.clear()
+        model(torch.ones(2, 512)).sum().backward()
+    return list(_events)
+
+
+NO_SPLIT = pytest.mark.xfail(
+    strict=True,
+    reason="the wrapper does not tell torch.compile to cut the graph where its buckets end, so all "
+    "gradients come at the end of a compiled backward, and none of them travels during it",
+)
+
+
+@pytest.mark.parametrize("how", ["eager", *(pytest.param(way, marks=NO_SPLIT) for way in WAYS)])
+def test_gradients_come_during_backward(run: Runner, how: str) -> None:
+    for events in run(order_of_backward, how):
+        assert sorted(events) == ["first layer", *(f"layers.{i}.weight" for i in range(3))]
+        assert events.index("layers.2.weight") < events.index("first layer"), events
+
+
+# --- TorchScript ---------------------------------------------------------------------------------
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, dtype=torch.float64)
+        self.last = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.first(x).tanh()
+        out: Tensor = self.last(x)
+        return out
+
+
+def train_scripted(convert: str) -> None:
+    joined()
+    torch.manual_seed(0)
+    module = Scripted()
+    reference = copy.deepcopy(module)
+    script: Callable[..., nn.Module] = getattr(torch.jit, convert)
+    scripted = script(module, batch(0, 5, 6)) if convert == "trace" else script(module)
+    model = pydist.DataParallel(scripted)
+    assert list(model.state_dict()) == list(reference.state_dict())
+    train_like_reference(model, reference, wave_loss, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("convert", ["script", "trace"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript(run: Runner, convert: str) -> None:
+    run(train_scripted, convert)
