@@ -261,10 +261,10 @@ class Display:
             "", total=steps, completed=first_step, loss=math.nan, speed=0.0, waiting=0.0
         )
 
-    def update(self, step: int, loss: float, wait_s: float) -> None:
+    def update(self, step: int, loss: float, exposed_s: float) -> None:
         elapsed_s = time.perf_counter() - self.begin_s
         speed = (step - self.first_step) * self.tokens_per_step / elapsed_s
-        waiting = wait_s / elapsed_s
+        waiting = exposed_s / elapsed_s
         self.progress.update(self.task, completed=step, loss=loss, speed=speed, waiting=waiting)
         if self.progress.disable and (step % max(1, self.steps // 20) == 0 or step == self.steps):
             self.console.print(
@@ -325,7 +325,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> None:
             optimizer.step()
             # pydist: the loss of the whole batch is the mean of the shares'
             losses.append(pydist.all_reduce(loss.detach(), "mean").item())
-            display.update(step + 1, losses[-1], model.stats().wait_s)
+            display.update(step + 1, losses[-1], model.stats().exposed_s)
             if (step + 1) % arguments.checkpoint_every == 0:
                 checkpoint(step + 1)
     checkpoint(max(first_step, last_step))

@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Communicator', 'Environment', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -187,34 +187,90 @@ class ProcessGroup(torch._C._distributed_c10d.Backend):
     @property
     def communicator(self) -> Communicator:
         ...
+class BucketStats:
+    """
+    One bucket, as means over the rounds since the plan last changed; seconds since the beginning of backward.
+    """
+    @property
+    def bytes(self) -> int:
+        """
+        Bytes of gradients.
+        """
+    @property
+    def done_s(self) -> float:
+        """
+        It was averaged.
+        """
+    @property
+    def label(self) -> str:
+        """
+        Its number and first parameter.
+        """
+    @property
+    def launched_s(self) -> float:
+        """
+        It went on its way: ready, and after those before it.
+        """
+    @property
+    def ready_s(self) -> float:
+        """
+        All of its gradients were there.
+        """
 class ReducerStats:
     """
     What synchronising gradients has cost since the last reset.
     """
+    @property
+    def buckets(self) -> list[BucketStats]:
+        """
+        In the order of launching.
+        """
     @property
     def bytes(self) -> int:
         """
         Bytes of gradients that were averaged, on this rank.
         """
     @property
+    def communication_s(self) -> float:
+        """
+        Seconds in which at least one bucket was under way.
+        """
+    @property
+    def compute_s(self) -> float:
+        """
+        Seconds in backward, without launching communication.
+        """
+    @property
+    def exposed_s(self) -> float:
+        """
+        Seconds that the training thread spent launching and waiting for communication: the part that backward did not hide.
+        """
+    @property
     def rounds(self) -> int:
         """
         Backward passes that were synchronised.
-        """
-    @property
-    def wait_s(self) -> float:
-        """
-        Seconds that the training thread spent launching and waiting for communication: the part that backward did not hide.
         """
 class Reducer:
     """
     Averages gradients over the ranks while backward still runs.
     """
-    def __init__(self, communicator: Communicator, slots: collections.abc.Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], buckets: collections.abc.Sequence[tuple[str, torch.Tensor, collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]]], tail: torch.Tensor, buffer_memory: torch.Tensor | None = None, pack: collections.abc.Callable | None = None, unpack: collections.abc.Callable | None = None) -> None:
+    def __init__(self, communicator: Communicator, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], planner: collections.abc.Callable, sums: bool, wire_dtype: torch.dtype | None, measures_link: bool, rank: typing.SupportsInt | typing.SupportsIndex, buffer_memory: torch.Tensor | None = None, has_changed: collections.abc.Callable | None = None, pack: collections.abc.Callable | None = None, unpack: collections.abc.Callable | None = None) -> None:
         """
-        All ranks call, with the same plan. `slots` are (name, parameter, view of the arena; None for sparse gradients), `buckets` (label, memory, indices of slots) in the order of launching; `tail` is the end of the last bucket, a word for each slot. At the end of a round rank 0 calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`.
+        All ranks call, with the same parameters: (name, parameter, whether its gradient is sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the buckets as lists of indices, on rank 0. `rank` names this process in traces. At the end of a round in which `has_changed()` on any rank, one rank calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`.
         """
-    def prepare_forward(self) -> None:
+    def add(self, name: str, parameter: torch.Tensor, is_sparse: bool) -> None:
+        """
+        Averages a parameter that was unfrozen or joined the model, too.
+        """
+    def fail_round(self) -> None:
+        """
+        Takes part in a round of the others, and tells them that this rank raised.
+        """
+    def join_round(self) -> bool:
+        """
+        Takes part in a round of the others; returns whether any rank still has batches.
+        """
+    def prepare_forward(self, is_for_training: bool) -> None:
         """
         Waits for what a backward that raised left under way; raises pydist.InvalidUsage where a parameter has changed its type.
         """
@@ -226,9 +282,22 @@ class Reducer:
         """
         Starts counting from zero.
         """
+    def set_joining(self, joining: str, throws_on_first: bool) -> None:
+        """
+        What a rank without a batch counts for: 'zeros', or nothing ('absent'); '' if there is none.
+        """
+    def synchronize(self) -> None:
+        """
+        Averages what was accumulated or set by hand and was not averaged; all ranks call.
+        """
     def watch(self, output: torch.Tensor) -> None:
         """
         Announces the backward that will start from an output of forward.
+        """
+    @property
+    def buckets(self) -> list:
+        """
+        (label, bytes, indices of parameters), in the order of launching.
         """
     @property
     def enabled(self) -> bool:
@@ -239,7 +308,43 @@ class Reducer:
     def enabled(self, arg1: bool) -> None:
         ...
     @property
+    def has_hook(self) -> bool:
+        ...
+    @property
+    def has_pending(self) -> bool:
+        """
+        Whether a gradient was accumulated and not averaged.
+        """
+    @property
+    def is_in_backward(self) -> bool:
+        """
+        Whether a backward that synchronises is under way.
+        """
+    @property
+    def last_root(self) -> int:
+        """
+        The lowest rank that had a batch in the last round with any.
+        """
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """
+        All that it averages.
+        """
+    @property
+    def pending(self) -> list[torch.Tensor]:
+        """
+        The parameters that hold one.
+        """
+    @property
     def stats(self) -> ReducerStats:
+        ...
+    @property
+    def weight(self) -> float | None:
+        """
+        What backwards that begin from now on count for; None: each rank as one.
+        """
+    @weight.setter
+    def weight(self, arg1: typing.SupportsFloat | typing.SupportsIndex | None) -> None:
         ...
 def build_info() -> dict:
     """

@@ -1,4 +1,4 @@
-"""Packs the buffers of rank 0 into one message, and takes them out of it on the other ranks."""
+"""Packs the buffers of one rank into one message, and takes them out of it on the other ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pydist.errors import InvalidUsage
 if TYPE_CHECKING:
     from pydist._native import Communicator
 
+_STATISTICS = ("running_mean", "running_var")
+
 # Alignment of each buffer in the message: that of the widest dtype, and whole cache lines.
 _ALIGNMENT_BYTES = 64
 
@@ -23,7 +25,8 @@ class BufferSync:
     All ranks construct it together.
 
     Attributes:
-        memory: The message, on symmetric memory.
+        memory: The message, on symmetric memory: the buffers as they were last exchanged, at first
+            those at construction.
     """
 
     def __init__(self, communicator: Communicator, module: nn.Module) -> None:
@@ -42,6 +45,16 @@ class BufferSync:
             end = begin + buffer.numel() * buffer.element_size()
             place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)
             self._places.append(place)
+        self.pack()
+
+    def has_changed(self) -> bool:
+        """Whether a buffer is no longer what the message says.
+
+        By value: BatchNorm's kernels change its statistics behind autograd's version counters.
+        """
+        buffers = list(self._buffers())  # all of them must be as they were wrapped
+        pairs = zip(self._places, buffers, strict=True)
+        return any(not torch.equal(place, buffer) for place, buffer in pairs)
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -49,12 +62,17 @@ class BufferSync:
         for place, buffer in zip(self._places, self._buffers(), strict=True):
             place.copy_(buffer)
 
+    @torch.no_grad()
     def unpack(self) -> None:
         """Sets the buffers to what the message holds."""
-        for place, buffer in zip(self._places, self._buffers(), strict=True):
-            # Not through autograd: a graph that is still alive has saved the buffer, and its own
-            # backward does not depend on this value having stayed the same.
-            buffer.data.copy_(place)
+        pairs = zip(self._owners, self._places, self._buffers(), strict=True)
+        for (_, owner, attribute), place, buffer in pairs:
+            if isinstance(owner, nn.modules.batchnorm._NormBase) and attribute in _STATISTICS:
+                # As BatchNorm's own kernels do, behind the back of a graph that has saved them: it
+                # would refuse to go backward again, though in training it does not use them.
+                buffer.data.copy_(place)
+            else:
+                buffer.copy_(place)
 
     def _buffers(self) -> Iterator[Tensor]:
         for place, (name, owner, attribute) in zip(self._places, self._owners, strict=True):

@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
-import json
+import math
+import traceback
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pydist import groups, process
+from pydist.bucket_plan import (
+    DEFAULT_CAP_BYTES,
+    BucketPlan,
+    PlannedBucket,
+    PlannedParameter,
+    best_cap_bytes,
+    plan_buckets,
+)
 from pydist.buffer_sync import BufferSync
-from pydist.errors import InvalidUsage, Mismatch
+from pydist.compiled_graphs import graphs_cut_at, runs_uncompiled
+from pydist.errors import InvalidUsage
 from pydist.gradient_sync import (
+    BucketStats,
     CommunicationStats,
     make_reducer,
-    names_of_sparse,
     outputs_with_graph,
 )
+from pydist.module_agreement import check_same, copy_from, facts_of
+from pydist.step_guard import guard_steps
+from pydist.sync_batch_norm import refuse_under_join
+from pydist.trained_parameters import TrainedParameters, require_trainable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pydist._native import Communicator
+__all__ = [
+    "BucketPlan",
+    "BucketStats",
+    "CommunicationStats",
+    "DataParallel",
+    "PlannedBucket",
+    "PlannedParameter",
+]
 
-__all__ = ["CommunicationStats", "DataParallel"]
+# Attributes of the wrapper's own, whatever the module has.
+_OWN_NAMES = {"_communicator", "_reducer", "_trained", "_graph_cap_bytes", "_compresses"}
 
-# Small enough that most of the traffic is over when backward ends, large enough that the cost of
-# starting an operation does not show on any backend.
-_DEFAULT_BUCKET_CAP_MB = 8.0
+# The wrapper that is in join(); ranks that wait for each other in two would wait in a circle.
+_joining: weakref.ref[DataParallel] | None = None
+
+_WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DataParallel(nn.Module):
@@ -54,12 +77,18 @@ class DataParallel(nn.Module):
     memory that all ranks share: `parameter.grad` is a view of it, and `zero_grad()` may set it to
     None as always.
 
-    Buffers of rank 0 are copied to all ranks at the end of every synchronised backward. Hence
-    they are the same everywhere whenever no step is under way, and a forward talks to nobody:
-    one rank may evaluate alone.
+    Buffers of rank 0 are copied to all ranks at the end of every synchronised backward before
+    which any rank changed its own. Hence they are the same everywhere whenever no step is under
+    way, and a forward talks to nobody: one rank may evaluate alone.
+
+    Parameters that are unfrozen or added later train from the next backward on, if all ranks do
+    the same. Those added get rank 0's values at its end.
+
+    Two methods may be overridden: `plan_buckets` and `average_bucket`.
 
     If backward raises on one rank, the others get a `pydist.Error` that names it at the end of
-    theirs, and all can go on with the next step.
+    theirs, and all can go on with the next step. What raises outside of the module's part of
+    backward, in the loss say, is nobody's but that rank's: it must not leave the step out.
 
     Args:
         module: The module, on the CPU, with its parameters in their final dtypes.
@@ -72,7 +101,8 @@ class DataParallel(nn.Module):
             parameters and buffers at construction. If False, seeing to it that all ranks start
             from the same values is up to you.
         process_group: The ranks to average over; default: all.
-        bucket_cap_mb: How many MiB of gradients travel in one operation. Default: 8.
+        bucket_cap_mb: How many MiB of gradients travel in one operation. Default: what a short
+            measurement of the connection between the ranks finds best.
         find_unused_parameters: Accepted for compatibility: they are always found, at no cost.
         check_reduction: Accepted for compatibility.
         gradient_as_bucket_view: Accepted for compatibility: gradients always are.
@@ -86,10 +116,16 @@ class DataParallel(nn.Module):
         batched_grad_copy: Accepted for compatibility.
         forward_sync_buffers: torch's newer name for `broadcast_buffers`, which it then overrides,
             but for the copy at construction.
+        reduction: What backward leaves: the "mean" over the ranks, or their "sum".
+        compress: "bf16" or "fp16" lets float32 gradients travel in that type: each rank's is
+            rounded to it, they are added up in float32, and the result is rounded to it. Default:
+            as they are.
 
     Raises:
-        InvalidUsage: A parameter is not on the CPU or not dense, or an argument is not supported.
-        Mismatch: The module differs between ranks (on every rank, naming the first difference).
+        InvalidUsage: A parameter is not on the CPU or not dense, none requires a gradient, or an
+            argument is not supported.
+        Mismatch: The module or an argument differs between ranks (on every rank, naming the first
+            difference).
 
     Example:
         >>> model = pydist.DataParallel(torch.nn.Linear(2, 1))
@@ -122,6 +158,8 @@ class DataParallel(nn.Module):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        compress: Literal["bf16", "fp16"] | None = None,
     ) -> None:
         super().__init__()
         _refuse(
@@ -134,11 +172,17 @@ class DataParallel(nn.Module):
             if process_group is not None:
                 raise InvalidUsage("pass either process_group or device_mesh, not both")
             process_group = device_mesh.get_group()
-        if bucket_cap_mb is None:
-            bucket_cap_mb = _DEFAULT_BUCKET_CAP_MB
-        if not bucket_cap_mb > 0:
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise InvalidUsage(f"bucket_cap_mb is {bucket_cap_mb}; it must be greater than zero")
-        _check_parameters(module)
+        if reduction not in ("mean", "sum"):
+            raise InvalidUsage(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+        if compress is not None and compress not in _WIRE_DTYPES:
+            raise InvalidUsage(f"compress is {compress!r}; it must be 'bf16', 'fp16' or None")
+        if not isinstance(module, nn.Module):
+            raise InvalidUsage(f"pydist.DataParallel wraps a torch.nn.Module, not a {type(module)}")
+        if isinstance(module, DataParallel):
+            raise InvalidUsage("the module is a pydist.DataParallel already")
+        require_trainable(module)
         sync_buffers = broadcast_buffers is not False
         if forward_sync_buffers is not None:
             sync_buffers = forward_sync_buffers
@@ -157,62 +201,239 @@ class DataParallel(nn.Module):
         # A group of its own: the user's collectives can't be taken for these, or these for theirs.
         parent = groups.communicator_of(process_group)
         self._communicator = groups.split(parent, range(parent.size))
-        if init_sync:
-            _check_same_module(self._communicator, module)
-            _copy_from_rank_0(
-                self._communicator,
-                module,
-                with_buffers=broadcast_buffers is not False or forward_sync_buffers is not None,
-            )
-        named = list(module.named_parameters())
-        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
+        self._graph_cap_bytes = cap_bytes or DEFAULT_CAP_BYTES
         has_buffers = next(module.buffers(), None) is not None
+        arguments = [
+            f"bucket_cap_mb={bucket_cap_mb}",
+            f"reduction={reduction!r}",
+            f"compress={compress!r}",
+            f"init_sync={init_sync}",
+            f"synchronized buffers={sync_buffers}",
+        ]
+        check_same(self._communicator, "pydist.DataParallel's setting", arguments)
+        if init_sync:
+            check_same(self._communicator, "the module", facts_of(module))
+            with_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
+            copy_from(self._communicator, 0, module, with_buffers=with_buffers)
+        self._trained = TrainedParameters(module)
+        # The reducer must not keep the wrapper alive, which keeps the reducer.
+        itself = weakref.ref(self)
         self._reducer = make_reducer(
             self._communicator,
-            [(name, p) for name, p in named if p.requires_grad],
+            self._trained.known,
+            lambda *arguments: _plan(itself(), cap_bytes, *arguments),
             BufferSync(self._communicator, module) if sync_buffers and has_buffers else None,
-            int(bucket_cap_mb * 2**20),
-            names_of_sparse(module),
+            sums=reduction == "sum",
+            wire_dtype=_WIRE_DTYPES[compress] if compress else None,
+            measures_link=bucket_cap_mb is None,
+            rank=process.rank(),
         )
+        self._compresses = compress is not None
+        guard_steps(self._reducer)
+        if type(self).average_bucket is not DataParallel.average_bucket:
+            self._reducer.register_comm_hook(itself, _average_bucket)
 
     # -- computation
 
+    # This frame is nothing to compile; what it calls is.
+    @runs_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. Talks to no other rank."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise InvalidUsage(
-                    f"parameter {name} was frozen (requires_grad=False) when pydist.DataParallel "
-                    "wrapped the module, so its gradient would not be averaged: unfreeze it "
-                    "first, then wrap the module"
-                )
-        self._reducer.prepare_forward()
-        outputs = self.module(*args, **kwargs)
+        for joined in self._trained.joined():
+            self._reducer.add(*joined)
+        self._reducer.prepare_forward(self.module.training and torch.is_grad_enabled())
+        with graphs_cut_at(self._graph_cap_bytes):
+            outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             for tensor in outputs_with_graph(outputs):
                 self._reducer.watch(tensor)
         return outputs
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
         """Accumulates gradients without averaging them, in every backward that runs inside.
 
         The next backward outside averages what has been accumulated, also of parameters that it
-        does not reach itself. All ranks do the same.
+        does not reach itself; so does `sync_gradients()`. All ranks do the same. An optimizer that
+        is to use gradients of this rank alone steps inside.
+
+        Args:
+            enabled: If False, nothing changes: `with model.no_sync(enabled=step % 4 != 3)`.
         """
-        before, self._reducer.enabled = self._reducer.enabled, False
+        before, self._reducer.enabled = self._reducer.enabled, self._reducer.enabled and not enabled
         try:
             yield
         finally:
             self._reducer.enabled = before
 
+    @contextlib.contextmanager
+    def weighted(self, weight: float | Tensor) -> Iterator[None]:
+        """Lets every backward that runs inside count for `weight` in the mean.
+
+        The mean over tokens of the whole job, where each rank's loss is the mean over its own:
+
+            with model.weighted(mask.sum()):
+                loss.backward()
+
+        Together with `no_sync()`, the mean is over all backwards that a step accumulates: each has
+        its weight, whichever rank and micro-batch it belongs to. The weights are summed in float64,
+        and every gradient is rounded once, after the sum over the ranks; what one rank accumulates
+        is rounded as it is added, as always. With `reduction="sum"`, gradients are
+        multiplied by their weights and added.
+
+        Every rank gives a weight to each of the backwards of a step, or none does.
+
+        Args:
+            weight: Not negative; 0 for a batch that counts for nothing, even where its loss is NaN.
+
+        Raises:
+            InvalidUsage: The weight is negative or not finite, or a communication hook averages.
+            Error: At the end of backward, if only some of the step's backwards had a weight.
+        """
+        value = float(weight)
+        if not (value >= 0 and math.isfinite(value)):
+            raise InvalidUsage(f"the weight of a backward is {value}; it must be 0 or more")
+        self._refuse_hook("weighted() gives ranks different weights")
+        before, self._reducer.weight = self._reducer.weight, value
+        try:
+            yield
+        finally:
+            self._reducer.weight = before
+
+    def sync_gradients(self) -> None:
+        """Averages gradients outside of backward: those that were not yet. All ranks call it.
+
+        That is what was accumulated under `no_sync()`, and what was put into `parameter.grad` by
+        hand, from `torch.autograd.grad` say, which accumulates nothing and so averages nothing.
+        """
+        self._reducer.synchronize()
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Lets ranks have different numbers of batches: whoever has no more joins the others.
+
+        Around the training loop, on all ranks. A rank that leaves it goes on taking part in the
+        others' steps, with gradients of zero, until all have left; then every rank has the model of
+        the rank that had the most batches. It takes no part in steps of the optimizer, whose state
+        so misses them. Backwards under `no_sync()` are nobody else's concern.
+
+        Args:
+            divide_by_initial_world_size: Whether ranks without a batch count as zeros in the mean,
+                so that each sample weighs the same in all steps of the epoch. If False, the mean
+                is over the ranks that have a batch.
+            enable: If False, nothing is done.
+            throw_on_early_termination: Whether all ranks raise as soon as one has no more batches.
+
+        Raises:
+            InvalidUsage: The module holds a SyncBatchNorm, another wrapped model is in `join()`, or
+                (with `divide_by_initial_world_size=False`) a communication hook averages.
+            Error: A rank had no more batches, and `throw_on_early_termination` is set.
+        """
+        if not enable:
+            yield
+            return
+        refuse_under_join(self.module)
+        if not divide_by_initial_world_size:
+            self._refuse_hook("join(divide_by_initial_world_size=False) leaves ranks out")
+        global _joining
+        if _joining is not None:
+            raise InvalidUsage(
+                "another pydist.DataParallel is in join() already: ranks without batches would "
+                "have to take part in the steps of both, in an order that they can't know"
+            )
+        _joining = weakref.ref(self)
+        self._reducer.set_joining(
+            "zeros" if divide_by_initial_world_size else "absent", throw_on_early_termination
+        )
+        try:
+            try:
+                yield
+            except BaseException as error:
+                if not _came_out_of_averaging(error):
+                    self._reducer.fail_round()
+                raise
+            while self._reducer.join_round():
+                pass
+        finally:
+            _joining = None
+            self._reducer.set_joining("", False)
+        copy_from(self._communicator, self._reducer.last_root, self.module, with_buffers=True)
+
+    # -- measuring
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets in which gradients travel, in the order of launching; prints as a table.
+
+        Agreed by all ranks. After the first steps it follows the order in which backward has
+        completed the gradients; parameters that not every rank uses are in buckets of their own, at
+        the end.
+        """
+        seen = self._reducer.stats.buckets
+        return BucketPlan(
+            tuple(
+                PlannedBucket(
+                    size_bytes,
+                    tuple(self._trained.known[index][0] for index in members),
+                    seen[number].ready_s if seen else None,
+                )
+                for number, (_, size_bytes, members) in enumerate(self._reducer.buckets)
+            )
+        )
+
     def stats(self) -> CommunicationStats:
-        """What averaging has cost this rank since construction or the last `reset_stats()`."""
+        """What averaging has cost this rank since construction or the last `reset_stats()`.
+
+        In total, and for each bucket when it was ready, launched and done. `PYDIST_TIMELINE=path`
+        writes the same of every step as a trace that Perfetto shows.
+        """
         return self._reducer.stats
 
     def reset_stats(self) -> None:
         """Lets `stats()` count from zero."""
         self._reducer.reset_stats()
+
+    # -- to override
+
+    def plan_buckets(
+        self, parameters: Sequence[PlannedParameter], bucket_cap_bytes: int
+    ) -> list[list[int]]:
+        """Cuts the gradients into buckets. Override it to choose them yourself.
+
+        Called on rank 0 alone, by the constructor of this class, after steps whose order did not
+        fit the plan (the 1st, 2nd, 4th, 8th, ... at most), and when parameters have joined. All
+        ranks get what it returns.
+
+        Args:
+            parameters: Those with dense gradients, in the order in which backward is expected to
+                complete them: at first the reverse of registration.
+            bucket_cap_bytes: `bucket_cap_mb`, or what measurements found best.
+
+        Returns:
+            The buckets in the order of launching, each a list of `PlannedParameter.index`: every
+            parameter exactly once, and in one bucket only such of one `block`.
+        """
+        return plan_buckets(parameters, bucket_cap_bytes)
+
+    def average_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """What happens when a bucket is ready. Override it to average in a way of your own.
+
+        A method instead of a hook: all of `register_comm_hook` holds. Unless it is overridden, it
+        is never called, and the engine averages.
+
+        Args:
+            bucket: `bucket.buffer()` holds this rank's gradients, `bucket.parameters()` says whose.
+
+        Returns:
+            A future of their mean.
+        """
+        raise NotImplementedError
 
     # -- the wrapper stands for the module
 
@@ -225,14 +446,23 @@ class DataParallel(nn.Module):
                 raise
             return getattr(module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("module")
+        is_own = name in _OWN_NAMES or name in self.__dict__ or hasattr(type(self), name)
+        if module is None or is_own or not hasattr(module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
     ) -> None:
         """Lets a communication hook of torch's kind average the gradients, bucket by bucket.
 
         Torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unmodified. All ranks
-        register the same one, once, before the first backward. Sparse gradients do not pass
-        through it. Complex ones arrive as pairs of real numbers.
+        register the same one, once, before the first backward. The buckets then follow the order of
+        the first backward and no later one, because hooks may keep state for each. Sparse gradients
+        do not pass through it. Complex ones arrive as pairs of real numbers.
 
         Args:
             state: The first argument of every call.
@@ -254,18 +484,16 @@ class DataParallel(nn.Module):
             ) from None
         except ValueError:
             pass  # a builtin without a signature
+        if self._compresses:
+            raise InvalidUsage(
+                "compress= lets the engine's own average travel in 16 bits, which a communication "
+                "hook takes the place of: use one of the two"
+            )
         self._reducer.register_comm_hook(state, hook)
 
-    def join(self, *args: object, **kwargs: object) -> None:
-        """Not built yet.
-
-        Raises:
-            InvalidUsage: always.
-        """
-        raise InvalidUsage(
-            "pydist.DataParallel does not join uneven inputs yet: give every rank the same number "
-            "of batches, or use torch's DistributedDataParallel on backend 'pydist'."
-        )
+    def _refuse_hook(self, what: str) -> None:
+        if self._reducer.has_hook:
+            raise InvalidUsage(f"{what}, which a communication hook knows nothing of")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state, under the module's own names."""
@@ -332,90 +560,46 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def _plan(
+    wrapper: DataParallel | None,
+    cap_bytes: int | None,
+    parameters: Sequence[PlannedParameter],
+    latency_s: float,
+    seconds_per_byte: float,
+) -> list[list[int]]:
+    if cap_bytes is None:
+        total_bytes = sum(parameter.size_bytes for parameter in parameters)
+        cap_bytes = best_cap_bytes(total_bytes, latency_s, seconds_per_byte)
+    # Without the wrapper, a last backward of its graph is under way.
+    plan = plan_buckets if wrapper is None else wrapper.plan_buckets
+    return plan(parameters, cap_bytes)
+
+
+def _came_out_of_averaging(error: BaseException) -> bool:
+    """Whether the other ranks know of an error, because it ended a backward."""
+    names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if names & {"_engine_run_backward", "sync_gradients"}:
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and _came_out_of_averaging(before)
+
+
+def _average_bucket(
+    itself: weakref.ref[DataParallel], bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    wrapper = itself()
+    if wrapper is None:
+        raise InvalidUsage(
+            "the pydist.DataParallel whose average_bucket() averages gradients is gone: keep it "
+            "until backward is over"
+        )
+    return wrapper.average_bucket(bucket)
+
+
 def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value:
             raise InvalidUsage(f"pydist.DataParallel does not support {name}")
-
-
-def _check_parameters(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise InvalidUsage(f"pydist.DataParallel wraps a torch.nn.Module, not a {type(module)}")
-    if isinstance(module, DataParallel):
-        raise InvalidUsage("the module is a pydist.DataParallel already")
-    for kind, tensors in (
-        ("parameter", module.named_parameters()),
-        ("buffer", module.named_buffers()),
-    ):
-        for name, tensor in tensors:
-            if nn.parameter.is_lazy(tensor):
-                raise InvalidUsage(
-                    f"{kind} {name} has no shape yet: run one forward before wrapping the module"
-                )
-            if tensor.device.type != "cpu":
-                raise InvalidUsage(
-                    f"{kind} {name} is on {tensor.device}; pydist.DataParallel trains on the CPU"
-                )
-            if tensor.layout != torch.strided:
-                raise InvalidUsage(
-                    f"{kind} {name} is {tensor.layout}; pydist.DataParallel needs dense tensors"
-                )
-
-
-def _facts(module: nn.Module) -> list[str]:
-    """What must be the same on all ranks, a line for each parameter and buffer."""
-    lines = []
-    for name, parameter in module.named_parameters():
-        kind = "parameter" if parameter.requires_grad else "frozen parameter"
-        lines.append(f"{kind} {name}: {tuple(parameter.shape)} {parameter.dtype}")
-    for name, buffer in module.named_buffers():
-        lines.append(f"buffer {name}: {tuple(buffer.shape)} {buffer.dtype}")
-    return lines
-
-
-def _check_same_module(communicator: Communicator, module: nn.Module) -> None:
-    facts = _facts(module)
-    text = json.dumps(facts).encode()
-    # Digests first: a large model's names are long, and in all but the faulty case the same.
-    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-    heads = _gather(communicator, torch.tensor([digest, len(text)]))
-    if all(torch.equal(head, heads[0]) for head in heads):
-        return
-    padded = text.ljust(int(max(head[1] for head in heads)))
-    texts = _gather(communicator, torch.frombuffer(bytearray(padded), dtype=torch.uint8))
-    everybody = [json.loads(bytes(gathered.tolist())) for gathered in texts]
-    other = next(rank for rank, lines in enumerate(everybody) if lines != everybody[0])
-    raise Mismatch(
-        f"the module differs between ranks 0 and {other}: {_difference(everybody, other)}; build "
-        "the same module on every rank before wrapping it"
-    )
-
-
-def _difference(facts: list[list[str]], other: int) -> str:
-    first, second = facts[0], facts[other]
-    for ours, theirs in zip(first, second, strict=False):
-        if ours != theirs:
-            return f"rank 0 has {ours}, where rank {other} has {theirs}"
-    longer, shorter = (0, other) if len(first) > len(second) else (other, 0)
-    extra = facts[longer][len(facts[shorter])]
-    return f"rank {longer} has {extra}, which rank {shorter} lacks"
-
-
-def _gather(communicator: Communicator, tensor: Tensor) -> list[Tensor]:
-    gathered = tensor.new_empty(communicator.size * tensor.numel())
-    communicator.all_gather(tensor, gathered, False)
-    return list(gathered.view(communicator.size, -1))
-
-
-def _copy_from_rank_0(communicator: Communicator, module: nn.Module, *, with_buffers: bool) -> None:
-    tensors = [*module.parameters(), *(module.buffers() if with_buffers else ())]
-    for tensor in tensors:
-        # Byte by byte, because not every backend can carry every dtype.
-        memory = tensor.detach().contiguous()
-        communicator.broadcast(memory.view(-1).view(torch.uint8), 0, False)
-        if communicator.rank != 0:
-            with torch.no_grad():
-                tensor.copy_(memory)
 
 
 def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:

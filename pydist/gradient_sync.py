@@ -1,61 +1,92 @@
-"""Averages the gradients of a module over the ranks while backward still runs.
+"""Makes what averages the gradients of a module while backward still runs.
 
 What happens during backward is C++: csrc/reducer/reducer.h.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from pydist import _native
-from pydist.gradient_arena import GradientArena
+from pydist.bucket_plan import PlannedParameter
 
 if TYPE_CHECKING:
     from pydist.buffer_sync import BufferSync
 
 CommunicationStats = _native.ReducerStats
+BucketStats = _native.BucketStats
+
+# Names, parameters, and whether their gradients are sparse.
+Trained = list[tuple[str, nn.Parameter, bool]]
+
+# From parameters in the order in which they are expected, what an all-reduce takes however small,
+# and what it takes more for each byte, to buckets of indices.
+Planner = Callable[[Sequence[PlannedParameter], float, float], list[list[int]]]
 
 
 def make_reducer(
     communicator: _native.Communicator,
-    parameters: Sequence[tuple[str, nn.Parameter]],
+    trained: Trained,
+    planner: Planner,
     buffers: BufferSync | None,
-    bucket_cap_bytes: int,
-    sparse: Container[str] = (),
+    *,
+    sums: bool,
+    wire_dtype: torch.dtype | None,
+    measures_link: bool,
+    rank: int,
 ) -> _native.Reducer:
     """Lays out the gradients of a module and hooks its parameters. All ranks call it together.
 
     Args:
         communicator: The ranks to average over; used by nobody else.
-        parameters: Names and parameters that require gradients, in the order of registration.
-        buffers: What copies the buffers of rank 0, if anything.
-        bucket_cap_bytes: A bucket is closed once it holds at least this much.
-        sparse: Names of the parameters whose gradients are sparse.
+        trained: The parameters that require gradients, in the order of registration. The reducer's
+            own list, to which `add` appends.
+        planner: Cuts them into buckets; called on rank 0.
+        buffers: What copies the buffers between ranks, if anything.
+        sums: Whether gradients are summed instead of averaged.
+        wire_dtype: The 16-bit dtype in which float32 gradients travel, if not their own.
+        measures_link: Whether `planner` wants to know how fast the ranks are connected.
+        rank: This process's rank in the job, for traces.
     """
-    arena = GradientArena(communicator, parameters, bucket_cap_bytes, sparse)
+
+    def plan(
+        order: list[int],
+        regular: list[int],
+        blocks: list[int],
+        latency_s: float,
+        seconds_per_byte: float,
+    ) -> list[list[int]]:
+        is_regular = set(regular)
+        parameters = [
+            PlannedParameter(
+                index,
+                trained[index][0],
+                trained[index][1].numel() * trained[index][1].element_size(),
+                blocks[index],
+                index in is_regular,
+            )
+            for index in order
+        ]
+        return planner(parameters, latency_s, seconds_per_byte)
+
     return _native.Reducer(
         communicator,
-        [(slot.name, slot.parameter, slot.view) for slot in arena.slots],
-        [
-            (bucket.label, bucket.memory, [slot.index for slot in bucket.slots])
-            for bucket in arena.buckets
-        ],
-        arena.tail,
-        *((buffers.memory, buffers.pack, buffers.unpack) if buffers is not None else ()),
+        list(trained),
+        plan,
+        sums,
+        wire_dtype,
+        measures_link,
+        rank,
+        *(
+            (buffers.memory, buffers.has_changed, buffers.pack, buffers.unpack)
+            if buffers is not None
+            else ()
+        ),
     )
-
-
-def names_of_sparse(module: nn.Module) -> set[str]:
-    """The parameters of a module whose gradients autograd makes sparse."""
-    weights = {
-        id(part.weight)
-        for part in module.modules()
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
-    }
-    return {name for name, parameter in module.named_parameters() if id(parameter) in weights}
 
 
 def outputs_with_graph(outputs: Any) -> Iterator[Tensor]:

@@ -34,6 +34,12 @@ constexpr std::array kVariables = {
                         "heap. The same on every rank."},
     EnvironmentVariable{"PYDIST_HEARTBEAT_WARNING", "seconds, more than 0", "5",
                         "How long a peer's heartbeat may be stale before a warning."},
+    EnvironmentVariable{"PYDIST_DEBUG", "0 | 1", "0",
+                        "1 compares the averaged gradients of all ranks, bit by bit, after every "
+                        "step."},
+    EnvironmentVariable{"PYDIST_TIMELINE", "a path", "",
+                        "Writes a trace of every step of DataParallel for Perfetto or "
+                        "chrome://tracing; trace.json becomes trace.rank0.json on rank 0."},
     EnvironmentVariable{"PYDIST_CPU_ISA", "portable | avx2 | avx512 | neon", "",
                         "Caps the instruction set of the CPU kernels."},
     EnvironmentVariable{"PYDIST_LOG", "error | warning | info | debug", "warning",
@@ -190,6 +196,13 @@ Environment Environment::read() {
     }
     environment.cpu_isa = *value;
   }
+  if (const auto value = lookup("PYDIST_DEBUG")) {
+    if (*value != "0" && *value != "1") {
+      reject("PYDIST_DEBUG", *value, "0, 1");
+    }
+    environment.debug = *value == "1";
+  }
+  environment.timeline = lookup("PYDIST_TIMELINE").value_or("");
   if (const auto value = lookup("PYDIST_LOG")) {
     environment.log_level = parse_choice(
         "PYDIST_LOG", *value,

@@ -54,6 +54,10 @@ struct Environment {
   std::chrono::milliseconds heartbeat_warning{5'000};
   // Caps the instruction set of the CPU kernels; empty means the best that the processor has.
   std::string cpu_isa;
+  // Compares averaged gradients between ranks.
+  bool debug = false;
+  // Where traces of training steps go; empty for nowhere.
+  std::string timeline;
   LogLevel log_level = LogLevel::kWarning;
 
   // Reads and validates the process's environment.

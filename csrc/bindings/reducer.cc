@@ -3,74 +3,178 @@
 #include "reducer/reducer.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
+#include "base/env.h"
 #include "bindings/bindings.h"
 
 namespace pydist {
 namespace {
 
-// Calls a Python function from the thread that runs backward, which does not hold the GIL.
-std::function<void()> adapt_function(py::function function) {
-  const std::shared_ptr<py::function> held = hold_function(std::move(function));
-  return [held] {
-    const py::gil_scoped_acquire gil;
-    (*held)();
+// Calls a Python function from a thread that does not hold the GIL, such as the one that runs
+// backward. What it raises goes on as torch's own exception, which needs no GIL.
+template <typename Result, typename... Arguments>
+Result call_python(const py::function& function, const Arguments&... arguments) {
+  const py::gil_scoped_acquire gil;
+  try {
+    if constexpr (std::is_void_v<Result>) {
+      function(arguments...);
+    } else {
+      return function(arguments...).template cast<Result>();
+    }
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error for_torch;
+    for_torch.persist();
+    throw for_torch;
+  }
+}
+
+// Runs what may call Python functions, without the GIL.
+template <typename Function>
+auto calling_python(Function&& function) -> decltype(std::forward<Function>(function)()) {
+  try {
+    const ReleasedGil released;
+    return std::forward<Function>(function)();
+  } catch (python_error& error) {
+    error.restore();
+    throw py::error_already_set();
+  }
+}
+
+std::optional<BufferExchange> adapt_buffers(std::optional<at::Tensor> memory,
+                                            std::optional<py::function> has_changed,
+                                            std::optional<py::function> pack,
+                                            std::optional<py::function> unpack) {
+  if (!memory) {
+    return std::nullopt;
+  }
+  return BufferExchange{
+      *std::move(memory),
+      [held = hold_function(std::move(has_changed).value())] { return call_python<bool>(*held); },
+      [held = hold_function(std::move(pack).value())] { call_python<void>(*held); },
+      [held = hold_function(std::move(unpack).value())] { call_python<void>(*held); },
   };
+}
+
+NamedParameter named(std::tuple<std::string, at::Tensor, bool> parameter) {
+  auto& [name, tensor, is_sparse] = parameter;
+  return {std::move(name), std::move(tensor), is_sparse};
 }
 
 std::shared_ptr<Reducer> create_reducer(
     CommunicatorPtr communicator,
-    const std::vector<std::tuple<std::string, at::Tensor, std::optional<at::Tensor>>>& slots,
-    const std::vector<std::tuple<std::string, at::Tensor, std::vector<std::size_t>>>& buckets,
-    at::Tensor tail, std::optional<at::Tensor> buffer_memory, std::optional<py::function> pack,
-    std::optional<py::function> unpack) {
-  ReductionPlan plan;
-  for (const auto& [name, parameter, view] : slots) {
-    GradientSlot& slot = plan.slots.emplace_back();
-    slot.index = plan.slots.size() - 1;
-    slot.name = name;
-    slot.parameter = parameter;
-    slot.view = view.value_or(at::Tensor());
+    const std::vector<std::tuple<std::string, at::Tensor, bool>>& parameters, py::function planner,
+    bool sums, std::optional<at::ScalarType> wire_dtype, bool measures_link, int rank,
+    std::optional<at::Tensor> buffer_memory, std::optional<py::function> has_changed,
+    std::optional<py::function> pack, std::optional<py::function> unpack) {
+  std::vector<NamedParameter> named_parameters;
+  for (const auto& parameter : parameters) {
+    named_parameters.push_back(named(parameter));
   }
-  for (const auto& [label, memory, members] : buckets) {
-    plan.buckets.push_back({label, memory, members, 0});
+  Planner plan = [held = hold_function(std::move(planner))](const ArrivalOrder::Expected& expected,
+                                                            const std::vector<std::size_t>& blocks,
+                                                            LinkSpeed speed) {
+    std::vector<std::size_t> order;
+    for (const std::size_t slot : expected.order) {
+      if (blocks[slot] != kNoBlock) {
+        order.push_back(slot);
+      }
+    }
+    const auto end = expected.order.begin() + static_cast<std::ptrdiff_t>(expected.regular);
+    const std::vector<std::size_t> regular(expected.order.begin(), end);
+    return call_python<BucketPlan>(*held, order, regular, blocks, speed.latency_s,
+                                   speed.seconds_per_byte);
+  };
+  const Environment environment = Environment::read();
+  ReducerOptions options;
+  options.sums = sums;
+  if (wire_dtype) {
+    options.wire_dtype = dtype_of(*wire_dtype);
   }
-  plan.tail = std::move(tail);
-  std::optional<BufferExchange> buffers;
-  if (buffer_memory) {
-    buffers = {*std::move(buffer_memory), adapt_function(pack.value()),
-               adapt_function(unpack.value())};
-  }
-  return Reducer::create(std::move(communicator), std::move(plan), std::move(buffers));
+  options.measures_link = measures_link;
+  options.checks_gradients = environment.debug;
+  options.timeline = environment.timeline;
+  options.timeline_rank = rank;
+  auto buffers = adapt_buffers(std::move(buffer_memory), std::move(has_changed), std::move(pack),
+                               std::move(unpack));
+  return calling_python([&] {
+    return Reducer::create(std::move(communicator), std::move(named_parameters), std::move(plan),
+                           std::move(buffers), std::move(options));
+  });
 }
 
-}  // namespace
+Reducer::Joining joining_of(const std::string& name) {
+  return name == "zeros"    ? Reducer::Joining::kAsZeros
+         : name == "absent" ? Reducer::Joining::kNotAtAll
+                            : Reducer::Joining::kNot;
+}
 
-void bind_reducer(py::module_& module) {
+// (label, bytes, indices of parameters) of each bucket, in the order of launching.
+py::list buckets_of(const Reducer& reducer) {
+  py::list buckets;
+  for (const GradientBucket& bucket : reducer.arena().buckets()) {
+    buckets.append(py::make_tuple(bucket.label, bucket.memory.nbytes(), bucket.slots));
+  }
+  return buckets;
+}
+
+void bind_stats(py::module_& module) {
+  py::class_<BucketStats>(module, "BucketStats",
+                          "One bucket, as means over the rounds since the plan last changed; "
+                          "seconds since the beginning of backward.")
+      .def_readonly("label", &BucketStats::label, "Its number and first parameter.")
+      .def_readonly("bytes", &BucketStats::bytes, "Bytes of gradients.")
+      .def_readonly("ready_s", &BucketStats::ready_s, "All of its gradients were there.")
+      .def_readonly("launched_s", &BucketStats::launched_s,
+                    "It went on its way: ready, and after those before it.")
+      .def_readonly("done_s", &BucketStats::done_s, "It was averaged.");
   py::class_<ReducerStats>(module, "ReducerStats",
                            "What synchronising gradients has cost since the last reset.")
       .def_readonly("rounds", &ReducerStats::rounds, "Backward passes that were synchronised.")
       .def_readonly("bytes", &ReducerStats::bytes,
                     "Bytes of gradients that were averaged, on this rank.")
-      .def_readonly("wait_s", &ReducerStats::wait_s,
+      .def_readonly("compute_s", &ReducerStats::compute_s,
+                    "Seconds in backward, without launching communication.")
+      .def_readonly("communication_s", &ReducerStats::communication_s,
+                    "Seconds in which at least one bucket was under way.")
+      .def_readonly("exposed_s", &ReducerStats::exposed_s,
                     "Seconds that the training thread spent launching and waiting for "
-                    "communication: the part that backward did not hide.");
+                    "communication: the part that backward did not hide.")
+      .def_readonly("buckets", &ReducerStats::buckets, "In the order of launching.");
+}
+
+}  // namespace
+
+void bind_reducer(py::module_& module) {
+  bind_stats(module);
   py::class_<Reducer, std::shared_ptr<Reducer>>(
       module, "Reducer", "Averages gradients over the ranks while backward still runs.")
-      .def(
-          py::init(&create_reducer), py::arg("communicator"), py::arg("slots"), py::arg("buckets"),
-          py::arg("tail"), py::arg("buffer_memory") = py::none(), py::arg("pack") = py::none(),
-          py::arg("unpack") = py::none(),
-          "All ranks call, with the same plan. `slots` are (name, parameter, view of the arena; "
-          "None for sparse gradients), `buckets` (label, memory, indices of slots) in the order of "
-          "launching; `tail` is the end of the last bucket, a word for each slot. At the end of a "
-          "round rank 0 calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`.")
-      .def("prepare_forward", &Reducer::prepare_forward, py::call_guard<ReleasedGil>(),
+      .def(py::init(&create_reducer), py::arg("communicator"), py::arg("parameters"),
+           py::arg("planner"), py::arg("sums"), py::arg("wire_dtype"), py::arg("measures_link"),
+           py::arg("rank"), py::arg("buffer_memory") = py::none(),
+           py::arg("has_changed") = py::none(), py::arg("pack") = py::none(),
+           py::arg("unpack") = py::none(),
+           "All ranks call, with the same parameters: (name, parameter, whether its gradient is "
+           "sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the "
+           "buckets as lists of indices, on rank 0. `rank` names this process in traces. At the "
+           "end of a round in which "
+           "`has_changed()` on any rank, one rank calls `pack`, `buffer_memory` is broadcast, and "
+           "the others call `unpack`.")
+      .def("prepare_forward", &Reducer::prepare_forward, py::arg("is_for_training"),
+           py::call_guard<ReleasedGil>(),
            "Waits for what a backward that raised left under way; raises pydist.InvalidUsage where "
            "a parameter has changed its type.")
       .def("watch", &Reducer::watch, py::arg("output"),
            "Announces the backward that will start from an output of forward.")
+      .def(
+          "add",
+          [](Reducer& self, const std::string& name, const at::Tensor& parameter, bool is_sparse) {
+            self.add({name, parameter, is_sparse});
+          },
+          py::arg("name"), py::arg("parameter"), py::arg("is_sparse"),
+          "Averages a parameter that was unfrozen or joined the model, too.")
       .def(
           "register_comm_hook",
           [](Reducer& self, py::object state, py::object hook) {
@@ -79,10 +183,48 @@ void bind_reducer(py::module_& module) {
           },
           py::arg("state"), py::arg("hook"),
           "Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. "
-          "Called "
-          "once, before the first backward.")
+          "Called once, before the first backward.")
+      .def_property_readonly("has_hook", &Reducer::has_hook)
       .def_property("enabled", &Reducer::is_enabled, &Reducer::set_enabled,
                     "Whether backwards that begin from now on are synchronised.")
+      .def_property("weight", &Reducer::weight, &Reducer::set_weight,
+                    "What backwards that begin from now on count for; None: each rank as one.")
+      .def(
+          "synchronize", [](Reducer& self) { calling_python([&] { self.synchronize(); }); },
+          "Averages what was accumulated or set by hand and was not averaged; all ranks call.")
+      .def(
+          "set_joining",
+          [](Reducer& self, const std::string& joining, bool throws_on_first) {
+            self.set_joining(joining_of(joining), throws_on_first);
+          },
+          py::arg("joining"), py::arg("throws_on_first"),
+          "What a rank without a batch counts for: 'zeros', or nothing ('absent'); '' if there "
+          "is none.")
+      .def(
+          "join_round",
+          [](Reducer& self) { return calling_python([&] { return self.join_round(); }); },
+          "Takes part in a round of the others; returns whether any rank still has batches.")
+      .def("fail_round", &Reducer::fail_round, py::call_guard<ReleasedGil>(),
+           "Takes part in a round of the others, and tells them that this rank raised.")
+      .def_property_readonly("last_root", &Reducer::last_root,
+                             "The lowest rank that had a batch in the last round with any.")
+      .def_property_readonly("is_in_backward", &Reducer::is_in_backward,
+                             "Whether a backward that synchronises is under way.")
+      .def_property_readonly(
+          "parameters",
+          [](const Reducer& self) {
+            std::vector<at::Tensor> parameters;
+            for (const GradientSlot& slot : self.arena().slots()) {
+              parameters.push_back(slot.parameter);
+            }
+            return parameters;
+          },
+          "All that it averages.")
+      .def_property_readonly("has_pending", &Reducer::has_pending,
+                             "Whether a gradient was accumulated and not averaged.")
+      .def_property_readonly("pending", &Reducer::pending, "The parameters that hold one.")
+      .def_property_readonly("buckets", &buckets_of,
+                             "(label, bytes, indices of parameters), in the order of launching.")
       .def_property_readonly("stats", [](const Reducer& self) { return self.stats(); })
       .def("reset_stats", &Reducer::reset_stats, "Starts counting from zero.");
 }

@@ -68,14 +68,15 @@ AccumulationHooks::AccumulationHooks(const at::Tensor& leaf,
 }
 
 AccumulationHooks::~AccumulationHooks() {
-  if (!node_) {
-    return;
-  }
   node_->del_post_hook(after_);
   auto& hooks = node_->pre_hooks();
   hooks.erase(std::remove_if(hooks.begin(), hooks.end(),
                              [this](const auto& hook) { return hook.get() == before_; }),
               hooks.end());
+}
+
+bool AccumulationHooks::are_in_place(const at::Tensor& leaf) const {
+  return torch::autograd::impl::try_get_grad_accumulator(leaf) == node_;
 }
 
 bool AccumulationHooks::will_run() const {
@@ -88,7 +89,8 @@ bool AccumulationHooks::will_run() const {
 }
 
 void on_backward(const at::Tensor& tensor, std::function<void()> hook) {
-  tensor.grad_fn()->add_pre_hook(std::make_unique<NoticeHook>(std::move(hook)));
+  // Before the user's hooks on the tensor, which may raise.
+  tensor.grad_fn()->add_tensor_pre_hook(std::make_unique<NoticeHook>(std::move(hook)));
 }
 
 void at_end_of_backward(std::function<void()> callback) {

@@ -22,9 +22,12 @@ class AccumulationHooks {
   // `before` may replace the gradient on its way into `.grad`; `after` runs once it is there.
   AccumulationHooks(const at::Tensor& leaf, std::function<at::Tensor(const at::Tensor&)> before,
                     std::function<void()> after);
-  AccumulationHooks(AccumulationHooks&&) noexcept = default;
-  AccumulationHooks& operator=(AccumulationHooks&&) = delete;
+  AccumulationHooks(const AccumulationHooks&) = delete;
+  AccumulationHooks& operator=(const AccumulationHooks&) = delete;
   ~AccumulationHooks();
+
+  // Whether it is still these hooks' node that accumulates the leaf's gradient.
+  [[nodiscard]] bool are_in_place(const at::Tensor& leaf) const;
 
   // Whether the backward that runs on this thread will accumulate this leaf's gradient: a
   // backward() does, unless its `inputs` leave the leaf out, and autograd.grad() does not.

@@ -10,16 +10,19 @@
 
 namespace pydist {
 
-BucketHook::BucketHook(std::shared_ptr<c10d::CommHookInterface> hook, const ReductionPlan& plan)
+BucketHook::BucketHook(std::shared_ptr<c10d::CommHookInterface> hook, const GradientArena& arena)
     : hook_(std::move(hook)) {
-  for (const GradientBucket& bucket : plan.buckets) {
+  adapt(arena);
+}
+
+void BucketHook::adapt(const GradientArena& arena) {
+  views_.clear();
+  for (const GradientBucket& bucket : arena.buckets()) {
     View& view = views_.emplace_back();
-    const bool is_last = &bucket == &plan.buckets.back();
     view.label = bucket.label;
-    view.payload = bucket.memory.narrow(
-        0, 0, bucket.memory.numel() - (is_last ? plan.tail.numel() : std::int64_t{0}));
+    view.payload = bucket.memory;
     for (const std::size_t index : bucket.slots) {
-      const GradientSlot& slot = plan.slots[index];
+      const GradientSlot& slot = arena.slots()[index];
       const std::int64_t offset = slot.view.storage_offset() * (slot.view.is_complex() ? 2 : 1) -
                                   bucket.memory.storage_offset();
       view.offsets.push_back(static_cast<std::size_t>(offset));
@@ -33,12 +36,14 @@ BucketHook::BucketHook(std::shared_ptr<c10d::CommHookInterface> hook, const Redu
   }
 }
 
-void BucketHook::start(std::size_t bucket) {
+void BucketHook::start(std::size_t bucket, std::function<void()> on_completion) {
   const View& view = views_[bucket];
   c10d::GradBucket grad_bucket(bucket, views_.size(), view.payload, view.offsets, view.lengths,
                                {view.sizes.begin(), view.sizes.end()}, view.parameters,
                                std::nullopt);
   promises_.push_back({bucket, hook_->runHook(grad_bucket)});
+  promises_.back().future->addCallback(
+      [on_completion = std::move(on_completion)](const auto& /*future*/) { on_completion(); });
 }
 
 void BucketHook::wait() {

@@ -1,7 +1,7 @@
 // torch's communication hooks in place of the all-reduce of a bucket.
 //
-// A hook sees a bucket without the tail, and complex gradients as pairs of real numbers. It is
-// called in the order of the buckets; for one thread at a time.
+// A hook sees complex gradients as pairs of real numbers. It is called in the order of the buckets;
+// for one thread at a time.
 
 #pragma once
 
@@ -10,11 +10,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "reducer/reduction_plan.h"
+#include "reducer/gradient_arena.h"
 
 namespace c10d {
 class CommHookInterface;
@@ -24,10 +25,14 @@ namespace pydist {
 
 class BucketHook {
  public:
-  BucketHook(std::shared_ptr<c10d::CommHookInterface> hook, const ReductionPlan& plan);
+  BucketHook(std::shared_ptr<c10d::CommHookInterface> hook, const GradientArena& arena);
 
-  // Lets the hook start on a bucket; throws what it throws.
-  void start(std::size_t bucket);
+  // After the arena was arranged anew, while nothing is under way.
+  void adapt(const GradientArena& arena);
+
+  // Lets the hook start on a bucket; throws what it throws. `on_completion` is called when it has
+  // finished, on any thread.
+  void start(std::size_t bucket, std::function<void()> on_completion);
 
   // Waits for everything that was started, and writes what comes of it into the buckets.
   void wait();

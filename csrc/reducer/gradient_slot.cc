@@ -1,5 +1,9 @@
 #include "reducer/gradient_slot.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/ScalarType.h>
 
@@ -21,29 +25,34 @@ std::string dtype_name(const at::Tensor& tensor) {
 }
 
 [[noreturn]] void throw_changed(const GradientSlot& slot, const at::Tensor& now) {
-  throw InvalidUsage(join("parameter ", slot.name, " was ", shape_of(slot.view), " ",
-                          dtype_name(slot.view),
-                          " when pydist.DataParallel wrapped the module and is ", shape_of(now),
-                          " ", dtype_name(now), " now: convert the module first, then wrap it"));
+  std::string before = join(shape_of(slot.view), " ", dtype_name(slot.view));
+  std::string after = join(shape_of(now), " ", dtype_name(now));
+  if (now.device() != slot.view.device()) {
+    before += " on " + slot.view.device().str();
+    after += " on " + now.device().str();
+  }
+  throw InvalidUsage(join("parameter ", slot.name, " was ", before,
+                          " when pydist.DataParallel wrapped the module and is ", after,
+                          " now: convert or move the module first, then wrap it"));
 }
 
 }  // namespace
 
 bool holds_gradient(const GradientSlot& slot) {
   const at::Tensor& gradient = slot.parameter.grad();
-  if (is_sparse(slot)) {
-    return gradient.defined() && gradient.layout() == at::kSparse;
+  if (!has_place(slot)) {
+    return gradient.defined() && (gradient.layout() == at::kSparse) == slot.is_sparse;
   }
   return gradient.defined() && gradient.layout() == at::kStrided &&
          gradient.scalar_type() == slot.view.scalar_type() &&
          gradient.const_data_ptr() == slot.view.const_data_ptr();
 }
 
-void expose(const GradientSlot& slot) { slot.parameter.mutable_grad() = slot.view.detach(); }
+void expose(const GradientSlot& slot) { slot.parameter.mutable_grad() = slot.view.variable_data(); }
 
 void adopt(const GradientSlot& slot) {
   const at::Tensor& gradient = slot.parameter.grad();
-  if (is_sparse(slot)) {
+  if (slot.is_sparse) {
     throw InvalidUsage(
         join("the gradient of parameter ", slot.name,
              " is dense, though an embedding with sparse=True has it: something else "
@@ -62,7 +71,8 @@ void adopt(const GradientSlot& slot) {
              "torch.autograd.grad(..., create_graph=True) for the inner derivative and backward() "
              "for the loss"));
   }
-  if (gradient.scalar_type() != slot.view.scalar_type() || gradient.sizes() != slot.view.sizes()) {
+  if (gradient.scalar_type() != slot.view.scalar_type() || gradient.sizes() != slot.view.sizes() ||
+      gradient.device() != slot.view.device()) {
     throw_changed(slot, gradient);
   }
   const c10::AutoGradMode no_grad(false);
@@ -70,23 +80,102 @@ void adopt(const GradientSlot& slot) {
   expose(slot);
 }
 
-at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient) {
-  if (is_sparse(slot) || !gradient.defined() || slot.parameter.grad().defined() ||
+at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, double factor) {
+  if (!has_place(slot) || !gradient.defined() || slot.parameter.grad().defined() ||
       c10::GradMode::is_enabled() || gradient.layout() != at::kStrided ||
       gradient.device() != slot.view.device() ||
       gradient.scalar_type() != slot.view.scalar_type() || gradient.sizes() != slot.view.sizes()) {
+    return scaled(gradient, factor);
+  }
+  // Nothing here is for autograd, which would take as long as the rest.
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  if (factor == 1.0) {
+    slot.view.copy_(gradient);
+  } else if (factor == 0.0) {
+    slot.view.zero_();
+  } else {
+    at::Tensor view = slot.view;
+    at::mul_out(view, gradient, at::scalar_tensor(factor, at::kDouble));
+  }
+  return slot.view.variable_data();
+}
+
+at::Tensor scaled(const at::Tensor& gradient, double factor) {
+  if (!gradient.defined() || factor == 1.0) {
     return gradient;
   }
-  slot.view.copy_(gradient);
-  return slot.view.detach();
+  return factor == 0.0 ? at::zeros_like(gradient) : gradient.mul(factor);
+}
+
+void set_aside(GradientSlot& slot) {
+  slot.aside = has_place(slot) ? slot.view.clone() : slot.parameter.grad();
+  slot.parameter.mutable_grad().reset();
+}
+
+void put_back(GradientSlot& slot) {
+  if (!slot.aside.defined()) {
+    return;
+  }
+  at::Tensor& gradient = slot.parameter.mutable_grad();
+  if (!gradient.defined()) {
+    if (has_place(slot)) {
+      slot.view.copy_(slot.aside);
+      expose(slot);
+    } else {
+      gradient = slot.aside;
+    }
+  } else if (has_place(slot)) {
+    slot.view.add_(slot.aside);
+  } else {
+    gradient = gradient.add(slot.aside);
+  }
+  slot.aside.reset();
+}
+
+void note_seen(GradientSlot& slot) {
+  const at::Tensor& gradient = slot.parameter.grad();
+  slot.seen = gradient.getIntrusivePtr();
+  slot.seen_version = gradient.defined() ? gradient._version() : 0;
+}
+
+bool is_untouched(const GradientSlot& slot) {
+  const at::Tensor& gradient = slot.parameter.grad();
+  return gradient.defined() && slot.seen.lock().get() == gradient.unsafeGetTensorImpl() &&
+         gradient._version() == slot.seen_version;
+}
+
+bool is_zero(const GradientSlot& slot) {
+  const at::Tensor& gradient = slot.parameter.grad();
+  return gradient.defined() &&
+         (gradient.is_sparse() ? gradient._nnz() == 0
+                               : gradient.count_nonzero().item<std::int64_t>() == 0);
+}
+
+bool is_still_pending(const GradientSlot& slot) {
+  return slot.is_pending && holds_gradient(slot) && (is_untouched(slot) || !is_zero(slot));
+}
+
+void check_aside(GradientSlot& slot) {
+  if (!slot.aside.defined()) {
+    return;
+  }
+  if (!is_still_pending(slot)) {
+    slot.aside.reset();
+  } else if (!is_untouched(slot)) {
+    throw InvalidUsage(
+        join("the gradient of parameter ", slot.name,
+             " was changed between backward passes that accumulate on top of an averaged "
+             "gradient: call zero_grad() before accumulating, or change it after averaging"));
+  }
 }
 
 void require_unchanged(const GradientSlot& slot) {
-  if (is_sparse(slot)) {
+  if (!has_place(slot)) {
     return;
   }
   if (slot.parameter.scalar_type() != slot.view.scalar_type() ||
-      slot.parameter.sizes() != slot.view.sizes()) {
+      slot.parameter.sizes() != slot.view.sizes() ||
+      slot.parameter.device() != slot.view.device()) {
     throw_changed(slot, slot.parameter);
   }
 }

@@ -1,13 +1,15 @@
 // A parameter's place in the arena of gradients, and how its gradient gets there.
 //
-// A sparse gradient (of an embedding) has no place there: it stays where autograd puts it.
-//
 // `parameter.grad` is a view of the slot. After `zero_grad(set_to_none=True)` it is undefined until
-// the next gradient arrives, which lands in the same slot.
+// the next gradient arrives, which lands in the same slot. A sparse gradient (of an embedding) has
+// no slot: it stays where autograd puts it. So does that of a parameter that joined the model in
+// this round.
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -19,22 +21,37 @@ struct GradientSlot {
   std::size_t index = 0;  // in the order of registration
   std::string name;
   at::Tensor parameter;
-  // Never handed out: Module.to() swaps the memory under `parameter.grad`. Undefined where the
-  // gradient is sparse.
+  bool is_sparse = false;
+  // Never handed out: Module.to() swaps the memory under `parameter.grad`. Undefined where there is
+  // no place.
   at::Tensor view;
-  // Sparse gradients count as part of the last one, in which their words are.
+  // What has no place counts as part of the last bucket.
   std::size_t bucket = 0;
   // The parameter holds a gradient that was not averaged yet.
   bool is_pending = false;
+  // This rank has a gradient of its own to send in this round.
+  bool contributes = false;
   // The gradient on its way into `parameter.grad` is one, not nothing.
   bool has_arrived = false;
-  // The round in which it last received a gradient.
+  // The round in which it last received a gradient; how often it did in that round, and in the one
+  // before. It is complete when it has received as many.
   std::uint64_t fired_in = 0;
+  int fires = 0;
+  int expected_fires = 1;
+  // What came in this round after the slot's bucket was sent.
+  at::Tensor late;
+  // An averaged gradient that others are added to; see set_aside().
+  at::Tensor aside;
+  // `parameter.grad` as it was when a gradient last came to it, or was averaged; see
+  // is_untouched().
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> seen{
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+  std::uint32_t seen_version = 0;
 };
 
-[[nodiscard]] inline bool is_sparse(const GradientSlot& slot) { return !slot.view.defined(); }
+[[nodiscard]] inline bool has_place(const GradientSlot& slot) { return slot.view.defined(); }
 
-// Whether `parameter.grad` lies in the slot. For sparse gradients: whether there is one.
+// Whether `parameter.grad` lies in the slot. For one without a place: whether there is one.
 [[nodiscard]] bool holds_gradient(const GradientSlot& slot);
 
 // Makes `parameter.grad` a view of the slot, whatever the slot holds.
@@ -44,10 +61,36 @@ void expose(const GradientSlot& slot);
 // not fit.
 void adopt(const GradientSlot& slot);
 
-// Copies a gradient that is about to become `parameter.grad` into the slot, and returns an alias of
-// the slot, which AccumulateGrad takes over instead of making a copy. Returns `gradient` itself
-// where that cannot be done; adopt() does the rest then.
-[[nodiscard]] at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient);
+// Copies `factor` times a gradient that is about to become `parameter.grad` into the slot, and
+// returns an alias of the slot, which AccumulateGrad takes over instead of making a copy. Where
+// that cannot be done, returns `factor` times `gradient`; adopt() does the rest then.
+[[nodiscard]] at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, double factor);
+
+// `factor` times a gradient. Zero times anything is zero.
+[[nodiscard]] at::Tensor scaled(const at::Tensor& gradient, double factor);
+
+// Keeps an averaged gradient apart from what is going to be added to it, so that averaging counts
+// only the latter; put_back() adds it again. `parameter.grad` is undefined in between, until the
+// next gradient arrives.
+void set_aside(GradientSlot& slot);
+void put_back(GradientSlot& slot);
+
+// Remembers what `parameter.grad` is now.
+void note_seen(GradientSlot& slot);
+
+// Whether nobody has replaced `parameter.grad`, or written into it, since note_seen().
+[[nodiscard]] bool is_untouched(const GradientSlot& slot);
+
+// Whether `parameter.grad` is there and zero.
+[[nodiscard]] bool is_zero(const GradientSlot& slot);
+
+// Whether the parameter still holds what was accumulated and not averaged: nobody has set it to
+// zero or None since.
+[[nodiscard]] bool is_still_pending(const GradientSlot& slot);
+
+// Forgets what was set aside if the gradient was set to zero or None since. Throws InvalidUsage
+// where it was changed otherwise, which leaves open what the sum of the two is.
+void check_aside(GradientSlot& slot);
 
 // Throws InvalidUsage where the parameter is no longer what the slot was made for.
 void require_unchanged(const GradientSlot& slot);

@@ -1,122 +1,188 @@
+// What hooks on the graph and callers from outside set off; a round itself is in round.cc.
+
 #include "reducer/reducer.h"
 
-#include <ATen/ops/_sparse_coo_tensor_with_dims.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/max.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <chrono>
+#include <atomic>
 #include <exception>
 #include <utility>
 
 #include "base/error.h"
 #include "c10d/errors.h"
-#include "c10d/sparse_all_reduce.h"
-#include "c10d/tensors.h"
-#include "c10d/work.h"
+#include "reducer/backward_end.h"
 
 namespace pydist {
 namespace {
 
-// The words of a verdict; zero where all is well.
-constexpr float kHasThrown = 1.0F;
-constexpr float kHookHasThrown = 2.0F;
-
-constexpr const char* kHooksOutOfStep =
-    "a communication hook raised, so the hooks of the ranks are out of step: start again";
-
 constexpr std::uint64_t kFirstRound = 1;
 
-class Stopwatch {
- public:
-  explicit Stopwatch(double& total_s) : total_s_(total_s) {}
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-  ~Stopwatch() { total_s_ += std::chrono::duration<double>(Clock::now() - begin_).count(); }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  double& total_s_;
-  const Clock::time_point begin_ = Clock::now();
-};
+// Reducers are made in the same order on all of their ranks.
+std::atomic<std::uint64_t> next_place = 0;
 
 }  // namespace
 
-// One outermost backward; only the engine's callback keeps it alive.
-class Reducer::Backward {
+// One outermost backward; only the engine's callbacks keep it alive.
+class Reducer::Backward final : public EndingBackward,
+                                public std::enable_shared_from_this<Backward> {
  public:
-  Backward(std::shared_ptr<Reducer> owner, bool synchronizes, bool accumulates)
-      : synchronizes(synchronizes), accumulates(accumulates), owner_(std::move(owner)) {}
+  Backward(std::shared_ptr<Reducer> owner, bool synchronizes, bool accumulates,
+           std::optional<double> weight)
+      : synchronizes(synchronizes),
+        accumulates(accumulates),
+        weight(weight),
+        owner_(std::move(owner)) {}
   Backward(const Backward&) = delete;
   Backward& operator=(const Backward&) = delete;
-  ~Backward() {
-    if (!is_finished_) {
+  ~Backward() override {
+    if (!is_over_) {
       owner_->abandon(*this);
     }
   }
 
+  // The engine's callback.
   void finish() {
-    is_finished_ = true;
-    owner_->finish(*this);
+    if (owner_->finish(*this)) {
+      end_together(shared_from_this());
+    } else {
+      is_over_ = true;
+    }
+  }
+
+  [[nodiscard]] std::uint64_t place() const override { return owner_->place_; }
+
+  void close() noexcept override {
+    is_over_ = true;
+    try {
+      owner_->close_or_give_up();
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+
+  void conclude() override {
+    if (error_ != nullptr) {
+      std::rethrow_exception(error_);
+    }
+    owner_->conclude_round(/*learns=*/true);
   }
 
   const bool synchronizes;
   // Known to be a backward() that fills gradients, even where it reaches no parameter.
   const bool accumulates;
+  const std::optional<double> weight;
+  const Instant began = now_ns();
+  std::optional<std::uint64_t> round;  // once it has entered one
+  double factor = 1.0;                 // of its gradients in the arena
 
  private:
   const std::shared_ptr<Reducer> owner_;
-  bool is_finished_ = false;
+  bool is_over_ = false;
+  std::exception_ptr error_;
 };
 
-std::shared_ptr<Reducer> Reducer::create(CommunicatorPtr communicator, ReductionPlan plan,
-                                         std::optional<BufferExchange> buffers) {
-  std::shared_ptr<Reducer> reducer(
-      new Reducer(std::move(communicator), std::move(plan), std::move(buffers)));
-  reducer->install_hooks();
+std::shared_ptr<Reducer> Reducer::create(CommunicatorPtr communicator,
+                                         std::vector<NamedParameter> parameters, Planner planner,
+                                         std::optional<BufferExchange> buffers,
+                                         ReducerOptions options) {
+  std::shared_ptr<Reducer> reducer(new Reducer(std::move(communicator), std::move(planner),
+                                               std::move(buffers), std::move(options)));
+  for (NamedParameter& parameter : parameters) {
+    reducer->add(std::move(parameter));
+  }
+  reducer->arena_.allocate();
+  reducer->admitted_ = parameters.size();
+  if (reducer->options_.measures_link) {
+    if (const at::Tensor block = reducer->arena_.largest_block(); block.defined()) {
+      reducer->speed_ = measure_link(*reducer->communicator_, block);
+    }
+  }
+  const std::exception_ptr error = reducer->exchange_plan();
+  reducer->forget();
+  if (error != nullptr) {
+    std::rethrow_exception(error);
+  }
+  reducer->apply_plan();
+  reducer->order_ = ArrivalOrder(parameters.size());
+  reducer->restart();
   return reducer;
 }
 
-Reducer::Reducer(CommunicatorPtr communicator, ReductionPlan plan,
-                 std::optional<BufferExchange> buffers)
-    : communicator_(std::move(communicator)), plan_(std::move(plan)), buffers_(std::move(buffers)) {
-  for (GradientSlot& slot : plan_.slots) {
-    slot.bucket = plan_.buckets.size() - 1;
+Reducer::Reducer(CommunicatorPtr communicator, Planner planner,
+                 std::optional<BufferExchange> buffers, ReducerOptions options)
+    : communicator_(std::move(communicator)),
+      planner_(std::move(planner)),
+      buffers_(std::move(buffers)),
+      options_(std::move(options)),
+      place_(next_place.fetch_add(1)),
+      arena_(communicator_),
+      order_(0),
+      openings_(communicator_->rank(), communicator_->size()) {
+  if (!options_.timeline.empty()) {
+    timeline_ = Timeline::open(options_.timeline, options_.timeline_rank);
   }
-  for (std::size_t number = 0; number < plan_.buckets.size(); ++number) {
-    for (const std::size_t index : plan_.buckets[number].slots) {
-      plan_.slots.at(index).bucket = number;
-    }
-  }
-  restart();
 }
 
-void Reducer::install_hooks() {
+void Reducer::add(NamedParameter parameter) {
+  GradientSlot& slot =
+      arena_.add(std::move(parameter.name), std::move(parameter.parameter), parameter.is_sparse);
+  hooks_.push_back(make_hooks(slot));
+  order_.add_slot();
+  digest_.reset();
+  if (!arena_.buckets().empty()) {
+    slot.bucket = arena_.buckets().size() - 1;
+    ++arena_.buckets().back().missing;
+  }
+}
+
+std::unique_ptr<AccumulationHooks> Reducer::make_hooks(const GradientSlot& slot) {
   // The hooks live as long as the parameters; they must not keep the rest alive.
   const std::weak_ptr<Reducer> weak = weak_from_this();
-  hooks_.reserve(plan_.slots.size());
-  for (const GradientSlot& slot : plan_.slots) {
-    hooks_.emplace_back(
-        slot.parameter,
-        [weak, index = slot.index](const at::Tensor& gradient) {
-          const auto self = weak.lock();
-          return self == nullptr
-                     ? gradient
-                     : guarded_for_torch([&] { return self->arriving(index, gradient); });
-        },
-        [weak, index = slot.index] {
-          if (const auto self = weak.lock()) {
-            guarded_for_torch([&] { self->accumulated(index); });
-          }
-        });
+  return std::make_unique<AccumulationHooks>(
+      slot.parameter,
+      [weak, index = slot.index](const at::Tensor& gradient) {
+        const auto self = weak.lock();
+        return self == nullptr ? gradient
+                               : guarded_for_torch([&] { return self->arriving(index, gradient); });
+      },
+      [weak, index = slot.index] {
+        if (const auto self = weak.lock()) {
+          guarded_for_torch([&] { self->accumulated(index); });
+        }
+      });
+}
+
+// FNV-1a over what the ranks' models and plans must have in common.
+std::uint64_t Reducer::model_digest() {
+  if (digest_) {
+    return *digest_;
   }
+  std::uint64_t digest = 14695981039346656037ULL;
+  const auto mix = [&digest](std::uint64_t word) { digest = (digest ^ word) * 1099511628211ULL; };
+  for (const GradientSlot& slot : arena_.slots()) {
+    for (const char letter : slot.name) {
+      mix(static_cast<unsigned char>(letter));
+    }
+    mix(static_cast<std::uint64_t>(slot.parameter.scalar_type()));
+    for (const std::int64_t extent : slot.parameter.sizes()) {
+      mix(static_cast<std::uint64_t>(extent));
+    }
+  }
+  for (const std::vector<std::size_t>& bucket : arena_.plan()) {
+    mix(bucket.size());
+    for (const std::size_t slot : bucket) {
+      mix(slot);
+    }
+  }
+  digest_ = digest;
+  return digest;
 }
 
 // -- what the hooks call
 
 void Reducer::watch(const at::Tensor& output) {
+  forward_ended_ = now_ns();
   if (!output.requires_grad() || output.is_leaf()) {
     return;
   }
@@ -125,19 +191,25 @@ void Reducer::watch(const at::Tensor& output) {
               [self = shared_from_this()] { guarded_for_torch([&] { self->announce(); }); });
 }
 
-void Reducer::prepare_forward() {
+void Reducer::prepare_forward(bool is_for_training) {
+  forwards_ += is_for_training ? 1 : 0;
   if (current_.expired()) {
     drain();
   }
-  for (const GradientSlot& slot : plan_.slots) {
+  for (const GradientSlot& slot : arena_.slots()) {
     require_unchanged(slot);
+    if (!hooks_[slot.index]->are_in_place(slot.parameter)) {
+      // Converting a parameter, there and back, costs it what accumulates its gradient.
+      hooks_[slot.index] = make_hooks(slot);
+    }
   }
+  forward_began_ = now_ns();
 }
 
 void Reducer::announce() {
   if (current_.expired()) {
     begin(std::any_of(hooks_.begin(), hooks_.end(),
-                      [](const AccumulationHooks& hooks) { return hooks.will_run(); }));
+                      [](const auto& hooks) { return hooks->will_run(); }));
   }
 }
 
@@ -148,396 +220,297 @@ std::shared_ptr<Reducer::Backward> Reducer::require_backward() {
 
 at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
   // Nothing may write into the arena while an earlier round is under way.
-  require_backward();
-  plan_.slots[index].has_arrived = gradient.defined();
-  return land(plan_.slots[index], gradient);
+  const std::shared_ptr<Backward> backward = require_backward();
+  enter(*backward);
+  GradientSlot& slot = arena_.slots()[index];
+  slot.has_arrived = gradient.defined();
+  if (!gradient.defined()) {
+    return gradient;
+  }
+  if (is_late(slot)) {
+    const c10::AutoGradMode no_grad(false);
+    const at::Tensor counted = scaled(gradient, backward->factor);
+    slot.late = slot.late.defined() ? slot.late.add(counted) : counted.clone();
+    return {};
+  }
+  if (adds_up()) {
+    const c10::AutoGradMode no_grad(false);
+    check_aside(slot);
+    if (!slot.is_pending && holds_gradient(slot)) {
+      set_aside(slot);
+    }
+  }
+  return land(slot, gradient, backward->factor);
 }
 
 void Reducer::accumulated(std::size_t index) {
   const std::shared_ptr<Backward> backward = require_backward();
-  GradientSlot& slot = plan_.slots[index];
-  const bool is_late = slot.fired_in == round_;
-  if (is_late && slot.bucket < launched_) {
-    throw InvalidUsage(
-        join("parameter ", slot.name,
-             " received a second gradient within one backward, after its bucket was sent: it is "
-             "shared by several reentrant activation checkpoints, or by one and the model outside; "
-             "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"));
+  GradientSlot& slot = arena_.slots()[index];
+  if (backward->synchronizes && slot.fired_in != round_.number) {
+    slot.fired_in = round_.number;
+    slot.fires = 0;
+    ++round_.fired;
   }
-  if (!slot.parameter.grad().defined()) {
-    if (slot.has_arrived && backward->synchronizes) {
-      throw InvalidUsage(join("the gradient of parameter ", slot.name,
-                              " was taken away by a hook before it could be averaged: step the "
-                              "optimizer after backward(), not in a hook of the parameter"));
+  if (is_late(slot)) {
+    ++slot.fires;
+    return;
+  }
+  if (slot.has_arrived) {
+    if (!slot.parameter.grad().defined()) {
+      if (backward->synchronizes) {
+        throw InvalidUsage(join("the gradient of parameter ", slot.name,
+                                " was taken away by a hook before it could be averaged: step the "
+                                "optimizer after backward(), not in a hook of the parameter"));
+      }
+      return;
     }
+    if (!holds_gradient(slot)) {
+      adopt(slot);
+    }
+    slot.is_pending = true;
+    weights_.has_gradients = true;
+    note_seen(slot);
+  }
+  if (!backward->synchronizes || ++slot.fires != slot.expected_fires) {
     return;
   }
-  if (!holds_gradient(slot)) {
-    adopt(slot);
-  }
-  slot.is_pending = true;
-  if (is_late || !backward->synchronizes) {
+  order_.note(index);
+  if (arena_.buckets().empty()) {
     return;
   }
-  slot.fired_in = round_;
-  ++fired_;
-  --plan_.buckets[slot.bucket].missing;
-  while (launched_ < plan_.buckets.size() && plan_.buckets[launched_].missing == 0) {
-    launch(/*has_thrown=*/false);
+  std::size_t& missing = arena_.buckets()[slot.bucket].missing;
+  PYDIST_CHECK(missing > 0);
+  if (--missing == 0) {
+    round_.times->buckets[slot.bucket].ready = now_ns();
+    launch_what_is_ready();
   }
 }
 
-bool Reducer::is_concerned(const Backward& backward) const {
-  return backward.synchronizes && (fired_ != 0 || backward.accumulates);
-}
-
-void Reducer::finish(const Backward& backward) {
+// Returns whether there is something to conclude.
+bool Reducer::finish(Backward& backward) {
   current_.reset();
-  const bool trains = std::any_of(plan_.slots.begin(), plan_.slots.end(),
-                                  [](const auto& slot) { return slot.parameter.requires_grad(); });
-  if (!is_concerned(backward) || !trains) {
-    return;
+  if (backward.accumulates) {
+    enter(backward);
   }
-  const c10::AutoGradMode no_grad(false);
-  try {
-    launch_rest(/*has_thrown=*/false);
-  } catch (...) {
-    abandon(backward);
-    throw;
+  if (!begins_round(backward)) {
+    return false;
   }
-  try {
-    wait();
-    settle();
-  } catch (...) {
-    if (is_over()) {
-      forget();
-      restart();
-    } else {
-      // Interrupted. The peers will have their average and go on with it.
-      out_of_step_ =
-          "the wait for averaged gradients was cut short in an earlier backward, so this rank's "
-          "model may differ from the others': load a checkpoint on all ranks, and wrap the module "
-          "anew";
-      orphan();
-    }
-    throw;
-  }
-  forget();
-  restart();
+  round_.times->computed = now_ns();
+  open_or_give_up();
+  return true;
 }
 
 // Keeps the ranks in step after a backward that threw here. The peers are in the same round or will
 // be: they get everything they wait for, and are told that it is worth nothing.
-void Reducer::abandon(const Backward& backward) noexcept {
+void Reducer::abandon(Backward& backward) noexcept {
   current_.reset();
-  if (!is_concerned(backward)) {
+  const bool was_given_up = backward.round && *backward.round != round_.number;
+  if (was_given_up || !begins_round(backward)) {
     return;
   }
   try {
-    const c10::AutoGradMode no_grad(false);
-    launch_rest(/*has_thrown=*/true);
+    enter(backward);
   } catch (const std::exception&) {
-    // A group that failed has told everybody already; the caller sees the error of the backward.
+    return;  // a group that failed has told everybody already
   }
-  orphan();
+  give_up();
 }
 
-// -- the round
+// -- beginning
 
 std::shared_ptr<Reducer::Backward> Reducer::begin(bool accumulates) {
-  drain();
-  if (is_enabled_ && !out_of_step_.empty()) {
-    std::rethrow_exception(make_error(ErrorKind::kError, out_of_step_));
-  }
-  auto backward = std::make_shared<Backward>(shared_from_this(), is_enabled_, accumulates);
+  auto backward = std::make_shared<Backward>(shared_from_this(), is_enabled_, accumulates, weight_);
   current_ = backward;
   at_end_of_backward([backward] { guarded_for_torch([&] { backward->finish(); }); });
   return backward;
 }
 
-// Waits for what an earlier round has left under way.
-void Reducer::drain() {
-  if (is_idle()) {
+// A backward matters once it fills gradients: before the first, or at its end.
+void Reducer::enter(Backward& backward) {
+  if (backward.round) {
     return;
   }
-  try {
-    wait();
-  } catch (...) {
-    if (is_over()) {
-      forget();
-    }
-    throw;
+  if (backward.synchronizes) {
+    prepare_round(backward.began);
+  } else {
+    drain();
   }
-  forget();
+  backward.round = round_.number;
+  if (is_frozen()) {
+    return;
+  }
+  forget_weights_of_nothing();
+  (backward.weight ? weights_.has_weighted : weights_.has_plain) = true;
+  if (!backward.weight) {
+    return;
+  }
+  const double weight = *backward.weight;
+  weights_.total += weight;
+  if (weights_.first == 0) {
+    weights_.first = weight;
+  }
+  backward.factor = weight == 0 ? 0.0 : weight / weights_.first;
 }
 
-void Reducer::restart() {
-  ++round_;
-  launched_ = 0;
-  fired_ = 0;
-  has_verdict_ = false;
-  sparse_done_ = 0;
-  has_sent_buffers_ = false;
-  absent_.clear();
-  sparse_absent_.clear();
-  for (GradientBucket& bucket : plan_.buckets) {
-    bucket.missing = 0;
-  }
-  for (const GradientSlot& slot : plan_.slots) {
-    ++plan_.buckets[slot.bucket].missing;
+// The gradients of earlier backwards, set to zero or None since, take their weights along.
+void Reducer::forget_weights_of_nothing() {
+  if (weights_.has_gradients && !has_pending()) {
+    weights_ = {};
   }
 }
 
-void Reducer::launch(bool has_thrown) {
+// Decided from what all ranks have in common: a model that is frozen everywhere has no gradients.
+bool Reducer::begins_round(const Backward& backward) const {
+  return backward.synchronizes && (round_.fired != 0 || backward.accumulates) &&
+         !(is_frozen() && !buffers_);
+}
+
+bool Reducer::is_frozen() const {
+  return std::none_of(arena_.slots().begin(), arena_.slots().end(),
+                      [](const auto& slot) { return slot.parameter.requires_grad(); });
+}
+
+// Whether its bucket is on its way already, as happens to a weight that is shared by several
+// reentrant checkpoints, until it is known how often it fires.
+bool Reducer::is_late(const GradientSlot& slot) const {
+  return has_place(slot) && slot.bucket < round_.launched;
+}
+
+// See Note [Set aside].
+bool Reducer::adds_up() const {
+  return options_.sums || weights_.has_weighted || joining_ != Joining::kNot;
+}
+
+void Reducer::prepare_round(Instant began) {
+  drain();
+  if (!out_of_step_.empty()) {
+    std::rethrow_exception(make_error(ErrorKind::kError, out_of_step_));
+  }
+  apply_plan();
+  round_.is_bare = is_frozen();
+  round_.times = std::make_shared<RoundTimes>(arena_.buckets().size());
+  round_.times->forward_began = forward_began_;
+  round_.times->forward_ended = forward_ended_;
+  round_.times->began = began;
+}
+
+// When a round begins, rather than when the plan was agreed: most often there are no gradients
+// then, so nothing moves.
+void Reducer::apply_plan() {
+  if (!next_plan_) {
+    return;
+  }
   const c10::AutoGradMode no_grad(false);
-  GradientBucket& bucket = plan_.buckets[launched_];
-  if (!has_thrown) {  // otherwise nobody looks at the values
-    for (const std::size_t index : bucket.slots) {
-      GradientSlot& slot = plan_.slots[index];
-      if (!slot.is_pending || !slot.parameter.grad().defined()) {
-        absent_.push_back({index, fill_absent(slot)});
-      } else if (!holds_gradient(slot)) {
-        adopt(slot);  // somebody has moved it meanwhile
-      }
-    }
+  arena_.arrange(*std::exchange(next_plan_, std::nullopt));
+  if (hook_) {
+    hook_->adapt(arena_);
   }
-  ++launched_;
-  const bool is_last = launched_ == plan_.buckets.size();
-  if (is_last) {
-    write_tail();
-  }
-  if (!hook_) {
-    submit(OpKind::kAllReduce, ReduceOp::kMean, bucket.memory, bucket.label);
-    return;
-  }
-  std::exception_ptr error;
-  if (out_of_step_.empty()) {
-    const Stopwatch stopwatch(stats_.wait_s);
-    try {
-      hook_->start(launched_ - 1);
-    } catch (...) {
-      out_of_step_ = kHooksOutOfStep;
-      error = std::current_exception();
-    }
-  }
-  if (is_last) {
-    submit(OpKind::kAllReduce, ReduceOp::kMean, plan_.tail, "tail");
-  }
-  if (error != nullptr && !has_thrown) {
-    std::rethrow_exception(error);
-  }
+  digest_.reset();
+  count_missing();
+  stats_.buckets.clear();
+  stats_.bucket_rounds = 0;
 }
+
+// -- from outside
 
 void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
   if (hook_) {
     throw InvalidUsage("a communication hook is registered already; there can be one only");
   }
-  if (round_ != kFirstRound) {
+  if (round_.number != kFirstRound) {
     throw InvalidUsage("a communication hook is registered before the first backward");
   }
-  hook_.emplace(std::move(hook), plan_);
+  hook_.emplace(std::move(hook), arena_);
 }
 
-void Reducer::launch_rest(bool has_thrown) {
-  while (launched_ < plan_.buckets.size()) {
-    launch(has_thrown);
+void Reducer::synchronize() {
+  if (!current_.expired()) {
+    throw InvalidUsage("sync_gradients() is called after backward(), not within it");
   }
-  if (!has_verdict_) {
-    // Before the verdict, since it may throw.
-    if (buffers_ && communicator_->rank() == 0 && !has_thrown) {
-      buffers_->pack();
+  const c10::AutoGradMode no_grad(false);
+  prepare_round(now_ns());
+  round_.is_bare = false;
+  forget_weights_of_nothing();
+  try {
+    for (GradientSlot& slot : arena_.slots()) {
+      take_over_by_hand(slot);
     }
-    send_verdict(has_thrown);
+  } catch (...) {
+    give_up();
+    throw;
   }
-  launch_sparse(has_thrown);
-  if (!has_sent_buffers_) {
-    exchange_buffers();
-  }
+  run_round();
 }
 
-void Reducer::send_verdict(bool has_thrown) {
-  has_verdict_ = true;
-  if (!verdict_.defined()) {
-    verdict_ = at::zeros({communicator_->size()}, at::kFloat);
+// A gradient that was put, or written, into `parameter.grad` by hand.
+void Reducer::take_over_by_hand(GradientSlot& slot) {
+  if (slot.is_pending || !slot.parameter.grad().defined() || is_untouched(slot)) {
+    return;
   }
-  verdict_.zero_();
-  if (has_thrown) {
-    verdict_.mutable_data_ptr<float>()[communicator_->rank()] =
-        out_of_step_.empty() ? kHasThrown : kHookHasThrown;
-  }
-  submit(OpKind::kAllReduce, ReduceOp::kSum, verdict_, "verdict");
-}
-
-void Reducer::launch_sparse(bool has_thrown) {
-  while (sparse_done_ < plan_.slots.size()) {
-    GradientSlot& slot = plan_.slots[sparse_done_++];
-    if (!is_sparse(slot)) {
-      continue;
-    }
-    at::Tensor gradient = slot.parameter.grad();
-    if (has_thrown || !holds_gradient(slot)) {
-      gradient = at::_sparse_coo_tensor_with_dims(
-          /*sparse_dim=*/1, slot.parameter.dim() - 1, slot.parameter.sizes(),
-          slot.parameter.options().layout(at::kSparse));
-      sparse_absent_.emplace_back(slot.index, gradient);
-    } else if (!slot.is_pending) {
-      // What an earlier round has left: it counts if another rank adds to it, as in fill_absent().
-      gradient = gradient.clone();
-      sparse_absent_.emplace_back(slot.index, gradient);
-    }
-    const Stopwatch stopwatch(stats_.wait_s);
-    works_.push_back(
-        sparse_all_reduce(*communicator_, gradient, ReduceOp::kMean, /*deadline=*/std::nullopt));
-  }
-}
-
-void Reducer::exchange_buffers() {
-  has_sent_buffers_ = true;
-  if (buffers_) {
-    submit(OpKind::kBroadcast, ReduceOp::kSum, buffers_->memory, "buffers");
-  }
-}
-
-// Gives the slot of a parameter that this backward did not reach a value to send, and returns what
-// to put back if no other rank reached it either.
-at::Tensor Reducer::fill_absent(GradientSlot& slot) {
-  if (!slot.parameter.grad().defined()) {
-    slot.view.zero_();
-    return {};
-  }
-  if (!holds_gradient(slot)) {
+  if (has_place(slot) && !holds_gradient(slot)) {
     adopt(slot);
-  }
-  return slot.view.clone();
-}
-
-void Reducer::write_tail() {
-  std::vector<float> words(plan_.slots.size(), 1.0F);
-  for (const Absent& absent : absent_) {
-    words[absent.slot] = 0.0F;
-  }
-  for (const GradientSlot& slot : plan_.slots) {
-    if (is_sparse(slot) && !(slot.is_pending && holds_gradient(slot))) {
-      words[slot.index] = 0.0F;
-    }
-  }
-  plan_.tail.copy_(
-      at::from_blob(words.data(), {static_cast<std::int64_t>(words.size())}, at::kFloat));
-}
-
-void Reducer::submit(OpKind kind, ReduceOp op, const at::Tensor& memory, std::string label) {
-  const Stopwatch stopwatch(stats_.wait_s);
-  DenseTensors tensors(DenseTensors::Lifetime::kHeld);
-  Operation operation;
-  operation.kind = kind;
-  operation.op = op;
-  operation.label = std::move(label);
-  if (kind == OpKind::kAllReduce || communicator_->rank() == operation.peer) {
-    operation.inputs = {tensors.input(memory)};
-  }
-  if (kind == OpKind::kAllReduce || communicator_->rank() != operation.peer) {
-    operation.outputs = {tensors.output(memory)};
-  }
-  works_.push_back(with_tensors(communicator_->submit(std::move(operation)), std::move(tensors)));
-}
-
-void Reducer::wait() {
-  const Stopwatch stopwatch(stats_.wait_s);
-  for (const WorkPtr& work : works_) {
-    work->wait();
-  }
-  if (!hook_ || hook_->is_idle()) {
+  } else if (is_zero(slot)) {
     return;
+  } else if (options_.sums && slot.seen.lock() == slot.parameter.grad().getIntrusivePtr()) {
+    throw InvalidUsage(join("the gradient of parameter ", slot.name,
+                            " was summed and then changed in place, so part of it may count once "
+                            "for each rank: set it to None first, or replace it"));
   }
-  if (verdict_.max().item<float>() == kHookHasThrown) {
-    // Some rank's hook has not taken part, so what the others' wait for may never come.
-    hook_->forget();
-    return;
-  }
-  hook_->wait();
+  slot.is_pending = true;
+  note_seen(slot);
+  weights_.has_plain = true;
 }
 
-// Draws the conclusions from a round that is complete.
-void Reducer::settle() {
-  for (GradientSlot& slot : plan_.slots) {
+void Reducer::set_joining(Joining joining, bool throws_on_first) noexcept {
+  joining_ = joining;
+  throws_on_first_ = throws_on_first;
+  is_present_ = true;
+}
+
+bool Reducer::join_round() {
+  const c10::AutoGradMode no_grad(false);
+  is_present_ = false;
+  // What was accumulated and never averaged is not part of anybody's step.
+  for (GradientSlot& slot : arena_.slots()) {
     slot.is_pending = false;
+    slot.aside.reset();
   }
-  ++stats_.rounds;
-  for (const GradientBucket& bucket : plan_.buckets) {
-    stats_.bytes += static_cast<std::int64_t>(bucket.memory.nbytes());
+  weights_ = {};
+  prepare_round(now_ns());
+  run_round();
+  return openings_.present() != 0;
+}
+
+void Reducer::fail_round() noexcept {
+  try {
+    prepare_round(now_ns());
+    open_round();
+    decide_combination();
+  } catch (const std::exception&) {
+    // A group that failed has told everybody already; give_up() does what can be done.
   }
-  require_verdict();
-  const at::Tensor tail = plan_.tail.to(at::kFloat).contiguous();
-  const float* const words = tail.const_data_ptr<float>();
-  for (const Absent& absent : absent_) {
-    GradientSlot& slot = plan_.slots[absent.slot];
-    if (words[absent.slot] > 0) {
-      if (!holds_gradient(slot)) {
-        expose(slot);
-      }
-    } else if (absent.before.defined()) {
-      slot.view.copy_(absent.before);
+  if (round_.times != nullptr) {
+    give_up();
+  }
+}
+
+bool Reducer::is_in_backward() const {
+  const auto backward = current_.lock();
+  return backward != nullptr && backward->synchronizes;
+}
+
+bool Reducer::has_pending() const {
+  return std::any_of(arena_.slots().begin(), arena_.slots().end(), &is_still_pending);
+}
+
+std::vector<at::Tensor> Reducer::pending() const {
+  std::vector<at::Tensor> parameters;
+  for (const GradientSlot& slot : arena_.slots()) {
+    if (is_still_pending(slot)) {
+      parameters.push_back(slot.parameter);
     }
   }
-  for (const auto& [index, mean] : sparse_absent_) {
-    if (words[index] > 0) {
-      plan_.slots[index].parameter.mutable_grad() = mean;
-    }
-  }
-  if (buffers_ && communicator_->rank() != 0) {
-    buffers_->unpack();
-  }
-}
-
-// Throws where a backward has thrown on any rank.
-void Reducer::require_verdict() {
-  const float* const words = verdict_.const_data_ptr<float>();
-  std::string ranks;
-  bool is_hook = false;
-  for (int rank = 0; rank < communicator_->size(); ++rank) {
-    if (words[rank] != 0) {
-      ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
-      is_hook = is_hook || words[rank] == kHookHasThrown;
-    }
-  }
-  if (ranks.empty()) {
-    return;
-  }
-  if (is_hook) {
-    out_of_step_ = kHooksOutOfStep;
-  }
-  const std::string message =
-      join("backward raised on rank ", ranks,
-           ", so the gradients of this step are incomplete on every rank: the exception is there; ",
-           is_hook ? out_of_step_ : "set the gradients to zero before the next step");
-  std::rethrow_exception(make_error(ErrorKind::kError, message));
-}
-
-// -- what is under way
-
-bool Reducer::is_idle() const { return works_.empty() && (!hook_ || hook_->is_idle()); }
-
-bool Reducer::is_over() const {
-  return std::all_of(works_.begin(), works_.end(),
-                     [](const WorkPtr& work) { return work->is_completed(); }) &&
-         (!hook_ || hook_->is_over());
-}
-
-void Reducer::forget() {
-  works_.clear();
-  if (hook_) {
-    hook_->forget();
-  }
-}
-
-// Begins a new round while operations of this one still write into the arena. So the gradients,
-// which are worth nothing, are taken out of it: the next ones land there after drain().
-void Reducer::orphan() {
-  restart();
-  for (GradientSlot& slot : plan_.slots) {
-    slot.is_pending = false;
-    slot.parameter.mutable_grad().reset();
-  }
+  return parameters;
 }
 
 }  // namespace pydist

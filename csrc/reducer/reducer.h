@@ -14,12 +14,23 @@
 // before the outer one, and what comes later goes in a second round. That costs time and changes
 // nothing: averaging what is already the same on all ranks leaves it as it is.
 //
-// Note [The tail]
-// The last bucket to be launched carries one word for each parameter, "this rank has a gradient
-// here". Every rank launches every bucket in every round, with zeros where it has nothing, so ranks
-// that use different parameters never wait for each other; a parameter that no rank used keeps the
-// gradient that it had. Whether a backward has thrown is known at its end only: a small all-reduce
-// of its own, after the last bucket, carries that.
+// Note [Rounds]
+// What one synchronisation does, on every rank in the same order:
+//   1. an opening: who is present, each rank's share in the average, a digest of model and plan;
+//   2. every bucket, in the order of the plan, with zeros where this rank has nothing. So ranks
+//      that use different parameters never wait for each other;
+//   3. a closing: whether backward threw anywhere, who used which parameter, and what else there is
+//      to do. All of it is decided here, from all ranks' words, never from a rank's own;
+//   4. that, if any: gradients that came after their bucket was sent, sparse ones, buffers, memory
+//      for new parameters, a new plan.
+// A parameter that no rank used keeps the gradient that it had. A backward that throws on one rank
+// ends on all of them with an error after step 3.
+//
+// Note [Set aside]
+// The mean of gradients that all ranks share is what it was, so averaging what was averaged already
+// does no harm, and gradients may be added on top. Not so for sums, or where ranks count by share
+// or have joined: then what was averaged is set aside while new gradients come, and added to their
+// sum.
 
 #pragma once
 
@@ -34,93 +45,215 @@
 #include <utility>
 #include <vector>
 
+#include "bucketing/arrival_order.h"
 #include "communicator/communicator.h"
 #include "reducer/autograd_hooks.h"
 #include "reducer/bucket_hook.h"
-#include "reducer/reduction_plan.h"
+#include "reducer/gradient_arena.h"
+#include "reducer/link_speed.h"
+#include "reducer/round_times.h"
+#include "reducer/round_words.h"
+#include "reducer/timeline.h"
 
 namespace pydist {
 
-// Copies rank 0's buffers to the others at the end of each round.
+// Copies one rank's buffers to the others at the end of a round in which any rank changed its own.
 struct BufferExchange {
-  at::Tensor memory;             // of bytes
-  std::function<void()> pack;    // on rank 0: writes the buffers into `memory`
-  std::function<void()> unpack;  // on the others: takes them over
+  at::Tensor memory;                  // of bytes: the buffers as they were last exchanged
+  std::function<bool()> has_changed;  // whether the buffers differ from `memory`
+  std::function<void()> pack;         // on the rank they come from: writes them into `memory`
+  std::function<void()> unpack;       // on the others: takes them over
 };
 
-// What synchronising gradients has cost since the last reset.
-struct ReducerStats {
-  std::int64_t rounds = 0;
-  std::int64_t bytes = 0;
-  double wait_s = 0.0;  // spent launching and waiting: what backward did not hide
+// Makes a plan for slots that lie in the given blocks; called on rank 0 alone. The speed is zero
+// where it was not measured.
+using Planner = std::function<BucketPlan(const ArrivalOrder::Expected& expected,
+                                         const std::vector<std::size_t>& blocks, LinkSpeed speed)>;
+
+struct ReducerOptions {
+  bool sums = false;  // rather than averages
+  // The type in which float32 gradients travel, if another.
+  std::optional<DType> wire_dtype;
+  bool measures_link = true;
+  // Compares the gradients of all ranks, bit by bit, after every round.
+  bool checks_gradients = false;
+  // A path, and the rank in the job that the trace is of; empty for none.
+  std::string timeline;
+  int timeline_rank = 0;
+};
+
+struct NamedParameter {
+  std::string name;
+  at::Tensor parameter;
+  bool is_sparse;
 };
 
 // For one backward at a time, as the gradients themselves are.
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
-  // Every rank of the communicator makes one, from the same plan.
+  // Collective: the same parameters on every rank, in the same order.
   [[nodiscard]] static std::shared_ptr<Reducer> create(CommunicatorPtr communicator,
-                                                       ReductionPlan plan,
-                                                       std::optional<BufferExchange> buffers);
+                                                       std::vector<NamedParameter> parameters,
+                                                       Planner planner,
+                                                       std::optional<BufferExchange> buffers,
+                                                       ReducerOptions options);
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
   // Before a forward: waits for what a backward that threw has left under way, and throws
-  // InvalidUsage where a parameter has changed its type.
-  void prepare_forward();
+  // InvalidUsage where a parameter has changed its type. Ranks that run different numbers of
+  // forwards `is_for_training` between two rounds are warned of once.
+  void prepare_forward(bool is_for_training);
 
   // Announces the backward that will start from an output of forward; see
   // Note [A backward, not a forward]. Tensors that are not part of a graph are left alone.
   void watch(const at::Tensor& output);
 
-  // Lets `hook` average the buckets instead of an all-reduce of the communicator's. The words of
-  // the tail still travel on the communicator, and so do sparse gradients. Once, before the first
-  // backward.
+  // A parameter that was unfrozen or joined the model. Its gradients are averaged from the next
+  // backward on; it gets its place in a bucket after that.
+  void add(NamedParameter parameter);
+
+  // Lets `hook` average the buckets instead of an all-reduce of the communicator's. What does not
+  // travel in buckets stays with the communicator. Once, before the first backward. Buckets then
+  // follow the order of the first backward and no later one, since hooks may keep state for each.
   void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
+  [[nodiscard]] bool has_hook() const noexcept { return hook_.has_value(); }
 
   // Whether backwards that begin from now on are synchronised, or accumulate only.
   void set_enabled(bool enabled) noexcept { is_enabled_ = enabled; }
   [[nodiscard]] bool is_enabled() const noexcept { return is_enabled_; }
 
+  // What backwards that begin from now on count for; without one, each rank counts as one.
+  void set_weight(std::optional<double> weight) noexcept { weight_ = weight; }
+  [[nodiscard]] std::optional<double> weight() const noexcept { return weight_; }
+
+  // Collective: averages what has not been yet, outside of backward: gradients that were
+  // accumulated only, and those that somebody put into `parameter.grad`.
+  void synchronize();
+
+  // How uneven numbers of batches are met: nothing, or what ranks without a batch count for.
+  enum class Joining { kNot, kAsZeros, kNotAtAll };
+  void set_joining(Joining joining, bool throws_on_first) noexcept;
+
+  // For a rank without a batch: takes part in a round of the others. Returns whether any rank still
+  // has batches.
+  bool join_round();
+
+  // For a rank that leaves by an exception that did not end a backward: tells the others in a
+  // round.
+  void fail_round() noexcept;
+
+  // The lowest rank that had a batch in the last round in which any had.
+  [[nodiscard]] int last_root() const noexcept { return last_root_; }
+
+  // Whether a backward that synchronises is under way.
+  [[nodiscard]] bool is_in_backward() const;
+
+  // Whether a parameter holds a gradient that was accumulated and not averaged.
+  [[nodiscard]] bool has_pending() const;
+  [[nodiscard]] std::vector<at::Tensor> pending() const;
+
+  [[nodiscard]] const GradientArena& arena() const noexcept { return arena_; }
   [[nodiscard]] const ReducerStats& stats() const noexcept { return stats_; }
   void reset_stats() noexcept { stats_ = {}; }
 
  private:
   class Backward;
-  // A parameter without a gradient of its own in this round.
+  // A parameter without a gradient of its own in a round.
   struct Absent {
     std::size_t slot;
     at::Tensor before;  // what to put back if no rank used the parameter; undefined: nothing
   };
+  // How the ranks' gradients become one.
+  struct Combination {
+    ReduceOp op = ReduceOp::kMean;
+    double factor = 1.0;
+  };
+  // What is forgotten when the next one begins.
+  struct Round {
+    std::uint64_t number = 0;
+    std::size_t launched = 0;  // buckets
+    std::size_t fired = 0;     // parameters
+    bool is_bare = false;      // without gradients: all parameters are frozen at the time
+    bool is_closed = false;
+    WorkPtr opening;
+    std::optional<Combination> combination;  // once it is known
+    std::vector<Absent> absent;
+    std::shared_ptr<RoundTimes> times;
+    double launching_s = 0.0;
+  };
+  // The weights of the backwards since the last round; they go with the gradients.
+  struct Weights {
+    bool has_weighted = false;
+    bool has_plain = false;
+    bool has_gradients = false;
+    double first = 0.0;  // not zero; the gradients in the arena are in its unit
+    double total = 0.0;
+  };
 
-  Reducer(CommunicatorPtr communicator, ReductionPlan plan, std::optional<BufferExchange> buffers);
-  void install_hooks();
+  Reducer(CommunicatorPtr communicator, Planner planner, std::optional<BufferExchange> buffers,
+          ReducerOptions options);
+  [[nodiscard]] std::unique_ptr<AccumulationHooks> make_hooks(const GradientSlot& slot);
+  [[nodiscard]] std::uint64_t model_digest();
 
   // -- what the hooks call
   std::shared_ptr<Backward> require_backward();
   void announce();
   [[nodiscard]] at::Tensor arriving(std::size_t index, const at::Tensor& gradient);
   void accumulated(std::size_t index);
-  void finish(const Backward& backward);
-  void abandon(const Backward& backward) noexcept;
+  [[nodiscard]] bool finish(Backward& backward);
+  void abandon(Backward& backward) noexcept;
 
-  // -- the round
+  // -- beginning
   std::shared_ptr<Backward> begin(bool accumulates);
-  [[nodiscard]] bool is_concerned(const Backward& backward) const;
+  void enter(Backward& backward);
+  [[nodiscard]] bool begins_round(const Backward& backward) const;
+  [[nodiscard]] bool is_frozen() const;
+  [[nodiscard]] bool is_late(const GradientSlot& slot) const;
+  [[nodiscard]] bool adds_up() const;
+  void forget_weights_of_nothing();
+  void take_over_by_hand(GradientSlot& slot);
+  void prepare_round(Instant began);
+  void apply_plan();
+  void count_missing();
   void drain();
   void restart();
-  void launch(bool has_thrown);
-  // Goes on where it was left, if anything threw.
-  void launch_rest(bool has_thrown);
-  void send_verdict(bool has_thrown);
-  void launch_sparse(bool has_thrown);
-  void exchange_buffers();
-  [[nodiscard]] at::Tensor fill_absent(GradientSlot& slot);
-  void write_tail();
-  void submit(OpKind kind, ReduceOp op, const at::Tensor& memory, std::string label);
+
+  // -- a round; see Note [Rounds]
+  void open_round();
+  [[nodiscard]] bool may_launch();
+  void decide_combination();
+  void launch(Closing::Status status);
+  [[nodiscard]] bool keeps_averages() const;
+  void fill(GradientSlot& slot);
+  void launch_what_is_ready();
+  void launch_rest(Closing::Status status);
+  void close_round(Closing::Status status);
+  void require_same_model();
+  void open_or_give_up();
+  void close_or_give_up();
+  void conclude_round(bool learns);
+  void run_round();
+  void give_up() noexcept;
+  void break_off();
   void wait();
-  void settle();
-  void require_verdict();
+  [[nodiscard]] bool has_hook_thrown() const;
+  void warn_of_skipped_steps();
+  [[nodiscard]] std::string why_worthless() const;
+  void do_the_rest();
+  void send_late();
+  void send_sparse();
+  void settle(bool learns);
+  void admit_new();
+  [[nodiscard]] std::exception_ptr exchange_plan();
+  void check_gradients();
+  void finish_times();
+
+  WorkPtr submit(Operation operation, const at::Tensor& input, const at::Tensor& output,
+                 std::string label);
+  WorkPtr combine(const at::Tensor& memory, std::string label);
+  WorkPtr broadcast(const at::Tensor& memory, int root, std::string label);
+
   // -- what is under way
   [[nodiscard]] bool is_idle() const;
   [[nodiscard]] bool is_over() const;
@@ -128,24 +261,41 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void orphan();
 
   const CommunicatorPtr communicator_;
-  ReductionPlan plan_;
+  const Planner planner_;
   const std::optional<BufferExchange> buffers_;
-  std::vector<AccumulationHooks> hooks_;
-  bool is_enabled_ = true;
-  std::weak_ptr<Backward> current_;
-  std::uint64_t round_ = 0;
-  std::size_t launched_ = 0;     // buckets of this round
-  std::size_t fired_ = 0;        // parameters of this round
-  bool has_verdict_ = false;     // has been sent
-  std::size_t sparse_done_ = 0;  // slots looked at by launch_sparse()
-  bool has_sent_buffers_ = false;
-  at::Tensor verdict_;       // a word for each rank
-  std::string out_of_step_;  // why nothing more can be averaged
-  std::vector<WorkPtr> works_;
+  const ReducerOptions options_;
+  const std::uint64_t place_;  // among all reducers
+  std::shared_ptr<Timeline> timeline_;
+  GradientArena arena_;
+  ArrivalOrder order_;
+  LinkSpeed speed_;
+  std::vector<std::unique_ptr<AccumulationHooks>> hooks_;  // by slot
   std::optional<BucketHook> hook_;
-  std::vector<Absent> absent_;
-  // What this rank contributes of gradients that it does not have, and then the mean.
-  std::vector<std::pair<std::size_t, at::Tensor>> sparse_absent_;
+  std::optional<BucketPlan> next_plan_;  // agreed, for the next round
+  bool has_learned_ = false;             // the order of a backward
+  std::optional<std::uint64_t> digest_;  // of the parameters and the plan, once computed
+  std::size_t admitted_ = 0;             // slots that were there at construction or agreed on since
+
+  // Set from outside.
+  bool is_enabled_ = true;
+  std::optional<double> weight_;
+  Joining joining_ = Joining::kNot;
+  bool throws_on_first_ = false;
+  bool is_present_ = true;
+
+  std::weak_ptr<Backward> current_;
+  Weights weights_;
+  Round round_;
+  Openings openings_;
+  std::optional<Closings> closings_;
+  std::vector<WorkPtr> works_;  // of this round, or left by one that was given up
+  Instant forward_began_ = 0;
+  Instant forward_ended_ = 0;
+
+  std::size_t forwards_ = 0;  // since the last round
+  bool has_warned_ = false;
+  int last_root_ = 0;
+  std::string out_of_step_;  // why nothing more can be averaged
   ReducerStats stats_;
 };
 

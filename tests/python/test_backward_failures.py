@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from launch import Ranks
 from torch import Tensor, nn
-from training import TIME_LIMIT, Runner, assert_near, batch, joined
+from training import LIMIT_S, TIME_LIMIT, Runner, assert_near, batch, joined
 
 import pydist
 
@@ -127,3 +128,94 @@ def test_backward_that_raises_after_its_last_parameter(run: Runner) -> None:
     assert "raised on rank 2" in first
     assert "raised on rank 2" in second
     assert third == "after the last parameter"
+
+
+class OneOfTwo(nn.Module):
+    """Never uses the second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        self.spare = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+def fail_to_launch_the_last_bucket() -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(OneOfTwo(), bucket_cap_mb=1e-6)
+
+    def backward(step: int) -> None:
+        x = torch.full((1, 2), 100.0 * step + rank, dtype=torch.float64)
+        model(x).sum().backward()
+
+    backward(0)
+    for step in range(1, 4):
+        model.zero_grad()
+        rounds = model.stats().rounds
+        if step == 1:
+            if rank == 0:
+                # The spare layer has no part in backward: its bucket goes at the end.
+                graph = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
+                model.spare.weight.grad = graph * 2
+            message = "part of a graph" if rank == 0 else "backward raised on rank 0"
+            with pytest.raises(pydist.Error, match=message):
+                backward(step)
+        else:
+            backward(step)
+            assert model.used.weight.grad.tolist() == [[100.0 * step + (size - 1) / 2] * 2]
+            assert model.stats().rounds == rounds + 1
+
+
+def test_an_error_at_the_end_of_backward_ends_its_own_step_only(run: Runner) -> None:
+    run(fail_to_launch_the_last_bucket)
+
+
+def raise_through_a_frozen_model() -> None:
+    rank, size = joined()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+    model = pydist.DataParallel(copy.deepcopy(reference))
+    generator = nn.Linear(2, 2, dtype=torch.float64)
+    for step in range(4):
+        model.requires_grad_(True)
+        model.zero_grad()
+        reference.zero_grad()
+        model(batch(rank, 3, 2, step=step)).sum().backward()
+        for r in range(size):
+            (reference(batch(r, 3, 2, step=step)).sum() / size).backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert_near(ours.grad, theirs.grad)
+        model.requires_grad_(False)
+        made = generator(batch(rank, 3, 2))
+        if (rank, step) == (0, 1):
+            with pytest.raises(ArithmeticError, match="boom"):
+                model(Explode.apply(made)).sum().backward()
+        else:
+            model(made).sum().backward()
+
+
+def test_an_error_behind_a_frozen_model_is_its_ranks_own(run: Runner) -> None:
+    run(raise_through_a_frozen_model)
+
+
+def raise_in_the_loss() -> None:
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1))
+    for step in range(3):
+        loss = model(torch.ones(1, 2)).sum()
+        if (rank, step) == (0, 1):
+            with pytest.raises(ArithmeticError, match="boom"):
+                Explode.apply(loss).backward()
+        elif rank == 0 or step < 2:
+            loss.backward()
+    pydist.barrier()
+
+
+def test_a_warning_says_that_a_rank_left_out_a_step(three: Ranks) -> None:
+    for outcome in three.outcomes(raise_in_the_loss, timeout=LIMIT_S):
+        assert outcome.ok, outcome.describe()
+        warning = "rank 0 ran 2 forward(s) for training before this step and rank 1 ran 1"
+        assert outcome.output.count(warning) == 1, outcome.output

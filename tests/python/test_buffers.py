@@ -99,19 +99,21 @@ def test_buffers_of_all_kinds(run: Runner) -> None:
     run(count_in_buffers)
 
 
-def reshape_a_buffer() -> None:
+def reshape_a_buffer(everywhere: bool) -> None:
     rank, _ = joined()
     module = Counting()
     model = pydist.DataParallel(module)
-    module.spaced = torch.zeros(7)
-    message = "buffer spaced was" if rank == 0 else "raised on rank 0"
+    if everywhere or rank == 0:
+        module.spaced = torch.zeros(7)
+    message = "buffer spaced was" if everywhere or rank == 0 else "raised on rank 0"
     with pytest.raises(pydist.Error, match=message):
         model(rank).backward()
     pydist.barrier()  # whoever leaves earlier is lost to the others
 
 
-def test_a_buffer_that_changed_its_shape(run: Runner) -> None:
-    run(reshape_a_buffer)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_buffer_that_changed_its_shape(run: Runner, everywhere: bool) -> None:
+    run(reshape_a_buffer, everywhere)
 
 
 def keep_graphs_alive() -> None:
@@ -157,3 +159,38 @@ def normalize_in_both_modes() -> None:
 
 def test_batch_norm_in_both_modes(run: Runner) -> None:
     run(normalize_in_both_modes)
+
+
+class Rescaled(nn.Module):
+    """Backward reads a buffer that each rank has set itself."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.register_buffer("scale", torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = self.scale * 0.5 + x.abs() * 0.5
+        return (self.weight * self.scale).sum()
+
+
+def go_back_twice() -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(Rescaled())
+    x = torch.full((2,), rank + 1.0, dtype=torch.float64)
+    loss = model(x)
+    loss.backward(retain_graph=True)
+    assert model.weight.grad.tolist() == [1 + size * 0.25 - 0.25] * 2
+    # Rank 0's statistics are in the buffer by now: that gradient would be another's.
+    model.zero_grad()
+    assert model.scale.tolist() == [1.0] * 2
+    message = "modified by an inplace operation|backward raised on rank"
+    with pytest.raises(RuntimeError, match=message):
+        loss.backward()
+    pydist.barrier()
+
+
+def test_a_graph_that_needs_a_replaced_buffer_is_refused(run: Runner) -> None:
+    run(go_back_twice)

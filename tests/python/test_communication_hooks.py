@@ -1,6 +1,7 @@
 """Communication hooks, torch's own beside torch's own wrapper."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -197,3 +198,48 @@ def register_wrongly() -> None:
 
 def test_hooks_that_cannot_be_registered(run: Runner) -> None:
     run(register_wrongly)
+
+
+def fail_in_the_future() -> list[str]:
+    rank, size = joined()
+    step = 0
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        assert work is not None
+
+        def then(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            if (rank, step) == (1, 1):
+                raise ValueError("after the all-reduce")
+            return done.value()[0] / size
+
+        return work.get_future().then(then)
+
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False, dtype=torch.float64))
+    model.register_comm_hook(None, hook)
+    errors = []
+    for step in range(4):
+        model.zero_grad()
+        try:
+            model(torch.full((1, 2), 100.0 * step + rank, dtype=torch.float64)).sum().backward()
+        except RuntimeError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        else:
+            assert not errors, "trained on alone"
+            assert model.weight.grad.tolist() == [[100.0 * step + (size - 1) / 2] * 2]
+    return errors
+
+
+def test_a_future_of_a_hook_that_fails_ends_training_on_all_ranks(backend: str) -> None:
+    with Ranks(3, {"PYDIST_BACKEND": backend}) as ranks:
+        first, culprit, third = ranks.run(fail_in_the_future, timeout=LIMIT_S)
+    assert len(culprit) == 3
+    assert "ValueError: after the all-reduce" in culprit[0]
+    for errors in (first, third):
+        # Who has the average of that step already hears of it in the next.
+        assert len(errors) in (2, 3)
+        if backend == "native":
+            assert re.match("Aborted: rank 1 left .*: after the all-reduce", errors[0]), errors[0]
+        else:
+            # gloo has no word for its peers: it hangs up on them.
+            assert re.match("Aborted|PeerLost", errors[0]), errors[0]

@@ -215,14 +215,7 @@ def order_of_backward(how: str) -> list[str]:
     return list(_events)
 
 
-NO_SPLIT = pytest.mark.xfail(
-    strict=True,
-    reason="the wrapper does not tell torch.compile to cut the graph where its buckets end, so all "
-    "gradients come at the end of a compiled backward, and none of them travels during it",
-)
-
-
-@pytest.mark.parametrize("how", ["eager", *(pytest.param(way, marks=NO_SPLIT) for way in WAYS)])
+@pytest.mark.parametrize("how", ["eager", *WAYS])
 def test_gradients_come_during_backward(run: Runner, how: str) -> None:
     for events in run(order_of_backward, how):
         assert sorted(events) == ["first layer", *(f"layers.{i}.weight" for i in range(3))]

@@ -1,36 +1,12 @@
-"""Where gradients live: the plan of the buckets, and `parameter.grad` as a view of one."""
+"""Where gradients live: `parameter.grad` is a view of shared memory."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from training import TIME_LIMIT, Runner, Tied, batch, joined
 
 import pydist
-from pydist.gradient_arena import plan_buckets
 
 pytestmark = TIME_LIMIT
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.integers(0, 50)
-        ),
-        max_size=30,
-    ),
-    st.integers(1, 120),
-)
-def test_plan_holds_every_parameter_once(
-    sizes: list[tuple[torch.dtype, int]], cap_bytes: int
-) -> None:
-    plan = plan_buckets(sizes, cap_bytes)
-    assert sorted(index for members in plan for index in members) == list(range(len(sizes)))
-    for members in plan:
-        assert len({sizes[index][0] for index in members}) == 1
-        assert members == sorted(members, reverse=True)
-        # All but the last member leave room.
-        assert sum(sizes[index][1] for index in members[:-1]) < cap_bytes
 
 
 def gradients_stay_in_place() -> None:

@@ -157,21 +157,22 @@ def interrupted_backward() -> str:
     model = pydist.DataParallel(torch.nn.Linear(3, 1))
     if pydist.rank() == 0:
         time.sleep(1.0)
-        model(torch.ones(1, 3)).sum().backward()
-        time.sleep(0.5)
-        return "averaged"
-    signal_soon(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(1, 3)).sum().backward()
-    # Rank 0 goes on with an average that this rank has not taken over.
-    assert model.module.weight.grad is None
-    with pytest.raises(pydist.Error, match="cut short"):
-        model(torch.ones(1, 3)).sum().backward()
-    return "interrupted"
+        with pytest.raises(pydist.Error, match="backward raised on rank 1"):
+            model(torch.ones(1, 3)).sum().backward()
+    else:
+        signal_soon(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 3)).sum().backward()
+        assert model.module.weight.grad is None
+    # Nobody has an average that another has not, so all may go on.
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[1.0] * 3]
+    return "went on"
 
 
 def test_ctrl_c_in_backward_lets_no_rank_train_on_alone(run_two: Runner) -> None:
-    assert run_two(interrupted_backward) == ["averaged", "interrupted"]
+    assert run_two(interrupted_backward) == ["went on"] * 2
 
 
 def interrupted_group() -> str:
@@ -287,3 +288,25 @@ def pydist_rank() -> int:
 
 def test_ctrl_c_ends_the_meeting(run_two: Runner) -> None:
     assert run_two(interrupted_meeting)[1] == "interrupted"
+
+
+def interrupted_weighted_backward() -> str:
+    pydist.init(timeout=30)
+    model = pydist.DataParallel(torch.nn.Linear(3, 1, bias=False))
+    if pydist.rank() == 0:
+        time.sleep(1.0)
+        with pytest.raises(pydist.Error, match="raised on rank 1"), model.weighted(1):
+            model(torch.ones(1, 3)).sum().backward()
+    else:
+        signal_soon(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), model.weighted(1):
+            model(torch.ones(1, 3)).sum().backward()
+    model.zero_grad()
+    with model.weighted(3 * pydist.rank() + 1):
+        model(torch.full((1, 3), pydist.rank() * 5.0)).sum().backward()
+    assert model.weight.grad.tolist() == [[4.0] * 3]
+    return "went on"
+
+
+def test_ctrl_c_in_a_weighted_backward_lets_no_rank_train_on_alone(run_two: Runner) -> None:
+    assert run_two(interrupted_weighted_backward) == ["went on"] * 2

@@ -143,11 +143,6 @@ def convert_there_and_back() -> None:
     assert_near(model.weight.grad, mean.float().expand(2, 8), 1e-5)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="setting Parameter.data to another dtype makes torch forget the parameter's "
-    "AccumulateGrad node and with it the hooks: its gradient is silently this rank's own",
-)
 def test_converting_there_and_back(run: Runner) -> None:
     run(convert_there_and_back)
 

@@ -108,11 +108,6 @@ def differ_in_buffers() -> float:
     return float(next(discriminator.buffers())[0])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a backward through a model whose parameters are all frozen at the time is not "
-    "averaged, and its buffers are not copied either, though forward has changed them",
-)
 def test_buffers_of_a_frozen_model_stay_the_same_everywhere(run: Runner) -> None:
     assert len(set(run(differ_in_buffers))) == 1
 
@@ -153,11 +148,6 @@ def test_two_models_in_one_backward(run: Runner, order: str) -> None:
     run(train_two_in_one_backward, order)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="each model's end of backward launches its last operations and waits for them before "
-    "the next model's does, so ranks whose models come in different orders wait for each other",
-)
 def test_two_models_in_another_order_on_each_rank(backend: str) -> None:
     with Ranks(2, {"PYDIST_BACKEND": backend, "PYDIST_TIMEOUT": "3"}) as ranks:
         ranks.run(train_two_in_one_backward, "different", timeout=LIMIT_S)
@@ -209,3 +199,23 @@ def train_a_wrapped_part() -> None:
 
 def test_a_wrapped_part_of_a_model(run: Runner) -> None:
     run(train_a_wrapped_part)
+
+
+def weigh_two_in_one_backward() -> None:
+    rank, size = joined()
+    models = [
+        pydist.DataParallel(nn.Linear(2, 1, bias=False, dtype=torch.float64)) for _ in range(2)
+    ]
+    xs = [batch(r, 1, 2) for r in range(size)]
+    with models[0].weighted(rank + 1), models[1].weighted(2 * rank + 1):
+        outs = [model(xs[rank]).sum() for model in (models if rank % 2 else reversed(models))]
+        torch.stack(outs).sum().backward()
+    for model, slope in zip(models, (1, 2), strict=True):
+        weights = [slope * r + 1 for r in range(size)]
+        mean = torch.stack([w * x for w, x in zip(weights, xs, strict=True)]).sum(0) / sum(weights)
+        assert_near(model.weight.grad, mean)
+
+
+def test_two_models_with_weights_in_another_order_on_each_rank(backend: str) -> None:
+    with Ranks(2, {"PYDIST_BACKEND": backend, "PYDIST_TIMEOUT": "3"}) as ranks:
+        ranks.run(weigh_two_in_one_backward, timeout=LIMIT_S)

@@ -1,0 +1,32 @@
+// Which gradients travel together, and in which order; the same on every rank.
+//
+// Gradients are known by their slot: the index of their parameter in the order of registration.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace pydist {
+
+// The buckets in the order of launching, each with its slots in the order in which they lie there.
+using BucketPlan = std::vector<std::vector<std::size_t>>;
+
+// The block of memory of a slot that has none, because its gradient is sparse.
+inline constexpr std::size_t kNoBlock = static_cast<std::size_t>(-1);
+
+// What is wrong with a plan for slots that lie in the given blocks of memory; empty where nothing
+// is. Every slot that has a block is in exactly one bucket, no other one is in any, and the slots
+// of a bucket share a block.
+[[nodiscard]] std::string why_invalid(const BucketPlan& plan,
+                                      std::span<const std::size_t> block_of);
+
+// A plan as a message, whose length depends on the number of slots alone.
+[[nodiscard]] std::size_t encoded_words(std::size_t slots);
+[[nodiscard]] std::vector<std::int64_t> encode(const BucketPlan& plan, std::size_t slots);
+[[nodiscard]] BucketPlan decode(std::span<const std::int64_t> words);
+
+}  // namespace pydist

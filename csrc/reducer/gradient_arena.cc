@@ -1,0 +1,144 @@
+#include "reducer/gradient_arena.h"
+
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/view_as_complex.h>
+
+#include <map>
+#include <utility>
+
+#include "base/error.h"
+
+namespace pydist {
+namespace {
+
+// Slots start on a cache line, which every SIMD width divides.
+constexpr std::int64_t kAlignmentBytes = 64;
+
+at::ScalarType real_type(const at::Tensor& parameter) {
+  return c10::toRealValueType(parameter.scalar_type());
+}
+
+// Elements of the real type that a slot takes.
+std::int64_t real_count(const at::Tensor& parameter) {
+  return parameter.numel() * (parameter.is_complex() ? 2 : 1);
+}
+
+std::int64_t padded(std::int64_t count, at::ScalarType dtype) {
+  const std::int64_t alignment =
+      kAlignmentBytes / static_cast<std::int64_t>(c10::elementSize(dtype));
+  return (count + alignment - 1) / alignment * alignment;
+}
+
+// A parameter's part of a block, in the parameter's own memory layout where that is dense.
+// Optimizers and AccumulateGrad are fastest where gradient and parameter are laid out alike.
+at::Tensor view_for(const at::Tensor& parameter, const at::Tensor& block, std::int64_t offset) {
+  at::Tensor flat = block.narrow(0, offset, real_count(parameter));
+  if (parameter.is_complex()) {
+    flat = at::view_as_complex(flat.view({parameter.numel(), 2}));
+  }
+  const at::Tensor view = parameter.is_non_overlapping_and_dense()
+                              ? flat.as_strided(parameter.sizes(), parameter.strides())
+                              : flat.view(parameter.sizes());
+  // With a version of its own, which tells whether somebody has written into the slot.
+  return view.variable_data();
+}
+
+}  // namespace
+
+at::Tensor allocate_zeros(Communicator& communicator, std::int64_t count, at::ScalarType dtype) {
+  const std::size_t bytes = static_cast<std::size_t>(count) * c10::elementSize(dtype);
+  MemoryPtr memory = communicator.allocate(bytes, Device{});
+  void* const data = memory->data();
+  at::Tensor tensor = at::from_blob(
+      data, {count}, [memory = std::move(memory)](void*) mutable { memory.reset(); },
+      at::TensorOptions().dtype(dtype));
+  return tensor.zero_();
+}
+
+GradientSlot& GradientArena::add(std::string name, at::Tensor parameter, bool is_sparse) {
+  GradientSlot& slot = slots_.emplace_back();
+  slot.index = slots_.size() - 1;
+  slot.name = std::move(name);
+  slot.parameter = std::move(parameter);
+  slot.is_sparse = is_sparse;
+  block_of_.push_back(kNoBlock);
+  return slot;
+}
+
+void GradientArena::allocate() {
+  std::map<at::ScalarType, std::int64_t> counts;
+  std::map<at::ScalarType, std::size_t> numbers;
+  for (const GradientSlot& slot : slots_) {
+    if (slot.is_sparse || block_of_[slot.index] != kNoBlock) {
+      continue;
+    }
+    const at::ScalarType dtype = real_type(slot.parameter);
+    const auto [number, is_new] = numbers.try_emplace(dtype, blocks_.size() + numbers.size());
+    block_of_[slot.index] = number->second;
+    counts[dtype] += padded(real_count(slot.parameter), dtype);
+  }
+  blocks_.resize(blocks_.size() + numbers.size());
+  for (const auto& [dtype, number] : numbers) {
+    blocks_[number] = allocate_zeros(*communicator_, counts[dtype], dtype);
+  }
+}
+
+void GradientArena::arrange(const BucketPlan& plan) {
+  if (const std::string why = why_invalid(plan, block_of_); !why.empty()) {
+    throw InvalidUsage(join("a plan of buckets does not fit the model: ", why));
+  }
+  std::vector<at::Tensor> moving(slots_.size());
+  for (const GradientSlot& slot : slots_) {
+    if (!slot.is_sparse && holds_gradient(slot)) {
+      moving[slot.index] = slot.parameter.grad().clone();
+    }
+  }
+  plan_ = plan;
+  buckets_.clear();
+  std::vector<std::int64_t> filled(blocks_.size(), 0);
+  for (const std::vector<std::size_t>& members : plan) {
+    const std::size_t number = block_of_[members.front()];
+    const at::Tensor& block = blocks_[number];
+    const std::int64_t begin = filled[number];
+    for (const std::size_t index : members) {
+      GradientSlot& slot = slots_[index];
+      slot.view = view_for(slot.parameter, block, filled[number]);
+      slot.bucket = buckets_.size();
+      filled[number] += padded(real_count(slot.parameter), block.scalar_type());
+    }
+    GradientBucket& bucket = buckets_.emplace_back();
+    bucket.label =
+        join("bucket ", buckets_.size() - 1, ", first parameter ", slots_[members.front()].name);
+    bucket.memory = block.narrow(0, begin, filled[number] - begin);
+    bucket.slots = members;
+  }
+  for (GradientSlot& slot : slots_) {
+    if (!has_place(slot)) {
+      slot.bucket = buckets_.empty() ? 0 : buckets_.size() - 1;
+    } else if (moving[slot.index].defined()) {
+      // The same tensor, for those who hold it; and as touched as it was.
+      slot.view.copy_(moving[slot.index]);
+      slot.parameter.mutable_grad().set_data(slot.view);
+    }
+  }
+}
+
+std::size_t GradientArena::bytes() const {
+  std::size_t bytes = 0;
+  for (const at::Tensor& block : blocks_) {
+    bytes += block.nbytes();
+  }
+  return bytes;
+}
+
+at::Tensor GradientArena::largest_block() const {
+  at::Tensor largest;
+  for (const at::Tensor& block : blocks_) {
+    if (!largest.defined() || block.nbytes() > largest.nbytes()) {
+      largest = block;
+    }
+  }
+  return largest;
+}
+
+}  // namespace pydist

@@ -1,0 +1,760 @@
+// One synchronisation; see Note [Rounds].
+
+#include <ATen/ops/_sparse_coo_tensor_with_dims.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "c10d/sparse_all_reduce.h"
+#include "c10d/tensors.h"
+#include "c10d/work.h"
+#include "reducer/reducer.h"
+
+namespace pydist {
+namespace {
+
+constexpr const char* kHooksOutOfStep =
+    "a communication hook raised, so the hooks of the ranks are out of step: start again";
+
+// Instead of a plan, where rank 0 has none.
+constexpr std::int64_t kNoPlan = -1;
+
+// Of the exception that is being handled.
+std::string what_happened() {
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an unknown exception";
+  }
+}
+
+std::uint64_t digest_of(const at::Tensor& tensor) {
+  std::uint64_t digest = 14695981039346656037ULL;
+  const auto mix = [&digest](const at::Tensor& part) {
+    const at::Tensor dense = part.contiguous();
+    const auto* const bytes = static_cast<const unsigned char*>(dense.const_data_ptr());
+    for (std::size_t i = 0; i < dense.nbytes(); i += sizeof(std::uint64_t)) {
+      std::uint64_t word = 0;
+      std::memcpy(&word, bytes + i, std::min(sizeof(word), dense.nbytes() - i));
+      digest = (digest ^ word) * 1099511628211ULL;
+    }
+  };
+  if (tensor.is_sparse()) {
+    const at::Tensor coalesced = tensor.coalesce();
+    mix(coalesced.indices());
+    mix(coalesced.values());
+  } else {
+    mix(tensor);
+  }
+  return digest;
+}
+
+}  // namespace
+
+// -- the steps of a round
+
+void Reducer::restart() {
+  const std::uint64_t next = round_.number + 1;
+  round_ = {};
+  round_.number = next;
+  weights_ = {};
+  for (GradientSlot& slot : arena_.slots()) {
+    slot.contributes = false;
+    slot.late.reset();
+  }
+  count_missing();
+}
+
+void Reducer::count_missing() {
+  for (GradientBucket& bucket : arena_.buckets()) {
+    bucket.missing = 0;
+  }
+  if (!arena_.buckets().empty()) {
+    for (const GradientSlot& slot : arena_.slots()) {
+      ++arena_.buckets()[slot.bucket].missing;
+    }
+  }
+}
+
+void Reducer::open_round() {
+  using Mode = Opening::Mode;
+  Opening own;
+  own.is_present = is_present_;
+  own.mode = weights_.has_weighted && weights_.has_plain ? Mode::kMixed
+             : weights_.has_weighted                     ? Mode::kByShare
+             : !weights_.has_plain || !is_present_       ? Mode::kNothing
+             : joining_ == Joining::kNotAtAll            ? Mode::kByShare
+                                                         : Mode::kAsOne;
+  own.share = own.mode == Mode::kNothing ? 0.0 : weights_.has_weighted ? weights_.total : 1.0;
+  own.digest = model_digest();
+  own.slots = arena_.slots().size();
+  own.is_bare = round_.is_bare;
+  own.forwards = std::exchange(forwards_, 0);
+  openings_.write(own);
+  Operation operation;
+  operation.kind = OpKind::kAllGather;
+  round_.opening =
+      submit(std::move(operation), openings_.own(), openings_.all(), "opening of a round");
+  if (own.mode == Mode::kAsOne) {
+    round_.combination = {options_.sums ? ReduceOp::kSum : ReduceOp::kMean, 1.0};
+  }
+}
+
+// Whoever counts by share, or has nothing of its own, has to hear the others first. Not by waiting
+// for them within backward, see backward_end.h: what can't go yet goes when all have opened.
+bool Reducer::may_launch() {
+  if (round_.opening == nullptr) {
+    open_round();
+  }
+  if (!round_.combination && round_.opening->is_completed()) {
+    decide_combination();
+  }
+  return round_.combination.has_value();
+}
+
+// Waits for all openings.
+void Reducer::decide_combination() {
+  if (round_.combination) {
+    return;
+  }
+  round_.opening->wait();
+  bool is_by_share = false;
+  bool is_as_one = false;
+  for (int rank = 0; rank < communicator_->size(); ++rank) {
+    const Opening opening = openings_.of(rank);
+    is_by_share = is_by_share || opening.mode == Opening::Mode::kByShare;
+    is_as_one = is_as_one || opening.mode == Opening::Mode::kAsOne;
+    round_.is_bare = round_.is_bare || (opening.is_present && opening.is_bare);
+  }
+  // Ranks that count as one have not waited; if they meet others, there is no mean, but all are in
+  // step.
+  if (is_as_one || !is_by_share) {
+    round_.combination = {options_.sums ? ReduceOp::kSum : ReduceOp::kMean, 1.0};
+    return;
+  }
+  const double total = options_.sums ? 1.0 : openings_.total_share();
+  const double unit = weights_.has_weighted ? weights_.first : 1.0;
+  round_.combination = {ReduceOp::kPremulSum, total > 0 ? unit / total : 0.0};
+}
+
+void Reducer::launch(Closing::Status status) {
+  const c10::AutoGradMode no_grad(false);
+  const Instant began = now_ns();
+  const std::size_t number = round_.launched;
+  GradientBucket& bucket = arena_.buckets()[number];
+  if (status == Closing::Status::kFine) {  // otherwise nobody looks at the values
+    for (const std::size_t index : bucket.slots) {
+      fill(arena_.slots()[index]);
+    }
+  }
+  ++round_.launched;
+  round_.times->buckets[number].launched = now_ns();
+  const auto note_done = [times = round_.times, number] { times->buckets[number].done = now_ns(); };
+  if (!hook_) {
+    combine(bucket.memory, bucket.label)->on_completion([note_done](const auto&) { note_done(); });
+  } else if (out_of_step_.empty()) {
+    try {
+      hook_->start(number, note_done);
+    } catch (...) {
+      out_of_step_ = kHooksOutOfStep;
+      if (status == Closing::Status::kFine) {
+        throw;
+      }
+    }
+  }
+  if (round_.times->computed == 0) {
+    round_.launching_s += static_cast<double>(now_ns() - began) * 1e-9;
+  }
+}
+
+void Reducer::launch_what_is_ready() {
+  const std::vector<GradientBucket>& buckets = arena_.buckets();
+  while (round_.launched < buckets.size() && buckets[round_.launched].missing == 0 &&
+         may_launch()) {
+    launch(Closing::Status::kFine);
+  }
+}
+
+// Whether averaging what was averaged already leaves it as it is; see Note [Set aside].
+bool Reducer::keeps_averages() const {
+  return round_.combination->op == ReduceOp::kMean && joining_ == Joining::kNot;
+}
+
+// Sees to it that the slot holds what this rank contributes.
+void Reducer::fill(GradientSlot& slot) {
+  check_aside(slot);
+  const bool has_gradient = slot.parameter.grad().defined();
+  if (has_gradient && !holds_gradient(slot)) {
+    adopt(slot);  // somebody has moved it meanwhile
+  }
+  if (slot.is_pending && has_gradient) {
+    slot.contributes = true;
+    return;
+  }
+  Absent absent{slot.index, {}};
+  if (!is_present_) {
+    slot.parameter.mutable_grad().reset();  // of an earlier step, which the others have forgotten
+    slot.view.zero_();
+  } else if (has_gradient && keeps_averages()) {
+    // What an earlier round has left; it counts if another rank adds to it.
+    absent.before = slot.view.clone();
+  } else {
+    if (has_gradient) {
+      set_aside(slot);
+    }
+    slot.view.zero_();
+  }
+  round_.absent.push_back(std::move(absent));
+}
+
+void Reducer::launch_rest(Closing::Status status) {
+  while (!round_.is_bare && round_.launched < arena_.buckets().size()) {
+    launch(status);
+  }
+}
+
+void Reducer::close_round(Closing::Status status) {
+  Closing closing{status};
+  if (status == Closing::Status::kFine) {
+    require_same_model();
+    closing.wants_buffers = buffers_ && is_present_ && buffers_->has_changed();
+    const bool has_unplaced =
+        std::any_of(arena_.slots().begin(), arena_.slots().end(),
+                    [](const GradientSlot& slot) { return !slot.is_sparse && !has_place(slot); });
+    closing.wants_plan =
+        communicator_->rank() == 0 &&
+        (has_unplaced || (!(hook_ && has_learned_) && order_.wants_plan(arena_.plan())));
+  } else if (!out_of_step_.empty()) {
+    closing.status = Closing::Status::kHookThrew;
+  }
+  if (!closings_ || closings_->slots() != arena_.slots().size()) {
+    closings_.emplace(communicator_->rank(), communicator_->size(), arena_.slots().size());
+  }
+  closings_->write(closing);
+  for (GradientSlot& slot : arena_.slots()) {
+    if (!has_place(slot) && status == Closing::Status::kFine) {
+      check_aside(slot);
+      slot.contributes = slot.is_pending && holds_gradient(slot);
+    }
+    if (slot.contributes) {
+      closings_->set_used(slot.index);
+    }
+    if (slot.late.defined()) {
+      closings_->set_late(slot.index);
+    }
+  }
+  round_.is_closed = true;
+  Operation operation;
+  operation.kind = OpKind::kAllReduce;
+  submit(std::move(operation), closings_->memory(), closings_->memory(), "closing of a round");
+}
+
+// Ranks with different models have closings of different lengths.
+void Reducer::require_same_model() {
+  round_.opening->wait();
+  for (int rank = 0; rank < communicator_->size(); ++rank) {
+    const Opening theirs = openings_.of(rank);
+    if (theirs.digest != openings_.of(0).digest) {
+      round_.is_closed = true;
+      throw Mismatch(
+          join("the parameters of ranks 0 and ", rank, " differ (", openings_.of(0).slots, " and ",
+               theirs.slots, " that train) since one was unfrozen or added: this rank's last is ",
+               arena_.slots().back().name, "; do the same on every rank, before the same forward"));
+    }
+  }
+}
+
+// At the end of a backward, in three steps; see backward_end.h. Here, everything goes that can.
+void Reducer::open_or_give_up() {
+  const c10::AutoGradMode no_grad(false);
+  try {
+    if (may_launch()) {
+      launch_rest(Closing::Status::kFine);
+    }
+  } catch (...) {
+    give_up();
+    throw;
+  }
+}
+
+// Every rank has opened its round, or will without waiting for this one.
+void Reducer::close_or_give_up() {
+  const c10::AutoGradMode no_grad(false);
+  try {
+    decide_combination();
+    launch_rest(Closing::Status::kFine);
+    close_round(Closing::Status::kFine);
+  } catch (...) {
+    give_up();
+    throw;
+  }
+}
+
+void Reducer::conclude_round(bool learns) {
+  const c10::AutoGradMode no_grad(false);
+  std::exception_ptr planning;
+  bool is_agreed = false;
+  try {
+    wait();
+    if (const std::string why = why_worthless(); !why.empty()) {
+      // All ranks know, and are in step.
+      is_agreed = true;
+      if (has_hook_thrown()) {
+        out_of_step_ = kHooksOutOfStep;
+      }
+      order_.drop_round();
+      for (GradientSlot& slot : arena_.slots()) {
+        slot.is_pending = false;
+        slot.aside.reset();
+      }
+      forget();
+      restart();
+      std::rethrow_exception(make_error(ErrorKind::kError, why));
+    }
+    do_the_rest();
+    settle(learns);
+    if (admitted_ < arena_.slots().size()) {
+      admit_new();
+    }
+    if (closings_->any_wants_plan()) {
+      planning = exchange_plan();
+    }
+    if (options_.checks_gradients) {
+      check_gradients();
+    }
+  } catch (...) {
+    if (!is_agreed) {
+      break_off();
+    }
+    throw;
+  }
+  finish_times();
+  forget();
+  restart();
+  if (planning != nullptr) {
+    std::rethrow_exception(planning);
+  }
+}
+
+// All steps at once, outside of backward.
+void Reducer::run_round() {
+  round_.times->computed = now_ns();
+  open_or_give_up();
+  close_or_give_up();
+  conclude_round(/*learns=*/false);
+}
+
+// Lets the others have what they wait for, and tells them that it is worth nothing.
+void Reducer::give_up() noexcept {
+  try {
+    const c10::AutoGradMode no_grad(false);
+    if (round_.opening == nullptr) {
+      open_round();
+    }
+    if (!round_.combination) {
+      // Without waiting for the others: they will take theirs for the same.
+      const bool is_by_share = weights_.has_weighted || joining_ == Joining::kNotAtAll;
+      round_.combination = {is_by_share     ? ReduceOp::kPremulSum
+                            : options_.sums ? ReduceOp::kSum
+                                            : ReduceOp::kMean,
+                            0.0};
+    }
+    launch_rest(Closing::Status::kThrew);
+    if (!round_.is_closed) {
+      close_round(Closing::Status::kThrew);
+    }
+  } catch (const std::exception&) {
+    // A group that failed has told everybody already; the caller sees the error of the backward.
+  }
+  order_.drop_round();
+  orphan();
+}
+
+// The others have gone on, or wait for this rank, which can't: a wait was interrupted, say. Called
+// while the exception is handled.
+void Reducer::break_off() {
+  const std::string what = what_happened();
+  out_of_step_ = join("averaging was cut short in an earlier backward (", what,
+                      "), so this rank's model may differ from the others': load a checkpoint on "
+                      "all ranks, and wrap the module anew");
+  communicator_->abort(
+      Aborted(join("rank ", communicator_->rank(), " left while it averaged gradients: ", what)));
+  order_.drop_round();
+  orphan();
+}
+
+void Reducer::wait() {
+  for (const WorkPtr& work : works_) {
+    work->wait();
+  }
+  if (!hook_ || hook_->is_idle()) {
+    return;
+  }
+  if (has_hook_thrown()) {
+    // It has not taken part, so what the others' wait for may never come.
+    hook_->forget();
+    return;
+  }
+  hook_->wait();
+}
+
+// On any rank.
+bool Reducer::has_hook_thrown() const {
+  for (int rank = 0; closings_ && rank < communicator_->size(); ++rank) {
+    if (closings_->of(rank).status == Closing::Status::kHookThrew) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Why the round is worth nothing, from what all ranks said; empty where it is worth something.
+std::string Reducer::why_worthless() const {
+  using Mode = Opening::Mode;
+  std::string threw;
+  std::string joined;
+  std::string as_one;
+  std::string by_share;
+  std::string mixed;
+  const auto append = [](std::string& ranks, int rank) {
+    ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+  };
+  for (int rank = 0; rank < communicator_->size(); ++rank) {
+    const Closing::Status status = closings_->of(rank).status;
+    const Opening opening = openings_.of(rank);
+    if (status != Closing::Status::kFine) {
+      append(threw, rank);
+    }
+    if (!opening.is_present) {
+      append(joined, rank);
+    } else if (opening.mode != Mode::kNothing) {
+      append(opening.mode == Mode::kMixed     ? mixed
+             : opening.mode == Mode::kByShare ? by_share
+                                              : as_one,
+             rank);
+    }
+  }
+  if (!threw.empty()) {
+    return join(
+        "backward raised on rank ", threw,
+        ", so the gradients of this step are incomplete on every rank: the exception is there; ",
+        has_hook_thrown() ? kHooksOutOfStep : "set the gradients to zero before the next step");
+  }
+  if (!mixed.empty()) {
+    return join("of the backward passes that this step accumulates on rank ", mixed,
+                ", some had a weight and some had none: give one to each");
+  }
+  if (!as_one.empty() && !by_share.empty()) {
+    return join("rank ", by_share, " gave this backward a weight and rank ", as_one,
+                " did not, so there is no average: give one on all ranks (0 where a batch counts "
+                "for nothing), and set the gradients to zero before the next step");
+  }
+  if (throws_on_first_ && !joined.empty() && openings_.present() != 0) {
+    return join("rank ", joined,
+                " has no more batches, and join() was told to stop then "
+                "(throw_on_early_termination=True)");
+  }
+  return {};
+}
+
+// A rank that leaves out a step, because its loss raised before backward came to the model,
+// averages its next one with the others' present one, and nothing else tells.
+void Reducer::warn_of_skipped_steps() {
+  for (int rank = 1; rank < communicator_->size() && !has_warned_; ++rank) {
+    const Opening first = openings_.of(0);
+    const Opening other = openings_.of(rank);
+    if (first.forwards != other.forwards && first.is_present && other.is_present) {
+      has_warned_ = true;
+      log_line(
+          LogLevel::kWarning,
+          join("rank 0 ran ", first.forwards, " forward(s) for training before this step and rank ",
+               rank, " ran ", other.forwards,
+               ": if one of them left out a step, the ranks average different steps from now on; "
+               "wrap forwards that are for nothing else in torch.no_grad()"));
+    }
+  }
+}
+
+// What the closings ask for.
+void Reducer::do_the_rest() {
+  warn_of_skipped_steps();
+  send_late();
+  send_sparse();
+  const int root = openings_.lowest_present();
+  last_root_ = root >= 0 ? root : last_root_;
+  const bool exchanges_buffers = closings_->any_wants_buffers();
+  if (exchanges_buffers) {
+    if (communicator_->rank() == root) {
+      buffers_->pack();
+    }
+    broadcast(buffers_->memory, root, "buffers");
+  }
+  for (const WorkPtr& work : works_) {
+    work->wait();
+  }
+  if (exchanges_buffers && communicator_->rank() != root) {
+    buffers_->unpack();
+  }
+}
+
+// Parameters that joined the model get memory for their gradients, and rank 0's values, as all did
+// when the module was wrapped.
+void Reducer::admit_new() {
+  arena_.allocate();
+  for (; admitted_ < arena_.slots().size(); ++admitted_) {
+    const GradientSlot& slot = arena_.slots()[admitted_];
+    const at::Tensor values = slot.parameter.detach();
+    const at::Tensor memory = values.contiguous();
+    broadcast(memory.view({-1}).view(at::kByte), /*root=*/0, join("values of ", slot.name))->wait();
+    if (communicator_->rank() != 0 && !memory.is_same(values)) {
+      values.copy_(memory);
+    }
+  }
+}
+
+// Gradients that came too late for their bucket, and those of parameters that have none yet.
+void Reducer::send_late() {
+  for (GradientSlot& slot : arena_.slots()) {
+    const bool is_new = !slot.is_sparse && !has_place(slot) && closings_->used(slot.index) != 0;
+    if (is_new) {
+      slot.late = slot.contributes ? slot.parameter.grad().detach().contiguous()
+                                   : at::zeros_like(slot.parameter).detach();
+    } else if (!closings_->is_late(slot.index)) {
+      continue;
+    } else {
+      slot.late = slot.late.defined() ? slot.late.contiguous()
+                                      : at::zeros(slot.view.sizes(), slot.view.options());
+    }
+    combine(slot.late, join("late gradient of ", slot.name));
+  }
+}
+
+void Reducer::send_sparse() {
+  for (GradientSlot& slot : arena_.slots()) {
+    if (!slot.is_sparse || closings_->used(slot.index) == 0) {
+      continue;
+    }
+    const bool has_gradient = slot.parameter.grad().defined();
+    if (slot.contributes) {
+      slot.late = slot.parameter.grad();
+    } else if (has_gradient && is_present_ && keeps_averages()) {
+      slot.late = slot.parameter.grad().clone();  // as in fill()
+    } else {
+      if (has_gradient && is_present_) {
+        set_aside(slot);
+      }
+      slot.late = at::_sparse_coo_tensor_with_dims(
+          /*sparse_dim=*/1, slot.parameter.dim() - 1, slot.parameter.sizes(),
+          slot.parameter.options().layout(at::kSparse));
+    }
+    ReduceOp op = round_.combination->op;
+    if (op == ReduceOp::kPremulSum) {
+      slot.late = scaled(slot.late, round_.combination->factor);
+      op = ReduceOp::kSum;
+    }
+    works_.push_back(sparse_all_reduce(*communicator_, slot.late, op, /*deadline=*/std::nullopt));
+  }
+}
+
+// Takes over the plan of rank 0, for the next round. Returns an error that all ranks have.
+std::exception_ptr Reducer::exchange_plan() {
+  const std::size_t slots = arena_.slots().size();
+  at::Tensor words =
+      at::empty({static_cast<std::int64_t>(encoded_words(slots))}, at::TensorOptions(at::kLong));
+  auto* const data = words.mutable_data_ptr<std::int64_t>();
+  std::exception_ptr error;
+  if (communicator_->rank() == 0) {
+    data[0] = kNoPlan;
+    try {
+      const BucketPlan plan = planner_(order_.expected(), arena_.blocks(), speed_);
+      if (const std::string why = why_invalid(plan, arena_.blocks()); !why.empty()) {
+        throw InvalidUsage(join("plan_buckets() returned a plan that does not fit: ", why));
+      }
+      const std::vector<std::int64_t> encoded = encode(plan, slots);
+      std::copy(encoded.begin(), encoded.end(), data);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  broadcast(words, /*root=*/0, "plan of the buckets")->wait();
+  order_.note_plan();
+  if (error != nullptr) {
+    return error;
+  }
+  if (data[0] == kNoPlan) {
+    return make_error(ErrorKind::kError,
+                      "planning the buckets raised on rank 0: the exception is there");
+  }
+  BucketPlan plan = decode({data, encoded_words(slots)});
+  if (plan != arena_.plan()) {
+    next_plan_ = std::move(plan);
+  }
+  return nullptr;
+}
+
+// Draws the conclusions from a round that is complete.
+void Reducer::settle(bool learns) {
+  if (round_.is_bare) {
+    return;
+  }
+  for (const Absent& absent : round_.absent) {
+    GradientSlot& slot = arena_.slots()[absent.slot];
+    if (closings_->used(absent.slot) != 0) {
+      if (!holds_gradient(slot)) {
+        expose(slot);
+      }
+    } else if (absent.before.defined()) {
+      slot.view.copy_(absent.before);
+    }
+  }
+  std::vector<bool> is_used_by_all;
+  for (GradientSlot& slot : arena_.slots()) {
+    is_used_by_all.push_back(closings_->used(slot.index) == openings_.present());
+    if (slot.late.defined()) {
+      if (has_place(slot)) {
+        slot.view.add_(slot.late);
+      } else {
+        slot.parameter.mutable_grad() = slot.late;
+      }
+    }
+    put_back(slot);
+    slot.is_pending = false;
+    note_seen(slot);
+    if (learns && slot.fired_in == round_.number) {
+      slot.expected_fires = std::max(slot.fires, 1);
+    }
+  }
+  if (learns) {
+    order_.close_round(is_used_by_all);
+    has_learned_ = true;
+  }
+}
+
+// Compares what the optimizers are going to see.
+void Reducer::check_gradients() {
+  const auto count = static_cast<std::int64_t>(arena_.slots().size());
+  const std::int64_t size = communicator_->size();
+  at::Tensor all = at::zeros({size, count}, at::kLong);
+  const at::Tensor own = all.select(0, communicator_->rank());
+  for (const GradientSlot& slot : arena_.slots()) {
+    const at::Tensor& gradient = slot.parameter.grad();
+    const bool is_common = closings_->used(slot.index) != 0 && gradient.defined();
+    own[static_cast<std::int64_t>(slot.index)] =
+        is_common ? static_cast<std::int64_t>(digest_of(gradient)) : std::int64_t{0};
+  }
+  Operation operation;
+  operation.kind = OpKind::kAllGather;
+  submit(std::move(operation), own, all, "check of the gradients")->wait();
+  for (const GradientSlot& slot : arena_.slots()) {
+    for (std::int64_t rank = 1; rank < size; ++rank) {
+      const auto index = static_cast<std::int64_t>(slot.index);
+      if (all[rank][index].item<std::int64_t>() != all[0][index].item<std::int64_t>()) {
+        throw Mismatch(join("the averaged gradient of ", slot.name, " differs between ranks 0 and ",
+                            rank, " (PYDIST_DEBUG=1 compares them)"));
+      }
+    }
+  }
+}
+
+void Reducer::finish_times() {
+  if (round_.is_bare) {
+    return;
+  }
+  round_.times->ended = now_ns();
+  add_round(stats_, arena_, *round_.times, round_.launching_s);
+  if (timeline_ != nullptr) {
+    timeline_->write(arena_, *round_.times, place_, stats_.rounds);
+  }
+}
+
+// -- operations
+
+WorkPtr Reducer::submit(Operation operation, const at::Tensor& input, const at::Tensor& output,
+                        std::string label) {
+  DenseTensors tensors(DenseTensors::Lifetime::kHeld);
+  operation.label = std::move(label);
+  if (input.defined()) {
+    operation.inputs = {tensors.input(input)};
+  }
+  if (output.defined()) {
+    operation.outputs = {tensors.output(output)};
+  }
+  return works_.emplace_back(
+      with_tensors(communicator_->submit(std::move(operation)), std::move(tensors)));
+}
+
+WorkPtr Reducer::combine(const at::Tensor& memory, std::string label) {
+  Operation operation;
+  operation.kind = OpKind::kAllReduce;
+  operation.op = round_.combination->op;
+  operation.factor = round_.combination->factor;
+  if (options_.wire_dtype && memory.scalar_type() == at::kFloat) {
+    operation.wire_dtype = options_.wire_dtype;
+  }
+  return submit(std::move(operation), memory, memory, std::move(label));
+}
+
+WorkPtr Reducer::broadcast(const at::Tensor& memory, int root, std::string label) {
+  Operation operation;
+  operation.kind = OpKind::kBroadcast;
+  operation.peer = root;
+  const bool is_root = communicator_->rank() == root;
+  return submit(std::move(operation), is_root ? memory : at::Tensor(),
+                is_root ? at::Tensor() : memory, std::move(label));
+}
+
+// -- what is under way
+
+bool Reducer::is_idle() const { return works_.empty() && (!hook_ || hook_->is_idle()); }
+
+bool Reducer::is_over() const {
+  return std::all_of(works_.begin(), works_.end(),
+                     [](const WorkPtr& work) { return work->is_completed(); }) &&
+         (!hook_ || hook_->is_over());
+}
+
+// Waits for what an earlier round has left under way.
+void Reducer::drain() {
+  if (is_idle()) {
+    return;
+  }
+  try {
+    wait();
+  } catch (...) {
+    if (is_over()) {
+      forget();
+    }
+    throw;
+  }
+  forget();
+}
+
+void Reducer::forget() {
+  works_.clear();
+  if (hook_) {
+    hook_->forget();
+  }
+}
+
+// Begins a new round while operations of this one still write into the arena. So the gradients,
+// which are worth nothing, are taken out of it: the next ones land there after drain().
+void Reducer::orphan() {
+  restart();
+  for (GradientSlot& slot : arena_.slots()) {
+    slot.is_pending = false;
+    slot.aside.reset();
+    slot.parameter.mutable_grad().reset();
+  }
+}
+
+}  // namespace pydist

@@ -1,0 +1,122 @@
+#include "reducer/round_words.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+namespace pydist {
+namespace {
+
+// Counts and flags are exact in float64, and so are digests of 53 bits.
+constexpr std::size_t kOpeningWords = 7;
+constexpr std::size_t kClosingWords = 3;
+constexpr std::uint64_t kDigestMask = (std::uint64_t{1} << 53) - 1;
+
+at::Tensor make_words(std::size_t count) {
+  return at::zeros({static_cast<std::int64_t>(count)}, at::kDouble);
+}
+
+}  // namespace
+
+Openings::Openings(int rank, int size)
+    : size_(size),
+      all_(make_words(kOpeningWords * static_cast<std::size_t>(size))),
+      own_(all_.narrow(0, static_cast<std::int64_t>(kOpeningWords) * rank,
+                       static_cast<std::int64_t>(kOpeningWords))) {}
+
+void Openings::write(const Opening& own) {
+  auto* const words = own_.mutable_data_ptr<double>();
+  words[0] = static_cast<double>(own.mode);
+  words[1] = own.share;
+  words[2] = static_cast<double>(own.digest & kDigestMask);
+  words[3] = static_cast<double>(own.slots);
+  words[4] = own.is_present ? 1.0 : 0.0;
+  words[5] = own.is_bare ? 1.0 : 0.0;
+  words[6] = static_cast<double>(own.forwards);
+}
+
+Opening Openings::of(int rank) const {
+  const double* const words =
+      all_.const_data_ptr<double>() + kOpeningWords * static_cast<std::size_t>(rank);
+  Opening opening;
+  opening.is_present = words[4] != 0;
+  opening.mode = static_cast<Opening::Mode>(static_cast<int>(words[0]));
+  opening.share = words[1];
+  opening.digest = static_cast<std::uint64_t>(words[2]);
+  opening.slots = static_cast<std::size_t>(words[3]);
+  opening.is_bare = words[5] != 0;
+  opening.forwards = static_cast<std::size_t>(words[6]);
+  return opening;
+}
+
+double Openings::total_share() const {
+  double total = 0;
+  for (int rank = 0; rank < size_; ++rank) {
+    total += of(rank).share;
+  }
+  return total;
+}
+
+int Openings::present() const {
+  int count = 0;
+  for (int rank = 0; rank < size_; ++rank) {
+    count += of(rank).is_present ? 1 : 0;
+  }
+  return count;
+}
+
+int Openings::lowest_present() const {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (of(rank).is_present) {
+      return rank;
+    }
+  }
+  return -1;
+}
+
+Closings::Closings(int rank, int size, std::size_t slots)
+    : rank_(rank),
+      size_(size),
+      slots_(slots),
+      used_begin_(kClosingWords * static_cast<std::size_t>(size)),
+      memory_(make_words(used_begin_ + 2 * slots)) {}
+
+double* Closings::words() const { return memory_.mutable_data_ptr<double>(); }
+
+void Closings::write(const Closing& own) {
+  std::fill_n(words(), memory_.numel(), 0.0);
+  double* const mine = words() + kClosingWords * static_cast<std::size_t>(rank_);
+  mine[0] = static_cast<double>(own.status);
+  mine[1] = own.wants_buffers ? 1.0 : 0.0;
+  mine[2] = own.wants_plan ? 1.0 : 0.0;
+}
+
+Closing Closings::of(int rank) const {
+  const double* const theirs = words() + kClosingWords * static_cast<std::size_t>(rank);
+  return {static_cast<Closing::Status>(static_cast<int>(theirs[0])), theirs[1] != 0,
+          theirs[2] != 0};
+}
+
+bool Closings::any_wants_buffers() const {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (of(rank).wants_buffers) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Closings::any_wants_plan() const {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (of(rank).wants_plan) {
+      return true;
+    }
+  }
+  return false;
+}
+
+int Closings::used(std::size_t slot) const { return static_cast<int>(words()[used_begin_ + slot]); }
+
+bool Closings::is_late(std::size_t slot) const { return words()[used_begin_ + slots_ + slot] != 0; }
+
+}  // namespace pydist

@@ -1,0 +1,88 @@
+// What the ranks tell each other in a round besides gradients: before the first bucket, and after
+// the last.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace pydist {
+
+// Before the first bucket, so that whoever needs the others' shares has them when it averages.
+struct Opening {
+  bool is_present = true;  // not joined: it has a batch of its own
+  // What this rank's gradients count for; the same on all ranks that have any, or an error.
+  enum class Mode { kNothing, kAsOne, kByShare, kMixed };
+  Mode mode = Mode::kAsOne;
+  // This rank's part in the divisor.
+  double share = 1.0;
+  // Of the parameters and of the plan: both must be the same.
+  std::uint64_t digest = 0;
+  std::size_t slots = 0;
+  std::size_t forwards = 0;  // since the last round
+  bool is_bare = false;      // no gradients: all parameters are frozen at the time
+};
+
+// After the last bucket.
+struct Closing {
+  enum class Status { kFine, kThrew, kHookThrew };
+  Status status = Status::kFine;
+  bool wants_buffers = false;  // has changed its buffers
+  bool wants_plan = false;     // has another plan to offer; rank 0 only
+};
+
+// The openings of all ranks, as a buffer for an all_gather in place.
+class Openings {
+ public:
+  Openings(int rank, int size);
+
+  void write(const Opening& own);
+  [[nodiscard]] Opening of(int rank) const;
+  [[nodiscard]] double total_share() const;
+  [[nodiscard]] int present() const;         // how many
+  [[nodiscard]] int lowest_present() const;  // -1: none
+  // The part of the buffer that is this rank's, and all of it.
+  [[nodiscard]] const at::Tensor& own() const noexcept { return own_; }
+  [[nodiscard]] const at::Tensor& all() const noexcept { return all_; }
+
+ private:
+  int size_;
+  at::Tensor all_;
+  at::Tensor own_;
+};
+
+// The closings of all ranks and how many of them used each parameter, as a buffer for a sum.
+class Closings {
+ public:
+  Closings(int rank, int size, std::size_t slots);
+
+  // Sets everything to zero, then this rank's words.
+  void write(const Closing& own);
+  void set_used(std::size_t slot) { words()[used_begin_ + slot] = 1.0; }
+  void set_late(std::size_t slot) { words()[used_begin_ + slots_ + slot] = 1.0; }
+
+  // After the sum.
+  [[nodiscard]] Closing of(int rank) const;
+  [[nodiscard]] bool any_wants_buffers() const;
+  [[nodiscard]] bool any_wants_plan() const;
+  [[nodiscard]] int used(std::size_t slot) const;
+  [[nodiscard]] bool is_late(std::size_t slot) const;
+
+  [[nodiscard]] std::size_t slots() const noexcept { return slots_; }
+  [[nodiscard]] const at::Tensor& memory() const noexcept { return memory_; }
+
+ private:
+  [[nodiscard]] double* words() const;
+
+  int rank_;
+  int size_;
+  std::size_t slots_;
+  std::size_t used_begin_;
+  at::Tensor memory_;
+};
+
+}  // namespace pydist

@@ -1,0 +1,57 @@
+"""Lets torch.compile cut the graph of a wrapped module, so that communication overlaps backward.
+
+A compiled backward is one node of the autograd graph, whose gradients all come at its end. Inside
+the forward of torch's own DistributedDataParallel, dynamo therefore cuts graphs where buckets end
+(`torch._dynamo.config.optimize_ddp`). It looks for the module that is active on that class and
+reads nothing of it but the size of the buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch._C._dynamo import eval_frame
+from torch.nn.parallel import DistributedDataParallel
+
+# Dynamo wants its first bucket, of this size, to be no larger than the others.
+_LEAST_CAP_BYTES = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 20))
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def runs_uncompiled(function: _Function) -> _Function:
+    """Lets dynamo leave a function alone, and yet compile what it calls.
+
+    What `torch.compiler.disable(recursive=False)` does, without importing dynamo, which takes
+    seconds, for those who compile nothing.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    strategy = eval_frame._FrameExecStrategy(
+        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    )
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+@dataclass
+class _Active:
+    bucket_bytes_cap: int
+
+
+@contextlib.contextmanager
+@runs_uncompiled
+def graphs_cut_at(cap_bytes: int) -> Iterator[None]:
+    """Lets dynamo cut what it compiles inside into pieces with so many bytes of parameters."""
+    owner: Any = DistributedDataParallel
+    before = getattr(owner, "_active_ddp_module", None)
+    owner._active_ddp_module = _Active(max(cap_bytes, _LEAST_CAP_BYTES))
+    try:
+        yield
+    finally:
+        # Wrappers may nest.
+        owner._active_ddp_module = before

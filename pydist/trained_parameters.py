@@ -1,0 +1,108 @@
+"""Which parameters of a module train: when it is wrapped, and what joins them later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pydist.errors import InvalidUsage
+from pydist.gradient_sync import Trained
+
+# Counts how often any module anywhere was given a parameter or a submodule. A wrapper that has seen
+# the present count knows all of its module's parameters, without walking through them every time.
+_registrations = 0
+
+
+def _note_registration(_module: nn.Module, _name: str, _value: Any) -> None:
+    global _registrations
+    _registrations += 1
+
+
+nn.modules.module.register_module_parameter_registration_hook(_note_registration)
+nn.modules.module.register_module_module_registration_hook(_note_registration)
+
+
+class TrainedParameters:
+    """The parameters of a module that require gradients.
+
+    Attributes:
+        known: Names, parameters, whether their gradients are sparse: first those at construction,
+            in the order of registration, then those that `joined` has found, in that order.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._seen = _registrations
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self.known: Trained = []
+        self._known_ids: set[int] = set()
+        self._walk()
+
+    def joined(self) -> Trained:
+        """Parameters that were unfrozen or added since the last call.
+
+        Raises:
+            InvalidUsage: One of them can't be trained; the next call raises again.
+        """
+        if self._seen == _registrations and not any(p.requires_grad for _, p in self._frozen):
+            return []
+        seen = _registrations
+        before = len(self.known)
+        self._walk()
+        self._seen = seen
+        return self.known[before:]
+
+    def _walk(self) -> None:
+        named = list(self._module.named_parameters())
+        sparse = _ids_of_sparse(self._module)
+        joined = [
+            (name, parameter, id(parameter) in sparse)
+            for name, parameter in named
+            if parameter.requires_grad and id(parameter) not in self._known_ids
+        ]
+        for name, parameter, _ in joined:
+            require_ordinary("parameter", name, parameter)
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self._known_ids.update(id(parameter) for _, parameter, _ in joined)
+        self.known += joined
+
+
+def _ids_of_sparse(module: nn.Module) -> set[int]:
+    """The parameters of a module whose gradients autograd makes sparse."""
+    weights: list[Tensor] = [
+        part.weight
+        for part in module.modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+    ]
+    return {id(weight) for weight in weights}
+
+
+def require_trainable(module: nn.Module) -> None:
+    """Raises InvalidUsage where the module holds what DataParallel can't train, or nothing."""
+    for name, parameter in module.named_parameters():
+        require_ordinary("parameter", name, parameter)
+    for name, buffer in module.named_buffers():
+        require_ordinary("buffer", name, buffer)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise InvalidUsage(
+            "no parameter of the module requires a gradient, so there is nothing to average: "
+            "unfreeze what is to train before wrapping it, or use the module as it is"
+        )
+
+
+def require_ordinary(kind: str, name: str, tensor: Tensor) -> None:
+    """Raises InvalidUsage unless a parameter or buffer is dense, has a shape, and is on the CPU."""
+    if nn.parameter.is_lazy(tensor):
+        raise InvalidUsage(
+            f"{kind} {name} has no shape yet: run one forward before wrapping the module"
+        )
+    if tensor.device.type != "cpu":
+        raise InvalidUsage(
+            f"{kind} {name} is on {tensor.device}; pydist.DataParallel trains on the CPU"
+        )
+    if tensor.layout != torch.strided:
+        raise InvalidUsage(
+            f"{kind} {name} is {tensor.layout}; pydist.DataParallel needs dense tensors"
+        )

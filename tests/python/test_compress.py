@@ -1,0 +1,75 @@
+"""`compress=`: float32 gradients that travel in 16 bits."""
+
+import pytest
+import torch
+from torch import nn
+from training import TIME_LIMIT, Runner, batch, joined
+
+import pydist
+
+pytestmark = TIME_LIMIT
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def average_compressed(compress: str, reduction: str) -> None:
+    rank, size = joined()
+    module = nn.ModuleDict(
+        {
+            "one": nn.Linear(40, 1, bias=False),
+            "two": nn.Linear(40, 1, bias=False, dtype=torch.float64),
+            "three": nn.Linear(40, 1, bias=False, dtype=torch.bfloat16),
+        }
+    )
+    model = pydist.DataParallel(module, compress=compress, reduction=reduction)
+    inputs = [batch(r, 1, 40, dtype=torch.float32) for r in range(size)]
+
+    def check(name: str, expected: torch.Tensor) -> None:
+        assert torch.equal(module[name].weight.grad, expected), name
+
+    for _ in range(2):
+        model.zero_grad()
+        loss = sum(
+            part(inputs[rank].to(part.weight.dtype)).sum().double() for part in module.values()
+        )
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        wire = DTYPES[compress]
+        divisor = size if reduction == "mean" else 1
+        # Rounded before and after; summed in float32, in the order of the ranks.
+        total = torch.zeros(1, 40)
+        for x in inputs:
+            total += x.to(wire).float()
+        check("one", (total / divisor).to(wire).float())
+        # Other types travel as they are.
+        exact = torch.zeros(1, 40, dtype=torch.float64)
+        for x in inputs:
+            exact += x.double()
+        torch.testing.assert_close(
+            module["two"].weight.grad, exact / divisor, rtol=1e-14, atol=1e-14
+        )
+        rounded = torch.zeros(1, 40)
+        for x in inputs:
+            rounded += x.to(torch.bfloat16).float()
+        check("three", (rounded / divisor).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("compress", list(DTYPES))
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_compressed_gradients(run: Runner, compress: str, reduction: str) -> None:
+    run(average_compressed, compress, reduction)
+
+
+def refuse() -> None:
+    rank, _ = joined()
+    with pytest.raises(pydist.InvalidUsage, match="'bf16', 'fp16' or None"):
+        pydist.DataParallel(nn.Linear(2, 1), compress="int8")
+    with pytest.raises(pydist.Mismatch, match=r"compress='bf16'.*compress=None"):
+        pydist.DataParallel(nn.Linear(2, 1), compress=None if rank else "bf16")
+    model = pydist.DataParallel(nn.Linear(2, 1), compress="bf16")
+    with pytest.raises(pydist.InvalidUsage, match="compress"):
+        model.register_comm_hook(None, lambda state, bucket: bucket)
+
+
+def test_what_cannot_be_compressed(run: Runner) -> None:
+    run(refuse)

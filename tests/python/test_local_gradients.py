@@ -1,0 +1,202 @@
+"""Gradients that were not averaged: `sync_gradients()`, and optimizers that would use them."""
+
+import pytest
+import torch
+from torch import nn
+from training import TIME_LIMIT, Runner, batch, joined
+
+import pydist
+
+pytestmark = TIME_LIMIT
+
+
+def mean_of(rank_values: list[float]) -> float:
+    return sum(rank_values) / len(rank_values)
+
+
+def synchronize_by_hand(reduction: str) -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False), reduction=reduction)
+    values = [r + 1.0 for r in range(size)]
+    expected = mean_of(values) if reduction == "mean" else sum(values)
+    x = torch.full((1, 2), values[rank])
+    with model.no_sync():
+        model(x).sum().backward()
+    model.sync_gradients()
+    assert model.weight.grad.tolist() == [[expected] * 2]
+    # Once more changes nothing.
+    model.sync_gradients()
+    assert model.weight.grad.tolist() == [[expected] * 2]
+    # What autograd.grad returns is the rank's own, until it is handed over.
+    model.zero_grad()
+    (gradient,) = torch.autograd.grad(model(x).sum(), model.weight)
+    assert gradient.tolist() == x.tolist()
+    model.weight.grad = gradient
+    model.sync_gradients()
+    assert model.weight.grad.tolist() == [[expected] * 2]
+    # Nothing at all.
+    model.zero_grad()
+    model.sync_gradients()
+    assert model.weight.grad is None
+    # A rank that has nothing counts as zeros.
+    if rank:
+        with model.no_sync():
+            model(x).sum().backward()
+    model.sync_gradients()
+    total = sum(values) - values[0]
+    expected = total / size if reduction == "mean" else total
+    torch.testing.assert_close(model.weight.grad, torch.full((1, 2), expected))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_sync_gradients(run: Runner, reduction: str) -> None:
+    run(synchronize_by_hand, reduction)
+
+
+def step_too_early() -> None:
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1))
+    other = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = batch(rank, 3, 2, dtype=torch.float32)
+    with model.no_sync():
+        model(x).sum().backward()
+    other(x).sum().backward()
+    with pytest.raises(pydist.InvalidUsage, match="never averaged"):
+        optimizer.step()
+    # Others' parameters are others' business; and who steps inside no_sync() means it.
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    with model.no_sync():
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    with model.no_sync():
+        model(x).sum().backward()
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def test_a_step_before_averaging_is_refused(run: Runner) -> None:
+    run(step_too_early)
+
+
+def call_no_sync_with_arguments() -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False))
+    for micro in range(3):
+        with model.no_sync(enabled=micro < 2):
+            model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        if micro < 2:
+            assert model.stats().rounds == 0
+    assert model.stats().rounds == 1
+    assert model.weight.grad.tolist() == [[3 * (size + 1) / 2] * 2]
+    with model.no_sync(), model.no_sync(enabled=False):
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.stats().rounds == 1, "the inner one does not undo the outer one"
+
+
+def test_no_sync_can_be_switched_off(run: Runner) -> None:
+    run(call_no_sync_with_arguments)
+
+
+def write_gradients_in_place(reduction: str) -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False), reduction=reduction)
+    x = torch.full((1, 2), rank + 1.0)
+    model(x).sum().backward()
+    model.zero_grad(set_to_none=False)
+    (gradient,) = torch.autograd.grad(model(x).sum(), model.weight)
+    model.weight.grad.copy_(gradient)
+    if reduction == "sum":
+        # Whether it holds a sum already, and of what, nobody can tell.
+        with pytest.raises(
+            pydist.InvalidUsage, match="parameter weight was summed and then changed"
+        ):
+            model.sync_gradients()
+        model.zero_grad()
+        model(x).sum().backward()
+        assert model.weight.grad.tolist() == [[size * (size + 1) / 2] * 2]
+        return
+    model.sync_gradients()
+    assert model.weight.grad.tolist() == [[(size + 1) / 2] * 2]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    # What a weight was given to, and thrown away, weighs nothing.
+    model.zero_grad()
+    with model.no_sync(), model.weighted(1 if rank else 9):
+        model(x).sum().backward()
+    model.zero_grad()
+    model.weight.grad = gradient
+    model.sync_gradients()
+    assert model.weight.grad.tolist() == [[(size + 1) / 2] * 2]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_written_in_place(run: Runner, reduction: str) -> None:
+    run(write_gradients_in_place, reduction)
+
+
+def synchronize_without_a_backward() -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False, dtype=torch.float64))
+    if rank:
+        with model.no_sync(), model.weighted(2 * rank + 1):
+            model(torch.full((1, 2), rank + 1.0, dtype=torch.float64)).sum().backward()
+    model.sync_gradients()
+    weights = [2 * r + 1 for r in range(1, size)]
+    mean = sum(w * (r + 2.0) for r, w in enumerate(weights)) / sum(weights)
+    torch.testing.assert_close(
+        model.weight.grad, torch.full((1, 2), mean, dtype=torch.float64), rtol=0, atol=1e-12
+    )
+
+
+def test_a_rank_without_a_backward_has_no_weight_in_sync_gradients(run: Runner) -> None:
+    run(synchronize_without_a_backward)
+
+
+def hand_over_a_graph() -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False))
+    x = torch.full((1, 2), rank + 1.0)
+    loss = model(x).sum().square()
+    (model.weight.grad,) = torch.autograd.grad(loss, model.weight, create_graph=rank == 0)
+    message = "parameter weight is part of a graph" if rank == 0 else "raised on rank 0"
+    with pytest.raises(pydist.Error, match=message):
+        model.sync_gradients()
+    for step in range(2):
+        model.zero_grad()
+        model(torch.full((1, 2), 100.0 * step + rank)).sum().backward()
+        assert model.weight.grad.tolist() == [[100.0 * step + (size - 1) / 2] * 2]
+
+
+def test_a_gradient_that_is_refused_ends_sync_gradients_on_all_ranks(run: Runner) -> None:
+    run(hand_over_a_graph)
+
+
+def step_within_backward(set_to_none: bool) -> None:
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    hooks = []
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+        hooks.append(parameter.register_post_accumulate_grad_hook(step))
+    with pytest.raises(pydist.InvalidUsage, match=r"SGD\.step\(\) is called within backward"):
+        model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    assert model.module[1].bias.grad.tolist() == [1.0]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_within_backward_is_refused(run: Runner, set_to_none: bool) -> None:
+    run(step_within_backward, set_to_none)
