@@ -61,9 +61,11 @@ train: build  ## train a small GPT on N=2 processes
 test: test-cpp test-python  ## run every test
 
 .PHONY: bench
-bench: build bench-engine  ## measure collectives beside gloo, steps beside DDP, the engine's roofline
+bench: build bench-engine  ## measure collectives beside gloo, steps and memory beside DDP, overlap, roofline
 	$(BIN)/python bench/collectives.py $(ARGS)
 	$(BIN)/python bench/step.py
+	$(BIN)/python bench/overlap.py
+	$(BIN)/python bench/memory.py
 
 .PHONY: bench-engine
 bench-engine: build/.tools  ## the C++ part of bench

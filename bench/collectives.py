@@ -12,7 +12,6 @@ robin, and use one compute thread each.
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from host import describe, pin
 from rich.console import Console
 from rich.table import Table
 
@@ -30,12 +30,6 @@ ARMS = ("gloo", "ordinary", "symmetric")
 
 # Bytes; the first and the last are where the claims of the README are made.
 SIZES = (8, 1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256 << 20)
-
-
-def pin(rank: int) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
 
 
 def time_call(call: Callable[[], object], repeat: int, slowest: torch.Tensor) -> float:
@@ -145,10 +139,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results there, too")
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
-    print(
-        f"{platform.processor() or platform.machine()}, {cores} cores, torch {torch.__version__}, "
-        f"pydist {pydist.__version__}"
-    )
+    print(describe())
     everything = {}
     for ranks in args.ranks:
         sizes = tuple(args.sizes)

@@ -10,19 +10,19 @@ keep freed blocks in the process.
 """
 
 import argparse
+import inspect
 import json
-import os
-import platform
 import random
 import statistics
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from host import describe, keep_freed_blocks, pin
+from models import MODELS
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -31,55 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 import pydist
 
 DDP_BUCKETS_MB = (1, 5, 25, 50, 200)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 8, batch_first=True)
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.mix = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norms[0](x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        out: Tensor = x + self.mix(self.norms[1](x))
-        return out
-
-
-class GPT(nn.Module):
-    """33.6 million parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(16384, 512)
-        self.blocks = nn.Sequential(*(Block(512) for _ in range(8)))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.blocks(self.words(tokens)) @ self.words.weight.t()
-        return logits
-
-
-def gpt() -> tuple[nn.Module, Tensor]:
-    return GPT(), torch.randint(0, 16384, (2, 64))
-
-
-def wide() -> tuple[nn.Module, Tensor]:
-    layers = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
-    return nn.Sequential(*layers), torch.randn(8, 2048)
-
-
-def deep() -> tuple[nn.Module, Tensor]:
-    layers = [layer for _ in range(200) for layer in (nn.Linear(64, 64), nn.Tanh())]
-    return nn.Sequential(*layers), torch.randn(8, 64)
-
-
-MODELS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensor]]]] = {
-    "gpt": ("GPT, 8 layers, 33.6M parameters, batch 2x64", gpt),
-    "wide": ("MLP 6x2048, batch 8", wide),
-    "deep": ("200 layers of 64x64, batch 8", deep),
+# Not in every torch.
+NEWER_KNOBS: dict[str, Any] = {
+    name: True
+    for name in ("batched_grad_copy",)
+    if name in inspect.signature(DistributedDataParallel).parameters
 }
 
 
@@ -93,6 +49,7 @@ def make_arms(model: nn.Module) -> dict[str, nn.Module]:
             bucket_cap_mb=cap_mb,
             gradient_as_bucket_view=True,
             static_graph=True,
+            **NEWER_KNOBS,
         )
     arms["pydist"] = pydist.DataParallel(deepcopy(model))
     return arms
@@ -111,17 +68,15 @@ def time_step(model: nn.Module, inputs: Tensor, slowest: Tensor) -> float:
 def run(name: str, seconds: float) -> dict[str, list[float]]:
     """On each rank; rank 0's result counts."""
     pydist.init("native")
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[pydist.rank() % len(cores)]})
-    torch.set_num_threads(1)
+    pin(pydist.rank())
     torch.manual_seed(0)
     model, inputs = MODELS[name][1]()
     arms = make_arms(model)
     slowest = torch.zeros(1, dtype=torch.float64)
     times: dict[str, list[float]] = {arm: [] for arm in arms}
     for _ in range(3):
-        for arm in arms.values():
-            time_step(arm, inputs, slowest)
+        for module in arms.values():
+            time_step(module, inputs, slowest)
     end_s = time.perf_counter() + seconds
     more = torch.ones(1, dtype=torch.int32)
     while more[0]:
@@ -188,13 +143,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="for each model")
     parser.add_argument("--json", type=Path, help="write the results there, too")
     args = parser.parse_args()
-    # glibc would give large blocks back at every free, and all arms would pay for page faults.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 34))
-    print(
-        f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
-        f"torch {torch.__version__}, pydist {pydist.__version__}"
-    )
+    keep_freed_blocks()
+    print(describe())
     results = {}
     for name in args.models:
         results[name] = summarize(pydist.spawn(run, (name, args.seconds), nprocs=args.ranks)[0])
