@@ -19,7 +19,14 @@ from pydist.collectives import (
     send,
     symmetric_empty,
 )
-from pydist.data_parallel import DataParallel
+from pydist.data_parallel import (
+    BucketPlan,
+    BucketStats,
+    CommunicationStats,
+    DataParallel,
+    PlannedBucket,
+    PlannedParameter,
+)
 from pydist.errors import (
     Aborted,
     Error,
@@ -46,12 +53,17 @@ from pydist.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Aborted",
+    "BucketPlan",
+    "BucketStats",
+    "CommunicationStats",
     "Communicator",
     "DataParallel",
     "Error",
     "InvalidUsage",
     "Mismatch",
     "PeerLost",
+    "PlannedBucket",
+    "PlannedParameter",
     "SyncBatchNorm",
     "Timeout",
     "TransportError",

@@ -191,6 +191,8 @@ class BucketStats:
     """
     One bucket, as means over the rounds since the plan last changed; seconds since the beginning of backward.
     """
+    def __repr__(self) -> str:
+        ...
     @property
     def bytes(self) -> int:
         """
@@ -220,6 +222,8 @@ class ReducerStats:
     """
     What synchronising gradients has cost since the last reset.
     """
+    def __repr__(self) -> str:
+        ...
     @property
     def buckets(self) -> list[BucketStats]:
         """
@@ -254,9 +258,9 @@ class Reducer:
     """
     Averages gradients over the ranks while backward still runs.
     """
-    def __init__(self, communicator: Communicator, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], planner: collections.abc.Callable, sums: bool, wire_dtype: torch.dtype | None, measures_link: bool, rank: typing.SupportsInt | typing.SupportsIndex, buffer_memory: torch.Tensor | None = None, has_changed: collections.abc.Callable | None = None, pack: collections.abc.Callable | None = None, unpack: collections.abc.Callable | None = None) -> None:
+    def __init__(self, communicator: Communicator, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], planner: collections.abc.Callable, sums: bool, wire_dtype: torch.dtype | None, measures_link: bool, rank: typing.SupportsInt | typing.SupportsIndex, buffer_memory: torch.Tensor | None = None, has_changed: collections.abc.Callable | None = None, pack: collections.abc.Callable | None = None, unpack: collections.abc.Callable | None = None, renew: collections.abc.Callable | None = None) -> None:
         """
-        All ranks call, with the same parameters: (name, parameter, whether its gradient is sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the buckets as lists of indices, on rank 0. `rank` names this process in traces. At the end of a round in which `has_changed()` on any rank, one rank calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`.
+        All ranks call, with the same parameters: (name, parameter, whether its gradient is sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the buckets as lists of indices, on rank 0. `rank` names this process in traces. At the end of a round in which `has_changed()` on any rank, one rank calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`; after parameters were added all call `renew`, which returns new memory.
         """
     def add(self, name: str, parameter: torch.Tensor, is_sparse: bool) -> None:
         """
@@ -324,6 +328,11 @@ class Reducer:
     def last_root(self) -> int:
         """
         The lowest rank that had a batch in the last round with any.
+        """
+    @property
+    def others_know(self) -> bool:
+        """
+        Whether the other ranks were told of a failure since the last forward.
         """
     @property
     def parameters(self) -> list[torch.Tensor]:

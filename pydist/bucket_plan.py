@@ -104,11 +104,14 @@ class PlannedBucket:
     ready_s: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BucketPlan:
     """The buckets of a model, in the order of launching. Prints as a table."""
 
     buckets: tuple[PlannedBucket, ...]
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         # Only who prints a plan needs it.

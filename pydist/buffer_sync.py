@@ -30,17 +30,30 @@ class BufferSync:
     """
 
     def __init__(self, communicator: Communicator, module: nn.Module) -> None:
+        self._communicator = communicator
+        self._module = module
+        self._lay_out()
+
+    def renew(self) -> Tensor:
+        """Lays out the message anew, for the buffers that the module has now; returns its memory.
+
+        All ranks call it together.
+        """
+        self._lay_out()
+        return self.memory
+
+    def _lay_out(self) -> None:
         self._owners: list[tuple[str, nn.Module, str]] = []
         self._places: list[Tensor] = []
         places: list[tuple[int, Tensor]] = []
         size_bytes = 0
-        for name, buffer in module.named_buffers():
+        for name, buffer in self._module.named_buffers():
             path, _, attribute = name.rpartition(".")
-            self._owners.append((name, module.get_submodule(path), attribute))
+            self._owners.append((name, self._module.get_submodule(path), attribute))
             places.append((size_bytes, buffer))
             size_bytes += buffer.numel() * buffer.element_size()
             size_bytes += -size_bytes % _ALIGNMENT_BYTES
-        self.memory = communicator.symmetric_empty([size_bytes], torch.uint8).zero_()
+        self.memory = self._communicator.symmetric_empty([size_bytes], torch.uint8).zero_()
         for begin, buffer in places:
             end = begin + buffer.numel() * buffer.element_size()
             place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import os
 import traceback
 import weakref
 from collections import OrderedDict
@@ -97,13 +98,12 @@ class DataParallel(nn.Module):
         dim: Accepted for compatibility.
         broadcast_buffers: Whether to copy rank 0's buffers to all ranks, at construction and after
             each backward. Default: True.
-        init_sync: Whether to compare the module with the other ranks' and to copy rank 0's
-            parameters and buffers at construction. If False, seeing to it that all ranks start
-            from the same values is up to you.
+        init_sync: Whether to copy rank 0's parameters and buffers at construction. If False, seeing
+            to it that all ranks start from the same values is up to you.
         process_group: The ranks to average over; default: all.
-        bucket_cap_mb: How many MiB of gradients travel in one operation. Default: what a short
+        bucket_cap_mb: A bucket is closed once it holds at least so many MiB. Default: what a short
             measurement of the connection between the ranks finds best.
-        find_unused_parameters: Accepted for compatibility: they are always found, at no cost.
+        find_unused_parameters: Accepted for compatibility: they are always found.
         check_reduction: Accepted for compatibility.
         gradient_as_bucket_view: Accepted for compatibility: gradients always are.
         static_graph: Accepted for compatibility: nothing is assumed about the graph.
@@ -179,7 +179,9 @@ class DataParallel(nn.Module):
         if compress is not None and compress not in _WIRE_DTYPES:
             raise InvalidUsage(f"compress is {compress!r}; it must be 'bf16', 'fp16' or None")
         if not isinstance(module, nn.Module):
-            raise InvalidUsage(f"pydist.DataParallel wraps a torch.nn.Module, not a {type(module)}")
+            raise InvalidUsage(
+                f"pydist.DataParallel wraps a torch.nn.Module, not a {type(module).__name__}"
+            )
         if isinstance(module, DataParallel):
             raise InvalidUsage("the module is a pydist.DataParallel already")
         require_trainable(module)
@@ -203,17 +205,19 @@ class DataParallel(nn.Module):
         self._communicator = groups.split(parent, range(parent.size))
         cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self._graph_cap_bytes = cap_bytes or DEFAULT_CAP_BYTES
-        has_buffers = next(module.buffers(), None) is not None
+        averages_itself = type(self).average_bucket is not DataParallel.average_bucket
         arguments = [
             f"bucket_cap_mb={bucket_cap_mb}",
             f"reduction={reduction!r}",
             f"compress={compress!r}",
             f"init_sync={init_sync}",
             f"synchronized buffers={sync_buffers}",
+            f"average_bucket of its own={averages_itself}",
+            f"PYDIST_DEBUG={os.environ.get('PYDIST_DEBUG') or '0'}",
         ]
         check_same(self._communicator, "pydist.DataParallel's setting", arguments)
+        check_same(self._communicator, "the module", facts_of(module))
         if init_sync:
-            check_same(self._communicator, "the module", facts_of(module))
             with_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
             copy_from(self._communicator, 0, module, with_buffers=with_buffers)
         self._trained = TrainedParameters(module)
@@ -223,7 +227,7 @@ class DataParallel(nn.Module):
             self._communicator,
             self._trained.known,
             lambda *arguments: _plan(itself(), cap_bytes, *arguments),
-            BufferSync(self._communicator, module) if sync_buffers and has_buffers else None,
+            BufferSync(self._communicator, module) if sync_buffers else None,
             sums=reduction == "sum",
             wire_dtype=_WIRE_DTYPES[compress] if compress else None,
             measures_link=bucket_cap_mb is None,
@@ -231,8 +235,8 @@ class DataParallel(nn.Module):
         )
         self._compresses = compress is not None
         guard_steps(self._reducer)
-        if type(self).average_bucket is not DataParallel.average_bucket:
-            self._reducer.register_comm_hook(itself, _average_bucket)
+        if averages_itself:
+            self._reducer.register_comm_hook(itself, _returning_future(_average_bucket))
 
     # -- computation
 
@@ -293,7 +297,9 @@ class DataParallel(nn.Module):
         """
         value = float(weight)
         if not (value >= 0 and math.isfinite(value)):
-            raise InvalidUsage(f"the weight of a backward is {value}; it must be 0 or more")
+            raise InvalidUsage(
+                f"the weight of a backward is {value}; it must be finite and not negative"
+            )
         self._refuse_hook("weighted() gives ranks different weights")
         before, self._reducer.weight = self._reducer.weight, value
         try:
@@ -355,7 +361,7 @@ class DataParallel(nn.Module):
             try:
                 yield
             except BaseException as error:
-                if not _came_out_of_averaging(error):
+                if not (self._reducer.others_know and _came_out_of_averaging(error)):
                     self._reducer.fail_round()
                 raise
             while self._reducer.join_round():
@@ -446,6 +452,24 @@ class DataParallel(nn.Module):
                 raise
             return getattr(module, name)
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards average; what `no_sync()` switches off. Torch's name, may be set."""
+        return self._reducer.enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._reducer.enabled = value
+
+    def _set_static_graph(self) -> None:
+        """Accepted for compatibility: nothing is assumed about the graph."""
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or hasattr(type(self), name):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         module = self.__dict__.get("module")
         is_own = name in _OWN_NAMES or name in self.__dict__ or hasattr(type(self), name)
@@ -462,7 +486,8 @@ class DataParallel(nn.Module):
         Torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unmodified. All ranks
         register the same one, once, before the first backward. The buckets then follow the order of
         the first backward and no later one, because hooks may keep state for each. Sparse gradients
-        do not pass through it. Complex ones arrive as pairs of real numbers.
+        do not pass through it. `bucket.buffer()` has zeros between gradients, which start on cache
+        lines; `bucket.gradients()` has none. Complex ones arrive as pairs of real numbers.
 
         Args:
             state: The first argument of every call.
@@ -489,7 +514,7 @@ class DataParallel(nn.Module):
                 "compress= lets the engine's own average travel in 16 bits, which a communication "
                 "hook takes the place of: use one of the two"
             )
-        self._reducer.register_comm_hook(state, hook)
+        self._reducer.register_comm_hook(state, _returning_future(hook))
 
     def _refuse_hook(self, what: str) -> None:
         if self._reducer.has_hook:
@@ -582,6 +607,20 @@ def _came_out_of_averaging(error: BaseException) -> bool:
         return True
     before = error.__cause__ or error.__context__
     return before is not None and _came_out_of_averaging(before)
+
+
+def _returning_future(hook: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def checked(state: Any, bucket: Any) -> Any:
+        future = hook(state, bucket)
+        # torch's C++ returns the base class of its Python one.
+        if not isinstance(future, torch._C.Future):
+            raise InvalidUsage(
+                f"what averages a bucket returned a {type(future).__name__}; it must return a "
+                "torch.futures.Future of the mean"
+            )
+        return future
+
+    return checked
 
 
 def _average_bucket(

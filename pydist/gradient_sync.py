@@ -82,7 +82,7 @@ def make_reducer(
         measures_link,
         rank,
         *(
-            (buffers.memory, buffers.has_changed, buffers.pack, buffers.unpack)
+            (buffers.memory, buffers.has_changed, buffers.pack, buffers.unpack, buffers.renew)
             if buffers is not None
             else ()
         ),

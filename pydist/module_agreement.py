@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pydist.errors import Mismatch
+from pydist.trained_parameters import ids_of_sparse
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 def facts_of(module: nn.Module) -> list[str]:
     """What must be the same on all ranks, a line for each parameter and buffer."""
     lines = []
+    sparse = ids_of_sparse(module)
     for name, parameter in module.named_parameters():
         kind = "parameter" if parameter.requires_grad else "frozen parameter"
-        lines.append(f"{kind} {name}: {_layout(parameter)}")
+        kind_of_gradient = ", sparse gradient" if id(parameter) in sparse else ""
+        lines.append(f"{kind} {name}: {_layout(parameter)}{kind_of_gradient}")
     for name, buffer in module.named_buffers():
         lines.append(f"buffer {name}: {_layout(buffer)}")
     return lines

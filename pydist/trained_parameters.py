@@ -38,6 +38,7 @@ class TrainedParameters:
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self.known: Trained = []
         self._known_ids: set[int] = set()
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._walk()
 
     def joined(self) -> Trained:
@@ -46,7 +47,12 @@ class TrainedParameters:
         Raises:
             InvalidUsage: One of them can't be trained; the next call raises again.
         """
-        if self._seen == _registrations and not any(p.requires_grad for _, p in self._frozen):
+        if (
+            self._seen == _registrations
+            and not any(parameter.requires_grad for _, parameter in self._frozen)
+            # Conversions may put other parameters in place without registering them.
+            and all(table.get(key) is parameter for table, key, parameter in self._places)
+        ):
             return []
         seen = _registrations
         before = len(self.known)
@@ -56,7 +62,7 @@ class TrainedParameters:
 
     def _walk(self) -> None:
         named = list(self._module.named_parameters())
-        sparse = _ids_of_sparse(self._module)
+        sparse = ids_of_sparse(self._module)
         joined = [
             (name, parameter, id(parameter) in sparse)
             for name, parameter in named
@@ -67,9 +73,16 @@ class TrainedParameters:
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._known_ids.update(id(parameter) for _, parameter, _ in joined)
         self.known += joined
+        self._places = [
+            (part._parameters, key, parameter)
+            for part in self._module.modules()
+            if isinstance(part._parameters, dict)  # not so in TorchScript
+            for key, parameter in part._parameters.items()
+            if parameter is not None
+        ]
 
 
-def _ids_of_sparse(module: nn.Module) -> set[int]:
+def ids_of_sparse(module: nn.Module) -> set[int]:
     """The parameters of a module whose gradients autograd makes sparse."""
     weights: list[Tensor] = [
         part.weight

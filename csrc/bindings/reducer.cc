@@ -46,7 +46,8 @@ auto calling_python(Function&& function) -> decltype(std::forward<Function>(func
 std::optional<BufferExchange> adapt_buffers(std::optional<at::Tensor> memory,
                                             std::optional<py::function> has_changed,
                                             std::optional<py::function> pack,
-                                            std::optional<py::function> unpack) {
+                                            std::optional<py::function> unpack,
+                                            std::optional<py::function> renew) {
   if (!memory) {
     return std::nullopt;
   }
@@ -55,6 +56,7 @@ std::optional<BufferExchange> adapt_buffers(std::optional<at::Tensor> memory,
       [held = hold_function(std::move(has_changed).value())] { return call_python<bool>(*held); },
       [held = hold_function(std::move(pack).value())] { call_python<void>(*held); },
       [held = hold_function(std::move(unpack).value())] { call_python<void>(*held); },
+      [held = hold_function(std::move(renew).value())] { return call_python<at::Tensor>(*held); },
   };
 }
 
@@ -68,7 +70,8 @@ std::shared_ptr<Reducer> create_reducer(
     const std::vector<std::tuple<std::string, at::Tensor, bool>>& parameters, py::function planner,
     bool sums, std::optional<at::ScalarType> wire_dtype, bool measures_link, int rank,
     std::optional<at::Tensor> buffer_memory, std::optional<py::function> has_changed,
-    std::optional<py::function> pack, std::optional<py::function> unpack) {
+    std::optional<py::function> pack, std::optional<py::function> unpack,
+    std::optional<py::function> renew) {
   std::vector<NamedParameter> named_parameters;
   for (const auto& parameter : parameters) {
     named_parameters.push_back(named(parameter));
@@ -98,7 +101,7 @@ std::shared_ptr<Reducer> create_reducer(
   options.timeline = environment.timeline;
   options.timeline_rank = rank;
   auto buffers = adapt_buffers(std::move(buffer_memory), std::move(has_changed), std::move(pack),
-                               std::move(unpack));
+                               std::move(unpack), std::move(renew));
   return calling_python([&] {
     return Reducer::create(std::move(communicator), std::move(named_parameters), std::move(plan),
                            std::move(buffers), std::move(options));
@@ -129,7 +132,12 @@ void bind_stats(py::module_& module) {
       .def_readonly("ready_s", &BucketStats::ready_s, "All of its gradients were there.")
       .def_readonly("launched_s", &BucketStats::launched_s,
                     "It went on its way: ready, and after those before it.")
-      .def_readonly("done_s", &BucketStats::done_s, "It was averaged.");
+      .def_readonly("done_s", &BucketStats::done_s, "It was averaged.")
+      .def("__repr__", [](const BucketStats& self) {
+        return join("BucketStats(label='", self.label, "', bytes=", self.bytes,
+                    ", ready_s=", self.ready_s, ", launched_s=", self.launched_s,
+                    ", done_s=", self.done_s, ")");
+      });
   py::class_<ReducerStats>(module, "ReducerStats",
                            "What synchronising gradients has cost since the last reset.")
       .def_readonly("rounds", &ReducerStats::rounds, "Backward passes that were synchronised.")
@@ -142,7 +150,12 @@ void bind_stats(py::module_& module) {
       .def_readonly("exposed_s", &ReducerStats::exposed_s,
                     "Seconds that the training thread spent launching and waiting for "
                     "communication: the part that backward did not hide.")
-      .def_readonly("buckets", &ReducerStats::buckets, "In the order of launching.");
+      .def_readonly("buckets", &ReducerStats::buckets, "In the order of launching.")
+      .def("__repr__", [](const ReducerStats& self) {
+        return join("ReducerStats(rounds=", self.rounds, ", bytes=", self.bytes,
+                    ", compute_s=", self.compute_s, ", communication_s=", self.communication_s,
+                    ", exposed_s=", self.exposed_s, ", buckets=<", self.buckets.size(), ">)");
+      });
 }
 
 }  // namespace
@@ -155,13 +168,14 @@ void bind_reducer(py::module_& module) {
            py::arg("planner"), py::arg("sums"), py::arg("wire_dtype"), py::arg("measures_link"),
            py::arg("rank"), py::arg("buffer_memory") = py::none(),
            py::arg("has_changed") = py::none(), py::arg("pack") = py::none(),
-           py::arg("unpack") = py::none(),
+           py::arg("unpack") = py::none(), py::arg("renew") = py::none(),
            "All ranks call, with the same parameters: (name, parameter, whether its gradient is "
            "sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the "
            "buckets as lists of indices, on rank 0. `rank` names this process in traces. At the "
            "end of a round in which "
            "`has_changed()` on any rank, one rank calls `pack`, `buffer_memory` is broadcast, and "
-           "the others call `unpack`.")
+           "the others call `unpack`; after "
+           "parameters were added all call `renew`, which returns new memory.")
       .def("prepare_forward", &Reducer::prepare_forward, py::arg("is_for_training"),
            py::call_guard<ReleasedGil>(),
            "Waits for what a backward that raised left under way; raises pydist.InvalidUsage where "
@@ -206,6 +220,9 @@ void bind_reducer(py::module_& module) {
           "Takes part in a round of the others; returns whether any rank still has batches.")
       .def("fail_round", &Reducer::fail_round, py::call_guard<ReleasedGil>(),
            "Takes part in a round of the others, and tells them that this rank raised.")
+      .def_property_readonly("others_know", &Reducer::others_know,
+                             "Whether the other ranks were told of a failure since the last "
+                             "forward.")
       .def_property_readonly("last_root", &Reducer::last_root,
                              "The lowest rank that had a batch in the last round with any.")
       .def_property_readonly("is_in_backward", &Reducer::is_in_backward,

@@ -21,6 +21,7 @@ void BucketHook::adapt(const GradientArena& arena) {
     View& view = views_.emplace_back();
     view.label = bucket.label;
     view.payload = bucket.memory;
+    std::vector<std::int64_t> ends;
     for (const std::size_t index : bucket.slots) {
       const GradientSlot& slot = arena.slots()[index];
       const std::int64_t offset = slot.view.storage_offset() * (slot.view.is_complex() ? 2 : 1) -
@@ -32,12 +33,24 @@ void BucketHook::adapt(const GradientArena& arena) {
         view.sizes.back().push_back(2);
       }
       view.parameters.push_back(slot.parameter);
+      const std::int64_t end = offset + static_cast<std::int64_t>(view.lengths.back());
+      ends.push_back(end);
+    }
+    for (std::size_t i = 0; i < ends.size(); ++i) {
+      const std::int64_t next = i + 1 < ends.size() ? static_cast<std::int64_t>(view.offsets[i + 1])
+                                                    : view.payload.numel();
+      if (next > ends[i]) {
+        view.padding.push_back(view.payload.narrow(0, ends[i], next - ends[i]));
+      }
     }
   }
 }
 
 void BucketHook::start(std::size_t bucket, std::function<void()> on_completion) {
   const View& view = views_[bucket];
+  for (const at::Tensor& padding : view.padding) {
+    padding.zero_();  // a hook has written there, or may take a norm
+  }
   c10d::GradBucket grad_bucket(bucket, views_.size(), view.payload, view.offsets, view.lengths,
                                {view.sizes.begin(), view.sizes.end()}, view.parameters,
                                std::nullopt);

@@ -52,6 +52,7 @@ class BucketHook {
     std::vector<std::size_t> lengths;
     std::vector<std::vector<std::int64_t>> sizes;
     std::vector<at::Tensor> parameters;
+    std::vector<at::Tensor> padding;  // between gradients
   };
   struct Promise {
     std::size_t bucket;

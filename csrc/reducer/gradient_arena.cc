@@ -5,6 +5,7 @@
 
 #include <map>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 
@@ -29,16 +30,28 @@ std::int64_t padded(std::int64_t count, at::ScalarType dtype) {
   return (count + alignment - 1) / alignment * alignment;
 }
 
-// A parameter's part of a block, in the parameter's own memory layout where that is dense.
 // Optimizers and AccumulateGrad are fastest where gradient and parameter are laid out alike.
-at::Tensor view_for(const at::Tensor& parameter, const at::Tensor& block, std::int64_t offset) {
+std::vector<std::int64_t> strides_for(const at::Tensor& parameter) {
+  if (parameter.is_non_overlapping_and_dense()) {
+    return parameter.strides().vec();
+  }
+  std::vector<std::int64_t> strides(static_cast<std::size_t>(parameter.dim()));
+  std::int64_t stride = 1;
+  for (std::size_t dimension = strides.size(); dimension-- > 0;) {
+    strides[dimension] = stride;
+    stride *= parameter.size(static_cast<std::int64_t>(dimension));
+  }
+  return strides;
+}
+
+// A parameter's part of a block.
+at::Tensor view_for(const GradientSlot& slot, const at::Tensor& block, std::int64_t offset) {
+  const at::Tensor& parameter = slot.parameter;
   at::Tensor flat = block.narrow(0, offset, real_count(parameter));
   if (parameter.is_complex()) {
     flat = at::view_as_complex(flat.view({parameter.numel(), 2}));
   }
-  const at::Tensor view = parameter.is_non_overlapping_and_dense()
-                              ? flat.as_strided(parameter.sizes(), parameter.strides())
-                              : flat.view(parameter.sizes());
+  const at::Tensor view = flat.as_strided(parameter.sizes(), slot.strides);
   // With a version of its own, which tells whether somebody has written into the slot.
   return view.variable_data();
 }
@@ -61,6 +74,7 @@ GradientSlot& GradientArena::add(std::string name, at::Tensor parameter, bool is
   slot.name = std::move(name);
   slot.parameter = std::move(parameter);
   slot.is_sparse = is_sparse;
+  slot.strides = strides_for(slot.parameter);
   block_of_.push_back(kNoBlock);
   return slot;
 }
@@ -102,7 +116,7 @@ void GradientArena::arrange(const BucketPlan& plan) {
     const std::int64_t begin = filled[number];
     for (const std::size_t index : members) {
       GradientSlot& slot = slots_[index];
-      slot.view = view_for(slot.parameter, block, filled[number]);
+      slot.view = view_for(slot, block, filled[number]);
       slot.bucket = buckets_.size();
       filled[number] += padded(real_count(slot.parameter), block.scalar_type());
     }
@@ -121,14 +135,6 @@ void GradientArena::arrange(const BucketPlan& plan) {
       slot.parameter.mutable_grad().set_data(slot.view);
     }
   }
-}
-
-std::size_t GradientArena::bytes() const {
-  std::size_t bytes = 0;
-  for (const at::Tensor& block : blocks_) {
-    bytes += block.nbytes();
-  }
-  return bytes;
 }
 
 at::Tensor GradientArena::largest_block() const {

@@ -50,8 +50,6 @@ class GradientArena {
   // In the order of launching.
   [[nodiscard]] std::vector<GradientBucket>& buckets() noexcept { return buckets_; }
   [[nodiscard]] const std::vector<GradientBucket>& buckets() const noexcept { return buckets_; }
-  // Bytes of all blocks.
-  [[nodiscard]] std::size_t bytes() const;
   // The largest block, to measure with; undefined where there is none.
   [[nodiscard]] at::Tensor largest_block() const;
 

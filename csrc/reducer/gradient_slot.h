@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace pydist {
 
@@ -22,6 +23,8 @@ struct GradientSlot {
   std::string name;
   at::Tensor parameter;
   bool is_sparse = false;
+  // How the gradient lies in the slot: as the parameter did when it was added, if that was dense.
+  std::vector<std::int64_t> strides;
   // Never handed out: Module.to() swaps the memory under `parameter.grad`. Undefined where there is
   // no place.
   at::Tensor view;

@@ -168,6 +168,10 @@ std::uint64_t Reducer::model_digest() {
     for (const std::int64_t extent : slot.parameter.sizes()) {
       mix(static_cast<std::uint64_t>(extent));
     }
+    for (const std::int64_t stride : slot.strides) {
+      mix(static_cast<std::uint64_t>(stride));
+    }
+    mix(slot.is_sparse ? 1 : 0);
   }
   for (const std::vector<std::size_t>& bucket : arena_.plan()) {
     mix(bucket.size());
@@ -204,6 +208,7 @@ void Reducer::prepare_forward(bool is_for_training) {
     }
   }
   forward_began_ = now_ns();
+  others_know_ = false;
 }
 
 void Reducer::announce() {
@@ -362,7 +367,7 @@ void Reducer::forget_weights_of_nothing() {
 // Decided from what all ranks have in common: a model that is frozen everywhere has no gradients.
 bool Reducer::begins_round(const Backward& backward) const {
   return backward.synchronizes && (round_.fired != 0 || backward.accumulates) &&
-         !(is_frozen() && !buffers_);
+         !(is_frozen() && (!buffers_ || buffers_->memory.numel() == 0));
 }
 
 bool Reducer::is_frozen() const {

@@ -63,6 +63,8 @@ struct BufferExchange {
   std::function<bool()> has_changed;  // whether the buffers differ from `memory`
   std::function<void()> pack;         // on the rank they come from: writes them into `memory`
   std::function<void()> unpack;       // on the others: takes them over
+  // Collective, after the module has changed: returns new `memory`, for its present buffers.
+  std::function<at::Tensor()> renew;
 };
 
 // Makes a plan for slots that lie in the given blocks; called on rank 0 alone. The speed is zero
@@ -142,6 +144,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // For a rank that leaves by an exception that did not end a backward: tells the others in a
   // round.
   void fail_round() noexcept;
+
+  // Whether the other ranks have been told of a failure since the last forward.
+  [[nodiscard]] bool others_know() const noexcept { return others_know_; }
 
   // The lowest rank that had a batch in the last round in which any had.
   [[nodiscard]] int last_root() const noexcept { return last_root_; }
@@ -245,6 +250,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void send_sparse();
   void settle(bool learns);
   void admit_new();
+  void exchange_buffers(int root);
   [[nodiscard]] std::exception_ptr exchange_plan();
   void check_gradients();
   void finish_times();
@@ -262,7 +268,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   const CommunicatorPtr communicator_;
   const Planner planner_;
-  const std::optional<BufferExchange> buffers_;
+  std::optional<BufferExchange> buffers_;
   const ReducerOptions options_;
   const std::uint64_t place_;  // among all reducers
   std::shared_ptr<Timeline> timeline_;
@@ -294,6 +300,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   std::size_t forwards_ = 0;  // since the last round
   bool has_warned_ = false;
+  bool others_know_ = false;  // that a round failed, since the last forward
   int last_root_ = 0;
   std::string out_of_step_;  // why nothing more can be averaged
   ReducerStats stats_;

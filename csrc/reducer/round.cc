@@ -309,6 +309,7 @@ void Reducer::conclude_round(bool learns) {
     if (const std::string why = why_worthless(); !why.empty()) {
       // All ranks know, and are in step.
       is_agreed = true;
+      others_know_ = true;
       if (has_hook_thrown()) {
         out_of_step_ = kHooksOutOfStep;
       }
@@ -376,6 +377,7 @@ void Reducer::give_up() noexcept {
   } catch (const std::exception&) {
     // A group that failed has told everybody already; the caller sees the error of the backward.
   }
+  others_know_ = true;
   order_.drop_round();
   orphan();
 }
@@ -492,23 +494,26 @@ void Reducer::do_the_rest() {
   send_sparse();
   const int root = openings_.lowest_present();
   last_root_ = root >= 0 ? root : last_root_;
-  const bool exchanges_buffers = closings_->any_wants_buffers();
-  if (exchanges_buffers) {
-    if (communicator_->rank() == root) {
-      buffers_->pack();
-    }
-    broadcast(buffers_->memory, root, "buffers");
+  if (closings_->any_wants_buffers()) {
+    exchange_buffers(root);
   }
   for (const WorkPtr& work : works_) {
     work->wait();
   }
-  if (exchanges_buffers && communicator_->rank() != root) {
+}
+
+void Reducer::exchange_buffers(int root) {
+  if (communicator_->rank() == root) {
+    buffers_->pack();
+  }
+  broadcast(buffers_->memory, root, "buffers")->wait();
+  if (communicator_->rank() != root) {
     buffers_->unpack();
   }
 }
 
 // Parameters that joined the model get memory for their gradients, and rank 0's values, as all did
-// when the module was wrapped.
+// when the module was wrapped; and so do the buffers that came with them.
 void Reducer::admit_new() {
   arena_.allocate();
   for (; admitted_ < arena_.slots().size(); ++admitted_) {
@@ -519,6 +524,10 @@ void Reducer::admit_new() {
     if (communicator_->rank() != 0 && !memory.is_same(values)) {
       values.copy_(memory);
     }
+  }
+  if (buffers_) {
+    buffers_->memory = buffers_->renew();
+    exchange_buffers(/*root=*/0);
   }
 }
 

@@ -149,6 +149,42 @@ def test_communication_hooks_of_odd_models(run: Runner, cap_mb: float) -> None:
     run(train_hooked_oddly, cap_mb)
 
 
+def look_at_the_padding() -> None:
+    joined()
+    model = pydist.DataParallel(nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 3)))
+
+    def spoil(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        held = sum(gradient.numel() for gradient in bucket.gradients())
+        assert bucket.buffer().numel() > held
+        everything = torch.cat([gradient.flatten() for gradient in bucket.gradients()])
+        torch.testing.assert_close(bucket.buffer().norm(), everything.norm())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() + 1)
+        return future
+
+    model.register_comm_hook(None, spoil)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_padding_is_zero(run: Runner) -> None:
+    run(look_at_the_padding)
+
+
+def return_no_future() -> None:
+    joined()
+    model = pydist.DataParallel(nn.Linear(3, 1))
+    model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    with pytest.raises(RuntimeError, match="returned a Tensor; it must return a torch"):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_a_hook_that_returns_no_future(backend: str) -> None:
+    with Ranks(2, {"PYDIST_BACKEND": backend}) as ranks:
+        ranks.run(return_no_future, timeout=LIMIT_S)
+
+
 def raise_in_hook() -> None:
     rank, _ = joined()
 

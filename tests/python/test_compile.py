@@ -212,6 +212,8 @@ def order_of_backward(how: str) -> list[str]:
     for _ in range(2):
         _events.clear()
         model(torch.ones(2, 512)).sum().backward()
+    buckets = model.stats().buckets
+    assert buckets[0].launched_s < buckets[-1].ready_s, "it left while backward went on"
     return list(_events)
 
 

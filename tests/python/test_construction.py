@@ -33,7 +33,14 @@ def wrap_different_modules(kind: str) -> None:
         module[1] = nn.Linear(3, 2, bias=False)
     elif odd and kind == "buffer":
         module[2] = nn.BatchNorm1d(2, track_running_stats=False)
-    pydist.DataParallel(module)
+    elif odd and kind == "strides":
+        module[0].weight = nn.Parameter(torch.zeros(2, 3).t())
+    elif kind == "sparse":
+        module.append(nn.Embedding(4, 2, sparse=odd))
+    elif kind == "order":
+        parts = [("a", nn.Linear(2, 2)), ("b", nn.Linear(2, 2))]
+        module = nn.Sequential(OrderedDict(reversed(parts) if odd else parts))
+    pydist.DataParallel(module, init_sync=kind not in {"strides", "sparse"})
 
 
 @pytest.mark.parametrize(
@@ -44,6 +51,9 @@ def wrap_different_modules(kind: str) -> None:
         ("dtype", "rank 2 has parameter 1.bias: (2,) torch.float64"),
         ("frozen", "rank 2 has frozen parameter 1.bias"),
         ("count", "rank 0 has parameter 1.bias: (2,) torch.float32, where rank 2 has"),
+        ("strides", "rank 2 has parameter 0.weight: (3, 2) torch.float32 with strides (1, 3)"),
+        ("sparse", "rank 2 has parameter 3.weight: (4, 2) torch.float32, sparse gradient"),
+        ("order", "rank 0 has parameter a.weight: (2, 2) torch.float32, where rank 2 has"),
         ("buffer", "rank 0 has buffer 2.running_mean: (2,) torch.float32, which rank 2 lacks"),
     ],
 )

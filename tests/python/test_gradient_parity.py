@@ -10,6 +10,7 @@ from training import (
     LIMIT_S,
     TIME_LIMIT,
     Runner,
+    Tied,
     assert_near,
     batch,
     joined,
@@ -26,9 +27,28 @@ def test_parity_in_float64(ranks: Ranks) -> None:
     assert max(ranks.run(train_beside_reference, "float64", 50, None, timeout=LIMIT_S)) < 1e-9
 
 
+def spread_of_reordered_sums(size: int, steps: int) -> float:
+    """How far runs in one process come apart if the samples of each batch are in another order."""
+    runs = []
+    for run in range(6):
+        torch.manual_seed(3)
+        model = Tied(torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(steps):
+            x = torch.cat([batch(r, 6, 8, step=step, dtype=torch.float32) for r in range(size)])
+            generator = torch.Generator().manual_seed(run)
+            order = torch.randperm(len(x), generator=generator) if run else torch.arange(len(x))
+            optimizer.zero_grad()
+            model(x[order]).mean().backward()
+            optimizer.step()
+        runs.append(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
+    return max((run - runs[0]).abs().max().item() for run in runs)
+
+
 def test_parity_in_float32(ranks: Ranks) -> None:
-    # 20 steps of Adam: rounding differences grow where a gradient is near zero.
-    assert max(ranks.run(train_beside_reference, "float32", 20, None, timeout=LIMIT_S)) < 2e-3
+    worst = max(ranks.run(train_beside_reference, "float32", 20, None, timeout=LIMIT_S))
+    # Ours is one more order; the largest of five is a sample of the spread, not its bound.
+    assert worst < 4 * spread_of_reordered_sums(ranks.nprocs, 20)
 
 
 def test_parity_with_a_bucket_for_each_parameter(run: Runner) -> None:

@@ -158,6 +158,37 @@ def test_an_exception_within_join_reaches_the_others(run: Runner) -> None:
     assert all("raised on rank 0" in message for message in others)
 
 
+class Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("in the loss")
+
+
+def raise_in_the_loss() -> str:
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1))
+
+    def loop() -> None:
+        with model.join():
+            for step in range(3):
+                loss = model(torch.ones(1, 2)).sum()
+                (Refuse.apply(loss) if (rank, step) == (0, 1) else loss).backward()
+
+    with pytest.raises((ZeroDivisionError, pydist.Error)) as caught:
+        loop()
+    return str(caught.value)
+
+
+def test_a_loss_that_raises_within_join_reaches_the_others(run: Runner) -> None:
+    first, *others = run(raise_in_the_loss)
+    assert "in the loss" in first
+    assert all("raised on rank 0" in message for message in others)
+
+
 def join_when_it_cannot_work() -> None:
     joined()
     model = pydist.DataParallel(nn.Sequential(nn.Linear(2, 2), pydist.SyncBatchNorm(2)))

@@ -95,6 +95,21 @@ def call_no_sync_with_arguments() -> None:
     assert model.stats().rounds == 1, "the inner one does not undo the outer one"
 
 
+def switch_by_torchs_name() -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False))
+    x = torch.full((1, 2), rank + 1.0)
+    for micro in range(2):
+        model.require_backward_grad_sync = micro == 1
+        model(x).sum().backward()
+        assert model.stats().rounds == micro
+    assert model.weight.grad.tolist() == [[float(size + 1)] * 2]
+
+
+def test_require_backward_grad_sync(run: Runner) -> None:
+    run(switch_by_torchs_name)
+
+
 def test_no_sync_can_be_switched_off(run: Runner) -> None:
     run(call_no_sync_with_arguments)
 

@@ -144,6 +144,62 @@ def test_a_change_on_one_rank_is_refused_on_all(run: Runner) -> None:
     run(change_on_one_rank)
 
 
+def replace_a_norm() -> None:
+    rank, _ = joined()
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model = pydist.DataParallel(module)
+    model(batch(rank, 5, 4, dtype=torch.float32)).sum().backward()
+    module[1] = nn.BatchNorm1d(4)
+    for step in range(2):
+        model(batch(rank, 5, 4, step=step, dtype=torch.float32)).sum().backward()
+        for buffer in module.buffers():
+            first = buffer.clone()
+            pydist.broadcast(first, root=0)
+            assert torch.equal(first, buffer)
+
+
+def test_buffers_that_come_with_new_parameters_are_the_same_everywhere(run: Runner) -> None:
+    run(replace_a_norm)
+
+
+def move_away(how: str) -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False))
+    if how == "meta":
+        model.module.to("meta")
+        with pytest.raises(pydist.InvalidUsage, match="parameter weight is on meta"):
+            model(torch.ones(1, 2, device="meta"))
+        return
+    # Puts other parameters in place, without registering them.
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.module.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    model(torch.full((1, 2), rank + 1.0, dtype=torch.float64)).sum().backward()
+    assert model.weight.grad.tolist() == [[(size + 1) / 2] * 2]
+
+
+@pytest.mark.parametrize("how", ["meta", "overwrite"])
+def test_conversions_that_replace_parameters(run: Runner, how: str) -> None:
+    run(move_away, how)
+
+
+def add_with_other_strides() -> None:
+    rank, _ = joined()
+    model = pydist.DataParallel(Net())
+    model(batch(rank, 3, 4)).backward()
+    weight = torch.randn(4, 4, dtype=torch.float64)
+    model.module.adapter = nn.Linear(4, 4, bias=False, dtype=torch.float64)
+    model.module.adapter.weight = nn.Parameter(weight.t() if rank else weight)
+    with pytest.raises(pydist.Mismatch, match=r"adapter\.weight"):
+        model(batch(rank, 3, 4)).backward()
+
+
+def test_added_parameters_of_other_strides_are_refused(run: Runner) -> None:
+    run(add_with_other_strides)
+
+
 def evaluate_alone_in_between() -> None:
     rank, _ = joined()
     model = pydist.DataParallel(Net())

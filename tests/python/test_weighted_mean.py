@@ -230,7 +230,10 @@ def weigh_on_some_ranks() -> None:
     mean = sum(r * r for r in range(1, size + 1)) / sum(range(1, size + 1))
     torch.testing.assert_close(model.weight.grad, torch.full((1, 2), mean))
     for wrong in (-1.0, math.inf, math.nan):
-        with pytest.raises(pydist.InvalidUsage, match="0 or more"), model.weighted(wrong):
+        with (
+            pytest.raises(pydist.InvalidUsage, match="finite and not negative"),
+            model.weighted(wrong),
+        ):
             pass
     with pytest.raises(pydist.InvalidUsage, match="'mean' or 'sum'"):
         pydist.DataParallel(nn.Linear(2, 1), reduction="average")
