@@ -51,7 +51,7 @@ class TrainedParameters:
             self._seen == _registrations
             and not any(parameter.requires_grad for _, parameter in self._frozen)
             # Conversions may put other parameters in place without registering them.
-            and all(table.get(key) is parameter for table, key, parameter in self._places)
+            and not any(_is_converted(table.get(key), p) for table, key, p in self._places)
         ):
             return []
         seen = _registrations
@@ -80,6 +80,16 @@ class TrainedParameters:
             for key, parameter in part._parameters.items()
             if parameter is not None
         ]
+
+
+def _is_converted(now: Tensor | None, before: nn.Parameter) -> bool:
+    """Whether a parameter of another kind stands in the place of one.
+
+    One of the same kind may be there for a moment: torch.func.functional_call does that.
+    """
+    if now is before or not isinstance(now, nn.Parameter):
+        return False
+    return now.dtype != before.dtype or now.device != before.device
 
 
 def ids_of_sparse(module: nn.Module) -> set[int]:

@@ -1,7 +1,7 @@
 """What pytest finds by itself: the time limit of each test, the fixtures of those that train."""
 
 from time_limit import pytest_configure, pytest_timeout_cancel_timer, pytest_timeout_set_timer
-from training import backend, ranks, run, three
+from training import backend, ranks, run, run_on_each, three
 
 __all__ = [
     "backend",
@@ -10,5 +10,6 @@ __all__ = [
     "pytest_timeout_set_timer",
     "ranks",
     "run",
+    "run_on_each",
     "three",
 ]

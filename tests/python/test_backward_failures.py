@@ -71,8 +71,8 @@ def survive_explosions(cap_mb: float) -> None:
 
 
 @pytest.mark.parametrize("cap_mb", [1e-6, 1.0])
-def test_backward_that_raised(run: Runner, cap_mb: float) -> None:
-    run(survive_explosions, cap_mb)
+def test_backward_that_raised(run_on_each: Runner, cap_mb: float) -> None:
+    run_on_each(survive_explosions, cap_mb)
 
 
 def raise_and_zero_in_place(set_to_none: bool) -> None:

@@ -109,8 +109,8 @@ def learn_the_order(set_to_none: bool) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_plan_follows_the_order_of_backward(run: Runner, set_to_none: bool) -> None:
-    run(learn_the_order, set_to_none)
+def test_plan_follows_the_order_of_backward(run_on_each: Runner, set_to_none: bool) -> None:
+    run_on_each(learn_the_order, set_to_none)
 
 
 def keep_gradients_across_plans() -> None:

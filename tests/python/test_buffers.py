@@ -50,8 +50,8 @@ def train_with_buffers() -> None:
     model(batch(rank, 8, 4, dtype=torch.float32)).mean().backward()
 
 
-def test_buffers_follow_rank_0(run: Runner) -> None:
-    run(train_with_buffers)
+def test_buffers_follow_rank_0(run_on_each: Runner) -> None:
+    run_on_each(train_with_buffers)
 
 
 class Counting(nn.Module):

@@ -56,8 +56,8 @@ def average_compressed(compress: str, reduction: str) -> None:
 
 @pytest.mark.parametrize("compress", list(DTYPES))
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_compressed_gradients(run: Runner, compress: str, reduction: str) -> None:
-    run(average_compressed, compress, reduction)
+def test_compressed_gradients(run_on_each: Runner, compress: str, reduction: str) -> None:
+    run_on_each(average_compressed, compress, reduction)
 
 
 def refuse() -> None:

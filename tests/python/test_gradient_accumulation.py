@@ -45,8 +45,8 @@ def accumulate(cap_mb: float) -> None:
 
 
 @pytest.mark.parametrize("cap_mb", [1e-6, 1.0])
-def test_no_sync(run: Runner, cap_mb: float) -> None:
-    run(accumulate, cap_mb)
+def test_no_sync(run_on_each: Runner, cap_mb: float) -> None:
+    run_on_each(accumulate, cap_mb)
 
 
 # --- backwards of other kinds --------------------------------------------------------------------

@@ -61,15 +61,15 @@ def train_checkpointed(reentrant: bool, shared: bool, cap_mb: float) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("cap_mb", [1e-6, 1.0])
-def test_activation_checkpointing(run: Runner, reentrant: bool, cap_mb: float) -> None:
-    run(train_checkpointed, reentrant, False, cap_mb)
+def test_activation_checkpointing(run_on_each: Runner, reentrant: bool, cap_mb: float) -> None:
+    run_on_each(train_checkpointed, reentrant, False, cap_mb)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("cap_mb", [1e-6, 1.0])
-def test_weight_shared_by_checkpoints(run: Runner, reentrant: bool, cap_mb: float) -> None:
+def test_weight_shared_by_checkpoints(run_on_each: Runner, reentrant: bool, cap_mb: float) -> None:
     # With reentrant ones its gradient comes in parts, and at first after its bucket was sent.
-    run(train_checkpointed, reentrant, True, cap_mb)
+    run_on_each(train_checkpointed, reentrant, True, cap_mb)
 
 
 def penalize_gradients() -> None:
@@ -131,8 +131,8 @@ def go_backward_in_odd_ways() -> None:
     assert_near(model.weight.grad, 2 * mean)
 
 
-def test_odd_backwards(run: Runner) -> None:
-    run(go_backward_in_odd_ways)
+def test_odd_backwards(run_on_each: Runner) -> None:
+    run_on_each(go_backward_in_odd_ways)
 
 
 def drop_the_wrapper() -> None:

@@ -49,8 +49,8 @@ def synchronize_by_hand(reduction: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_sync_gradients(run: Runner, reduction: str) -> None:
-    run(synchronize_by_hand, reduction)
+def test_sync_gradients(run_on_each: Runner, reduction: str) -> None:
+    run_on_each(synchronize_by_hand, reduction)
 
 
 def step_too_early() -> None:

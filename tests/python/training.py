@@ -41,6 +41,12 @@ def run(three: Ranks) -> Runner:
     return lambda function, *args: three.run(function, *args, timeout=LIMIT_S)
 
 
+@pytest.fixture
+def run_on_each(ranks: Ranks) -> Runner:
+    """On 2, 3 and 4 ranks."""
+    return lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
+
+
 def joined() -> tuple[int, int]:
     """Joins the job; returns this process's rank and the number of ranks."""
     torch.set_num_threads(1)
