@@ -51,7 +51,10 @@ class TrainedParameters:
             self._seen == _registrations
             and not any(parameter.requires_grad for _, parameter in self._frozen)
             # Conversions may put other parameters in place without registering them.
-            and not any(_is_converted(table.get(key), p) for table, key, p in self._places)
+            and not any(
+                (now := table.get(key)) is not before and _is_converted(now, before)
+                for table, key, before in self._places
+            )
         ):
             return []
         seen = _registrations
@@ -87,7 +90,7 @@ def _is_converted(now: Tensor | None, before: nn.Parameter) -> bool:
 
     One of the same kind may be there for a moment: torch.func.functional_call does that.
     """
-    if now is before or not isinstance(now, nn.Parameter):
+    if not isinstance(now, nn.Parameter):
         return False
     return now.dtype != before.dtype or now.device != before.device
 
