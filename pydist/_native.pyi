@@ -26,6 +26,9 @@ class Environment:
     def cpu_isa(self) -> str:
         ...
     @property
+    def debug(self) -> bool:
+        ...
+    @property
     def heartbeat_warning(self) -> float:
         """
         In seconds.
@@ -41,6 +44,9 @@ class Environment:
         """
         In microseconds; None where the engine decides.
         """
+    @property
+    def timeline(self) -> str:
+        ...
     @property
     def timeout(self) -> float:
         """

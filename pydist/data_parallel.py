@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import os
 import traceback
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pydist import groups, process
+from pydist import _native, groups, process
 from pydist.bucket_plan import (
     DEFAULT_CAP_BYTES,
     BucketPlan,
@@ -35,6 +33,7 @@ from pydist.gradient_sync import (
     outputs_with_graph,
 )
 from pydist.module_agreement import check_same, copy_from, facts_of
+from pydist.state_dict_names import without_prefix
 from pydist.step_guard import guard_steps
 from pydist.sync_batch_norm import refuse_under_join
 from pydist.trained_parameters import TrainedParameters, require_trainable
@@ -213,7 +212,7 @@ class DataParallel(nn.Module):
             f"init_sync={init_sync}",
             f"synchronized buffers={sync_buffers}",
             f"average_bucket of its own={averages_itself}",
-            f"PYDIST_DEBUG={os.environ.get('PYDIST_DEBUG') or '0'}",
+            f"PYDIST_DEBUG={int(_native.read_environment().debug)}",
         ]
         check_same(self._communicator, "pydist.DataParallel's setting", arguments)
         check_same(self._communicator, "the module", facts_of(module))
@@ -544,7 +543,7 @@ class DataParallel(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that pydist."
                 "DataParallel has hooked: load the module first, then wrap it"
             )
-        return self.module.load_state_dict(_without_prefix(state_dict, self.module), strict)
+        return self.module.load_state_dict(without_prefix(state_dict, self.module), strict)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self.module._load_from_state_dict(*args)
@@ -639,24 +638,3 @@ def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value:
             raise InvalidUsage(f"pydist.DataParallel does not support {name}")
-
-
-def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """Takes `module.` off all names, unless it is the module that has them."""
-    prefix = "module."
-    if not state_dict or not all(name.startswith(prefix) for name in state_dict):
-        return state_dict
-    own = module.state_dict()
-    if own and all(name.startswith(prefix) for name in own):
-        stripped = all(name.removeprefix(prefix) in own for name in state_dict)
-        if not stripped:
-            return state_dict
-    plain = OrderedDict((name.removeprefix(prefix), value) for name, value in state_dict.items())
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        plain._metadata = OrderedDict(  # type: ignore[attr-defined]
-            (name.removeprefix("module").removeprefix("."), value)
-            for name, value in metadata.items()
-            if name.startswith("module")
-        )
-    return plain

@@ -20,8 +20,16 @@ def _note_registration(_module: nn.Module, _name: str, _value: Any) -> None:
     _registrations += 1
 
 
-nn.modules.module.register_module_parameter_registration_hook(_note_registration)
-nn.modules.module.register_module_module_registration_hook(_note_registration)
+_is_counting = False
+
+
+def _count_registrations() -> None:
+    """From the first wrapper on: until then, making modules costs what it costs without us."""
+    global _is_counting
+    if not _is_counting:
+        nn.modules.module.register_module_parameter_registration_hook(_note_registration)
+        nn.modules.module.register_module_module_registration_hook(_note_registration)
+        _is_counting = True
 
 
 class TrainedParameters:
@@ -33,6 +41,7 @@ class TrainedParameters:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        _count_registrations()
         self._module = module
         self._seen = _registrations
         self._frozen: list[tuple[str, nn.Parameter]] = []

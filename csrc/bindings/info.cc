@@ -69,6 +69,8 @@ void bind_environment(py::module_& module) {
           "heartbeat_warning",
           [](const Environment& self) { return seconds(self.heartbeat_warning); }, "In seconds.")
       .def_readonly("cpu_isa", &Environment::cpu_isa)
+      .def_readonly("debug", &Environment::debug)
+      .def_readonly("timeline", &Environment::timeline)
       .def_property_readonly("log_level",
                              [](const Environment& self) { return to_string(self.log_level); });
 }

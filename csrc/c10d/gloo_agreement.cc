@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "base/digest.h"
 #include "base/error.h"
 
 namespace pydist {
@@ -42,11 +43,11 @@ struct Record {
 };
 
 std::uint64_t digest(const std::vector<std::uint64_t>& counts) {
-  std::uint64_t value = 14695981039346656037ULL;  // FNV-1a, a word at a time
+  Digest digest;
   for (const std::uint64_t count : counts) {
-    value = (value ^ count) * 1099511628211ULL;
+    digest.add(count);
   }
-  return value;
+  return digest.value();
 }
 
 Record make_record(const Operation& operation, int size) {

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/digest.h"
 #include "base/error.h"
 #include "c10d/elastic_threads.h"
 #include "c10d/tensors.h"
@@ -23,13 +24,13 @@ constexpr std::size_t kWords = 5;
 using Facts = std::array<std::int64_t, kWords>;
 
 Facts facts_of(const at::Tensor& tensor) {
-  // FNV-1a over the dimensions.
-  std::uint64_t hash = 14695981039346656037ULL;
+  Digest shape;
   for (const std::int64_t extent : tensor.sizes()) {
-    hash = (hash ^ static_cast<std::uint64_t>(extent)) * 1099511628211ULL;
+    shape.add(static_cast<std::uint64_t>(extent));
   }
   return {tensor._nnz(), tensor.sparse_dim(), tensor.dense_dim(),
-          static_cast<std::int64_t>(tensor.scalar_type()), static_cast<std::int64_t>(hash)};
+          static_cast<std::int64_t>(tensor.scalar_type()),
+          static_cast<std::int64_t>(shape.value())};
 }
 
 std::vector<Facts> exchange_facts(Communicator& communicator, Facts own,

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/deadline.h"
+#include "base/digest.h"
 
 namespace pydist {
 namespace {
@@ -16,13 +17,10 @@ namespace {
 // How long another rank may take to write two thousand bytes.
 constexpr std::chrono::milliseconds kNoticeTime{100};
 
-// FNV-1a: the same on every rank, whatever the standard library hashes with.
 std::uint64_t hash(const std::string& text) {
-  std::uint64_t value = 14695981039346656037ULL;
-  for (const char letter : text) {
-    value = (value ^ static_cast<unsigned char>(letter)) * 1099511628211ULL;
-  }
-  return value;
+  Digest digest;
+  digest.add(text);
+  return digest.value();
 }
 
 std::string seconds_since(std::int64_t then_ns) {

@@ -1,4 +1,5 @@
-// What hooks on the graph and callers from outside set off; a round itself is in round.cc.
+// What hooks on the graph and callers from outside set off; a round itself is in round.cc and
+// aftermath.cc.
 
 #include "reducer/reducer.h"
 
@@ -9,6 +10,7 @@
 #include <exception>
 #include <utility>
 
+#include "base/digest.h"
 #include "base/error.h"
 #include "c10d/errors.h"
 #include "reducer/backward_end.h"
@@ -153,34 +155,31 @@ std::unique_ptr<AccumulationHooks> Reducer::make_hooks(const GradientSlot& slot)
       });
 }
 
-// FNV-1a over what the ranks' models and plans must have in common.
+// Of what the ranks' models and plans must have in common.
 std::uint64_t Reducer::model_digest() {
   if (digest_) {
     return *digest_;
   }
-  std::uint64_t digest = 14695981039346656037ULL;
-  const auto mix = [&digest](std::uint64_t word) { digest = (digest ^ word) * 1099511628211ULL; };
+  Digest digest;
   for (const GradientSlot& slot : arena_.slots()) {
-    for (const char letter : slot.name) {
-      mix(static_cast<unsigned char>(letter));
-    }
-    mix(static_cast<std::uint64_t>(slot.parameter.scalar_type()));
+    digest.add(slot.name);
+    digest.add(static_cast<std::uint64_t>(slot.parameter.scalar_type()));
     for (const std::int64_t extent : slot.parameter.sizes()) {
-      mix(static_cast<std::uint64_t>(extent));
+      digest.add(static_cast<std::uint64_t>(extent));
     }
     for (const std::int64_t stride : slot.strides) {
-      mix(static_cast<std::uint64_t>(stride));
+      digest.add(static_cast<std::uint64_t>(stride));
     }
-    mix(slot.is_sparse ? 1 : 0);
+    digest.add(slot.is_sparse ? std::uint64_t{1} : std::uint64_t{0});
   }
   for (const std::vector<std::size_t>& bucket : arena_.plan()) {
-    mix(bucket.size());
+    digest.add(std::uint64_t{bucket.size()});
     for (const std::size_t slot : bucket) {
-      mix(slot);
+      digest.add(std::uint64_t{slot});
     }
   }
-  digest_ = digest;
-  return digest;
+  digest_ = digest.value();
+  return *digest_;
 }
 
 // -- what the hooks call

@@ -252,7 +252,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void admit_new();
   void exchange_buffers(int root);
   [[nodiscard]] std::exception_ptr exchange_plan();
-  void check_gradients();
+  [[nodiscard]] std::exception_ptr compare_gradients();
   void finish_times();
 
   WorkPtr submit(Operation operation, const at::Tensor& input, const at::Tensor& output,

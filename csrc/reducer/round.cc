@@ -1,19 +1,12 @@
-// One synchronisation; see Note [Rounds].
+// One synchronisation; see Note [Rounds]. What comes after its closing is in aftermath.cc.
 
-#include <ATen/ops/_sparse_coo_tensor_with_dims.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
 #include <utility>
 
 #include "base/error.h"
-#include "base/log.h"
-#include "c10d/sparse_all_reduce.h"
 #include "c10d/tensors.h"
 #include "c10d/work.h"
 #include "reducer/reducer.h"
@@ -24,9 +17,6 @@ namespace {
 constexpr const char* kHooksOutOfStep =
     "a communication hook raised, so the hooks of the ranks are out of step: start again";
 
-// Instead of a plan, where rank 0 has none.
-constexpr std::int64_t kNoPlan = -1;
-
 // Of the exception that is being handled.
 std::string what_happened() {
   try {
@@ -36,27 +26,6 @@ std::string what_happened() {
   } catch (...) {
     return "an unknown exception";
   }
-}
-
-std::uint64_t digest_of(const at::Tensor& tensor) {
-  std::uint64_t digest = 14695981039346656037ULL;
-  const auto mix = [&digest](const at::Tensor& part) {
-    const at::Tensor dense = part.contiguous();
-    const auto* const bytes = static_cast<const unsigned char*>(dense.const_data_ptr());
-    for (std::size_t i = 0; i < dense.nbytes(); i += sizeof(std::uint64_t)) {
-      std::uint64_t word = 0;
-      std::memcpy(&word, bytes + i, std::min(sizeof(word), dense.nbytes() - i));
-      digest = (digest ^ word) * 1099511628211ULL;
-    }
-  };
-  if (tensor.is_sparse()) {
-    const at::Tensor coalesced = tensor.coalesce();
-    mix(coalesced.indices());
-    mix(coalesced.values());
-  } else {
-    mix(tensor);
-  }
-  return digest;
 }
 
 }  // namespace
@@ -302,7 +271,7 @@ void Reducer::close_or_give_up() {
 
 void Reducer::conclude_round(bool learns) {
   const c10::AutoGradMode no_grad(false);
-  std::exception_ptr planning;
+  std::exception_ptr common;  // an error that all ranks have, so none has to tell the others
   bool is_agreed = false;
   try {
     wait();
@@ -327,11 +296,13 @@ void Reducer::conclude_round(bool learns) {
     if (admitted_ < arena_.slots().size()) {
       admit_new();
     }
-    if (closings_->any_wants_plan()) {
-      planning = exchange_plan();
+    if (closings_->any(&Closing::wants_plan)) {
+      common = exchange_plan();
     }
     if (options_.checks_gradients) {
-      check_gradients();
+      if (std::exception_ptr difference = compare_gradients(); difference != nullptr) {
+        common = std::move(difference);
+      }
     }
   } catch (...) {
     if (!is_agreed) {
@@ -342,8 +313,8 @@ void Reducer::conclude_round(bool learns) {
   finish_times();
   forget();
   restart();
-  if (planning != nullptr) {
-    std::rethrow_exception(planning);
+  if (common != nullptr) {
+    std::rethrow_exception(common);
   }
 }
 
@@ -467,212 +438,6 @@ std::string Reducer::why_worthless() const {
                 "(throw_on_early_termination=True)");
   }
   return {};
-}
-
-// A rank that leaves out a step, because its loss raised before backward came to the model,
-// averages its next one with the others' present one, and nothing else tells.
-void Reducer::warn_of_skipped_steps() {
-  for (int rank = 1; rank < communicator_->size() && !has_warned_; ++rank) {
-    const Opening first = openings_.of(0);
-    const Opening other = openings_.of(rank);
-    if (first.forwards != other.forwards && first.is_present && other.is_present) {
-      has_warned_ = true;
-      log_line(
-          LogLevel::kWarning,
-          join("rank 0 ran ", first.forwards, " forward(s) for training before this step and rank ",
-               rank, " ran ", other.forwards,
-               ": if one of them left out a step, the ranks average different steps from now on; "
-               "wrap forwards that are for nothing else in torch.no_grad()"));
-    }
-  }
-}
-
-// What the closings ask for.
-void Reducer::do_the_rest() {
-  warn_of_skipped_steps();
-  send_late();
-  send_sparse();
-  const int root = openings_.lowest_present();
-  last_root_ = root >= 0 ? root : last_root_;
-  if (closings_->any_wants_buffers()) {
-    exchange_buffers(root);
-  }
-  for (const WorkPtr& work : works_) {
-    work->wait();
-  }
-}
-
-void Reducer::exchange_buffers(int root) {
-  if (communicator_->rank() == root) {
-    buffers_->pack();
-  }
-  broadcast(buffers_->memory, root, "buffers")->wait();
-  if (communicator_->rank() != root) {
-    buffers_->unpack();
-  }
-}
-
-// Parameters that joined the model get memory for their gradients, and rank 0's values, as all did
-// when the module was wrapped; and so do the buffers that came with them.
-void Reducer::admit_new() {
-  arena_.allocate();
-  for (; admitted_ < arena_.slots().size(); ++admitted_) {
-    const GradientSlot& slot = arena_.slots()[admitted_];
-    const at::Tensor values = slot.parameter.detach();
-    const at::Tensor memory = values.contiguous();
-    broadcast(memory.view({-1}).view(at::kByte), /*root=*/0, join("values of ", slot.name))->wait();
-    if (communicator_->rank() != 0 && !memory.is_same(values)) {
-      values.copy_(memory);
-    }
-  }
-  if (buffers_) {
-    buffers_->memory = buffers_->renew();
-    exchange_buffers(/*root=*/0);
-  }
-}
-
-// Gradients that came too late for their bucket, and those of parameters that have none yet.
-void Reducer::send_late() {
-  for (GradientSlot& slot : arena_.slots()) {
-    const bool is_new = !slot.is_sparse && !has_place(slot) && closings_->used(slot.index) != 0;
-    if (is_new) {
-      slot.late = slot.contributes ? slot.parameter.grad().detach().contiguous()
-                                   : at::zeros_like(slot.parameter).detach();
-    } else if (!closings_->is_late(slot.index)) {
-      continue;
-    } else {
-      slot.late = slot.late.defined() ? slot.late.contiguous()
-                                      : at::zeros(slot.view.sizes(), slot.view.options());
-    }
-    combine(slot.late, join("late gradient of ", slot.name));
-  }
-}
-
-void Reducer::send_sparse() {
-  for (GradientSlot& slot : arena_.slots()) {
-    if (!slot.is_sparse || closings_->used(slot.index) == 0) {
-      continue;
-    }
-    const bool has_gradient = slot.parameter.grad().defined();
-    if (slot.contributes) {
-      slot.late = slot.parameter.grad();
-    } else if (has_gradient && is_present_ && keeps_averages()) {
-      slot.late = slot.parameter.grad().clone();  // as in fill()
-    } else {
-      if (has_gradient && is_present_) {
-        set_aside(slot);
-      }
-      slot.late = at::_sparse_coo_tensor_with_dims(
-          /*sparse_dim=*/1, slot.parameter.dim() - 1, slot.parameter.sizes(),
-          slot.parameter.options().layout(at::kSparse));
-    }
-    ReduceOp op = round_.combination->op;
-    if (op == ReduceOp::kPremulSum) {
-      slot.late = scaled(slot.late, round_.combination->factor);
-      op = ReduceOp::kSum;
-    }
-    works_.push_back(sparse_all_reduce(*communicator_, slot.late, op, /*deadline=*/std::nullopt));
-  }
-}
-
-// Takes over the plan of rank 0, for the next round. Returns an error that all ranks have.
-std::exception_ptr Reducer::exchange_plan() {
-  const std::size_t slots = arena_.slots().size();
-  at::Tensor words =
-      at::empty({static_cast<std::int64_t>(encoded_words(slots))}, at::TensorOptions(at::kLong));
-  auto* const data = words.mutable_data_ptr<std::int64_t>();
-  std::exception_ptr error;
-  if (communicator_->rank() == 0) {
-    data[0] = kNoPlan;
-    try {
-      const BucketPlan plan = planner_(order_.expected(), arena_.blocks(), speed_);
-      if (const std::string why = why_invalid(plan, arena_.blocks()); !why.empty()) {
-        throw InvalidUsage(join("plan_buckets() returned a plan that does not fit: ", why));
-      }
-      const std::vector<std::int64_t> encoded = encode(plan, slots);
-      std::copy(encoded.begin(), encoded.end(), data);
-    } catch (...) {
-      error = std::current_exception();
-    }
-  }
-  broadcast(words, /*root=*/0, "plan of the buckets")->wait();
-  order_.note_plan();
-  if (error != nullptr) {
-    return error;
-  }
-  if (data[0] == kNoPlan) {
-    return make_error(ErrorKind::kError,
-                      "planning the buckets raised on rank 0: the exception is there");
-  }
-  BucketPlan plan = decode({data, encoded_words(slots)});
-  if (plan != arena_.plan()) {
-    next_plan_ = std::move(plan);
-  }
-  return nullptr;
-}
-
-// Draws the conclusions from a round that is complete.
-void Reducer::settle(bool learns) {
-  if (round_.is_bare) {
-    return;
-  }
-  for (const Absent& absent : round_.absent) {
-    GradientSlot& slot = arena_.slots()[absent.slot];
-    if (closings_->used(absent.slot) != 0) {
-      if (!holds_gradient(slot)) {
-        expose(slot);
-      }
-    } else if (absent.before.defined()) {
-      slot.view.copy_(absent.before);
-    }
-  }
-  std::vector<bool> is_used_by_all;
-  for (GradientSlot& slot : arena_.slots()) {
-    is_used_by_all.push_back(closings_->used(slot.index) == openings_.present());
-    if (slot.late.defined()) {
-      if (has_place(slot)) {
-        slot.view.add_(slot.late);
-      } else {
-        slot.parameter.mutable_grad() = slot.late;
-      }
-    }
-    put_back(slot);
-    slot.is_pending = false;
-    note_seen(slot);
-    if (learns && slot.fired_in == round_.number) {
-      slot.expected_fires = std::max(slot.fires, 1);
-    }
-  }
-  if (learns) {
-    order_.close_round(is_used_by_all);
-    has_learned_ = true;
-  }
-}
-
-// Compares what the optimizers are going to see.
-void Reducer::check_gradients() {
-  const auto count = static_cast<std::int64_t>(arena_.slots().size());
-  const std::int64_t size = communicator_->size();
-  at::Tensor all = at::zeros({size, count}, at::kLong);
-  const at::Tensor own = all.select(0, communicator_->rank());
-  for (const GradientSlot& slot : arena_.slots()) {
-    const at::Tensor& gradient = slot.parameter.grad();
-    const bool is_common = closings_->used(slot.index) != 0 && gradient.defined();
-    own[static_cast<std::int64_t>(slot.index)] =
-        is_common ? static_cast<std::int64_t>(digest_of(gradient)) : std::int64_t{0};
-  }
-  Operation operation;
-  operation.kind = OpKind::kAllGather;
-  submit(std::move(operation), own, all, "check of the gradients")->wait();
-  for (const GradientSlot& slot : arena_.slots()) {
-    for (std::int64_t rank = 1; rank < size; ++rank) {
-      const auto index = static_cast<std::int64_t>(slot.index);
-      if (all[rank][index].item<std::int64_t>() != all[0][index].item<std::int64_t>()) {
-        throw Mismatch(join("the averaged gradient of ", slot.name, " differs between ranks 0 and ",
-                            rank, " (PYDIST_DEBUG=1 compares them)"));
-      }
-    }
-  }
 }
 
 void Reducer::finish_times() {

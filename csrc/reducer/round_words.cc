@@ -97,18 +97,9 @@ Closing Closings::of(int rank) const {
           theirs[2] != 0};
 }
 
-bool Closings::any_wants_buffers() const {
+bool Closings::any(bool Closing::* wish) const {
   for (int rank = 0; rank < size_; ++rank) {
-    if (of(rank).wants_buffers) {
-      return true;
-    }
-  }
-  return false;
-}
-
-bool Closings::any_wants_plan() const {
-  for (int rank = 0; rank < size_; ++rank) {
-    if (of(rank).wants_plan) {
+    if (of(rank).*wish) {
       return true;
     }
   }

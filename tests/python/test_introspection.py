@@ -134,8 +134,11 @@ def differ() -> None:
         return future
 
     model.register_comm_hook(None, spoil)
-    with pytest.raises(pydist.Mismatch, match="gradient of weight differs between ranks 0 and 1"):
-        model(torch.ones(1, 2)).sum().backward()
+    # Every rank finds it by itself, however fast the others are, and is in step afterwards.
+    for _ in range(30):
+        text = "gradient of weight differs between ranks 0 and 1"
+        with pytest.raises(pydist.Mismatch, match=text):
+            model(torch.ones(1, 2)).sum().backward()
 
 
 def test_a_difference_is_named() -> None:

@@ -52,6 +52,7 @@ PYTHON_LAYERS = (
     "trained_parameters",
     "module_agreement",
     "step_guard",
+    "state_dict_names",
     "sync_batch_norm",
     "data_parallel",
     "sharded_optimizer",

@@ -7,7 +7,7 @@ import copy
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,49 +17,13 @@ import torch.distributed as dist
 from launch import Ranks, run_command
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from training import LIMIT_S, Runner, assert_near, joined
 
 import pydist
 from pydist import groups
 from pydist.sync_batch_norm import _statistics, refuse_under_join
 
 pytestmark = pytest.mark.timeout(30)
-
-LIMIT_S = 25.0
-Runner = Callable[..., list[Any]]
-
-
-@pytest.fixture(scope="module", params=["native", "gloo"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest, backend: str) -> Iterator[Ranks]:
-    with Ranks(request.param, {"PYDIST_BACKEND": backend}) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def three(backend: str) -> Iterator[Ranks]:
-    with Ranks(3, {"PYDIST_BACKEND": backend}) as ranks:
-        yield ranks
-
-
-@pytest.fixture
-def run(three: Ranks) -> Runner:
-    return lambda function, *args: three.run(function, *args, timeout=LIMIT_S)
-
-
-def joined() -> tuple[int, int]:
-    torch.set_num_threads(1)
-    pydist.init()
-    return pydist.rank(), pydist.world_size()
-
-
-def assert_near(ours: Tensor | None, theirs: Tensor | None, tolerance: float = 1e-12) -> None:
-    assert ours is not None
-    assert theirs is not None
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def same_bits(tensor: Tensor) -> bool:
@@ -71,12 +35,12 @@ def same_bits(tensor: Tensor) -> bool:
 def batches(
     size: int, *shape: int, step: int = 0, dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
-    """A batch for each rank: one is empty, one has a single sample if there are three.
+    """A batch for each rank: one is empty, one has a single sample if there are three or more.
 
     Their means and variances differ, between ranks and between channels.
     """
     generator = torch.Generator().manual_seed(step)
-    counts = [5, 0, 1] if size == 3 else [5, 0]
+    counts = [5, 0, 1, 2][:size]
     made = []
     for rank in range(size):
         count = counts[(rank + step) % size]
