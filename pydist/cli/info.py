@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pydist import _build, _native, backends
+from pydist.benchmarks.machine import processor_name
 from pydist.environment import read_placement
 from pydist.errors import Error, InvalidUsage
 
@@ -37,13 +38,6 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _processor_name() -> str:
-    for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()
@@ -63,7 +57,7 @@ def _cgroup_file(name: str) -> str:
 def _processor() -> dict[str, Any]:
     affinity = len(os.sched_getaffinity(0))
     return {
-        "name": _processor_name(),
+        "name": processor_name(),
         "architecture": platform.machine(),
         **_instruction_sets(),
         "cores": os.cpu_count(),

@@ -1,0 +1,1 @@
+"""Micro-benchmarks: what `pydist bench` runs."""

@@ -1,0 +1,96 @@
+"""Ratios of times that were measured in turns, and whether the machine let them tell anything.
+
+Times of a shared machine drift by tens of percent within minutes, so no absolute time is compared
+with one of another run. What is compared takes turns instead (A B A B ...): the two times of a
+round meet about the same machine, and their ratio says something even where neither time does.
+"""
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pydist.errors import InvalidUsage
+
+__all__ = ["Ratio", "bootstrap_interval", "is_noisy", "percentile", "ratio_of", "spread_of"]
+
+_RESAMPLES = 1000
+_CONFIDENCE = 0.95
+# Of single times: with quartiles this far apart (as a share of the median), somebody else is using
+# the machine, and differences of a few percent are beyond it.
+_NOISY_SPREAD = 0.25
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A median of ratios, and the interval that holds it in 95 % of resamplings of the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def tells(self) -> bool:
+        """Whether the interval excludes 1: one of the two is faster."""
+        return self.low > 1 or self.high < 1
+
+    def __str__(self) -> str:
+        digits = 2 if self.median < 10 else 1 if self.median < 100 else 0
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` (0 to 1) of the values lie, linearly interpolated."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def bootstrap_interval(
+    rounds: int, statistic: Callable[[Sequence[int]], float]
+) -> tuple[float, float]:
+    """The interval that holds a statistic in 95 % of resamplings of the rounds.
+
+    Args:
+        rounds: how many rounds were measured, 1 or more.
+        statistic: takes indices of rounds, some of them repeatedly, others not at all.
+
+    Returns:
+        Its lower and upper end (Efron's percentile bootstrap, with a fixed seed).
+    """
+    generator = random.Random(0)
+    everyone = range(rounds)
+    values = [statistic(generator.choices(everyone, k=rounds)) for _ in range(_RESAMPLES)]
+    tail = (1 - _CONFIDENCE) / 2
+    return percentile(values, tail), percentile(values, 1 - tail)
+
+
+def ratio_of(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """The median ratio of two series of times that took turns: one of each a round.
+
+    Raises:
+        InvalidUsage: the series differ in length, or are empty.
+    """
+    if len(numerators) != len(denominators) or not numerators:
+        raise InvalidUsage(
+            f"a ratio needs two series of as many rounds, 1 or more; these have {len(numerators)} "
+            f"and {len(denominators)}."
+        )
+    ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
+    low, high = bootstrap_interval(
+        len(ratios), lambda rounds: statistics.median(ratios[i] for i in rounds)
+    )
+    return Ratio(statistics.median(ratios), low, high)
+
+
+def spread_of(times: Sequence[float]) -> float:
+    """The distance of the quartiles, as a share of the median."""
+    middle = statistics.median(times)
+    return (percentile(times, 0.75) - percentile(times, 0.25)) / middle if middle else 0.0
+
+
+def is_noisy(times: Sequence[float]) -> bool:
+    """Whether times of one and the same thing vary so much that somebody else uses the machine."""
+    return len(times) > 3 and spread_of(times) > _NOISY_SPREAD
