@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -361,6 +361,18 @@ class Reducer:
     @weight.setter
     def weight(self, arg1: typing.SupportsFloat | typing.SupportsIndex | None) -> None:
         ...
+class Roofline:
+    """
+    The reads and writes that a collective on one host can't do without, with no rank waiting for another.
+    """
+    def __init__(self, communicator: Communicator, kind: str, input: torch.Tensor, output: torch.Tensor, op: str = 'sum', root: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+        """
+        Tensors as the collective takes them, contiguous and symmetric, at the same place on every rank. 'send' stands for every rank sending to the next one, all at once.
+        """
+    def run(self) -> None:
+        """
+        This rank's share, once. What the output holds afterwards means nothing while others are at work on it.
+        """
 def build_info() -> dict:
     """
     What the module was built with, and the CPU's kernels.

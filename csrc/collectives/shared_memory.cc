@@ -7,19 +7,12 @@
 #include "collectives/contribution.h"
 #include "collectives/fingerprint.h"
 #include "collectives/slices.h"
+#include "collectives/store_hint.h"
 #include "collectives/wire.h"
 #include "kernels/reduce_cpu.h"
 
 namespace pydist {
 namespace {
-
-// From here on, results no longer fit the caches, and stores that bypass them save reading the
-// lines first. Measured with bench/engine.
-constexpr std::size_t kStreamingBytes = std::size_t{8} << 20;
-
-StoreHint hint_for(std::size_t bytes) {
-  return bytes >= kStreamingBytes ? StoreHint::kStreaming : StoreHint::kCached;
-}
 
 // Everything that the steps of one collective share.
 class Collective {

@@ -100,6 +100,14 @@ class Communicator {
   // the group's other collectives. Zero bytes are allowed.
   [[nodiscard]] virtual MemoryPtr allocate(std::size_t bytes, Device device) = 0;
 
+  // Where [data, data + bytes), which lies in memory that this group allocated, is on each rank of
+  // it, as this process addresses it; empty where it does not lie there, or the ranks don't share
+  // memory. Nothing orders what is read or written there: for measurements and diagnosis.
+  [[nodiscard]] virtual std::vector<std::byte*> symmetric_addresses(const void* /*data*/,
+                                                                    std::size_t /*bytes*/) const {
+    return {};
+  }
+
   // A group of the given ranks of this one, in that order. Collective among those ranks alone; the
   // caller is one of them.
   [[nodiscard]] virtual CommunicatorPtr split(const std::vector<int>& ranks) = 0;

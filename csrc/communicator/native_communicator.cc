@@ -276,6 +276,16 @@ class NativeCommunicator final : public Communicator,
     return std::make_shared<HeapMemory>(heap_, result, bytes);
   }
 
+  [[nodiscard]] std::vector<std::byte*> symmetric_addresses(const void* data,
+                                                            std::size_t bytes) const override {
+    const HeapReference reference = heap_->find(data, bytes);
+    std::vector<std::byte*> addresses;
+    for (int rank = 0; reference != 0 && rank < size_; ++rank) {
+      addresses.push_back(heap_->address(rank, reference));
+    }
+    return addresses;
+  }
+
   [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
     const Splits::Split split = splits_.next(ranks, rank_, size_);
     NativeOptions options = options_;
