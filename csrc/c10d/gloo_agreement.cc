@@ -16,7 +16,7 @@ bool is_pairwise(OpKind kind) {
   return kind == OpKind::kGather || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
 }
 
-std::vector<std::uint64_t> block_counts(const std::vector<Buffer>& buffers, int size) {
+std::vector<std::uint64_t> block_counts(const Buffers& buffers, int size) {
   std::vector<std::uint64_t> counts;
   if (buffers.size() == static_cast<std::size_t>(size)) {
     for (const Buffer& buffer : buffers) {
@@ -107,7 +107,7 @@ std::vector<std::uint64_t> pairwise_counts(const Operation& operation, int rank,
   std::vector<std::uint64_t> counts(2 * ranks, 0);
   const auto root = static_cast<std::size_t>(operation.peer);
   const bool is_root = rank == operation.peer;
-  const auto put = [&](std::size_t at, const std::vector<Buffer>& blocks) {
+  const auto put = [&](std::size_t at, const Buffers& blocks) {
     const auto all = block_counts(blocks, size);
     std::copy(all.begin(), all.end(), counts.begin() + static_cast<std::ptrdiff_t>(at));
   };

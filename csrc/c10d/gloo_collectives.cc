@@ -37,7 +37,7 @@ bool is_half(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::k
 // The blocks of a collective as one run of memory each: of one buffer, or of one for each rank.
 class Blocks {
  public:
-  Blocks(const std::vector<Buffer>& buffers, int size) {
+  Blocks(const Buffers& buffers, int size) {
     const auto ranks = static_cast<std::size_t>(size);
     if (buffers.size() == ranks) {
       blocks_ = buffers;
@@ -91,7 +91,7 @@ class Blocks {
     return static_cast<std::byte*>(buffer.data) + buffer.bytes();
   }
 
-  std::vector<Buffer> blocks_;
+  Buffers blocks_;
   std::size_t bytes_ = 0;
   bool is_contiguous_ = true;
   bool is_equal_ = true;

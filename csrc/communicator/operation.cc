@@ -180,13 +180,13 @@ class Validator {
     }
   }
 
-  void expect_one(const std::vector<Buffer>& buffers, const char* what) const {
+  void expect_one(const Buffers& buffers, const char* what) const {
     if (buffers.size() != 1) {
       fail(join("expected one ", what, ", got ", buffers.size(), "."));
     }
   }
 
-  void expect_blocks(const std::vector<Buffer>& buffers, const char* what) const {
+  void expect_blocks(const Buffers& buffers, const char* what) const {
     const auto size = static_cast<std::size_t>(size_);
     if (buffers.size() == 1) {
       if (buffers[0].count % size != 0) {
@@ -198,7 +198,7 @@ class Validator {
     }
   }
 
-  std::size_t block_count(const std::vector<Buffer>& buffers, int rank) const {
+  std::size_t block_count(const Buffers& buffers, int rank) const {
     if (buffers.size() == 1) {
       return buffers[0].count / static_cast<std::size_t>(size_);
     }
@@ -233,7 +233,7 @@ class Validator {
   }
 
   // `buffer` lies apart from all blocks, or exactly where this rank's block does.
-  void check_own_block(const std::vector<Buffer>& blocks, const Buffer& buffer) const {
+  void check_own_block(const Buffers& blocks, const Buffer& buffer) const {
     const auto own = static_cast<std::size_t>(rank_);
     if (blocks.size() == 1) {
       const auto* place = static_cast<const std::byte*>(blocks[0].data) +
@@ -251,7 +251,7 @@ class Validator {
   }
 
   // No two outputs share memory.
-  void check_apart(const std::vector<Buffer>& outputs) const {
+  void check_apart(const Buffers& outputs) const {
     std::vector<const Buffer*> sorted;
     for (const Buffer& output : outputs) {
       if (output.count != 0) {
@@ -267,7 +267,7 @@ class Validator {
     }
   }
 
-  [[nodiscard]] Buffer block(const std::vector<Buffer>& buffers, std::size_t rank) const {
+  [[nodiscard]] Buffer block(const Buffers& buffers, std::size_t rank) const {
     if (buffers.size() != 1) {
       return buffers[rank];
     }
@@ -279,8 +279,8 @@ class Validator {
 
   // What comes from a rank may take the place of what goes to it; otherwise inputs and outputs lie
   // apart.
-  void check_exchange(const std::vector<Buffer>& in, const std::vector<Buffer>& out) const {
-    const auto touch = [](const std::vector<Buffer>& a, const std::vector<Buffer>& b) {
+  void check_exchange(const Buffers& in, const Buffers& out) const {
+    const auto touch = [](const Buffers& a, const Buffers& b) {
       return std::any_of(a.begin(), a.end(), [&b](const Buffer& x) {
         return std::any_of(b.begin(), b.end(), [&x](const Buffer& y) { return overlap(x, y); });
       });

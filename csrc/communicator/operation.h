@@ -28,7 +28,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "base/buffer.h"
 #include "base/deadline.h"
@@ -43,8 +42,8 @@ inline constexpr int kAnySource = -1;
 
 struct Operation {
   OpKind kind = OpKind::kBarrier;
-  std::vector<Buffer> inputs;
-  std::vector<Buffer> outputs;
+  Buffers inputs;
+  Buffers outputs;
   ReduceOp op = ReduceOp::kSum;
   // The root of a rooted collective, the destination of a send, the source of a receive.
   int peer = 0;

@@ -4,6 +4,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -266,6 +267,37 @@ TEST(OperationTest, AWorldOfOne) {
                          operation(OpKind::kAllToAll, {buffer(5)}, {buffer(5)})}) {
     EXPECT_NO_THROW(validate(op, 0, 1)) << to_string(op.kind);
   }
+}
+
+TEST(BuffersTest, HoldNoneOneOrSeveral) {
+  Buffers buffers;
+  EXPECT_TRUE(buffers.empty());
+  const Buffers none{};
+  EXPECT_EQ(none.begin(), none.end());
+  for (std::size_t n = 1; n <= 4; ++n) {
+    buffers.push_back(buffer(n));
+    EXPECT_EQ(buffers.size(), n);
+    Buffers copied = buffers;
+    Buffers moved = std::move(copied);
+    copied = moved;
+    for (const Buffers& each : {buffers, moved, copied}) {
+      ASSERT_EQ(each.size(), n);
+      for (std::size_t i = 0; i < n; ++i) {
+        EXPECT_EQ(each[i].count, i + 1);
+        EXPECT_EQ(each.begin() + i, &each[i]);
+      }
+    }
+  }
+  buffers = {buffer(7)};
+  ASSERT_EQ(buffers.size(), 1u);
+  EXPECT_EQ(buffers[0].count, 7u);
+  buffers = std::vector<Buffer>{buffer(1)};
+  buffers.push_back(buffer(2));
+  EXPECT_EQ(buffers[1].count, 2u);
+  buffers.clear();
+  EXPECT_TRUE(buffers.empty());
+  buffers = {buffer(1), buffer(2)};
+  EXPECT_EQ(buffers.end() - buffers.begin(), 2);
 }
 
 }  // namespace
