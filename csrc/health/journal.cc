@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <ctime>
 
 namespace pydist {
 
@@ -10,6 +11,12 @@ std::int64_t monotonic_ns() noexcept {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
+}
+
+std::int64_t coarse_monotonic_ns() noexcept {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return now.tv_sec * std::int64_t{1'000'000'000} + now.tv_nsec;
 }
 
 Journal::Ticket Journal::begin(std::uint64_t group, std::uint64_t sequence, std::uint8_t kind,
@@ -23,7 +30,7 @@ Journal::Ticket Journal::begin(std::uint64_t group, std::uint64_t sequence, std:
   slot.sequence.store(sequence, kRelaxed);
   slot.kind_and_state.store(kind, kRelaxed);
   slot.bytes.store(bytes, kRelaxed);
-  slot.started_ns.store(monotonic_ns(), kRelaxed);
+  slot.started_ns.store(coarse_monotonic_ns(), kRelaxed);
   slot.finished_ns.store(0, kRelaxed);
   // An empty label costs one word, so that the hot path does not pay for the others' names.
   std::size_t word_index = 0;
@@ -40,15 +47,28 @@ Journal::Ticket Journal::begin(std::uint64_t group, std::uint64_t sequence, std:
   return ticket;
 }
 
-void Journal::finish(Ticket ticket, JournalState state) noexcept {
+Journal::Slot* Journal::open_slot(Ticket ticket) noexcept {
   Slot& slot = slots_[ticket % kEntries];
-  if (slot.version.load(std::memory_order_acquire) != 2 * (ticket + 1)) {
-    return;
-  }
-  slot.finished_ns.store(monotonic_ns(), std::memory_order_relaxed);
+  return slot.version.load(std::memory_order_acquire) == 2 * (ticket + 1) ? &slot : nullptr;
+}
+
+void Journal::close(Slot& slot, std::int64_t finished_ns, JournalState state) noexcept {
+  slot.finished_ns.store(finished_ns, std::memory_order_relaxed);
   const std::uint64_t kind = slot.kind_and_state.load(std::memory_order_relaxed) & 0xff;
   slot.kind_and_state.store(kind | (static_cast<std::uint64_t>(state) << 8),
                             std::memory_order_release);
+}
+
+void Journal::finish(Ticket ticket, JournalState state) noexcept {
+  if (Slot* slot = open_slot(ticket)) {
+    close(*slot, coarse_monotonic_ns(), state);
+  }
+}
+
+void Journal::finish_at_once(Ticket ticket) noexcept {
+  if (Slot* slot = open_slot(ticket)) {
+    close(*slot, slot->started_ns.load(std::memory_order_relaxed), JournalState::kSucceeded);
+  }
 }
 
 std::optional<JournalEntry> Journal::read_slot(const Slot& slot) {

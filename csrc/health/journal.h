@@ -25,12 +25,15 @@ struct JournalEntry {
   std::uint8_t kind = 0;       // OpKind, opaque here
   JournalState state = JournalState::kRunning;
   std::uint64_t bytes = 0;
-  std::int64_t started_ns = 0;   // monotonic clock of the host
+  std::int64_t started_ns = 0;   // monotonic clock of the host, the coarse one
   std::int64_t finished_ns = 0;  // 0 while running
   std::string label;
 };
 
 [[nodiscard]] std::int64_t monotonic_ns() noexcept;
+// The same clock as of the system's last tick, a few milliseconds ago at most: read in a fraction
+// of the time.
+[[nodiscard]] std::int64_t coarse_monotonic_ns() noexcept;
 
 class Journal {
  public:
@@ -42,6 +45,10 @@ class Journal {
 
   // Closes it, unless so many have begun since that it is gone.
   void finish(Ticket ticket, JournalState state) noexcept;
+
+  // The same for what succeeded at once: within microseconds of its beginning, less than the clock
+  // tells apart.
+  void finish_at_once(Ticket ticket) noexcept;
 
   // The entries that can be read, the newest first.
   [[nodiscard]] std::vector<JournalEntry> read() const;
@@ -65,6 +72,9 @@ class Journal {
     std::array<std::atomic<std::uint64_t>, kLabelWords> label;
   };
 
+  // Null if it is gone.
+  [[nodiscard]] Slot* open_slot(Ticket ticket) noexcept;
+  static void close(Slot& slot, std::int64_t finished_ns, JournalState state) noexcept;
   [[nodiscard]] static std::optional<JournalEntry> read_slot(const Slot& slot);
 
   std::atomic<std::uint64_t> next_ticket_;

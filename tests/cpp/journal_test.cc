@@ -31,7 +31,7 @@ TEST_F(JournalTest, AnEmptyOneHasNothingToSay) {
 }
 
 TEST_F(JournalTest, TellsWhatRunsAndWhatIsDone) {
-  const std::int64_t before = monotonic_ns();
+  const std::int64_t before = coarse_monotonic_ns();
   const auto ticket = journal().begin(7, 42, 3, 1024, "bucket 7");
   auto entry = journal().newest(7);
   ASSERT_TRUE(entry.has_value());
