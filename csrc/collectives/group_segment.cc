@@ -8,7 +8,7 @@ namespace {
 std::size_t control_bytes(int size) noexcept {
   return round_up(
       sizeof(RankControl) + kPostDepth * static_cast<std::size_t>(size) * sizeof(std::uint64_t),
-      std::size_t{128});
+      kPrefetchBytes);
 }
 
 std::size_t staging_begin(int size) noexcept {
@@ -42,15 +42,6 @@ void GroupSegment::reserve_staging(int rank) const {
   const std::size_t offset = staging_offset_ + static_cast<std::size_t>(rank) * bytes;
   segment_.reserve(offset, bytes, "staging of a rank");
   segment_.populate(offset, bytes);
-}
-
-FailureNotice& GroupSegment::failure() const noexcept {
-  return *reinterpret_cast<FailureNotice*>(segment_.data());
-}
-
-RankControl& GroupSegment::control(int rank) const noexcept {
-  return *reinterpret_cast<RankControl*>(segment_.data() + sizeof(FailureNotice) +
-                                         static_cast<std::size_t>(rank) * control_stride_);
 }
 
 std::uint64_t* GroupSegment::block_counts(int rank, std::size_t post_slot) const noexcept {

@@ -23,14 +23,14 @@ namespace pydist {
 
 // How many collectives a rank may be ahead of the slowest one.
 inline constexpr std::size_t kPostDepth = 8;
-// Data that travels in the post itself.
-inline constexpr std::size_t kInlineBytes = 40;
+// Data that travels in the post itself: four lines with it.
+inline constexpr std::size_t kInlineBytes = 232;
 // Chunks of a rank in flight: one is written, one reduced, one read, one spare.
 inline constexpr std::size_t kStagingSlots = 4;
 
-// What a rank says of the collective that it enters: one cache line, so that a small operation
-// costs one line a rank. Written before `sequence` is, read after.
-struct alignas(64) Post {
+// What a rank says of the collective that it enters: its first cache line holds all but data, so
+// that a small operation costs one line a rank. Written before `sequence` is, read after.
+struct alignas(256) Post {
   enum Flag : std::uint8_t {
     kInline = 1,     // the data is in `payload`
     kEager = 2,      // the data is in the staging slot of the operation's first round
@@ -48,7 +48,7 @@ struct alignas(64) Post {
   std::uint64_t count;  // see Call::count
   std::array<std::byte, kInlineBytes> payload;
 };
-static_assert(sizeof(Post) == 64);
+static_assert(sizeof(Post) == 256);
 
 // What only some operations need.
 struct alignas(64) PostDetail {
@@ -59,13 +59,18 @@ struct alignas(64) PostDetail {
 };
 static_assert(sizeof(PostDetail) == 64);
 
+// Prefetchers load what lies behind lines that are read in turn, up to the end of a page.
+inline constexpr std::size_t kPrefetchBytes = 4096;
+
 struct RankControl {
   std::array<Post, kPostDepth> posts;
   std::array<PostDetail, kPostDepth> details;
-  alignas(64) Counter completed;  // collectives
-  alignas(64) Counter staged;     // rounds whose chunk is in this rank's staging
-  alignas(64) Counter reduced;    // rounds whose slice this rank has reduced
-  alignas(64) Counter consumed;   // rounds in which this rank needs nobody's staging any more
+  // Written at the end of each operation and hardly ever read: a peer's processor that fetched it
+  // together with the posts would make the write wait for the line to come back.
+  alignas(kPrefetchBytes) Counter completed;  // collectives
+  alignas(64) Counter staged;                 // rounds whose chunk is in this rank's staging
+  alignas(64) Counter reduced;                // rounds whose slice this rank has reduced
+  alignas(64) Counter consumed;  // rounds in which this rank needs nobody's staging any more
   // The channel of the ring, which runs through the sender's staging.
   alignas(64) Counter ring_sent;      // slots sent to the next rank
   alignas(64) Counter ring_released;  // slots of the previous rank given back
@@ -74,7 +79,7 @@ struct RankControl {
 };
 
 // The first error of the group; whoever meets it first writes it, everybody reads it.
-struct FailureNotice {
+struct alignas(kPrefetchBytes) FailureNotice {
   // kFirstWriter + r: rank r is writing it.
   enum State : std::uint32_t { kNone = 0, kSet = 1, kFirstWriter = 2 };
   alignas(64) std::atomic<std::uint32_t> state;
@@ -95,8 +100,13 @@ class GroupSegment {
   // Backs one rank's staging.
   void reserve_staging(int rank) const;
 
-  [[nodiscard]] FailureNotice& failure() const noexcept;
-  [[nodiscard]] RankControl& control(int rank) const noexcept;
+  [[nodiscard]] FailureNotice& failure() const noexcept {
+    return *reinterpret_cast<FailureNotice*>(segment_.data());
+  }
+  [[nodiscard]] RankControl& control(int rank) const noexcept {
+    return *reinterpret_cast<RankControl*>(segment_.data() + sizeof(FailureNotice) +
+                                           static_cast<std::size_t>(rank) * control_stride_);
+  }
   // Elements of each block that `rank` posted with the operation in the given slot.
   [[nodiscard]] std::uint64_t* block_counts(int rank, std::size_t post_slot) const noexcept;
   [[nodiscard]] std::byte* staging(int rank, std::uint64_t round) const noexcept;

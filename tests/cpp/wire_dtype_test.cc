@@ -16,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "collectives/group_segment.h"
 #include "kernels/convert_cpu.h"
 #include "kernels/reduce_cpu.h"
 #include "ranks.h"
@@ -71,8 +72,8 @@ class WireDType : public ::testing::TestWithParam<Parameters> {
 };
 
 TEST_P(WireDType, AroundWhatFitsIntoAPost) {
-  // 40 bytes, of one block or of all.
-  const std::size_t most = 40 / kWireBytes;
+  // What fits into a post, of one block or of all.
+  const std::size_t most = kInlineBytes / kWireBytes;
   const std::size_t each = most / static_cast<std::size_t>(size());
   run(all_with({0, 1, 7, each, each + 1, most - 1, most, most + 1}, 1), kSmallChunkBytes);
 }
