@@ -111,26 +111,26 @@ const Blocks* posted_blocks(const Call& call, int rank) {
 
 }  // namespace
 
-void describe_call(Group& group, const Call& call) {
-  Post& post = group.my_post();
-  post.kind = call.kind;
-  post.op = call.op;
-  post.dtype = call.dtype;
-  post.wire_dtype = call.wire_dtype;
-  post.flags = 0;
-  post.root = static_cast<std::int16_t>(call.root);
-  post.count = call.count;
+void describe_call(Group& group, const Call& call, std::uint8_t flags) {
   if (call.op == ReduceOp::kPremulSum) {
     group.my_detail().factor = call.factor;
   }
   const Blocks* blocks = posted_blocks(call, group.rank());
   if (blocks != nullptr && blocks->is_ragged()) {
-    post.flags |= Post::kRagged;
+    flags |= Post::kRagged;
     std::uint64_t* counts = group.my_block_counts();
     for (int rank = 0; rank < group.size(); ++rank) {
       counts[rank] = (*blocks)[rank].count;
     }
   }
+  Post& post = group.my_post();
+  post.kind = call.kind;
+  post.op = call.op;
+  post.dtype = call.dtype;
+  post.wire_dtype = call.wire_dtype;
+  post.flags = flags;
+  post.root = static_cast<std::int16_t>(call.root);
+  post.count = call.count;
 }
 
 void check_agreement(const Group& group, const Call& call, int first, int last) {

@@ -12,8 +12,9 @@
 
 namespace pydist {
 
-// Fills in what this rank's post says of the call: all but the data.
-void describe_call(Group& group, const Call& call);
+// Fills in what this rank's post says of the call: all but the data. `flags` of Post::Flag other
+// than kRagged. The post itself is written last: see Note [One line at once].
+void describe_call(Group& group, const Call& call, std::uint8_t flags = 0);
 
 // Compares this rank's call with the posts of `first` to `last` - 1. Throws Mismatch.
 // Precondition: they are posted.

@@ -26,7 +26,7 @@ Condition Group::may_post() noexcept {
 }
 
 void Group::publish_post() noexcept {
-  my_post().sequence.store(sequence_, std::memory_order_release);
+  publish_post_quietly();
   notify();
 }
 
@@ -73,7 +73,7 @@ void Group::prepare_staging() {
 }
 
 void Group::publish(CounterOf counter, std::uint64_t round) noexcept {
-  (segment_.control(rank_).*counter).store(round + 1, std::memory_order_release);
+  publish_quietly(counter, round);
   notify();
 }
 

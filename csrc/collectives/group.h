@@ -50,6 +50,15 @@ class Group {
   [[nodiscard]] Condition may_post() noexcept;
   [[nodiscard]] Condition may_stage_first() noexcept { return may_stage(round_); }
 
+  // What may_post() and may_stage_first() will say of the next operation, as far as it is known
+  // without a look at the others' counters.
+  [[nodiscard]] bool next_may_post() const noexcept {
+    return sequence_ + 1 <= known_completed_ + kPostDepth;
+  }
+  [[nodiscard]] bool next_may_stage() const noexcept {
+    return round_ < known_consumed_ + kStagingSlots;
+  }
+
   // This rank's post of the operation, to fill in before publish_post().
   [[nodiscard]] Post& my_post() noexcept { return segment_.control(rank_).posts[slot()]; }
   [[nodiscard]] PostDetail& my_detail() noexcept { return segment_.control(rank_).details[slot()]; }
@@ -57,6 +66,10 @@ class Group {
     return segment_.block_counts(rank_, slot());
   }
   void publish_post() noexcept;
+  // The same, but wakes nobody: notify() has to follow, at the latest from complete().
+  void publish_post_quietly() noexcept {
+    my_post().sequence.store(sequence_, std::memory_order_release);
+  }
 
   [[nodiscard]] Condition posted_by(int rank) const noexcept;
   [[nodiscard]] Condition posted_by_all() const noexcept;
@@ -93,6 +106,10 @@ class Group {
   using CounterOf = Counter RankControl::*;
   // Says that this rank has done `round` (and all before).
   void publish(CounterOf counter, std::uint64_t round) noexcept;
+  // The same, but wakes nobody: complete() has to follow.
+  void publish_quietly(CounterOf counter, std::uint64_t round) noexcept {
+    (segment_.control(rank_).*counter).store(round + 1, std::memory_order_release);
+  }
   [[nodiscard]] Condition done_by(CounterOf counter, int rank, std::uint64_t round) const noexcept;
   [[nodiscard]] Condition done_by_all(CounterOf counter, std::uint64_t round) const noexcept;
 

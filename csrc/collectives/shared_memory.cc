@@ -1,6 +1,7 @@
 #include "collectives/shared_memory.h"
 
 #include <algorithm>
+#include <array>
 #include <span>
 #include <vector>
 
@@ -50,8 +51,8 @@ class Collective {
   template <typename Source>
   void reduce_pieces(Source source, std::byte* slot, std::byte* output, std::size_t count) {
     if (count != 0) {
-      gather_sources(source);
-      wire_.combine(reduction(), sources_, static_cast<std::size_t>(me_), slot, output, count);
+      wire_.combine(reduction(), gather_sources(source), static_cast<std::size_t>(me_), slot,
+                    output, count);
     }
   }
 
@@ -60,8 +61,7 @@ class Collective {
   void reduce_buffers(Source source, std::span<void* const> targets, std::size_t count,
                       StoreHint hint) {
     if (count != 0) {
-      gather_sources(source);
-      reduce(reduction(), sources_, targets, count, hint);
+      reduce(reduction(), gather_sources(source), targets, count, hint);
     }
   }
 
@@ -82,11 +82,17 @@ class Collective {
 
  private:
   template <typename Source>
-  void gather_sources(Source source) {
-    sources_.resize(static_cast<std::size_t>(size_));
-    for (int rank = 0; rank < size_; ++rank) {
-      sources_[static_cast<std::size_t>(rank)] = source(rank);
+  std::span<const void*> gather_sources(Source source) {
+    const auto size = static_cast<std::size_t>(size_);
+    const void** sources = few_sources_.data();
+    if (size > few_sources_.size()) {
+      sources_.resize(size);
+      sources = sources_.data();
     }
+    for (int rank = 0; rank < size_; ++rank) {
+      sources[rank] = source(rank);
+    }
+    return {sources, size};
   }
 
   Reduction reduction() { return {wire_.dtype(), call_.op, static_cast<double>(size_), factors()}; }
@@ -110,7 +116,8 @@ class Collective {
   const int size_;
   const std::size_t element_bytes_;
   const Wire wire_;
-  std::vector<const void*> sources_;
+  std::array<const void*, 4> few_sources_;
+  std::vector<const void*> sources_;  // of more ranks
   std::vector<double> factors_;
 };
 
@@ -439,52 +446,120 @@ Task run_on_symmetric_heap(Collective& run) {
   group.advance_rounds(1);
 }
 
-}  // namespace
+// -- beginning and end ----------------------------------------------------------------------------
 
-Task run_shared_memory(Group& group, Call call) {
-  Collective run(group, call);
-  const Blocks sent = contributed_blocks(group, call);
-  const std::uint8_t offer = offered_route(group, call);
+// Looks at the others' posts before the first pause: a rank that enters together with this one has
+// posted by then.
+constexpr unsigned kLooksInARow = 16;
 
-  co_await group.may_post();
-  describe_call(group, call);
-  Post& post = group.my_post();
-  post.flags |= offer;
+// Fills in this rank's post, and the slot if its data goes there. Precondition: both may be
+// written.
+//
+// Note [One line at once]: peers that are early look at the line of this rank's next post all the
+// time, and each look takes it away from this core. So the stores to it come last and close
+// together, or the line travels several times.
+void fill_post(Group& group, const Call& call, std::uint8_t offer) {
   if ((offer & Post::kSymmetric) != 0) {
     const PostDetail places = symmetric_detail(group, call);
     group.my_detail().input = places.input;
     group.my_detail().output = places.output;
   }
-  if (group.size() > 1) {
-    if ((offer & Post::kInline) != 0) {
-      pack_blocks(sent, run.size(), run.wire(), post.payload.data());
-    } else if ((offer & Post::kEager) != 0) {
+  if (group.size() > 1 && (offer & (Post::kInline | Post::kEager)) != 0) {
+    const Wire wire(call.dtype, call.wire_dtype);
+    if ((offer & Post::kEager) != 0) {
       group.prepare_staging();
-      co_await group.may_stage_first();
-      pack_blocks(sent, run.size(), run.wire(), group.staging(run.me(), group.round()));
     }
+    pack_blocks(contributed_blocks(group, call), group.size(), wire,
+                (offer & Post::kEager) != 0 ? group.staging(group.rank(), group.round())
+                                            : group.my_post().payload.data());
   }
-  group.publish_post();
+  describe_call(group, call, offer);
+}
 
-  if (is_one_to_all(call.kind) && run.is_root()) {
-    // A root has nothing to learn from the others: it writes and goes.
-  } else {
-    co_await group.posted_by_all();
+// A root has nothing to learn from the others: it writes and goes.
+bool waits_for_posts(const Group& group, const Call& call) noexcept {
+  return !is_one_to_all(call.kind) || group.rank() != call.root;
+}
+
+// Once posted_by_all() holds, where waits_for_posts().
+Route agree(Group& group, const Call& call) {
+  if (waits_for_posts(group, call)) {
     group.note_all_posted();
     check_agreement(group, call, 0, group.size());
   }
+  return agreed_route(group, call);
+}
 
-  switch (agreed_route(group, call)) {
+// Route::kInline and Route::kOneShot.
+void finish_ahead(Collective& run, Route route) {
+  Group& group = run.group();
+  finish_from_contributions(run);
+  if (route == Route::kOneShot) {
+    group.publish_quietly(&RankControl::consumed, group.round());
+    group.advance_rounds(1);
+  }
+}
+
+}  // namespace
+
+AtOnce::AtOnce(Group& group, const Call& call) noexcept
+    : group_(group), call_(call), offer_(offered_route(group, call)) {}
+
+bool AtOnce::may_post() const noexcept {
+  return group_.next_may_post() && ((offer_ & Post::kInline) != 0 ||
+                                    ((offer_ & Post::kEager) != 0 && group_.next_may_stage()));
+}
+
+void AtOnce::post() {
+  fill_post(group_, call_, offer_);
+  group_.publish_post();
+}
+
+bool AtOnce::try_finish(unsigned looks) {
+  if (waits_for_posts(group_, call_)) {
+    Condition all_have_posted = group_.posted_by_all();
+    for (unsigned look = 1; !all_have_posted.holds(); ++look) {
+      if (look >= looks) {
+        return false;
+      }
+      if (look > kLooksInARow) {
+        spin_pause();
+      }
+    }
+  }
+  const Route route = agree(group_, call_);
+  if (route != Route::kInline && route != Route::kOneShot) {
+    return false;
+  }
+  Collective run(group_, call_);
+  finish_ahead(run, route);
+  group_.complete();
+  return true;
+}
+
+Task run_shared_memory(Group& group, Call call, bool is_posted) {
+  Collective run(group, call);
+  if (!is_posted) {
+    const std::uint8_t offer = offered_route(group, call);
+    co_await group.may_post();
+    if (group.size() > 1 && (offer & Post::kEager) != 0) {
+      co_await group.may_stage_first();
+    }
+    fill_post(group, call, offer);
+    group.publish_post();
+  }
+  if (waits_for_posts(group, call)) {
+    co_await group.posted_by_all();
+  }
+
+  const Route route = agree(group, call);
+  switch (route) {
     case Route::kInline:
-      finish_from_contributions(run);
-      break;
     case Route::kOneShot:
-      finish_from_contributions(run);
-      group.publish(&RankControl::consumed, group.round());
-      group.advance_rounds(1);
+      finish_ahead(run, route);
       break;
     case Route::kPipelined:
-      if (!sent.empty() || call.kind == OpKind::kReduce) {
+      if (!contributed_blocks(group, call).empty() || call.kind == OpKind::kReduce) {
         group.prepare_staging();
       }
       if (call.kind == OpKind::kAllReduce || call.kind == OpKind::kReduce) {

@@ -3,7 +3,8 @@
 //
 // Three ways, chosen from what all ranks posted (p ranks, s bytes a rank, per rank):
 //
-//   one shot     The data rides in the post (up to 40 bytes) or in one staging slot, written before
+//   one shot     The data rides in the post (up to 232 bytes) or in one staging slot, written
+//   before
 //                the post. Everybody reads everybody's. One synchronisation; reads (p-1)s.
 //   pipelined    Chunks travel through staging that stays in cache. all_reduce: copy in what others
 //                own, reduce one's own slice, copy out what others reduced; three chunks in flight.
@@ -17,6 +18,8 @@
 
 #pragma once
 
+#include <cstdint>
+
 #include "collectives/call.h"
 #include "collectives/group.h"
 #include "collectives/task.h"
@@ -24,6 +27,31 @@
 namespace pydist {
 
 // Runs one collective. Group::begin() has numbered it. The call's buffers outlive the task.
-[[nodiscard]] Task run_shared_memory(Group& group, Call call);
+// `is_posted`: AtOnce::post() has begun it.
+[[nodiscard]] Task run_shared_memory(Group& group, Call call, bool is_posted = false);
+
+// Note [At once]: a collective whose data travels with its post is over as soon as all have posted.
+// Where peers are in time that is a fraction of a microsecond, of which a coroutine and all that
+// moves one along would be the greater part. So it is tried on the caller's stack first: post,
+// look at the others' posts a bounded number of times, combine. A rank that has to wait longer goes
+// on with the coroutine, from where it is. Peers cannot tell the one from the other.
+
+class AtOnce {
+ public:
+  AtOnce(Group& group, const Call& call) noexcept;
+
+  // Whether the call can be posted with its data, and without waiting. Before Group::begin().
+  [[nodiscard]] bool may_post() const noexcept;
+  // Posts it. After Group::begin().
+  void post();
+  // Completes it if everybody's post, each with its data, is there within so many `looks`.
+  // Otherwise false: run_shared_memory() has to take over. Throws Mismatch.
+  [[nodiscard]] bool try_finish(unsigned looks);
+
+ private:
+  Group& group_;
+  const Call& call_;
+  const std::uint8_t offer_;
+};
 
 }  // namespace pydist

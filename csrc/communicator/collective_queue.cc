@@ -4,12 +4,17 @@
 
 #include "base/error.h"
 #include "base/interruption.h"
+#include "collectives/shared_memory.h"
 
 namespace pydist {
 namespace {
 
 // A waiter that spins looks at the clock, and at who has died, once in so many looks.
 constexpr unsigned kLooksBetweenChecks = 8;
+
+// Looks at the posts of peers before an operation gives up on being done at once: a few
+// microseconds.
+constexpr unsigned kLooksAtOnce = 128;
 
 std::size_t journaled_bytes(const Operation& operation) {
   std::size_t bytes = 0;
@@ -27,11 +32,13 @@ std::size_t journaled_bytes(const Operation& operation) {
 
 CollectiveQueue::CollectiveQueue(std::shared_ptr<Progress> progress,
                                  std::shared_ptr<GroupHealth> health, Group& group,
-                                 MakeTask make_task)
+                                 MakeTask make_task, MakeCall make_call, bool runs_at_once)
     : WaitableDrivable(std::move(progress)),
       health_(std::move(health)),
       group_(group),
-      make_task_(std::move(make_task)) {}
+      make_task_(std::move(make_task)),
+      make_call_(std::move(make_call)),
+      runs_at_once_(runs_at_once) {}
 
 WorkPtr CollectiveQueue::enqueue(Operation operation, Deadline deadline,
                                  const MakeTask* make_task) {
@@ -51,18 +58,87 @@ WorkPtr CollectiveQueue::make_work() {
       std::static_pointer_cast<WaitableDrivable>(shared_from_this()));
 }
 
-void CollectiveQueue::run(Operation operation, Deadline deadline, const MakeTask* make_task) {
+void CollectiveQueue::run(Operation operation, std::chrono::nanoseconds timeout) {
+  Right right = try_attend();
+  const bool is_first = right && !has_work();
+  std::optional<Journal::Ticket> ticket;
+  if (is_first) {
+    bool is_done = false;
+    try {
+      is_done = try_at_once(operation, ticket);
+    } catch (...) {
+      leave(std::move(right));
+      throw;
+    }
+    if (is_done) {
+      leave(std::move(right));
+      return;
+    }
+  } else if (right) {
+    right.unlock();
+  }
+  const Deadline deadline = operation.deadline ? *operation.deadline : Deadline::in(timeout);
+  if (!is_first) {
+    const OpKind kind = operation.kind;
+    wait_for(*enqueue(std::move(operation), deadline, /*make_task=*/nullptr), kind);
+    return;
+  }
+  auto pending = std::make_unique<Pending>(std::move(operation), deadline, /*the_work=*/nullptr,
+                                           /*the_make_task=*/nullptr);
+  pending->ticket = ticket;
+  pending->is_posted = ticket.has_value();
+  run_here(std::move(right), std::move(pending));
+}
+
+void CollectiveQueue::run_with(const MakeTask& make_task, Operation operation, Deadline deadline) {
   const OpKind kind = operation.kind;
-  auto right = try_attend();
+  Right right = try_attend();
   if (!right || has_work()) {
     if (right) {
       right.unlock();
     }
-    wait_for(*enqueue(std::move(operation), deadline, make_task), kind);
+    wait_for(*enqueue(std::move(operation), deadline, &make_task), kind);
     return;
   }
-  auto pending =
-      std::make_unique<Pending>(std::move(operation), deadline, /*the_work=*/nullptr, make_task);
+  run_here(std::move(right), std::make_unique<Pending>(std::move(operation), deadline,
+                                                       /*the_work=*/nullptr, &make_task));
+}
+
+bool CollectiveQueue::try_at_once(const Operation& operation,
+                                  std::optional<Journal::Ticket>& ticket) {
+  if (!runs_at_once_ || health_->has_failed()) {
+    return false;
+  }
+  const Call call = make_call_(operation);
+  AtOnce at_once(group_, call);
+  if (!at_once.may_post()) {
+    return false;
+  }
+  group_.begin();
+  bool is_done = false;
+  try {
+    at_once.post();
+    // In the journal only now: the time until the peers have seen the post would be lost anyway.
+    ticket = note_begin(operation);
+    // Where ranks share cores, a spinning one would keep the core from the one that it waits for.
+    is_done = at_once.try_finish(may_spin() ? kLooksAtOnce : 1);
+  } catch (...) {
+    if (!health_->has_failed()) {
+      health_->fail(std::current_exception());
+    }
+    if (ticket) {
+      health_->journal().finish(*ticket, JournalState::kFailed);
+    }
+    std::rethrow_exception(health_->failure());
+  }
+  if (is_done) {
+    health_->journal().finish_at_once(*ticket);
+  }
+  return is_done;
+}
+
+void CollectiveQueue::run_here(Right right, std::unique_ptr<Pending> pending) {
+  const OpKind kind = pending->operation.kind;
   Pending& here = *pending;
   running_here_ = &here;
   attend_until([&here] { return here.is_done; }, kInterruptionInterval);
@@ -132,14 +208,19 @@ bool CollectiveQueue::drive() {
   return moved;
 }
 
+Journal::Ticket CollectiveQueue::note_begin(const Operation& operation) {
+  return health_->journal().begin(health_->fingerprint(), group_.sequence(),
+                                  static_cast<std::uint8_t>(operation.kind),
+                                  journaled_bytes(operation), operation.label);
+}
+
 void CollectiveQueue::start(Pending& pending) {
-  group_.begin();
-  const Operation& operation = pending.operation;
-  pending.ticket = health_->journal().begin(health_->fingerprint(), group_.sequence(),
-                                            static_cast<std::uint8_t>(operation.kind),
-                                            journaled_bytes(operation), operation.label);
-  pending.execution.emplace(
-      (pending.make_task != nullptr ? *pending.make_task : make_task_)(operation));
+  if (!pending.ticket) {
+    group_.begin();
+    pending.ticket = note_begin(pending.operation);
+  }
+  pending.execution.emplace((pending.make_task != nullptr ? *pending.make_task : make_task_)(
+      pending.operation, pending.is_posted));
 }
 
 bool CollectiveQueue::step(Pending& pending) {
@@ -183,8 +264,8 @@ void CollectiveQueue::check_hope(Pending& pending) {
 }
 
 void CollectiveQueue::finish(Pending& pending, std::exception_ptr error) {
-  if (pending.execution) {
-    health_->journal().finish(pending.ticket,
+  if (pending.ticket) {
+    health_->journal().finish(*pending.ticket,
                               error ? JournalState::kFailed : JournalState::kSucceeded);
   }
   if (&pending == running_here_) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <exception>
@@ -13,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "collectives/call.h"
 #include "collectives/group.h"
 #include "collectives/task.h"
 #include "communicator/group_health.h"
@@ -25,11 +27,15 @@ namespace pydist {
 class CollectiveQueue final : public WaitableDrivable {
  public:
   // Makes the state machine of an operation, which outlives it. Group::begin() has numbered it.
-  using MakeTask = std::function<Task(const Operation& operation)>;
+  // `is_posted`: AtOnce has begun it.
+  using MakeTask = std::function<Task(const Operation& operation, bool is_posted)>;
+  // What AtOnce takes.
+  using MakeCall = std::function<Call(const Operation& operation)>;
 
-  // `group` is used with the right to drive only.
+  // `group` is used with the right to drive only. `runs_at_once`: Note [At once]; not where another
+  // algorithm than that of run_shared_memory() is pinned.
   CollectiveQueue(std::shared_ptr<Progress> progress, std::shared_ptr<GroupHealth> health,
-                  Group& group, MakeTask make_task);
+                  Group& group, MakeTask make_task, MakeCall make_call, bool runs_at_once);
 
   // Adds an operation; the progress thread or a waiter runs it when its turn comes.
   [[nodiscard]] WorkPtr submit(Operation operation, Deadline deadline) {
@@ -37,11 +43,12 @@ class CollectiveQueue final : public WaitableDrivable {
   }
 
   // Runs an operation on this thread when nothing is in front of it, otherwise submits it and
-  // waits. Throws its error. An interruption fails the group.
-  void run(Operation operation, Deadline deadline) { run(std::move(operation), deadline, nullptr); }
+  // waits. Throws its error. An interruption fails the group. `timeout` is for an operation without
+  // a deadline of its own; it counts once there is something to wait for.
+  void run(Operation operation, std::chrono::nanoseconds timeout);
   // The same for an operation of a kind of its own: `make_task` instead of the queue's. It outlives
   // the call.
-  void run(Operation operation, Deadline deadline, const MakeTask* make_task);
+  void run_with(const MakeTask& make_task, Operation operation, Deadline deadline);
 
   [[nodiscard]] std::string diagnosis() override;
 
@@ -63,10 +70,11 @@ class CollectiveQueue final : public WaitableDrivable {
 
     Operation operation;
     Deadline deadline;
-    std::shared_ptr<Work> work;          // null while the caller runs it
-    const MakeTask* make_task;           // null for the queue's
-    std::optional<Execution> execution;  // once it has started
-    Journal::Ticket ticket = 0;
+    std::shared_ptr<Work> work;  // null while the caller runs it
+    const MakeTask* make_task;   // null for the queue's
+    std::optional<Execution> execution;
+    std::optional<Journal::Ticket> ticket;  // once it has begun
+    bool is_posted = false;                 // by AtOnce
     bool is_done = false;
     std::exception_ptr error;
   };
@@ -74,6 +82,11 @@ class CollectiveQueue final : public WaitableDrivable {
   WorkPtr enqueue(Operation operation, Deadline deadline, const MakeTask* make_task);
   [[nodiscard]] WorkPtr make_work();
   void wait_for(Work& work, OpKind kind);
+  // Note [At once]. False: the operation, which then has begun if there is a ticket, goes on as any
+  // other. Throws the group's failure.
+  bool try_at_once(const Operation& operation, std::optional<Journal::Ticket>& ticket);
+  void run_here(Right right, std::unique_ptr<Pending> pending);
+  [[nodiscard]] Journal::Ticket note_begin(const Operation& operation);
   [[nodiscard]] Pending* head();
   void start(Pending& pending);
   // Moves the head along; false when it has to wait.
@@ -85,6 +98,8 @@ class CollectiveQueue final : public WaitableDrivable {
   const std::shared_ptr<GroupHealth> health_;
   Group& group_;
   const MakeTask make_task_;
+  const MakeCall make_call_;
+  const bool runs_at_once_;
   std::mutex mutex_;
   std::deque<std::unique_ptr<Pending>> queue_;  // guarded by mutex_
   std::atomic<std::size_t> pending_count_{0};   // of queue_

@@ -134,7 +134,7 @@ struct Introduction {
 
 // Grows whenever the layout of anything in shared memory changes, so that two builds of one version
 // do not read each other's memory.
-constexpr int kSharedLayout = 2;
+constexpr int kSharedLayout = 3;
 
 std::string settings_text(const Environment& environment) {
   return join("layout ", kSharedLayout, " PYDIST_ALGORITHM=", to_string(environment.algorithm),
@@ -182,12 +182,14 @@ class NativeCommunicator final : public Communicator,
     const bool pins_ring = options_.environment.algorithm == AlgorithmChoice::kRing;
     collectives_ = std::make_shared<CollectiveQueue>(
         endpoint_->progress(), health_, engine_->group,
-        [engine = engine_, pins_ring](const Operation& operation) {
+        [engine = engine_, pins_ring](const Operation& operation, bool is_posted) {
           const Call call = make_call(operation, engine->group.rank(), engine->group.size());
           return pins_ring && ring_supports(operation.kind)
                      ? run_ring(engine->group, call, engine->to_next, engine->from_previous)
-                     : run_shared_memory(engine->group, call);
-        });
+                     : run_shared_memory(engine->group, call, is_posted);
+        },
+        [rank, size](const Operation& operation) { return make_call(operation, rank, size); },
+        /*runs_at_once=*/!pins_ring);
     messages_ = std::make_shared<MessageQueue>(
         endpoint_->progress(), health_,
         Messages(rank, size, std::move(membership.message_segment), doorbells));
@@ -251,8 +253,7 @@ class NativeCommunicator final : public Communicator,
       return Communicator::run(std::move(operation));
     }
     check_from_caller(operation);
-    const Deadline deadline = deadline_of(operation);
-    collectives_->run(std::move(operation), deadline);
+    collectives_->run(std::move(operation), timeout());
     return -1;
   }
 
@@ -265,11 +266,12 @@ class NativeCommunicator final : public Communicator,
     operation.kind = OpKind::kAllocate;
     check(operation);
     const Deadline deadline = deadline_of(operation);
-    const CollectiveQueue::MakeTask make_task = [&](const Operation& /*operation*/) {
+    const CollectiveQueue::MakeTask make_task = [&](const Operation& /*operation*/,
+                                                    bool /*is_posted*/) {
       return allocate_on_heap(engine_->group, *heap_, *endpoint_, rank0_address_, token_, bytes,
                               deadline, result);
     };
-    collectives_->run(std::move(operation), deadline, &make_task);
+    collectives_->run_with(make_task, std::move(operation), deadline);
     if (!result.error.empty()) {
       throw TransportError(result.error);
     }

@@ -52,6 +52,9 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
  protected:
   explicit Drivable(std::shared_ptr<Progress> progress) noexcept : progress_(std::move(progress)) {}
 
+  // Whether a waiter may spin: where every rank has a core of its own.
+  [[nodiscard]] bool may_spin() const noexcept;
+
   // Moves everything along that can be moved; returns whether anything was. Called with the right
   // to drive. Errors of operations end in their works; this does not throw.
   virtual bool drive() = 0;
@@ -114,6 +117,8 @@ class Progress : public std::enable_shared_from_this<Progress> {
   std::vector<std::shared_ptr<Drivable>> handed_over_;  // guarded by mutex_
   std::thread thread_;                                  // guarded by mutex_
 };
+
+inline bool Drivable::may_spin() const noexcept { return progress_->spin().count() != 0; }
 
 // A sleeper looks around this often even if nobody rings: a deadline may have passed, and a ring
 // that was lost to a crash must not cost more than this.
