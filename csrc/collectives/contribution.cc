@@ -26,6 +26,18 @@ std::size_t one_shot_limit(const Group& group, OpKind kind) noexcept {
 // written. Measured with bench/engine at p=2.
 constexpr std::size_t kStagedBytes = std::size_t{2} << 10;
 
+// What travels of contributed_blocks(), as it travels.
+std::size_t contributed_bytes(const Group& group, const Call& call) noexcept {
+  if (group.size() == 1) {
+    return 0;
+  }
+  if (call.kind == OpKind::kAllReduce) {
+    return call.count * element_size(call.wire_dtype);
+  }
+  const Blocks blocks = contributed_blocks(group, call);
+  return blocks.empty() ? 0 : blocks.total() * element_size(call.wire_dtype);
+}
+
 HeapReference reference(const Group& group, const Blocks& blocks) noexcept {
   if (!blocks.is_contiguous()) {
     return 0;
@@ -83,11 +95,12 @@ Blocks contributed_blocks(const Group& group, const Call& call) noexcept {
 }
 
 std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
-  const Blocks blocks = contributed_blocks(group, call);
-  const std::size_t bytes =
-      group.size() == 1 || blocks.empty() ? 0 : blocks.total() * element_size(call.wire_dtype);
-  if (bytes <= kInlineBytes) {
+  const std::size_t bytes = contributed_bytes(group, call);
+  if (bytes <= kFirstLineBytes) {
     return Post::kInline;
+  }
+  if (bytes <= kInlineBytes) {
+    return Post::kInline | Post::kBehind;
   }
   const bool may_be_eager = bytes <= one_shot_limit(group, call.kind);
   if (may_be_eager && bytes <= kStagedBytes) {

@@ -23,19 +23,21 @@ namespace pydist {
 
 // How many collectives a rank may be ahead of the slowest one.
 inline constexpr std::size_t kPostDepth = 8;
-// Data that travels in the post itself: four lines with it.
-inline constexpr std::size_t kInlineBytes = 232;
+// Data that travels with the post itself: in its first line, or in the four lines behind.
+inline constexpr std::size_t kFirstLineBytes = 40;
+inline constexpr std::size_t kInlineBytes = 256;
 // Chunks of a rank in flight: one is written, one reduced, one read, one spare.
 inline constexpr std::size_t kStagingSlots = 4;
 
 // What a rank says of the collective that it enters: its first cache line holds all but data, so
 // that a small operation costs one line a rank. Written before `sequence` is, read after.
-struct alignas(256) Post {
+struct alignas(128) Post {
   enum Flag : std::uint8_t {
-    kInline = 1,     // the data is in `payload`
+    kInline = 1,     // the data is in the post, see data()
     kEager = 2,      // the data is in the staging slot of the operation's first round
     kRagged = 4,     // block_counts is filled in
     kSymmetric = 8,  // detail.input and detail.output lie in the symmetric heap
+    kBehind = 16,    // with kInline: the data is in `lines`, not in `first_line`
   };
 
   Counter sequence;  // of the operation, counted from 1
@@ -44,11 +46,22 @@ struct alignas(256) Post {
   DType dtype;
   DType wire_dtype;
   std::uint8_t flags;
+  std::uint8_t unused;  // 0: there is nothing undefined between `sequence` and the data
   std::int16_t root;    // a host has fewer ranks
   std::uint64_t count;  // see Call::count
-  std::array<std::byte, kInlineBytes> payload;
+  std::array<std::byte, kFirstLineBytes> first_line;
+  // Begins with a line, since a vector that lies across two of them takes twice as long.
+  alignas(64) std::array<std::byte, kInlineBytes> lines;
+
+  // Where the data is in a post with such flags, which have kInline.
+  [[nodiscard]] std::byte* data(std::uint8_t its_flags) noexcept {
+    return (its_flags & kBehind) != 0 ? lines.data() : first_line.data();
+  }
+  [[nodiscard]] const std::byte* data() const noexcept {
+    return (flags & kBehind) != 0 ? lines.data() : first_line.data();
+  }
 };
-static_assert(sizeof(Post) == 256);
+static_assert(offsetof(Post, lines) == 64);
 
 // What only some operations need.
 struct alignas(64) PostDetail {

@@ -126,8 +126,7 @@ class Collective {
 // Where `rank`'s contribution lies.
 const std::byte* contribution(const Group& group, int rank) {
   const Post& post = group.post(rank);
-  return (post.flags & Post::kInline) != 0 ? post.payload.data()
-                                           : group.staging(rank, group.round());
+  return (post.flags & Post::kInline) != 0 ? post.data() : group.staging(rank, group.round());
 }
 
 // Elements in front of the block for `receiver` in `sender`'s contribution.
@@ -471,7 +470,7 @@ void fill_post(Group& group, const Call& call, std::uint8_t offer) {
     }
     pack_blocks(contributed_blocks(group, call), group.size(), wire,
                 (offer & Post::kEager) != 0 ? group.staging(group.rank(), group.round())
-                                            : group.my_post().payload.data());
+                                            : group.my_post().data(offer));
   }
   describe_call(group, call, offer);
 }

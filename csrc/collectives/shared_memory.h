@@ -3,9 +3,8 @@
 //
 // Three ways, chosen from what all ranks posted (p ranks, s bytes a rank, per rank):
 //
-//   one shot     The data rides in the post (up to 232 bytes) or in one staging slot, written
-//   before
-//                the post. Everybody reads everybody's. One synchronisation; reads (p-1)s.
+//   one shot     The data rides in the post (up to 256 bytes) or in one staging slot, written
+//                before the post. Everybody reads everybody's. One synchronisation; reads (p-1)s.
 //   pipelined    Chunks travel through staging that stays in cache. all_reduce: copy in what others
 //                own, reduce one's own slice, copy out what others reduced; three chunks in flight.
 //                Everything else: copy in, copy (or reduce) out; two in flight.

@@ -53,12 +53,12 @@ Task allocate_on_heap(Group& group, SymmetricHeap& heap, Endpoint& endpoint,
   const Call call = allocation_call(bytes);
   co_await group.may_post();
   describe_call(group, call);
-  std::memcpy(group.my_post().payload.data(), &decision, sizeof decision);
+  std::memcpy(group.my_post().lines.data(), &decision, sizeof decision);
   group.publish_post();
   co_await group.posted_by_all();
   group.note_all_posted();
   check_agreement(group, call, 0, group.size());
-  std::memcpy(&decision, group.post(0).payload.data(), sizeof decision);
+  std::memcpy(&decision, group.post(0).lines.data(), sizeof decision);
   group.complete();
 
   if (decision.is_refused != 0) {
@@ -84,14 +84,14 @@ Task allocate_on_heap(Group& group, SymmetricHeap& heap, Endpoint& endpoint,
     co_await group.may_post();
     describe_call(group, allocation_call(0));
     const std::uint8_t failed = result.error.empty() ? 0 : 1;
-    std::memcpy(group.my_post().payload.data(), &failed, sizeof failed);
+    std::memcpy(group.my_post().lines.data(), &failed, sizeof failed);
     group.publish_post();
     co_await group.posted_by_all();
     group.note_all_posted();
     check_agreement(group, allocation_call(0), 0, group.size());
     for (int rank = 0; rank < group.size(); ++rank) {
       std::uint8_t rank_failed = 0;
-      std::memcpy(&rank_failed, group.post(rank).payload.data(), sizeof rank_failed);
+      std::memcpy(&rank_failed, group.post(rank).lines.data(), sizeof rank_failed);
       if (rank_failed != 0 && result.error.empty()) {
         result.error = join("rank ", rank, " could not map ", placement.extent_bytes,
                             " bytes of symmetric memory; its own message says why.");

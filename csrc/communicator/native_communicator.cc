@@ -134,7 +134,7 @@ struct Introduction {
 
 // Grows whenever the layout of anything in shared memory changes, so that two builds of one version
 // do not read each other's memory.
-constexpr int kSharedLayout = 3;
+constexpr int kSharedLayout = 4;
 
 std::string settings_text(const Environment& environment) {
   return join("layout ", kSharedLayout, " PYDIST_ALGORITHM=", to_string(environment.algorithm),

@@ -21,8 +21,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// In the post, in a slot, and too long for either.
-constexpr std::size_t kCounts[] = {0, 1, 58, 59, 500, 20'000, 100'000};
+// In the post, in its first line and behind, in a slot, and too long for any.
+constexpr std::size_t kCounts[] = {0, 1, 10, 11, 64, 65, 500, 20'000, 100'000};
 
 class NativeAtOnce : public ::testing::TestWithParam<int> {};
 
