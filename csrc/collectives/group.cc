@@ -34,16 +34,6 @@ Condition Group::posted_by(int rank) const noexcept {
   return {segment_.control(rank).posts[slot()].sequence, rank, sequence_};
 }
 
-Condition Group::posted_by_all() const noexcept {
-  return {segment_.control(0).posts[slot()].sequence, segment_.control_stride(), size_, rank_,
-          sequence_};
-}
-
-void Group::note_all_posted() noexcept {
-  known_completed_ = sequence_ - 1;
-  known_consumed_ = round_;
-}
-
 std::uint64_t Group::posted_count(int rank, int block) const noexcept {
   const Post& posted = post(rank);
   return (posted.flags & Post::kRagged) != 0
@@ -52,8 +42,7 @@ std::uint64_t Group::posted_count(int rank, int block) const noexcept {
 }
 
 void Group::complete() noexcept {
-  // Release: this rank has read what it wanted of its peers' posts.
-  segment_.control(rank_).completed.store(sequence_, std::memory_order_release);
+  complete_quietly();
   notify();
 }
 
@@ -90,11 +79,7 @@ void Group::notify() noexcept {
     return;
   }
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_) {
-      doorbells_[static_cast<std::size_t>(peer)]->ring_after_fence();
-    }
-  }
+  ring_after_fence();
 }
 
 }  // namespace pydist

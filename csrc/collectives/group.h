@@ -66,15 +66,22 @@ class Group {
     return segment_.block_counts(rank_, slot());
   }
   void publish_post() noexcept;
-  // The same, but wakes nobody: notify() has to follow, at the latest from complete().
+  // The same, but wakes nobody: notify() or complete(), or a sequentially consistent fence and
+  // ring_after_fence(), have to follow.
   void publish_post_quietly() noexcept {
     my_post().sequence.store(sequence_, std::memory_order_release);
   }
 
   [[nodiscard]] Condition posted_by(int rank) const noexcept;
-  [[nodiscard]] Condition posted_by_all() const noexcept;
+  [[nodiscard]] Condition posted_by_all() const noexcept {
+    return {segment_.control(0).posts[slot()].sequence, segment_.control_stride(), size_, rank_,
+            sequence_};
+  }
   // To call once posted_by_all() holds, see Note [Reuse].
-  void note_all_posted() noexcept;
+  void note_all_posted() noexcept {
+    known_completed_ = sequence_ - 1;
+    known_consumed_ = round_;
+  }
 
   // Once posted_by(rank) holds.
   [[nodiscard]] const Post& post(int rank) const noexcept {
@@ -88,6 +95,12 @@ class Group {
 
   // The operation is over for this rank.
   void complete() noexcept;
+  // The same, but wakes nobody: a sequentially consistent fence and ring_after_fence() have to
+  // follow.
+  void complete_quietly() noexcept {
+    // Release: this rank has read what it wanted of its peers' posts.
+    segment_.control(rank_).completed.store(sequence_, std::memory_order_release);
+  }
 
   // -- rounds -------------------------------------------------------------------------------
   // The first round of this operation.
@@ -115,6 +128,14 @@ class Group {
 
   // Wakes peers that sleep; for counters that are published otherwise.
   void notify() noexcept;
+  // notify() for a caller that has fenced. Any thread, with or without the right to drive.
+  void ring_after_fence() noexcept {
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != rank_) {
+        doorbells_[static_cast<std::size_t>(peer)]->ring_after_fence();
+      }
+    }
+  }
 
  private:
   [[nodiscard]] std::size_t slot() const noexcept { return sequence_ % kPostDepth; }

@@ -511,7 +511,8 @@ bool AtOnce::may_post() const noexcept {
 
 void AtOnce::post() {
   fill_post(group_, call_, offer_);
-  group_.publish_post();
+  // A fence at once would only wait until the post is out.
+  group_.publish_post_quietly();
 }
 
 bool AtOnce::try_finish(unsigned looks) {
@@ -519,20 +520,25 @@ bool AtOnce::try_finish(unsigned looks) {
     Condition all_have_posted = group_.posted_by_all();
     for (unsigned look = 1; !all_have_posted.holds(); ++look) {
       if (look >= looks) {
+        group_.notify();
         return false;
       }
-      if (look > kLooksInARow) {
+      if (look == kLooksInARow) {
+        // Somebody is late; those who sleep may be waiting for this rank.
+        group_.notify();
+      } else if (look > kLooksInARow) {
         spin_pause();
       }
     }
   }
   const Route route = agree(group_, call_);
   if (route != Route::kInline && route != Route::kOneShot) {
+    group_.notify();
     return false;
   }
   Collective run(group_, call_);
   finish_ahead(run, route);
-  group_.complete();
+  group_.complete_quietly();
   return true;
 }
 

@@ -41,10 +41,11 @@ class AtOnce {
 
   // Whether the call can be posted with its data, and without waiting. Before Group::begin().
   [[nodiscard]] bool may_post() const noexcept;
-  // Posts it. After Group::begin().
+  // Posts it, but wakes nobody: try_finish() follows. After Group::begin().
   void post();
-  // Completes it if everybody's post, each with its data, is there within so many `looks`.
-  // Otherwise false: run_shared_memory() has to take over. Throws Mismatch.
+  // Completes it if everybody's post, each with its data, is there within so many `looks`; a
+  // sequentially consistent fence and Group::ring_after_fence() have to follow. Otherwise false:
+  // run_shared_memory() has to take over. Throws Mismatch.
   [[nodiscard]] bool try_finish(unsigned looks);
 
  private:

@@ -58,7 +58,7 @@ WorkPtr CollectiveQueue::make_work() {
       std::static_pointer_cast<WaitableDrivable>(shared_from_this()));
 }
 
-void CollectiveQueue::run(Operation operation, std::chrono::nanoseconds timeout) {
+void CollectiveQueue::run(Operation&& operation, std::chrono::nanoseconds timeout) {
   Right right = try_attend();
   const bool is_first = right && !has_work();
   std::optional<Journal::Ticket> ticket;
@@ -72,6 +72,7 @@ void CollectiveQueue::run(Operation operation, std::chrono::nanoseconds timeout)
     }
     if (is_done) {
       leave(std::move(right));
+      group_.ring_after_fence();
       return;
     }
   } else if (right) {
@@ -117,9 +118,9 @@ bool CollectiveQueue::try_at_once(const Operation& operation,
   group_.begin();
   bool is_done = false;
   try {
-    at_once.post();
-    // In the journal only now: the time until the peers have seen the post would be lost anyway.
+    // First of all: a rank that is stopped once peers can see its post has entered.
     ticket = note_begin(operation);
+    at_once.post();
     // Where ranks share cores, a spinning one would keep the core from the one that it waits for.
     is_done = at_once.try_finish(may_spin() ? kLooksAtOnce : 1);
   } catch (...) {
@@ -132,7 +133,7 @@ bool CollectiveQueue::try_at_once(const Operation& operation,
     std::rethrow_exception(health_->failure());
   }
   if (is_done) {
-    health_->journal().finish_at_once(*ticket);
+    health_->journal().finish(*ticket, JournalState::kSucceeded);
   }
   return is_done;
 }

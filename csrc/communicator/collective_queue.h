@@ -45,7 +45,7 @@ class CollectiveQueue final : public WaitableDrivable {
   // Runs an operation on this thread when nothing is in front of it, otherwise submits it and
   // waits. Throws its error. An interruption fails the group. `timeout` is for an operation without
   // a deadline of its own; it counts once there is something to wait for.
-  void run(Operation operation, std::chrono::nanoseconds timeout);
+  void run(Operation&& operation, std::chrono::nanoseconds timeout);
   // The same for an operation of a kind of its own: `make_task` instead of the queue's. It outlives
   // the call.
   void run_with(const MakeTask& make_task, Operation operation, Deadline deadline);

@@ -16,13 +16,6 @@ void Drivable::settle(Work& work, std::exception_ptr error, int source_rank) {
   }
 }
 
-void Drivable::leave(Right right) {
-  give_back(std::move(right));
-  if (has_work()) {
-    hand_over();
-  }
-}
-
 void Drivable::give_back(Right right) {
   std::vector<Work::Notice> due;
   due.swap(due_);

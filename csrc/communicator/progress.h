@@ -14,9 +14,11 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
+#include "communicator/drive_lock.h"
 #include "communicator/work.h"
 #include "health/wait.h"
 
@@ -31,20 +33,29 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
   virtual ~Drivable() = default;
 
   // The right to drive.
-  using Right = std::unique_lock<std::mutex>;
+  using Right = std::unique_lock<DriveLock>;
 
   // Takes the right to drive; empty where somebody else has it.
-  [[nodiscard]] Right try_attend() { return Right(drive_mutex_, std::try_to_lock); }
+  [[nodiscard]] Right try_attend() { return Right(drive_lock_, std::try_to_lock); }
   // Waits for it.
-  [[nodiscard]] Right attend() { return Right(drive_mutex_); }
+  [[nodiscard]] Right attend() { return Right(drive_lock_); }
 
   // Drives until `is_finished`, or for about `longest`. For a caller that holds the right.
   template <typename Finished>
   void attend_until(Finished is_finished, std::chrono::nanoseconds longest);
 
   // Gives the right back, calls the callbacks of what has finished, and leaves what there is to
-  // drive to the progress thread.
-  void leave(Right right);
+  // drive to the progress thread. There is a sequentially consistent fence in it.
+  void leave(Right right) {
+    if (due_.empty()) {
+      right.unlock();
+    } else {
+      give_back(std::move(right));
+    }
+    if (has_work()) {
+      hand_over();
+    }
+  }
 
   // Leaves what there is to drive to the progress thread.
   void hand_over();
@@ -73,8 +84,8 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
   void give_back(Right right);
 
   std::shared_ptr<Progress> progress_;
-  std::mutex drive_mutex_;
-  std::vector<Work::Notice> due_;  // guarded by drive_mutex_
+  DriveLock drive_lock_;
+  std::vector<Work::Notice> due_;  // guarded by drive_lock_
   // Set while a waiter drives: the progress thread keeps away. A waiter clears this and then looks
   // for work that it has to hand over; a submitter adds work and then hands it over to the progress
   // thread, which looks at this. Sequentially consistent, like the counts behind has_work(), so

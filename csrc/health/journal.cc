@@ -65,12 +65,6 @@ void Journal::finish(Ticket ticket, JournalState state) noexcept {
   }
 }
 
-void Journal::finish_at_once(Ticket ticket) noexcept {
-  if (Slot* slot = open_slot(ticket)) {
-    close(*slot, slot->started_ns.load(std::memory_order_relaxed), JournalState::kSucceeded);
-  }
-}
-
 std::optional<JournalEntry> Journal::read_slot(const Slot& slot) {
   constexpr auto kRelaxed = std::memory_order_relaxed;
   const std::uint64_t before = slot.version.load(std::memory_order_acquire);

@@ -46,10 +46,6 @@ class Journal {
   // Closes it, unless so many have begun since that it is gone.
   void finish(Ticket ticket, JournalState state) noexcept;
 
-  // The same for what succeeded at once: within microseconds of its beginning, less than the clock
-  // tells apart.
-  void finish_at_once(Ticket ticket) noexcept;
-
   // The entries that can be read, the newest first.
   [[nodiscard]] std::vector<JournalEntry> read() const;
 
