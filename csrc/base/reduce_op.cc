@@ -26,26 +26,4 @@ std::string_view to_string(ReduceOp op) noexcept {
   return "unknown op";
 }
 
-bool is_supported(ReduceOp op, DType dtype) noexcept {
-  if (dtype == DType::kFloat8) {
-    return false;
-  }
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kProd:
-      return true;
-    case ReduceOp::kMean:
-    case ReduceOp::kPremulSum:
-      return is_floating_point(dtype) || is_complex(dtype);
-    case ReduceOp::kMin:
-    case ReduceOp::kMax:
-      return !is_complex(dtype);
-    case ReduceOp::kBand:
-    case ReduceOp::kBor:
-    case ReduceOp::kBxor:
-      return is_integral(dtype);
-  }
-  return false;
-}
-
 }  // namespace pydist

@@ -30,6 +30,26 @@ inline constexpr int kReduceOpCount = 9;
 //   mean, premul_sum floating point and complex only: an integer mean would round silently
 //   min, max         every real type but float8
 //   band, bor, bxor  integers and bool
-[[nodiscard]] bool is_supported(ReduceOp op, DType dtype) noexcept;
+[[nodiscard]] constexpr bool is_supported(ReduceOp op, DType dtype) noexcept {
+  if (dtype == DType::kFloat8) {
+    return false;
+  }
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kProd:
+      return true;
+    case ReduceOp::kMean:
+    case ReduceOp::kPremulSum:
+      return is_floating_point(dtype) || is_complex(dtype);
+    case ReduceOp::kMin:
+    case ReduceOp::kMax:
+      return !is_complex(dtype);
+    case ReduceOp::kBand:
+    case ReduceOp::kBor:
+    case ReduceOp::kBxor:
+      return is_integral(dtype);
+  }
+  return false;
+}
 
 }  // namespace pydist

@@ -1,5 +1,8 @@
 #include "collectives/fingerprint.h"
 
+#include <array>
+#include <cstddef>
+#include <cstring>
 #include <string>
 
 #include "base/error.h"
@@ -129,8 +132,25 @@ void describe_call(Group& group, const Call& call, std::uint8_t flags) {
   post.dtype = call.dtype;
   post.wire_dtype = call.wire_dtype;
   post.flags = flags;
+  post.unused = 0;
   post.root = static_cast<std::int16_t>(call.root);
   post.count = call.count;
+}
+
+bool all_posts_are_alike(const Group& group) noexcept {
+  const auto head_of = [](const Post& post) {
+    std::array<std::uint64_t, 2> words{};
+    static_assert(offsetof(Post, first_line) - offsetof(Post, kind) == sizeof words);
+    std::memcpy(words.data(), &post.kind, sizeof words);
+    return words;
+  };
+  const auto mine = head_of(group.post(group.rank()));
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (rank != group.rank() && head_of(group.post(rank)) != mine) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void check_agreement(const Group& group, const Call& call, int first, int last) {

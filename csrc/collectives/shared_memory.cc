@@ -484,6 +484,11 @@ bool waits_for_posts(const Group& group, const Call& call) noexcept {
 Route agree(Group& group, const Call& call) {
   if (waits_for_posts(group, call)) {
     group.note_all_posted();
+    // The common case, and two words a rank.
+    if (call.kind == OpKind::kAllReduce && (group.post(group.rank()).flags & Post::kInline) != 0 &&
+        all_posts_are_alike(group)) {
+      return Route::kInline;
+    }
     check_agreement(group, call, 0, group.size());
   }
   return agreed_route(group, call);

@@ -6,7 +6,7 @@
 
 namespace pydist {
 
-int Communicator::run(Operation operation) {
+int Communicator::run(Operation&& operation) {
   const OpKind kind = operation.kind;
   const WorkPtr work = submit(std::move(operation));
   work->wait_or_end([&] {

@@ -93,8 +93,9 @@ class Communicator {
 
   // Starts an operation and waits for it; backends may take a shorter way than submit. Returns the
   // source rank of a receive, otherwise -1. An interruption (base/interruption.h) aborts the group,
-  // since the caller gets its buffers back.
-  virtual int run(Operation operation);
+  // since the caller gets its buffers back. The operation is moved from where it has to be kept.
+  virtual int run(Operation&& operation);
+  int run(const Operation& operation) { return run(Operation(operation)); }
 
   // Collective: every rank of the group calls with the same size, in the same order relative to
   // the group's other collectives. Zero bytes are allowed.

@@ -49,11 +49,6 @@ GroupHealth::GroupHealth(std::string name, int rank, std::shared_ptr<Endpoint> e
       segment_(std::move(segment)),
       peers_(std::move(peers)) {}
 
-bool GroupHealth::has_failed() const noexcept {
-  return has_left_.load(std::memory_order_relaxed) ||
-         segment_.failure().state.load(std::memory_order_relaxed) != FailureNotice::kNone;
-}
-
 std::exception_ptr GroupHealth::failure() {
   if (has_left_.load(std::memory_order_acquire)) {
     return make_error(ErrorKind::kAborted,

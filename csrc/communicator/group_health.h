@@ -28,7 +28,10 @@ class GroupHealth {
 
   // -- the group's error --------------------------------------------------------------------
   // Cheap: whether failure() would return anything.
-  [[nodiscard]] bool has_failed() const noexcept;
+  [[nodiscard]] bool has_failed() const noexcept {
+    return has_left_.load(std::memory_order_relaxed) ||
+           segment_.failure().state.load(std::memory_order_relaxed) != FailureNotice::kNone;
+  }
   // The group's error, null while it is sound.
   [[nodiscard]] std::exception_ptr failure();
   // Fails the group, here and on every other rank. The first error wins.

@@ -248,7 +248,8 @@ class NativeCommunicator final : public Communicator,
     return combine(std::move(parts));
   }
 
-  int run(Operation operation) override {
+  using Communicator::run;
+  int run(Operation&& operation) override {
     if (is_point_to_point(operation.kind)) {
       return Communicator::run(std::move(operation));
     }
@@ -390,14 +391,12 @@ class NativeCommunicator final : public Communicator,
       std::rethrow_exception(health_->failure());
     }
     validate(operation, rank_, size_);
-    for (const auto* buffers : {&operation.inputs, &operation.outputs}) {
-      for (const Buffer& buffer : *buffers) {
-        if (buffer.device.type != DeviceType::kCpu) {
-          throw InvalidUsage(join(to_string(operation.kind),
-                                  ": the native backend takes CPU tensors only; move the tensor "
-                                  "to the CPU, or use a backend for its device."));
-        }
-      }
+    // All of them are on one device.
+    const Buffers& buffers = operation.inputs.empty() ? operation.outputs : operation.inputs;
+    if (!buffers.empty() && buffers[0].device.type != DeviceType::kCpu) {
+      throw InvalidUsage(join(to_string(operation.kind),
+                              ": the native backend takes CPU tensors only; move the tensor "
+                              "to the CPU, or use a backend for its device."));
     }
   }
 

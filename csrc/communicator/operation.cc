@@ -307,9 +307,25 @@ class Validator {
   int size_;
 };
 
+// Whether this is an all_reduce in place with nothing wrong or unusual about it. It may take a
+// tenth of a microsecond in all.
+bool is_usual(const Operation& operation) {
+  if (operation.kind != OpKind::kAllReduce || operation.wire_dtype ||
+      operation.inputs.size() != 1 || operation.outputs.size() != 1) {
+    return false;
+  }
+  const Buffer& in = operation.inputs[0];
+  const Buffer& out = operation.outputs[0];
+  return in.data != nullptr && in.data == out.data && in.count == out.count &&
+         in.dtype == out.dtype && in.device == out.device && is_supported(operation.op, in.dtype);
+}
+
 }  // namespace
 
 void validate(const Operation& operation, int rank, int size) {
+  if (is_usual(operation)) [[likely]] {
+    return;
+  }
   Validator(operation, rank, size).run();
 }
 
