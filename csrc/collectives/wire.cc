@@ -2,15 +2,17 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 
 #include "kernels/convert_cpu.h"
 
 namespace pydist {
 namespace {
 
-// One's own operand is converted, and the result back, a tile at a time: both stay in the
-// innermost cache, and nothing is allocated.
+// What is computed on its way is computed a tile at a time, on the stack: it stays in the innermost
+// cache, and nothing is allocated.
 constexpr std::size_t kTileBytes = std::size_t{8} << 10;
+using Tile = std::array<std::byte, kTileBytes>;
 
 }  // namespace
 
@@ -23,22 +25,49 @@ void Wire::convert(DType from, const std::byte* input, DType to, std::byte* outp
   }
 }
 
+void Wire::put_converted(std::byte* slot, const std::byte* elements, std::size_t count) const {
+  alignas(64) Tile tile;
+  const std::size_t per_tile = kTileBytes / wire_element_bytes_;
+  for (std::size_t begin = 0; begin < count; begin += per_tile) {
+    const std::size_t n = std::min(per_tile, count - begin);
+    convert(buffers_, elements + begin * element_size(buffers_), wire_, tile.data(), n);
+    std::memcpy(slot + bytes(begin), tile.data(), bytes(n));
+  }
+}
+
+void Wire::combine_into_slot(const Reduction& reduction, std::span<const void*> pieces,
+                             std::byte* slot, std::size_t count) const {
+  alignas(64) Tile tile;
+  const std::size_t per_tile = kTileBytes / wire_element_bytes_;
+  void* const target = tile.data();
+  for (std::size_t begin = 0; begin < count; begin += per_tile) {
+    const std::size_t n = std::min(per_tile, count - begin);
+    reduce(reduction, pieces, {&target, 1}, n);
+    std::memcpy(slot + bytes(begin), tile.data(), bytes(n));
+    for (const void*& piece : pieces) {
+      piece = static_cast<const std::byte*>(piece) + bytes(n);
+    }
+  }
+}
+
 void Wire::combine_converted(const Reduction& reduction, std::span<const void*> pieces,
                              std::size_t own, std::byte* slot, std::byte* output,
                              std::size_t count) const {
-  alignas(64) std::array<std::byte, kTileBytes> tile;
+  alignas(64) Tile tile;
   const std::size_t per_tile = kTileBytes / wire_element_bytes_;
   const auto* mine = static_cast<const std::byte*>(pieces[own]);
   pieces[own] = tile.data();
+  // The result takes the place of the operand.
+  void* const target = tile.data();
   for (std::size_t begin = 0; begin < count; begin += per_tile) {
     const std::size_t n = std::min(per_tile, count - begin);
-    put(tile.data(), mine + begin * element_size(buffers_), n);
-    // Without a slot, the result takes the place of the operand.
-    std::byte* const result = slot == nullptr ? tile.data() : slot + bytes(begin);
-    void* const target = result;
+    convert(buffers_, mine + begin * element_size(buffers_), wire_, tile.data(), n);
     reduce(reduction, pieces, {&target, 1}, n);
+    if (slot != nullptr) {
+      std::memcpy(slot + bytes(begin), tile.data(), bytes(n));
+    }
     if (output != nullptr) {
-      take(output + begin * element_size(buffers_), result, n);
+      take(output + begin * element_size(buffers_), tile.data(), n);
     }
     for (std::size_t i = 0; i < pieces.size(); ++i) {
       if (i != own) {

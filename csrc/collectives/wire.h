@@ -33,9 +33,16 @@ class Wire {
 
   // Between a buffer and a slot, which do not overlap. Small collectives take a fraction of a
   // microsecond in all: where nothing is converted, these are the copies and no more.
+  //
+  // Note [Stores into shared lines]: peers hold the lines of a slot since they read what was there
+  // before. The stores of a kernel, one vector each, fetch every line back first, which takes
+  // longer than everything else where the cores share no cache. memcpy knows its processor's way to
+  // write whole lines without that (`rep movsb` on x86). So only memcpy writes much into slots;
+  // kernels write where nobody else reads, and the copy of what is still in a near cache costs
+  // little.
   void put(std::byte* slot, const std::byte* elements, std::size_t count) const {
     if (converts()) {
-      convert(buffers_, elements, wire_, slot, count);
+      put_converted(slot, elements, count);
     } else if (count != 0) {
       std::memcpy(slot, elements, bytes(count));
     }
@@ -58,18 +65,23 @@ class Wire {
       combine_converted(reduction, pieces, own, slot, output, count);
       return;
     }
-    void* const both[] = {slot, output};
-    const std::span<void* const> targets(both);
-    reduce(reduction, pieces,
-           slot == nullptr     ? targets.last(1)
-           : output == nullptr ? targets.first(1)
-                               : targets,
-           count);
+    if (output == nullptr) {
+      combine_into_slot(reduction, pieces, slot, count);
+      return;
+    }
+    void* const target = output;
+    reduce(reduction, pieces, {&target, 1}, count);
+    if (slot != nullptr) {
+      put(slot, output, count);
+    }
   }
 
  private:
   static void convert(DType from, const std::byte* input, DType to, std::byte* output,
                       std::size_t count);
+  void put_converted(std::byte* slot, const std::byte* elements, std::size_t count) const;
+  void combine_into_slot(const Reduction& reduction, std::span<const void*> pieces, std::byte* slot,
+                         std::size_t count) const;
   void combine_converted(const Reduction& reduction, std::span<const void*> pieces, std::size_t own,
                          std::byte* slot, std::byte* output, std::size_t count) const;
 
