@@ -34,12 +34,10 @@ class Wire {
   // Between a buffer and a slot, which do not overlap. Small collectives take a fraction of a
   // microsecond in all: where nothing is converted, these are the copies and no more.
   //
-  // Note [Stores into shared lines]: peers hold the lines of a slot since they read what was there
-  // before. The stores of a kernel, one vector each, fetch every line back first, which takes
-  // longer than everything else where the cores share no cache. memcpy knows its processor's way to
-  // write whole lines without that (`rep movsb` on x86). So only memcpy writes much into slots;
-  // kernels write where nobody else reads, and the copy of what is still in a near cache costs
-  // little.
+  // Note [Stores into shared lines]: peers still hold the lines of a slot since they last read
+  // them, and the stores of a kernel, one vector each, fetch every line back first. memcpy knows
+  // its processor's way to write whole lines without that. So only memcpy writes much into slots;
+  // kernels write where nobody else reads. See decision 6.
   void put(std::byte* slot, const std::byte* elements, std::size_t count) const {
     if (converts()) {
       put_converted(slot, elements, count);
