@@ -89,6 +89,12 @@ class Communicator:
         """
         outputs = the inputs of all ranks, in rank order.
         """
+    @typing.overload
+    def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str, async_op: bool) -> typing.Any:
+        """
+        The plain case of the following.
+        """
+    @typing.overload
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str = 'sum', async_op: bool = False, factor: typing.SupportsFloat | typing.SupportsIndex = 1.0, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, wire_dtype: torch.dtype | None = None) -> typing.Any:
         """
         output = the elements of all ranks' inputs combined; they may be one tensor. Returns a Work where async_op, otherwise None. Sums, means and premul_sums of float32 travel as wire_dtype where it is given: torch.float16 or torch.bfloat16, alike on all ranks.

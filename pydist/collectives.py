@@ -161,14 +161,14 @@ def all_reduce(
     # Small tensors take a microsecond in all: this way is kept short.
     if (
         type(tensor) is Tensor
-        and out is None
         and group is None
         and timeout is None
         and factor is None
         and op != "premul_sum"
+        and (out is None or type(out) is Tensor)
     ):
-        work = _groups.default.all_reduce(tensor, tensor, op, async_op)
-        return work if async_op else tensor
+        work = _groups.default.all_reduce(tensor, tensor if out is None else out, op, async_op)
+        return work if async_op else tensor if out is None else out
     result = tensor if out is None else out
     work = _groups.communicator_of(group).all_reduce(
         _tensor(tensor, "tensor"),

@@ -100,6 +100,12 @@ py::object all_reduce(Communicator& self, TensorArgument input, TensorArgument o
                 });
 }
 
+// What most calls are: looking at arguments that nobody gave costs as much as a small operation.
+py::object all_reduce_plainly(Communicator& self, TensorArgument input, TensorArgument output,
+                              OpArgument op, bool async_op) {
+  return all_reduce(self, input, output, op, async_op, 1.0, {}, std::nullopt, std::nullopt);
+}
+
 py::object reduce_scatter(Communicator& self, const TensorsArgument& inputs, TensorArgument output,
                           OpArgument op, bool async_op, double factor, std::string_view label,
                           Timeout_s timeout) {
@@ -324,6 +330,8 @@ void bind_operations(py::class_<Communicator, CommunicatorPtr>& type) {
   const auto factor = py::arg("factor") = 1.0;
   const auto label = py::arg("label") = "";
   const auto timeout = py::arg("timeout") = py::none();
+  type.def("all_reduce", &all_reduce_plainly, py::arg("input"), py::arg("output"), py::arg("op"),
+           py::arg("async_op"), "The plain case of the following.");
   type.def("all_reduce", &all_reduce, py::arg("input"), py::arg("output"), op, async_op, factor,
            label, timeout, py::arg("wire_dtype") = py::none(),
            "output = the elements of all ranks' inputs combined; they may be one tensor. Returns a "
