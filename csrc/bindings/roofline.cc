@@ -31,6 +31,18 @@ std::vector<std::byte*> addresses_of(const Communicator& communicator, const at:
   return addresses;
 }
 
+// Where `blocks` has this rank's within `wholes`: where all ranks have theirs.
+void place_blocks(std::vector<std::byte*>& blocks, const std::vector<std::byte*>& wholes, int rank,
+                  std::size_t bytes) {
+  const auto me = static_cast<std::size_t>(rank);
+  if (blocks[me] != wholes[me] + me * bytes) {
+    return;
+  }
+  for (std::size_t other = 0; other < blocks.size(); ++other) {
+    blocks[other] = wholes[other] + other * bytes;
+  }
+}
+
 std::size_t count_of(OpKind kind, const at::Tensor& input, const at::Tensor& output, int size) {
   switch (kind) {
     case OpKind::kReduceScatter:
@@ -64,6 +76,12 @@ PythonRoofline make_roofline(const Communicator& communicator, KindArgument kind
   all.count = count_of(kind.kind, input, output, communicator.size());
   all.inputs = addresses_of(communicator, input, "input");
   all.outputs = addresses_of(communicator, output, "output");
+  // In place, each rank's block lies elsewhere in the blocks of all.
+  if (input.nbytes() < output.nbytes()) {
+    place_blocks(all.inputs, all.outputs, communicator.rank(), input.nbytes());
+  } else if (output.nbytes() < input.nbytes()) {
+    place_blocks(all.outputs, all.inputs, communicator.rank(), output.nbytes());
+  }
   return {Roofline(all), std::move(input), std::move(output)};
 }
 

@@ -27,7 +27,8 @@ Roofline::Roofline(const Case& all)
   const std::size_t size = all.inputs.size();
   const auto me = static_cast<std::size_t>(all.rank);
   const auto root = static_cast<std::size_t>(all.root);
-  const std::size_t bytes = all.count * element_size(all.dtype);
+  const std::size_t element = element_size(all.dtype);
+  const std::size_t bytes = all.count * element;
   hint_ = hint_for(bytes);
   factors_.assign(size, 1.0);
   reduction_.divisor = static_cast<double>(size);
@@ -35,7 +36,6 @@ Roofline::Roofline(const Case& all)
   switch (all.kind) {
     case OpKind::kAllReduce:
     case OpKind::kReduce: {
-      const std::size_t element = element_size(all.dtype);
       const Slice mine = Slices(all.count, static_cast<int>(size), element)[all.rank];
       for (std::size_t rank = 0; rank < size; ++rank) {
         if (all.kind == OpKind::kAllReduce || rank == root) {
@@ -56,17 +56,24 @@ Roofline::Roofline(const Case& all)
         add_copy(all.outputs[(me + turn) % size] + me * bytes, all.inputs[me], bytes);
       }
       break;
+    // One to all, or all to one: each rank, the root too, copies its slice of every block.
     case OpKind::kBroadcast:
-      if (me != root) {
-        add_copy(all.outputs[me], all.inputs[root], bytes);
+    case OpKind::kGather:
+    case OpKind::kScatter: {
+      const Slice mine = Slices(all.count, static_cast<int>(size), element)[all.rank];
+      const std::size_t offset = mine.begin * element;
+      for (std::size_t rank = 0; rank < size; ++rank) {
+        const std::size_t block = rank * bytes + offset;
+        if (all.kind == OpKind::kGather) {
+          add_copy(all.outputs[root] + block, all.inputs[rank] + offset, mine.count * element);
+        } else if (all.kind == OpKind::kScatter) {
+          add_copy(all.outputs[rank] + offset, all.inputs[root] + block, mine.count * element);
+        } else if (rank != root) {
+          add_copy(all.outputs[rank] + offset, all.inputs[root] + offset, mine.count * element);
+        }
       }
       break;
-    case OpKind::kGather:
-      add_copy(all.outputs[root] + me * bytes, all.inputs[me], bytes);
-      break;
-    case OpKind::kScatter:
-      add_copy(all.outputs[me], all.inputs[root] + me * bytes, bytes);
-      break;
+    }
     case OpKind::kAllToAll:
       for (std::size_t turn = 0; turn < size; ++turn) {
         const std::size_t peer = (me + turn) % size;

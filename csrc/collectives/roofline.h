@@ -1,5 +1,5 @@
 // The reads and writes that a collective on one host can't do without, and nothing else: no rank
-// waits for another. What an algorithm is held against, since it can at best be as fast.
+// waits for another. What an algorithm is held against.
 //
 // The buffers of all ranks are addressed directly, so they lie in memory that all ranks share; what
 // they hold afterwards means something only where nobody else was at work on them. The work is
