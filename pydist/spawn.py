@@ -122,11 +122,12 @@ def spawn(
         (folder / "payload").write_bytes(payload)
         # Served here and on a port that the system picks: nothing to race for.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        _run(folder, _variables(count, store.port, backend), count, timeout, by_value)
+        _run(folder, job_variables(count, store.port, backend), count, timeout, by_value)
         return [_unpack(folder, rank) for rank in range(count)]
 
 
-def _variables(count: int, port: int, backend: str | None) -> dict[str, str]:
+def job_variables(count: int, port: int, backend: str | None) -> dict[str, str]:
+    """Tells `count` ranks of this host of their job; this process serves its store on `port`."""
     variables = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
