@@ -2,6 +2,8 @@
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,19 @@ import torch
 
 from pydist import _build, _native
 
-__all__ = ["Machine", "describe", "keep_freed_blocks", "pin", "processor_name"]
+__all__ = [
+    "Machine",
+    "cpu_of",
+    "describe",
+    "keep_freed_blocks",
+    "pin",
+    "processor_name",
+    "shared_memory_room",
+    "unpinned",
+]
+
+# Where this process may run, whatever `pin` does to its main thread.
+_ALLOWED = frozenset(os.sched_getaffinity(0))
 
 
 def _read(path: str) -> str:
@@ -52,6 +66,32 @@ def _cache_bytes(level: int) -> int | None:
             if text.endswith("K") and text[:-1].isdigit():
                 return int(text[:-1]) << 10
     return None
+
+
+def _cgroup_file(name: str) -> str:
+    """A file of this process's cgroup (version 2), wherever the hierarchy is mounted."""
+    for line in _read("/proc/self/cgroup").splitlines():
+        if line.startswith("0::"):
+            folder = line[3:].strip("/")
+            return _read(f"/sys/fs/cgroup/{folder}/{name}") or _read(f"/sys/fs/cgroup/{name}")
+    return ""
+
+
+def shared_memory_room() -> dict[str, Any]:
+    """Bytes that shared segments can take, and what bounds them."""
+    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    available = int(fields.get("MemAvailable", "0 kB").split()[0]) * 1024
+    room = {"available memory": available}
+    limit, current = _cgroup_file("memory.max").strip(), _cgroup_file("memory.current").strip()
+    if limit.isdigit() and current.isdigit():
+        room["headroom of the cgroup"] = int(limit) - int(current)
+    report: dict[str, Any] = {**room, "room for shared memory": min(room.values())}
+    try:
+        shm = os.statvfs("/dev/shm")
+        report["free in /dev/shm"] = shm.f_bavail * shm.f_frsize
+    except OSError:
+        report["free in /dev/shm"] = None
+    return report
 
 
 def _numa_nodes() -> int:
@@ -97,7 +137,7 @@ class Machine:
 
 def describe() -> Machine:
     """The machine that this process may use."""
-    cpus = sorted(os.sched_getaffinity(0))
+    cpus = sorted(_ALLOWED)
     cores = {_core_of(cpu) for cpu in cpus}
     return Machine(
         processor=processor_name(),
@@ -113,21 +153,40 @@ def describe() -> Machine:
     )
 
 
-def pin(local_rank: int) -> None:
-    """One compute thread for this rank, on a core of its own if there are enough.
+def cpu_of(local_rank: int) -> int:
+    """Where a rank computes: on a core of its own if there are enough.
 
     CPUs that share a core are taken last; with more ranks than CPUs it starts again.
     """
-    cpus = sorted(os.sched_getaffinity(0))
     seen: dict[tuple[str, str], int] = {}
     turns = []
-    for cpu in cpus:
+    for cpu in sorted(_ALLOWED):
         turn = seen.get(_core_of(cpu), 0)
         seen[_core_of(cpu)] = turn + 1
         turns.append((turn, cpu))
     order = [cpu for _, cpu in sorted(turns)]
-    os.sched_setaffinity(0, {order[local_rank % len(order)]})
+    return order[local_rank % len(order)]
+
+
+def pin(local_rank: int) -> None:
+    """One compute thread for this rank, on the CPU that is its own."""
+    os.sched_setaffinity(0, {cpu_of(local_rank)})
     torch.set_num_threads(1)
+
+
+@contextmanager
+def unpinned() -> Iterator[None]:
+    """For what starts threads: they may run on any CPU, as those of a process nobody has pinned.
+
+    Threads inherit where they may run. gloo's would wait for the very CPU that their rank computes
+    on, and every message would take milliseconds.
+    """
+    pinned = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, _ALLOWED)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, pinned)
 
 
 def keep_freed_blocks() -> None:
@@ -137,4 +196,4 @@ def keep_freed_blocks() -> None:
     pay for page faults.
     """
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 34))
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str((1 << 31) - 1))

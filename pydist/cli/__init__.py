@@ -16,6 +16,7 @@ __all__ = ["main"]
 # Name, module and one line for the help.
 _COMMANDS = {
     "run": ("pydist.cli.run", "run a script on several processes, as torchrun does"),
+    "bench": ("pydist.cli.bench", "measure collectives, training steps and starting up"),
     "info": ("pydist.cli.info", "what pydist finds on this machine, and what it can use"),
 }
 
@@ -54,9 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(_COMMANDS)
         print(f"pydist: no command '{given[0]}'; use one of: {known}.", file=sys.stderr)
         return 2
-    module = importlib.import_module(_COMMANDS[given[0]][0])
     try:
+        module = importlib.import_module(_COMMANDS[given[0]][0])
         status: int = module.main(given[1:])
+    except KeyboardInterrupt:
+        return 130
     except Error as error:
         print(f"pydist {given[0]}: {error}", file=sys.stderr)
         return 2

@@ -5,7 +5,6 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pydist import _build, _native, backends
-from pydist.benchmarks.machine import processor_name
+from pydist.benchmarks.machine import processor_name, shared_memory_room
 from pydist.environment import read_placement
 from pydist.errors import Error, InvalidUsage
 
@@ -36,22 +35,6 @@ def _versions() -> dict[str, str]:
         "numpy": numpy.__version__,
         "Linux": platform.release(),
     }
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-def _cgroup_file(name: str) -> str:
-    """A file of this process's cgroup (version 2), wherever the hierarchy is mounted."""
-    for line in _read("/proc/self/cgroup").splitlines():
-        if line.startswith("0::"):
-            folder = line[3:].strip("/")
-            return _read(f"/sys/fs/cgroup/{folder}/{name}") or _read(f"/sys/fs/cgroup/{name}")
-    return ""
 
 
 def _processor() -> dict[str, Any]:
@@ -78,23 +61,6 @@ def _instruction_sets() -> dict[str, str]:
         "instruction sets usable": ", ".join(usable),
         "instruction set chosen": build["cpu_isa"],
     }
-
-
-def _memory() -> dict[str, Any]:
-    """Bytes that shared segments can take, and what bounds them."""
-    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
-    available = int(fields.get("MemAvailable", "0 kB").split()[0]) * 1024
-    room = {"available memory": available}
-    limit, current = _cgroup_file("memory.max").strip(), _cgroup_file("memory.current").strip()
-    if limit.isdigit() and current.isdigit():
-        room["headroom of the cgroup"] = int(limit) - int(current)
-    report: dict[str, Any] = {**room, "room for shared memory": min(room.values())}
-    try:
-        shm = os.statvfs("/dev/shm")
-        report["free in /dev/shm"] = shm.f_bavail * shm.f_frsize
-    except OSError:
-        report["free in /dev/shm"] = None
-    return report
 
 
 def _probe(create: Callable[[], _native.Communicator]) -> str:
@@ -146,7 +112,7 @@ def collect() -> dict[str, Any]:
     return {
         "versions": _versions(),
         "processor": _processor(),
-        "memory": _memory(),
+        "memory": shared_memory_room(),
         "backends": {
             name: {"usable": not why, "why_not": why or None} for name, why in _backends().items()
         },

@@ -1,0 +1,156 @@
+"""Results as text: nccl-tests' table, line by line while it grows, and peers side by side."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from pydist.benchmarks.cases import IN_PLACE, OUT_OF_PLACE
+from pydist.benchmarks.conductor import Series
+from pydist.benchmarks.noise import Ratio
+from pydist.benchmarks.results import ROOFLINE, Results, Row
+from pydist.benchmarks.sizes import size_text
+
+__all__ = ["comparison", "comparison_cells", "footer", "header", "line"]
+
+_PLACES = {OUT_OF_PLACE: "out-of-place", IN_PLACE: "in-place"}
+# Name, width and unit of the columns of each place.
+_COLUMNS = (
+    ("time", 9, "(us)"),
+    ("p50", 9, "(us)"),
+    ("p99", 9, "(us)"),
+    ("algbw", 7, "(GB/s)"),
+    ("busbw", 7, "(GB/s)"),
+    ("%roof", 6, ""),
+    ("#wrong", 7, ""),
+)
+_CASE_WIDTH = 12 + 13 + 9 + 7 + 6
+
+
+def header(results: Results) -> Iterator[str]:
+    """What the figures depend on, and the columns' names. Lines of comment start with #."""
+    yield f"# {results.command}"
+    for fact in str(results.machine).split("\n"):
+        yield f"# {fact}"
+    crowded = results.ranks > results.machine.usable_cpus
+    yield (
+        f"# {results.ranks} ranks, {'pinned' if results.is_pinned else 'not pinned'}, one thread "
+        f"each{', more than there are CPUs' if crowded else ''}"
+    )
+    for name, description in results.arms.items():
+        yield f"# {name}: {description}"
+    yield (
+        "# time: of a call, mean of a turn on the slowest rank, median of the turns; p50, p99: of "
+        "single calls"
+    )
+    yield (
+        "# %roof: the roofline's share of the time; it is measured on symmetric memory, and below "
+        "some KiB it is the cost of a call from Python"
+    )
+    yield "#"
+    width = sum(width + 1 for _, width, _ in _COLUMNS)
+    places = "".join(f"{_PLACES[place]:^{width}}" for place in (OUT_OF_PLACE, IN_PLACE))
+    yield f"#{'':{_CASE_WIDTH}}{places}"
+    yield _titles(0, ("size", "count", "type", "redop", "root"))
+    yield _titles(2, ("(B)", "(elements)", "", "", ""))
+
+
+def _titles(index: int, case: Sequence[str]) -> str:
+    size, count, dtype, redop, root = case
+    columns = " ".join(f"{column[index]!s:>{column[1]}}" for column in _COLUMNS)
+    return f"#{size:>12}{count:>13}{dtype:>9}{redop:>7}{root:>6} {columns} {columns}"
+
+
+def _number(value: float, width: int) -> str:
+    digits = 3 if value < 10 else 2 if value < 100 else 1 if value < 1000 else 0
+    return f"{value:>{width}.{digits}f}"
+
+
+def _cells(row: Row | None) -> str:
+    values: list[str] = []
+    for name, width, _ in _COLUMNS:
+        if row is None or row.time_us is None:
+            values.append(f"{'N/A':>{width}}")
+        elif name == "#wrong":
+            values.append(f"{'N/A' if row.wrong is None else row.wrong:>{width}}")
+        elif name == "%roof":
+            share = row.percent_of_roofline
+            values.append(f"{'N/A' if share is None else f'{share:.0f}':>{width}}")
+        else:
+            key = {"time": "time_us", "p50": "p50_us", "p99": "p99_us"}.get(name, name)
+            values.append(_number(getattr(row, key), width))
+    return " ".join(values)
+
+
+def line(rows: Sequence[Row], arm: str) -> str:
+    """One size of one arm, both places beside each other."""
+    own = {row.place: row for row in rows if row.arm == arm}
+    case = next(iter(own.values()))
+    return (
+        f" {case.size_bytes:>12}{case.count:>13}{case.type:>9}{case.redop:>7}{case.root:>6} "
+        f"{_cells(own.get(OUT_OF_PLACE))} {_cells(own.get(IN_PLACE))}"
+    )
+
+
+def footer(results: Results) -> Iterator[str]:
+    """What nccl-tests says at the end."""
+    bandwidths = [
+        row.busbw for row in results.rows if row.arm == results.main and row.busbw is not None
+    ]
+    verdict = "OK" if results.wrong == 0 else "FAILED"
+    if all(row.wrong is None for row in results.rows):
+        verdict = "not checked"
+    yield f"# Out of bounds values : {results.wrong} {verdict}"
+    mean = sum(bandwidths) / len(bandwidths) if bandwidths else 0.0
+    yield f"# Avg bus bandwidth    : {mean:.4f}"
+    for arm, reasons in results.unsupported().items():
+        yield f"# N/A of {arm}: {'; '.join(sorted(reasons))}"
+    if not results.is_complete:
+        yield "# Not everything was measured; this is what there is."
+
+
+def comparison_cells(series: Sequence[Series], main: str) -> dict[str, tuple[float, Ratio | None]]:
+    """Of one size: each arm's µs, and how many times as long as the main arm it takes.
+
+    Like is compared with like: in place where both can, otherwise out of place.
+    """
+    able = {(one.arm, one.case.place): one for one in series if one.unsupported is None}
+    cells: dict[str, tuple[float, Ratio | None]] = {}
+    for place in (IN_PLACE, OUT_OF_PLACE):
+        for arm in dict.fromkeys(one.arm for one in series):
+            one, own = able.get((arm, place)), able.get((main, place))
+            if one is not None and own is not None and arm not in cells:
+                cells[arm] = (one.seconds * 1e6, None if arm == main else one.ratio_to(own))
+    return cells
+
+
+def comparison(
+    results: Results, sizes: Sequence[tuple[str, int, dict[str, tuple[float, Ratio | None]]]]
+) -> Table:
+    """All arms side by side: times, and ratios to the main arm.
+
+    Args:
+        results: for the arms.
+        sizes: of each measured size what it is, its bytes, and its `comparison_cells`.
+    """
+    others = [arm for arm in results.arms if arm not in (results.main, ROOFLINE)]
+    table = Table(
+        title=f"time of each arm, and how many times {results.main}'s",
+        caption="in place where both can, else out of place; ratios: median of the rounds, and the "
+        "middle 95 % of a bootstrap; ?: holds 1",
+    )
+    table.add_column("case", no_wrap=True)
+    for column in ("size", f"{results.main} µs"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for arm in others:
+        table.add_column(f"{arm} µs", justify="right", no_wrap=True)
+        table.add_column(f"{arm} / {results.main}", justify="right", no_wrap=True)
+    for case, size_bytes, cells in sizes:
+        texts = []
+        for arm in [results.main, *others]:
+            seconds, ratio = cells.get(arm, (None, None))
+            texts.append("N/A" if seconds is None else _number(seconds, 0).strip())
+            if arm != results.main:
+                unclear = "" if ratio is None or ratio.tells else " ?"
+                texts.append("N/A" if ratio is None else f"{ratio}{unclear}")
+        table.add_row(case, size_text(size_bytes), *texts)
+    return table

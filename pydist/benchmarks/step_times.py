@@ -1,0 +1,203 @@
+"""Times of training steps, in turns: without averaging, with torch's DDP, with pydist.
+
+A step is forward and backward. In every round each arm makes one, in the same processes, so that
+all meet the same noise; a step's time is that of the slowest rank. What averaging costs is the time
+that it adds to a step, the difference of an arm and `alone` within a round.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pydist
+from pydist.benchmarks import ddp_knobs
+from pydist.benchmarks.machine import unpinned
+from pydist.benchmarks.models import MODELS
+from pydist.benchmarks.noise import (
+    Ratio,
+    bootstrap_interval,
+    is_noisy,
+    ratio_of,
+    spread_of,
+)
+from pydist.benchmarks.progress import Progress
+
+__all__ = ["ALONE", "OURS", "read_rounds", "run_rounds", "summarize"]
+
+ALONE, OURS = "alone", "pydist"
+# Beside the arms: what pydist's own counters say of its step.
+EXPOSED = "pydist exposed"
+
+# DDP builds its buckets anew after the first step, pydist may after steps 1, 2 and 4.
+_WARM_ROUNDS = 5
+_LEAST_ROUNDS = 10
+
+# Of one arm each, in seconds.
+Rounds = dict[str, list[float]]
+
+
+def _make_arms(model: nn.Module) -> dict[str, nn.Module]:
+    with unpinned():
+        gloo = dist.new_group(backend="gloo")
+    arms: dict[str, nn.Module] = {ALONE: deepcopy(model)}
+    for arm, knobs in ddp_knobs.KNOBS.items():
+        arms[arm] = DistributedDataParallel(deepcopy(model), process_group=gloo, **knobs)
+    arms[OURS] = pydist.DataParallel(model)
+    return arms
+
+
+def _time_step(model: nn.Module, inputs: tuple[Tensor, ...], slowest: Tensor) -> dict[str, float]:
+    """Seconds of the slowest rank, and of pydist's the ones that communication was exposed."""
+    ours = isinstance(model, pydist.DataParallel)
+    before_s = model.stats().exposed_s if isinstance(model, pydist.DataParallel) else 0.0
+    model.zero_grad()
+    pydist.barrier()
+    start_s = time.perf_counter()
+    model(*inputs).square().mean().backward()
+    slowest[0] = time.perf_counter() - start_s
+    if isinstance(model, pydist.DataParallel):
+        slowest[1] = model.stats().exposed_s - before_s
+    pydist.all_reduce(slowest, "max")
+    taken = {"step": float(slowest[0])}
+    return {**taken, "exposed": float(slowest[1])} if ours else taken
+
+
+def run_rounds(name: str, seconds: float, journal: str) -> None:
+    """On each rank: rounds for so many seconds, 10 at least.
+
+    Args:
+        name: of the model.
+        seconds: without those for warming up.
+        journal: rank 0 writes each round there as soon as it is over, so that none is lost when
+            the run is interrupted.
+    """
+    progress = Progress(pydist.rank() == 0)
+    progress.phase(f"{name}: steps, warming up")
+    torch.manual_seed(0)
+    model, inputs = MODELS[name].make()
+    arms = _make_arms(model)
+    slowest = torch.zeros(2, dtype=torch.float64)
+    for _ in range(_WARM_ROUNDS):
+        for module in arms.values():
+            _time_step(module, inputs, slowest)
+    progress.phase(f"{name}: steps")
+    rounds = 0
+    start_s = time.perf_counter()
+    more = torch.ones(1, dtype=torch.int32)
+    with open(journal if pydist.rank() == 0 else "/dev/null", "w") as file:
+        while more[0]:
+            times: dict[str, float] = {}
+            for arm, module in arms.items():
+                taken = _time_step(module, inputs, slowest)
+                times[arm] = taken["step"]
+                if "exposed" in taken:
+                    times[EXPOSED] = taken["exposed"]
+            file.write(json.dumps(times) + "\n")
+            file.flush()
+            rounds += 1
+            past_s = time.perf_counter() - start_s
+            progress.detail(f"round {rounds}, {past_s:.0f} of {seconds:g} s")
+            more[0] = rounds < _LEAST_ROUNDS or past_s < seconds
+            pydist.broadcast(more, root=0)
+    progress.clear()
+
+
+def read_rounds(journal: Path) -> Rounds:
+    """What `run_rounds` has written; a last round that was cut short is left out."""
+    rounds: Rounds = {}
+    if not journal.exists():
+        return rounds
+    for line in journal.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            for arm, seconds in json.loads(line).items():
+                rounds.setdefault(arm, []).append(seconds)
+    return rounds
+
+
+def _of_all_rounds(
+    count: int, statistic: Callable[[Sequence[int]], float]
+) -> tuple[float, tuple[float, float]]:
+    return statistic(range(count)), bootstrap_interval(count, statistic)
+
+
+def _added_ms(rounds: Rounds, arm: str, picked: Sequence[int]) -> float:
+    return statistics.median((rounds[arm][i] - rounds[ALONE][i]) * 1e3 for i in picked)
+
+
+def _share(rounds: Rounds, arm: str) -> Ratio | None:
+    """The time that pydist adds to a step over the time that an arm adds.
+
+    None where the arm adds nothing that this run can tell from zero: a ratio would mean nothing.
+    """
+    count = len(rounds[ALONE])
+    low_ms, _ = bootstrap_interval(count, lambda picked: _added_ms(rounds, arm, picked))
+    if low_ms <= 0:
+        return None
+
+    def share(picked: Sequence[int]) -> float:
+        # A resampling may hit zero even so.
+        return _added_ms(rounds, OURS, picked) / max(_added_ms(rounds, arm, picked), 1e-6)
+
+    median, interval = _of_all_rounds(count, share)
+    return Ratio(median, *interval)
+
+
+def _plain(ratio: Ratio | None) -> dict[str, float] | None:
+    return None if ratio is None else asdict(ratio)
+
+
+def summarize(rounds: Rounds) -> dict[str, Any]:
+    """What the rounds tell.
+
+    Args:
+        rounds: seconds of each arm, one or more rounds; the arms of `ddp_knobs`, `alone`, `pydist`
+            and `pydist exposed`.
+
+    Returns:
+        For JSON. Milliseconds: medians, and intervals of 95 %. `added_over_ddp` and
+        `added_over_best_ddp` are null where DDP adds nothing that can be told from zero.
+    """
+    count = len(rounds[ALONE])
+    arms = [ALONE, *ddp_knobs.KNOBS, OURS]
+    medians = {arm: statistics.median(rounds[arm]) * 1e3 for arm in arms}
+    best = min(ddp_knobs.best_arms(), key=lambda arm: medians[arm])
+    added = {}
+    for arm in (ddp_knobs.DEFAULT, best, OURS):
+        median_ms, interval = _of_all_rounds(count, lambda i, arm=arm: _added_ms(rounds, arm, i))  # type: ignore[misc]
+        added[arm] = {"median": median_ms, "interval": interval}
+    exposed_ms, interval = _of_all_rounds(
+        count, lambda picked: statistics.median(rounds[EXPOSED][i] * 1e3 for i in picked)
+    )
+    over_ddp, over_best = _share(rounds, ddp_knobs.DEFAULT), _share(rounds, best)
+    warnings = []
+    if is_noisy(rounds[ALONE]):
+        warnings.append(
+            f"the quartiles of one and the same step are {spread_of(rounds[ALONE]):.0%} of its "
+            "median apart: something else uses this machine"
+        )
+    if over_best is None or not over_best.tells:
+        warnings.append(
+            "too noisy, or too close, to tell whether pydist or DDP at its best adds less"
+        )
+    return {
+        "rounds": count,
+        "median_ms": medians,
+        "best_ddp": best,
+        "added_ms": added,
+        "added_over_ddp": _plain(over_ddp),
+        "added_over_best_ddp": _plain(over_best),
+        "step_over_ddp": asdict(ratio_of(rounds[OURS], rounds[ddp_knobs.DEFAULT])),
+        "step_over_best_ddp": asdict(ratio_of(rounds[OURS], rounds[best])),
+        "exposed_ms": {"median": exposed_ms, "interval": interval},
+        "warnings": warnings,
+    }

@@ -1,0 +1,120 @@
+"""What `pydist bench step`, `overlap` and `startup` have in common: flags, header, outcome."""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydist.benchmarks import machine
+from pydist.benchmarks.interruption import INTERRUPTED, ignore_interruptions
+from pydist.benchmarks.models import MODELS
+from pydist.benchmarks.outputs import json_text, require_writable, write_text_whole
+from pydist.errors import InvalidUsage
+
+__all__ = ["add_output_arguments", "check_outputs", "chosen_models", "measure_and_report"]
+
+
+def add_output_arguments(parser: argparse.ArgumentParser, seconds: float, each: str) -> None:
+    """Adds the flags of all commands but for the number of ranks."""
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=seconds,
+        metavar="S",
+        help=f"time for each {each} (default: {seconds:g})",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument(
+        "--no-pin",
+        dest="pin",
+        action="store_false",
+        help="leave it to the system where ranks run (default: each on a core of its own)",
+    )
+
+
+def add_models_argument(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    """Adds `--models`."""
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=list(default),
+        metavar="NAME",
+        help=f"some of {', '.join(MODELS)} (default: {' '.join(default)})",
+    )
+
+
+def chosen_models(names: Sequence[str]) -> list[str]:
+    """The models asked for, each once.
+
+    Raises:
+        InvalidUsage: there is no such model.
+    """
+    for name in names:
+        if name not in MODELS:
+            raise InvalidUsage(f"no model '{name}'; use some of: {', '.join(MODELS)}.")
+    return list(dict.fromkeys(names))
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Refuses what can't be done before anything is measured.
+
+    Raises:
+        InvalidUsage: the time is no time, or the file can't be written.
+    """
+    if not (options.seconds > 0 and math.isfinite(options.seconds)):
+        raise InvalidUsage(f"--seconds {options.seconds:g} is not valid; use more than 0.")
+    if options.json is not None:
+        require_writable(options.json)
+
+
+def measure_and_report(
+    command: str,
+    settings: dict[str, Any],
+    results: dict[str, Any],
+    measure: Callable[[], None],
+    show: Callable[[], None],
+    json_path: Path | None,
+    *,
+    leads: bool,
+) -> int:
+    """Measures, and reports what there is, however measuring ended.
+
+    Args:
+        command: its name, for the file.
+        settings: what the results depend on beside the machine.
+        results: what `measure` fills as it goes on, so that what is there outlives an interruption.
+        measure: measures.
+        show: prints the results.
+        json_path: where to write it, too.
+        leads: whether this process is the one that says something.
+
+    Returns:
+        The exit status: 0, or 130 after Ctrl-C. What `measure` raises otherwise is raised again,
+        once what there is has been reported.
+    """
+    host = machine.describe()
+    if leads:
+        print(host, flush=True)
+    is_complete = False
+    try:
+        measure()
+        is_complete = True
+    except KeyboardInterrupt:
+        ignore_interruptions()
+        return INTERRUPTED
+    finally:
+        if leads:
+            if not is_complete:
+                print("Not everything was measured; this is what there is.")
+            show()
+            if json_path is not None:
+                report = {
+                    "command": command,
+                    "complete": is_complete,
+                    "machine": host.to_dict(),
+                    "settings": settings,
+                    "results": results,
+                }
+                write_text_whole(json_path, json_text(report))
+    return 0
