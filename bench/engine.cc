@@ -28,9 +28,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "collectives/slices.h"
+#include "collectives/roofline.h"
 #include "communicator/native_communicator.h"
-#include "kernels/reduce_cpu.h"
 
 namespace pydist {
 namespace {
@@ -124,10 +123,11 @@ class Rank {
 
  private:
   void measure_size(std::size_t bytes) {
+    const Roofline traffic = roofline(bytes);
     const std::function<void()> arms[] = {
         [&] { all_reduce(ordinary_.data(), bytes); },
         [&] { all_reduce(symmetric_->data(), bytes); },
-        [&] { touch_roofline(bytes); },
+        [&] { traffic.run(); },
     };
     // Small calls are timed in batches: the clock costs as much as they do.
     const int batch = bytes <= 4096 ? 100 : bytes <= 65536 ? 10 : 1;
@@ -155,7 +155,7 @@ class Rank {
     if (rank_ == 0) {
       const double symmetric = median(times[1]);
       const double roofline = median(times[2]);
-      std::printf("%12zu %12.2f %12.2f %12.2f %12zu %10.0f\n", bytes, median(times[0]) * 1e6,
+      std::printf("%12zu %12.3f %12.3f %12.3f %12zu %10.0f\n", bytes, median(times[0]) * 1e6,
                   symmetric * 1e6, roofline * 1e6,
                   times[0].size() * static_cast<std::size_t>(batch), roofline / symmetric * 100);
       std::fflush(stdout);
@@ -192,18 +192,18 @@ class Rank {
     communicator_->run(std::move(operation));
   }
 
-  // What the algorithm on symmetric memory reads and writes, without waiting for anybody.
-  void touch_roofline(std::size_t bytes) {
-    const std::size_t element = element_size(settings_.dtype);
-    const Slice slice = Slices(bytes / element, settings_.ranks, element)[rank_];
-    std::vector<void*> buffers;
+  // What all_reduce on symmetric memory reads and writes, without waiting for anybody.
+  [[nodiscard]] Roofline roofline(std::size_t bytes) const {
+    Roofline::Case all;
+    all.kind = OpKind::kAllReduce;
+    all.dtype = settings_.dtype;
+    all.rank = rank_;
+    all.count = bytes / element_size(settings_.dtype);
     for (int rank = 0; rank < settings_.ranks; ++rank) {
-      buffers.push_back(roofline_buffers_ + static_cast<std::size_t>(rank) * settings_.largest +
-                        slice.begin * element);
+      all.inputs.push_back(roofline_buffers_ + static_cast<std::size_t>(rank) * settings_.largest);
     }
-    const std::vector<const void*> inputs(buffers.begin(), buffers.end());
-    reduce({settings_.dtype, ReduceOp::kSum, 1.0, {}}, inputs, buffers, slice.count,
-           StoreHint::kCached);
+    all.outputs = all.inputs;
+    return Roofline(all);
   }
 
   const Settings& settings_;

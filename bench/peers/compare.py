@@ -1,0 +1,240 @@
+"""The engine's all_reduce in C++ beside MPI_Allreduce in C: python bench/peers/compare.py
+
+Whole programs take turns, round by round: bench_engine, then the C program of each library, each
+timing all sizes. A ratio is the median, over the rounds, of the library's time by the engine's of
+the same round; its interval is the middle 95 % of a bootstrap over the rounds. Above 1 the engine
+is faster. The library's time is that of its better arm (in place or out of place); the engine's is
+in place, on ordinary and on symmetric memory.
+
+Before: python bench/peers/install.py, and bench_engine built (CMake's PYDIST_BUILD_BENCH=ON).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from programs import FOLDER, PROGRAM, ROOT, stop
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pydist.benchmarks import machine
+from pydist.benchmarks.noise import Ratio, ratio_of
+from pydist.benchmarks.peers import PEERS, Installation
+from pydist.benchmarks.sizes import size_text
+
+ENGINE = "engine"
+ENGINE_ARMS = ("ordinary", "symmetric")
+PEER_ARMS = ("in place", "out of place")
+# An interval wider than this, relative to its ratio, says more about the machine than about the
+# libraries.
+NOISY = 0.5
+
+
+@dataclass
+class Program:
+    """Prints a line a size: bytes, then a time in µs for each arm, then what is not read."""
+
+    title: str
+    command: list[str]
+    arms: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    times: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    """Of each size and arm, a round after the other."""
+
+    def run(self, timeout_s: float) -> None:
+        try:
+            result = subprocess.run(
+                self.command,
+                env={**os.environ, **self.environment},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=timeout_s,
+            )
+        except subprocess.TimeoutExpired:
+            stop(f"{self.title}: not done after {timeout_s:.0f} s; a hang, or --timeout is short")
+        except OSError as error:
+            stop(f"{self.title} cannot be started: {error}")
+        if result.returncode != 0:
+            said = (result.stderr or result.stdout).strip().splitlines()
+            stop(f"{self.title}: exit code {result.returncode}: {said[0] if said else 'silent'}")
+        for line in result.stdout.splitlines():
+            words = line.split()
+            if line.startswith("# "):
+                version = line[2:].split(", package")[0].replace("Version:", "")
+                self.title = " ".join(version.split())
+            elif words and words[0].isdigit():
+                arms = self.times.setdefault(int(words[0]), {arm: [] for arm in self.arms})
+                for arm, time in zip(self.arms, words[1:], strict=False):
+                    arms[arm].append(float(time))
+
+    def best_arm(self, size: int) -> str:
+        return min(self.arms, key=lambda arm: statistics.median(self.times[size][arm]))
+
+
+def verdict(ratio: Ratio) -> str:
+    if ratio.low > 1:
+        return "faster"
+    return "slower" if ratio.high < 1 else "unclear"
+
+
+def ratio_text(ratio: Ratio) -> Text:
+    style = {"faster": "green", "slower": "bold red", "unclear": "yellow"}[verdict(ratio)]
+    return Text(str(ratio), style=style)
+
+
+def is_noisy(ratio: Ratio) -> bool:
+    return ratio.high - ratio.low > NOISY * ratio.median
+
+
+def compare(engine: Program, peer: Program) -> dict[int, dict[str, Any]]:
+    """By size: the peer's better arm, the medians in µs, the ratios to the engine's arms."""
+    rows = {}
+    for size, own_times in engine.times.items():
+        arm = peer.best_arm(size)
+        peer_times = peer.times[size][arm]
+        rows[size] = {
+            "arm": arm,
+            "peer_us": statistics.median(peer_times),
+            "engine_us": {own: statistics.median(own_times[own]) for own in engine.arms},
+            "ratio": {own: ratio_of(peer_times, own_times[own]) for own in engine.arms},
+        }
+    return rows
+
+
+def show(console: Console, title: str, rows: dict[int, dict[str, Any]]) -> None:
+    table = Table(title=f"{title} beside the engine; a ratio above 1: the engine is faster")
+    columns = ("bytes", "its µs", "its arm", "ordinary µs", "ratio", "symmetric µs", "ratio")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "its arm" else "right")
+    for size, row in rows.items():
+        table.add_row(
+            size_text(size),
+            f"{row['peer_us']:.2f}",
+            row["arm"],
+            *(
+                cell
+                for own in ENGINE_ARMS
+                for cell in (f"{row['engine_us'][own]:.2f}", ratio_text(row["ratio"][own]))
+            ),
+        )
+    console.print(table)
+    for own in ENGINE_ARMS:
+        for word, said in (("slower", "is slower"), ("unclear", "may be as fast or slower")):
+            sizes = [size_text(s) for s, r in rows.items() if verdict(r["ratio"][own]) == word]
+            if sizes:
+                console.print(f"The engine on {own} memory {said} at {', '.join(sizes)}.")
+    noisy = [size_text(s) for s, r in rows.items() if any(map(is_noisy, r["ratio"].values()))]
+    if noisy:
+        console.print(
+            f"[yellow]Warning:[/] too noisy to say how much at {', '.join(noisy)}: the interval is "
+            f"wider than {NOISY:.0%} of the ratio. Use an idle machine or more --rounds."
+        )
+
+
+def find_engine() -> Path:
+    engine = ROOT / "build" / "bench" / "bench" / "bench_engine"
+    if not engine.exists():
+        stop(
+            "bench_engine is not built: cmake -S . -B build/bench -DPYDIST_BUILD_PYTHON=OFF "
+            "-DPYDIST_BUILD_BENCH=ON && cmake --build build/bench --target bench_engine",
+            status=2,
+        )
+    return engine
+
+
+def make_programs(args: argparse.Namespace) -> dict[str, Program]:
+    measure = [str(args.largest), str(args.seconds)]
+    engine = args.engine or find_engine()
+    programs = {
+        ENGINE: Program("engine", [str(engine), str(args.ranks), *measure], ENGINE_ARMS),
+    }
+    for name in args.peers or [name for name in PEERS if (args.folder / name).exists()]:
+        installation = Installation(name, args.folder.resolve() / name)
+        program = installation.folder / "bin" / PROGRAM
+        if not program.exists():
+            stop(f"{program} is missing: python bench/peers/install.py {name}", status=2)
+        programs[name] = Program(
+            installation.peer.title,
+            [*installation.command(args.ranks), str(program), *measure],
+            PEER_ARMS,
+            installation.variables,
+        )
+    if len(programs) == 1:
+        stop("no MPI library is installed: python bench/peers/install.py", status=2)
+    return programs
+
+
+def number(least: float, kind: Callable[[str], float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least:g}")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("peers", nargs="*", metavar="NAME", help="by default all installed ones")
+    parser.add_argument("-p", "--ranks", type=number(2, int), default=2)
+    parser.add_argument("--largest", type=number(8, int), default=256 << 20, help="bytes")
+    parser.add_argument("--seconds", type=number(0, float), default=0.2, help="a size and program")
+    parser.add_argument("--rounds", type=number(1, int), default=9)
+    parser.add_argument("--timeout", type=number(1, float), default=600, help="s, of a program")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="that install.py filled")
+    parser.add_argument("--engine", type=Path, help="bench_engine; build/bench's by default")
+    parser.add_argument("--json", type=Path, help="write all times and ratios there, too")
+    args = parser.parse_args()
+    for name in args.peers:
+        if name not in PEERS:
+            parser.error(f"no such library: {name} (there are {', '.join(PEERS)})")
+    programs = make_programs(args)
+    header = f"{machine.describe()}\n{args.ranks} ranks, float32"
+    console = Console(width=130)
+    console.print(header, highlight=False)
+    # The programs take the n-th of the CPUs that they may use: leave them one of each core.
+    os.sched_setaffinity(0, {machine.cpu_of(rank) for rank in range(args.ranks)})
+    for turn in range(args.rounds):
+        # There and back, so that no program always comes after the same other one.
+        turns = list(programs.values())
+        for program in turns if turn % 2 == 0 else reversed(turns):
+            print(f"round {turn + 1} of {args.rounds}: {program.title}", file=sys.stderr)
+            program.run(args.timeout)
+    engine = programs.pop(ENGINE)
+    results = {name: compare(engine, program) for name, program in programs.items()}
+    for name, rows in results.items():
+        show(console, programs[name].title, rows)
+    if args.rounds < 5:
+        console.print("[yellow]Warning:[/] intervals of fewer than 5 rounds mean little.")
+    if args.json:
+        written = {
+            "hardware": header,
+            "engine": engine.times,
+            "peers": {
+                name: {
+                    "version": programs[name].title,
+                    "times_us": programs[name].times,
+                    "sizes": {
+                        size: {**row, "ratio": {k: asdict(v) for k, v in row["ratio"].items()}}
+                        for size, row in rows.items()
+                    },
+                }
+                for name, rows in results.items()
+            },
+        }
+        args.json.write_text(json.dumps(written, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
