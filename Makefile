@@ -61,11 +61,30 @@ train: build  ## train a small GPT on N=2 processes
 test: test-cpp test-python  ## run every test
 
 .PHONY: bench
-bench: build bench-engine  ## measure collectives beside gloo, steps and memory beside DDP, overlap, roofline
-	$(BIN)/python bench/collectives.py $(ARGS)
-	$(BIN)/python bench/step.py
-	$(BIN)/python bench/overlap.py
-	$(BIN)/python bench/memory.py
+bench: build  ## the benchmarks of bench/, compared with the baseline of this hardware
+	$(SUITE)
+	$(BIN)/python bench/baseline.py compare --allow-missing build/suite.json
+
+# Statistics of the subjects' times; what is compared are ratios.
+SUITE = $(BIN)/python -m pytest bench -q --benchmark-json=build/suite.json \
+  --benchmark-columns=median,iqr,max,rounds --benchmark-group-by=func --benchmark-sort=fullname
+
+.PHONY: bench-save
+bench-save: build  ## the same, made the baseline of this hardware
+	$(SUITE)
+	$(BIN)/python bench/baseline.py save build/suite.json
+
+.PHONY: bench-readme
+bench-readme: bench-peers  ## what README says: beside gloo, DDP and the MPIs
+	$(BIN)/pydist bench all_reduce -b 8 -e 256M -f 4 -p 2 --compare symmetric,gloo,openmpi,mpich,impi
+	$(BIN)/pydist bench step
+	$(BIN)/pydist bench overlap
+	$(BIN)/pydist bench startup
+
+.PHONY: bench-peers
+bench-peers: build bench-engine  ## all_reduce in C++ beside the MPIs in C
+	$(BIN)/python bench/peers/install.py
+	$(BIN)/python bench/peers/compare.py
 
 .PHONY: bench-engine
 bench-engine: build/.tools  ## the C++ part of bench
