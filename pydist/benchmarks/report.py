@@ -135,8 +135,8 @@ def comparison(
     others = [arm for arm in results.arms if arm not in (results.main, ROOFLINE)]
     table = Table(
         title=f"time of each arm, and how many times {results.main}'s",
-        caption="in place where both can, else out of place; ratios: median of the rounds, and the "
-        "middle 95 % of a bootstrap; ?: holds 1",
+        caption="in place where both can; ratios: median of the rounds (middle 95 % of a "
+        "bootstrap); ?: holds 1",
     )
     table.add_column("case", no_wrap=True)
     for column in ("size", f"{results.main} µs"):
