@@ -267,14 +267,30 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["bench", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("pydist bench: ")
     assert message in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_in_a_checkout_its_script_installs_a_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = Path("bench/peers/install.py")
+    script.parent.mkdir(parents=True)
+    script.touch()
+    assert main(["bench", "all_reduce", "--compare", "impi", "--peers", "/nowhere"]) == 2
+    assert f"{script} impi --into /nowhere" in capsys.readouterr().err
 
 
 def test_ranks_that_cannot_start_say_why() -> None:
