@@ -10,7 +10,6 @@ Before: python bench/peers/install.py, and bench_engine built (CMake's PYDIST_BU
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -27,8 +26,10 @@ from rich.text import Text
 
 from pydist.benchmarks import machine
 from pydist.benchmarks.noise import Ratio, ratio_of
+from pydist.benchmarks.outputs import json_text, require_writable, write_text_whole
 from pydist.benchmarks.peers import PEERS, Installation
 from pydist.benchmarks.sizes import size_text
+from pydist.errors import InvalidUsage
 
 ENGINE = "engine"
 ENGINE_ARMS = ("ordinary", "symmetric")
@@ -200,6 +201,11 @@ def main() -> None:
         if name not in PEERS:
             parser.error(f"no such library: {name} (there are {', '.join(PEERS)})")
     programs = make_programs(args)
+    if args.json:
+        try:
+            require_writable(args.json)
+        except InvalidUsage as error:
+            stop(str(error), status=2)
     header = f"{machine.describe()}\n{args.ranks} ranks, float32"
     console = Console(width=130)
     console.print(header, highlight=False)
@@ -233,7 +239,7 @@ def main() -> None:
                 for name, rows in results.items()
             },
         }
-        args.json.write_text(json.dumps(written, indent=1) + "\n")
+        write_text_whole(args.json, json_text(written))
 
 
 if __name__ == "__main__":

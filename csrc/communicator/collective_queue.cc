@@ -84,8 +84,18 @@ void CollectiveQueue::run(Operation&& operation, std::chrono::nanoseconds timeou
     wait_for(*enqueue(std::move(operation), deadline, /*make_task=*/nullptr), kind);
     return;
   }
-  auto pending = std::make_unique<Pending>(std::move(operation), deadline, /*the_work=*/nullptr,
-                                           /*the_make_task=*/nullptr);
+  std::unique_ptr<Pending> pending;
+  try {
+    pending = std::make_unique<Pending>(std::move(operation), deadline, /*the_work=*/nullptr,
+                                        /*the_make_task=*/nullptr);
+  } catch (...) {
+    // Peers may have seen the post already, and go on without this rank.
+    if (ticket) {
+      fail_begun(ticket);
+    }
+    leave(std::move(right));
+    throw;
+  }
   pending->ticket = ticket;
   pending->is_posted = ticket.has_value();
   run_here(std::move(right), std::move(pending));
@@ -124,18 +134,22 @@ bool CollectiveQueue::try_at_once(const Operation& operation,
     // Where ranks share cores, a spinning one would keep the core from the one that it waits for.
     is_done = at_once.try_finish(may_spin() ? kLooksAtOnce : 1);
   } catch (...) {
-    if (!health_->has_failed()) {
-      health_->fail(std::current_exception());
-    }
-    if (ticket) {
-      health_->journal().finish(*ticket, JournalState::kFailed);
-    }
+    fail_begun(ticket);
     std::rethrow_exception(health_->failure());
   }
   if (is_done) {
     health_->journal().finish(*ticket, JournalState::kSucceeded);
   }
   return is_done;
+}
+
+void CollectiveQueue::fail_begun(const std::optional<Journal::Ticket>& ticket) {
+  if (!health_->has_failed()) {
+    health_->fail(std::current_exception());
+  }
+  if (ticket) {
+    health_->journal().finish(*ticket, JournalState::kFailed);
+  }
 }
 
 void CollectiveQueue::run_here(Right right, std::unique_ptr<Pending> pending) {

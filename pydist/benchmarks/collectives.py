@@ -23,6 +23,7 @@ from pydist.benchmarks.progress import Progress
 from pydist.benchmarks.ranks import FoundRanks, Ranks, start_mpi_ranks, start_torch_ranks
 from pydist.benchmarks.results import ROOFLINE, Results, rows_of
 from pydist.benchmarks.sizes import parse_size, size_text, sweep
+from pydist.benchmarks.subcommand import add_ranks_argument
 from pydist.environment import Placement
 from pydist.errors import Error, InvalidUsage
 
@@ -37,7 +38,7 @@ COMPARABLE = ("pydist", "symmetric", "again", "gloo", *peers.PEERS)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags: nccl-tests' where it has them."""
     add = parser.add_argument
-    add("-p", "--ranks", type=int, help="start so many ranks (default: 2; under a launcher, its)")
+    add_ranks_argument(parser)
     add("-b", "--minbytes", default="8", metavar="SIZE", help="first size (default: 8)")
     add("-e", "--maxbytes", default="64M", metavar="SIZE", help="last size (default: 64M)")
     add("-f", "--stepfactor", type=float, metavar="F", help="sizes grow by this (default: 4)")

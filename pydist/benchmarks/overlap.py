@@ -57,13 +57,7 @@ Buckets = list[dict[str, Any]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `pydist bench overlap`."""
-    parser.add_argument(
-        "-p",
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="how many (default: 2, or as many as a launcher has started)",
-    )
+    subcommand.add_ranks_argument(parser)
     subcommand.add_models_argument(parser, ["gpt", "wide"])
     parser.add_argument("--bandwidth", type=float, metavar="MB/S", help="of a rank's link")
     parser.add_argument(

@@ -38,13 +38,7 @@ _WIDTH = 150
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `pydist bench step`."""
-    parser.add_argument(
-        "-p",
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="how many (default: 2, or as many as a launcher has started)",
-    )
+    subcommand.add_ranks_argument(parser)
     subcommand.add_models_argument(parser, DEFAULT_MODELS)
     parser.add_argument(
         "--parts",

@@ -12,7 +12,14 @@ from pydist.benchmarks.models import MODELS
 from pydist.benchmarks.outputs import json_text, require_writable, write_text_whole
 from pydist.errors import InvalidUsage
 
-__all__ = ["add_output_arguments", "check_outputs", "chosen_models", "measure_and_report"]
+__all__ = [
+    "add_models_argument",
+    "add_output_arguments",
+    "add_ranks_argument",
+    "check_outputs",
+    "chosen_models",
+    "measure_and_report",
+]
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, seconds: float, each: str) -> None:
@@ -30,6 +37,17 @@ def add_output_arguments(parser: argparse.ArgumentParser, seconds: float, each: 
         dest="pin",
         action="store_false",
         help="leave it to the system where ranks run (default: each on a core of its own)",
+    )
+
+
+def add_ranks_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds `-p`."""
+    parser.add_argument(
+        "-p",
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="how many (default: 2, or as many as a launcher has started)",
     )
 
 
