@@ -1,0 +1,286 @@
+#include "cuda/driver.h"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <cstdio>
+#include <map>
+#include <mutex>
+
+#include "base/error.h"
+
+namespace pydist::cuda {
+namespace {
+
+constexpr int kSuccess = 0;
+constexpr int kNotReady = 600;
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventDisableTiming = 2;
+constexpr unsigned kPortable = 1;  // pinned for every context
+constexpr int kCaptureModeRelaxed = 2;
+
+struct Uuid {
+  std::array<unsigned char, 16> bytes;
+};
+
+}  // namespace
+
+// The names are the driver's own, with the versions that its headers choose.
+struct Driver::Functions {
+  int (*cuInit)(unsigned);
+  int (*cuDeviceGetCount)(int*);
+  int (*cuDeviceGetUuid_v2)(Uuid*, int);
+  int (*cuDevicePrimaryCtxRetain)(void**, int);
+  int (*cuCtxGetCurrent)(void**);
+  int (*cuCtxSetCurrent)(void*);
+  int (*cuCtxGetStreamPriorityRange)(int*, int*);
+  int (*cuGetErrorString)(int, const char**);
+  int (*cuStreamCreateWithPriority)(void**, unsigned, int);
+  int (*cuStreamDestroy_v2)(void*);
+  int (*cuStreamIsCapturing)(void*, int*);
+  int (*cuStreamQuery)(void*);
+  int (*cuStreamWaitEvent)(void*, void*, unsigned);
+  int (*cuEventCreate)(void**, unsigned);
+  int (*cuEventDestroy_v2)(void*);
+  int (*cuEventRecord)(void*, void*);
+  int (*cuEventQuery)(void*);
+  int (*cuMemcpyAsync)(std::size_t, std::size_t, std::size_t, void*);
+  int (*cuMemsetD8Async)(std::size_t, unsigned char, std::size_t, void*);
+  int (*cuMemAlloc_v2)(std::size_t*, std::size_t);
+  int (*cuMemFree_v2)(std::size_t);
+  int (*cuMemHostAlloc)(void**, std::size_t, unsigned);
+  int (*cuMemFreeHost)(void*);
+  int (*cuMemHostRegister_v2)(void*, std::size_t, unsigned);
+  int (*cuMemHostUnregister)(void*);
+  int (*cuThreadExchangeStreamCaptureMode)(int*);
+};
+
+struct Driver::Opened {
+  std::string why_missing;
+  Functions functions = {};
+
+  Opened() {
+    // Never closed: streams and events may outlive whoever asked first.
+    void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+      why_missing = "this machine has no CUDA driver (libcuda.so.1)";
+      return;
+    }
+    const auto resolve = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(  // NOLINT
+          ::dlsym(library, name));
+      if (function == nullptr && why_missing.empty()) {
+        why_missing = join("the CUDA driver lacks ", name, ": it is too old (CUDA 12 is needed)");
+      }
+    };
+#define PYDIST_RESOLVE(name) resolve(functions.name, #name)
+    PYDIST_RESOLVE(cuInit);
+    PYDIST_RESOLVE(cuDeviceGetCount);
+    PYDIST_RESOLVE(cuDeviceGetUuid_v2);
+    PYDIST_RESOLVE(cuDevicePrimaryCtxRetain);
+    PYDIST_RESOLVE(cuCtxGetCurrent);
+    PYDIST_RESOLVE(cuCtxSetCurrent);
+    PYDIST_RESOLVE(cuCtxGetStreamPriorityRange);
+    PYDIST_RESOLVE(cuGetErrorString);
+    PYDIST_RESOLVE(cuStreamCreateWithPriority);
+    PYDIST_RESOLVE(cuStreamDestroy_v2);
+    PYDIST_RESOLVE(cuStreamIsCapturing);
+    PYDIST_RESOLVE(cuStreamQuery);
+    PYDIST_RESOLVE(cuStreamWaitEvent);
+    PYDIST_RESOLVE(cuEventCreate);
+    PYDIST_RESOLVE(cuEventDestroy_v2);
+    PYDIST_RESOLVE(cuEventRecord);
+    PYDIST_RESOLVE(cuEventQuery);
+    PYDIST_RESOLVE(cuMemcpyAsync);
+    PYDIST_RESOLVE(cuMemsetD8Async);
+    PYDIST_RESOLVE(cuMemAlloc_v2);
+    PYDIST_RESOLVE(cuMemFree_v2);
+    PYDIST_RESOLVE(cuMemHostAlloc);
+    PYDIST_RESOLVE(cuMemFreeHost);
+    PYDIST_RESOLVE(cuMemHostRegister_v2);
+    PYDIST_RESOLVE(cuMemHostUnregister);
+    PYDIST_RESOLVE(cuThreadExchangeStreamCaptureMode);
+#undef PYDIST_RESOLVE
+    if (!why_missing.empty()) {
+      return;
+    }
+    int count = 0;
+    const int code = functions.cuInit(0);
+    if (code != kSuccess || functions.cuDeviceGetCount(&count) != kSuccess || count == 0) {
+      why_missing = join("the CUDA driver sees no GPU (cuInit says ", code,
+                         "); CUDA_VISIBLE_DEVICES may hide it");
+    }
+  }
+};
+
+const Driver::Opened& Driver::opened() {
+  static const Opened opened;
+  return opened;
+}
+
+const std::string& Driver::why_missing() { return opened().why_missing; }
+
+const Driver& Driver::get() {
+  if (!why_missing().empty()) {
+    throw TransportError(join("CUDA cannot be used: ", why_missing(), "."));
+  }
+  static const Driver driver(opened().functions);
+  return driver;
+}
+
+void Driver::check(int code, const char* what) const {
+  if (code != kSuccess) {
+    const char* text = nullptr;
+    functions_.cuGetErrorString(code, &text);
+    throw TransportError(join("CUDA could not ", what, ": ",
+                              text == nullptr ? "unknown error" : text, " (CUresult ", code, ")."));
+  }
+}
+
+int Driver::device_count() const {
+  int count = 0;
+  check(functions_.cuDeviceGetCount(&count), "count its devices");
+  return count;
+}
+
+std::string Driver::device_uuid(int device) const {
+  Uuid uuid{};
+  check(functions_.cuDeviceGetUuid_v2(&uuid, device), "tell a device's identity");
+  std::string text = "GPU-";
+  for (std::size_t i = 0; i < uuid.bytes.size(); ++i) {
+    std::array<char, 4> digits{};
+    std::snprintf(digits.data(), digits.size(), "%02x", static_cast<unsigned>(uuid.bytes[i]));
+    text += digits.data();
+    if (i == 3 || i == 5 || i == 7 || i == 9) {
+      text += '-';
+    }
+  }
+  return text;
+}
+
+Stream Driver::create_stream() const {
+  int least = 0;
+  int greatest = 0;
+  check(functions_.cuCtxGetStreamPriorityRange(&least, &greatest), "tell its priorities");
+  Stream stream = nullptr;
+  check(functions_.cuStreamCreateWithPriority(&stream, kStreamNonBlocking, greatest),
+        "create a stream");
+  return stream;
+}
+
+void Driver::destroy_stream(Stream stream) const noexcept { functions_.cuStreamDestroy_v2(stream); }
+
+bool Driver::is_capturing(Stream stream) const {
+  int status = 0;
+  check(functions_.cuStreamIsCapturing(stream, &status), "tell whether a stream is captured");
+  return status != 0;
+}
+
+bool Driver::is_idle(Stream stream) const {
+  const int code = functions_.cuStreamQuery(stream);
+  if (code == kNotReady) {
+    return false;
+  }
+  check(code, "finish what was put on a stream");
+  return true;
+}
+
+Event Driver::create_event() const {
+  Event event = nullptr;
+  check(functions_.cuEventCreate(&event, kEventDisableTiming), "create an event");
+  return event;
+}
+
+void Driver::destroy_event(Event event) const noexcept { functions_.cuEventDestroy_v2(event); }
+
+void Driver::record(Event event, Stream stream) const {
+  check(functions_.cuEventRecord(event, stream), "record an event");
+}
+
+void Driver::wait(Stream stream, Event event) const {
+  check(functions_.cuStreamWaitEvent(stream, event, 0), "make a stream wait");
+}
+
+bool Driver::is_done(Event event) const {
+  const int code = functions_.cuEventQuery(event);
+  if (code == kNotReady) {
+    return false;
+  }
+  check(code, "finish what was before an event");
+  return true;
+}
+
+void Driver::copy(void* to, const void* from, std::size_t bytes, Stream stream) const {
+  if (bytes != 0) {
+    check(functions_.cuMemcpyAsync(reinterpret_cast<std::size_t>(to),
+                                   reinterpret_cast<std::size_t>(from), bytes, stream),
+          "copy memory");
+  }
+}
+
+void Driver::fill_zero(void* data, std::size_t bytes, Stream stream) const {
+  if (bytes != 0) {
+    check(functions_.cuMemsetD8Async(reinterpret_cast<std::size_t>(data), 0, bytes, stream),
+          "clear memory");
+  }
+}
+
+void* Driver::allocate(std::size_t bytes) const {
+  std::size_t data = 0;
+  check(functions_.cuMemAlloc_v2(&data, bytes == 0 ? 1 : bytes), "allocate memory");
+  return reinterpret_cast<void*>(data);  // NOLINT: the driver's addresses are numbers
+}
+
+void Driver::free(void* data) const noexcept {
+  functions_.cuMemFree_v2(reinterpret_cast<std::size_t>(data));
+}
+
+void* Driver::allocate_pinned(std::size_t bytes) const {
+  void* data = nullptr;
+  check(functions_.cuMemHostAlloc(&data, bytes == 0 ? 1 : bytes, kPortable),
+        "allocate pinned memory of the host");
+  return data;
+}
+
+void Driver::free_pinned(void* data) const noexcept { functions_.cuMemFreeHost(data); }
+
+bool Driver::pin(void* data, std::size_t bytes) const noexcept {
+  return functions_.cuMemHostRegister_v2(data, bytes, kPortable) == kSuccess;
+}
+
+void Driver::unpin(void* data) const noexcept { functions_.cuMemHostUnregister(data); }
+
+void Driver::leave_captures_alone() const noexcept {
+  int mode = kCaptureModeRelaxed;
+  functions_.cuThreadExchangeStreamCaptureMode(&mode);
+}
+
+DeviceGuard::DeviceGuard(int device) {
+  // Retained once and for the life of the process, as the runtime does; torch uses the same one.
+  static std::mutex mutex;
+  static std::map<int, void*> contexts;
+  const Driver& driver = Driver::get();
+  void* context = nullptr;
+  {
+    const std::lock_guard lock(mutex);
+    void*& known = contexts[device];
+    if (known == nullptr) {
+      driver.check(driver.functions_.cuDevicePrimaryCtxRetain(&known, device),
+                   "open a device's context");
+    }
+    context = known;
+  }
+  driver.check(driver.functions_.cuCtxGetCurrent(&previous_), "tell the current context");
+  if (previous_ != context) {
+    driver.check(driver.functions_.cuCtxSetCurrent(context), "choose a context");
+    is_changed_ = true;
+  }
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (is_changed_) {
+    Driver::get().functions_.cuCtxSetCurrent(previous_);
+  }
+}
+
+}  // namespace pydist::cuda

@@ -1,0 +1,86 @@
+// CUDA's driver, opened at run time: streams, events, copies and memory, without CUDA's headers.
+//
+// One build serves machines with and without CUDA. The driver's interface is stable across CUDA
+// versions, and its streams, events and pointers are those of the runtime that torch uses. Every
+// function throws TransportError where the driver refuses. Thread safe; a thread works in the
+// primary context of a device, see DeviceGuard.
+
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace pydist::cuda {
+
+// As the driver declares them; a null stream is the legacy default stream.
+using Stream = void*;
+using Event = void*;
+using HostFunction = void (*)(void*);
+
+class Driver {
+ public:
+  // The driver of this process. Throws TransportError where there is none, with the reason.
+  [[nodiscard]] static const Driver& get();
+  // Why get() throws; empty where it does not.
+  [[nodiscard]] static const std::string& why_missing();
+
+  [[nodiscard]] int device_count() const;
+  // "GPU-8f6c...", the same in every process whatever CUDA_VISIBLE_DEVICES says.
+  [[nodiscard]] std::string device_uuid(int device) const;
+
+  // A stream that does not wait for the legacy default stream, with the highest priority.
+  [[nodiscard]] Stream create_stream() const;
+  void destroy_stream(Stream stream) const noexcept;
+  [[nodiscard]] bool is_capturing(Stream stream) const;
+  // Whether all that was put on the stream is done. Throws where some of it has failed.
+  [[nodiscard]] bool is_idle(Stream stream) const;
+
+  // Events carry no time.
+  [[nodiscard]] Event create_event() const;
+  void destroy_event(Event event) const noexcept;
+  void record(Event event, Stream stream) const;
+  void wait(Stream stream, Event event) const;
+  [[nodiscard]] bool is_done(Event event) const;
+
+  // Between any two places, device or host, in stream order.
+  void copy(void* to, const void* from, std::size_t bytes, Stream stream) const;
+  void fill_zero(void* data, std::size_t bytes, Stream stream) const;
+
+  [[nodiscard]] void* allocate(std::size_t bytes) const;
+  void free(void* data) const noexcept;
+  // Memory of the host that the device copies at full speed.
+  [[nodiscard]] void* allocate_pinned(std::size_t bytes) const;
+  void free_pinned(void* data) const noexcept;
+  // Pins memory that exists; false where the system does not let us, and nothing has changed.
+  [[nodiscard]] bool pin(void* data, std::size_t bytes) const noexcept;
+  void unpin(void* data) const noexcept;
+
+  // Lets this thread use calls that a capture on another thread would forbid; until it ends.
+  void leave_captures_alone() const noexcept;
+
+ private:
+  friend class DeviceGuard;
+  struct Functions;
+
+  explicit Driver(const Functions& functions) : functions_(functions) {}
+  struct Opened;
+  [[nodiscard]] static const Opened& opened();
+  void check(int code, const char* what) const;
+
+  const Functions& functions_;
+};
+
+// Makes the primary context of `device` the calling thread's own, until destroyed.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  ~DeviceGuard();
+
+ private:
+  void* previous_ = nullptr;
+  bool is_changed_ = false;
+};
+
+}  // namespace pydist::cuda

@@ -1,0 +1,53 @@
+// A stream and an event that end with their owner. See cuda/driver.h; not thread safe by
+// themselves.
+
+#pragma once
+
+#include <utility>
+
+#include "cuda/driver.h"
+
+namespace pydist::cuda {
+
+// A stream of the highest priority on the device that was current when it was made.
+class OwnedStream {
+ public:
+  OwnedStream() : stream_(Driver::get().create_stream()) {}
+  OwnedStream(const OwnedStream&) = delete;
+  OwnedStream& operator=(const OwnedStream&) = delete;
+  // What was put on it is still done.
+  ~OwnedStream() { Driver::get().destroy_stream(stream_); }
+
+  [[nodiscard]] Stream get() const noexcept { return stream_; }
+
+ private:
+  Stream stream_;
+};
+
+class OwnedEvent {
+ public:
+  OwnedEvent() : event_(Driver::get().create_event()) {}
+  OwnedEvent(const OwnedEvent&) = delete;
+  OwnedEvent& operator=(const OwnedEvent&) = delete;
+  OwnedEvent(OwnedEvent&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
+  OwnedEvent& operator=(OwnedEvent&& other) noexcept {
+    std::swap(event_, other.event_);
+    return *this;
+  }
+  ~OwnedEvent() {
+    if (event_ != nullptr) {
+      Driver::get().destroy_event(event_);
+    }
+  }
+
+  // Marks what has been put on `stream` so far.
+  void record(Stream stream) const { Driver::get().record(event_, stream); }
+  // `stream` goes on once what was marked is done.
+  void hold_back(Stream stream) const { Driver::get().wait(stream, event_); }
+  [[nodiscard]] bool is_done() const { return Driver::get().is_done(event_); }
+
+ private:
+  Event event_;
+};
+
+}  // namespace pydist::cuda
