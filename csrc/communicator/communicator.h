@@ -123,6 +123,10 @@ class Communicator {
   // The error that the group has failed with; null while it is sound.
   [[nodiscard]] virtual std::exception_ptr failure() const = 0;
 
+  // What makes waiting for the group's ranks vain, if the backend knows of any such thing: a rank
+  // has died or left; for people. Empty while there is hope.
+  [[nodiscard]] virtual std::string why_vain() const { return {}; }
+
   // Lets the group go: later calls throw InvalidUsage; peers that still wait for this rank fail
   // with PeerLost. Operations under way fail with Aborted. Idempotent; never throws.
   virtual void shutdown() noexcept = 0;

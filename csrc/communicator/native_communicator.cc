@@ -18,6 +18,7 @@
 #include "communicator/heap_allocation.h"
 #include "communicator/message_queue.h"
 #include "communicator/open_communicators.h"
+#include "communicator/resolve.h"
 #include "communicator/splits.h"
 #include "memory/segment_exchange.h"
 #include "topology/hosts.h"
@@ -48,72 +49,6 @@ class HeapMemory final : public Memory {
   std::byte* const data_;
   const std::size_t bytes_;
 };
-
-// The algorithms' view of an operation.
-Call make_call(const Operation& operation, int rank, int size) {
-  const bool is_root = rank == operation.peer;
-  const std::span<const Buffer> in(operation.inputs);
-  const std::span<const Buffer> out(operation.outputs);
-  const DType dtype = !in.empty() ? in[0].dtype : !out.empty() ? out[0].dtype : DType::kUInt8;
-  Call call{operation.kind,
-            dtype,
-            operation.wire_dtype.value_or(dtype),
-            operation.op,
-            /*root=*/0,
-            operation.factor,
-            Blocks(),
-            Blocks(),
-            /*count=*/0};
-  switch (operation.kind) {
-    case OpKind::kAllReduce:
-      call.inputs = Blocks(in, 1);
-      call.outputs = Blocks(out, 1);
-      call.count = in[0].count;
-      break;
-    case OpKind::kReduceScatter:
-      call.inputs = Blocks(in, size);
-      call.outputs = Blocks(out, 1);
-      call.count = out[0].count;
-      break;
-    case OpKind::kAllGather:
-      call.inputs = Blocks(in, 1);
-      call.outputs = Blocks(out, size);
-      call.count = in[0].count;
-      break;
-    case OpKind::kBroadcast:
-      call.root = operation.peer;
-      call.inputs = is_root ? Blocks(in, 1) : Blocks();
-      call.outputs = out.empty() ? Blocks() : Blocks(out, 1);
-      call.count = is_root ? in[0].count : out[0].count;
-      break;
-    case OpKind::kReduce:
-      call.root = operation.peer;
-      call.inputs = Blocks(in, 1);
-      call.outputs = is_root ? Blocks(out, 1) : Blocks();
-      call.count = in[0].count;
-      break;
-    case OpKind::kGather:
-      call.root = operation.peer;
-      call.inputs = Blocks(in, 1);
-      call.outputs = is_root ? Blocks(out, size) : Blocks();
-      call.count = in[0].count;
-      break;
-    case OpKind::kScatter:
-      call.root = operation.peer;
-      call.inputs = is_root ? Blocks(in, size) : Blocks();
-      call.outputs = Blocks(out, 1);
-      call.count = out[0].count;
-      break;
-    case OpKind::kAllToAll:
-      call.inputs = Blocks(in, size);
-      call.outputs = Blocks(out, size);
-      call.count = call.inputs[rank].count;
-      break;
-    default:
-      break;
-  }
-  return call;
-}
 
 // What the ranks of a group must have in common, and what they tell each other to meet.
 struct Introduction {
@@ -183,12 +118,12 @@ class NativeCommunicator final : public Communicator,
     collectives_ = std::make_shared<CollectiveQueue>(
         endpoint_->progress(), health_, engine_->group,
         [engine = engine_, pins_ring](const Operation& operation, bool is_posted) {
-          const Call call = make_call(operation, engine->group.rank(), engine->group.size());
+          const Call call = resolve(operation, engine->group.rank(), engine->group.size());
           return pins_ring && ring_supports(operation.kind)
                      ? run_ring(engine->group, call, engine->to_next, engine->from_previous)
                      : run_shared_memory(engine->group, call, is_posted);
         },
-        [rank, size](const Operation& operation) { return make_call(operation, rank, size); },
+        [rank, size](const Operation& operation) { return resolve(operation, rank, size); },
         /*runs_at_once=*/!pins_ring);
     messages_ = std::make_shared<MessageQueue>(
         endpoint_->progress(), health_,
@@ -327,6 +262,16 @@ class NativeCommunicator final : public Communicator,
 
   [[nodiscard]] std::exception_ptr failure() const override {
     return health_->has_failed() ? health_->failure() : nullptr;
+  }
+
+  [[nodiscard]] std::string why_vain() const override {
+    for (int rank = 0; rank < size_; ++rank) {
+      if (std::string vain = rank == rank_ ? std::string() : health_->why_vain(rank);
+          !vain.empty()) {
+        return vain;
+      }
+    }
+    return {};
   }
 
   void shutdown() noexcept override {

@@ -250,11 +250,6 @@ bool Driver::pin(void* data, std::size_t bytes) const noexcept {
 
 void Driver::unpin(void* data) const noexcept { functions_.cuMemHostUnregister(data); }
 
-void Driver::leave_captures_alone() const noexcept {
-  int mode = kCaptureModeRelaxed;
-  functions_.cuThreadExchangeStreamCaptureMode(&mode);
-}
-
 DeviceGuard::DeviceGuard(int device) {
   // Retained once and for the life of the process, as the runtime does; torch uses the same one.
   static std::mutex mutex;
@@ -275,6 +270,14 @@ DeviceGuard::DeviceGuard(int device) {
     driver.check(driver.functions_.cuCtxSetCurrent(context), "choose a context");
     is_changed_ = true;
   }
+}
+
+RelaxedCapture::RelaxedCapture() noexcept : previous_(kCaptureModeRelaxed) {
+  Driver::get().functions_.cuThreadExchangeStreamCaptureMode(&previous_);
+}
+
+RelaxedCapture::~RelaxedCapture() {
+  Driver::get().functions_.cuThreadExchangeStreamCaptureMode(&previous_);
 }
 
 DeviceGuard::~DeviceGuard() {

@@ -55,11 +55,9 @@ class Driver {
   [[nodiscard]] bool pin(void* data, std::size_t bytes) const noexcept;
   void unpin(void* data) const noexcept;
 
-  // Lets this thread use calls that a capture on another thread would forbid; until it ends.
-  void leave_captures_alone() const noexcept;
-
  private:
   friend class DeviceGuard;
+  friend class RelaxedCapture;
   struct Functions;
 
   explicit Driver(const Functions& functions) : functions_(functions) {}
@@ -81,6 +79,19 @@ class DeviceGuard {
  private:
   void* previous_ = nullptr;
   bool is_changed_ = false;
+};
+
+// Until destroyed, this thread may make calls that a capture into a graph, here or on another
+// thread, would forbid: allocate, and ask events.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() noexcept;
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture();
+
+ private:
+  int previous_;
 };
 
 }  // namespace pydist::cuda

@@ -1,0 +1,39 @@
+// The collectives on NCCL: what each puts on the stream of its group.
+//
+// clang-format off
+//   way          when                                                  elements are combined
+//   direct       NCCL has the operator and the type                    by NCCL, in the type itself
+//   converted    a factor, a wire type, or a mean of float16           by NCCL, in scratch memory: 16-bit
+//                                                                      types in float32, others in their own
+//   ring         NCCL lacks the operator or the type (int16, bitwise   by our kernels, see nccl_ring.h
+//                operators, min and max of floating point, whose NaN
+//                NCCL loses), or PYDIST_ALGORITHM=ring
+// clang-format on
+//
+// A mean divides once, after the sum, in float32 or the type's own precision if that is wider. The
+// choice depends on what all ranks must agree on, never on a rank's own buffers.
+
+#pragma once
+
+#include <string>
+
+#include "communicator/nccl_group.h"
+#include "communicator/operation.h"
+#include "kernels/cuda_library.h"
+
+namespace pydist {
+
+struct NcclSettings {
+  // Our kernels; where they are not loaded, some operations are not supported.
+  const CudaLibrary* kernels = nullptr;
+  bool pins_ring = false;
+};
+
+// Why the operation cannot be run; empty where it can.
+[[nodiscard]] std::string why_not_on_nccl(const NcclSettings& settings, OpKind kind, ReduceOp op,
+                                          DType dtype, bool has_wire_dtype);
+
+// Puts a collective, validated and supported, on the group's stream.
+void enqueue_on_nccl(NcclGroup& group, const NcclSettings& settings, const Operation& operation);
+
+}  // namespace pydist

@@ -1,0 +1,540 @@
+#include "communicator/nccl_group.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "base/digest.h"
+#include "base/engine_thread.h"
+#include "base/error.h"
+#include "base/interruption.h"
+#include "base/log.h"
+#include "communicator/nccl_watchdog.h"
+
+namespace pydist {
+namespace {
+
+using nccl::Result;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+// Orders the launches of all groups of this process.
+std::timed_mutex& launch_mutex() {
+  static auto* const mutex = new std::timed_mutex;  // never destroyed: see open_communicators.cc
+  return *mutex;
+}
+
+// How long an abort waits for a thread that is inside of NCCL. It sees the failure soon, unless NCCL
+// itself does not return.
+constexpr milliseconds kLaunchPatience{1'000};
+
+// How long an operation may go on after a rank has died or left: what that rank did its part of
+// before still comes to its end.
+constexpr milliseconds kVainPatience{500};
+
+// A short text of every rank; the ranks' way to agree about an error.
+using Notice = std::array<char, 512>;
+
+Operation bytes_of_all(Notice& mine, std::vector<Notice>& all) {
+  Operation operation;
+  operation.kind = OpKind::kAllGather;
+  operation.inputs = {Buffer{mine.data(), mine.size(), DType::kUInt8, {}}};
+  operation.outputs = {Buffer{all.data(), all.size() * sizeof(Notice), DType::kUInt8, {}}};
+  operation.label = "whether NCCL is ready";
+  return operation;
+}
+
+// Throws the same on every rank where any rank complains.
+void agree(Communicator& control, const std::string& complaint) {
+  Notice mine{};
+  std::copy_n(complaint.begin(), std::min(complaint.size(), mine.size() - 1), mine.begin());
+  std::vector<Notice> all(static_cast<std::size_t>(control.size()));
+  control.run(bytes_of_all(mine, all));
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank][0] != '\0') {
+      throw TransportError(join("NCCL cannot serve these ranks. Rank ", rank, ": ",
+                                all[rank].data()));
+    }
+  }
+}
+
+std::uint64_t fingerprint_of(const std::string& name) {
+  Digest digest;
+  digest.add(name);
+  return digest.value();
+}
+
+std::string title_of(OpKind kind, std::uint64_t sequence, const std::string& label) {
+  return join(to_string(kind), " #", sequence, label.empty() ? "" : " (" + label + ")");
+}
+
+}  // namespace
+
+class NcclGroup::LaunchedWork : public Work {
+ public:
+  LaunchedWork(std::weak_ptr<NcclGroup> group, int device, bool is_captured)
+      : group_(std::move(group)), device_(device), is_captured_(is_captured) {}
+
+  [[nodiscard]] bool wait_on_stream(void* stream) override {
+    if (const std::exception_ptr error = exception()) {
+      std::rethrow_exception(error);
+    }
+    // What was captured runs later, whatever the work says.
+    if (is_captured_ || !is_completed()) {
+      const cuda::DeviceGuard guard(device_);
+      event_.hold_back(stream);
+    }
+    return true;
+  }
+
+  [[nodiscard]] const cuda::OwnedEvent& event() const noexcept { return event_; }
+  [[nodiscard]] bool is_captured() const noexcept { return is_captured_; }
+
+ protected:
+  void block(Deadline deadline) override {
+    constexpr microseconds kLongestPause{500};
+    microseconds pause{10};
+    Deadline slice = Deadline::in(kInterruptionInterval);
+    while (!is_completed() && !deadline.has_passed()) {
+      if (const auto group = group_.lock()) {
+        group->watch();
+      }
+      Work::block(deadline.earlier_of(Deadline::in(pause)));
+      pause = std::min(2 * pause, kLongestPause);
+      if (slice.has_passed() && !is_completed()) {
+        check_interruption();
+        slice = Deadline::in(kInterruptionInterval);
+      }
+    }
+  }
+
+ private:
+  const std::weak_ptr<NcclGroup> group_;
+  const int device_;
+  const bool is_captured_;
+  cuda::OwnedEvent event_;
+};
+
+NcclGroup::NcclGroup(Options options)
+    : api_(std::move(options.api)),
+      control_(std::move(options.control)),
+      device_(options.device),
+      journal_(std::move(options.journal)),
+      fingerprint_(fingerprint_of(control_->name())),
+      watchdog_(std::move(options.watchdog)),
+      end_patience_(options.end_patience) {}
+
+NcclGroup::~NcclGroup() {
+  end();
+  if (end_thread_.joinable()) {
+    // Detached where it hangs, or where it is the one that drops the last reference.
+    if (has_ended_ && end_thread_.get_id() != std::this_thread::get_id()) {
+      end_thread_.join();
+    } else {
+      end_thread_.detach();
+    }
+  }
+  if (scratch_ != nullptr) {
+    try {
+      const cuda::DeviceGuard guard(device_);
+      cuda::Driver::get().free(scratch_);
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());
+    }
+  }
+}
+
+std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
+  auto group = std::make_shared<NcclGroup>(std::move(options));
+  std::string complaint;
+  try {
+    group->connect(deadline);
+  } catch (const std::exception& error) {
+    if (group->control_->failure() != nullptr || !group->control_->why_vain().empty()) {
+      group->fail(std::current_exception());
+      throw;  // nobody can agree about anything any more
+    }
+    complaint = error.what();
+  }
+  try {
+    agree(*group->control_, complaint);
+  } catch (...) {
+    group->fail(std::current_exception());
+    throw;
+  }
+  if (group->watchdog_ != nullptr) {
+    group->watchdog_->watch(group);
+  }
+  return group;
+}
+
+void NcclGroup::connect(Deadline deadline) {
+  // The id of rank 0, behind a complaint of its own if it has none.
+  struct Invitation {
+    Notice complaint{};
+    nccl::UniqueId id{};
+  } invitation;
+  if (rank() == 0) {
+    const Result result = api_->functions().ncclGetUniqueId(&invitation.id);
+    if (result != Result::kSuccess) {
+      const std::string text = api_->describe(result, nullptr);
+      std::copy_n(text.begin(), std::min(text.size(), invitation.complaint.size() - 1),
+                  invitation.complaint.begin());
+    }
+  }
+  Operation operation;
+  operation.kind = OpKind::kBroadcast;
+  operation.peer = 0;
+  operation.label = "NCCL's id";
+  (rank() == 0 ? operation.inputs : operation.outputs) = {
+      Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
+  control_->run(std::move(operation));
+  if (invitation.complaint[0] != '\0') {
+    throw TransportError(pydist::join("NCCL made no id: ", invitation.complaint.data()));
+  }
+  const cuda::DeviceGuard guard(device_);
+  stream_.emplace();
+  nccl::Config config;
+  const Result result = api_->functions().ncclCommInitRankConfig(&comm_, size(), invitation.id,
+                                                                 rank(), &config);
+  if (result != Result::kSuccess && result != Result::kInProgress) {
+    comm_ = nullptr;
+    std::rethrow_exception(api_->error_of(result, "joining the group", nullptr));
+  }
+  poll_until_ready("joining the group", deadline);
+}
+
+void NcclGroup::poll_until_ready(const char* what, Deadline deadline) {
+  microseconds pause{20};
+  while (true) {
+    Result state = Result::kInProgress;
+    {
+      const std::lock_guard lock(mutex_);
+      if (failure_ != nullptr) {
+        std::rethrow_exception(failure_);
+      }
+      const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
+      if (asked != Result::kSuccess) {
+        state = asked;
+      }
+    }
+    if (state == Result::kSuccess) {
+      return;
+    }
+    if (state != Result::kInProgress) {
+      std::rethrow_exception(api_->error_of(state, what, comm_));
+    }
+    if (const std::exception_ptr error = control_->failure()) {
+      std::rethrow_exception(error);
+    }
+    if (const std::string vain = control_->why_vain(); !vain.empty()) {
+      throw PeerLost(pydist::join(what, " in NCCL: ", vain, "."));
+    }
+    if (deadline.has_passed()) {
+      throw Timeout(pydist::join(what, " in NCCL did not end in time."));
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, microseconds(5'000));
+  }
+}
+
+void NcclGroup::check(Result result, const char* what) {
+  if (result == Result::kInProgress) {
+    poll_until_ready(what, launching_until_);
+  } else if (result != Result::kSuccess) {
+    std::rethrow_exception(api_->error_of(result, what, comm_));
+  }
+}
+
+void NcclGroup::grouped(const std::function<void()>& body) {
+  check(api_->functions().ncclGroupStart(), "ncclGroupStart");
+  try {
+    body();
+  } catch (...) {
+    static_cast<void>(api_->functions().ncclGroupEnd());  // or the thread stays inside of it
+    throw;
+  }
+  check(api_->functions().ncclGroupEnd(), "ncclGroupEnd");
+}
+
+std::byte* NcclGroup::scratch() {
+  if (scratch_ == nullptr) {
+    const cuda::RelaxedCapture relaxed;
+    scratch_ = static_cast<std::byte*>(cuda::Driver::get().allocate(kScratchBytes));
+  }
+  return scratch_;
+}
+
+WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
+  const std::lock_guard order(launch_mutex());
+  if (const std::exception_ptr error = control_->failure()) {
+    fail(error);
+  }
+  if (const std::exception_ptr error = failure()) {
+    std::rethrow_exception(error);
+  }
+  const cuda::DeviceGuard guard(device_);
+  const bool is_captured = cuda::Driver::get().is_capturing(launch.stream);
+  auto work = std::make_shared<LaunchedWork>(weak_from_this(), device_, is_captured);
+  UnderWay entry{work, launch.deadline, launch.kind, 0, std::move(launch.label), 0};
+  {
+    const std::lock_guard lock(mutex_);
+    entry.sequence = ++sequence_;
+  }
+  if (journal_ != nullptr) {
+    entry.ticket = journal_->begin(fingerprint_, entry.sequence,
+                                   static_cast<std::uint8_t>(entry.kind), launch.bytes,
+                                   entry.label);
+  }
+  const auto close_journal = [&](JournalState state) {
+    if (journal_ != nullptr) {
+      journal_->finish(entry.ticket, state);
+    }
+  };
+  launching_until_ = launch.deadline;
+  try {
+    work->event().record(launch.stream);
+    work->event().hold_back(stream());
+    enqueue();
+    work->event().record(stream());
+  } catch (...) {
+    const auto [kind, what] = describe(std::current_exception());
+    fail(make_error(kind, pydist::join(title_of(entry.kind, entry.sequence, entry.label),
+                                       " on rank ", rank(), " of ", size(), ": ", what)));
+    close_journal(JournalState::kFailed);
+    std::rethrow_exception(failure());
+  }
+  if (is_captured) {
+    close_journal(JournalState::kSucceeded);
+    work->finish();
+    return work;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    under_way_.push_back(std::move(entry));
+  }
+  if (watchdog_ != nullptr) {
+    watchdog_->wake();
+  }
+  return work;
+}
+
+std::exception_ptr NcclGroup::failure() const {
+  if (!has_failed_.load(std::memory_order_acquire)) {
+    return nullptr;
+  }
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void NcclGroup::fail(const std::exception_ptr& error) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_ != nullptr) {
+      return;
+    }
+    failure_ = error;
+    has_failed_.store(true, std::memory_order_release);
+  }
+  try {
+    const auto [kind, what] = describe(error);
+    control_->abort(Error(kind, what));
+  } catch (const std::exception& other) {
+    log_line(LogLevel::kError, other.what());
+  }
+  end_on_thread([this] {
+    std::unique_lock order(launch_mutex(), kLaunchPatience);
+    if (comm_ != nullptr) {
+      const cuda::DeviceGuard guard(device_);
+      const cuda::RelaxedCapture relaxed;
+      static_cast<void>(api_->functions().ncclCommAbort(comm_));
+    }
+  });
+}
+
+void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (ending_) {
+    return;  // whatever ends NCCL's communicator, it ends once
+  }
+  ending_ = Deadline::in(end_patience_);
+  try {
+    end_thread_ = start_engine_thread("pydist-nccl-end", [self = shared_from_this(),
+                                                          end = std::move(end)] {
+      try {
+        end();
+      } catch (const std::exception& error) {
+        log_line(LogLevel::kError, error.what());
+      }
+      {
+        const std::lock_guard lock(self->mutex_);
+        self->has_ended_ = true;
+        self->ended_.notify_all();
+      }
+      self->finish_all();
+    });
+  } catch (const std::exception& error) {  // no thread to be had
+    log_line(LogLevel::kError, error.what());
+    ending_ = Deadline::in(milliseconds::zero());
+  }
+  if (watchdog_ != nullptr) {
+    watchdog_->wake();
+  }
+}
+
+bool NcclGroup::wait_for_end(Deadline deadline) noexcept {
+  std::unique_lock lock(mutex_);
+  return ended_.wait_until(lock, deadline.when(), [this] { return has_ended_; });
+}
+
+void NcclGroup::settle_done() {
+  std::vector<UnderWay> done;
+  {
+    const std::lock_guard lock(mutex_);
+    while (failure_ == nullptr && !under_way_.empty() &&
+           under_way_.front().work->event().is_done()) {
+      done.push_back(std::move(under_way_.front()));
+      under_way_.pop_front();
+    }
+  }
+  for (const UnderWay& each : done) {
+    if (journal_ != nullptr) {
+      journal_->finish(each.ticket, JournalState::kSucceeded);
+    }
+    each.work->finish();
+  }
+}
+
+void NcclGroup::finish_all() noexcept {
+  std::deque<UnderWay> all;
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(mutex_);
+    all.swap(under_way_);
+    error = failure_;
+  }
+  for (const UnderWay& each : all) {
+    if (journal_ != nullptr) {
+      journal_->finish(each.ticket, JournalState::kFailed);
+    }
+    each.work->finish(error);
+  }
+}
+
+std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
+  std::string text = pydist::join(title_of(late.kind, late.sequence, late.label), " on rank ",
+                                  rank(), " of ", size(), " of group '", control_->name(),
+                                  "' did not finish on the GPU in time.");
+  for (const std::string& line : control_->whereabouts()) {
+    text += " " + line + ".";
+  }
+  return make_error(ErrorKind::kTimeout, text);
+}
+
+bool NcclGroup::watch() noexcept {
+  const cuda::RelaxedCapture relaxed;
+  try {
+    const cuda::DeviceGuard guard(device_);
+    settle_done();
+    std::unique_lock lock(mutex_);
+    if (ending_) {
+      if (!under_way_.empty() && ending_->has_passed()) {
+        lock.unlock();
+        log_line(LogLevel::kError, pydist::join("NCCL did not abort group '", control_->name(),
+                                                "' in time; it is left to itself."));
+        finish_all();
+        return false;
+      }
+      return !under_way_.empty();
+    }
+    if (under_way_.empty()) {
+      return false;
+    }
+    const UnderWay& first = under_way_.front();
+    const auto says = [&](const std::string& what) {
+      return pydist::join(title_of(first.kind, first.sequence, first.label), " on rank ", rank(),
+                          " of ", size(), " of group '", control_->name(), "' failed: ", what);
+    };
+    std::exception_ptr error;
+    Result state = Result::kSuccess;
+    const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
+    if (asked != Result::kSuccess) {
+      state = asked;
+    }
+    // A death explains what NCCL says, and names the rank.
+    const std::string vain = control_->why_vain();
+    if (!vain.empty() && !vain_until_) {
+      vain_until_ = Deadline::in(kVainPatience);
+    }
+    if (vain_until_ && vain_until_->has_passed()) {
+      error = make_error(ErrorKind::kPeerLost, says(vain + "."));
+    } else if (const std::exception_ptr known = control_->failure()) {
+      error = known;
+    } else if (vain.empty() && state != Result::kSuccess && state != Result::kInProgress) {
+      error = api_->error_of(state, says("a collective"), comm_);
+    } else {
+      for (const UnderWay& each : under_way_) {
+        if (each.deadline.has_passed()) {
+          error = timeout_of(first);
+          break;
+        }
+      }
+    }
+    lock.unlock();
+    if (error != nullptr) {
+      fail(error);
+    }
+    return true;
+  } catch (...) {
+    // CUDA itself: an illegal address, a lost device.
+    fail(std::current_exception());
+    return true;
+  }
+}
+
+void NcclGroup::end() noexcept {
+  if (is_ended_.exchange(true)) {
+    return;
+  }
+  const Deadline deadline = Deadline::in(end_patience_);
+  const auto is_quiet = [this] {
+    const std::lock_guard lock(mutex_);
+    return under_way_.empty();
+  };
+  while (!is_quiet() && failure() == nullptr && !deadline.has_passed()) {
+    watch();
+    std::this_thread::sleep_for(microseconds(200));
+  }
+  if (!is_quiet()) {
+    fail(make_error(ErrorKind::kAborted,
+                    pydist::join("The group '", control_->name(), "' was shut down on rank ",
+                                 rank(), " while an operation was under way.")));
+  }
+  if (failure() == nullptr && comm_ != nullptr && weak_from_this().lock() != nullptr) {
+    end_on_thread([this] {
+      const cuda::DeviceGuard guard(device_);
+      Result state = api_->functions().ncclCommFinalize(comm_);
+      while (state == Result::kInProgress) {
+        std::this_thread::sleep_for(microseconds(200));
+        if (api_->functions().ncclCommGetAsyncError(comm_, &state) != Result::kSuccess) {
+          break;
+        }
+      }
+      static_cast<void>(api_->functions().ncclCommDestroy(comm_));
+    });
+  }
+  const bool is_ending = [this] {
+    const std::lock_guard lock(mutex_);
+    return ending_.has_value();
+  }();
+  if (is_ending && !wait_for_end(deadline)) {
+    log_line(LogLevel::kWarning, pydist::join("NCCL's communicator of group '", control_->name(),
+                                              "' does not end; it is left to itself."));
+    finish_all();
+  }
+  control_->shutdown();
+}
+
+}  // namespace pydist

@@ -1,0 +1,156 @@
+// One NCCL communicator with its stream, and what is under way on it.
+//
+// Note [Streams]
+// All collectives of a group run on one stream of its own, of the highest priority, in the order of
+// their launches. Such a launch
+//   1. makes the group's stream wait for what the caller's stream holds so far,
+//   2. puts the collective on the group's stream,
+//   3. records an event behind it.
+// The caller's stream waits for that event when somebody asks for the result (Work::wait_on_stream),
+// and the host never does. Buffers are kept alive by whoever submitted until the work has finished:
+// nothing here tells an allocator about streams.
+//
+// Note [How a group fails]
+// NCCL's kernels wait for their peers without limit, so a group is watched from outside
+// (nccl_watchdog.h): NCCL's own asynchronous errors, deadlines, and the health of `control`, a group
+// of the same ranks on a host backend, which knows of deaths and carries the news. The first error
+// stays. It is told to `control`, so that the peers stop too; then NCCL is aborted, on a thread of
+// its own because that may hang (NVIDIA/nccl#1013), and once that is over, or has taken too long,
+// what was under way finishes with the error. The process lives on.
+//
+// Thread safe. Launches of all groups of a process are ordered by one lock, since NCCL's kernels
+// must start in one order on all ranks.
+
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "base/deadline.h"
+#include "base/op_kind.h"
+#include "communicator/communicator.h"
+#include "communicator/nccl_api.h"
+#include "communicator/work.h"
+#include "cuda/stream.h"
+#include "health/journal.h"
+
+namespace pydist {
+
+class NcclWatchdog;
+
+class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
+ public:
+  struct Options {
+    nccl::ApiPtr api;
+    // Of the same ranks; used for nothing else.
+    CommunicatorPtr control;
+    int device = 0;
+    // Where this process writes what it is in; null for nowhere.
+    std::shared_ptr<Journal> journal;
+    std::shared_ptr<NcclWatchdog> watchdog;
+    // How long NCCL may take to abort, or to end.
+    std::chrono::milliseconds end_patience{10'000};
+  };
+
+  // Collective over `control`. Succeeds on every rank, or throws the same error on every rank.
+  [[nodiscard]] static std::shared_ptr<NcclGroup> join(Options options, Deadline deadline);
+  explicit NcclGroup(Options options);  // for join()
+  NcclGroup(const NcclGroup&) = delete;
+  NcclGroup& operator=(const NcclGroup&) = delete;
+  ~NcclGroup();
+
+  [[nodiscard]] int rank() const noexcept { return control_->rank(); }
+  [[nodiscard]] int size() const noexcept { return control_->size(); }
+  [[nodiscard]] int device() const noexcept { return device_; }
+  [[nodiscard]] const nccl::Api& api() const noexcept { return *api_; }
+  [[nodiscard]] Communicator& control() const noexcept { return *control_; }
+
+  struct Launch {
+    OpKind kind;
+    std::uint64_t bytes;
+    std::string label;
+    nccl::StreamHandle stream;  // the caller's
+    Deadline deadline;
+  };
+  // Puts on the stream what `enqueue` puts there, see Note [Streams]. An error of it fails the group,
+  // since the other ranks may have launched. What throws InvalidUsage before anything is enqueued
+  // belongs before the call.
+  [[nodiscard]] WorkPtr launch(Launch launch, const std::function<void()>& enqueue);
+
+  // -- for what enqueues, on the thread that launches
+  [[nodiscard]] nccl::CommHandle comm() const noexcept { return comm_; }
+  [[nodiscard]] nccl::StreamHandle stream() const noexcept { return stream_->get(); }
+  // Checks what NCCL has returned, and waits while it is setting up connections.
+  void check(nccl::Result result, const char* what);
+  // Calls of `body` become one launch.
+  void grouped(const std::function<void()>& body);
+  // Device memory for the time of one launch, reused by the next. What takes more is done in pieces.
+  [[nodiscard]] std::byte* scratch();
+  static constexpr std::size_t kScratchBytes = std::size_t{16} << 20;
+
+  // -- health
+  [[nodiscard]] std::exception_ptr failure() const;
+  void fail(const std::exception_ptr& error) noexcept;
+  // Looks at everything that may have happened. Returns whether anything is under way.
+  bool watch() noexcept;
+  // Waits for what is under way, then for the end of NCCL's communicator; fails the group where
+  // that takes too long. Idempotent.
+  void end() noexcept;
+
+ private:
+  class LaunchedWork;
+  struct UnderWay {
+    std::shared_ptr<LaunchedWork> work;
+    Deadline deadline;
+    OpKind kind;
+    std::uint64_t sequence;
+    std::string label;
+    Journal::Ticket ticket;
+  };
+
+  void connect(Deadline deadline);
+  void poll_until_ready(const char* what, Deadline deadline);
+  void settle_done();
+  void finish_all() noexcept;
+  // Runs `end` on a thread of its own, and what is under way finishes afterwards.
+  void end_on_thread(std::function<void()> end) noexcept;
+  [[nodiscard]] bool wait_for_end(Deadline deadline) noexcept;
+  [[nodiscard]] std::exception_ptr timeout_of(const UnderWay& late) const;
+
+  const nccl::ApiPtr api_;
+  const CommunicatorPtr control_;
+  const int device_;
+  const std::shared_ptr<Journal> journal_;
+  const std::uint64_t fingerprint_;
+  const std::shared_ptr<NcclWatchdog> watchdog_;
+  const std::chrono::milliseconds end_patience_;
+  std::optional<cuda::OwnedStream> stream_;
+  nccl::CommHandle comm_ = nullptr;
+  std::byte* scratch_ = nullptr;
+  std::size_t scratch_bytes_ = 0;
+  Deadline launching_until_ = Deadline::never();  // by the launching thread
+
+  mutable std::mutex mutex_;
+  std::deque<UnderWay> under_way_;    // guarded by mutex_; in order
+  std::uint64_t sequence_ = 0;        // guarded by mutex_
+  std::exception_ptr failure_;        // guarded by mutex_
+  std::optional<Deadline> ending_;    // guarded by mutex_; when the end under way is given up
+  std::optional<Deadline> vain_until_;  // guarded by mutex_; once a rank has died or left
+  bool has_ended_ = false;            // guarded by mutex_; NCCL's communicator
+  std::condition_variable ended_;
+  std::thread end_thread_;            // guarded by mutex_
+  std::atomic<bool> has_failed_{false};
+  std::atomic<bool> is_ended_{false};
+};
+
+}  // namespace pydist

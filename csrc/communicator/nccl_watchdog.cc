@@ -1,0 +1,106 @@
+#include "communicator/nccl_watchdog.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/engine_thread.h"
+#include "communicator/nccl_group.h"
+#include "cuda/driver.h"
+
+namespace pydist {
+namespace {
+
+// How late an end is noticed, and so how long buffers are kept that nobody has waited for.
+constexpr std::chrono::milliseconds kInterval{2};
+
+}  // namespace
+
+// The thread holds it, and may outlive the watchdog for a moment.
+struct NcclWatchdog::Shared {
+  std::mutex mutex;
+  std::condition_variable wakened;
+  std::vector<std::weak_ptr<NcclGroup>> groups;  // guarded by mutex
+  bool is_stopping = false;                      // guarded by mutex
+  std::atomic<bool> is_idle{true};
+  std::thread thread;
+};
+
+std::shared_ptr<NcclWatchdog> NcclWatchdog::of_process() {
+  static std::mutex mutex;
+  static std::weak_ptr<NcclWatchdog> known;
+  const std::lock_guard lock(mutex);
+  std::shared_ptr<NcclWatchdog> watchdog = known.lock();
+  if (watchdog == nullptr) {
+    watchdog = std::make_shared<NcclWatchdog>();
+    known = watchdog;
+  }
+  return watchdog;
+}
+
+NcclWatchdog::NcclWatchdog() : shared_(std::make_shared<Shared>()) {
+  shared_->thread = start_engine_thread("pydist-nccl", [shared = shared_] { run(shared); });
+}
+
+NcclWatchdog::~NcclWatchdog() {
+  {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->is_stopping = true;
+  }
+  shared_->wakened.notify_all();
+  // The last group may end on the thread itself, which then ends by itself.
+  if (shared_->thread.get_id() == std::this_thread::get_id()) {
+    shared_->thread.detach();
+  } else {
+    shared_->thread.join();
+  }
+}
+
+void NcclWatchdog::watch(const std::shared_ptr<NcclGroup>& group) {
+  const std::lock_guard lock(shared_->mutex);
+  shared_->groups.push_back(group);
+}
+
+void NcclWatchdog::wake() noexcept {
+  if (shared_->is_idle.load(std::memory_order_seq_cst)) {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->is_idle.store(false, std::memory_order_relaxed);
+    shared_->wakened.notify_all();
+  }
+}
+
+void NcclWatchdog::run(const std::shared_ptr<Shared>& shared) {
+  const cuda::RelaxedCapture relaxed;
+  std::unique_lock lock(shared->mutex);
+  while (!shared->is_stopping) {
+    std::vector<std::shared_ptr<NcclGroup>> groups;
+    std::erase_if(shared->groups, [](const auto& each) { return each.expired(); });
+    for (const auto& each : shared->groups) {
+      if (auto group = each.lock()) {
+        groups.push_back(std::move(group));
+      }
+    }
+    // Before the look: whatever is launched after it finds the thread idle, and wakes it.
+    shared->is_idle.store(true, std::memory_order_seq_cst);
+    lock.unlock();
+    bool is_busy = false;
+    for (const auto& group : groups) {
+      is_busy |= group->watch();
+    }
+    groups.clear();
+    lock.lock();
+    if (is_busy) {
+      shared->is_idle.store(false, std::memory_order_relaxed);
+      shared->wakened.wait_for(lock, kInterval, [&] { return shared->is_stopping; });
+    } else {
+      shared->wakened.wait(lock, [&] {
+        return shared->is_stopping || !shared->is_idle.load(std::memory_order_relaxed);
+      });
+    }
+  }
+}
+
+}  // namespace pydist

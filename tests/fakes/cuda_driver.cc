@@ -1,0 +1,388 @@
+// A CUDA driver without a GPU: device memory is host memory, a stream is a queue with a thread of
+// its own, so what no event orders really happens in any order.
+//
+// Streams that are not its own belong to the fake device of torch (tests/fake_cuda), which enqueues
+// for them. Nothing is ever destroyed but queues that ended: threads may run until the process ends.
+
+#include "cuda_driver.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int kSuccess = 0;
+constexpr int kInvalidValue = 1;
+constexpr int kInvalidContext = 201;
+constexpr int kNotReady = 600;
+constexpr int kCaptureUnsupported = 900;
+
+using Job = std::function<void()>;
+
+std::atomic<int> longest_delay_us{0};
+std::atomic<int> faults{0};
+thread_local void* current_context = nullptr;
+
+class Queue {
+ public:
+  Queue() : thread_([this] { serve(); }) {}
+
+  void post(Job job) {
+    const std::lock_guard lock(mutex_);
+    jobs_.push_back(std::move(job));
+    changed_.notify_all();
+  }
+  bool is_idle() {
+    const std::lock_guard lock(mutex_);
+    return jobs_.empty() && !is_busy_;
+  }
+  // What was posted is still done.
+  void close() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_closed_ = true;
+      changed_.notify_all();
+    }
+    thread_.detach();
+  }
+
+ private:
+  void serve() {
+    std::minstd_rand random(static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(this) >> 6));
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return !jobs_.empty() || is_closed_; });
+      if (jobs_.empty()) {
+        return;
+      }
+      const Job job = std::move(jobs_.front());
+      jobs_.pop_front();
+      is_busy_ = true;
+      lock.unlock();
+      if (const int longest = longest_delay_us.load(); longest > 0) {
+        std::this_thread::sleep_for(
+            std::chrono::microseconds(random() % static_cast<unsigned>(longest)));
+      }
+      job();
+      lock.lock();
+      is_busy_ = false;
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Job> jobs_;
+  bool is_busy_ = false;
+  bool is_closed_ = false;
+  std::thread thread_;
+};
+
+// A point in a stream's work; what waits for it holds it.
+struct Mark {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool is_passed = false;
+
+  void pass() {
+    const std::lock_guard lock(mutex);
+    is_passed = true;
+    changed.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [this] { return is_passed; });
+  }
+};
+
+struct Event {
+  std::mutex mutex;
+  std::shared_ptr<Mark> mark;
+  bool is_captured = false;
+};
+
+struct Capture {
+  std::set<void*> streams;
+  std::vector<Job> jobs;
+};
+
+struct State {
+  std::mutex mutex;
+  std::set<void*> streams;
+  std::unique_ptr<Capture> capture;
+  std::unique_ptr<Queue> legacy;
+};
+
+State& state() {
+  static auto* const the_state = new State;
+  return *the_state;
+}
+
+bool is_captured(void* stream) {
+  const std::lock_guard lock(state().mutex);
+  return state().capture != nullptr && state().capture->streams.count(stream) != 0;
+}
+
+void post(void* stream, const Job& job) {
+  Queue* queue = nullptr;
+  {
+    const std::lock_guard lock(state().mutex);
+    if (state().capture != nullptr && state().capture->streams.count(stream) != 0) {
+      state().capture->jobs.push_back(job);
+      return;
+    }
+    if (state().streams.count(stream) != 0) {
+      queue = static_cast<Queue*>(stream);
+    }
+  }
+  if (queue != nullptr) {
+    queue->post(job);
+    return;
+  }
+  using Enqueue = void (*)(void*, void (*)(void*), void*);
+  static const auto foreign =
+      reinterpret_cast<Enqueue>(::dlsym(RTLD_DEFAULT, "fake_cuda_enqueue"));
+  if (foreign != nullptr) {
+    foreign(
+        stream,
+        [](void* argument) {
+          const std::unique_ptr<Job> owned(static_cast<Job*>(argument));
+          (*owned)();
+        },
+        new Job(job));
+    return;
+  }
+  const std::lock_guard lock(state().mutex);
+  if (state().legacy == nullptr) {
+    state().legacy = std::make_unique<Queue>();
+  }
+  state().legacy->post(job);
+}
+
+int device_count() {
+  const char* const count = std::getenv("FAKE_CUDA_DEVICES");
+  return count == nullptr ? 8 : std::atoi(count);
+}
+
+// Calls that need a context fail without one, as the driver's do.
+bool has_context() {
+  if (current_context == nullptr) {
+    ++faults;
+  }
+  return current_context != nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+void fake_driver_enqueue(void* stream, const Job* job) { post(stream, *job); }
+void fake_driver_delay_us(int longest) { longest_delay_us = longest; }
+int fake_driver_faults() { return faults.load(); }
+
+void fake_driver_begin_capture(void* stream) {
+  const std::lock_guard lock(state().mutex);
+  state().capture = std::make_unique<Capture>();
+  state().capture->streams.insert(stream);
+}
+
+void* fake_driver_end_capture(void* /*stream*/) {
+  const std::lock_guard lock(state().mutex);
+  return state().capture.release();
+}
+
+void fake_driver_replay(void* graph, void* stream) {
+  for (const Job& job : static_cast<Capture*>(graph)->jobs) {
+    post(stream, job);
+  }
+}
+
+int cuInit(unsigned) { return device_count() > 0 ? kSuccess : 100; }
+
+int cuDeviceGetCount(int* count) {
+  *count = device_count();
+  return kSuccess;
+}
+
+int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+  std::memset(uuid, 0, 16);
+  uuid[15] = static_cast<unsigned char>(device);
+  return kSuccess;
+}
+
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  if (device < 0 || device >= device_count()) {
+    return kInvalidValue;
+  }
+  static char contexts[64];
+  *context = &contexts[device];
+  return kSuccess;
+}
+
+int cuCtxGetCurrent(void** context) {
+  *context = current_context;
+  return kSuccess;
+}
+
+int cuCtxSetCurrent(void* context) {
+  current_context = context;
+  return kSuccess;
+}
+
+int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return has_context() ? kSuccess : kInvalidContext;
+}
+
+int cuGetErrorString(int, const char** text) {
+  *text = "an error of the fake driver";
+  return kSuccess;
+}
+
+int cuStreamCreateWithPriority(void** stream, unsigned, int) {
+  if (!has_context()) {
+    return kInvalidContext;
+  }
+  const std::lock_guard lock(state().mutex);
+  *stream = new Queue;
+  state().streams.insert(*stream);
+  return kSuccess;
+}
+
+int cuStreamDestroy_v2(void* stream) {
+  {
+    const std::lock_guard lock(state().mutex);
+    state().streams.erase(stream);
+  }
+  static_cast<Queue*>(stream)->close();
+  return kSuccess;
+}
+
+int cuStreamIsCapturing(void* stream, int* status) {
+  *status = is_captured(stream) ? 1 : 0;
+  return kSuccess;
+}
+
+int cuStreamQuery(void* stream) {
+  return static_cast<Queue*>(stream)->is_idle() ? kSuccess : kNotReady;
+}
+
+int cuEventCreate(void** event, unsigned) {
+  *event = new Event;
+  return has_context() ? kSuccess : kInvalidContext;
+}
+
+int cuEventDestroy_v2(void* event) {
+  delete static_cast<Event*>(event);
+  return kSuccess;
+}
+
+int cuEventRecord(void* handle, void* stream) {
+  auto& event = *static_cast<Event*>(handle);
+  auto mark = std::make_shared<Mark>();
+  {
+    const std::lock_guard lock(event.mutex);
+    event.mark = mark;
+    event.is_captured = is_captured(stream);
+  }
+  post(stream, [mark] { mark->pass(); });
+  return kSuccess;
+}
+
+int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
+  auto& event = *static_cast<Event*>(handle);
+  std::shared_ptr<Mark> mark;
+  bool joins_capture = false;
+  {
+    const std::lock_guard lock(event.mutex);
+    mark = event.mark;
+    joins_capture = event.is_captured;
+  }
+  if (mark == nullptr) {
+    return kSuccess;  // never recorded
+  }
+  if (joins_capture) {
+    const std::lock_guard lock(state().mutex);
+    if (state().capture == nullptr) {
+      return kCaptureUnsupported;
+    }
+    // In a graph the order of recording is kept, which is more than enough.
+    state().capture->streams.insert(stream);
+    return kSuccess;
+  }
+  post(stream, [mark] { mark->wait(); });
+  return kSuccess;
+}
+
+int cuEventQuery(void* handle) {
+  auto& event = *static_cast<Event*>(handle);
+  const std::lock_guard lock(event.mutex);
+  if (event.is_captured) {
+    return kCaptureUnsupported;
+  }
+  if (event.mark == nullptr) {
+    return kSuccess;
+  }
+  const std::lock_guard mark_lock(event.mark->mutex);
+  return event.mark->is_passed ? kSuccess : kNotReady;
+}
+
+int cuMemcpyAsync(std::size_t to, std::size_t from, std::size_t bytes, void* stream) {
+  post(stream, [=] {
+    std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  });
+  return kSuccess;
+}
+
+int cuMemsetD8Async(std::size_t to, unsigned char value, std::size_t bytes, void* stream) {
+  post(stream, [=] { std::memset(reinterpret_cast<void*>(to), value, bytes); });
+  return kSuccess;
+}
+
+int cuMemAlloc_v2(std::size_t* data, std::size_t bytes) {
+  if (!has_context()) {
+    return kInvalidContext;
+  }
+  void* const memory = std::malloc(bytes);
+  std::memset(memory, 0xff, bytes);
+  *data = reinterpret_cast<std::size_t>(memory);
+  return kSuccess;
+}
+
+int cuMemFree_v2(std::size_t data) {
+  std::free(reinterpret_cast<void*>(data));
+  return has_context() ? kSuccess : kInvalidContext;
+}
+
+int cuMemHostAlloc(void** data, std::size_t bytes, unsigned) {
+  *data = std::malloc(bytes);
+  return kSuccess;
+}
+
+int cuMemFreeHost(void* data) {
+  std::free(data);
+  return kSuccess;
+}
+
+int cuMemHostRegister_v2(void*, std::size_t, unsigned) { return kSuccess; }
+int cuMemHostUnregister(void*) { return kSuccess; }
+
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  thread_local int current = 0;
+  std::swap(current, *mode);
+  return kSuccess;
+}
+}

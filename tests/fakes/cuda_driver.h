@@ -1,0 +1,24 @@
+// What the fake CUDA driver (libcuda.so.1 of the tests) offers beside the driver's own functions, to
+// other fakes and to tests. Found with dlsym(RTLD_DEFAULT, ...) once the library is loaded.
+
+#pragma once
+
+#include <functional>
+
+extern "C" {
+
+// Runs `job` behind what `stream` has been given so far; records it where the stream is captured.
+void fake_driver_enqueue(void* stream, const std::function<void()>* job);
+
+// Before each job a stream sleeps for a random time of at most so many microseconds.
+void fake_driver_delay_us(int longest);
+
+// Capture into a graph: what is put on the stream, and on those that wait for it, is kept instead of
+// run. One at a time.
+void fake_driver_begin_capture(void* stream);
+void* fake_driver_end_capture(void* stream);
+void fake_driver_replay(void* graph, void* stream);
+
+// Calls that were made without a current context.
+int fake_driver_faults();
+}

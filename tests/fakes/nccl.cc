@@ -1,0 +1,607 @@
+// A NCCL without a GPU: ranks are threads or processes of one host, which meet in shared memory; what
+// a call enqueues runs on the streams of the fake CUDA driver. It is as slow and as picky as it may
+// be: communicators do not block, so calls answer ncclInProgress now and then.
+//
+// FAKE_NCCL_VERSION      what ncclGetVersion says                          (23007)
+// FAKE_NCCL_FAULT        what:rank:n, at the n-th collective of that rank; several by commas. What:
+//   fail        the call returns an error      async       an error comes up afterwards
+//   hang        the operation never ends       hang_abort  nor does the abort (n is of no matter)
+//   init_fail   joining fails                  init_hang   joining never ends
+//   exit        the process ends, at once
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda_driver.h"
+
+namespace {
+
+enum Result { kSuccess = 0, kSystemError = 2, kInvalidArgument = 4, kRemoteError = 6, kInProgress = 7 };
+enum RedOp { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
+
+constexpr int kMostRanks = 8;
+constexpr std::size_t kChunk = 1 << 15;
+
+struct Mailbox {
+  std::atomic<std::uint64_t> sent;
+  std::atomic<std::uint64_t> received;
+  std::atomic<std::uint64_t> bytes;
+  char data[kChunk];
+};
+
+struct Shared {
+  std::atomic<int> joined;
+  std::atomic<std::uint64_t> arrived[kMostRanks];
+  char chunks[kMostRanks][kChunk];
+  Mailbox mail[kMostRanks][kMostRanks];  // from, to
+};
+
+struct UniqueId {
+  char bytes[128];
+};
+
+struct Comm {
+  int rank = 0;
+  int size = 1;
+  Shared* shared = nullptr;
+  std::uint64_t arrivals = 0;  // by the stream's thread
+  std::atomic<bool> is_aborted{false};
+  std::atomic<int> async_error{kSuccess};
+  std::atomic<int> slow_answers{0};
+  std::atomic<bool> never_joins{false};
+  int operations = 0;
+  int registered = 0;
+};
+
+// What jobs hold; the handle of a communicator is a pointer to one of these.
+using CommPtr = std::shared_ptr<Comm>;
+
+struct Fault {
+  std::string what;
+  int rank = -1;
+  int at = 0;
+};
+
+std::vector<Fault> faults() {
+  std::vector<Fault> all;
+  const char* const text = std::getenv("FAKE_NCCL_FAULT");
+  std::istringstream stream(text == nullptr ? "" : text);
+  for (std::string item; std::getline(stream, item, ',');) {
+    std::istringstream parts(item);
+    Fault fault;
+    std::string number;
+    std::getline(parts, fault.what, ':');
+    std::getline(parts, number, ':');
+    fault.rank = std::atoi(number.c_str());
+    std::getline(parts, number, ':');
+    fault.at = std::atoi(number.c_str());
+    all.push_back(fault);
+  }
+  return all;
+}
+
+bool has_fault(const Comm& comm, const char* what, bool counts) {
+  for (const Fault& fault : faults()) {
+    if (fault.what == what && fault.rank == comm.rank &&
+        (!counts || fault.at == comm.operations)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Waits for `holds`, or for the abort. Returns whether it holds.
+bool wait_for(Comm& comm, const std::function<bool()>& holds) {
+  while (!holds()) {
+    if (comm.is_aborted) {
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  return true;
+}
+
+bool meet(Comm& comm) {
+  comm.shared->arrived[comm.rank].store(++comm.arrivals, std::memory_order_release);
+  return wait_for(comm, [&comm] {
+    for (int rank = 0; rank < comm.size; ++rank) {
+      if (comm.shared->arrived[rank].load(std::memory_order_acquire) < comm.arrivals) {
+        return false;
+      }
+    }
+    return true;
+  });
+}
+
+// Shows `bytes` of every rank to every rank, chunk by chunk.
+void show_all(Comm& comm, const char* mine, std::size_t bytes,
+              const std::function<void(int rank, std::size_t begin, const char*, std::size_t)>& use) {
+  for (std::size_t begin = 0; begin < bytes; begin += kChunk) {
+    const std::size_t count = std::min(kChunk, bytes - begin);
+    std::memcpy(comm.shared->chunks[comm.rank], mine + begin, count);
+    if (!meet(comm)) {
+      return;
+    }
+    for (int rank = 0; rank < comm.size; ++rank) {
+      use(rank, begin, comm.shared->chunks[rank], count);
+    }
+    if (!meet(comm)) {
+      return;
+    }
+  }
+}
+
+// ---- arithmetic -----------------------------------------------------------------------------
+
+float from_bf16(std::uint16_t bits) {
+  const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
+  float value = 0;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+std::uint16_t to_bf16(float value) {
+  std::uint32_t bits = 0;
+  std::memcpy(&bits, &value, 4);
+  if (value != value) {
+    return 0x7fc0;
+  }
+  return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+float from_f16(std::uint16_t bits) {
+  const int exponent = (bits >> 10) & 31;
+  const int fraction = bits & 1023;
+  float value = 0;
+  if (exponent == 31) {
+    value = fraction != 0 ? NAN : INFINITY;
+  } else if (exponent == 0) {
+    value = std::ldexp(static_cast<float>(fraction), -24);
+  } else {
+    value = std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+  }
+  return (bits & 0x8000) != 0 ? -value : value;
+}
+
+std::uint16_t to_f16(float value) {
+  const std::uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  const float magnitude = std::fabs(value);
+  if (value != value) {
+    return 0x7e00;
+  }
+  if (magnitude >= 65520.0F) {
+    return sign | 0x7c00;
+  }
+  int exponent = 0;
+  std::frexp(magnitude, &exponent);
+  const int shift = std::max(exponent - 11, -24);
+  // To nearest, ties to even, in units of the last place.
+  const auto units = static_cast<std::uint32_t>(std::nearbyint(std::ldexp(magnitude, -shift)));
+  if (units == 0) {
+    return sign;
+  }
+  return static_cast<std::uint16_t>(
+      sign + (shift == -24 ? units : units - 1024 + (static_cast<std::uint32_t>(shift + 25) << 10)));
+}
+
+template <typename T>
+T combined(T a, T b, int op) {
+  switch (op) {
+    case kProd:
+      return static_cast<T>(a * b);
+    case kMax:
+      return std::max(a, b);
+    case kMin:
+      return std::min(a, b);
+    default:
+      return static_cast<T>(a + b);
+  }
+}
+
+// total = total op values. 16-bit types round after every step, as NCCL's do.
+void accumulate(char* total, const char* values, std::size_t count, int type, int op) {
+  const auto run = [&]<typename T>(T) {
+    for (std::size_t i = 0; i < count; ++i) {
+      T a;
+      T b;
+      std::memcpy(&a, total + i * sizeof(T), sizeof(T));
+      std::memcpy(&b, values + i * sizeof(T), sizeof(T));
+      a = combined(a, b, op);
+      std::memcpy(total + i * sizeof(T), &a, sizeof(T));
+    }
+  };
+  const auto run_16 = [&](auto from, auto to) {
+    for (std::size_t i = 0; i < count; ++i) {
+      std::uint16_t a = 0;
+      std::uint16_t b = 0;
+      std::memcpy(&a, total + i * 2, 2);
+      std::memcpy(&b, values + i * 2, 2);
+      a = to(combined(from(a), from(b), op));
+      std::memcpy(total + i * 2, &a, 2);
+    }
+  };
+  switch (type) {
+    case 0: run(std::int8_t{}); break;
+    case 1: run(std::uint8_t{}); break;
+    case 2: run(std::int32_t{}); break;
+    case 3: run(std::uint32_t{}); break;
+    case 4: run(std::int64_t{}); break;
+    case 5: run(std::uint64_t{}); break;
+    case 6: run_16(from_f16, to_f16); break;
+    case 7: run(float{}); break;
+    case 8: run(double{}); break;
+    default: run_16(from_bf16, to_bf16); break;
+  }
+}
+
+void divide(char* values, std::size_t count, int type, int by) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (type == 7) {
+      reinterpret_cast<float*>(values)[i] /= static_cast<float>(by);
+    } else if (type == 8) {
+      reinterpret_cast<double*>(values)[i] /= by;
+    } else {
+      auto* const halves = reinterpret_cast<std::uint16_t*>(values);
+      halves[i] = type == 6 ? to_f16(from_f16(halves[i]) / static_cast<float>(by))
+                            : to_bf16(from_bf16(halves[i]) / static_cast<float>(by));
+    }
+  }
+}
+
+std::size_t size_of(int type) {
+  constexpr std::size_t kSizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+  return kSizes[type];
+}
+
+// The combination of all ranks' `count` elements at `in`.
+std::vector<char> reduced(Comm& comm, const void* in, std::size_t count, int type, int op) {
+  std::vector<char> total(count * size_of(type));
+  show_all(comm, static_cast<const char*>(in), total.size(),
+           [&](int rank, std::size_t begin, const char* values, std::size_t bytes) {
+             if (rank == 0) {
+               std::memcpy(total.data() + begin, values, bytes);
+             } else {
+               accumulate(total.data() + begin, values, bytes / size_of(type), type, op);
+             }
+           });
+  if (op == kAvg) {
+    divide(total.data(), count, type, comm.size);
+  }
+  return total;
+}
+
+// ---- launching ------------------------------------------------------------------------------
+
+struct Message {
+  bool is_send;
+  char* data;
+  std::size_t bytes;
+  int peer;
+};
+
+struct Queued {
+  CommPtr comm;
+  void* stream;
+  std::function<void(Comm&)> collective;  // or
+  Message message;
+};
+
+thread_local int group_depth = 0;
+thread_local std::vector<Queued> queued;
+
+void enqueue(void* stream, const std::function<void()>& job) { fake_driver_enqueue(stream, &job); }
+
+// All messages of a group make progress together.
+void exchange(Comm& comm, std::vector<Message> messages) {
+  std::vector<std::size_t> done(messages.size(), 0);
+  wait_for(comm, [&] {
+    bool is_finished = true;
+    for (std::size_t i = 0; i < messages.size(); ++i) {
+      Message& message = messages[i];
+      Mailbox& box = message.is_send ? comm.shared->mail[comm.rank][message.peer]
+                                     : comm.shared->mail[message.peer][comm.rank];
+      // Messages between two ranks go one after the other.
+      bool is_first = true;
+      for (std::size_t j = 0; j < i; ++j) {
+        is_first &= messages[j].peer != message.peer || messages[j].is_send != message.is_send ||
+                    done[j] == messages[j].bytes;
+      }
+      if (done[i] == message.bytes || !is_first) {
+        is_finished &= done[i] == message.bytes;
+        continue;
+      }
+      const std::uint64_t sent = box.sent.load(std::memory_order_acquire);
+      const std::uint64_t received = box.received.load(std::memory_order_acquire);
+      const std::size_t bytes = std::min(kChunk, message.bytes - done[i]);
+      if (message.is_send && sent == received) {
+        std::memcpy(box.data, message.data + done[i], bytes);
+        box.bytes.store(bytes, std::memory_order_relaxed);
+        box.sent.store(sent + 1, std::memory_order_release);
+        done[i] += bytes;
+      } else if (!message.is_send && sent > received) {
+        if (box.bytes.load(std::memory_order_relaxed) != bytes) {
+          std::fprintf(stderr, "fake NCCL: a message of %zu bytes was expected to have %zu\n",
+                       static_cast<std::size_t>(box.bytes.load()), bytes);
+          std::abort();
+        }
+        std::memcpy(message.data + done[i], box.data, bytes);
+        box.received.store(received + 1, std::memory_order_release);
+        done[i] += bytes;
+      }
+      is_finished &= done[i] == message.bytes;
+    }
+    return is_finished;
+  });
+}
+
+void launch(std::vector<Queued> calls) {
+  while (!calls.empty()) {
+    const CommPtr comm = calls.front().comm;
+    void* const stream = calls.front().stream;
+    std::vector<Message> messages;
+    std::vector<std::function<void(Comm&)>> collectives;
+    std::erase_if(calls, [&](const Queued& call) {
+      if (call.comm != comm) {
+        return false;
+      }
+      if (call.collective) {
+        collectives.push_back(call.collective);
+      } else {
+        messages.push_back(call.message);
+      }
+      return true;
+    });
+    const bool hangs = has_fault(*comm, "hang", true);
+    const bool fails = has_fault(*comm, "async", true);
+    if (has_fault(*comm, "exit", true)) {
+      std::_Exit(9);
+    }
+    enqueue(stream, [comm, messages, collectives, hangs, fails] {
+      if (fails) {
+        comm->async_error = kRemoteError;
+      }
+      if (hangs || fails) {
+        wait_for(*comm, [] { return false; });
+        return;
+      }
+      for (const auto& collective : collectives) {
+        collective(*comm);
+      }
+      exchange(*comm, messages);
+    });
+  }
+}
+
+Result submit(void* handle, void* stream, Queued call) {
+  call.comm = *static_cast<CommPtr*>(handle);
+  call.stream = stream;
+  Comm& comm = *call.comm;
+  if (group_depth == 0 || queued.empty()) {
+    ++comm.operations;
+  }
+  if (has_fault(comm, "fail", true)) {
+    return kSystemError;
+  }
+  if (group_depth > 0) {
+    queued.push_back(std::move(call));
+    return kSuccess;
+  }
+  comm.slow_answers = 1;
+  launch({std::move(call)});
+  return kInProgress;
+}
+
+Result collective(void* comm, void* stream, std::function<void(Comm&)> run) {
+  return submit(comm, stream, Queued{nullptr, nullptr, std::move(run), {}});
+}
+
+}  // namespace
+
+extern "C" {
+
+int ncclGetVersion(int* version) {
+  const char* const text = std::getenv("FAKE_NCCL_VERSION");
+  *version = text == nullptr ? 23007 : std::atoi(text);
+  return kSuccess;
+}
+
+int ncclGetUniqueId(UniqueId* id) {
+  std::random_device random;
+  std::snprintf(id->bytes, sizeof id->bytes, "/fake-nccl-%08x%08x", random(), random());
+  return kSuccess;
+}
+
+int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, void* config) {
+  unsigned magic = 0;
+  std::memcpy(&magic, static_cast<char*>(config) + sizeof(std::size_t), sizeof magic);
+  if (magic != 0xcafebeef || size > kMostRanks) {
+    return kInvalidArgument;
+  }
+  auto comm = std::make_shared<Comm>();
+  comm->rank = rank;
+  comm->size = size;
+  if (has_fault(*comm, "init_fail", false)) {
+    return kSystemError;
+  }
+  const int fd = ::shm_open(id.bytes, O_RDWR | O_CREAT, 0600);
+  if (fd < 0 || ::ftruncate(fd, sizeof(Shared)) != 0) {
+    return kSystemError;
+  }
+  void* const memory = ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  ::close(fd);
+  comm->shared = static_cast<Shared*>(memory);
+  comm->never_joins = has_fault(*comm, "init_hang", false);
+  if (!comm->never_joins && ++comm->shared->joined == size) {
+    ::shm_unlink(id.bytes);
+  }
+  *handle = new CommPtr(std::move(comm));
+  return kInProgress;
+}
+
+int ncclCommGetAsyncError(void* handle, int* state) {
+  Comm& comm = **static_cast<CommPtr*>(handle);
+  *state = comm.async_error;
+  if (comm.shared->joined < comm.size || comm.never_joins) {
+    *state = kInProgress;
+  } else if (comm.slow_answers > 0) {
+    --comm.slow_answers;
+    *state = kInProgress;
+  }
+  return kSuccess;
+}
+
+int ncclCommFinalize(void* handle) {
+  (*static_cast<CommPtr*>(handle))->slow_answers = 2;
+  return kInProgress;
+}
+
+// Jobs may still hold the communicator; its memory stays mapped.
+int ncclCommDestroy(void* handle) {
+  delete static_cast<CommPtr*>(handle);
+  return kSuccess;
+}
+
+int ncclCommAbort(void* handle) {
+  Comm& comm = **static_cast<CommPtr*>(handle);
+  if (has_fault(comm, "hang_abort", false)) {
+    std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+  comm.is_aborted = true;
+  delete static_cast<CommPtr*>(handle);
+  return kSuccess;
+}
+
+const char* ncclGetErrorString(int result) {
+  return result == kRemoteError ? "remote process exited or there was a network error"
+                                : "unhandled system error";
+}
+const char* ncclGetLastError(void*) { return "said by the fake"; }
+
+int ncclGroupStart() {
+  ++group_depth;
+  return kSuccess;
+}
+
+int ncclGroupEnd() {
+  if (--group_depth > 0) {
+    return kSuccess;
+  }
+  std::vector<Queued> calls;
+  calls.swap(queued);
+  for (const Queued& call : calls) {
+    call.comm->slow_answers = 1;
+  }
+  const bool is_empty = calls.empty();
+  launch(std::move(calls));
+  return is_empty ? kSuccess : kInProgress;
+}
+
+int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int op, void* comm,
+                  void* stream) {
+  return collective(comm, stream, [=](Comm& self) {
+    const std::vector<char> total = reduced(self, in, count, type, op);
+    if (!self.is_aborted) {
+      std::memcpy(out, total.data(), total.size());
+    }
+  });
+}
+
+int ncclReduce(const void* in, void* out, std::size_t count, int type, int op, int root, void* comm,
+               void* stream) {
+  return collective(comm, stream, [=](Comm& self) {
+    const std::vector<char> total = reduced(self, in, count, type, op);
+    if (!self.is_aborted && self.rank == root) {
+      std::memcpy(out, total.data(), total.size());
+    }
+  });
+}
+
+int ncclReduceScatter(const void* in, void* out, std::size_t count, int type, int op, void* comm,
+                      void* stream) {
+  return collective(comm, stream, [=](Comm& self) {
+    const std::size_t all = count * static_cast<std::size_t>(self.size);
+    const std::vector<char> total = reduced(self, in, all, type, op);
+    if (!self.is_aborted) {
+      const std::size_t bytes = count * size_of(type);
+      std::memcpy(out, total.data() + static_cast<std::size_t>(self.rank) * bytes, bytes);
+    }
+  });
+}
+
+int ncclAllGather(const void* in, void* out, std::size_t count, int type, void* comm,
+                  void* stream) {
+  return collective(comm, stream, [=](Comm& self) {
+    const std::size_t bytes = count * size_of(type);
+    // The input may lie inside of the output.
+    const std::vector<char> mine(static_cast<const char*>(in), static_cast<const char*>(in) + bytes);
+    show_all(self, mine.data(), bytes,
+             [&](int rank, std::size_t begin, const char* values, std::size_t length) {
+               std::memcpy(static_cast<char*>(out) + static_cast<std::size_t>(rank) * bytes + begin,
+                           values, length);
+             });
+  });
+}
+
+int ncclBroadcast(const void* in, void* out, std::size_t count, int type, int root, void* comm,
+                  void* stream) {
+  return collective(comm, stream, [=](Comm& self) {
+    const char* const mine = static_cast<const char*>(self.rank == root ? in : out);
+    show_all(self, mine, count * size_of(type),
+             [&](int rank, std::size_t begin, const char* values, std::size_t length) {
+               if (rank == root) {
+                 std::memcpy(static_cast<char*>(out) + begin, values, length);
+               }
+             });
+  });
+}
+
+int ncclSend(const void* data, std::size_t count, int type, int peer, void* comm, void* stream) {
+  auto* const bytes = static_cast<char*>(const_cast<void*>(data));
+  return submit(comm, stream, {nullptr, nullptr, nullptr, {true, bytes, count * size_of(type), peer}});
+}
+
+int ncclRecv(void* data, std::size_t count, int type, int peer, void* comm, void* stream) {
+  return submit(comm, stream,
+                {nullptr, nullptr, nullptr,
+                 {false, static_cast<char*>(data), count * size_of(type), peer}});
+}
+
+int ncclMemAlloc(void** data, std::size_t bytes) {
+  *data = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
+  std::memset(*data, 0xff, bytes);
+  return kSuccess;
+}
+
+int ncclMemFree(void* data) {
+  std::free(data);
+  return kSuccess;
+}
+
+int ncclCommRegister(void* comm, void*, std::size_t, void** handle) {
+  *handle = comm;
+  ++(*static_cast<CommPtr*>(comm))->registered;
+  return kSuccess;
+}
+
+int ncclCommDeregister(void* comm, void*) {
+  --(*static_cast<CommPtr*>(comm))->registered;
+  return kSuccess;
+}
+}
