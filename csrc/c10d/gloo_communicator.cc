@@ -14,12 +14,12 @@
 
 #include "base/error.h"
 #include "c10d/elastic_threads.h"
-#include "c10d/gloo_agreement.h"
 #include "c10d/gloo_channel.h"
 #include "c10d/gloo_collectives.h"
 #include "c10d/gloo_roll_call.h"
 #include "c10d/serial_queue.h"
 #include "c10d/store.h"
+#include "communicator/agreement.h"
 #include "communicator/open_communicators.h"
 #include "communicator/splits.h"
 
@@ -351,7 +351,11 @@ class GlooCommunicator : public Communicator {
 
   static int run_collective(Group& group, const Operation& operation, Deadline deadline) {
     group.perform_collective(operation, [&] {
-      check_gloo_agreement(group.channel, operation, deadline);
+      // It costs about one round trip of gloo's, which large operations do not notice.
+      check_agreement(operation, group.channel.rank(), group.channel.size(),
+                      [&](const void* mine, void* all, std::size_t bytes) {
+                        group.channel.all_gather(mine, all, bytes, deadline);
+                      });
       run_gloo_collective(group.channel, operation, deadline);
     });
     return -1;

@@ -100,7 +100,7 @@ Api::Api(const Functions& functions, std::string origin)
                               " or later. Install a newer nvidia-nccl-cu12 or -cu13."));
   }
   std::string missing;
-  const auto require = [&missing](const auto* function, const char* name) {
+  const auto require = [&missing](auto function, const char* name) {
     if (function == nullptr) {
       missing += join(missing.empty() ? "" : ", ", name);
     }

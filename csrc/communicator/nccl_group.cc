@@ -46,20 +46,6 @@ Operation bytes_of_all(Notice& mine, std::vector<Notice>& all) {
   return operation;
 }
 
-// Throws the same on every rank where any rank complains.
-void agree(Communicator& control, const std::string& complaint) {
-  Notice mine{};
-  std::copy_n(complaint.begin(), std::min(complaint.size(), mine.size() - 1), mine.begin());
-  std::vector<Notice> all(static_cast<std::size_t>(control.size()));
-  control.run(bytes_of_all(mine, all));
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank][0] != '\0') {
-      throw TransportError(join("NCCL cannot serve these ranks. Rank ", rank, ": ",
-                                all[rank].data()));
-    }
-  }
-}
-
 std::uint64_t fingerprint_of(const std::string& name) {
   Digest digest;
   digest.add(name);
@@ -120,6 +106,7 @@ class NcclGroup::LaunchedWork : public Work {
 NcclGroup::NcclGroup(Options options)
     : api_(std::move(options.api)),
       control_(std::move(options.control)),
+      companion_(std::move(options.companion)),
       device_(options.device),
       journal_(std::move(options.journal)),
       fingerprint_(fingerprint_of(control_->name())),
@@ -148,26 +135,41 @@ NcclGroup::~NcclGroup() {
 
 std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
   auto group = std::make_shared<NcclGroup>(std::move(options));
-  std::string complaint;
   try {
     group->connect(deadline);
-  } catch (const std::exception& error) {
-    if (group->control_->failure() != nullptr || !group->control_->why_vain().empty()) {
-      group->fail(std::current_exception());
-      throw;  // nobody can agree about anything any more
-    }
-    complaint = error.what();
-  }
-  try {
-    agree(*group->control_, complaint);
+    // The others' failures end this one too.
+    group->agree(std::string());
   } catch (...) {
-    group->fail(std::current_exception());
-    throw;
+    // What `control` has heard of first is the error of all ranks.
+    std::exception_ptr error = group->control_->failure();
+    if (error == nullptr) {
+      const std::string vain = group->control_->why_vain();
+      const std::string what = describe(std::current_exception()).message;
+      error = make_error(vain.empty() ? ErrorKind::kTransport : ErrorKind::kPeerLost,
+                         pydist::join("NCCL cannot serve these ranks. Rank ", group->rank(), ": ",
+                                      what));
+    }
+    group->fail(error);
+    std::rethrow_exception(error);
   }
+  group->is_joined_ = true;
   if (group->watchdog_ != nullptr) {
     group->watchdog_->watch(group);
   }
   return group;
+}
+
+void NcclGroup::agree(const std::string& complaint) {
+  Notice mine{};
+  std::copy_n(complaint.begin(), std::min(complaint.size(), mine.size() - 1), mine.begin());
+  std::vector<Notice> all(static_cast<std::size_t>(size()));
+  control_->run(bytes_of_all(mine, all));
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank][0] != '\0') {
+      throw TransportError(pydist::join("NCCL cannot serve these ranks. Rank ", rank, ": ",
+                                        all[rank].data()));
+    }
+  }
 }
 
 void NcclGroup::connect(Deadline deadline) {
@@ -269,7 +271,7 @@ std::byte* NcclGroup::scratch() {
 
 WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   const std::lock_guard order(launch_mutex());
-  if (const std::exception_ptr error = control_->failure()) {
+  if (const std::exception_ptr error = failure_of_others()) {
     fail(error);
   }
   if (const std::exception_ptr error = failure()) {
@@ -341,11 +343,15 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
   try {
     const auto [kind, what] = describe(error);
     control_->abort(Error(kind, what));
+    if (companion_ != nullptr && is_joined_) {
+      companion_->abort(Error(kind, what));
+    }
   } catch (const std::exception& other) {
     log_line(LogLevel::kError, other.what());
   }
   end_on_thread([this] {
-    std::unique_lock order(launch_mutex(), kLaunchPatience);
+    // Until whoever is launching has seen the failure. Not for longer: an abort may hang.
+    static_cast<void>(std::unique_lock(launch_mutex(), kLaunchPatience));
     if (comm_ != nullptr) {
       const cuda::DeviceGuard guard(device_);
       const cuda::RelaxedCapture relaxed;
@@ -423,6 +429,13 @@ void NcclGroup::finish_all() noexcept {
   }
 }
 
+std::exception_ptr NcclGroup::failure_of_others() const {
+  if (std::exception_ptr error = control_->failure()) {
+    return error;
+  }
+  return companion_ == nullptr ? nullptr : companion_->failure();
+}
+
 std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
   std::string text = pydist::join(title_of(late.kind, late.sequence, late.label), " on rank ",
                                   rank(), " of ", size(), " of group '", control_->name(),
@@ -470,7 +483,7 @@ bool NcclGroup::watch() noexcept {
     }
     if (vain_until_ && vain_until_->has_passed()) {
       error = make_error(ErrorKind::kPeerLost, says(vain + "."));
-    } else if (const std::exception_ptr known = control_->failure()) {
+    } else if (const std::exception_ptr known = failure_of_others()) {
       error = known;
     } else if (vain.empty() && state != Result::kSuccess && state != Result::kInProgress) {
       error = api_->error_of(state, says("a collective"), comm_);
@@ -491,6 +504,34 @@ bool NcclGroup::watch() noexcept {
     // CUDA itself: an illegal address, a lost device.
     fail(std::current_exception());
     return true;
+  }
+}
+
+void NcclGroup::deregister(void* registration) noexcept {
+  const std::lock_guard order(launch_mutex());
+  bool is_there = false;
+  {
+    const std::lock_guard lock(mutex_);
+    is_there = !ending_.has_value();
+  }
+  if (is_there) {
+    static_cast<void>(api_->functions().ncclCommDeregister(comm_, registration));
+  }
+}
+
+void NcclGroup::drain(Deadline deadline) {
+  while (true) {
+    std::shared_ptr<LaunchedWork> last;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!under_way_.empty()) {
+        last = under_way_.back().work;
+      }
+    }
+    if (last == nullptr || deadline.has_passed()) {
+      return;
+    }
+    last->wait_quietly(deadline);
   }
 }
 

@@ -54,11 +54,13 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     nccl::ApiPtr api;
     // Of the same ranks; used for nothing else.
     CommunicatorPtr control;
+    // Fails with this group, and this group with it; may be null.
+    CommunicatorPtr companion;
     int device = 0;
     // Where this process writes what it is in; null for nowhere.
     std::shared_ptr<Journal> journal;
     std::shared_ptr<NcclWatchdog> watchdog;
-    // How long NCCL may take to abort, or to end.
+    // How long NCCL may take to abort, or to end, before it is left to itself.
     std::chrono::milliseconds end_patience{10'000};
   };
 
@@ -98,11 +100,18 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] std::byte* scratch();
   static constexpr std::size_t kScratchBytes = std::size_t{16} << 20;
 
+  // Collective. Throws the same TransportError on every rank where any rank has a complaint.
+  void agree(const std::string& complaint);
+  // Takes a buffer that was registered with comm() back, if there still is one.
+  void deregister(void* registration) noexcept;
+
   // -- health
   [[nodiscard]] std::exception_ptr failure() const;
   void fail(const std::exception_ptr& error) noexcept;
   // Looks at everything that may have happened. Returns whether anything is under way.
   bool watch() noexcept;
+  // Returns once what is under way has finished, or `deadline` has passed.
+  void drain(Deadline deadline);
   // Waits for what is under way, then for the end of NCCL's communicator; fails the group where
   // that takes too long. Idempotent.
   void end() noexcept;
@@ -125,10 +134,12 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Runs `end` on a thread of its own, and what is under way finishes afterwards.
   void end_on_thread(std::function<void()> end) noexcept;
   [[nodiscard]] bool wait_for_end(Deadline deadline) noexcept;
+  [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr timeout_of(const UnderWay& late) const;
 
   const nccl::ApiPtr api_;
   const CommunicatorPtr control_;
+  const CommunicatorPtr companion_;
   const int device_;
   const std::shared_ptr<Journal> journal_;
   const std::uint64_t fingerprint_;
@@ -149,6 +160,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   bool has_ended_ = false;            // guarded by mutex_; NCCL's communicator
   std::condition_variable ended_;
   std::thread end_thread_;            // guarded by mutex_
+  std::atomic<bool> is_joined_{false};  // before that, the companion goes on without NCCL
   std::atomic<bool> has_failed_{false};
   std::atomic<bool> is_ended_{false};
 };

@@ -3,6 +3,7 @@
 
 #include "kernels/cuda_kernels.h"
 
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -11,3 +12,135 @@
 #include "kernels/convert_cpu.h"
 #include "kernels/reduce_cpu.h"
 
+namespace {
+
+using pydist::DType;
+
+void enqueue(void* stream, const std::function<void()>& job) { fake_driver_enqueue(stream, &job); }
+
+bool is_16_bit(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
+
+// `count` values as float32, rounded to `wire` on the way if that is a 16-bit type.
+std::vector<float> widened(const void* values, DType dtype, std::size_t count, DType wire) {
+  std::vector<float> wide(count);
+  if (is_16_bit(dtype)) {
+    pydist::widen_to_float32(dtype, values, wide.data(), count);
+  } else {
+    const auto* const from = static_cast<const float*>(values);
+    wide.assign(from, from + count);
+    if (is_16_bit(wire)) {
+      std::vector<std::uint16_t> narrow(count);
+      pydist::narrow_from_float32(wire, wide.data(), narrow.data(), count);
+      pydist::widen_to_float32(wire, narrow.data(), wide.data(), count);
+    }
+  }
+  return wide;
+}
+
+void store(const std::vector<float>& values, void* to, DType dtype, DType wire) {
+  if (is_16_bit(dtype)) {
+    pydist::narrow_from_float32(dtype, values.data(), to, values.size());
+  } else {
+    const std::vector<float> rounded = widened(values.data(), DType::kFloat32, values.size(), wire);
+    std::copy(rounded.begin(), rounded.end(), static_cast<float*>(to));
+  }
+}
+
+struct Reduce {
+  std::vector<const void*> inputs;
+  std::vector<DType> dtypes;
+  std::vector<double> factors;
+  PydistCudaReduce plain;
+
+  void run() const {
+    bool is_of_one_type = !is_16_bit(plain.wire_dtype);
+    for (const DType dtype : dtypes) {
+      is_of_one_type &= dtype == plain.output_dtype;
+    }
+    void* output = plain.output;
+    if (is_of_one_type) {
+      pydist::reduce({plain.output_dtype, plain.op, plain.divisor, factors}, inputs, {&output, 1},
+                     plain.count);
+      return;
+    }
+    std::vector<std::vector<float>> wide;
+    std::vector<const void*> wide_inputs;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      wide.push_back(widened(inputs[i], dtypes[i], plain.count, plain.wire_dtype));
+      wide_inputs.push_back(wide.back().data());
+    }
+    std::vector<float> total(plain.count);
+    void* const total_data = total.data();
+    pydist::reduce({DType::kFloat32, plain.op, plain.divisor, factors}, wide_inputs,
+                   {&total_data, 1}, plain.count);
+    store(total, plain.output, plain.output_dtype, plain.wire_dtype);
+  }
+};
+
+template <typename T>
+void scale_values(const void* from, void* to, std::size_t count, double scale) {
+  for (std::size_t i = 0; i < count; ++i) {
+    T value;
+    std::memcpy(&value, static_cast<const char*>(from) + i * sizeof(T), sizeof(T));
+    value *= static_cast<T>(scale);
+    std::memcpy(static_cast<char*>(to) + i * sizeof(T), &value, sizeof(T));
+  }
+}
+
+void run_segment(const PydistCudaSegment& segment, double scale) {
+  if (segment.from_dtype == segment.to_dtype && scale == 1.0) {
+    std::memmove(segment.to, segment.from, segment.count * element_size(segment.from_dtype));
+  } else if (segment.from_dtype == DType::kFloat64) {
+    scale_values<double>(segment.from, segment.to, segment.count, scale);
+  } else {
+    std::vector<float> wide =
+        widened(segment.from, segment.from_dtype, segment.count, DType::kFloat32);
+    if (scale != 1.0) {
+      scale_values<float>(wide.data(), wide.data(), wide.size(), scale);
+    }
+    store(wide, segment.to, segment.to_dtype, DType::kFloat32);
+  }
+}
+
+constexpr int kNotSupported = 801;
+
+}  // namespace
+
+extern "C" {
+
+int pydist_cuda_abi_version() { return PYDIST_CUDA_ABI_VERSION; }
+const char* pydist_cuda_targets() { return "fake"; }
+const char* pydist_cuda_error_text(int) { return "an error of the fake kernels"; }
+int pydist_cuda_device_count(int* count) {
+  *count = 8;
+  return 0;
+}
+int pydist_cuda_load_kernels() { return 0; }
+
+int pydist_cuda_reduce(const PydistCudaReduce* reduce, void* stream) {
+  Reduce job{{}, {}, {}, *reduce};
+  job.inputs.assign(reduce->inputs, reduce->inputs + reduce->input_count);
+  job.dtypes.assign(reduce->input_dtypes, reduce->input_dtypes + reduce->input_count);
+  if (reduce->factors != nullptr) {
+    job.factors.assign(reduce->factors, reduce->factors + reduce->input_count);
+  }
+  enqueue(stream, [job] { job.run(); });
+  return 0;
+}
+
+int pydist_cuda_convert(const PydistCudaConvert* convert, void* stream) {
+  const std::vector<PydistCudaSegment> segments(convert->segments,
+                                                convert->segments + convert->segment_count);
+  enqueue(stream, [segments, scale = convert->scale] {
+    for (const PydistCudaSegment& segment : segments) {
+      run_segment(segment, scale);
+    }
+  });
+  return 0;
+}
+
+int pydist_cuda_norm(const PydistCudaNorm*, void*) { return kNotSupported; }
+int pydist_cuda_find_non_finite(const PydistCudaNonFinite*, void*) { return kNotSupported; }
+int pydist_cuda_adam(const PydistCudaAdam*, void*) { return kNotSupported; }
+int pydist_cuda_sgd(const PydistCudaSgd*, void*) { return kNotSupported; }
+}

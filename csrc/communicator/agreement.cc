@@ -1,4 +1,4 @@
-#include "c10d/gloo_agreement.h"
+#include "communicator/agreement.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -29,7 +29,7 @@ std::vector<std::uint64_t> block_counts(const Buffers& buffers, int size) {
   return counts;
 }
 
-// What every rank must have in common; plain bytes, since gloo carries it.
+// What every rank must have in common; plain bytes, as it travels.
 struct Record {
   std::uint8_t kind = 0;
   std::uint8_t dtype = 0;
@@ -134,20 +134,20 @@ std::vector<std::uint64_t> pairwise_counts(const Operation& operation, int rank,
 
 }  // namespace
 
-void check_gloo_agreement(GlooChannel& channel, const Operation& operation, Deadline deadline) {
-  const int size = channel.size();
+void check_agreement(const Operation& operation, int rank, int size,
+                     const AllGatherBytes& all_gather) {
   if (size == 1) {
     return;
   }
   const auto ranks = static_cast<std::size_t>(size);
   const Record mine = make_record(operation, size);
   std::vector<Record> all(ranks);
-  channel.all_gather(&mine, all.data(), sizeof mine, deadline);
-  for (std::size_t rank = 1; rank < ranks; ++rank) {
-    if (all[rank] != all[0]) {
-      throw_mismatch(join("rank 0 called ", describe(all[0]), ", but rank ", rank, " called ",
-                          describe(all[rank]),
-                          all[rank].count == all[0].count && all[rank].blocks != all[0].blocks
+  all_gather(&mine, all.data(), sizeof mine);
+  for (std::size_t other = 1; other < ranks; ++other) {
+    if (all[other] != all[0]) {
+      throw_mismatch(join("rank 0 called ", describe(all[0]), ", but rank ", other, " called ",
+                          describe(all[other]),
+                          all[other].count == all[0].count && all[other].blocks != all[0].blocks
                               ? " with blocks of other sizes"
                               : ""));
     }
@@ -155,9 +155,9 @@ void check_gloo_agreement(GlooChannel& channel, const Operation& operation, Dead
   if (!is_pairwise(operation.kind)) {
     return;
   }
-  const auto counts = pairwise_counts(operation, channel.rank(), size);
+  const auto counts = pairwise_counts(operation, rank, size);
   std::vector<std::uint64_t> table(ranks * counts.size());
-  channel.all_gather(counts.data(), table.data(), counts.size() * sizeof counts[0], deadline);
+  all_gather(counts.data(), table.data(), counts.size() * sizeof counts[0]);
   for (std::size_t from = 0; from < ranks; ++from) {
     for (std::size_t to = 0; to < ranks; ++to) {
       const std::uint64_t sent = table[from * counts.size() + to];

@@ -1,0 +1,359 @@
+#include "communicator/nccl_communicator.h"
+
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "base/fork.h"
+#include "base/log.h"
+#include "communicator/agreement.h"
+#include "communicator/endpoint.h"
+#include "communicator/nccl_collectives.h"
+#include "communicator/nccl_group.h"
+#include "communicator/nccl_watchdog.h"
+#include "communicator/open_communicators.h"
+
+namespace pydist {
+namespace {
+
+using std::chrono::milliseconds;
+
+// NCCL's own memory, which it moves without copies inside of it once it is registered.
+class NcclMemory final : public Memory {
+ public:
+  NcclMemory(std::shared_ptr<NcclGroup> group, std::size_t bytes)
+      : group_(std::move(group)), bytes_(bytes) {
+    const cuda::DeviceGuard guard(group_->device());
+    if (!group_->api().has_registration()) {
+      data_ = cuda::Driver::get().allocate(bytes_);
+      return;
+    }
+    const nccl::Functions& functions = group_->api().functions();
+    const auto check = [this](nccl::Result result, const char* what) {
+      if (result != nccl::Result::kSuccess) {
+        std::rethrow_exception(group_->api().error_of(result, what, group_->comm()));
+      }
+    };
+    check(functions.ncclMemAlloc(&data_, std::max(bytes, std::size_t{1})),
+          "allocating memory with ncclMemAlloc");
+    // An optimisation: collectives on memory that is not registered are right, too.
+    if (functions.ncclCommRegister(group_->comm(), data_, bytes, &registration_) !=
+        nccl::Result::kSuccess) {
+      registration_ = nullptr;
+    }
+  }
+  ~NcclMemory() override {
+    if (data_ == nullptr || in_forked_child()) {
+      return;
+    }
+    try {
+      const cuda::DeviceGuard guard(group_->device());
+      const cuda::RelaxedCapture relaxed;
+      if (registration_ != nullptr) {
+        group_->deregister(registration_);
+      }
+      if (group_->api().has_registration()) {
+        static_cast<void>(group_->api().functions().ncclMemFree(data_));
+      } else {
+        cuda::Driver::get().free(data_);
+      }
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());
+    }
+  }
+
+  [[nodiscard]] void* data() const noexcept override { return data_; }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
+  [[nodiscard]] bool is_symmetric() const noexcept override { return false; }
+
+ private:
+  const std::shared_ptr<NcclGroup> group_;
+  const std::size_t bytes_;
+  void* data_ = nullptr;
+  void* registration_ = nullptr;
+};
+
+class NcclCommunicator final : public Communicator {
+ public:
+  NcclCommunicator(NcclOptions options, std::shared_ptr<NcclGroup> group)
+      : options_(std::move(options)),
+        host_(options_.host),
+        group_(std::move(group)),
+        settings_{options_.kernels,
+                  options_.environment.algorithm == AlgorithmChoice::kRing} {}
+
+  ~NcclCommunicator() override { shutdown(); }
+
+  [[nodiscard]] int rank() const noexcept override { return host_->rank(); }
+  [[nodiscard]] int size() const noexcept override { return host_->size(); }
+  [[nodiscard]] const std::string& name() const noexcept override { return host_->name(); }
+
+  [[nodiscard]] Capabilities capabilities() const override {
+    Capabilities can = host_->capabilities();
+    const std::string host = join("On the CPU (", can.backend, "): ", can.numerics);
+    can.backend = "nccl";
+    can.devices = {Device{}, Device{DeviceType::kCuda, options_.device}};
+    if (!has_kernels()) {
+      can.wire_dtypes.clear();
+    }
+    // NCCL promises neither from run to run, nor for other sizes of buckets.
+    can.equal_from_run_to_run = false;
+    can.equal_for_all_chunkings = false;
+    can.numerics = join(
+        settings_.pins_ring
+            ? "On the GPU: elements are combined in ring order by pydist's kernels, 16-bit types in "
+              "float32 with one rounding"
+            : "On the GPU: elements are combined by NCCL in an order of its own; sums of float16 and "
+              "bfloat16 are rounded at every step, but for means and premul_sums of float16 and "
+              "premul_sums of bfloat16, which are summed in float32 and rounded once",
+        has_kernels() ? "; a mean divides the sum once, in float32 or wider; min and max propagate NaN. "
+                      : "; a mean is NCCL's average. ",
+        host);
+    return can;
+  }
+
+  [[nodiscard]] std::string why_unsupported(OpKind kind, ReduceOp op, DType dtype) const override {
+    return why_not_on_nccl(settings_, kind, op, dtype, /*has_wire_dtype=*/false);
+  }
+
+  [[nodiscard]] WorkPtr submit(Operation operation) override {
+    check(operation);
+    if (operation.kind == OpKind::kBarrier) {
+      group_->drain(deadline_of(operation));
+    }
+    return is_for_gpu(operation) ? launch({std::move(operation)})
+                                 : host_->submit(std::move(operation));
+  }
+
+  [[nodiscard]] WorkPtr submit_grouped(std::vector<Operation> operations) override {
+    for (const Operation& operation : operations) {
+      check(operation);
+    }
+    std::vector<Operation> on_gpu;
+    std::vector<Operation> on_host;
+    for (Operation& operation : operations) {
+      (is_for_gpu(operation) ? on_gpu : on_host).push_back(std::move(operation));
+    }
+    if (on_gpu.empty()) {
+      return host_->submit_grouped(std::move(on_host));
+    }
+    WorkPtr gpu = launch(std::move(on_gpu));
+    return on_host.empty() ? gpu : combine({gpu, host_->submit_grouped(std::move(on_host))});
+  }
+
+  using Communicator::run;
+  // An operation on the GPU is over, for the caller, once the caller's stream waits for it.
+  int run(Operation&& operation) override {
+    check(operation);
+    if (operation.kind == OpKind::kBarrier) {
+      group_->drain(deadline_of(operation));
+    }
+    if (!is_for_gpu(operation)) {
+      return host_->run(std::move(operation));
+    }
+    void* const stream = operation.stream;
+    static_cast<void>(launch({std::move(operation)})->wait_on_stream(stream));
+    return -1;
+  }
+
+  [[nodiscard]] MemoryPtr allocate(std::size_t bytes, Device device) override {
+    require_open("allocate");
+    if (device.type == DeviceType::kCpu) {
+      return host_->allocate(bytes, device);
+    }
+    require_own(device, "allocate");
+    std::shared_ptr<NcclMemory> memory;
+    std::string complaint;
+    try {
+      memory = std::make_shared<NcclMemory>(group_, bytes);
+    } catch (const Error& error) {
+      complaint = join(bytes, " bytes on the GPU: ", error.what());
+    }
+    group_->agree(complaint);
+    return memory;
+  }
+
+  [[nodiscard]] std::vector<std::byte*> symmetric_addresses(const void* data,
+                                                            std::size_t bytes) const override {
+    return host_->symmetric_addresses(data, bytes);
+  }
+
+  [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
+    require_open("split");
+    NcclOptions options = options_;
+    options.host = host_->split(ranks);
+    return create_nccl_communicator(std::move(options));
+  }
+
+  [[nodiscard]] milliseconds timeout() const override { return host_->timeout(); }
+  void set_timeout(milliseconds timeout) override { host_->set_timeout(timeout); }
+
+  void abort(const Error& reason) override {
+    require_not_forked();
+    group_->fail(make_error(reason.kind(), reason.what()));
+  }
+
+  [[nodiscard]] std::exception_ptr failure() const override {
+    if (std::exception_ptr error = group_->failure()) {
+      return error;
+    }
+    return host_->failure();
+  }
+
+  [[nodiscard]] std::string why_vain() const override { return host_->why_vain(); }
+
+  void shutdown() noexcept override {
+    if (is_closed_.exchange(true) || in_forked_child()) {
+      return;
+    }
+    group_->end();
+    host_->shutdown();
+  }
+
+  [[nodiscard]] std::vector<std::string> whereabouts() const override {
+    return host_->whereabouts();
+  }
+
+ private:
+  [[nodiscard]] bool has_kernels() const {
+    return settings_.kernels != nullptr && settings_.kernels->is_loaded();
+  }
+
+  static const Buffer* first_buffer(const Operation& operation) {
+    const Buffers& buffers = operation.inputs.empty() ? operation.outputs : operation.inputs;
+    return buffers.empty() ? nullptr : buffers.data();
+  }
+
+  // Messages go by the host, whatever they hold.
+  static bool is_for_gpu(const Operation& operation) {
+    const Buffer* const buffer = first_buffer(operation);
+    return buffer != nullptr && buffer->device.type == DeviceType::kCuda &&
+           !is_point_to_point(operation.kind);
+  }
+
+  void require_open(std::string_view what) const {
+    require_not_forked();
+    if (is_closed_.load(std::memory_order_relaxed)) {
+      throw InvalidUsage(join(what, " on the group '", name(), "', which has been shut down."));
+    }
+    if (const std::exception_ptr error = group_->failure()) {
+      std::rethrow_exception(error);
+    }
+  }
+
+  void require_own(Device device, std::string_view what) const {
+    if (device.index != options_.device) {
+      throw InvalidUsage(join(what, ": a tensor is on cuda:", device.index, ", but rank ", rank(),
+                              " of group '", name(), "' works on cuda:", options_.device,
+                              ". Move it there; pydist.device() tells a rank's device."));
+    }
+  }
+
+  void check(const Operation& operation) const {
+    require_open(to_string(operation.kind));
+    if (!is_for_gpu(operation)) {
+      return;  // the host's own check follows
+    }
+    validate(operation, rank(), size());
+    const Buffer& buffer = *first_buffer(operation);
+    require_own(buffer.device, to_string(operation.kind));
+    const bool has_wire = operation.wire_dtype && *operation.wire_dtype != buffer.dtype;
+    if (const std::string why =
+            why_not_on_nccl(settings_, operation.kind, operation.op, buffer.dtype, has_wire);
+        !why.empty()) {
+      throw InvalidUsage(join(to_string(operation.kind), ": ", why, "."));
+    }
+  }
+
+  [[nodiscard]] Deadline deadline_of(const Operation& operation) const {
+    return operation.deadline ? *operation.deadline : Deadline::in(timeout());
+  }
+
+  // In one launch, so that they follow each other without a gap.
+  [[nodiscard]] WorkPtr launch(std::vector<Operation> operations) {
+    const Operation& first = operations.front();
+    Deadline deadline = deadline_of(first);
+    std::uint64_t bytes = 0;
+    for (const Operation& operation : operations) {
+      deadline = deadline.earlier_of(deadline_of(operation));
+      for (const Buffers* buffers : {&operation.inputs, &operation.outputs}) {
+        std::uint64_t each = 0;
+        for (const Buffer& buffer : *buffers) {
+          each += buffer.bytes();
+        }
+        bytes = std::max(bytes, each);
+      }
+    }
+    if (options_.environment.debug) {
+      // Before the launch, which keeps all others of this process waiting.
+      compare_with_others(operations);
+    }
+    return group_->launch({first.kind, bytes, first.label, first.stream, deadline}, [&] {
+      for (const Operation& operation : operations) {
+        enqueue_on_nccl(*group_, settings_, operation);
+      }
+    });
+  }
+
+  // Throws a Mismatch on every rank, and fails the group, where the ranks called different things.
+  void compare_with_others(const std::vector<Operation>& operations) {
+    const auto all_gather = [this](const void* mine, void* all, std::size_t bytes) {
+      Operation exchange;
+      exchange.kind = OpKind::kAllGather;
+      exchange.inputs = {Buffer{const_cast<void*>(mine), bytes, DType::kUInt8, {}}};
+      exchange.outputs = {
+          Buffer{all, bytes * static_cast<std::size_t>(size()), DType::kUInt8, {}}};
+      exchange.label = "what each rank called";
+      group_->control().run(std::move(exchange));
+    };
+    try {
+      for (const Operation& operation : operations) {
+        check_agreement(operation, rank(), size(), all_gather);
+      }
+    } catch (...) {
+      group_->fail(std::current_exception());
+      throw;
+    }
+  }
+
+  const NcclOptions options_;
+  const CommunicatorPtr host_;
+  const std::shared_ptr<NcclGroup> group_;
+  const NcclSettings settings_;
+  std::atomic<bool> is_closed_{false};
+};
+
+}  // namespace
+
+CommunicatorPtr create_nccl_communicator(NcclOptions options) {
+  require_not_forked();
+  PYDIST_CHECK(options.api != nullptr && options.host != nullptr);
+  const Deadline deadline = Deadline::in(options.host->timeout());
+  if (options.endpoint == nullptr) {
+    options.endpoint = Endpoint::of_process(options.environment);
+  }
+  if (options.kernels != nullptr && options.kernels->is_loaded()) {
+    const cuda::DeviceGuard guard(options.device);
+    options.kernels->load_kernels();
+  }
+  std::vector<int> everybody(static_cast<std::size_t>(options.host->size()));
+  std::iota(everybody.begin(), everybody.end(), 0);
+
+  NcclGroup::Options group;
+  group.api = options.api;
+  group.control = options.host->split(everybody);
+  group.companion = options.host;
+  group.device = options.device;
+  group.journal =
+      std::shared_ptr<Journal>(options.endpoint, &options.endpoint->page().journal);
+  group.watchdog = NcclWatchdog::of_process();
+  group.end_patience = options.end_patience;
+  auto communicator = std::make_shared<NcclCommunicator>(
+      options, NcclGroup::join(std::move(group), deadline));
+  note_open(communicator);
+  return communicator;
+}
+
+}  // namespace pydist

@@ -1,0 +1,40 @@
+// The NCCL backend: collectives of GPU tensors on NCCL, everything else on a host backend beside it.
+//
+// The host backend (native in one host, otherwise gloo) carries CPU tensors, so one group serves both
+// devices; messages (send, recv) of GPU tensors, whose matching by peer and tag NCCL does not have;
+// and the news of failures, see communicator/nccl_group.h.
+
+#pragma once
+
+#include <chrono>
+#include <memory>
+
+#include "base/env.h"
+#include "communicator/communicator.h"
+#include "communicator/nccl_api.h"
+#include "kernels/cuda_library.h"
+
+namespace pydist {
+
+class Endpoint;
+class NcclWatchdog;
+
+struct NcclOptions {
+  nccl::ApiPtr api;
+  // The group that this one extends, with its ranks, name and timeout.
+  CommunicatorPtr host;
+  // This rank's, as the process counts them.
+  int device = 0;
+  const CudaLibrary* kernels = &CudaLibrary::get();
+  Environment environment = Environment::read();
+  // As in native_communicator.h: what the process shows to its peers; null for the process's own.
+  std::shared_ptr<Endpoint> endpoint = nullptr;
+  // How long NCCL may take to abort, or to end, before it is left to itself.
+  std::chrono::milliseconds end_patience{10'000};
+};
+
+// Collective over the ranks of `host`, which then belongs to the new group. Succeeds on every rank, or
+// throws the same error on every rank: TransportError where NCCL cannot serve them, Timeout, PeerLost.
+[[nodiscard]] CommunicatorPtr create_nccl_communicator(NcclOptions options);
+
+}  // namespace pydist

@@ -1,0 +1,321 @@
+// What the NCCL backend does beside moving data: streams, failures, capture, memory, groups; on an
+// NCCL and a CUDA driver without a GPU (tests/fakes).
+
+#include "communicator/nccl_communicator.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "../fakes/cuda_driver.h"
+#include "nccl_fakes.h"
+#include "ranks.h"
+
+namespace pydist::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+Environment with_timeout_of(milliseconds timeout) {
+  Environment environment = test_environment();
+  environment.timeout = timeout;
+  return environment;
+}
+
+struct Rank {
+  explicit Rank(const RankOfTest& self, const Environment& environment = test_environment())
+      : group(join_nccl(self, environment)), device(self.rank), stream(device) {}
+
+  template <typename T>
+  Operation all_reduce(std::vector<T>& values, ReduceOp op = ReduceOp::kSum) const {
+    return on_device(testing::all_reduce(values, op), device, stream.get());
+  }
+
+  CommunicatorPtr group;
+  int device;
+  FakeStream stream;
+};
+
+// The errors of a collective, of all ranks, where `faults` come up at some rank.
+std::vector<ErrorDescription> errors_of(const char* faults, milliseconds timeout = seconds(20)) {
+  use_fake_cuda();
+  const FakeFault fault(faults);
+  const Environment environment = with_timeout_of(timeout);
+  std::vector<ErrorDescription> errors(2);
+  run_ranks(
+      2,
+      [&](RankOfTest& self) {
+        errors[static_cast<std::size_t>(self.rank)] = error_of([&] {
+          const Rank rank(self, environment);
+          std::vector<float> values(100, 1.0F);
+          for (int i = 0; i < 3; ++i) {
+            rank.group->submit(rank.all_reduce(values))->wait();
+          }
+        });
+      },
+      environment);
+  return errors;
+}
+
+TEST(NcclCommunicator, OrdersStreamsByEventsAlone) {
+  use_fake_cuda();
+  ::fake_driver_delay_us(300);
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    std::vector<float> values(1000);
+    std::vector<float> sums(1000);
+    for (int step = 0; step < 20; ++step) {
+      // "Compute" writes the input and reads the result, both on the caller's stream.
+      const std::function<void()> compute = [&values, step, &self] {
+        std::fill(values.begin(), values.end(), static_cast<float>(step + self.rank));
+      };
+      ::fake_driver_enqueue(rank.stream.get(), &compute);
+      const WorkPtr work = rank.group->submit(rank.all_reduce(values));
+      ASSERT_TRUE(work->wait_on_stream(rank.stream.get()));
+      float seen = -1;
+      const std::function<void()> use = [&values, &seen] { seen = values[777]; };
+      ::fake_driver_enqueue(rank.stream.get(), &use);
+      rank.stream.synchronize();
+      ASSERT_EQ(seen, static_cast<float>(2 * step + 1));
+    }
+    rank.group->shutdown();
+  });
+  ::fake_driver_delay_us(0);
+  EXPECT_EQ(::fake_driver_faults(), 0) << "calls without a current context";
+}
+
+TEST(NcclCommunicator, TellsWhoeverWaitsOnTheHost) {
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    std::vector<double> values{1.0, 2.0};
+    std::atomic<bool> is_told{false};
+    const WorkPtr work = rank.group->submit(rank.all_reduce(values, ReduceOp::kMean));
+    work->on_completion([&](const Work::Outcome& outcome) { is_told = outcome.error == nullptr; });
+    work->wait();
+    EXPECT_EQ(values[1], 2.0);
+    while (!is_told) {  // by the watchdog, or whoever has waited
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    rank.group->shutdown();
+  });
+}
+
+TEST(NcclCommunicator, CarriesTheHostsOperationsToo) {
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    std::vector<int> on_host{self.rank};
+    rank.group->run(testing::all_reduce(on_host));
+    EXPECT_EQ(on_host[0], 1);
+    std::vector<int> on_gpu{self.rank + 1};
+    std::vector<Operation> both{rank.all_reduce(on_gpu), testing::all_reduce(on_host)};
+    rank.group->submit_grouped(std::move(both))->wait();
+    EXPECT_EQ(on_gpu[0], 3);
+    EXPECT_EQ(on_host[0], 2);
+    rank.group->run(barrier());
+    rank.group->shutdown();
+  });
+}
+
+TEST(NcclCommunicator, SplitsIntoGroupsAndAllocates) {
+  run_ranks(3, [](RankOfTest& self) {
+    const Rank rank(self);
+    if (self.rank != 1) {
+      const CommunicatorPtr pair = rank.group->split({2, 0});
+      EXPECT_EQ(pair->rank(), self.rank == 2 ? 0 : 1);
+      std::vector<float> values{static_cast<float>(self.rank)};
+      pair->submit(rank.all_reduce(values))->wait();
+      EXPECT_EQ(values[0], 2.0F);
+      pair->shutdown();
+    }
+    MemoryPtr memory = rank.group->allocate(1000, Device{DeviceType::kCuda, rank.device});
+    EXPECT_EQ(memory->bytes(), 1000U);
+    EXPECT_NE(memory->data(), nullptr);
+    EXPECT_NE(rank.group->allocate(0, Device{})->data(), nullptr);
+    memory.reset();
+    rank.group->shutdown();
+  });
+}
+
+// A graph holds the collective, and does it again at every replay.
+TEST(NcclCommunicator, IsCapturedIntoAGraph) {
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    std::vector<float> values{1.0F};
+    // One capture at a time in this process.
+    void* graph = nullptr;
+    for (int turn = 0; turn < 2; ++turn) {
+      if (turn == self.rank) {
+        ::fake_driver_begin_capture(rank.stream.get());
+        const WorkPtr work = rank.group->submit(rank.all_reduce(values));
+        EXPECT_TRUE(work->is_completed());
+        EXPECT_TRUE(work->wait_on_stream(rank.stream.get()));
+        graph = ::fake_driver_end_capture(rank.stream.get());
+        EXPECT_EQ(values[0], 1.0F) << "nothing runs during a capture";
+      }
+      rank.group->run(barrier());
+    }
+    ::fake_driver_replay(graph, rank.stream.get());
+    ::fake_driver_replay(graph, rank.stream.get());
+    rank.stream.synchronize();
+    EXPECT_EQ(values[0], 4.0F);
+    rank.group->run(barrier());
+    rank.group->shutdown();
+  });
+}
+
+TEST(NcclCommunicator, RefusesWhatCannotWork) {
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    std::vector<float> values(4);
+    Operation elsewhere = rank.all_reduce(values);
+    for (Buffers* buffers : {&elsewhere.inputs, &elsewhere.outputs}) {
+      (*buffers)[0].device.index = 7;
+    }
+    const auto [kind, message] = error_of([&] { rank.group->run(std::move(elsewhere)); });
+    EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
+    EXPECT_TRUE(contains(message, join("a tensor is on cuda:7, but rank ", self.rank))) << message;
+    EXPECT_EQ(rank.group->failure(), nullptr);
+    rank.group->shutdown();
+    EXPECT_EQ(error_of([&] { rank.group->run(rank.all_reduce(values)); }).kind,
+              ErrorKind::kInvalidUsage);
+  });
+}
+
+TEST(NcclCommunicator, DoesWithoutKernelsWhatNcclCanDo) {
+  static const CudaLibrary none("/nowhere/libpydist_cuda.so");
+  run_ranks(2, [](RankOfTest& self) {
+    const CommunicatorPtr group = join_nccl(self, test_environment(), &none);
+    const FakeStream stream(self.rank);
+    std::vector<float> values{static_cast<float>(self.rank)};
+    group->submit(on_device(all_reduce(values, ReduceOp::kMean), self.rank, stream.get()))->wait();
+    EXPECT_EQ(values[0], 0.5F);
+    EXPECT_TRUE(group->capabilities().wire_dtypes.empty());
+    const auto [kind, message] = error_of([&] {
+      group->run(on_device(all_reduce(values, ReduceOp::kMax), self.rank, stream.get()));
+    });
+    EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
+    EXPECT_TRUE(contains(message, "needs pydist's CUDA kernels")) << message;
+    group->shutdown();
+  });
+}
+
+TEST(NcclCommunicator, NamesBothSidesOfAMismatchInDebugMode) {
+  Environment environment = test_environment();
+  environment.debug = true;
+  run_ranks(
+      2,
+      [&](RankOfTest& self) {
+        const Rank rank(self, environment);
+        std::vector<float> values(self.rank == 0 ? 10 : 11);
+        const auto [kind, message] =
+            error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+        EXPECT_EQ(kind, ErrorKind::kMismatch);
+        EXPECT_TRUE(contains(message, "10 elements")) << message;
+        EXPECT_TRUE(contains(message, "11 elements")) << message;
+      },
+      environment);
+}
+
+// ---- failures -------------------------------------------------------------------------------
+
+TEST(NcclFailure, OfJoiningIsTheSameOnAllRanks) {
+  for (const auto& [kind, message] : errors_of("init_fail:1:0")) {
+    EXPECT_EQ(kind, ErrorKind::kTransport);
+    EXPECT_TRUE(contains(message, "Rank 1: joining the group: NCCL 2.30.7 says")) << message;
+  }
+}
+
+TEST(NcclFailure, OfJoiningLeavesTheHostAsItWas) {
+  use_fake_cuda();
+  const FakeFault fault("init_fail:0:0");
+  run_ranks(2, [](RankOfTest& self) {
+    EXPECT_EQ(error_of([&] { Rank rank(self); }).kind, ErrorKind::kTransport);
+    std::vector<int> values{1};
+    self.communicator->run(testing::all_reduce(values));
+    EXPECT_EQ(values[0], 2);
+  });
+}
+
+TEST(NcclFailure, OfJoiningForEverEndsInTime) {
+  for (const auto& [kind, message] : errors_of("init_hang:1:0", milliseconds(1000))) {
+    EXPECT_EQ(kind, ErrorKind::kTransport);
+    EXPECT_TRUE(contains(message, "joining the group in NCCL did not end in time")) << message;
+  }
+}
+
+TEST(NcclFailure, OfACallReachesTheOtherRank) {
+  for (const auto& [kind, message] : errors_of("fail:1:2")) {
+    EXPECT_EQ(kind, ErrorKind::kTransport);
+    EXPECT_TRUE(contains(message, "all_reduce #2 on rank 1 of 2: ncclAllReduce: NCCL")) << message;
+  }
+}
+
+TEST(NcclFailure, ThatComesUpLaterReachesEverybody) {
+  for (const auto& [kind, message] : errors_of("async:1:3")) {
+    EXPECT_EQ(kind, ErrorKind::kPeerLost);
+    EXPECT_TRUE(contains(message, "all_reduce #3 on rank 1 of 2")) << message;
+    EXPECT_TRUE(contains(message, "remote process exited")) << message;
+  }
+}
+
+TEST(NcclFailure, OfAHangingOperationSaysWhereEverybodyIs) {
+  for (const auto& [kind, message] : errors_of("hang:1:2", milliseconds(1500))) {
+    EXPECT_EQ(kind, ErrorKind::kTimeout);
+    EXPECT_TRUE(contains(message, "all_reduce #2 on rank")) << message;
+    EXPECT_TRUE(contains(message, "did not finish on the GPU in time. rank 0 (")) << message;
+    EXPECT_TRUE(contains(message, "rank 1 (")) << message;
+    EXPECT_TRUE(contains(message, "is in all_reduce #2")) << message;
+  }
+}
+
+TEST(NcclFailure, DoesNotWaitForAnAbortThatHangs) {
+  const auto began = std::chrono::steady_clock::now();
+  for (const auto& [kind, message] : errors_of("async:1:1,hang_abort:0:0,hang_abort:1:0")) {
+    EXPECT_EQ(kind, ErrorKind::kPeerLost) << message;
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - began, seconds(15 * kSlowdown));
+}
+
+TEST(NcclFailure, OfARankThatLeavesEndsTheOthers) {
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    std::vector<float> values(10);
+    rank.group->submit(rank.all_reduce(values))->wait();
+    if (self.rank == 1) {
+      rank.group->shutdown();
+      return;
+    }
+    const auto [kind, message] =
+        error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+    EXPECT_EQ(kind, ErrorKind::kPeerLost);
+    EXPECT_TRUE(contains(message, "all_reduce #2 on rank 0 of 2")) << message;
+    EXPECT_TRUE(contains(message, "rank 1 (")) << message;
+    EXPECT_EQ(describe(rank.group->failure()).kind, ErrorKind::kPeerLost);
+  });
+}
+
+TEST(NcclFailure, AbortEndsEveryRank) {
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    std::vector<float> values(10);
+    if (self.rank == 1) {
+      std::this_thread::sleep_for(milliseconds(100));
+      rank.group->abort(Aborted("rank 1 has had enough"));
+      EXPECT_EQ(error_of([&] { rank.group->run(rank.all_reduce(values)); }).kind,
+                ErrorKind::kAborted);
+      return;
+    }
+    const auto [kind, message] =
+        error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+    EXPECT_EQ(kind, ErrorKind::kAborted);
+    EXPECT_TRUE(contains(message, "rank 1 has had enough")) << message;
+  });
+}
+
+}  // namespace
+}  // namespace pydist::testing

@@ -1,0 +1,163 @@
+// Every collective of the NCCL backend, on an NCCL and a CUDA driver without a GPU (tests/fakes),
+// against the promise of the native engine.
+//
+// With two ranks the order of a sum changes nothing, so every operation has the native engine's bits.
+// With more, what NCCL sums in 16 bits, and what our ring sums in an order of its own, is left to the
+// tests of the ring, whose order is promised.
+
+#include <gtest/gtest.h>
+
+#include <tuple>
+#include <vector>
+
+#include "collective_case.h"
+#include "nccl_fakes.h"
+#include "ranks.h"
+#include "run_cases.h"
+
+namespace pydist::testing {
+namespace {
+
+constexpr OpKind kMoves[] = {OpKind::kAllGather, OpKind::kBroadcast, OpKind::kGather,
+                             OpKind::kScatter, OpKind::kAllToAll};
+constexpr OpKind kReductions[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kReduce};
+constexpr std::size_t kCounts[] = {0, 1, 3, 17, 100, 1023, 4099};
+
+bool has_blocks(OpKind kind) {
+  return kind != OpKind::kAllReduce && kind != OpKind::kBroadcast && kind != OpKind::kReduce;
+}
+
+using Parameters = std::tuple<int, AlgorithmChoice>;
+
+class NcclConformance : public ::testing::TestWithParam<Parameters> {
+ protected:
+  [[nodiscard]] int size() const { return std::get<0>(GetParam()); }
+  [[nodiscard]] bool is_ring() const { return std::get<1>(GetParam()) == AlgorithmChoice::kRing; }
+
+  [[nodiscard]] Case make_case(OpKind kind, DType dtype, ReduceOp op, std::size_t count,
+                               std::uint64_t seed) const {
+    const std::uint64_t chance = mix(seed);
+    Case what;
+    what.kind = kind;
+    what.dtype = dtype;
+    what.op = op;
+    what.seed = seed;
+    what.root = has_root(kind) ? static_cast<int>(chance % static_cast<std::uint64_t>(size())) : 0;
+    what.counts = equal_counts(kind, size(), count);
+    what.is_flat = !has_blocks(kind) || (chance >> 16) % 3 != 0;
+    what.is_in_place = (chance >> 24) % 2 == 0;
+    return what;
+  }
+
+  // Whether the order of summation, and where it is rounded, is that of `prepare`.
+  [[nodiscard]] bool has_promised_bits(OpKind kind, DType dtype, ReduceOp op) const {
+    if (size() <= 2 || is_integral(dtype) || op == ReduceOp::kMin || op == ReduceOp::kMax) {
+      return true;
+    }
+    if (is_ring()) {
+      return kind != OpKind::kReduce;
+    }
+    const bool is_narrow = dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+    return !is_narrow && !(op == ReduceOp::kProd && is_complex(dtype));
+  }
+
+  void run(const std::vector<Case>& cases) const {
+    Environment environment = test_environment();
+    environment.algorithm = std::get<1>(GetParam());
+    std::vector<PreparedCase> prepared;
+    for (const Case& what : cases) {
+      prepared.push_back(prepare(what, size(), order_of(environment.algorithm)));
+    }
+    run_ranks(
+        size(),
+        [&](RankOfTest& self) {
+          const CommunicatorPtr group = join_nccl(self, environment);
+          const FakeStream stream(self.rank);
+          CaseBuffers buffers({});
+          for (std::size_t i = 0; i < prepared.size(); ++i) {
+            Operation operation = on_device(
+                buffers.lay_out(prepared[i], self.rank, Placement::kOrdinary), self.rank,
+                stream.get());
+            if (i % 3 == 0) {
+              const WorkPtr work = group->submit(std::move(operation));
+              ASSERT_TRUE(work->wait_on_stream(stream.get()));
+            } else if (i % 3 == 1) {
+              group->submit(std::move(operation))->wait();
+            } else {
+              group->run(std::move(operation));
+            }
+            stream.synchronize();
+            const std::string wrong = buffers.check();
+            ASSERT_TRUE(wrong.empty()) << prepared[i].what.to_string() << " on rank " << self.rank
+                                       << ": " << wrong;
+          }
+          group->shutdown();
+        },
+        environment);
+  }
+};
+
+TEST_P(NcclConformance, ReducesEveryTypeWithEveryOp) {
+  std::vector<Case> cases;
+  std::uint64_t seed = 1;
+  for (const OpKind kind : kReductions) {
+    for (int dtype = 0; dtype < kDTypeCount; ++dtype) {
+      for (int op = 0; op < kReduceOpCount; ++op, ++seed) {
+        const auto the_dtype = static_cast<DType>(dtype);
+        const auto the_op = static_cast<ReduceOp>(op);
+        if (is_supported(the_op, the_dtype) && has_promised_bits(kind, the_dtype, the_op)) {
+          cases.push_back(make_case(kind, the_dtype, the_op,
+                                    kCounts[mix(seed) % std::size(kCounts)], seed));
+        }
+      }
+    }
+  }
+  run(cases);
+}
+
+TEST_P(NcclConformance, MovesEveryTypeAndLayout) {
+  std::vector<Case> cases;
+  std::uint64_t seed = 1 << 20;
+  for (const OpKind kind : kMoves) {
+    for (int dtype = 0; dtype < kDTypeCount; ++dtype, ++seed) {
+      Case what = make_case(kind, static_cast<DType>(dtype), ReduceOp::kSum,
+                            kCounts[mix(seed) % std::size(kCounts)], seed);
+      cases.push_back(what);
+      const bool can_be_ragged = kind == OpKind::kAllGather || kind == OpKind::kGather ||
+                                 kind == OpKind::kAllToAll;
+      if (can_be_ragged && dtype % 4 == 0) {
+        what.counts = ragged_counts(kind, size(), 100, seed);
+        what.is_flat = false;
+        what.is_in_place = kind != OpKind::kAllToAll && dtype % 8 == 0;
+        cases.push_back(what);
+      }
+    }
+  }
+  run(cases);
+}
+
+// More than the scratch memory holds, and no multiple of anything.
+TEST_P(NcclConformance, CutsLargeBuffersIntoPieces) {
+  std::vector<Case> cases;
+  constexpr std::size_t kLarge = (std::size_t{16} << 20) / 4 + 1003;
+  cases.push_back(make_case(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kPremulSum, kLarge, 7));
+  if (size() == 2) {
+    cases.push_back(make_case(OpKind::kAllToAll, DType::kInt64, ReduceOp::kSum, kLarge / 2, 9));
+    cases.back().is_in_place = true;
+  }
+  run(cases);
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, NcclConformance,
+                         ::testing::Values(Parameters{1, AlgorithmChoice::kAuto},
+                                           Parameters{2, AlgorithmChoice::kAuto},
+                                           Parameters{2, AlgorithmChoice::kRing},
+                                           Parameters{3, AlgorithmChoice::kAuto},
+                                           Parameters{3, AlgorithmChoice::kRing}),
+                         [](const auto& info) {
+                           return "p" + std::to_string(std::get<0>(info.param)) + "_" +
+                                  std::string(to_string(std::get<1>(info.param)));
+                         });
+
+}  // namespace
+}  // namespace pydist::testing

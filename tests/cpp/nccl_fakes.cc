@@ -1,0 +1,91 @@
+#include "nccl_fakes.h"
+
+#include <dlfcn.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "communicator/nccl_communicator.h"
+#include "cuda/driver.h"
+#include "cuda/stream.h"
+
+namespace pydist::testing {
+namespace {
+
+void load(const std::string& path) {
+  if (::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
+    throw std::runtime_error(::dlerror());
+  }
+}
+
+const std::string& folder() {
+  static const std::string the_folder = PYDIST_FAKES;
+  return the_folder;
+}
+
+}  // namespace
+
+void use_fake_cuda() {
+  static const bool is_loaded = [] {
+    load(folder() + "/fake_cuda_driver/libcuda.so.1");
+    load(folder() + "/fake_nccl/libnccl.so.2");
+    return true;
+  }();
+  static_cast<void>(is_loaded);
+}
+
+nccl::ApiPtr fake_nccl() {
+  use_fake_cuda();
+  return nccl::Api::open({});
+}
+
+const CudaLibrary& fake_kernels() {
+  use_fake_cuda();
+  static const CudaLibrary library(folder() + "/fake_cuda_kernels/libpydist_cuda.so");
+  return library;
+}
+
+CommunicatorPtr join_nccl(const RankOfTest& rank, const Environment& environment,
+                          const CudaLibrary* kernels) {
+  NcclOptions options;
+  options.api = fake_nccl();
+  options.host = rank.communicator;
+  options.device = rank.rank;
+  options.kernels = kernels;
+  options.environment = environment;
+  options.endpoint = rank.endpoint;
+  options.end_patience = std::chrono::seconds(2);
+  return create_nccl_communicator(std::move(options));
+}
+
+FakeFault::FakeFault(const char* faults) { ::setenv("FAKE_NCCL_FAULT", faults, 1); }
+FakeFault::~FakeFault() { ::unsetenv("FAKE_NCCL_FAULT"); }
+
+FakeStream::FakeStream(int device) : device_(device) {
+  const cuda::DeviceGuard guard(device_);
+  stream_ = cuda::Driver::get().create_stream();
+}
+
+FakeStream::~FakeStream() { cuda::Driver::get().destroy_stream(stream_); }
+
+void FakeStream::synchronize() const {
+  const cuda::DeviceGuard guard(device_);
+  while (!cuda::Driver::get().is_idle(stream_)) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+Operation on_device(Operation operation, int device, void* stream) {
+  for (Buffers* buffers : {&operation.inputs, &operation.outputs}) {
+    for (Buffer& buffer : *buffers) {
+      buffer.device = {DeviceType::kCuda, device};
+    }
+  }
+  operation.stream = stream;
+  return operation;
+}
+
+}  // namespace pydist::testing

@@ -1,0 +1,54 @@
+// The fakes of tests/fakes, loaded before the engine looks for the real libraries.
+
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "communicator/nccl_api.h"
+#include "kernels/cuda_library.h"
+#include "ranks.h"
+
+namespace pydist::testing {
+
+// Loads them once; every test that touches CUDA calls it first.
+void use_fake_cuda();
+
+[[nodiscard]] nccl::ApiPtr fake_nccl();
+[[nodiscard]] const CudaLibrary& fake_kernels();
+
+// For a rank of run_ranks(): an NCCL group over its native one, on the device of its rank.
+[[nodiscard]] CommunicatorPtr join_nccl(const RankOfTest& rank,
+                                        const Environment& environment = test_environment(),
+                                        const CudaLibrary* kernels = &fake_kernels());
+
+// FAKE_NCCL_FAULT as in tests/fakes/nccl.cc, for as long as it lives. Before the ranks start.
+class FakeFault {
+ public:
+  explicit FakeFault(const char* faults);
+  ~FakeFault();
+  FakeFault(const FakeFault&) = delete;
+  FakeFault& operator=(const FakeFault&) = delete;
+};
+
+// A stream of the calling rank's own, and "device" memory with values.
+class FakeStream {
+ public:
+  explicit FakeStream(int device);
+  ~FakeStream();
+  FakeStream(const FakeStream&) = delete;
+  FakeStream& operator=(const FakeStream&) = delete;
+  [[nodiscard]] void* get() const noexcept { return stream_; }
+  // Waits on the host for what was put on it.
+  void synchronize() const;
+
+ private:
+  int device_;
+  void* stream_ = nullptr;
+};
+
+// Turns an operation on host memory into one on a device.
+[[nodiscard]] Operation on_device(Operation operation, int device, void* stream);
+
+}  // namespace pydist::testing
