@@ -85,15 +85,17 @@ void add_up(const Parts& parts, const at::Tensor& target, ReduceOp op, int size)
   target.copy_(sum);
 }
 
-Operation gather_parts(const at::Tensor& own, const std::vector<at::Tensor>& parts,
-                       std::optional<Deadline> deadline, const char* label) {
-  DenseTensors dense(DenseTensors::Lifetime::kBorrowed);
+Operation gather_parts(const Communicator& communicator, const at::Tensor& own,
+                       const std::vector<at::Tensor>& parts, std::optional<Deadline> deadline,
+                       const char* label) {
+  DenseTensors dense(communicator, DenseTensors::Lifetime::kBorrowed);
   Operation operation;
   operation.kind = OpKind::kAllGather;
   operation.deadline = deadline;
   operation.label = label;
   operation.inputs = {dense.input(own)};
   operation.outputs = dense.outputs(parts);
+  operation.stream = dense.stream();
   return operation;
 }
 
@@ -130,8 +132,9 @@ WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, 
   }
   std::vector<Operation> operations;
   operations.push_back(
-      gather_parts(parts->own_indices, parts->indices, deadline, "sparse indices"));
-  operations.push_back(gather_parts(parts->own_values, parts->values, deadline, "sparse values"));
+      gather_parts(communicator, parts->own_indices, parts->indices, deadline, "sparse indices"));
+  operations.push_back(
+      gather_parts(communicator, parts->own_values, parts->values, deadline, "sparse values"));
   auto work = std::make_shared<Work>();
   const WorkPtr gathered = communicator.submit_grouped(std::move(operations));
   // Elsewhere: adding up takes longer than the thread that moves operations along should be kept.

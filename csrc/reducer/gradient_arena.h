@@ -62,8 +62,4 @@ class GradientArena {
   std::vector<GradientBucket> buckets_;
 };
 
-// Memory of a communicator as a tensor of one dimension, filled with zeros. Collective.
-[[nodiscard]] at::Tensor allocate_zeros(Communicator& communicator, std::int64_t count,
-                                        at::ScalarType dtype);
-
 }  // namespace pydist

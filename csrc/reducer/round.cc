@@ -455,7 +455,7 @@ void Reducer::finish_times() {
 
 WorkPtr Reducer::submit(Operation operation, const at::Tensor& input, const at::Tensor& output,
                         std::string label) {
-  DenseTensors tensors(DenseTensors::Lifetime::kHeld);
+  DenseTensors tensors(*communicator_, DenseTensors::Lifetime::kHeld);
   operation.label = std::move(label);
   if (input.defined()) {
     operation.inputs = {tensors.input(input)};
@@ -463,6 +463,7 @@ WorkPtr Reducer::submit(Operation operation, const at::Tensor& input, const at::
   if (output.defined()) {
     operation.outputs = {tensors.output(output)};
   }
+  operation.stream = tensors.stream();
   return works_.emplace_back(
       with_tensors(communicator_->submit(std::move(operation)), std::move(tensors)));
 }
