@@ -100,6 +100,12 @@ c10::Event record_event(const c10::Stream& stream) {
   return event;
 }
 
+void wait_on_device(const c10::Stream& stream, const c10::Stream& other) {
+  if (stream != other) {
+    record_event(other).block(stream);
+  }
+}
+
 bool wait_on_host(const c10::Event& event, Deadline deadline,
                   const std::function<bool()>& gives_up) {
   // Most copies take less than a millisecond, so first the question is asked again and again.

@@ -44,6 +44,9 @@ namespace pydist {
 // Records everything that the stream has been given so far.
 [[nodiscard]] c10::Event record_event(const c10::Stream& stream);
 
+// What `stream` is given from now on comes after all that `other` has been given so far.
+void wait_on_device(const c10::Stream& stream, const c10::Stream& other);
+
 // Waits on the host. Returns false once the deadline has passed, or `gives_up()` says so; that is
 // asked every millisecond or so.
 [[nodiscard]] bool wait_on_host(const c10::Event& event, Deadline deadline,

@@ -75,10 +75,11 @@ struct Parts {
 // target = the sum of all parts, coalesced.
 void add_up(const Parts& parts, const at::Tensor& target, ReduceOp op, int size) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  at::Tensor sum = at::_sparse_coo_tensor_with_dims_and_tensors(
-                       target.sparse_dim(), target.dense_dim(), target.sizes(),
-                       at::cat(parts.indices, 1), at::cat(parts.values, 0), target.options())
-                       .coalesce();
+  at::Tensor sum =
+      at::_sparse_coo_tensor_with_dims_and_tensors(
+          target.sparse_dim(), target.dense_dim(), target.sizes(), at::cat(parts.indices, 1),
+          at::cat(parts.values, 0), target.options().device(at::kCPU))
+          .coalesce();
   if (op == ReduceOp::kMean) {
     sum.div_(size);
   }
@@ -103,8 +104,9 @@ Operation gather_parts(const Communicator& communicator, const at::Tensor& own,
 
 WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, ReduceOp op,
                           std::optional<Deadline> deadline) {
-  if (tensor.layout() != at::kSparse || !tensor.is_cpu()) {
-    throw InvalidUsage("all_reduce takes dense tensors and sparse COO tensors, on the CPU.");
+  if (tensor.layout() != at::kSparse || !(tensor.is_cpu() || tensor.is_cuda())) {
+    throw InvalidUsage(
+        "all_reduce takes dense tensors and sparse COO tensors, on the CPU or a CUDA device.");
   }
   if (op != ReduceOp::kSum && op != ReduceOp::kMean) {
     throw InvalidUsage(join("all_reduce of sparse tensors has sum and mean, not '", to_string(op),
@@ -117,7 +119,8 @@ WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, 
   }
   // A sum of gradients has no history.
   const at::AutoDispatchBelowADInplaceOrView guard;
-  const at::Tensor own = tensor.coalesce();
+  // The few values of a sparse tensor travel through host memory, whatever the backend moves.
+  const at::Tensor own = tensor.cpu().coalesce();
   const std::vector<Facts> facts = exchange_facts(communicator, facts_of(own), deadline);
   require_agreement(facts);
 

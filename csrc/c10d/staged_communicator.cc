@@ -31,7 +31,7 @@ using std::chrono::milliseconds;
 constexpr std::size_t kSlots = 3;
 // How long an operation that failed waits for copies that it has started. They wait for nothing but
 // what was on the device before them.
-constexpr std::chrono::seconds kCopyPatience{5};
+constexpr std::chrono::seconds kCopyPatience{1};
 
 const Buffer* first_buffer(const Operation& operation) {
   return !operation.inputs.empty()    ? operation.inputs.data()
@@ -95,15 +95,16 @@ class Staging {
   // Runs a collective, on the thread of the collectives.
   void run(Staged& staged) {
     bool has_begun = false;
+    Slots own;
     try {
       require_sound();
-      run_parts(staged, has_begun);
+      run_parts(staged, own, has_begun);
       staged.work->finish();
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
-      if (!are_copies_over(staged.device) && slots_.data != nullptr) {
-        // What comes late only reads the caller's memory; what it writes stays.
-        new Slots(std::exchange(slots_, Slots()));
+      if (!are_copies_over(staged.device)) {
+        keep_for_ever(std::exchange(slots_, Slots()));
+        keep_for_ever(std::move(own));
       }
       give_up(staged, error, has_begun);
     }
@@ -119,22 +120,28 @@ class Staging {
         staged->work->finish(outcome.error, outcome.source_rank);
       });
     } catch (...) {
-      give_up(*staged, std::current_exception(), /*has_begun=*/false);
+      const std::exception_ptr error = std::current_exception();
+      if (!are_copies_over(staged->device)) {
+        keep_for_ever(std::shared_ptr<c10::DataPtr>(memory));
+      }
+      give_up(*staged, error, /*has_begun=*/false);
     }
   }
 
   // Copies what has come to the device.
-  void deliver(Staged& staged, const c10::DataPtr& memory, int source_rank) {
+  void deliver(Staged& staged, const std::shared_ptr<c10::DataPtr>& memory, int source_rank) {
     try {
       const Streams streams = streams_of(staged.device);
-      auto* const slot = static_cast<std::byte*>(memory.get());
+      auto* const slot = static_cast<std::byte*>(memory->get());
       staged.ready.block(streams.to_device);
       copy_to_device(part_of_message(staged.operation, slot), slot, staged.device, streams);
       await(staged, record_event(streams.to_device));
       staged.work->finish(nullptr, source_rank);
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
-      (void)are_copies_over(staged.device);
+      if (!are_copies_over(staged.device)) {
+        keep_for_ever(std::shared_ptr<c10::DataPtr>(memory));
+      }
       give_up(staged, error, /*has_begun=*/true);
     }
   }
@@ -174,10 +181,9 @@ class Staging {
     return streams_.emplace(device.index, streams).first->second;
   }
 
-  void run_parts(const Staged& staged, bool& has_begun) {
+  void run_parts(const Staged& staged, Slots& own, bool& has_begun) {
     const Operation& operation = staged.operation;
     const StagingPlan plan(operation, host_->rank(), host_->size(), slot_bytes_);
-    Slots own;
     if (plan.is_whole()) {
       own.ordinary = allocate_pinned(plan.slot_bytes());
       own.data = static_cast<std::byte*>(own.ordinary.get());
@@ -268,6 +274,12 @@ class Staging {
                        host_->size(), " of group '", host_->name(),
                        "': the device did not come to it in time: what its stream was given "
                        "before has not finished."));
+  }
+
+  // What a late copy to the host writes, and so nobody else may have. It only reads the caller's.
+  template <typename Held>
+  static void keep_for_ever(Held held) {
+    new Held(std::move(held));
   }
 
   // Waits for copies that are under way: they read and write memory that the caller gets back.
@@ -505,7 +517,7 @@ class StagedCommunicator final : public Communicator {
         return;
       }
       ElasticThreads::shared().post([staging, staged, memory, source = outcome.source_rank] {
-        staging->deliver(*staged, *memory, source);
+        staging->deliver(*staged, memory, source);
       });
     });
   }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "c10d/device_streams.h"
 #include "c10d/tensors.h"
 #include "c10d/work.h"
 #include "reducer/reducer.h"
@@ -47,6 +48,7 @@ void Reducer::restart() {
 void Reducer::count_missing() {
   for (GradientBucket& bucket : arena_.buckets()) {
     bucket.missing = 0;
+    bucket.streams.clear();
   }
   if (!arena_.buckets().empty()) {
     for (const GradientSlot& slot : arena_.slots()) {
@@ -121,6 +123,9 @@ void Reducer::launch(Closing::Status status) {
   const Instant began = now_ns();
   const std::size_t number = round_.launched;
   GradientBucket& bucket = arena_.buckets()[number];
+  for (const c10::Stream& stream : bucket.streams) {
+    wait_on_device(current_stream(device_of(stream.device())), stream);
+  }
   if (status == Closing::Status::kFine) {  // otherwise nobody looks at the values
     for (const std::size_t index : bucket.slots) {
       fill(arena_.slots()[index]);

@@ -2,6 +2,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <mutex>
 #include <optional>
 
@@ -28,6 +29,19 @@ class OnStream {
   std::optional<c10::Stream> before_;
 };
 
+// Holds the calling thread's current stream up until it is released.
+class Stall {
+ public:
+  explicit Stall(int device) {
+    fake_cuda::Queue::of(fake_cuda::current_stream(static_cast<c10::DeviceIndex>(device)))
+        .post([until = until_] { until->wait(); });
+  }
+  void release() { until_->pass(); }
+
+ private:
+  const std::shared_ptr<fake_cuda::Recording> until_ = std::make_shared<fake_cuda::Recording>();
+};
+
 }  // namespace
 
 PYBIND11_MODULE(_fake_cuda, module) {
@@ -51,6 +65,9 @@ PYBIND11_MODULE(_fake_cuda, module) {
   module.def("set_device", [](int device) {
     (void)fake_cuda::exchange_device(static_cast<c10::DeviceIndex>(device));
   });
+  py::class_<Stall>(module, "Stall")
+      .def(py::init<int>(), py::arg("device") = 0)
+      .def("release", &Stall::release);
   py::class_<OnStream>(module, "Stream")
       .def(py::init<int>(), py::arg("device") = 0)
       .def(

@@ -64,6 +64,8 @@ def install(devices: int = 2) -> None:
         spec.loader.exec_module(_module)
         # Called by torch before it makes a tensor on "cuda".
         torch.cuda._lazy_init = lambda: None
+        # torch.distributed asks for it before a broadcast.
+        torch.cuda.get_device_capability = lambda device=None: (8, 0)
     _module.install(devices)
 
 
