@@ -31,10 +31,11 @@ namespace {
 const c10::DispatchKeySet kCpu(c10::DispatchKey::CPU);
 const c10::DispatchKeySet kCuda(c10::DispatchKey::CUDA);
 
-// Written in place, from arguments of sizes that are known to fit.
-constexpr std::array<std::string_view, 10> kOnTheStream{
-    "aten::copy_", "aten::zero_", "aten::fill_",    "aten::add_",     "aten::sub_",
-    "aten::mul_",  "aten::div_",  "aten::addcmul_", "aten::addcdiv_", "aten::neg_"};
+// Those that write into an argument, "out" or the first one.
+constexpr std::array<std::string_view, 14> kOnTheStream{
+    "aten::copy_", "aten::zero_", "aten::fill_",   "aten::neg_",    "aten::add",
+    "aten::sub",   "aten::mul",   "aten::div",     "aten::addcmul", "aten::addcdiv",
+    "aten::neg",   "aten::sqrt",  "aten::maximum", "aten::minimum"};
 
 at::Tensor make_tensor(c10::Storage storage, c10::DispatchKeySet key, const at::Tensor& like) {
   at::Tensor tensor =
@@ -182,16 +183,24 @@ bool run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   const std::size_t count = schema.arguments().size();
   const auto arguments = torch::jit::last(*stack, count);
-  const at::Tensor self = arguments[0].toTensor();
+  const c10::Argument& last = schema.arguments().back();
+  const bool has_out = last.is_out();
+  if (!has_out && !schema.name().ends_with('_')) {
+    return false;
+  }
+  const at::Tensor self = arguments[has_out ? count - 1 : 0].toTensor();
   bool fits = true;
+  // Whether an input has all of the result's elements, so that it keeps its shape.
+  bool is_full = !has_out;
   // Whether the caller may go on before the stream has come so far.
   bool is_awaited = false;
   Call call;
   torch::jit::Stack later;
   const bool is_copy = schema.name() == "aten::copy_";
   const bool is_non_blocking = is_copy && arguments[2].toBool();
-  for (const c10::IValue& argument : arguments) {
-    later.push_back(with_tensors(argument, [&](const at::Tensor& tensor) {
+  for (std::size_t i = 0; i < count; ++i) {
+    later.push_back(with_tensors(arguments[i], [&](const at::Tensor& tensor) {
+      is_full = is_full || (tensor.defined() && i + 1 < count && tensor.sizes() == self.sizes());
       fits = fits && tensor.defined() && at::is_expandable_to(tensor.sizes(), self.sizes()) &&
              c10::canCast(tensor.scalar_type(), self.scalar_type());
       if (!tensor.defined() || tensor.is_cuda()) {
@@ -203,10 +212,16 @@ bool run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       }
       // Ordinary memory: CUDA has read it, or written it, when the call returns.
       is_awaited = is_awaited || is_copy;
-      return is_copy ? tensor : tensor.clone();
+      if (is_copy) {
+        return tensor;
+      }
+      at::Tensor now = tensor.clone();
+      now.unsafeGetTensorImpl()->set_wrapped_number(
+          tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      return now;
     }));
   }
-  if (!fits || !call.has_device()) {
+  if (!fits || !is_full || !call.has_device()) {
     return false;
   }
   const c10::Stream stream = call.stream();
