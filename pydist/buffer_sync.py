@@ -53,7 +53,10 @@ class BufferSync:
             places.append((size_bytes, buffer))
             size_bytes += buffer.numel() * buffer.element_size()
             size_bytes += -size_bytes % _ALIGNMENT_BYTES
-        self.memory = self._communicator.symmetric_empty([size_bytes], torch.uint8).zero_()
+        # Beside the buffers, where they are on one device: then no step waits for a copy of them.
+        devices = {buffer.device for _, buffer in places}
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        self.memory = self._communicator.symmetric_empty([size_bytes], torch.uint8, device).zero_()
         for begin, buffer in places:
             end = begin + buffer.numel() * buffer.element_size()
             place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)
@@ -67,7 +70,7 @@ class BufferSync:
         """
         buffers = list(self._buffers())  # all of them must be as they were wrapped
         pairs = zip(self._places, buffers, strict=True)
-        return any(not torch.equal(place, buffer) for place, buffer in pairs)
+        return any(not torch.equal(place, buffer.to(place.device)) for place, buffer in pairs)
 
     @torch.no_grad()
     def pack(self) -> None:

@@ -845,6 +845,7 @@ def barrier(
 def symmetric_empty(
     *shape: int | Sequence[int],
     dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
     group: Group | None = None,
 ) -> Tensor:
     """A tensor in shared memory, at the same place on every rank: collectives on it copy nothing.
@@ -856,13 +857,15 @@ def symmetric_empty(
     Args:
         shape: the shape, as for `torch.empty`: `(2, 3)` or `2, 3`.
         dtype: the type of the elements; torch's default type without one.
+        device: the CPU, or a CUDA device, where each rank names its own: memory that the backend
+            can move best.
         group: the group whose collectives will use it; the world without one.
 
     Returns:
-        An uninitialised tensor on the CPU.
+        An uninitialised tensor.
 
     Raises:
-        InvalidUsage: a dimension is negative.
+        InvalidUsage: a dimension is negative, or the backend does not move tensors on `device`.
         Mismatch: the ranks ask for different sizes.
         TransportError: there is no room; the message says what was asked and what is left.
 
@@ -877,4 +880,5 @@ def symmetric_empty(
     return _groups.communicator_of(group).symmetric_empty(
         [int(size) for size in sizes],  # type: ignore[arg-type]
         torch.get_default_dtype() if dtype is None else dtype,
+        torch.device(device),
     )

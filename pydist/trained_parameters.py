@@ -128,14 +128,15 @@ def require_trainable(module: nn.Module) -> None:
 
 
 def require_ordinary(kind: str, name: str, tensor: Tensor) -> None:
-    """Raises InvalidUsage unless a parameter or buffer is dense, has a shape, and is on the CPU."""
+    """Raises InvalidUsage unless a parameter or buffer is dense, and on the CPU or a CUDA device."""
     if nn.parameter.is_lazy(tensor):
         raise InvalidUsage(
             f"{kind} {name} has no shape yet: run one forward before wrapping the module"
         )
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda"):
         raise InvalidUsage(
-            f"{kind} {name} is on {tensor.device}; pydist.DataParallel trains on the CPU"
+            f"{kind} {name} is on {tensor.device}; pydist.DataParallel trains on the CPU and on "
+            "CUDA devices"
         )
     if tensor.layout != torch.strided:
         raise InvalidUsage(

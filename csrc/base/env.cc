@@ -32,6 +32,9 @@ constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_CHUNK_BYTES", "4096 to 16777216", "131072",
                         "Bytes that a rank stages at a time for tensors outside the symmetric "
                         "heap. The same on every rank."},
+    EnvironmentVariable{"PYDIST_STAGING_BYTES", "65536 to 1073741824", "4194304",
+                        "Bytes of a part of a GPU tensor on its way through host memory, where the "
+                        "backend is native or gloo. The same on every rank."},
     EnvironmentVariable{"PYDIST_HEARTBEAT_WARNING", "seconds, more than 0", "5",
                         "How long a peer's heartbeat may be stale before a warning."},
     EnvironmentVariable{"PYDIST_DEBUG", "0 | 1", "0",
@@ -83,6 +86,15 @@ double parse_number(const char* name, const std::string& value, double lowest, d
     reject(name, value, valid);
   }
   return number;
+}
+
+std::size_t parse_bytes(const char* name, const std::string& value, double lowest, double highest,
+                        std::string_view valid) {
+  const double bytes = parse_number(name, value, lowest, highest, valid);
+  if (bytes != std::floor(bytes)) {
+    reject(name, value, valid);
+  }
+  return static_cast<std::size_t>(bytes);
 }
 
 // Levenshtein distance: how many edits lead from one name to the other.
@@ -178,12 +190,12 @@ Environment Environment::read() {
         parse_number("PYDIST_SPIN_US", *value, 0, 1e6, "microseconds from 0 to 1000000")));
   }
   if (const auto value = lookup("PYDIST_CHUNK_BYTES")) {
-    constexpr const char* kValid = "whole bytes from 4096 to 16777216";
-    const double bytes = parse_number("PYDIST_CHUNK_BYTES", *value, 4096, 16777216, kValid);
-    if (bytes != std::floor(bytes)) {
-      reject("PYDIST_CHUNK_BYTES", *value, kValid);
-    }
-    environment.chunk_bytes = static_cast<std::size_t>(bytes);
+    environment.chunk_bytes = parse_bytes("PYDIST_CHUNK_BYTES", *value, 4096, 16777216,
+                                          "whole bytes from 4096 to 16777216");
+  }
+  if (const auto value = lookup("PYDIST_STAGING_BYTES")) {
+    environment.staging_bytes = parse_bytes("PYDIST_STAGING_BYTES", *value, 65536, 1073741824,
+                                            "whole bytes from 65536 to 1073741824");
   }
   if (const auto value = lookup("PYDIST_HEARTBEAT_WARNING")) {
     environment.heartbeat_warning = seconds(parse_number("PYDIST_HEARTBEAT_WARNING", *value, 1e-3,

@@ -50,6 +50,8 @@ struct Environment {
   std::optional<std::chrono::microseconds> spin;
   // Bytes a rank stages at a time when it reduces ordinary (not symmetric) tensors.
   std::size_t chunk_bytes = 128 * 1024;
+  // Bytes of a slot that device tensors pass through where the backend moves host memory.
+  std::size_t staging_bytes = std::size_t{4} << 20;
   // How long a peer's heartbeat may be stale before a warning.
   std::chrono::milliseconds heartbeat_warning{5'000};
   // Caps the instruction set of the CPU kernels; empty means the best that the processor has.

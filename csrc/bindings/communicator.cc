@@ -2,7 +2,6 @@
 
 #include "communicator/communicator.h"
 
-#include <ATen/ops/from_blob.h>
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -15,7 +14,10 @@
 
 #include "bindings/arguments.h"
 #include "bindings/bindings.h"
+#include "c10d/device_streams.h"
 #include "c10d/gloo_communicator.h"
+#include "c10d/memory_tensor.h"
+#include "c10d/staged_communicator.h"
 #include "c10d/store.h"
 #include "c10d/work.h"
 #include "communicator/endpoint.h"
@@ -44,13 +46,14 @@ py::object launch(Communicator& communicator, OpKind kind, const Options& option
   int source = -1;
   {
     const ReleasedGil released;
-    DenseTensors tensors(options.async_op ? DenseTensors::Lifetime::kHeld
-                                          : DenseTensors::Lifetime::kBorrowed);
+    DenseTensors tensors(communicator, options.async_op ? DenseTensors::Lifetime::kHeld
+                                                        : DenseTensors::Lifetime::kBorrowed);
     Operation operation;
     operation.kind = kind;
     operation.deadline = deadline;
     operation.label = options.label;
     fill(operation, tensors);
+    operation.stream = tensors.stream();
     if (options.async_op) {
       work = with_tensors(communicator.submit(std::move(operation)), std::move(tensors));
     } else {
@@ -221,7 +224,7 @@ py::object barrier(Communicator& self, bool async_op, std::string_view label, Ti
 }
 
 at::Tensor symmetric_empty(Communicator& self, const std::vector<std::int64_t>& shape,
-                           at::ScalarType dtype) {
+                           at::ScalarType dtype, at::Device device) {
   std::size_t bytes = at::elementSize(dtype);
   for (const std::int64_t extent : shape) {
     if (extent < 0 || __builtin_mul_overflow(bytes, static_cast<std::size_t>(extent), &bytes)) {
@@ -230,11 +233,11 @@ at::Tensor symmetric_empty(Communicator& self, const std::vector<std::int64_t>& 
     }
   }
   const ReleasedGil released;
-  MemoryPtr memory = self.allocate(bytes, Device{});
-  void* const data = memory->data();
-  return at::from_blob(
-      data, shape, [memory = std::move(memory)](void*) mutable { memory.reset(); },
-      at::TensorOptions().dtype(dtype));
+  const Device place = device_of(device);
+  if (!self.takes(place.type)) {
+    throw InvalidUsage(join("symmetric_empty: this group has no memory on ", device.str(), "."));
+  }
+  return tensor_over(self.allocate(bytes, place), shape, dtype, place);
 }
 
 CommunicatorPtr split(Communicator& self, const std::vector<int>& ranks) {
@@ -288,8 +291,8 @@ CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, i
   }
   const std::chrono::milliseconds patience =
       std::min<std::chrono::milliseconds>(kStorePatience, options.environment.timeout);
-  return for_python(
-      create_native_communicator(adapt_store(std::move(store), patience), rank, size, options));
+  return for_python(with_staging(
+      create_native_communicator(adapt_store(std::move(store), patience), rank, size, options)));
 }
 
 // The Python factory as a C++ one: takes the GIL, and turns what it raises into our errors.
@@ -320,8 +323,8 @@ CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int
   const std::chrono::milliseconds limit = milliseconds_in(timeout);
   GlooFactory adapted = adapt_factory(std::move(factory));
   const ReleasedGil released;
-  return for_python(create_gloo_communicator(std::move(store), rank, size, std::move(name), limit,
-                                             std::move(adapted)));
+  return for_python(with_staging(create_gloo_communicator(
+      std::move(store), rank, size, std::move(name), limit, std::move(adapted))));
 }
 
 void bind_operations(py::class_<Communicator, CommunicatorPtr>& type) {
@@ -367,7 +370,8 @@ void bind_communicator(py::module_& module) {
   py::class_<Communicator, CommunicatorPtr> type(
       module, "Communicator",
       "One group of ranks on one backend. Collectives are called by every rank of the group, in "
-      "the same order; any tensor on the CPU will do, also a non-contiguous one.");
+      "the same order; any dense tensor on a device of capabilities() will do, also a "
+      "non-contiguous one.");
   type.def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("name", &Communicator::name)
@@ -384,6 +388,7 @@ void bind_communicator(py::module_& module) {
                              "The error that the group has failed with; None while it is sound.");
   bind_operations(type);
   type.def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"),
+           py::arg_v("device", at::Device(at::kCPU), "torch.device('cpu')"),
            "A tensor over memory that the backend allocates; all ranks call, with equal sizes.")
       .def("split", &split, py::arg("ranks"),
            "A group of the given ranks of this one, in that order; only they call.")

@@ -65,6 +65,7 @@ void bind_environment(py::module_& module) {
           },
           "In microseconds; None where the engine decides.")
       .def_readonly("chunk_bytes", &Environment::chunk_bytes)
+      .def_readonly("staging_bytes", &Environment::staging_bytes)
       .def_property_readonly(
           "heartbeat_warning",
           [](const Environment& self) { return seconds(self.heartbeat_warning); }, "In seconds.")

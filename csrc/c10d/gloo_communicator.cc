@@ -226,6 +226,8 @@ class GlooCommunicator : public Communicator {
     };
   }
 
+  bool takes(DeviceType type) const override { return type == DeviceType::kCpu; }
+
   std::string why_unsupported(OpKind kind, ReduceOp op, DType dtype) const override {
     if (has_op(kind) && !is_supported(op, dtype)) {
       return join("op '", to_string(op), "' is not defined for ", to_string(dtype), ".");
@@ -417,7 +419,7 @@ class GlooCommunicator : public Communicator {
   Splits splits_;
   const std::shared_ptr<Group> group_;
   ElasticThreads messages_;
-  SerialQueue queue_;
+  SerialQueue queue_{"pydist-gloo"};
 };
 
 }  // namespace

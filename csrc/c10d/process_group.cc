@@ -122,11 +122,13 @@ std::string title_of(c10d::OpType type) { return "pydist:" + c10d::opTypeToStrin
 
 }  // namespace
 
-TorchProcessGroup::Call::Call(c10d::OpType type, milliseconds timeout, bool is_async)
+TorchProcessGroup::Call::Call(const Communicator& communicator, c10d::OpType type,
+                              milliseconds timeout, bool is_async)
     : type(type),
       timeout(timeout),
       is_async(is_async),
-      tensors(is_async ? DenseTensors::Lifetime::kHeld : DenseTensors::Lifetime::kBorrowed) {}
+      tensors(communicator,
+              is_async ? DenseTensors::Lifetime::kHeld : DenseTensors::Lifetime::kBorrowed) {}
 
 Operation& TorchProcessGroup::Call::add(OpKind kind, int peer) {
   Operation& operation = operations.emplace_back();
@@ -184,6 +186,9 @@ TorchProcessGroup::Coalescing* TorchProcessGroup::coalescing() {
 WorkRef TorchProcessGroup::launch(Call call) {
   if (!call.operations.empty() && !is_point_to_point(call.operations[0].kind)) {
     ++sequence_;
+  }
+  for (Operation& operation : call.operations) {
+    operation.stream = call.tensors.stream();
   }
   if (Coalescing* const open = coalescing()) {
     auto deferred = std::make_shared<DeferredWork>();
@@ -269,7 +274,8 @@ WorkRef TorchProcessGroup::endCoalescing() {
 WorkRef TorchProcessGroup::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   return guarded_for_torch([&] {
     const at::Tensor& tensor = only(tensors, OpKind::kBroadcast);
-    Call call(c10d::OpType::BROADCAST, options.timeout, options.asyncOp || coalescing());
+    Call call(*communicator_, c10d::OpType::BROADCAST, options.timeout,
+              options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kBroadcast, static_cast<int>(options.rootRank));
     if (operation.peer == rank_) {
       operation.inputs = {call.tensors.input(tensor)};
@@ -286,7 +292,8 @@ WorkRef TorchProcessGroup::allreduce(Tensors& tensors, const c10d::AllreduceOpti
     if (tensors.size() == 1 && tensors[0].layout() != at::kStrided) {
       return allreduce_sparse(tensors, options);
     }
-    Call call(c10d::OpType::ALLREDUCE, options.timeout, options.asyncOp || coalescing());
+    Call call(*communicator_, c10d::OpType::ALLREDUCE, options.timeout,
+              options.asyncOp || coalescing());
     for (const at::Tensor& tensor : tensors) {
       Operation& operation = call.add(OpKind::kAllReduce);
       set_op(operation, options.reduceOp, tensor);
@@ -320,7 +327,8 @@ WorkRef TorchProcessGroup::allreduce_coalesced(Tensors& tensors,
 WorkRef TorchProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   return guarded_for_torch([&] {
     const at::Tensor& tensor = only(tensors, OpKind::kReduce);
-    Call call(c10d::OpType::REDUCE, options.timeout, options.asyncOp || coalescing());
+    Call call(*communicator_, c10d::OpType::REDUCE, options.timeout,
+              options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kReduce, static_cast<int>(options.rootRank));
     set_op(operation, options.reduceOp, tensor);
     operation.inputs = {call.tensors.input(tensor)};
@@ -336,7 +344,8 @@ WorkRef TorchProcessGroup::allgather(std::vector<Tensors>& outputs, Tensors& inp
                                      const c10d::AllgatherOptions& options) {
   return guarded_for_torch([&] {
     const Tensors& blocks = only(outputs, OpKind::kAllGather);
-    Call call(c10d::OpType::ALLGATHER, options.timeout, options.asyncOp || coalescing());
+    Call call(*communicator_, c10d::OpType::ALLGATHER, options.timeout,
+              options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kAllGather);
     operation.inputs = {call.tensors.input(only(inputs, OpKind::kAllGather))};
     operation.outputs = call.tensors.outputs(blocks);
@@ -348,7 +357,8 @@ WorkRef TorchProcessGroup::allgather(std::vector<Tensors>& outputs, Tensors& inp
 WorkRef TorchProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
                                            const c10d::AllgatherOptions& options) {
   return guarded_for_torch([&] {
-    Call call(c10d::OpType::_ALLGATHER_BASE, options.timeout, options.asyncOp || coalescing());
+    Call call(*communicator_, c10d::OpType::_ALLGATHER_BASE, options.timeout,
+              options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kAllGather);
     operation.inputs = {call.tensors.input(input)};
     operation.outputs = {call.tensors.output(output)};
@@ -365,7 +375,8 @@ WorkRef TorchProcessGroup::allgather_coalesced(std::vector<Tensors>& outputs, Te
       throw InvalidUsage(
           join("all_gather: expected ", size_, " lists of outputs, got ", outputs.size(), "."));
     }
-    Call call(c10d::OpType::ALLGATHER_COALESCED, options.timeout, /*is_async=*/true);
+    Call call(*communicator_, c10d::OpType::ALLGATHER_COALESCED, options.timeout,
+              /*is_async=*/true);
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       Operation& operation = call.add(OpKind::kAllGather);
       operation.inputs = {call.tensors.input(inputs[i])};
@@ -389,7 +400,8 @@ WorkRef TorchProcessGroup::allgather_into_tensor_coalesced(Tensors& outputs, Ten
       throw InvalidUsage(
           join("all_gather: ", inputs.size(), " inputs but ", outputs.size(), " outputs."));
     }
-    Call call(c10d::OpType::ALLGATHER_COALESCED, options.timeout, /*is_async=*/true);
+    Call call(*communicator_, c10d::OpType::ALLGATHER_COALESCED, options.timeout,
+              /*is_async=*/true);
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       Operation& operation = call.add(OpKind::kAllGather);
       operation.inputs = {call.tensors.input(inputs[i])};
@@ -403,7 +415,8 @@ WorkRef TorchProcessGroup::allgather_into_tensor_coalesced(Tensors& outputs, Ten
 WorkRef TorchProcessGroup::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                   const c10d::GatherOptions& options) {
   return guarded_for_torch([&] {
-    Call call(c10d::OpType::GATHER, options.timeout, options.asyncOp || coalescing());
+    Call call(*communicator_, c10d::OpType::GATHER, options.timeout,
+              options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kGather, static_cast<int>(options.rootRank));
     operation.inputs = {call.tensors.input(only(inputs, OpKind::kGather))};
     if (operation.peer == rank_) {
@@ -417,7 +430,8 @@ WorkRef TorchProcessGroup::gather(std::vector<Tensors>& outputs, Tensors& inputs
 WorkRef TorchProcessGroup::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                    const c10d::ScatterOptions& options) {
   return guarded_for_torch([&] {
-    Call call(c10d::OpType::SCATTER, options.timeout, options.asyncOp || coalescing());
+    Call call(*communicator_, c10d::OpType::SCATTER, options.timeout,
+              options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kScatter, static_cast<int>(options.rootRank));
     if (operation.peer == rank_) {
       operation.inputs = call.tensors.inputs(only(inputs, OpKind::kScatter));
@@ -432,7 +446,8 @@ WorkRef TorchProcessGroup::reduce_scatter(Tensors& outputs, std::vector<Tensors>
                                           const c10d::ReduceScatterOptions& options) {
   return guarded_for_torch([&] {
     const at::Tensor& output = only(outputs, OpKind::kReduceScatter);
-    Call call(c10d::OpType::REDUCE_SCATTER, options.timeout, options.asyncOp || coalescing());
+    Call call(*communicator_, c10d::OpType::REDUCE_SCATTER, options.timeout,
+              options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kReduceScatter);
     set_op(operation, options.reduceOp, output);
     operation.inputs = call.tensors.inputs(only(inputs, OpKind::kReduceScatter));
@@ -445,7 +460,8 @@ WorkRef TorchProcessGroup::reduce_scatter(Tensors& outputs, std::vector<Tensors>
 WorkRef TorchProcessGroup::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::ReduceScatterOptions& options) {
   return guarded_for_torch([&] {
-    Call call(c10d::OpType::_REDUCE_SCATTER_BASE, options.timeout, options.asyncOp || coalescing());
+    Call call(*communicator_, c10d::OpType::_REDUCE_SCATTER_BASE, options.timeout,
+              options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kReduceScatter);
     set_op(operation, options.reduceOp, input);
     operation.inputs = {call.tensors.input(input)};
@@ -462,7 +478,8 @@ WorkRef TorchProcessGroup::reduce_scatter_tensor_coalesced(
       throw InvalidUsage(
           join("reduce_scatter: ", inputs.size(), " inputs but ", outputs.size(), " outputs."));
     }
-    Call call(c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, options.timeout, /*is_async=*/true);
+    Call call(*communicator_, c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, options.timeout,
+              /*is_async=*/true);
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       Operation& operation = call.add(OpKind::kReduceScatter);
       set_op(operation, options.reduceOp, inputs[i]);
@@ -479,7 +496,8 @@ WorkRef TorchProcessGroup::alltoall_base(at::Tensor& output, at::Tensor& input,
                                          std::vector<std::int64_t>& input_splits,
                                          const c10d::AllToAllOptions& options) {
   return guarded_for_torch([&] {
-    Call call(c10d::OpType::ALLTOALL_BASE, options.timeout, options.asyncOp || coalescing());
+    Call call(*communicator_, c10d::OpType::ALLTOALL_BASE, options.timeout,
+              options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kAllToAll);
     operation.inputs = split_rows(call.tensors.input(input), input, input_splits, size_);
     operation.outputs = split_rows(call.tensors.output(output), output, output_splits, size_);
@@ -496,7 +514,8 @@ WorkRef TorchProcessGroup::alltoall(Tensors& outputs, Tensors& inputs,
       throw InvalidUsage(join("all_to_all: expected ", size, " inputs and outputs, got ",
                               inputs.size(), " and ", outputs.size(), "."));
     }
-    Call call(c10d::OpType::ALLTOALL, options.timeout, options.asyncOp || coalescing());
+    Call call(*communicator_, c10d::OpType::ALLTOALL, options.timeout,
+              options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kAllToAll);
     operation.inputs = call.tensors.inputs(inputs);
     operation.outputs = call.tensors.outputs(outputs);
@@ -507,7 +526,7 @@ WorkRef TorchProcessGroup::alltoall(Tensors& outputs, Tensors& inputs,
 
 WorkRef TorchProcessGroup::send(Tensors& tensors, int peer, int tag) {
   return guarded_for_torch([&] {
-    Call call(c10d::OpType::SEND, c10d::kUnsetTimeout, /*is_async=*/true);
+    Call call(*communicator_, c10d::OpType::SEND, c10d::kUnsetTimeout, /*is_async=*/true);
     Operation& operation = call.add(OpKind::kSend, peer);
     operation.tag = static_cast<std::uint32_t>(tag);
     operation.inputs = {call.tensors.input(only(tensors, OpKind::kSend))};
@@ -517,7 +536,7 @@ WorkRef TorchProcessGroup::send(Tensors& tensors, int peer, int tag) {
 
 WorkRef TorchProcessGroup::recv(Tensors& tensors, int peer, int tag) {
   return guarded_for_torch([&] {
-    Call call(peer == kAnySource ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV,
+    Call call(*communicator_, peer == kAnySource ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV,
               c10d::kUnsetTimeout, /*is_async=*/true);
     Operation& operation = call.add(OpKind::kRecv, peer);
     operation.tag = static_cast<std::uint32_t>(tag);
@@ -533,7 +552,8 @@ WorkRef TorchProcessGroup::recvAnysource(Tensors& tensors, int tag) {
 
 WorkRef TorchProcessGroup::barrier(const c10d::BarrierOptions& options) {
   return guarded_for_torch([&] {
-    Call call(c10d::OpType::BARRIER, options.timeout, options.asyncOp || coalescing());
+    Call call(*communicator_, c10d::OpType::BARRIER, options.timeout,
+              options.asyncOp || coalescing());
     call.add(OpKind::kBarrier);
     return launch(std::move(call));
   });

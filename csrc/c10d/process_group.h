@@ -105,7 +105,8 @@ class TorchProcessGroup : public c10d::Backend {
     // What the future of the work yields.
     Tensors results;
 
-    Call(c10d::OpType type, std::chrono::milliseconds timeout, bool is_async);
+    Call(const Communicator& communicator, c10d::OpType type, std::chrono::milliseconds timeout,
+         bool is_async);
     Operation& add(OpKind kind, int peer = 0);
   };
 

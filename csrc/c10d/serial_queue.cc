@@ -25,7 +25,8 @@ bool SerialQueue::post(std::function<void()> job) {
   }
   state_->jobs.push_back(std::move(job));
   if (!state_->thread.joinable()) {
-    state_->thread = std::thread([state = state_.get()] { serve(*state); });
+    state_->thread =
+        std::thread([state = state_.get(), name = thread_name_] { serve(*state, name); });
   }
   state_->changed.notify_all();
   return true;
@@ -54,8 +55,8 @@ void SerialQueue::stop() {
   }
 }
 
-void SerialQueue::serve(State& state) {
-  pthread_setname_np(pthread_self(), "pydist-gloo");
+void SerialQueue::serve(State& state, const char* thread_name) {
+  pthread_setname_np(pthread_self(), thread_name);
   std::unique_lock lock(state.mutex);
   for (;;) {
     state.changed.wait(lock, [&] { return state.stopped || !state.jobs.empty(); });

@@ -18,7 +18,8 @@ namespace pydist {
 
 class SerialQueue {
  public:
-  SerialQueue() = default;
+  // The name of the thread: 15 characters at most, and it lives as long as the process.
+  explicit SerialQueue(const char* thread_name) : thread_name_(thread_name) {}
   SerialQueue(const SerialQueue&) = delete;
   SerialQueue& operator=(const SerialQueue&) = delete;
   ~SerialQueue();
@@ -41,8 +42,9 @@ class SerialQueue {
     std::thread thread;                      // guarded by mutex, but for joining
   };
 
-  static void serve(State& state);
+  static void serve(State& state, const char* thread_name);
 
+  const char* const thread_name_;
   const pid_t process_ = current_process();
   // Apart, so that a forked child can leave it as it is.
   std::unique_ptr<State> state_ = std::make_unique<State>();

@@ -75,25 +75,28 @@ struct Parts {
 // target = the sum of all parts, coalesced.
 void add_up(const Parts& parts, const at::Tensor& target, ReduceOp op, int size) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  at::Tensor sum = at::_sparse_coo_tensor_with_dims_and_tensors(
-                       target.sparse_dim(), target.dense_dim(), target.sizes(),
-                       at::cat(parts.indices, 1), at::cat(parts.values, 0), target.options())
-                       .coalesce();
+  at::Tensor sum =
+      at::_sparse_coo_tensor_with_dims_and_tensors(
+          target.sparse_dim(), target.dense_dim(), target.sizes(), at::cat(parts.indices, 1),
+          at::cat(parts.values, 0), target.options().device(at::kCPU))
+          .coalesce();
   if (op == ReduceOp::kMean) {
     sum.div_(size);
   }
   target.copy_(sum);
 }
 
-Operation gather_parts(const at::Tensor& own, const std::vector<at::Tensor>& parts,
-                       std::optional<Deadline> deadline, const char* label) {
-  DenseTensors dense(DenseTensors::Lifetime::kBorrowed);
+Operation gather_parts(const Communicator& communicator, const at::Tensor& own,
+                       const std::vector<at::Tensor>& parts, std::optional<Deadline> deadline,
+                       const char* label) {
+  DenseTensors dense(communicator, DenseTensors::Lifetime::kBorrowed);
   Operation operation;
   operation.kind = OpKind::kAllGather;
   operation.deadline = deadline;
   operation.label = label;
   operation.inputs = {dense.input(own)};
   operation.outputs = dense.outputs(parts);
+  operation.stream = dense.stream();
   return operation;
 }
 
@@ -101,8 +104,9 @@ Operation gather_parts(const at::Tensor& own, const std::vector<at::Tensor>& par
 
 WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, ReduceOp op,
                           std::optional<Deadline> deadline) {
-  if (tensor.layout() != at::kSparse || !tensor.is_cpu()) {
-    throw InvalidUsage("all_reduce takes dense tensors and sparse COO tensors, on the CPU.");
+  if (tensor.layout() != at::kSparse || !(tensor.is_cpu() || tensor.is_cuda())) {
+    throw InvalidUsage(
+        "all_reduce takes dense tensors and sparse COO tensors, on the CPU or a CUDA device.");
   }
   if (op != ReduceOp::kSum && op != ReduceOp::kMean) {
     throw InvalidUsage(join("all_reduce of sparse tensors has sum and mean, not '", to_string(op),
@@ -115,7 +119,8 @@ WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, 
   }
   // A sum of gradients has no history.
   const at::AutoDispatchBelowADInplaceOrView guard;
-  const at::Tensor own = tensor.coalesce();
+  // The few values of a sparse tensor travel through host memory, whatever the backend moves.
+  const at::Tensor own = tensor.cpu().coalesce();
   const std::vector<Facts> facts = exchange_facts(communicator, facts_of(own), deadline);
   require_agreement(facts);
 
@@ -130,8 +135,9 @@ WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, 
   }
   std::vector<Operation> operations;
   operations.push_back(
-      gather_parts(parts->own_indices, parts->indices, deadline, "sparse indices"));
-  operations.push_back(gather_parts(parts->own_values, parts->values, deadline, "sparse values"));
+      gather_parts(communicator, parts->own_indices, parts->indices, deadline, "sparse indices"));
+  operations.push_back(
+      gather_parts(communicator, parts->own_values, parts->values, deadline, "sparse values"));
   auto work = std::make_shared<Work>();
   const WorkPtr gathered = communicator.submit_grouped(std::move(operations));
   // Elsewhere: adding up takes longer than the thread that moves operations along should be kept.

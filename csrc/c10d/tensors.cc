@@ -4,46 +4,18 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+
+#include <chrono>
 
 #include "base/error.h"
+#include "c10d/device_streams.h"
 
 namespace pydist {
 namespace {
 
-// Engine-side memory of `tensor` that `dense` (the tensor itself, or its staged copy) holds.
-Buffer buffer_of(const at::Tensor& dense, void* data) {
-  const auto count = static_cast<std::size_t>(dense.numel());
-  if (data == nullptr && count != 0) {
-    throw InvalidUsage(join("A tensor of ", count,
-                            " elements has no memory of its own: pass a "
-                            "plain tensor, not a fake or wrapped one (of a DTensor, its "
-                            "to_local())."));
-  }
-  if (const auto dtype = dtype_of(dense.scalar_type())) {
-    return {.data = data, .count = count, .dtype = *dtype, .device = {}};
-  }
-  // One element may be several bytes here (complex32); blocks still divide as they should.
-  return {.data = data, .count = count * dense.itemsize(), .dtype = DType::kFloat8, .device = {}};
-}
-
-void require_movable(const at::Tensor& tensor) {
-  if (!tensor.defined()) {
-    throw InvalidUsage("Expected a tensor, got an undefined one.");
-  }
-  if (!tensor.is_cpu()) {
-    throw InvalidUsage(join("This group moves CPU tensors, and got one on ", tensor.device().str(),
-                            ": move it with .cpu(), or use a backend for that device, as in "
-                            "init_process_group(\"cpu:pydist,cuda:nccl\")."));
-  }
-  if (tensor.layout() != at::kStrided) {
-    throw InvalidUsage(
-        "Expected a dense tensor, got a sparse one; only all_reduce through "
-        "torch.distributed takes sparse tensors. Convert it with .to_dense().");
-  }
-  if (tensor.is_quantized()) {
-    throw InvalidUsage("Quantized tensors cannot be moved: pass their int_repr().");
-  }
-}
+// How long staged results may take to be copied within a device.
+constexpr std::chrono::minutes kCopyBackPatience{10};
 
 bool is_dense(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
@@ -133,6 +105,55 @@ void require_arithmetic(const at::Tensor& tensor, OpKind kind, ReduceOp op) {
   }
 }
 
+Buffer DenseTensors::buffer_of(const at::Tensor& dense, void* data) {
+  const auto count = static_cast<std::size_t>(dense.numel());
+  if (data == nullptr && count != 0) {
+    throw InvalidUsage(join("A tensor of ", count,
+                            " elements has no memory of its own: pass a "
+                            "plain tensor, not a fake or wrapped one (of a DTensor, its "
+                            "to_local())."));
+  }
+  Buffer buffer{.data = data, .count = count, .dtype = DType::kFloat8, .device = {}};
+  if (!dense.is_cpu()) {
+    buffer.device = device_of(dense.device());
+    if (stream_ == nullptr) {
+      stream_ = current_stream(buffer.device).native_handle();
+    }
+  }
+  if (const auto dtype = dtype_of(dense.scalar_type())) {
+    buffer.dtype = *dtype;
+  } else {
+    // One element may be several bytes here (complex32); blocks still divide as they should.
+    buffer.count *= dense.itemsize();
+  }
+  return buffer;
+}
+
+void DenseTensors::require_movable(const at::Tensor& tensor) const {
+  if (!tensor.defined()) {
+    throw InvalidUsage("Expected a tensor, got an undefined one.");
+  }
+  const bool is_taken = tensor.is_cpu()
+                            ? communicator_->takes(DeviceType::kCpu)
+                            : tensor.is_cuda() && communicator_->takes(DeviceType::kCuda);
+  if (!is_taken) {
+    const bool takes_cpu = communicator_->takes(DeviceType::kCpu);
+    throw InvalidUsage(join("This group moves ", takes_cpu ? "CPU" : "CUDA",
+                            " tensors, and got one on ", tensor.device().str(), ": move it with ",
+                            takes_cpu ? ".cpu()" : ".cuda()",
+                            ", or use a backend for that device, as in "
+                            "init_process_group(\"cpu:pydist,cuda:nccl\")."));
+  }
+  if (tensor.layout() != at::kStrided) {
+    throw InvalidUsage(
+        "Expected a dense tensor, got a sparse one; only all_reduce through "
+        "torch.distributed takes sparse tensors. Convert it with .to_dense().");
+  }
+  if (tensor.is_quantized()) {
+    throw InvalidUsage("Quantized tensors cannot be moved: pass their int_repr().");
+  }
+}
+
 void DenseTensors::hold(const at::Tensor& tensor) {
   if (lifetime_ == Lifetime::kHeld && tensor.has_storage()) {
     storages_.push_back(tensor.storage());
@@ -198,6 +219,19 @@ void DenseTensors::copy_back() const {
   const at::AutoDispatchBelowADInplaceOrView guard;
   for (const Copy& copy : copies_) {
     copy.target.copy_(copy.staged);
+  }
+}
+
+void DenseTensors::copy_back_and_wait() const {
+  if (copies_.empty() || copies_[0].target.is_cpu()) {
+    copy_back();
+    return;
+  }
+  const c10::Stream stream = high_priority_stream(device_of(copies_[0].target.device()));
+  const c10::StreamGuard guard(stream);
+  copy_back();
+  if (!wait_on_host(record_event(stream), Deadline::in(kCopyBackPatience))) {
+    throw Timeout("The device did not come to copying the results into place.");
   }
 }
 

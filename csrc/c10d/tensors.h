@@ -1,8 +1,8 @@
 // torch tensors as the buffers of an operation.
 //
-// The engine moves dense CPU memory. A tensor that is contiguous is used as it stands; any other
-// (transposed, strided, expanded, lazily conjugated) is staged: copied into dense memory before the
-// operation, and copied back after it where it is an output.
+// Communicators move dense memory, of the CPU or of a CUDA device. A tensor that is contiguous is
+// used as it stands; any other (transposed, strided, expanded, lazily conjugated) is staged: copied
+// into dense memory before the operation, and copied back after it where it is an output.
 //
 // A DenseTensors belongs to one operation and to one thread at a time.
 
@@ -17,6 +17,7 @@
 
 #include "base/dtype.h"
 #include "base/reduce_op.h"
+#include "communicator/communicator.h"
 #include "communicator/operation.h"
 
 namespace pydist {
@@ -36,9 +37,11 @@ class DenseTensors {
   // the caller.
   enum class Lifetime { kHeld, kBorrowed };
 
-  explicit DenseTensors(Lifetime lifetime) noexcept : lifetime_(lifetime) {}
+  // For operations of the communicator, which is looked at here alone.
+  DenseTensors(const Communicator& communicator, Lifetime lifetime) noexcept
+      : communicator_(&communicator), lifetime_(lifetime) {}
 
-  // Throw InvalidUsage for what the engine cannot move: other devices, sparse or quantized
+  // Throw InvalidUsage for what the communicator cannot move: other devices, sparse or quantized
   // tensors, tensors without memory.
   [[nodiscard]] Buffer input(const at::Tensor& tensor);
   [[nodiscard]] Buffer output(const at::Tensor& tensor);
@@ -46,11 +49,19 @@ class DenseTensors {
   [[nodiscard]] std::vector<Buffer> inputs(const std::vector<at::Tensor>& tensors);
   [[nodiscard]] std::vector<Buffer> outputs(const std::vector<at::Tensor>& tensors);
 
+  // The stream that is current on the tensors' device, where that has streams: what an operation's
+  // `stream` is.
+  [[nodiscard]] void* stream() const noexcept { return stream_; }
+
   // Whether an output was staged, so that copy_back() has something to do.
   [[nodiscard]] bool has_copies() const noexcept { return !copies_.empty(); }
 
-  // Writes staged results to where they belong. Only after the operation has succeeded.
+  // Writes staged results to where they belong, in the order of the calling thread's stream. Only
+  // after the operation has succeeded.
   void copy_back() const;
+  // The same on a stream of its own; the results are there when it returns. For threads that have
+  // nothing to do with the caller's.
+  void copy_back_and_wait() const;
 
  private:
   struct Copy {
@@ -58,9 +69,14 @@ class DenseTensors {
     at::Tensor staged;
   };
 
+  void require_movable(const at::Tensor& tensor) const;
+  // `dense` is a tensor itself, or its staged copy.
+  [[nodiscard]] Buffer buffer_of(const at::Tensor& dense, void* data);
   void hold(const at::Tensor& tensor);
 
+  const Communicator* communicator_;
   Lifetime lifetime_;
+  void* stream_ = nullptr;
   // Storages rather than tensors: releasing a tensor may need the GIL, and the thread that
   // finishes an operation must never wait for that.
   std::vector<c10::Storage> storages_;

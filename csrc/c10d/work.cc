@@ -3,6 +3,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -27,6 +28,18 @@ class EpilogueWork : public Work {
   const WorkPtr inner_;
 };
 
+// Those that a future has to know: callbacks get streams on them that wait for the results.
+std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<c10::Device> devices;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_cpu() &&
+        std::find(devices.begin(), devices.end(), tensor.device()) == devices.end()) {
+      devices.push_back(tensor.device());
+    }
+  }
+  return devices;
+}
+
 }  // namespace
 
 WorkPtr with_epilogue(WorkPtr inner, std::function<void()> epilogue) {
@@ -48,7 +61,7 @@ WorkPtr with_epilogue(WorkPtr inner, std::function<void()> epilogue) {
 WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors) {
   auto held = std::make_shared<DenseTensors>(std::move(tensors));
   if (held->has_copies()) {
-    return with_epilogue(std::move(inner), [held] { held->copy_back(); });
+    return with_epilogue(std::move(inner), [held] { held->copy_back_and_wait(); });
   }
   inner->on_completion([held](const Work::Outcome&) {});
   return inner;
@@ -124,7 +137,7 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   if (is_nested) {
     type = c10::ListType::create(std::move(type));
   }
-  future_ = c10::make_intrusive<c10::ivalue::Future>(std::move(type));
+  future_ = c10::make_intrusive<c10::ivalue::Future>(std::move(type), devices_of(results_));
   const auto complete = [is_nested](const c10::intrusive_ptr<c10::ivalue::Future>& future,
                                     const std::vector<at::Tensor>& results,
                                     const std::exception_ptr& error) {

@@ -1,10 +1,17 @@
 #include "communicator/communicator.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/interruption.h"
 
 namespace pydist {
+
+bool Communicator::takes(DeviceType type) const {
+  const std::vector<Device> devices = capabilities().devices;
+  return std::any_of(devices.begin(), devices.end(),
+                     [type](const Device& device) { return device.type == type; });
+}
 
 int Communicator::run(Operation&& operation) {
   const OpKind kind = operation.kind;

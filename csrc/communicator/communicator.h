@@ -79,6 +79,9 @@ class Communicator {
   [[nodiscard]] virtual const std::string& name() const noexcept = 0;
   [[nodiscard]] virtual Capabilities capabilities() const = 0;
 
+  // Whether its operations may have memory of such devices: as capabilities() says, at no cost.
+  [[nodiscard]] virtual bool takes(DeviceType type) const;
+
   // Whether the backend can run `kind` with `op` on `dtype`; an empty string, or why not.
   [[nodiscard]] virtual std::string why_unsupported(OpKind kind, ReduceOp op,
                                                     DType dtype) const = 0;

@@ -158,6 +158,8 @@ class NativeCommunicator final : public Communicator,
     return can;
   }
 
+  [[nodiscard]] bool takes(DeviceType type) const override { return type == DeviceType::kCpu; }
+
   [[nodiscard]] std::string why_unsupported(OpKind kind, ReduceOp op, DType dtype) const override {
     return !has_op(kind) || is_supported(op, dtype)
                ? std::string()

@@ -23,7 +23,7 @@ namespace {
 constexpr std::int64_t kNoPlan = -1;
 
 void add_bytes(Digest& digest, const at::Tensor& tensor) {
-  const at::Tensor dense = tensor.contiguous();
+  const at::Tensor dense = tensor.cpu().contiguous();
   const auto* const bytes = static_cast<const unsigned char*>(dense.const_data_ptr());
   for (std::size_t i = 0; i < dense.nbytes(); i += sizeof(std::uint64_t)) {
     std::uint64_t word = 0;

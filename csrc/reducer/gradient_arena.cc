@@ -1,13 +1,14 @@
 #include "reducer/gradient_arena.h"
 
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_as_complex.h>
 
-#include <map>
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
+#include "c10d/device_streams.h"
+#include "c10d/memory_tensor.h"
 
 namespace pydist {
 namespace {
@@ -56,17 +57,14 @@ at::Tensor view_for(const GradientSlot& slot, const at::Tensor& block, std::int6
   return view.variable_data();
 }
 
-}  // namespace
-
-at::Tensor allocate_zeros(Communicator& communicator, std::int64_t count, at::ScalarType dtype) {
+// One-dimensional. Collective.
+at::Tensor allocate_zeros(Communicator& communicator, std::int64_t count, at::ScalarType dtype,
+                          Device device) {
   const std::size_t bytes = static_cast<std::size_t>(count) * c10::elementSize(dtype);
-  MemoryPtr memory = communicator.allocate(bytes, Device{});
-  void* const data = memory->data();
-  at::Tensor tensor = at::from_blob(
-      data, {count}, [memory = std::move(memory)](void*) mutable { memory.reset(); },
-      at::TensorOptions().dtype(dtype));
-  return tensor.zero_();
+  return tensor_over(communicator.allocate(bytes, device), {count}, dtype, device).zero_();
 }
+
+}  // namespace
 
 GradientSlot& GradientArena::add(std::string name, at::Tensor parameter, bool is_sparse) {
   GradientSlot& slot = slots_.emplace_back();
@@ -80,20 +78,24 @@ GradientSlot& GradientArena::add(std::string name, at::Tensor parameter, bool is
 }
 
 void GradientArena::allocate() {
-  std::map<at::ScalarType, std::int64_t> counts;
-  std::map<at::ScalarType, std::size_t> numbers;
+  // Ranks have other devices, but they meet them in the same order.
+  using Kind = std::pair<at::ScalarType, at::Device>;
+  std::vector<std::pair<Kind, std::int64_t>> added;  // and the elements of each
   for (const GradientSlot& slot : slots_) {
     if (slot.is_sparse || block_of_[slot.index] != kNoBlock) {
       continue;
     }
-    const at::ScalarType dtype = real_type(slot.parameter);
-    const auto [number, is_new] = numbers.try_emplace(dtype, blocks_.size() + numbers.size());
-    block_of_[slot.index] = number->second;
-    counts[dtype] += padded(real_count(slot.parameter), dtype);
+    const Kind kind(real_type(slot.parameter), slot.parameter.device());
+    auto found = std::find_if(added.begin(), added.end(),
+                              [&kind](const auto& each) { return each.first == kind; });
+    if (found == added.end()) {
+      found = added.insert(added.end(), {kind, 0});
+    }
+    block_of_[slot.index] = blocks_.size() + static_cast<std::size_t>(found - added.begin());
+    found->second += padded(real_count(slot.parameter), kind.first);
   }
-  blocks_.resize(blocks_.size() + numbers.size());
-  for (const auto& [dtype, number] : numbers) {
-    blocks_[number] = allocate_zeros(*communicator_, counts[dtype], dtype);
+  for (const auto& [kind, count] : added) {
+    blocks_.push_back(allocate_zeros(*communicator_, count, kind.first, device_of(kind.second)));
   }
 }
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <cstddef>
 #include <string>
@@ -26,6 +27,8 @@ struct GradientBucket {
   std::vector<std::size_t> slots;  // by index
   // How many of them, and of what counts as part of it, are not complete yet in this round.
   std::size_t missing = 0;
+  // On a device: those on which gradients have come in this round. Nearly always one.
+  std::vector<c10::Stream> streams;
 };
 
 class GradientArena {
@@ -61,9 +64,5 @@ class GradientArena {
   BucketPlan plan_;
   std::vector<GradientBucket> buckets_;
 };
-
-// Memory of a communicator as a tensor of one dimension, filled with zeros. Collective.
-[[nodiscard]] at::Tensor allocate_zeros(Communicator& communicator, std::int64_t count,
-                                        at::ScalarType dtype);
 
 }  // namespace pydist

@@ -20,11 +20,12 @@ constexpr int kLargeTimes = 3;
 double seconds_for(Communicator& communicator, const at::Tensor& memory, int times) {
   double best_s = std::numeric_limits<double>::infinity();
   for (int i = 0; i < times; ++i) {
-    DenseTensors tensors(DenseTensors::Lifetime::kBorrowed);
+    DenseTensors tensors(communicator, DenseTensors::Lifetime::kBorrowed);
     Operation operation;
     operation.kind = OpKind::kAllReduce;
     operation.inputs = {tensors.input(memory)};
     operation.outputs = {tensors.output(memory)};
+    operation.stream = tensors.stream();
     operation.label = "measuring the link";
     const auto began = std::chrono::steady_clock::now();
     communicator.submit(std::move(operation))->wait();

@@ -12,6 +12,7 @@
 
 #include "base/digest.h"
 #include "base/error.h"
+#include "c10d/device_streams.h"
 #include "c10d/errors.h"
 #include "reducer/backward_end.h"
 
@@ -211,6 +212,7 @@ void Reducer::prepare_forward(bool is_for_training) {
 }
 
 void Reducer::announce() {
+  const std::lock_guard turn(turn_);
   if (current_.expired()) {
     begin(std::any_of(hooks_.begin(), hooks_.end(),
                       [](const auto& hooks) { return hooks->will_run(); }));
@@ -223,6 +225,7 @@ std::shared_ptr<Reducer::Backward> Reducer::require_backward() {
 }
 
 at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
+  const std::lock_guard turn(turn_);
   // Nothing may write into the arena while an earlier round is under way.
   const std::shared_ptr<Backward> backward = require_backward();
   enter(*backward);
@@ -248,6 +251,7 @@ at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
 }
 
 void Reducer::accumulated(std::size_t index) {
+  const std::lock_guard turn(turn_);
   const std::shared_ptr<Backward> backward = require_backward();
   GradientSlot& slot = arena_.slots()[index];
   if (backward->synchronizes && slot.fired_in != round_.number) {
@@ -274,6 +278,7 @@ void Reducer::accumulated(std::size_t index) {
     slot.is_pending = true;
     weights_.has_gradients = true;
     note_seen(slot);
+    note_stream(slot);
   }
   if (!backward->synchronizes || ++slot.fires != slot.expected_fires) {
     return;
@@ -290,8 +295,21 @@ void Reducer::accumulated(std::size_t index) {
   }
 }
 
+// For the bucket to wait for, wherever it is launched.
+void Reducer::note_stream(const GradientSlot& slot) {
+  if (!has_place(slot) || slot.view.is_cpu()) {
+    return;
+  }
+  std::vector<c10::Stream>& streams = arena_.buckets()[slot.bucket].streams;
+  const c10::Stream stream = current_stream(device_of(slot.view.device()));
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+    streams.push_back(stream);
+  }
+}
+
 // Returns whether there is something to conclude.
 bool Reducer::finish(Backward& backward) {
+  const std::lock_guard turn(turn_);
   current_.reset();
   if (backward.accumulates) {
     enter(backward);
@@ -307,6 +325,7 @@ bool Reducer::finish(Backward& backward) {
 // Keeps the ranks in step after a backward that threw here. The peers are in the same round or will
 // be: they get everything they wait for, and are told that it is worth nothing.
 void Reducer::abandon(Backward& backward) noexcept {
+  const std::lock_guard turn(turn_);
   current_.reset();
   const bool was_given_up = backward.round && *backward.round != round_.number;
   if (was_given_up || !begins_round(backward)) {

@@ -2,7 +2,9 @@
 //
 // A bucket of the arena is all-reduced, asynchronously, as soon as it and all buckets before it are
 // complete; the end of backward launches what is left and waits for everything. Everything happens
-// on the thread that runs backward, without the GIL.
+// on the thread that runs backward, without the GIL; where parameters are on CUDA devices, each
+// device has a thread for its hooks, and they take turns. A bucket waits, on the device, for the
+// streams on which its gradients have come.
 //
 // Note [A backward, not a forward]
 // A synchronisation belongs to one outermost backward. A hook on the outputs of forward announces
@@ -40,6 +42,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -208,6 +211,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void accumulated(std::size_t index);
   [[nodiscard]] bool finish(Backward& backward);
   void abandon(Backward& backward) noexcept;
+  void note_stream(const GradientSlot& slot);
 
   // -- beginning
   std::shared_ptr<Backward> begin(bool accumulates);
@@ -289,6 +293,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool throws_on_first_ = false;
   bool is_present_ = true;
 
+  // Held by the hooks, which run on a thread for each device.
+  std::recursive_mutex turn_;
   std::weak_ptr<Backward> current_;
   Weights weights_;
   Round round_;

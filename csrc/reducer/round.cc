@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "c10d/device_streams.h"
 #include "c10d/tensors.h"
 #include "c10d/work.h"
 #include "reducer/reducer.h"
@@ -47,6 +48,7 @@ void Reducer::restart() {
 void Reducer::count_missing() {
   for (GradientBucket& bucket : arena_.buckets()) {
     bucket.missing = 0;
+    bucket.streams.clear();
   }
   if (!arena_.buckets().empty()) {
     for (const GradientSlot& slot : arena_.slots()) {
@@ -121,6 +123,9 @@ void Reducer::launch(Closing::Status status) {
   const Instant began = now_ns();
   const std::size_t number = round_.launched;
   GradientBucket& bucket = arena_.buckets()[number];
+  for (const c10::Stream& stream : bucket.streams) {
+    wait_on_device(current_stream(device_of(stream.device())), stream);
+  }
   if (status == Closing::Status::kFine) {  // otherwise nobody looks at the values
     for (const std::size_t index : bucket.slots) {
       fill(arena_.slots()[index]);
@@ -455,7 +460,7 @@ void Reducer::finish_times() {
 
 WorkPtr Reducer::submit(Operation operation, const at::Tensor& input, const at::Tensor& output,
                         std::string label) {
-  DenseTensors tensors(DenseTensors::Lifetime::kHeld);
+  DenseTensors tensors(*communicator_, DenseTensors::Lifetime::kHeld);
   operation.label = std::move(label);
   if (input.defined()) {
     operation.inputs = {tensors.input(input)};
@@ -463,6 +468,7 @@ WorkPtr Reducer::submit(Operation operation, const at::Tensor& input, const at::
   if (output.defined()) {
     operation.outputs = {tensors.output(output)};
   }
+  operation.stream = tensors.stream();
   return works_.emplace_back(
       with_tensors(communicator_->submit(std::move(operation)), std::move(tensors)));
 }

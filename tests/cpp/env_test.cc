@@ -72,6 +72,7 @@ TEST_F(EnvironmentTest, DefaultsAreWhatTheListSays) {
   EXPECT_EQ(written.algorithm, unset.algorithm);
   EXPECT_EQ(written.timeout, unset.timeout);
   EXPECT_EQ(written.chunk_bytes, unset.chunk_bytes);
+  EXPECT_EQ(written.staging_bytes, unset.staging_bytes);
   EXPECT_EQ(written.heartbeat_warning, unset.heartbeat_warning);
   EXPECT_EQ(written.log_level, unset.log_level);
   EXPECT_FALSE(unset.host_id.has_value());
@@ -86,6 +87,7 @@ TEST_F(EnvironmentTest, ReadsEveryVariable) {
   set("PYDIST_HOST_ID", "rack 7, left");
   set("PYDIST_SPIN_US", "0");
   set("PYDIST_CHUNK_BYTES", "4096");
+  set("PYDIST_STAGING_BYTES", "65536");
   set("PYDIST_HEARTBEAT_WARNING", "0.25");
   set("PYDIST_CPU_ISA", "portable");
   set("PYDIST_LOG", "debug");
@@ -96,6 +98,7 @@ TEST_F(EnvironmentTest, ReadsEveryVariable) {
   EXPECT_EQ(environment.host_id, "rack 7, left");
   EXPECT_EQ(environment.spin, std::chrono::microseconds(0));
   EXPECT_EQ(environment.chunk_bytes, 4096u);
+  EXPECT_EQ(environment.staging_bytes, 65536u);
   EXPECT_EQ(environment.heartbeat_warning, std::chrono::milliseconds(250));
   EXPECT_EQ(environment.cpu_isa, "portable");
   EXPECT_EQ(environment.log_level, LogLevel::kDebug);
@@ -119,6 +122,7 @@ TEST_F(EnvironmentTest, RefusesNonsenseAndSaysWhatIsValid) {
       {"PYDIST_TIMEOUT", {"0", "-1", "ten", "1s", "nan", "inf", "1e300", " 1", "0x10", "1,5"}},
       {"PYDIST_SPIN_US", {"-1", "1e9", "few", "nan"}},
       {"PYDIST_CHUNK_BYTES", {"4095", "16777217", "128K", "-4096", "nan"}},
+      {"PYDIST_STAGING_BYTES", {"65535", "1073741825", "4M", "-65536", "65536.5"}},
       {"PYDIST_HEARTBEAT_WARNING", {"0", "-5", "soon", "inf"}},
       {"PYDIST_CPU_ISA", {"sse", "AVX2", "best"}},
       {"PYDIST_LOG", {"verbose", "2"}},

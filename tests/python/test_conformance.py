@@ -10,6 +10,7 @@ import pytest
 from conformance.cases import CASES, run_cases
 from conformance.described import differences, reductions
 from conformance.suite import Report
+from fake_cuda import needs_fake_cuda
 from launch import Ranks, run_ranks
 
 LIMIT_S = 90.0
@@ -23,6 +24,8 @@ BACKENDS: dict[str, dict[str, str | None]] = {
 }
 # Small cases then take many chunks, and results must not depend on it.
 SMALL_CHUNKS: dict[str, str | None] = {"PYDIST_CHUNK_BYTES": "16384"}
+# All tensors on the fake CUDA device, and in several parts; see Note [Device] in the suite.
+DEVICE: dict[str, str | None] = {"CONFORMANCE_DEVICE": "cuda", "PYDIST_STAGING_BYTES": "65536"}
 
 
 class Pool:
@@ -31,6 +34,7 @@ class Pool:
     def __init__(self, size: int, env: dict[str, str | None]) -> None:
         self._size = size
         self._env = env
+        self.on_device = "CONFORMANCE_DEVICE" in env
         self._ranks: Ranks | None = None
 
     def run(self, name: str) -> list[Report]:
@@ -56,6 +60,10 @@ def pools() -> Iterator[object]:
             yield pytest.param((size, env), id=f"{name}-{size}")
     for name in ("native", "native, ring"):
         yield pytest.param((3, {**BACKENDS[name], **SMALL_CHUNKS}), id=f"{name}, small chunks-3")
+    for name, size in (("native", 3), ("gloo", 2)):
+        yield pytest.param(
+            (size, {**BACKENDS[name], **DEVICE}), id=f"{name}, device-{size}", marks=needs_fake_cuda
+        )
 
 
 @pytest.fixture(scope="module", params=pools())
@@ -67,6 +75,8 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_conformance(pool: Pool, name: str) -> None:
+    if pool.on_device and name == "numpy_arrays":
+        pytest.skip("numpy arrays are not on a device")
     reports = pool.run(name)
     assert min(report.cases for report in reports) > 0 or len(reports) == 1
     failures = {failure: None for report in reports for failure in report.failures}

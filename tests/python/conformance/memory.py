@@ -151,13 +151,18 @@ def expanded_and_lazy_tensors(suite: Suite) -> None:
         assert leaf.grad_fn is None
 
 
+def symmetric_empty(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Where the case's other tensors are."""
+    return pydist.symmetric_empty(*shape, dtype=dtype, device=torch.get_default_device())
+
+
 def symmetric_memory(suite: Suite) -> None:
     """symmetric_empty tensors and views of them, alike and different on the ranks."""
     rank, size = suite.rank, suite.size
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
     for dtype, count in itertools.product(
         # gloo's is ordinary memory, which all other cases use.
-        dtypes[:1] if suite.backend == "gloo" else dtypes,
+        dtypes[:1] if suite.backend == "gloo" or suite.on_device else dtypes,
         (0, 1, size - 1, 1023, CHUNK_BYTES // 4 + 3, 3 * CHUNK_BYTES // 16 + 1),
     ):
         parts = suite.contributions(dtype, count, 8)
@@ -166,7 +171,7 @@ def symmetric_memory(suite: Suite) -> None:
         own = [part[rank * block : (rank + 1) * block] for part in wide]
 
         def filled(part: Tensor) -> Tensor:
-            tensor = pydist.symmetric_empty(part.numel(), dtype=part.dtype)
+            tensor = symmetric_empty(part.numel(), dtype=part.dtype)
             return tensor.copy_(part)
 
         for op in ("sum", "mean") if dtype in FLOATS else ("sum",):
@@ -187,13 +192,13 @@ def symmetric_memory(suite: Suite) -> None:
             suite.check_reduced(tensor, "all_reduce", "sum", parts)
             suite.same_everywhere(tensor)
         with suite.case("symmetric", "all_reduce", dtype, count, "at other offsets"):
-            memory = pydist.symmetric_empty(count + size + 1, dtype=dtype)
+            memory = symmetric_empty(count + size + 1, dtype=dtype)
             view = memory[rank + 1 : rank + 1 + count].copy_(parts[rank])
             pydist.all_reduce(view)
             suite.check_reduced(view, "all_reduce", "sum", parts)
             suite.same_everywhere(view)
         with suite.case("symmetric", "all_reduce", dtype, count, "at one odd offset"):
-            memory = pydist.symmetric_empty(count + 2, dtype=dtype).zero_()
+            memory = symmetric_empty(count + 2, dtype=dtype).zero_()
             view = memory[1 : 1 + count].copy_(parts[rank])
             pydist.all_reduce(view)
             suite.check_reduced(view, "all_reduce", "sum", parts)
@@ -213,7 +218,7 @@ def symmetric_memory(suite: Suite) -> None:
             suite.check_reduced(result, "reduce_scatter", "sum", own)
             check_bits(tensor, wide[rank], "the input")
         with suite.case("symmetric", "all_gather", dtype, count):
-            whole = pydist.symmetric_empty(count * size, dtype=dtype)
+            whole = symmetric_empty(count * size, dtype=dtype)
             mine = whole[rank * count : (rank + 1) * count].copy_(parts[rank])
             pydist.all_gather(mine, out=whole)
             check_bits(whole, torch.cat(parts))
@@ -229,7 +234,7 @@ def symmetric_memory(suite: Suite) -> None:
             else:
                 check_bits(tensor, parts[rank], "the input")
         with suite.case("symmetric", "gather and scatter", dtype, count):
-            whole = pydist.symmetric_empty(count * size, dtype=dtype)
+            whole = symmetric_empty(count * size, dtype=dtype)
             mine = filled(parts[rank])
             pydist.gather(mine, 0, out=whole)
             if rank == 0:
@@ -243,12 +248,12 @@ def symmetric_memory(suite: Suite) -> None:
             check_bits(tensor, torch.cat(own))
     with suite.case("symmetric", "memory is used again"):
         for _ in range(20):
-            tensor = pydist.symmetric_empty(1 << 16).fill_(1.0)
+            tensor = symmetric_empty(1 << 16).fill_(1.0)
             pydist.all_reduce(tensor)
             assert float(tensor.sum()) == size * (1 << 16)
             del tensor
     with suite.case("symmetric", "non-contiguous view"):
-        memory = pydist.symmetric_empty(40, 30)
+        memory = symmetric_empty(40, 30)
         memory.copy_(values(torch.float32, 1200, rank, 1).view(40, 30))
         pydist.all_reduce(memory.t())
         parts = suite.contributions(torch.float32, 1200, 1)

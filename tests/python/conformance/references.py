@@ -72,6 +72,12 @@ def is_defined(op: str, dtype: torch.dtype) -> bool:
 @functools.cache
 def _pool(dtype: torch.dtype, gentle: bool) -> Tensor:
     """Random elements, the same in every process. `gentle`: a product of eight stays in range."""
+    with torch.device("cpu"):
+        pool = _random_elements(dtype, gentle)
+    return pool.to(torch.get_default_device())
+
+
+def _random_elements(dtype: torch.dtype, gentle: bool) -> Tensor:
     count = _LONGEST_BYTES // dtype.itemsize + 3 * _SHIFT
     generator = torch.Generator().manual_seed(7 * dtype.itemsize + len(name_of(dtype)))
     if dtype in FLOATS or dtype in COMPLEX:

@@ -1,4 +1,9 @@
-"""How cases run inside a rank, and how results are compared."""
+"""How cases run inside a rank, and how results are compared.
+
+Note [Device]
+With CONFORMANCE_DEVICE=cuda, the tensors of all cases are on the fake CUDA device (fake_cuda), of
+which torch makes them by default; what a case says of the CPU is then said of the device.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import fake_cuda
 import torch
 from torch import Tensor
 
@@ -85,6 +91,12 @@ class Suite:
     """The cases of one call on one rank."""
 
     def __init__(self) -> None:
+        # See Note [Device].
+        self.on_device = os.environ.get("CONFORMANCE_DEVICE") == "cuda"
+        if self.on_device:
+            fake_cuda.install()
+            fake_cuda.set_delay_us(20)
+            torch.set_default_device("cuda")
         pydist.init(timeout=30)
         torch.set_num_threads(1)
         self.rank = pydist.rank()
@@ -92,7 +104,7 @@ class Suite:
         self.backend = pydist.backend()
         self.is_ring = os.environ.get("PYDIST_ALGORITHM") == "ring"
         # Each collective of gloo's takes milliseconds here: grids are thinned out.
-        self.is_slow = self.backend == "gloo" and self.size > 4
+        self.is_slow = self.on_device or (self.backend == "gloo" and self.size > 4)
         self.report = Report(self.rank)
         self.name = ""
 
@@ -139,7 +151,7 @@ class Suite:
 
     def same_everywhere(self, result: Tensor, what: str = "") -> None:
         """Notes a result whose bits the test compares between ranks."""
-        digest = hashlib.blake2b(bits(result).numpy().tobytes(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(bits(result).cpu().numpy().tobytes(), digest_size=8).hexdigest()
         assert self.report.digests.setdefault(f"{self.name}{what}", digest) == digest
 
     def contributions(

@@ -1,0 +1,181 @@
+#include "c10d/device_streams.h"
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <thread>
+
+#include "base/error.h"
+#include "c10d/memory_tensor.h"
+
+namespace pydist {
+namespace {
+
+c10::impl::VirtualGuardImpl guard_of(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type());
+}
+
+// A function of the CUDA runtime that torch has loaded, if it has.
+template <typename Function>
+Function* find_in_runtime(const char* name) noexcept {
+  if (void* const found = dlsym(RTLD_DEFAULT, name)) {
+    return reinterpret_cast<Function*>(found);
+  }
+  constexpr std::array kRuntimes{"libcudart.so.13", "libcudart.so.12", "libcudart.so"};
+  for (const char* const runtime : kRuntimes) {
+    if (void* const library = dlopen(runtime, RTLD_LAZY | RTLD_NOLOAD)) {
+      void* const found = dlsym(library, name);
+      dlclose(library);  // torch holds it
+      if (found != nullptr) {
+        return reinterpret_cast<Function*>(found);
+      }
+    }
+  }
+  return nullptr;
+}
+
+// Newer versions of torch tell; with older ones the runtime does.
+template <typename Stream>
+bool asks_for_capture(const Stream& stream) {
+  if constexpr (requires { stream.is_capturing(); }) {
+    return stream.is_capturing();
+  } else {
+    using IsCapturing = int(void* stream, int* status);
+    static IsCapturing* const ask = find_in_runtime<IsCapturing>("cudaStreamIsCapturing");
+    int status = 0;
+    return ask != nullptr && ask(stream.native_handle(), &status) == 0 && status != 0;
+  }
+}
+
+}  // namespace
+
+bool has_cuda() noexcept {
+  const auto* const guard =
+      c10::impl::device_guard_impl_registry[static_cast<std::size_t>(c10::DeviceType::CUDA)].load();
+  return guard != nullptr && guard->deviceCount() > 0;
+}
+
+c10::Device torch_device(Device device) noexcept {
+  return device.type == DeviceType::kCpu
+             ? c10::Device(c10::DeviceType::CPU)
+             : c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device.index));
+}
+
+Device device_of(c10::Device device) {
+  if (device.is_cpu()) {
+    return {};
+  }
+  if (!device.is_cuda()) {
+    throw InvalidUsage(join("Expected a CPU or a CUDA device, got ", device.str(), "."));
+  }
+  const c10::DeviceIndex index =
+      device.has_index() ? device.index() : guard_of(device).getDevice().index();
+  return {DeviceType::kCuda, index};
+}
+
+c10::Stream current_stream(Device device) {
+  const c10::Device of = torch_device(device);
+  return guard_of(of).getStream(of);
+}
+
+c10::Stream high_priority_stream(Device device) {
+  const c10::Device of = torch_device(device);
+  return guard_of(of).getStreamFromGlobalPool(of, /*isHighPriority=*/true);
+}
+
+bool is_capturing(const c10::Stream& stream) { return asks_for_capture(stream); }
+
+c10::Event record_event(const c10::Stream& stream) {
+  c10::Event event(stream.device_type());
+  event.record(stream);
+  return event;
+}
+
+void wait_on_device(const c10::Stream& stream, const c10::Stream& other) {
+  if (stream != other) {
+    record_event(other).block(stream);
+  }
+}
+
+bool wait_on_host(const c10::Event& event, Deadline deadline,
+                  const std::function<bool()>& gives_up) {
+  // Most copies take less than a millisecond, so first the question is asked again and again.
+  constexpr int kEagerTimes = 64;
+  constexpr std::chrono::microseconds kLongestNap{200};
+  std::chrono::microseconds nap{5};
+  auto next_question = std::chrono::steady_clock::now() + std::chrono::milliseconds(1);
+  for (int times = 0; !event.query(); ++times) {
+    if (deadline.has_passed()) {
+      return false;
+    }
+    if (const auto now = std::chrono::steady_clock::now(); now >= next_question) {
+      if (gives_up && gives_up()) {
+        return false;
+      }
+      next_question = now + std::chrono::milliseconds(1);
+    }
+    if (times < kEagerTimes) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(nap);
+      nap = std::min(2 * nap, kLongestNap);
+    }
+  }
+  return true;
+}
+
+void copy_async(void* target, Device target_device, const void* source, Device source_device,
+                std::size_t bytes, const c10::Stream& stream) {
+  if (bytes == 0) {
+    return;
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::StreamGuard on_stream(stream);
+  at::Tensor to = borrow_bytes(target, bytes, target_device);
+  to.copy_(borrow_bytes(const_cast<void*>(source), bytes, source_device), /*non_blocking=*/true);
+}
+
+c10::DataPtr allocate_pinned(std::size_t bytes) {
+  c10::Allocator* allocator = nullptr;
+  try {
+    allocator = at::getHostAllocator(c10::DeviceType::CUDA);
+  } catch (const c10::Error&) {
+    // Registered by torch with CUDA alone.
+  }
+  allocator = allocator != nullptr ? allocator : c10::GetCPUAllocator();
+  return allocator->allocate(bytes);
+}
+
+c10::DataPtr allocate_on_device(std::size_t bytes, Device device) {
+  c10::Allocator* const allocator = c10::GetAllocator(c10::DeviceType::CUDA);
+  const c10::DeviceGuard guard(torch_device(device));
+  return allocator->allocate(bytes);
+}
+
+PinnedRange::PinnedRange(void* data, std::size_t bytes) noexcept {
+  using Register = int(void* data, std::size_t bytes, unsigned flags);
+  static Register* const pin = find_in_runtime<Register>("cudaHostRegister");
+  constexpr unsigned kPortable = 1;  // for all contexts of the process
+  if (pin != nullptr && bytes != 0 && pin(data, bytes, kPortable) == 0) {
+    data_ = data;
+  }
+}
+
+PinnedRange::~PinnedRange() {
+  using Unregister = int(void* data);
+  static Unregister* const unpin = find_in_runtime<Unregister>("cudaHostUnregister");
+  if (data_ != nullptr && unpin != nullptr) {
+    (void)unpin(data_);
+  }
+}
+
+}  // namespace pydist

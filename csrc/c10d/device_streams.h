@@ -1,0 +1,84 @@
+// Streams, events, copies and pinned memory of CUDA devices, without CUDA: through the interfaces
+// that torch registers for whatever it calls CUDA. So one build serves torch with CUDA and without,
+// and tests bring a device of their own (tests/fake_cuda).
+//
+// Note [Copies by torch]
+// A copy is torch's own copy_ with non_blocking=True on borrowed memory, under a guard of the
+// stream, rather than cudaMemcpyAsync. That needs no CUDA runtime to be found, linked or of the
+// right version, is what torch itself does between devices, and shows in the profiler. It costs a
+// few microseconds a copy, beside megabytes at the speed of the bus.
+//
+// Thread safe, but for one event used by several threads. Nothing here takes the GIL.
+
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+
+#include "base/buffer.h"
+#include "base/deadline.h"
+
+namespace pydist {
+
+// Whether this torch has a CUDA device to offer. False at no cost on torch without CUDA.
+[[nodiscard]] bool has_cuda() noexcept;
+
+[[nodiscard]] c10::Device torch_device(Device device) noexcept;
+// Of a CPU or CUDA device; the current one where a CUDA device has no index.
+[[nodiscard]] Device device_of(c10::Device device);
+
+// The stream on which the calling thread works. Its native_handle() is a cudaStream_t.
+[[nodiscard]] c10::Stream current_stream(Device device);
+
+// A stream of torch's pool, which serves those in it in turn and destroys none.
+[[nodiscard]] c10::Stream high_priority_stream(Device device);
+
+// Whether the stream records a CUDA graph. False where nobody can tell.
+[[nodiscard]] bool is_capturing(const c10::Stream& stream);
+
+// Records everything that the stream has been given so far.
+[[nodiscard]] c10::Event record_event(const c10::Stream& stream);
+
+// What `stream` is given from now on comes after all that `other` has been given so far.
+void wait_on_device(const c10::Stream& stream, const c10::Stream& other);
+
+// Waits on the host. Returns false once the deadline has passed, or `gives_up()` says so; that is
+// asked every millisecond or so.
+[[nodiscard]] bool wait_on_host(const c10::Event& event, Deadline deadline,
+                                const std::function<bool()>& gives_up = nullptr);
+
+// Starts copying `bytes` between a device and the host, or within a device, on `stream`. The memory
+// must stay until the copy is over. With ordinary host memory, the call may last as long as the
+// copy.
+void copy_async(void* target, Device target_device, const void* source, Device source_device,
+                std::size_t bytes, const c10::Stream& stream);
+
+// Host memory that devices copy to and from at full speed, from torch's cache of such memory;
+// ordinary memory where torch has none.
+[[nodiscard]] c10::DataPtr allocate_pinned(std::size_t bytes);
+
+// Device memory from torch's caching allocator, bound to the calling thread's current stream as a
+// tensor's memory is.
+[[nodiscard]] c10::DataPtr allocate_on_device(std::size_t bytes, Device device);
+
+// Pins memory that somebody else allocated, for as long as this object lives. Where the CUDA
+// runtime can't be found, or refuses, the memory stays ordinary.
+class PinnedRange {
+ public:
+  PinnedRange(void* data, std::size_t bytes) noexcept;
+  PinnedRange(const PinnedRange&) = delete;
+  PinnedRange& operator=(const PinnedRange&) = delete;
+  ~PinnedRange();
+
+  [[nodiscard]] bool is_pinned() const noexcept { return data_ != nullptr; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+}  // namespace pydist

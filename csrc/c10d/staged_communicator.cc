@@ -1,0 +1,561 @@
+#include "c10d/staged_communicator.h"
+
+#include <c10/core/Allocator.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/env.h"
+#include "base/error.h"
+#include "base/log.h"
+#include "c10d/device_streams.h"
+#include "c10d/elastic_threads.h"
+#include "c10d/serial_queue.h"
+#include "communicator/open_communicators.h"
+#include "communicator/staging_plan.h"
+
+namespace pydist {
+namespace {
+
+using std::chrono::milliseconds;
+
+// See Note [Three slots].
+constexpr std::size_t kSlots = 3;
+// How long an operation that failed waits for copies that it has started. They wait for nothing but
+// what was on the device before them.
+constexpr std::chrono::seconds kCopyPatience{1};
+
+const Buffer* first_buffer(const Operation& operation) {
+  return !operation.inputs.empty()    ? operation.inputs.data()
+         : !operation.outputs.empty() ? operation.outputs.data()
+                                      : nullptr;
+}
+
+// All buffers of an operation are on one device.
+bool is_on_device(const Operation& operation) {
+  const Buffer* const buffer = first_buffer(operation);
+  return buffer != nullptr && buffer->device.type != DeviceType::kCpu;
+}
+
+class DeviceMemory final : public Memory {
+ public:
+  DeviceMemory(std::size_t bytes, Device device)
+      : bytes_(bytes), data_(allocate_on_device(bytes, device)) {}
+
+  [[nodiscard]] void* data() const noexcept override { return data_.get(); }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
+  [[nodiscard]] bool is_symmetric() const noexcept override { return false; }
+
+ private:
+  const std::size_t bytes_;
+  const c10::DataPtr data_;
+};
+
+// Host memory that parts pass through.
+struct Slots {
+  MemoryPtr symmetric;                  // where the backend has such memory
+  std::unique_ptr<PinnedRange> pinned;  // of it
+  c10::DataPtr ordinary;                // otherwise
+  std::byte* data = nullptr;
+};
+
+// An operation on device memory, from submit() on.
+struct Staged {
+  Operation operation;
+  Device device;
+  c10::Event ready;  // what was on the device before it
+  Deadline deadline;
+  WorkPtr work = std::make_shared<Work>();
+};
+
+using StagedPtr = std::shared_ptr<Staged>;
+
+// What operations under way share with the communicator, which they may outlive.
+class Staging {
+ public:
+  Staging(CommunicatorPtr host, std::size_t slot_bytes)
+      : host_(std::move(host)),
+        slot_bytes_(std::max(slot_bytes, StagingPlan::least_slot_bytes(host_->size()))),
+        has_symmetric_memory_(host_->capabilities().symmetric_memory) {}
+
+  [[nodiscard]] Communicator& host() const noexcept { return *host_; }
+
+  // How many of the jobs that were posted are not over yet.
+  std::atomic<int> collectives_under_way{0};
+  std::atomic<int> sends_under_way{0};
+
+  // Runs a collective, on the thread of the collectives.
+  void run(Staged& staged) {
+    bool has_begun = false;
+    Slots own;
+    try {
+      require_sound();
+      run_parts(staged, own, has_begun);
+      staged.work->finish();
+    } catch (...) {
+      const std::exception_ptr error = std::current_exception();
+      if (!are_copies_over(staged.device)) {
+        keep_for_ever(std::exchange(slots_, Slots()));
+        keep_for_ever(std::move(own));
+      }
+      give_up(staged, error, has_begun);
+    }
+  }
+
+  // Sends what `ready` says has been copied to the host.
+  void send(const StagedPtr& staged, const std::shared_ptr<c10::DataPtr>& memory) {
+    try {
+      await(*staged, staged->ready);
+      const WorkPtr sent =
+          host_->submit(part_of_message(staged->operation, memory->get()).operation);
+      sent->on_completion([staged, memory](const Work::Outcome& outcome) {
+        staged->work->finish(outcome.error, outcome.source_rank);
+      });
+    } catch (...) {
+      const std::exception_ptr error = std::current_exception();
+      if (!are_copies_over(staged->device)) {
+        keep_for_ever(std::shared_ptr<c10::DataPtr>(memory));
+      }
+      give_up(*staged, error, /*has_begun=*/false);
+    }
+  }
+
+  // Copies what has come to the device.
+  void deliver(Staged& staged, const std::shared_ptr<c10::DataPtr>& memory, int source_rank) {
+    try {
+      const Streams streams = streams_of(staged.device);
+      auto* const slot = static_cast<std::byte*>(memory->get());
+      staged.ready.block(streams.to_device);
+      copy_to_device(part_of_message(staged.operation, slot), slot, staged.device, streams);
+      await(staged, record_event(streams.to_device));
+      staged.work->finish(nullptr, source_rank);
+    } catch (...) {
+      const std::exception_ptr error = std::current_exception();
+      if (!are_copies_over(staged.device)) {
+        keep_for_ever(std::shared_ptr<c10::DataPtr>(memory));
+      }
+      give_up(staged, error, /*has_begun=*/true);
+    }
+  }
+
+  // Starts copying a message to the host; returns what records the end of it.
+  c10::Event fetch(const Staged& staged, const c10::DataPtr& memory) {
+    const Streams streams = streams_of(staged.device);
+    auto* const slot = static_cast<std::byte*>(memory.get());
+    staged.ready.block(streams.to_host);
+    copy_to_host(part_of_message(staged.operation, slot), slot, staged.device, streams);
+    return record_event(streams.to_host);
+  }
+
+  [[nodiscard]] StagedPart part_of_message(const Operation& operation, void* memory) const {
+    const StagingPlan plan(operation, host_->rank(), host_->size(), slot_bytes_);
+    return plan.part(0, static_cast<std::byte*>(memory));
+  }
+
+  [[nodiscard]] std::size_t bytes_of_message(const Operation& operation) const {
+    return StagingPlan(operation, host_->rank(), host_->size(), slot_bytes_).slot_bytes();
+  }
+
+ private:
+  // One for each direction, so that the two engines of a device that copy work at a time.
+  struct Streams {
+    c10::Stream to_host;
+    c10::Stream to_device;
+  };
+
+  Streams streams_of(Device device) {
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(device.index);
+    if (found != streams_.end()) {
+      return found->second;
+    }
+    const Streams streams{high_priority_stream(device), high_priority_stream(device)};
+    return streams_.emplace(device.index, streams).first->second;
+  }
+
+  void run_parts(const Staged& staged, Slots& own, bool& has_begun) {
+    const Operation& operation = staged.operation;
+    const StagingPlan plan(operation, host_->rank(), host_->size(), slot_bytes_);
+    if (plan.is_whole()) {
+      own.ordinary = allocate_pinned(plan.slot_bytes());
+      own.data = static_cast<std::byte*>(own.ordinary.get());
+    }
+    Slots& slots = plan.is_whole() ? own : shared_slots();
+    const Streams streams = streams_of(staged.device);
+    staged.ready.block(streams.to_host);
+    staged.ready.block(streams.to_device);
+    const auto slot_of = [&](std::size_t part) {
+      return slots.data + part % kSlots * (plan.is_whole() ? 0 : plan.slot_bytes());
+    };
+    std::array<std::optional<c10::Event>, kSlots> arrived;
+    std::array<std::optional<c10::Event>, kSlots> left;
+    const auto begin = [&](std::size_t index) {
+      const std::size_t slot = index % kSlots;
+      if (left[slot]) {
+        left[slot]->block(streams.to_host);
+      }
+      copy_to_host(plan.part(index, slot_of(index)), slot_of(index), staged.device, streams);
+      arrived[slot] = record_event(streams.to_host);
+    };
+    begin(0);
+    for (std::size_t index = 0; index < plan.parts(); ++index) {
+      const std::size_t slot = index % kSlots;
+      if (index + 1 < plan.parts()) {
+        begin(index + 1);
+      }
+      await(staged, *arrived[slot]);
+      StagedPart part = plan.part(index, slot_of(index));
+      part.operation.deadline = staged.deadline;
+      host_->run(std::move(part.operation));
+      copy_to_device(part, slot_of(index), staged.device, streams);
+      left[slot] = record_event(streams.to_device);
+      has_begun = true;
+    }
+    await(staged, *left[(plan.parts() - 1) % kSlots]);
+  }
+
+  static void copy_to_host(const StagedPart& part, std::byte* slot, Device device,
+                           const Streams& streams) {
+    for (const StagedCopy& copy : part.before) {
+      copy_async(slot + copy.offset, Device{}, copy.device, device, copy.bytes, streams.to_host);
+    }
+  }
+
+  static void copy_to_device(const StagedPart& part, const std::byte* slot, Device device,
+                             const Streams& streams) {
+    for (const StagedCopy& copy : part.after) {
+      copy_async(copy.device, device, slot + copy.offset, Device{}, copy.bytes, streams.to_device);
+    }
+  }
+
+  // See Note [Three slots].
+  Slots& shared_slots() {
+    if (slots_.data != nullptr) {
+      return slots_;
+    }
+    const std::size_t bytes = kSlots * slot_bytes_;
+    if (has_symmetric_memory_) {
+      try {
+        slots_.symmetric = host_->allocate(bytes, Device{});
+        slots_.pinned = std::make_unique<PinnedRange>(slots_.symmetric->data(), bytes);
+        slots_.data = static_cast<std::byte*>(slots_.symmetric->data());
+        return slots_;
+      } catch (const TransportError& error) {
+        // On all ranks alike.
+        log_line(LogLevel::kInfo,
+                 join("staging of device tensors takes ordinary memory: ", error.what()));
+      }
+    }
+    slots_.ordinary = allocate_pinned(bytes);
+    slots_.data = static_cast<std::byte*>(slots_.ordinary.get());
+    return slots_;
+  }
+
+  void require_sound() const {
+    if (const std::exception_ptr failure = host_->failure()) {
+      std::rethrow_exception(failure);
+    }
+  }
+
+  void await(const Staged& staged, const c10::Event& event) const {
+    if (wait_on_host(event, staged.deadline, [this] { return host_->failure() != nullptr; })) {
+      return;
+    }
+    require_sound();
+    throw Timeout(join(to_string(staged.operation.kind), " on rank ", host_->rank(), " of ",
+                       host_->size(), " of group '", host_->name(),
+                       "': the device did not come to it in time: what its stream was given "
+                       "before has not finished."));
+  }
+
+  // What a late copy to the host writes, and so nobody else may have. It only reads the caller's.
+  template <typename Held>
+  static void keep_for_ever(Held held) {
+    new Held(std::move(held));
+  }
+
+  // Waits for copies that are under way: they read and write memory that the caller gets back.
+  bool are_copies_over(Device device) noexcept {
+    try {
+      const Deadline deadline = Deadline::in(kCopyPatience);
+      const Streams streams = streams_of(device);
+      return wait_on_host(record_event(streams.to_host), deadline) &&
+             wait_on_host(record_event(streams.to_device), deadline);
+    } catch (const std::exception&) {
+      return true;  // the device itself has failed
+    }
+  }
+
+  // The peers wait for what does not come, unless the host's communicator has told them, or
+  // refuses the operation alike on all of them.
+  void give_up(const Staged& staged, const std::exception_ptr& error, bool has_begun) {
+    const auto [kind, what] = describe(error);
+    if (host_->failure() == nullptr && (kind != ErrorKind::kInvalidUsage || has_begun)) {
+      host_->abort(Error(kind, join(to_string(staged.operation.kind), " on rank ", host_->rank(),
+                                    " could not be staged: ", what)));
+    }
+    staged.work->finish(error);
+  }
+
+  const CommunicatorPtr host_;
+  const std::size_t slot_bytes_;
+  const bool has_symmetric_memory_;
+  std::mutex mutex_;
+  std::map<int, Streams> streams_;  // guarded by mutex_
+  // By the thread of the collectives only.
+  Slots slots_;
+};
+
+class StagedCommunicator final : public Communicator {
+ public:
+  StagedCommunicator(CommunicatorPtr host, std::size_t slot_bytes)
+      : host_(host), staging_(std::make_shared<Staging>(std::move(host), slot_bytes)) {}
+  ~StagedCommunicator() override { shutdown(); }
+
+  [[nodiscard]] int rank() const noexcept override { return host_->rank(); }
+  [[nodiscard]] int size() const noexcept override { return host_->size(); }
+  [[nodiscard]] const std::string& name() const noexcept override { return host_->name(); }
+
+  [[nodiscard]] Capabilities capabilities() const override {
+    Capabilities can = host_->capabilities();
+    can.devices.push_back({DeviceType::kCuda, 0});
+    return can;
+  }
+  [[nodiscard]] bool takes(DeviceType /*type*/) const override { return true; }
+
+  [[nodiscard]] std::string why_unsupported(OpKind kind, ReduceOp op, DType dtype) const override {
+    return host_->why_unsupported(kind, op, dtype);
+  }
+
+  [[nodiscard]] WorkPtr submit(Operation operation) override {
+    if (is_on_device(operation)) {
+      return stage(std::move(operation));
+    }
+    if (!must_queue(operation)) {
+      return host_->submit(std::move(operation));
+    }
+    return queue_behind(std::move(operation));
+  }
+
+  [[nodiscard]] WorkPtr submit_grouped(std::vector<Operation> operations) override {
+    const bool is_plain =
+        std::none_of(operations.begin(), operations.end(), [this](const Operation& operation) {
+          return is_on_device(operation) || must_queue(operation);
+        });
+    if (is_plain) {
+      return host_->submit_grouped(std::move(operations));
+    }
+    for (const Operation& operation : operations) {
+      validate(operation, rank(), size());
+    }
+    std::vector<WorkPtr> works;
+    works.reserve(operations.size());
+    for (Operation& operation : operations) {
+      works.push_back(submit(std::move(operation)));
+    }
+    return combine(std::move(works));
+  }
+
+  using Communicator::run;
+  int run(Operation&& operation) override {
+    return is_on_device(operation) || must_queue(operation)
+               ? Communicator::run(std::move(operation))
+               : host_->run(std::move(operation));
+  }
+
+  [[nodiscard]] MemoryPtr allocate(std::size_t bytes, Device device) override {
+    if (device.type != DeviceType::kCpu) {
+      require_open();
+      return std::make_shared<DeviceMemory>(bytes, device);
+    }
+    if (staging_->collectives_under_way != 0) {
+      // Collective as well, so it keeps the order.
+      const auto work = std::make_shared<Work>();
+      post(collectives_, &Staging::collectives_under_way, [work] { work->finish(); });
+      work->wait();
+    }
+    return host_->allocate(bytes, device);
+  }
+
+  [[nodiscard]] std::vector<std::byte*> symmetric_addresses(const void* data,
+                                                            std::size_t bytes) const override {
+    return host_->symmetric_addresses(data, bytes);
+  }
+
+  [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
+    return with_staging(host_->split(ranks));
+  }
+
+  [[nodiscard]] milliseconds timeout() const override { return host_->timeout(); }
+  void set_timeout(milliseconds timeout) override { host_->set_timeout(timeout); }
+  void abort(const Error& reason) override { host_->abort(reason); }
+  [[nodiscard]] std::exception_ptr failure() const override { return host_->failure(); }
+  [[nodiscard]] std::vector<std::string> whereabouts() const override {
+    return host_->whereabouts();
+  }
+
+  void shutdown() noexcept override {
+    if (is_shut_down_.exchange(true)) {
+      return;
+    }
+    // Fails what is under way, so that the threads come to an end.
+    host_->shutdown();
+    if (process_ == getpid()) {
+      collectives_.stop();
+      messages_.stop();
+    }
+  }
+
+ private:
+  // See Note [Order].
+  [[nodiscard]] bool must_queue(const Operation& operation) const noexcept {
+    return is_point_to_point(operation.kind)
+               ? operation.kind == OpKind::kSend && staging_->sends_under_way.load() != 0
+               : staging_->collectives_under_way.load() != 0;
+  }
+
+  void require_open() const {
+    if (is_shut_down_) {
+      throw InvalidUsage(join("The group '", name(), "' has been shut down."));
+    }
+    if (const std::exception_ptr failure = host_->failure()) {
+      std::rethrow_exception(failure);
+    }
+  }
+
+  // `count` counts the job until it is over.
+  void post(SerialQueue& queue, std::atomic<int> Staging::* count, std::function<void()> job) {
+    auto counted = std::make_shared<Count>(staging_, count);
+    const bool is_posted =
+        queue.post([counted = std::move(counted), job = std::move(job)] { job(); });
+    if (!is_posted) {
+      throw Aborted(join("The group '", name(), "' is being shut down."));
+    }
+  }
+
+  // An operation on host memory.
+  WorkPtr queue_behind(Operation operation) {
+    require_open();
+    validate(operation, rank(), size());
+    if (!operation.deadline) {
+      operation.deadline = Deadline::in(timeout());
+    }
+    auto work = std::make_shared<Work>();
+    const bool is_message = is_point_to_point(operation.kind);
+    auto job = [staging = staging_, operation = std::move(operation), work] {
+      try {
+        staging->host().submit(operation)->on_completion([work](const Work::Outcome& outcome) {
+          work->finish(outcome.error, outcome.source_rank);
+        });
+      } catch (...) {
+        work->finish(std::current_exception());
+      }
+    };
+    if (is_message) {
+      post(messages_, &Staging::sends_under_way, std::move(job));
+    } else {
+      post(collectives_, &Staging::collectives_under_way, std::move(job));
+    }
+    return work;
+  }
+
+  WorkPtr stage(Operation operation) {
+    require_open();
+    validate(operation, rank(), size());
+    const Device device = first_buffer(operation)->device;
+    const c10::Stream stream = current_stream(device);
+    if (is_capturing(stream)) {
+      throw InvalidUsage(join(
+          to_string(operation.kind), " on backend '", host_->capabilities().backend,
+          "' cannot be part of a CUDA graph, since the host takes part in it: leave it outside "
+          "the capture, or use a backend of the device's own."));
+    }
+    const Deadline deadline = operation.deadline ? *operation.deadline : Deadline::in(timeout());
+    operation.deadline = deadline;
+    auto staged = std::make_shared<Staged>(
+        Staged{std::move(operation), device, record_event(stream), deadline});
+    switch (staged->operation.kind) {
+      case OpKind::kSend:
+        start_send(staged);
+        break;
+      case OpKind::kRecv:
+        start_receive(staged);
+        break;
+      default:
+        post(collectives_, &Staging::collectives_under_way,
+             [staging = staging_, staged] { staging->run(*staged); });
+        break;
+    }
+    return staged->work;
+  }
+
+  void start_send(const StagedPtr& staged) {
+    auto memory = std::make_shared<c10::DataPtr>(
+        allocate_pinned(staging_->bytes_of_message(staged->operation)));
+    staged->ready = staging_->fetch(*staged, *memory);
+    post(messages_, &Staging::sends_under_way,
+         [staging = staging_, staged, memory] { staging->send(staged, memory); });
+  }
+
+  void start_receive(const StagedPtr& staged) {
+    auto memory = std::make_shared<c10::DataPtr>(
+        allocate_pinned(staging_->bytes_of_message(staged->operation)));
+    StagedPart part = staging_->part_of_message(staged->operation, memory->get());
+    const WorkPtr received = host_->submit(std::move(part.operation));
+    // The thread that brings the message does not wait for the device.
+    received->on_completion([staging = staging_, staged, memory](const Work::Outcome& outcome) {
+      if (outcome.error != nullptr) {
+        staged->work->finish(outcome.error);
+        return;
+      }
+      ElasticThreads::shared().post([staging, staged, memory, source = outcome.source_rank] {
+        staging->deliver(*staged, memory, source);
+      });
+    });
+  }
+
+  // One more, for as long as it lives.
+  class Count {
+   public:
+    Count(std::shared_ptr<Staging> staging, std::atomic<int> Staging::* count)
+        : staging_(std::move(staging)), count_((*staging_).*count) {
+      ++count_;
+    }
+    Count(const Count&) = delete;
+    Count& operator=(const Count&) = delete;
+    ~Count() { --count_; }
+
+   private:
+    const std::shared_ptr<Staging> staging_;
+    std::atomic<int>& count_;
+  };
+
+  const pid_t process_ = getpid();
+  const CommunicatorPtr host_;
+  const std::shared_ptr<Staging> staging_;
+  std::atomic<bool> is_shut_down_{false};
+  SerialQueue collectives_{"pydist-staging"};
+  SerialQueue messages_{"pydist-staging"};
+};
+
+}  // namespace
+
+CommunicatorPtr with_staging(CommunicatorPtr host) {
+  if (!has_cuda()) {
+    return host;
+  }
+  auto staged =
+      std::make_shared<StagedCommunicator>(std::move(host), Environment::read().staging_bytes);
+  note_open(staged);
+  return staged;
+}
+
+}  // namespace pydist

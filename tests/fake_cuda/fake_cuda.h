@@ -1,0 +1,20 @@
+// What other test libraries (a fake NCCL, say) may ask of the fake CUDA device: a C interface,
+// found with dlsym(RTLD_DEFAULT, ...) once the module is loaded.
+
+#pragma once
+
+#include <cstddef>
+
+extern "C" {
+
+// Runs `job(argument)` after everything that `stream` has been given so far; `stream` is the native
+// handle of one of the device's streams. Null stands for the default stream of device 0.
+void fake_cuda_enqueue(void* stream, void (*job)(void* argument), void* argument);
+
+// Waits until the stream has done everything that it has been given so far.
+void fake_cuda_synchronize(void* stream);
+
+// The two functions of the CUDA runtime that pydist looks for. They keep count of the bytes.
+int cudaHostRegister(void* data, std::size_t bytes, unsigned flags);
+int cudaHostUnregister(void* data);
+}

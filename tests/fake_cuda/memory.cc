@@ -1,0 +1,204 @@
+#include "memory.h"
+
+#include <ATen/core/CachingHostAllocator.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "fake_cuda.h"
+#include "streams.h"
+
+namespace fake_cuda {
+namespace {
+
+constexpr std::size_t kAlignment = 64;
+constexpr std::size_t kQuarantineBytes = std::size_t{32} << 20;
+
+void* allocate(std::size_t bytes) {
+  void* const data = std::aligned_alloc(
+      kAlignment, std::max(bytes + kAlignment - 1, kAlignment) / kAlignment * kAlignment);
+  if (data == nullptr) {
+    throw std::bad_alloc();
+  }
+  return data;
+}
+
+// Poisons memory, and frees it later.
+void retire(void* data, std::size_t bytes) {
+  struct Quarantine {
+    std::mutex mutex;
+    std::deque<std::pair<void*, std::size_t>> blocks;  // guarded by mutex
+    std::size_t bytes = 0;                             // guarded by mutex
+  };
+  static auto* const quarantine = new Quarantine;
+  std::memset(data, 0xff, bytes);
+  const std::lock_guard lock(quarantine->mutex);
+  quarantine->blocks.emplace_back(data, bytes);
+  quarantine->bytes += bytes;
+  while (quarantine->bytes > kQuarantineBytes) {
+    const auto [oldest, size] = quarantine->blocks.front();
+    quarantine->blocks.pop_front();
+    quarantine->bytes -= size;
+    std::free(oldest);
+  }
+}
+
+// The context of a DataPtr on the device.
+struct Block {
+  void* data;
+  std::size_t bytes;
+  c10::Stream stream;
+  c10::Storage storage;  // where it holds the memory
+  std::mutex mutex;
+  std::vector<c10::Stream> used_on;  // guarded by mutex
+};
+
+void free_block(void* context) {
+  auto* const block = static_cast<Block*>(context);
+  for (const c10::Stream& stream : block->used_on) {
+    make_wait(block->stream, record(stream));
+  }
+  Queue::of(block->stream).post([block] {
+    if (block->storage) {
+      std::memset(block->data, 0xff, block->bytes);
+    } else {
+      retire(block->data, block->bytes);
+    }
+    delete block;
+  });
+}
+
+c10::DataPtr hold(void* data, std::size_t bytes, c10::DeviceIndex device, c10::Storage storage) {
+  const c10::Stream stream = current_stream(device);
+  auto* const block = new Block{data, bytes, stream, std::move(storage), {}, {}};
+  return {data, block, &free_block, c10::Device(c10::DeviceType::CUDA, device)};
+}
+
+class DeviceAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override { return allocate_on_device(bytes); }
+  void copy_data(void* target, const void* source, std::size_t bytes) const override {
+    default_copy_data(target, source, bytes);
+  }
+};
+
+// Which memory is pinned: where each range begins, and its bytes.
+class Ranges {
+ public:
+  void add(void* data, std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    ranges_[data] = bytes;
+    total_ += bytes;
+  }
+  // Returns its bytes, or 0 where there is none that begins there.
+  std::size_t remove(void* data) {
+    const std::lock_guard lock(mutex_);
+    const auto found = ranges_.find(data);
+    if (found == ranges_.end()) {
+      return 0;
+    }
+    const std::size_t bytes = found->second;
+    ranges_.erase(found);
+    total_ -= bytes;
+    return bytes;
+  }
+  bool contains(const void* data) {
+    const std::lock_guard lock(mutex_);
+    auto after = ranges_.upper_bound(const_cast<void*>(data));
+    if (after == ranges_.begin()) {
+      return false;
+    }
+    --after;
+    const auto* const end = static_cast<const std::byte*>(after->first) + after->second;
+    return static_cast<const std::byte*>(data) < end;
+  }
+  std::size_t total() {
+    const std::lock_guard lock(mutex_);
+    return total_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<void*, std::size_t> ranges_;  // guarded by mutex_
+  std::size_t total_ = 0;                // guarded by mutex_
+};
+
+Ranges& pinned() {
+  static auto* const ranges = new Ranges;
+  return *ranges;
+}
+
+Ranges& registered() {
+  static auto* const ranges = new Ranges;
+  return *ranges;
+}
+
+void free_pinned(void* data) { retire(data, pinned().remove(data)); }
+
+class PinnedAllocator final : public at::HostAllocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    void* const data = fake_cuda::allocate(bytes);
+    pinned().add(data, bytes);
+    return {data, data, &free_pinned, c10::Device(c10::DeviceType::CPU)};
+  }
+  void copy_data(void* target, const void* source, std::size_t bytes) const override {
+    default_copy_data(target, source, bytes);
+  }
+  bool record_event(void* /*data*/, void* /*context*/, c10::Stream /*stream*/) override {
+    return false;
+  }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+};
+
+}  // namespace
+
+c10::DataPtr allocate_on_device(std::size_t bytes) {
+  return hold(allocate(bytes), bytes, current_device(), c10::Storage());
+}
+
+c10::DataPtr move_to_device(c10::Storage storage, c10::DeviceIndex device) {
+  void* const data = storage.mutable_data();
+  const std::size_t bytes = storage.nbytes();
+  return hold(data, bytes, device, std::move(storage));
+}
+
+void record_stream(const c10::DataPtr& data, const c10::Stream& stream) {
+  if (data.get_deleter() == &free_block) {
+    auto* const block = static_cast<Block*>(data.get_context());
+    const std::lock_guard lock(block->mutex);
+    block->used_on.push_back(stream);
+  }
+}
+
+bool is_pinned(const void* data) { return pinned().contains(data) || registered().contains(data); }
+std::size_t pinned_bytes() { return pinned().total(); }
+std::size_t registered_bytes() { return registered().total(); }
+
+void install_allocators() {
+  c10::SetAllocator(c10::DeviceType::CUDA, new DeviceAllocator);
+  at::setHostAllocator(c10::DeviceType::CUDA, new PinnedAllocator);
+}
+
+}  // namespace fake_cuda
+
+int cudaHostRegister(void* data, std::size_t bytes, unsigned /*flags*/) {
+  fake_cuda::registered().add(data, bytes);
+  return 0;
+}
+
+int cudaHostUnregister(void* data) {
+  (void)fake_cuda::registered().remove(data);
+  return 0;
+}

@@ -1,0 +1,298 @@
+"""Device tensors over native and gloo, on the fake CUDA device: streams, lifetimes, order, failure.
+
+What they compute is the conformance suite's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import fake_cuda
+import pytest
+import torch
+import torch.distributed as dist
+from fake_cuda import needs_fake_cuda
+from launch import Outcome, rank_outcomes, run_ranks
+from torch import Tensor, nn
+from training import TIME_LIMIT, assert_like_reference, batch, joined
+
+import pydist
+
+pytestmark = [needs_fake_cuda, TIME_LIMIT]
+
+BACKENDS = pytest.mark.parametrize("backend", ["native", "gloo"])
+# Parts of 64 KiB: what is big here takes several rounds of the slots.
+BIG = 300_000
+
+
+def on_device(backend: str, function: Callable[..., object], *args: object) -> list[object]:
+    env = {"PYDIST_BACKEND": backend, "PYDIST_STAGING_BYTES": "65536"}
+    return run_ranks(function, 2, *args, env=env, timeout=35)
+
+
+def start() -> tuple[int, int]:
+    fake_cuda.install()
+    # Enough for whoever does not wait to be early.
+    fake_cuda.set_delay_us(300)
+    return joined()
+
+
+def filled(value: float, count: int = BIG, device: str = "cuda") -> Tensor:
+    """Its elements become `value` on the stream, some time after this has returned."""
+    return torch.zeros(count, device=device).add_(1).mul_(value)
+
+
+def streams_and_lifetimes() -> None:
+    rank, size = start()
+    total = float(sum(range(1, size + 1)))
+
+    # What the current stream was given before comes before, on any stream and device.
+    for device in ("cuda:0", "cuda:1"):
+        with fake_cuda.Stream(int(device[-1])):
+            mine = filled(rank + 1.0, device=device)
+            pydist.all_reduce(mine)
+        # Finished for all streams, also those that have waited for nothing.
+        assert bool((mine == total).all())
+
+    # Results that only the handle holds, inputs that are let go of at once.
+    works = [pydist.all_reduce(filled(1.0), async_op=True) for _ in range(4)]
+    out = torch.empty(size * BIG, device="cuda")
+    works.append(pydist.all_gather(filled(rank + 1.0), out=out, async_op=True))
+    junk = [torch.full((BIG,), -1.0, device="cuda") for _ in range(4)]
+    for work in works:
+        work.wait()
+    assert [float(block[0]) for block in out.view(size, -1)] == [1.0, 2.0]
+    assert all(bool((block == block[0]).all()) for block in out.view(size, -1))
+    del junk
+
+    # An output that an earlier kernel still reads is not overwritten under it.
+    source = torch.full((BIG,), 5.0, device="cuda")
+    seen = torch.zeros(BIG, device="cuda").copy_(source)
+    seen.add_(source)
+    pydist.broadcast(source.fill_(rank + 7.0), 0)
+    assert bool((source == 7.0).all())
+    assert bool((seen == 10.0).all())
+
+    # Non-contiguous results are in place for every stream when the handle says so.
+    grid = filled(rank + 1.0).view(3, -1).t()
+    work = pydist.all_reduce(grid, async_op=True)
+    work.wait()
+    with fake_cuda.Stream():
+        assert bool((torch.zeros_like(grid).copy_(grid) == total).all())
+
+    # Host and device in turn: one order, on all ranks.
+    host = [torch.full((7,), float(i)) for i in range(20)]
+    device = [filled(i + 1.0, 20_000) for i in range(20)]
+    handles = []
+    for a, b in zip(host, device, strict=True):
+        handles.append(pydist.all_reduce(b, async_op=True))
+        handles.append(pydist.all_reduce(a, async_op=True))
+        if rank == 0:
+            time.sleep(0.001)
+    handles[-1].wait()
+    assert all(handle.is_completed() for handle in handles)
+    for i, (a, b) in enumerate(zip(host, device, strict=True)):
+        assert a.tolist() == [2.0 * i] * 7
+        assert bool((b == 2.0 * (i + 1)).all())
+
+    # Messages keep their order whatever they are made of, and pass collectives by.
+    peer = 1 - rank
+    late = pydist.all_reduce(filled(1.0), async_op=True) if rank == 0 else None
+    sent = []
+    for i in range(6):
+        message = filled(float(i), 500) if i % 2 else torch.full((500,), float(i))
+        sent.append(pydist.send(message, peer, async_op=True))
+    for i in range(6):
+        got = torch.empty(500, device="cpu" if i % 2 else "cuda")
+        assert pydist.recv(got, peer) == peer
+        assert bool((got == float(i)).all())
+    late = late or pydist.all_reduce(filled(1.0), async_op=True)
+    for work in [*sent, late]:
+        work.wait()
+
+    # Slots are pinned, in the heap where there is one, and go with their group.
+    assert fake_cuda.pinned_bytes() + fake_cuda.registered_bytes() >= 3 * 65536
+    assert (fake_cuda.registered_bytes() > 0) == (pydist.backend() == "native")
+    memory = pydist.symmetric_empty(5, device="cuda:1")
+    assert str(memory.device) == "cuda:1"
+    pydist.shutdown()
+    fake_cuda.synchronize()
+    assert fake_cuda.registered_bytes() == 0
+
+
+@BACKENDS
+def test_streams_and_lifetimes(backend: str) -> None:
+    on_device(backend, streams_and_lifetimes)
+
+
+class Model(nn.Module):
+    """Buffers, a shared weight, a branch that no rank takes, 16-bit and complex parameters."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        self.places = first, second
+        self.table = nn.Embedding(7, 6, dtype=torch.float64).to(first)
+        self.norm = nn.BatchNorm1d(6, dtype=torch.float64).to(first)
+        self.inside = nn.Linear(6, 8, dtype=torch.float64).to(first)
+        self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex128, device="cpu").to(second))
+        self.outside = nn.Linear(8, 1, dtype=torch.float64).to(second)
+        self.never = nn.Linear(8, 1, dtype=torch.float64).to(second)
+        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        first, second = self.places
+        y = self.norm(x.to(first) + self.table(words.to(first)))
+        y = self.inside(self.inside(y).tanh()[:, :6]).to(second)
+        y = (y * self.turn).abs()
+        loss: Tensor = self.outside(y).cpu() + self.bias
+        return loss.square().mean()
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    words = torch.arange(5) * (rank + 1) % 7
+    loss: Tensor = model(batch(rank, 5, 6, step=step), words)
+    return loss
+
+
+def training() -> None:
+    rank, size = start()
+    # On one device, then cut over two devices and the CPU: three threads run hooks.
+    for first, second in (("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")):
+        torch.manual_seed(5)
+        reference = Model("cpu", "cpu")
+        module = Model(first, second)
+        module.load_state_dict(reference.state_dict())
+        if rank != 0:
+            for parameter in module.parameters():
+                parameter.data.add_(1.0)  # the values come from rank 0
+        model = pydist.DataParallel(module, bucket_cap_mb=0.0005)
+        assert {str(p.device) for p in model.parameters()} == {first, second, "cpu"}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        theirs = torch.optim.AdamW(reference.parameters(), lr=0.05)
+        for step in range(4):
+            optimizer.zero_grad()
+            theirs.zero_grad()
+            with fake_cuda.Stream(0), fake_cuda.Stream(1):
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+            for name, parameter in model.named_parameters():
+                unused = name.startswith("never")
+                assert (parameter.grad is None) == unused, name
+                assert unused or parameter.grad.device == parameter.device, name
+            before = [buffer.clone() for buffer in reference.buffers()]
+            for r in reversed(range(size)):
+                for buffer, value in zip(reference.buffers(), before, strict=True):
+                    buffer.copy_(value)
+                (loss_of(reference, r, step) / size).backward()
+            theirs.step()
+            copy = Model("cpu", "cpu")
+            copy.load_state_dict(model.state_dict())
+            assert_like_reference(copy, reference, gradients=False)
+        assert model.stats().rounds == 4
+        with model.no_sync():
+            loss_of(model, rank, 8).backward()
+        loss_of(model, rank, 9).backward()
+
+    # Half the bytes, and hooks of torch's, whose futures know the device.
+    for compress, hook in (("bf16", None), (None, "fp16_compress_hook"), (None, "noop")):
+        torch.manual_seed(6)
+        model = pydist.DataParallel(nn.Linear(40, 30).to("cuda"), compress=compress)
+        if hook == "fp16_compress_hook":
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+            model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+        for step in range(3):
+            inputs = [batch(r, 4, 40, step=step, dtype=torch.float32) for r in range(size)]
+            model.zero_grad()
+            model(inputs[rank].to("cuda")).square().mean().backward()
+            copy = nn.Linear(40, 30)
+            copy.load_state_dict(model.state_dict())
+            copy(torch.cat(inputs)).square().mean().backward()
+            tolerance = 1e-6 if compress is None and hook != "fp16_compress_hook" else 0.02
+            torch.testing.assert_close(
+                model.weight.grad.cpu(), copy.weight.grad, rtol=tolerance, atol=tolerance
+            )
+
+    # torch's own wrapper, on the process group.
+    torch.manual_seed(7)
+    module = nn.Linear(4, 2, dtype=torch.float64).to("cuda")
+    wrapped = nn.parallel.DistributedDataParallel(module)
+    wrapped(batch(rank, 3, 4).to("cuda")).sum().backward()
+    mean = torch.stack([batch(r, 3, 4).sum(0) for r in range(size)]).mean(0)
+    torch.testing.assert_close(module.weight.grad.cpu(), mean.expand(2, 4))
+
+
+@BACKENDS
+def test_training(backend: str) -> None:
+    on_device(backend, training)
+
+
+def device_is_late() -> str:
+    rank, _ = start()
+    tensor = filled(1.0)
+    pydist.all_reduce(tensor)
+    stall = fake_cuda.Stall() if rank == 1 else None
+    try:
+        pydist.all_reduce(tensor.add_(1), timeout=1.0 if rank == 1 else 20.0)
+    except pydist.Error as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if stall is not None:
+            stall.release()
+    return "no error"
+
+
+def rank_dies() -> None:
+    rank, _ = start()
+    pydist.all_reduce(filled(1.0))
+    if rank == 1:
+        works = [pydist.all_reduce(filled(1.0), async_op=True) for _ in range(3)]
+        assert works
+        os._exit(3)
+    for _ in range(5):
+        pydist.all_reduce(filled(1.0), timeout=20.0)
+
+
+def ranks_disagree() -> None:
+    rank, _ = start()
+    pydist.all_reduce(filled(1.0, 100 + rank))
+
+
+def is_captured_or_wrong() -> None:
+    start()
+    with pytest.raises(pydist.InvalidUsage, match="one device"):
+        pydist.all_reduce(filled(1.0, 3), out=torch.empty(3))
+    with pytest.raises(pydist.InvalidUsage, match="on meta"):
+        pydist.all_reduce(torch.empty(3, device="meta"))
+    assert pydist.all_reduce(filled(1.0, 3)).tolist() == [2.0] * 3
+
+
+@BACKENDS
+def test_failures(backend: str) -> None:
+    env = {"PYDIST_BACKEND": backend, "PYDIST_STAGING_BYTES": "65536"}
+    on_device(backend, is_captured_or_wrong)
+    late = on_device(backend, device_is_late)
+    assert str(late[1]).startswith("Timeout: all_reduce on rank 1 of 2 of group 'world': the dev")
+    assert late[0] != "no error"
+
+    def errors(function: Callable[[], object]) -> list[Outcome]:
+        return rank_outcomes(function, 2, env=env, timeout=35)
+
+    survivor = errors(rank_dies)[0]
+    assert survivor.error in ("PeerLost", "TransportError", "Timeout"), survivor.describe()
+    if backend == "native":
+        assert survivor.error == "PeerLost"
+        assert "rank 1" in survivor.message
+    assert [outcome.error for outcome in errors(ranks_disagree)] == ["Mismatch", "Mismatch"]
+
+
+def without_devices() -> list[str]:
+    joined()
+    devices: list[str] = pydist.groups.communicator_of().capabilities()["devices"]
+    return devices
+
+
+def test_torch_without_cuda_stages_nothing() -> None:
+    assert run_ranks(without_devices, 1) == [["cpu"]]
