@@ -14,9 +14,8 @@ later follow the job's choice without asking again.
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -35,8 +34,7 @@ _ERRORS: dict[str, type[Error]] = {
 }
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What follows for all ranks."""
 
     # As in PYDIST_BACKEND.

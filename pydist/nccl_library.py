@@ -9,16 +9,15 @@ import functools
 import importlib.util
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = ["NcclLibrary", "find_nccl"]
 
 _NAME = "libnccl.so.2"
 
 
-@dataclass(frozen=True)
-class NcclLibrary:
+class NcclLibrary(NamedTuple):
     """NCCL, or why there is none."""
 
     # As NCCL counts since 2.9: 23003 is 2.30.3. 0 where there is none.

@@ -6,8 +6,7 @@ Both are for tests: kernels of ranks that wait for each other then take turns on
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydist.nccl_library import version_of
 from pydist.rank_gpu import NCCL_IS_MISSING, describe_gpus, gpus_of_ranks, has_nccl
@@ -20,8 +19,7 @@ _FIRST_SHARING_NCCL = 23_003
 _ELSEWHERE = "PYDIST_BACKEND=auto takes another backend"
 
 
-@dataclass(frozen=True)
-class Obstacle:
+class Obstacle(NamedTuple):
     """What keeps the ranks of a job from NCCL."""
 
     why: str

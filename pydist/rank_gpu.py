@@ -52,11 +52,11 @@ def describe_gpus(wants_nccl: bool) -> dict[str, Any]:
         what was set to let ranks share a GPU.
     """
     told: dict[str, Any] = {"local_rank": None, "gpus": [], "chosen": None}
-    with suppress(InvalidUsage):
-        placement = read_placement()
-        # Without a launcher every process looks like a world of its own.
-        told["local_rank"] = placement.local_rank if placement.world_size > 1 else None
     if torch.backends.cuda.is_built():
+        with suppress(InvalidUsage):
+            placement = read_placement()
+            # Without a launcher every process looks like a world of its own.
+            told["local_rank"] = placement.local_rank if placement.world_size > 1 else None
         narrow_to_own_instance(told["local_rank"])
         told["gpus"] = [{"uuid": "", "pci": ""}] * torch.cuda.device_count()
     if told["gpus"] and wants_nccl and has_nccl():

@@ -25,15 +25,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import process as multiprocessing_process
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 
 from pydist import backends
 from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout
-from pydist.gpu_choice import Gpus, choose_gpus, gpu_variables, process_count
 from pydist.unpicklable import find_unpicklable
+
+if TYPE_CHECKING:
+    from pydist.gpu_choice import Gpus
 
 __all__ = ["spawn"]
 
@@ -75,7 +77,7 @@ def spawn(
     args: Sequence[Any] = (),
     nprocs: int | None = None,
     *,
-    gpus: Gpus | None = None,
+    gpus: "Gpus | None" = None,
     timeout: float | None = None,
     backend: str | None = None,
 ) -> list[R]:
@@ -123,10 +125,12 @@ def spawn(
         raise InvalidUsage(f"nprocs={nprocs} is not valid; it must be 1 or more.")
     variables: dict[str, str] = {}
     if gpus is not None:
-        chosen = choose_gpus(gpus)
-        variables = gpu_variables(chosen)
+        from pydist import gpu_choice  # not at import: few need it
+
+        chosen = gpu_choice.choose_gpus(gpus)
+        variables = gpu_choice.gpu_variables(chosen)
         if chosen:
-            count = process_count(chosen, nprocs, f"gpus={gpus!r}", f"nprocs={nprocs}")
+            count = gpu_choice.process_count(chosen, nprocs, f"gpus={gpus!r}", f"nprocs={nprocs}")
     if backend is not None:
         backends.parse_backend(backend, "backend=")
     payload, by_value = _pack(fn, tuple(args))

@@ -15,6 +15,7 @@ from launch import run_ranks
 import pydist
 from pydist import _native, backends, nccl_library
 from pydist.agreement import judge
+from pydist.cli import info
 from pydist.nccl_library import NcclLibrary, find_nccl, version_of
 from pydist.rank_gpu import describe_gpus, gpus_of_ranks, make_current
 
@@ -250,6 +251,27 @@ def test_a_world_of_one(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(pydist.TransportError, match="no way between the GPUs"):
             pydist.init("nccl")
         assert not pydist.is_initialized()
+
+
+def test_pydist_info_lists_gpus_and_nccl(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(info, "find_nccl", lambda: NCCL)
+    with fake_gpus("x", "y"):
+        report = info.collect()
+        assert [gpu["uuid"] for gpu in report["gpus"]] == ["GPU-x", "GPU-y"]
+        assert report["nccl"] == {"version": "2.29.7", "path": NCCL.path, "problem": None}
+        assert report["backends"]["nccl"] == {"usable": True, "why_not": None}
+        assert info.main([]) == 0
+        folded = " ".join(capsys.readouterr().out.split())
+        assert "0 Fake, 1 GiB, GPU-x, bus 00000000:78:00" in folded
+        assert "NCCL 2.29.7, /fake/libnccl.so.2" in folded
+    monkeypatch.setattr(info, "find_nccl", lambda: NcclLibrary(problem="NCCL can't be loaded"))
+    with fake_gpus():
+        report = info.collect()
+        assert (report["gpus"], report["nccl"]["problem"]) == ([], "NCCL can't be loaded")
+        assert report["no_gpu"].startswith("CUDA finds none on this host")
+        assert report["backends"]["nccl"]["why_not"].startswith("rank 0 has no GPU: CUDA finds")
 
 
 def join_on_gpus(*uuids: str, backend: str | None = None, **told: Any) -> dict[str, Any]:
