@@ -40,6 +40,7 @@ from pydist.groups import new_group
 from pydist.large_batch import effective_batch_size, scale_lr
 from pydist.process import (
     backend,
+    device,
     init,
     is_initialized,
     local_rank,
@@ -75,6 +76,7 @@ __all__ = [
     "backend",
     "barrier",
     "broadcast",
+    "device",
     "effective_batch_size",
     "gather",
     "init",

@@ -1,22 +1,15 @@
 """Which backend carries a group, and the "pydist" backend of torch.distributed.
 
-Note [One choice for the whole job]
-`auto` must come out the same on every rank, and a rank that was told something else must not be
-left waiting. So the first thing that the ranks of a job exchange, through the store and before
-anything is built on it, is what each was asked for and which versions it runs (`_agree`). Rank 0
-reads what all said and publishes one verdict, which all follow: the backend to try, or the error
-that all raise. Whether the native engine can serve them all is agreed by the engine itself
-(`create_native` succeeds on every rank, or raises the same TransportError on every rank); on
-TransportError `auto` takes gloo, everywhere. Groups that are made later follow the job's choice
-without asking again.
+The ranks of a job agree on one backend when they meet (Note [One choice for the whole job] in
+`pydist.agreement`). On NCCL, which moves nothing but GPU tensors, a group has a communicator on
+native or gloo beside it, for tensors on the CPU.
 """
 
-import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,20 +21,13 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist._load import __version__
-from pydist.errors import Error, InvalidUsage, Mismatch, Timeout, TransportError
+from pydist.agreement import Verdict, agree
+from pydist.errors import Error, InvalidUsage, TransportError
+from pydist.rank_gpu import describe_gpus, make_current
 
 __all__ = ["Job", "Options", "create_communicator", "parse_backend", "register", "valid_backends"]
 
 logger = logging.getLogger("pydist")
-
-NCCL_IS_MISSING = "not built yet in this version of pydist"
-
-# How long after rank 0's own deadline the others wait for its verdict.
-_VERDICT_GRACE_S = 5.0
-
-_VERDICTS: dict[str, type[Error]] = {
-    kind.__name__: kind for kind in (InvalidUsage, Mismatch, Timeout, TransportError)
-}
 
 
 @dataclass(frozen=True)
@@ -56,12 +42,16 @@ class Options:
 class Job:
     """What all ranks of the job have agreed on."""
 
-    # "native" or "gloo".
+    # "native", "gloo" or "nccl".
     backend: str
+    # What carries tensors on the CPU: the same, except beside nccl.
+    host_backend: str
     # Why that one; for people.
     reason: str
     # An identity of each rank's host, in rank order.
     hosts: tuple[str, ...]
+    # The number of the GPU that each rank takes, of those that it sees; None where it sees none.
+    gpus: tuple[int | None, ...]
 
     @property
     def is_on_one_host(self) -> bool:
@@ -133,8 +123,8 @@ def host_identity() -> str:
     return " ".join(parts)
 
 
-def _hello(backend: str | None) -> dict[str, str]:
-    hello = {
+def _hello(backend: str | None) -> dict[str, Any]:
+    hello: dict[str, Any] = {
         "host": host_identity(),
         "pydist": __version__,
         "torch": torch.__version__.split("+")[0],
@@ -144,96 +134,9 @@ def _hello(backend: str | None) -> dict[str, str]:
         _native.read_environment()
     except InvalidUsage as error:
         hello["error"] = str(error)
-    return hello
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _who_said_what(said: Iterable[str]) -> str:
-    by_value: dict[str, list[int]] = {}
-    for rank, value in enumerate(said):
-        by_value.setdefault(value, []).append(rank)
-    return "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
-
-
-def judge(hellos: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """What follows from what all ranks said: a wish and the hosts, or an error for all."""
-    wrong = [f"{_ranks([r])}: {h['error']}" for r, h in enumerate(hellos) if "error" in h]
-    if wrong:
-        return {"error": "InvalidUsage", "message": " ".join(wrong)}
-    for package in ("pydist", "torch"):
-        if len({hello[package] for hello in hellos}) > 1:
-            versions = _who_said_what(f"{package} {hello[package]}" for hello in hellos)
-            return {
-                "error": "Mismatch",
-                "message": f"the ranks run different versions: {versions}. Install the same "
-                "everywhere.",
-            }
-    if len({hello["wish"] for hello in hellos}) > 1:
-        wishes = _who_said_what(
-            f"{hello['source']}{'' if hello['source'].endswith('=') else '='}'{hello['wish']}'"
-            for hello in hellos
-        )
-        return {
-            "error": "Mismatch",
-            "message": f"the ranks were asked for different backends: {wishes}. Give all of them "
-            "the same.",
-        }
-    return {"wish": hellos[0]["wish"], "hosts": [hello["host"] for hello in hellos]}
-
-
-def _appear(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
-    """Waits until the keys are in the store; False when the time is up.
-
-    Unlike the store's own wait it lets signal handlers run, and a TCPStore serve other threads.
-    """
-    deadline_s = time.monotonic() + timeout.total_seconds()
-    pause_s = 0.0002
-    try:
-        while not store.check(keys):
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.01)
-    except RuntimeError as error:
-        raise TransportError(
-            f"the store of the job is gone; is the rank that hosts it still alive? ({error})"
-        ) from error
-    return True
-
-
-def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]:
-    keys = [f"hello/{rank}" for rank in range(size)]
-    if not _appear(store, keys, timeout):
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        return {
-            "error": "Timeout",
-            "message": f"{_ranks(missing)} of {size} did not join within "
-            f"{timeout.total_seconds():g} s. Look at what they print; PYDIST_TIMEOUT or "
-            "pydist.init(timeout=) gives them more time.",
-        }
-    return judge([json.loads(store.get(key)) for key in keys])
-
-
-def _agree(
-    store: dist.Store, rank: int, size: int, backend: str | None, timeout: timedelta
-) -> tuple[str, tuple[str, ...]]:
-    """The wish of all ranks, and where each is; see Note [One choice for the whole job]."""
-    store.set(f"hello/{rank}", json.dumps(_hello(backend)))
-    if rank == 0:
-        verdict = _collect(store, size, timeout)
-        store.set("verdict", json.dumps(verdict))
     else:
-        if not _appear(store, ["verdict"], timeout + timedelta(seconds=_VERDICT_GRACE_S)):
-            raise Timeout(
-                f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it prints."
-            )
-        verdict = json.loads(store.get("verdict"))
-    if "error" in verdict:
-        raise _VERDICTS[verdict["error"]](verdict["message"])
-    return verdict["wish"], tuple(verdict["hosts"])
+        hello.update(describe_gpus(wants_nccl=hello["wish"] in ("auto", "nccl")))
+    return hello
 
 
 def gloo_factory(
@@ -262,6 +165,41 @@ def gloo_factory(
     return create
 
 
+@dataclass(frozen=True)
+class _Meeting:
+    """The ranks of one group, as they meet to make its communicators."""
+
+    store: dist.Store
+    rank: int
+    size: int
+    name: str
+    timeout: timedelta
+    # Whether all ranks of the job share the loopback.
+    one_host: bool
+
+    def create(self, backend: str) -> _native.Communicator:
+        """A communicator on native or gloo."""
+        store, timeout_s = dist.PrefixStore(backend, self.store), self.timeout.total_seconds()
+        if backend == "native":
+            made = _native.create_native(store, self.rank, self.size, self.name, timeout_s)
+        else:
+            factory = gloo_factory(self.one_host)
+            made = _native.create_gloo(store, self.rank, self.size, self.name, timeout_s, factory)
+        made.timeout = timeout_s
+        return made
+
+    def create_nccl(self, host: _native.Communicator, gpu: int) -> _native.Communicator:
+        """A communicator on NCCL that leaves tensors on the CPU to `host`, and owns it."""
+        store, timeout_s = dist.PrefixStore("nccl", self.store), self.timeout.total_seconds()
+        # Any: only builds that have it declare it; `has_nccl` was asked before.
+        create: Any = getattr(_native, "create_nccl", None)
+        made: _native.Communicator = create(
+            store, self.rank, self.size, self.name, timeout_s, host, gpu
+        )
+        made.timeout = timeout_s
+        return made
+
+
 def create_communicator(
     store: dist.Store,
     rank: int,
@@ -275,6 +213,8 @@ def create_communicator(
 ) -> _native.Communicator:
     """Joins a group. Every rank of the group calls it.
 
+    A rank that sees a GPU has its own as the current one after it has joined the world.
+
     Args:
         store: the group's own key-value store.
         rank: this process's rank in the group.
@@ -286,7 +226,8 @@ def create_communicator(
         is_world: whether the group holds all ranks of the job, so that its choice is the job's.
 
     Raises:
-        InvalidUsage: an unknown backend, or one that this version does not have.
+        InvalidUsage: an unknown backend, or one that this version does not have; or NCCL was asked
+            for and a rank has no GPU, or shares one.
         Mismatch: the ranks were asked for different backends, or run different versions.
         Timeout: a rank did not come.
         TransportError: the backend asked for can't serve these ranks.
@@ -298,60 +239,75 @@ def create_communicator(
     turn = store.add(f"{met_by}/{rank}", 1)
     store = dist.PrefixStore(f"{met_by}#{turn}", store)
     if _job is not None and not is_world:
-        return _create(_job.backend, _job.is_on_one_host, store, rank, size, name, timeout)
+        meeting = _Meeting(store, rank, size, name, timeout, _job.is_on_one_host)
+        gpu = _job.gpus[rank if members is None else members[rank]]
+        return _create(meeting, _job, gpu)
     start_s = time.monotonic()
-    wish, hosts = _agree(dist.PrefixStore("agree", store), rank, size, backend, timeout)
-    if wish == "nccl":
-        raise InvalidUsage(
-            f"backend 'nccl' is {NCCL_IS_MISSING}; use auto, native or gloo. "
-            'For CUDA tensors, torch\'s own nccl works beside pydist: "cpu:pydist,cuda:nccl".'
-        )
-    one_host = len(set(hosts)) == 1
-    chosen = "native" if wish == "auto" else wish
-    reason = "asked for"
-    try:
-        communicator = _create(chosen, one_host, store, rank, size, name, timeout)
-        if wish == "auto":
-            reason = "the fastest that every rank can use"
-    except TransportError as error:
-        if wish != "auto":
-            raise
-        chosen, reason = "gloo", f"native can't serve these ranks: {error}"
-        communicator = _create(chosen, one_host, store, rank, size, name, timeout)
+    agreed = agree(dist.PrefixStore("agree", store), rank, size, _hello(backend), timeout)
+    gpu = agreed.gpus[rank]
+    if is_world and gpu is not None:
+        make_current(gpu)
+    meeting = _Meeting(store, rank, size, name, timeout, len(set(agreed.hosts)) == 1)
+    job, communicator = _choose(meeting, agreed, gpu)
     if is_world:
-        _job = Job(chosen, reason, hosts)
+        _job = job
     if rank == 0:
         took_s = time.monotonic() - start_s
-        fell_back = wish == "auto" and chosen != "native"
+        # Without any GPU nobody misses NCCL.
+        best = "native" if set(agreed.gpus) == {None} else "nccl"
+        fell_back = agreed.wish == "auto" and job.backend != best
         logger.log(
             logging.WARNING if fell_back else logging.INFO,
             "backend %s on %d rank%s (%s); joined in %.2f s",
-            chosen,
+            job.backend,
             size,
             "" if size == 1 else "s",
-            reason,
+            job.reason,
             took_s,
         )
     return communicator
 
 
-def _create(
-    backend: str,
-    one_host: bool,
-    store: dist.Store,
-    rank: int,
-    size: int,
-    name: str,
-    timeout: timedelta,
-) -> _native.Communicator:
-    store = dist.PrefixStore(backend, store)
-    if backend == "native":
-        communicator = _native.create_native(store, rank, size, name, timeout.total_seconds())
-    else:
-        communicator = _native.create_gloo(
-            store, rank, size, name, timeout.total_seconds(), gloo_factory(one_host)
-        )
-    communicator.timeout = timeout.total_seconds()
+def _choose(
+    meeting: _Meeting, agreed: Verdict, gpu: int | None
+) -> tuple[Job, _native.Communicator]:
+    """Takes the best backend that can serve all ranks of those that the wish leaves."""
+    is_auto = agreed.wish == "auto"
+    host_backend = "native" if agreed.wish in ("auto", "nccl") else agreed.wish
+    reason = "asked for"
+    try:
+        communicator = meeting.create(host_backend)
+        if is_auto:
+            reason = "the fastest that every rank can use"
+    except TransportError as error:
+        if agreed.wish not in ("auto", "nccl"):
+            raise
+        host_backend, reason = "gloo", f"native can't serve these ranks: {error}"
+        communicator = meeting.create(host_backend)
+    backend, not_nccl = host_backend, agreed.not_nccl
+    if agreed.wish in ("auto", "nccl") and not_nccl is None:
+        assert gpu is not None
+        try:
+            communicator = meeting.create_nccl(communicator, gpu)
+            backend = "nccl"
+            reason = "every rank has a GPU" if is_auto else "asked for"
+            reason += f"; {host_backend} for tensors on the CPU"
+        except TransportError as error:
+            if not is_auto:
+                communicator.shutdown()
+                raise
+            not_nccl = str(error)
+    if is_auto and backend != "nccl" and set(agreed.gpus) != {None}:
+        reason += f"; not nccl: {not_nccl}"
+    return Job(backend, host_backend, reason, agreed.hosts, agreed.gpus), communicator
+
+
+def _create(meeting: _Meeting, job: Job, gpu: int | None) -> _native.Communicator:
+    """A further group of a job that has agreed."""
+    communicator = meeting.create(job.host_backend)
+    if job.backend == "nccl":
+        assert gpu is not None
+        return meeting.create_nccl(communicator, gpu)
     return communicator
 
 

@@ -10,14 +10,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from pydist import _native, backends, groups
 from pydist.environment import Placement, Rendezvous, read_placement
 from pydist.errors import InvalidUsage, Timeout, TransportError
+from pydist.rank_gpu import gpu_of_local_rank
 
 __all__ = [
     "backend",
+    "device",
     "init",
     "is_initialized",
     "local_rank",
@@ -40,6 +43,7 @@ class _Process:
     world_size: int
     local_rank: int
     local_world_size: int
+    device: torch.device
     backend: str
     # The process that joined; a forked child is another one.
     pid: int
@@ -70,13 +74,14 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     Args:
         backend: "auto", "native", "gloo" or "nccl", the same on every rank; by default the value
             of PYDIST_BACKEND, and "auto" without one. "auto" takes the fastest that every rank can
-            use.
+            use: nccl if every rank has a GPU of its own.
         timeout: seconds (or a timedelta) that joining, and later each operation, may take; by
             default the value of PYDIST_TIMEOUT, and 600 without one.
 
     Raises:
         InvalidUsage: the backend is unknown, or another one than the running one; the environment
-            describes half a job (the message names what is missing).
+            describes half a job (the message names what is missing); NCCL was asked for and a rank
+            has no GPU, or shares one (the message names the ranks and the GPU).
         Mismatch: the ranks were asked for different backends, or run different versions.
         Timeout: a rank did not come in time; the message names it.
         TransportError: rank 0 can't be reached, or the backend asked for can't serve these ranks.
@@ -205,9 +210,19 @@ def _describe(*, owns_group: bool, placement: Placement | None) -> _Process:
         world_size=size,
         local_rank=local_rank,
         local_world_size=local_world_size,
+        device=_device(job, rank, local_rank),
         backend=communicator.backend,
         pid=os.getpid(),
     )
+
+
+def _device(job: backends.Job | None, rank: int, local_rank: int) -> torch.device:
+    if job is not None:
+        gpu = job.gpus[rank]
+    else:
+        count = torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
+        gpu = gpu_of_local_rank(local_rank, count)
+    return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
 def _meet(placement: Placement, timeout: timedelta) -> tuple[dist.Store, bool]:
@@ -439,8 +454,32 @@ def local_world_size() -> int:
     return _joined().local_world_size
 
 
+def device() -> torch.device:
+    """The device that this rank computes on: its GPU, or the CPU if it sees no GPU.
+
+    The i-th rank of a host takes the i-th GPU that it sees (CUDA_VISIBLE_DEVICES, `pydist run
+    --gpus`), counted from the first again where ranks outnumber GPUs; a process that has called
+    `torch.cuda.set_device` for another GPU than the first before it joined keeps its own. `init`
+    makes that GPU the current one, so plain `"cuda"` means it, but does not start CUDA for it.
+
+    Returns:
+        `torch.device("cuda", i)` or `torch.device("cpu")`.
+
+    Raises:
+        InvalidUsage: the process has not joined a job.
+
+    Example:
+        >>> import pydist, torch
+        >>> pydist.init()
+        >>> model = torch.nn.Linear(3, 3).to(pydist.device())
+    """
+    return _joined().device
+
+
 def backend() -> str:
-    """The backend that carries the collectives: "native" or "gloo".
+    """The backend that carries the collectives: "native", "gloo" or "nccl".
+
+    On "nccl" tensors on the CPU travel through native or gloo.
 
     Raises:
         InvalidUsage: the process has not joined a job.

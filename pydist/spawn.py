@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import process as multiprocessing_process
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
@@ -33,6 +33,9 @@ import torch.multiprocessing as torch_multiprocessing
 from pydist import backends
 from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout
 from pydist.unpicklable import find_unpicklable
+
+if TYPE_CHECKING:
+    from pydist.gpu_choice import Gpus
 
 __all__ = ["spawn"]
 
@@ -74,6 +77,7 @@ def spawn(
     args: Sequence[Any] = (),
     nprocs: int | None = None,
     *,
+    gpus: "Gpus | None" = None,
     timeout: float | None = None,
     backend: str | None = None,
 ) -> list[R]:
@@ -85,7 +89,11 @@ def spawn(
     Args:
         fn: what each rank runs. It and its arguments are sent by pickle.
         args: its arguments, the same for every rank; tensors are copied.
-        nprocs: how many processes; by default one for each core that this process may use.
+        nprocs: how many processes; by default one for each of `gpus`, otherwise one for each core
+            that this process may use.
+        gpus: the GPUs that the ranks see, of those that this process sees: how many (0 for none,
+            -1 for all), which (`[0, 2]`), or `"auto:2"` for idle ones; strings are read as by
+            `pydist run --gpus`, except that `"0"` is the first GPU. By default all.
         timeout: seconds that the whole call may take; by default without limit. When it has passed,
             each rank prints its stacks on standard error.
         backend: for the ranks' PYDIST_BACKEND; by default this process's.
@@ -95,7 +103,8 @@ def spawn(
 
     Raises:
         InvalidUsage: `fn`, `args` or a result can't be pickled; the message names the part by its
-            attribute path. Or `nprocs` is less than 1, or the script lacks the guard.
+            attribute path. Or `nprocs` is less than 1, or the script lacks the guard, or there are
+            no such `gpus`, or not as many as `nprocs`.
         PeerLost: a rank's process died.
         Timeout: the call took longer than `timeout`.
         Exception: whatever `fn` raised on the rank that failed first, with that rank's traceback
@@ -114,6 +123,14 @@ def spawn(
     count = len(os.sched_getaffinity(0)) if nprocs is None else nprocs
     if count < 1:
         raise InvalidUsage(f"nprocs={nprocs} is not valid; it must be 1 or more.")
+    variables: dict[str, str] = {}
+    if gpus is not None:
+        from pydist import gpu_choice  # not at import: few need it
+
+        chosen = gpu_choice.choose_gpus(gpus)
+        variables = gpu_choice.gpu_variables(chosen)
+        if chosen:
+            count = gpu_choice.process_count(chosen, nprocs, f"gpus={gpus!r}", f"nprocs={nprocs}")
     if backend is not None:
         backends.parse_backend(backend, "backend=")
     payload, by_value = _pack(fn, tuple(args))
@@ -122,7 +139,8 @@ def spawn(
         (folder / "payload").write_bytes(payload)
         # Served here and on a port that the system picks: nothing to race for.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        _run(folder, job_variables(count, store.port, backend), count, timeout, by_value)
+        variables.update(job_variables(count, store.port, backend))
+        _run(folder, variables, count, timeout, by_value)
         return [_unpack(folder, rank) for rank in range(count)]
 
 

@@ -17,6 +17,9 @@ from pydist import _build, _native, backends
 from pydist.benchmarks.machine import processor_name, shared_memory_room
 from pydist.environment import read_placement
 from pydist.errors import Error, InvalidUsage
+from pydist.nccl_library import find_nccl
+from pydist.nccl_obstacles import why_no_nccl_here
+from pydist.rank_gpu import identify_gpus
 
 __all__ = ["collect", "main"]
 
@@ -47,8 +50,24 @@ def _processor() -> dict[str, Any]:
         "cores this process may use": affinity,
         "cgroup quota in cores": _native.processor_quota(),
         "threads of torch": torch.get_num_threads(),
-        "GPUs": torch.cuda.device_count(),
     }
+
+
+def _gpus() -> tuple[list[dict[str, Any]], str]:
+    """What CUDA shows to this process, in CUDA's numbering; where it shows nothing, why."""
+    identities, problem = identify_gpus()
+    gpus = []
+    for index, identity in enumerate(identities):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append({"name": properties.name, "memory": properties.total_memory, **identity})
+    return gpus, problem
+
+
+def _nccl() -> dict[str, str | None]:
+    found = find_nccl()
+    if found.problem:
+        return {"version": None, "path": None, "problem": found.problem}
+    return {"version": found.version, "path": found.path, "problem": None}
 
 
 def _instruction_sets() -> dict[str, str]:
@@ -85,7 +104,7 @@ def _backends() -> dict[str, str]:
     return {
         "native": _probe(lambda: _native.create_native(dist.HashStore(), 0, 1, "info")),
         "gloo": _probe(gloo),
-        "nccl": backends.NCCL_IS_MISSING,
+        "nccl": why_no_nccl_here(),
     }
 
 
@@ -109,9 +128,13 @@ def collect() -> dict[str, Any]:
         _native.read_environment()
     except InvalidUsage as error:
         problem = str(error)
+    gpus, no_gpu = _gpus()
     return {
         "versions": _versions(),
         "processor": _processor(),
+        "gpus": gpus,
+        "no_gpu": no_gpu or None,
+        "nccl": _nccl(),
         "memory": shared_memory_room(),
         "backends": {
             name: {"usable": not why, "why_not": why or None} for name, why in _backends().items()
@@ -148,6 +171,14 @@ def _pairs(title: str, pairs: dict[str, Any]) -> Table:
 def _print(report: dict[str, Any], console: Console) -> None:
     console.print(_pairs("Versions", report["versions"]))
     console.print(_pairs("\nProcessor", report["processor"]))
+    gpus: dict[str, Any] = {
+        str(index): f"{gpu['name']}, {_size(gpu['memory'])}, {gpu['uuid']}, bus {gpu['pci']}"
+        for index, gpu in enumerate(report["gpus"])
+    }
+    nccl = report["nccl"]
+    gpus = gpus or {"none": report["no_gpu"]}
+    gpus["NCCL"] = nccl["problem"] or f"{nccl['version']}, {nccl['path']}"
+    console.print(_pairs("\nGPUs", gpus))
     memory = {name: _size(count) for name, count in report["memory"].items()}
     console.print(_pairs("\nShared memory", memory))
     usable = {

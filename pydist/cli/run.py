@@ -1,8 +1,8 @@
 """`pydist run`: torch's elastic launcher, under a shorter name.
 
-Every flag of torchrun is torchrun's own. Ours are two habits: `-n` for `--nproc-per-node`, and
-`--standalone` unless the flags (or their PET_* variables) describe a job of several hosts or a
-meeting place.
+Every flag of torchrun is torchrun's own. Ours are `--gpus`, and two habits: `-n` for
+`--nproc-per-node`, and `--standalone` unless the flags (or their PET_* variables) describe a job of
+several hosts or a meeting place.
 """
 
 import argparse
@@ -17,6 +17,9 @@ from typing import NoReturn
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
+from pydist.errors import Error
+from pydist.gpu_choice import choose_gpus, from_command_line, gpu_variables, process_count
+
 __all__ = ["main"]
 
 
@@ -28,10 +31,20 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = torchrun.get_args_parser()
     parser.prog = "pydist run"
     parser.description = (
-        "Runs a script on several processes. -n N starts N of them on this host; all other flags "
-        "are torchrun's."
+        "Runs a script on several processes. -n N starts N of them on this host, --gpus one for "
+        "each GPU chosen; all other flags are torchrun's."
     )
     parser.add_argument("-n", dest="nproc_per_node", metavar="N", default=argparse.SUPPRESS)
+    parser.add_argument(
+        "--gpus",
+        metavar="GPUS",
+        help="the GPUs of each host to use, a process for each: 2 (the first two), 0,2 (these), 0, "
+        "(the first), -1 (all), auto:2 (two on which nothing runs), or 0 (none: on the CPU). Sets "
+        "CUDA_VISIBLE_DEVICES for the processes; numbers count among the GPUs that it shows now",
+    )
+    if "PET_NPROC_PER_NODE" not in os.environ:
+        # To tell whether anybody said; torchrun's own default is 1.
+        parser.set_defaults(nproc_per_node=None)
 
     def error(message: str) -> NoReturn:
         raise _UsageError(f"{message} (`pydist run --help` lists the flags)")
@@ -72,11 +85,27 @@ def _check_script(options: argparse.Namespace) -> None:
         raise _UsageError(f"no such script: {script}{hint}")
 
 
+def _processes(options: argparse.Namespace) -> int:
+    """How many processes to start on this host; lets them see the GPUs chosen, and no others."""
+    asked = options.nproc_per_node
+    if options.gpus is None:
+        options.nproc_per_node = "1" if asked is None else asked
+        return int(torchrun.determine_local_world_size(options.nproc_per_node))
+    chosen = choose_gpus(from_command_line(options.gpus), "--gpus ")
+    os.environ.update(gpu_variables(chosen))
+    count = None if asked is None else int(torchrun.determine_local_world_size(asked))
+    if chosen:
+        count = process_count(chosen, count, f"--gpus {options.gpus}", f"-n {asked}")
+    options.nproc_per_node = str(1 if count is None else count)
+    return int(options.nproc_per_node)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs a script on several processes.
 
     Args:
-        arguments: torchrun's flags, or `-n N`; then the script, then the script's own arguments.
+        arguments: torchrun's flags, `-n N` or `--gpus GPUS`; then the script, then the script's own
+            arguments.
 
     Returns:
         0 when all processes ended well, 1 when one failed, 2 for bad usage.
@@ -86,10 +115,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = _parser().parse_args(list(arguments))
         _check_script(options)
-        count = torchrun.determine_local_world_size(options.nproc_per_node)
+        count = _processes(options)
         if count < 1:
             raise _UsageError(f"-n {count}: at least one process is needed")
-    except _UsageError as error:
+    except (_UsageError, Error) as error:
         print(f"pydist run: {error}", file=sys.stderr)
         return 2
     except ValueError as error:

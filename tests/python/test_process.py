@@ -18,7 +18,8 @@ import torch.distributed as dist
 from launch import clean_environment, rank_outcomes, run_command, run_ranks
 
 import pydist
-from pydist.backends import judge
+from pydist.agreement import judge
+from pydist.rank_gpu import describe_gpus
 
 
 def sum_of_ranks() -> float:
@@ -386,7 +387,9 @@ def test_half_a_job_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_judging_hellos() -> None:
     hello = {"host": "a", "pydist": "1", "torch": "2", "wish": "auto", "source": "PYDIST_BACKEND"}
-    assert judge([hello, {**hello, "host": "b"}]) == {"wish": "auto", "hosts": ["a", "b"]}
+    hello.update(describe_gpus(wants_nccl=True))
+    verdict = judge([hello, {**hello, "host": "b"}])
+    assert (verdict["wish"], verdict["hosts"]) == ("auto", ["a", "b"])
     verdict = judge([hello, {**hello, "torch": "3"}, hello])
     assert verdict["error"] == "Mismatch"
     assert "torch 2 on ranks 0, 2; torch 3 on rank 1" in verdict["message"]
