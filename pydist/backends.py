@@ -23,6 +23,7 @@ from pydist import _native
 from pydist._load import __version__
 from pydist.agreement import Verdict, agree
 from pydist.errors import Error, InvalidUsage, TransportError
+from pydist.nccl_library import find_nccl
 from pydist.rank_gpu import describe_gpus, make_current
 
 __all__ = ["Job", "Options", "create_communicator", "parse_backend", "register", "valid_backends"]
@@ -190,13 +191,8 @@ class _Meeting:
 
     def create_nccl(self, host: _native.Communicator, gpu: int) -> _native.Communicator:
         """A communicator on NCCL that leaves tensors on the CPU to `host`, and owns it."""
-        store, timeout_s = dist.PrefixStore("nccl", self.store), self.timeout.total_seconds()
-        # Any: only builds that have it declare it; `has_nccl` was asked before.
-        create: Any = getattr(_native, "create_nccl", None)
-        made: _native.Communicator = create(
-            store, self.rank, self.size, self.name, timeout_s, host, gpu
-        )
-        made.timeout = timeout_s
+        made = _native.create_nccl(host, gpu, find_nccl().path)
+        made.timeout = self.timeout.total_seconds()
         return made
 
 
@@ -254,7 +250,7 @@ def create_communicator(
     if rank == 0:
         took_s = time.monotonic() - start_s
         # Without any GPU nobody misses NCCL.
-        best = "native" if set(agreed.gpus) == {None} else "nccl"
+        best = "native" if size == 1 or set(agreed.gpus) == {None} else "nccl"
         fell_back = agreed.wish == "auto" and job.backend != best
         logger.log(
             logging.WARNING if fell_back else logging.INFO,
@@ -285,6 +281,9 @@ def _choose(
         host_backend, reason = "gloo", f"native can't serve these ranks: {error}"
         communicator = meeting.create(host_backend)
     backend, not_nccl = host_backend, agreed.not_nccl
+    if is_auto and meeting.size == 1:
+        # Nothing to move, and CUDA and NCCL take seconds to start.
+        not_nccl = "one rank alone does without"
     if agreed.wish in ("auto", "nccl") and not_nccl is None:
         assert gpu is not None
         try:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydist.nccl_library import version_of
-from pydist.rank_gpu import NCCL_IS_MISSING, describe_gpus, gpus_of_ranks, has_nccl
+from pydist.rank_gpu import describe_gpus, gpus_of_ranks
 from pydist.rank_names import name_ranks, who_said_what
 
 __all__ = ["Obstacle", "why_no_nccl_here", "why_not_nccl"]
@@ -41,12 +41,6 @@ def why_not_nccl(
     Returns:
         None if NCCL can join them.
     """
-    if not has_nccl():
-        return Obstacle(
-            NCCL_IS_MISSING,
-            "Use auto, native or gloo. For CUDA tensors, torch's own nccl works beside pydist: "
-            '"cpu:pydist,cuda:nccl".',
-        )
     return _no_gpu(hellos, gpus) or _no_library(hellos) or _shared(hellos, gpus)
 
 

@@ -12,28 +12,18 @@ from typing import Any
 
 import torch
 
-from pydist import _native
 from pydist.environment import read_placement
 from pydist.errors import InvalidUsage
 from pydist.nccl_library import find_nccl
 from pydist.visible_gpus import narrow_to_own_instance, why_none
 
 __all__ = [
-    "NCCL_IS_MISSING",
     "describe_gpus",
     "gpu_of_local_rank",
     "gpus_of_ranks",
-    "has_nccl",
     "identify_gpus",
     "make_current",
 ]
-
-NCCL_IS_MISSING = "not built yet in this version of pydist"
-
-
-def has_nccl() -> bool:
-    """Whether this build has a communicator on NCCL."""
-    return hasattr(_native, "create_nccl")
 
 
 def describe_gpus(wants_nccl: bool) -> dict[str, Any]:
@@ -59,7 +49,7 @@ def describe_gpus(wants_nccl: bool) -> dict[str, Any]:
             told["local_rank"] = placement.local_rank if placement.world_size > 1 else None
         narrow_to_own_instance(told["local_rank"])
         told["gpus"] = [{"uuid": "", "pci": ""}] * torch.cuda.device_count()
-    if told["gpus"] and wants_nccl and has_nccl():
+    if told["gpus"] and wants_nccl:
         told["gpus"], problem = identify_gpus()
         if problem:
             return {**told, "no_gpu": problem}

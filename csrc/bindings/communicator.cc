@@ -22,6 +22,7 @@
 #include "c10d/work.h"
 #include "communicator/endpoint.h"
 #include "communicator/native_communicator.h"
+#include "communicator/nccl_communicator.h"
 #include "communicator/open_communicators.h"
 
 namespace pydist {
@@ -327,6 +328,15 @@ CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int
       std::move(store), rank, size, std::move(name), limit, std::move(adapted))));
 }
 
+CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string& library) {
+  const ReleasedGil released;
+  NcclOptions options;
+  options.api = nccl::Api::open(library);
+  options.host = std::move(host);
+  options.device = device;
+  return for_python(create_nccl_communicator(std::move(options)));
+}
+
 void bind_operations(py::class_<Communicator, CommunicatorPtr>& type) {
   const auto op = py::arg_v("op", py::str("sum"), "'sum'");
   const auto async_op = py::arg("async_op") = false;
@@ -421,6 +431,10 @@ void bind_communicator(py::module_& module) {
              "Joins a group on the native backend; all its ranks call. `store` is a torch store; "
              "`timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by "
              "default.");
+  module.def("create_nccl", &create_nccl, py::arg("host"), py::arg("device"), py::arg("library"),
+             "Joins the ranks of `host`, a communicator on native or gloo that then belongs to the new "
+             "one, on NCCL; all of them call. `device` is the index of this rank's GPU; `library` the "
+             "path of libnccl.so.2, for where the process has not loaded one.");
   // Peers of a script that just ends are to learn of a departure, not of a death.
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     const ReleasedGil released;

@@ -15,9 +15,13 @@ struct PythonWork {
 };
 
 void wait(const PythonWork& self, std::optional<double> timeout) {
-  const Deadline deadline = deadline_in(timeout).value_or(Deadline::never());
+  const std::optional<Deadline> deadline = deadline_in(timeout);
   const ReleasedGil released;
-  self.work->wait(deadline);
+  if (deadline) {
+    self.work->wait(*deadline);
+  } else {
+    wait_for_results(*self.work, self.results);
+  }
 }
 
 // torch's bindings know how to show a future to Python; no small header does.
@@ -41,9 +45,15 @@ void bind_work(py::module_& module) {
   py::class_<PythonWork>(module, "Work", "An operation under way.")
       .def("wait", &wait, py::arg("timeout") = py::none(),
            "Returns once the operation has finished; raises its error. Raises pydist.Timeout when "
-           "`timeout` seconds pass first: the operation goes on, and may be waited for again.")
+           "`timeout` seconds pass first: the operation goes on, and may be waited for again. Without "
+           "a timeout, and where the results are on a GPU and the backend is NCCL, the current stream "
+           "waits instead.")
       .def(
-          "is_completed", [](const PythonWork& self) { return self.work->is_completed(); },
+          "is_completed",
+          [](const PythonWork& self) {
+            const ReleasedGil released;
+            return is_over(*self.work);
+          },
           "Whether the operation has finished, with or without an error.")
       .def(
           "exception",

@@ -1,5 +1,7 @@
 #include "c10d/staged_communicator.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 #include <unistd.h>
 
@@ -18,7 +20,9 @@
 #include "base/log.h"
 #include "c10d/device_streams.h"
 #include "c10d/elastic_threads.h"
+#include "c10d/memory_tensor.h"
 #include "c10d/serial_queue.h"
+#include "c10d/tensors.h"
 #include "communicator/open_communicators.h"
 #include "communicator/staging_plan.h"
 
@@ -398,6 +402,7 @@ class StagedCommunicator final : public Communicator {
   void set_timeout(milliseconds timeout) override { host_->set_timeout(timeout); }
   void abort(const Error& reason) override { host_->abort(reason); }
   [[nodiscard]] std::exception_ptr failure() const override { return host_->failure(); }
+  [[nodiscard]] std::string why_vain() const override { return host_->why_vain(); }
   [[nodiscard]] std::vector<std::string> whereabouts() const override {
     return host_->whereabouts();
   }
@@ -471,6 +476,10 @@ class StagedCommunicator final : public Communicator {
     require_open();
     validate(operation, rank(), size());
     const Device device = first_buffer(operation)->device;
+    if (size() == 1 && !is_point_to_point(operation.kind)) {
+      combine_alone(operation, device);
+      return completed_work();
+    }
     const c10::Stream stream = current_stream(device);
     if (is_capturing(stream)) {
       throw InvalidUsage(join(
@@ -495,6 +504,32 @@ class StagedCommunicator final : public Communicator {
         break;
     }
     return staged->work;
+  }
+
+  // What a collective of one rank comes to, on the caller's stream: its input, multiplied or rounded
+  // where the operation says so.
+  static void combine_alone(const Operation& operation, Device device) {
+    const c10::Stream stream = current_stream(device);
+    for (std::size_t i = 0; i < operation.inputs.size() && i < operation.outputs.size(); ++i) {
+      const Buffer& input = operation.inputs[i];
+      const Buffer& output = operation.outputs[i];
+      if (input.data != output.data) {
+        copy_async(output.data, device, input.data, device, input.bytes(), stream);
+      }
+      const bool has_wire = operation.wire_dtype && *operation.wire_dtype != input.dtype;
+      const bool has_factor = has_op(operation.kind) && operation.op == ReduceOp::kPremulSum;
+      if ((has_wire || has_factor) && input.count != 0) {
+        const at::AutoDispatchBelowADInplaceOrView below_autograd;
+        at::Tensor values =
+            borrow_bytes(output.data, output.bytes(), device).view(scalar_type_of(output.dtype));
+        if (has_factor) {
+          values.mul_(operation.factor);
+        }
+        if (has_wire) {
+          values.copy_(values.to(scalar_type_of(*operation.wire_dtype)));
+        }
+      }
+    }
   }
 
   void start_send(const StagedPtr& staged) {

@@ -21,6 +21,8 @@
 // way, those on host memory wait behind it, on the thread that carries all of them; otherwise they
 // go straight through. Messages need no such thread but to wait for copies, never for a peer.
 //
+// A collective of one rank alone stays on the device, on the stream that is current at submit().
+//
 // A tensor that is on the device on one rank and on the host on another will do for all that is one
 // part on the device.
 

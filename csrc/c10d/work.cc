@@ -2,20 +2,56 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "base/error.h"
+#include "c10d/device_streams.h"
 #include "c10d/elastic_threads.h"
 #include "c10d/errors.h"
 
 namespace pydist {
 namespace {
 
+// What runs once, behind an operation.
+class Epilogue {
+ public:
+  explicit Epilogue(std::function<void()> run) : run_(std::move(run)) {}
+
+  // Does nothing where it has run, here or on another thread.
+  void run() { run_instead(run_); }
+  // The same in another way.
+  void run_instead(const std::function<void()>& run) {
+    const std::lock_guard lock(mutex_);
+    if (!has_run_) {
+      run();
+      has_run_ = true;
+    }
+  }
+
+ private:
+  const std::function<void()> run_;
+  std::mutex mutex_;
+  bool has_run_ = false;  // guarded by mutex_
+};
+
 class EpilogueWork : public Work {
  public:
-  explicit EpilogueWork(WorkPtr inner) : inner_(std::move(inner)) {}
+  // `on_stream` is what the epilogue is where a stream of the calling thread waits for the operation.
+  EpilogueWork(WorkPtr inner, std::shared_ptr<Epilogue> epilogue, std::function<void()> on_stream)
+      : inner_(std::move(inner)),
+        epilogue_(std::move(epilogue)),
+        on_stream_(std::move(on_stream)) {}
+
+  [[nodiscard]] bool wait_on_stream(void* stream) override {
+    if (on_stream_ == nullptr || !inner_->wait_on_stream(stream)) {
+      return false;
+    }
+    epilogue_->run_instead(on_stream_);
+    return true;
+  }
 
  protected:
   void block(Deadline deadline) override {
@@ -26,6 +62,8 @@ class EpilogueWork : public Work {
 
  private:
   const WorkPtr inner_;
+  const std::shared_ptr<Epilogue> epilogue_;
+  const std::function<void()> on_stream_;
 };
 
 // Those that a future has to know: callbacks get streams on them that wait for the results.
@@ -42,13 +80,14 @@ std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-WorkPtr with_epilogue(WorkPtr inner, std::function<void()> epilogue) {
-  auto work = std::make_shared<EpilogueWork>(inner);
-  inner->on_completion([work, epilogue = std::move(epilogue)](const Work::Outcome& outcome) {
+WorkPtr with_epilogue(WorkPtr inner, std::function<void()> run, std::function<void()> on_stream) {
+  auto epilogue = std::make_shared<Epilogue>(std::move(run));
+  auto work = std::make_shared<EpilogueWork>(inner, epilogue, std::move(on_stream));
+  inner->on_completion([work, epilogue](const Work::Outcome& outcome) {
     std::exception_ptr error = outcome.error;
     if (error == nullptr) {
       try {
-        epilogue();
+        epilogue->run();
       } catch (...) {
         error = std::current_exception();
       }
@@ -61,7 +100,8 @@ WorkPtr with_epilogue(WorkPtr inner, std::function<void()> epilogue) {
 WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors) {
   auto held = std::make_shared<DenseTensors>(std::move(tensors));
   if (held->has_copies()) {
-    return with_epilogue(std::move(inner), [held] { held->copy_back_and_wait(); });
+    return with_epilogue(
+        std::move(inner), [held] { held->copy_back_and_wait(); }, [held] { held->copy_back(); });
   }
   inner->on_completion([held](const Work::Outcome&) {});
   return inner;
@@ -78,6 +118,11 @@ void DeferredWork::attach(WorkPtr inner) {
   });
 }
 
+bool DeferredWork::wait_on_stream(void* stream) {
+  const std::lock_guard lock(mutex_);
+  return inner_ != nullptr && inner_->wait_on_stream(stream);
+}
+
 void DeferredWork::block(Deadline deadline) {
   WorkPtr inner;
   {
@@ -92,6 +137,22 @@ void DeferredWork::block(Deadline deadline) {
   Work::block(deadline);
 }
 
+void wait_for_results(Work& work, const std::vector<at::Tensor>& results) {
+  const std::vector<c10::Device> devices = devices_of(results);
+  const bool do_streams_wait =
+      !devices.empty() && std::all_of(devices.begin(), devices.end(), [&](c10::Device device) {
+        return work.wait_on_stream(current_stream(device_of(device)).native_handle());
+      });
+  if (!do_streams_wait) {
+    work.wait();
+  }
+}
+
+bool is_over(Work& work) {
+  work.wait_quietly(Deadline::in(std::chrono::nanoseconds::zero()));
+  return work.is_completed();
+}
+
 TorchWork::TorchWork(int rank, c10d::OpType type, WorkPtr work, std::vector<at::Tensor> results,
                      std::uint64_t sequence, const char* profiling_title)
     : c10d::Work(rank, type, profiling_title),
@@ -104,7 +165,7 @@ TorchWork::TorchWork(int rank, c10d::OpType type, WorkPtr work, std::vector<at::
   }
 }
 
-bool TorchWork::isCompleted() { return work_->is_completed(); }
+bool TorchWork::isCompleted() { return is_over(*work_); }
 
 bool TorchWork::isSuccess() const { return work_->is_completed() && work_->exception() == nullptr; }
 
@@ -117,8 +178,13 @@ std::vector<at::Tensor> TorchWork::result() { return results_; }
 void TorchWork::synchronize() { wait(kNoTimeout); }
 
 bool TorchWork::wait(std::chrono::milliseconds timeout) {
-  guarded_for_torch(
-      [&] { work_->wait(timeout > kNoTimeout ? Deadline::in(timeout) : Deadline::never()); });
+  guarded_for_torch([&] {
+    if (timeout > kNoTimeout) {
+      work_->wait(Deadline::in(timeout));
+    } else {
+      wait_for_results(*work_, results_);
+    }
+  });
   return true;
 }
 
@@ -148,6 +214,21 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
       future->setError(for_torch(error));
     }
   };
+  // Where streams can wait, so can those of the callbacks: the future is complete as soon as the
+  // operation is on its way.
+  if (const auto devices = devices_of(results_); devices.size() == 1) {
+    const c10::Stream stream = high_priority_stream(device_of(devices[0]));
+    const c10::StreamGuard guard(stream);
+    try {
+      if (work_->wait_on_stream(stream.native_handle())) {
+        complete(future_, results_, nullptr);
+        return future_;
+      }
+    } catch (...) {
+      complete(future_, results_, std::current_exception());
+      return future_;
+    }
+  }
   if (work_->is_completed()) {
     complete(future_, results_, work_->exception());
     return future_;

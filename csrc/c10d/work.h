@@ -19,17 +19,30 @@ namespace pydist {
 
 // A work that finishes when `inner` has and `epilogue` has run after it. The epilogue runs only
 // where `inner` succeeded; what it throws is the work's error.
-[[nodiscard]] WorkPtr with_epilogue(WorkPtr inner, std::function<void()> epilogue);
+//
+// `on_stream` does the same in the order of the calling thread's stream; where it is given, streams can
+// wait for the work if they can for `inner`.
+[[nodiscard]] WorkPtr with_epilogue(WorkPtr inner, std::function<void()> epilogue,
+                                    std::function<void()> on_stream = nullptr);
 
 // A work that finishes when `inner` has and the staged outputs among `tensors` are copied back;
 // it keeps their memory until then.
 [[nodiscard]] WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors);
+
+// Waits for the results of an operation. Where they are on a device and the backend can, the streams
+// that are current there wait, and the caller doesn't.
+void wait_for_results(Work& work, const std::vector<at::Tensor>& results);
+
+// Whether the operation has finished by now, also where only somebody who looks would notice.
+[[nodiscard]] bool is_over(Work& work);
 
 // Stands for an operation that starts later (inside a coalescing block).
 class DeferredWork : public Work, public std::enable_shared_from_this<DeferredWork> {
  public:
   // Finishes as `inner` does. Called once.
   void attach(WorkPtr inner);
+
+  [[nodiscard]] bool wait_on_stream(void* stream) override;
 
  protected:
   void block(Deadline deadline) override;

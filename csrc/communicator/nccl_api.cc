@@ -21,37 +21,24 @@ std::string path_of(const void* function) {
   return ::dladdr(function, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : kLibrary;
 }
 
-void* open_library(const std::vector<std::string>& folders) {
+void* open_library(const std::string& path) {
   // torch's copy, if torch has loaded one: two copies in one process don't share what they know.
   if (void* const loaded = ::dlopen(kLibrary, RTLD_NOW | RTLD_NOLOAD)) {
     return loaded;
   }
-  std::string tried;
-  const auto try_open = [&tried](const std::string& path) {
-    void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) {
-      const char* const why = ::dlerror();
-      tried += join(tried.empty() ? "" : "; ", why == nullptr ? path.c_str() : why);
-    }
-    return library;
-  };
-  for (const std::string& folder : folders) {
-    if (void* const library = try_open(folder + "/" + kLibrary)) {
-      return library;
-    }
-  }
-  if (void* const library = try_open(kLibrary)) {
+  if (void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) {
     return library;
   }
-  throw TransportError(join("NCCL was not found (", tried,
-                            "). A CUDA build of torch brings it; so does the package "
+  const char* const why = ::dlerror();
+  throw TransportError(join("NCCL cannot be loaded: ", why == nullptr ? path.c_str() : why,
+                            ". A CUDA build of torch brings it; so does the package "
                             "nvidia-nccl-cu12 or -cu13."));
 }
 
 }  // namespace
 
-std::shared_ptr<const Api> Api::open(const std::vector<std::string>& folders) {
-  void* const library = open_library(folders);  // never closed
+std::shared_ptr<const Api> Api::open(const std::string& path) {
+  void* const library = open_library(path);  // never closed
   Functions functions{};
   const auto resolve = [library](auto& function, const char* name) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(  // NOLINT

@@ -12,7 +12,6 @@
 #include <cstddef>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "base/dtype.h"
 #include "base/error.h"
@@ -98,9 +97,9 @@ struct Functions {
 
 class Api {
  public:
-  // Looks for libnccl.so.2 among the libraries of this process, then in `folders`, then where the
-  // system looks. Throws TransportError that says what stands in the way.
-  [[nodiscard]] static std::shared_ptr<const Api> open(const std::vector<std::string>& folders);
+  // The libnccl.so.2 that this process has loaded, otherwise the one at `path`. Throws TransportError
+  // that says what stands in the way.
+  [[nodiscard]] static std::shared_ptr<const Api> open(const std::string& path);
 
   // Over functions that somebody else has found; `origin` is for people. Throws TransportError
   // where one is missing that cannot be done without, or the version is too old.

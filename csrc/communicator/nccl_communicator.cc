@@ -114,6 +114,8 @@ class NcclCommunicator final : public Communicator {
     return can;
   }
 
+  [[nodiscard]] bool takes(DeviceType /*type*/) const override { return true; }
+
   [[nodiscard]] std::string why_unsupported(OpKind kind, ReduceOp op, DType dtype) const override {
     return why_not_on_nccl(settings_, kind, op, dtype, /*has_wire_dtype=*/false);
   }

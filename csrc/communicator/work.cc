@@ -1,5 +1,6 @@
 #include "communicator/work.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -125,6 +126,11 @@ class CombinedWork : public Work {
       part->on_completion([work](const Outcome&) { work->part_finished(); });
     }
     return work;
+  }
+
+  [[nodiscard]] bool wait_on_stream(void* stream) override {
+    return std::all_of(parts_.begin(), parts_.end(),
+                       [stream](const WorkPtr& part) { return part->wait_on_stream(stream); });
   }
 
  protected:

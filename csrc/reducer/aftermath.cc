@@ -75,7 +75,7 @@ void Reducer::do_the_rest() {
     exchange_buffers(root);
   }
   for (const WorkPtr& work : works_) {
-    work->wait();
+    wait_for(*work);
   }
 }
 
@@ -83,7 +83,7 @@ void Reducer::exchange_buffers(int root) {
   if (communicator_->rank() == root) {
     buffers_->pack();
   }
-  broadcast(buffers_->memory, root, "buffers")->wait();
+  wait_for(*broadcast(buffers_->memory, root, "buffers"));
   if (communicator_->rank() != root) {
     buffers_->unpack();
   }

@@ -245,6 +245,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void run_round();
   void give_up() noexcept;
   void break_off();
+  void wait_for(Work& work) const;
   void wait();
   [[nodiscard]] bool has_hook_thrown() const;
   void warn_of_skipped_steps();

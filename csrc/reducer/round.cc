@@ -371,9 +371,19 @@ void Reducer::break_off() {
   orphan();
 }
 
+// For what follows on the current stream, or on the host.
+void Reducer::wait_for(Work& work) const {
+  const at::Tensor block = arena_.largest_block();
+  const bool is_on_device = block.defined() && !block.is_cpu();
+  if (!is_on_device ||
+      !work.wait_on_stream(current_stream(device_of(block.device())).native_handle())) {
+    work.wait();
+  }
+}
+
 void Reducer::wait() {
   for (const WorkPtr& work : works_) {
-    work->wait();
+    wait_for(*work);
   }
   if (!hook_ || hook_->is_idle()) {
     return;

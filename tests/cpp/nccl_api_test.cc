@@ -21,6 +21,11 @@ TEST(NcclApi, OpensTheLibraryThatTheProcessHas) {
   EXPECT_TRUE(contains(api->origin(), "libnccl.so.2")) << api->origin();
 }
 
+TEST(NcclApi, PrefersTheLibraryOfTheProcessToAPath) {
+  ASSERT_NE(fake_nccl(), nullptr);  // and so the path is not looked at
+  EXPECT_EQ(Api::open("/nowhere/libnccl.so.2")->version(), 23007);
+}
+
 TEST(NcclApi, NamesTheVersionThatIsTooOld) {
   nccl::Functions functions = fake_nccl()->functions();
   functions.ncclGetVersion = [](int* version) {

@@ -39,7 +39,7 @@ void use_fake_cuda() {
 
 nccl::ApiPtr fake_nccl() {
   use_fake_cuda();
-  return nccl::Api::open({});
+  return nccl::Api::open("libnccl.so.2");
 }
 
 const CudaLibrary& fake_kernels() {
