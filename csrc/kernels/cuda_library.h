@@ -33,7 +33,8 @@ class CudaLibrary {
   // they can. Starts the driver.
   [[nodiscard]] std::string reason_not_to_run() const;
 
-  // What the kernels were compiled for, such as "75-real;80-real;120"; empty where not loaded.
+  // What the kernels were compiled for, such as "75-virtual 75-real 80-real"; empty where not
+  // loaded.
   [[nodiscard]] std::string_view targets() const;
 
   // As in cuda_kernels.h. They throw InvalidUsage for a faulty descriptor and where the library is
