@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 # Sources, as the rules below need them; CMake itself lists what it compiles.
-CPP := $(sort $(shell find csrc tests/cpp -name '*.cc' -o -name '*.h'))
+CPP := $(sort $(shell find csrc tests/cpp -name '*.cc' -o -name '*.cu' -o -name '*.h'))
 CMAKE := CMakeLists.txt csrc/CMakeLists.txt tests/cpp/CMakeLists.txt \
          $(wildcard third_party/cmake/*.cmake) pydist/_build.py.in pyproject.toml
 
