@@ -42,7 +42,7 @@ extern "C" {
 // PYDIST_CUDA_ABI_VERSION of the library. Needs no driver, as `targets` and `error_text` don't.
 int pydist_cuda_abi_version();
 
-// What the library was compiled for, such as "75-real;80-real;120".
+// What the library was compiled for, such as "75-virtual 75-real 80-real".
 const char* pydist_cuda_targets();
 
 const char* pydist_cuda_error_text(int error);

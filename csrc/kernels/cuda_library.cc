@@ -35,8 +35,20 @@ std::string dlopen_error() {
 
 const CudaLibrary& CudaLibrary::get() {
   // Never destroyed: work on a stream may outlive static destructors.
-  static const auto* const library = new CudaLibrary((own_folder() / kFileName).string());
+  static const auto* const library = new CudaLibrary(find());
   return *library;
+}
+
+std::string CudaLibrary::find() {
+  // One of that name that the process has loaded goes first, as with NCCL.
+  if (void* const loaded = dlopen(kFileName, RTLD_NOW | RTLD_NOLOAD)) {
+    Dl_info info{};
+    void* const symbol = dlsym(loaded, "pydist_cuda_abi_version");
+    if (symbol != nullptr && dladdr(symbol, &info) != 0) {
+      return info.dli_fname;
+    }
+  }
+  return (own_folder() / kFileName).string();
 }
 
 CudaLibrary::CudaLibrary(const std::string& path) : reason_(open(path)) {

@@ -15,7 +15,7 @@ namespace pydist {
 
 class CudaLibrary {
  public:
-  // Beside this code. Opened at the first call; later ones find the same object.
+  // The one that the process has loaded, otherwise the one beside this code. Opened at the first call; later ones find the same object.
   static const CudaLibrary& get();
 
   // From the file `path`. Never throws for a library that cannot be used: reason() tells why.
@@ -33,7 +33,8 @@ class CudaLibrary {
   // they can. Starts the driver.
   [[nodiscard]] std::string reason_not_to_run() const;
 
-  // What the kernels were compiled for, such as "75-real;80-real;120"; empty where not loaded.
+  // What the kernels were compiled for, such as "75-virtual 75-real 80-real"; empty where not
+  // loaded.
   [[nodiscard]] std::string_view targets() const;
 
   // As in cuda_kernels.h. They throw InvalidUsage for a faulty descriptor and where the library is
@@ -58,6 +59,7 @@ class CudaLibrary {
               const Descriptor& descriptor, void* stream) const;
   void throw_unless_loaded(std::string_view name) const;
   void throw_unless_done(std::string_view name, int error) const;
+  [[nodiscard]] static std::string find();
   // Sets `functions_`, or returns why not.
   std::string open(const std::string& path);
 

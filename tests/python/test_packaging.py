@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pydist
-from pydist import _build
+from pydist import _build, _native
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
@@ -64,6 +64,11 @@ def test_another_torch_minor_is_named_at_import(version: str) -> None:
 def test_a_patch_release_of_the_same_minor_loads() -> None:
     code = f"import torch; torch.__version__ = '{_build.TORCH_MINOR}.77+cu130'; import pydist"
     assert run_python(code).returncode == 0
+
+
+def test_the_kernel_library_lies_beside_the_module() -> None:
+    library = Path(_native.__file__).with_name("libpydist_cuda.so")
+    assert library.exists() == bool(_build.CUDA_TARGETS)
 
 
 def hide(module: str) -> str:
@@ -171,7 +176,10 @@ def sentence_of(ended: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.parametrize(
     ("definitions", "sentence"),
     [
-        (["-DPYDIST_CUDA=ON"], "has no CUDA kernels: configure with -DPYDIST_CUDA=AUTO or OFF"),
+        (
+            ["-DPYDIST_CUDA=ON", "-DCMAKE_CUDA_COMPILER=NOTFOUND", "-DPYDIST_NVCC=/nowhere/nvcc"],
+            "no nvcc was found that works with the C++ compiler: install the CUDA toolkit",
+        ),
         (["-DPYDIST_CUDA=yes"], "PYDIST_CUDA=yes is not known: set it to AUTO, ON or OFF"),
         (["-DPYDIST_SANITIZE=memory"], "PYDIST_SANITIZE=memory is not known: set it to address"),
         (["-DPYDIST_SANITIZE=address,thread"], "exclude each other, so build twice"),

@@ -9,11 +9,7 @@ if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux"
     "${CMAKE_HOST_SYSTEM_PROCESSOR}: build it on a supported machine or in a Linux container.")
 endif()
 
-if(PYDIST_CUDA STREQUAL "ON")
-  message(FATAL_ERROR
-    "PYDIST_CUDA=ON was asked for, but pydist ${PYDIST_VERSION} has no CUDA kernels: "
-    "configure with -DPYDIST_CUDA=AUTO or OFF.")
-elseif(NOT PYDIST_CUDA MATCHES "^(AUTO|OFF)$")
+if(NOT PYDIST_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "PYDIST_CUDA=${PYDIST_CUDA} is not known: set it to AUTO, ON or OFF.")
 endif()
 

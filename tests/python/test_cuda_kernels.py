@@ -1,0 +1,429 @@
+"""The CUDA kernels against torch in float64, on a GPU, or where there is none in emulation.
+
+On a GPU every result is also compared with the emulation, bit for bit; the C++ tests compare that
+with the kernels of the CPU.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import cuda_library
+import pytest
+import torch
+from cuda_library import CudaLibrary
+from torch import Tensor
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+# A rounding of each type, relative.
+EPSILON = {dtype: torch.finfo(dtype).eps for dtype in FLOATS}
+
+Call = Callable[[CudaLibrary, list[Tensor]], list[Tensor]]
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cpu" and cuda_library.emulated() is None:
+        pytest.skip(f"the C++ tests are not built ({cuda_library.EMULATED} does not exist)")
+    if request.param == "cuda" and cuda_library.why_not_real():
+        pytest.skip(cuda_library.why_not_real())
+    return str(request.param)
+
+
+def at(tensor: Tensor, device: str, skew: int = 0) -> Tensor:
+    """A copy on `device` that begins `skew` elements past where memory is aligned."""
+    storage = torch.empty(tensor.numel() + skew, dtype=tensor.dtype, device=device)
+    copied = storage[skew:]
+    copied.copy_(tensor.reshape(-1))
+    return copied
+
+
+def on(
+    device: str, call: Call, tensors: Sequence[Tensor], skews: Sequence[int] = (0,)
+) -> list[Tensor]:
+    """What `call` makes of copies of `tensors`, on the CPU; the same bits on every device."""
+
+    def run(library: CudaLibrary, where: str) -> list[Tensor]:
+        copies = [at(tensor, where, skew) for tensor, skew in zip(tensors, itertools.cycle(skews))]
+        return [result.cpu() for result in call(library, copies)]
+
+    emulated = cuda_library.emulated()
+    if device == "cpu":
+        assert emulated is not None
+        return run(emulated, "cpu")
+    results = run(cuda_library.real(), "cuda")
+    if emulated is not None:
+        for result, expected in zip(results, run(emulated, "cpu"), strict=True):
+            assert result.dtype == expected.dtype
+            assert torch.equal(result.view(torch.uint8), expected.view(torch.uint8))
+    return results
+
+
+def random(dtype: torch.dtype, count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(2, (count,), generator=generator).bool()
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(count, dtype=torch.float64, generator=generator).to(dtype)
+    return torch.randint(0, 100, (count,), generator=generator).to(dtype)
+
+
+# ---- reductions ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("count", [1, 1000, 300_007])
+def test_sums_and_means(device: str, dtype: torch.dtype, count: int) -> None:
+    inputs = [random(dtype, count, seed) for seed in range(3)]
+    exact = torch.stack([tensor.double() for tensor in inputs]).sum(0)
+    for skews in ((0,), (1,), (1, 0, 2)):
+        for op, divisor in (("sum", 1.0), ("mean", 3.0)):
+
+            def reduce(
+                library: CudaLibrary, tensors: list[Tensor], op: str = op, divisor: float = divisor
+            ) -> list[Tensor]:
+                library.reduce(tensors, tensors[2], op, divisor=divisor)
+                return [tensors[2]]
+
+            (result,) = on(device, reduce, inputs, skews)
+            torch.testing.assert_close(
+                result.double(), exact / divisor, rtol=EPSILON[dtype], atol=4 * EPSILON[dtype]
+            )
+
+
+EXPECTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda a, b: a + b,
+    "mean": lambda a, b: (a + b) / 2,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "prod": lambda a, b: a * b,
+    "band": lambda a, b: a & b,
+    "bor": lambda a, b: a | b,
+    "bxor": lambda a, b: a ^ b,
+    "premul_sum": lambda a, b: 0.5 * a - 2.0 * b,
+}
+
+
+@pytest.mark.parametrize("dtype", cuda_library.DTYPES, ids=str)
+def test_every_operation_on_every_type(device: str, dtype: torch.dtype) -> None:
+    is_number = dtype.is_floating_point or dtype.is_complex
+    inputs = [random(dtype, 4099, seed) for seed in range(2)]
+    for op in cuda_library.OPS:
+        if op in ("mean", "premul_sum") and not is_number:
+            continue
+        if op in ("band", "bor", "bxor") and is_number:
+            continue
+        if op in ("min", "max") and dtype.is_complex:
+            continue
+
+        def reduce(library: CudaLibrary, tensors: list[Tensor], op: str = op) -> list[Tensor]:
+            library.reduce(tensors, tensors[0], op, factors=[0.5, -2.0], divisor=2.0)
+            return [tensors[0]]
+
+        (result,) = on(device, reduce, inputs)
+        wide = torch.complex128 if dtype.is_complex else torch.float64 if is_number else torch.int64
+        a, b = (tensor.to(wide) for tensor in inputs)
+        expected = EXPECTED[op](a, b)
+        if is_number:
+            tolerance = 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(result.to(wide), expected, rtol=tolerance, atol=tolerance)
+        elif dtype == torch.bool:
+            assert torch.equal(result, expected.bool() if op != "bxor" else expected % 2 == 1)
+        else:
+            assert torch.equal(result, expected.to(dtype)), op
+
+
+def test_nan_infinity_and_zeros(device: str) -> None:
+    nan, inf = float("nan"), float("inf")
+    a = torch.tensor([nan, 1.0, -0.0, 0.0, inf, inf, -nan])
+    b = torch.tensor([1.0, nan, 0.0, -0.0, -inf, 1.0, nan])
+    for dtype in FLOATS:
+        for op in ("min", "max", "sum", "prod"):
+
+            def reduce(library: CudaLibrary, tensors: list[Tensor], op: str = op) -> list[Tensor]:
+                library.reduce(tensors, tensors[1], op)
+                return [tensors[1]]
+
+            (result,) = on(device, reduce, [a.to(dtype), b.to(dtype)])
+            assert result[[0, 1, 6]].isnan().all()
+            if op in ("min", "max"):
+                assert torch.equal(result[2:4].signbit(), torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("wire", NARROW, ids=str)
+def test_a_ring_step(device: str, wire: torch.dtype) -> None:
+    """Own float32 values and a partial sum that came in 16 bits (or in float32)."""
+    partial, own = random(wire, 70_001, 1), random(torch.float32, 70_001, 2)
+    for output in NARROW:
+
+        def step(
+            library: CudaLibrary, tensors: list[Tensor], output: torch.dtype = output
+        ) -> list[Tensor]:
+            result = torch.empty_like(tensors[0], dtype=output)
+            library.reduce(tensors, result, "sum", wire=wire)
+            return [result]
+
+        (result,) = on(device, step, [partial, own])
+        expected = (partial.float() + own.to(wire).float()).to(
+            wire if output.itemsize == 4 else output
+        )
+        assert torch.equal(result, expected.to(output))
+
+
+def test_many_inputs(device: str) -> None:
+    inputs = [random(torch.float32, 513, seed) for seed in range(150)]
+
+    def reduce(library: CudaLibrary, tensors: list[Tensor]) -> list[Tensor]:
+        result = torch.empty_like(tensors[0])
+        library.reduce(tensors, result, "mean", divisor=150.0)
+        return [result]
+
+    (result,) = on(device, reduce, inputs)
+    exact = torch.stack(inputs).double().mean(0)
+    torch.testing.assert_close(result.double(), exact, rtol=0, atol=1e-5)
+
+
+# ---- segments -----------------------------------------------------------------------------
+
+
+def test_conversion_is_torchs(device: str) -> None:
+    for source, target in itertools.product(FLOATS, FLOATS):
+        for skews in ((0,), (1,)):
+
+            def convert(
+                library: CudaLibrary, tensors: list[Tensor], target: torch.dtype = target
+            ) -> list[Tensor]:
+                results = [torch.empty_like(tensor, dtype=target) for tensor in tensors]
+                library.convert(list(zip(tensors, results, strict=True)))
+                return results
+
+            tensors = [random(source, count, count) for count in (0, 1, 5000, 4096, 70_001)]
+            for given, result in zip(tensors, on(device, convert, tensors, skews), strict=True):
+                if source == torch.float64 and target.itemsize == 2:
+                    # torch rounds twice, by way of float32.
+                    torch.testing.assert_close(result, given.to(target))
+                else:
+                    assert torch.equal(result, given.to(target))
+
+
+def test_pack_and_unpack_with_scale(device: str) -> None:
+    tensors = [random(NARROW[i % 3], i * 97 % 1000, i) for i in range(300)]
+    sizes = [tensor.numel() for tensor in tensors]
+
+    def there_and_back(library: CudaLibrary, tensors: list[Tensor]) -> list[Tensor]:
+        flat = torch.full((sum(sizes),), -1.0, device=tensors[0].device)
+        scale = torch.full((1,), 0.5, device=tensors[0].device)
+        library.convert(list(zip(tensors, flat.split(sizes), strict=True)), device_scale=scale)
+        back = [torch.empty_like(tensor) for tensor in tensors]
+        library.convert(list(zip(flat.split(sizes), back, strict=True)), scale=2.0)
+        return [flat, *back]
+
+    flat, *back = on(device, there_and_back, tensors)
+    assert torch.equal(flat, torch.cat([tensor.float() * 0.5 for tensor in tensors]))
+    for given, result in zip(tensors, back, strict=True):
+        assert torch.equal(given, result)
+
+
+@pytest.mark.parametrize("accumulate", [torch.float64, torch.float32], ids=str)
+def test_norm(device: str, accumulate: torch.dtype) -> None:
+    tensors = [random(FLOATS[i % 4], i * 331 % 9000, i) for i in range(250)]
+    (result,) = on(
+        device, lambda library, given: [library.norm(given, accumulate)], tensors, (0, 1)
+    )
+    flat = torch.cat([tensor.double() for tensor in tensors])
+    tolerance = 1e-13 if accumulate == torch.float64 else 1e-6
+    torch.testing.assert_close(result[0], flat.square().sum(), rtol=tolerance, atol=0)
+    assert result[1] == flat.abs().max()
+
+
+def test_non_finite(device: str) -> None:
+    tensors = [random(FLOATS[i % 4], 1 + i * 331 % 9000, i) for i in range(250)]
+    expected = torch.zeros(250, dtype=torch.int32)
+    for i in range(0, 250, 7):
+        tensors[i][i * 13 % tensors[i].numel()] = float("nan" if i % 2 else "-inf")
+        expected[i] = 1
+    flags, count = on(
+        device, lambda library, given: list(library.find_non_finite(given)), tensors, (0, 1)
+    )
+    assert torch.equal(flags, expected)
+    assert count == expected.sum()
+
+
+# ---- optimizer steps ----------------------------------------------------------------------
+
+ADAM = [
+    {},
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.1, "decoupled": True},
+    {"amsgrad": True, "maximize": True, "betas": (0.3, 0.7), "eps": 1e-4},
+]
+
+
+@pytest.mark.parametrize("options", ADAM, ids=str)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_adam_is_torchs(device: str, dtype: torch.dtype, options: dict[str, object]) -> None:
+    starts = [random(torch.float32, count, count) for count in (1, 7, 5001, 8192)]
+    gradients = [
+        [(random(torch.float32, len(start), 100 + step) / 8).to(dtype) for start in starts]
+        for step in range(5)
+    ]
+    exact = [torch.nn.Parameter(start.double()) for start in starts]
+    chosen = {key: value for key, value in options.items() if key != "decoupled"}
+    kind = torch.optim.AdamW if "decoupled" in options else torch.optim.Adam
+    optimizer = kind(exact, lr=0.01, foreach=False, fused=False, **{"weight_decay": 0.0, **chosen})
+    for step in gradients:
+        for parameter, gradient in zip(exact, step, strict=True):
+            parameter.grad = gradient.double() * 0.5
+        optimizer.step()
+
+    def train(library: CudaLibrary, tensors: list[Tensor]) -> list[Tensor]:
+        scale = torch.full((1,), 0.125, device=tensors[0].device)
+        entries: list[dict[str, Tensor | None]] = [
+            {
+                "master": master,
+                "parameter": torch.empty_like(master, dtype=dtype),
+                **{
+                    name: torch.zeros_like(master)
+                    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+                },
+            }
+            for master in tensors
+        ]
+        for number, step in enumerate(gradients, 1):
+            for entry, gradient in zip(entries, step, strict=True):
+                entry["gradient"] = gradient.to(scale.device)
+            library.adam(
+                entries,
+                step=number,
+                lr=0.01,
+                gradient_scale=4.0,
+                device_gradient_scale=scale,
+                **options,  # type: ignore[arg-type]
+            )
+        return [entry[name] for name in ("master", "parameter") for entry in entries]  # type: ignore[misc]
+
+    results = on(device, train, starts, (0, 1))
+    for master, parameter, expected in zip(results[:4], results[4:], exact, strict=True):
+        torch.testing.assert_close(master.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(parameter, master.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1, "maximize": True},
+        {"momentum": 0.9, "dampening": 0.2},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    ],
+    ids=str,
+)
+def test_sgd_is_torchs(device: str, options: dict[str, object]) -> None:
+    starts = [random(torch.float32, count, count) for count in (3, 5001)]
+    gradients = [
+        [random(torch.bfloat16, len(start), 100 + step) for start in starts] for step in range(4)
+    ]
+    exact = [torch.nn.Parameter(start.double()) for start in starts]
+    optimizer = torch.optim.SGD(exact, lr=0.1, foreach=False, **options)  # type: ignore[arg-type]
+    for step in gradients:
+        for parameter, gradient in zip(exact, step, strict=True):
+            parameter.grad = gradient.double()
+        optimizer.step()
+
+    def train(library: CudaLibrary, tensors: list[Tensor]) -> list[Tensor]:
+        entries: list[dict[str, Tensor | None]] = [
+            # Never read before it is written.
+            {"master": master, "momentum": torch.full_like(master, float("nan"))}
+            for master in tensors
+        ]
+        for number, step in enumerate(gradients):
+            for entry, gradient in zip(entries, step, strict=True):
+                entry["gradient"] = gradient.to(tensors[0].device)
+            library.sgd(entries, first_step=number == 0, lr=0.1, **options)  # type: ignore[arg-type]
+        return tensors
+
+    for master, expected in zip(on(device, train, starts), exact, strict=True):
+        torch.testing.assert_close(master.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_skipped_step_changes_nothing(device: str) -> None:
+    def skip(library: CudaLibrary, tensors: list[Tensor]) -> list[Tensor]:
+        entry: dict[str, Tensor | None] = dict(
+            zip(("gradient", "master", "exp_avg", "exp_avg_sq"), tensors, strict=True)
+        )
+        found = torch.ones(1, device=tensors[0].device)
+        library.adam([entry], step=1, lr=0.1, skip=found)
+        return tensors
+
+    given = [random(torch.float32, 5000, seed) for seed in range(4)]
+    for before, after in zip(given, on(device, skip, given), strict=True):
+        assert torch.equal(before, after)
+
+
+# ---- what only a GPU has ------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu() -> CudaLibrary:
+    if cuda_library.why_not_real():
+        pytest.skip(cuda_library.why_not_real())
+    return cuda_library.real()
+
+
+def test_without_a_gpu_the_library_says_so() -> None:
+    if not cuda_library.REAL.exists():
+        pytest.skip(cuda_library.why_not_real())
+    library = cuda_library.real()
+    assert "-virtual" in library.targets
+    assert "-real" in library.targets
+    error, count = library.device_count()
+    if not torch.cuda.is_available():
+        assert count == 0
+        assert error == 0 or library.error_text(error)
+
+
+def test_a_faulty_call_is_refused_before_the_device_is_asked() -> None:
+    if not cuda_library.REAL.exists():
+        pytest.skip(cuda_library.why_not_real())
+    tensor = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"pydist_cuda_reduce: .* \(error 1\)"):
+        cuda_library.real().reduce([], tensor)
+    # Nothing to do: no device is needed.
+    cuda_library.real().reduce([tensor[:0]], tensor[:0])
+
+
+def test_every_kernel_can_be_loaded(gpu: CudaLibrary) -> None:
+    gpu.load_kernels()
+
+
+def test_a_graph_captures_every_kernel(gpu: CudaLibrary) -> None:
+    values = torch.randn(100_000, device="cuda")
+    total, half = torch.empty_like(values), torch.empty_like(values, dtype=torch.bfloat16)
+    gpu.load_kernels()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gpu.reduce([values, values], total)
+        gpu.convert([(total, half)])
+        norm = gpu.norm([total])
+        flags, count = gpu.find_non_finite([total, half])
+    for replay in range(3):
+        values.normal_()
+        if replay == 1:
+            values[7] = float("inf")
+        graph.replay()
+        assert torch.equal(half, (values + values).bfloat16())
+        assert norm[1] == total.double().abs().max()
+        assert flags.tolist() == ([1, 1] if replay == 1 else [0, 0])
+        assert count.item() == (2 if replay == 1 else 0)
+
+
+def test_more_elements_than_32_bits_count(gpu: CudaLibrary) -> None:
+    count = (1 << 32) + 4099
+    if torch.cuda.mem_get_info()[0] < 3 * count:
+        pytest.skip(f"the GPU has less than {3 * count >> 30} GiB free")
+    values = torch.ones(count, dtype=torch.uint8, device="cuda")
+    values[-1] = 5
+    gpu.reduce([values, values], values)
+    assert values[-1] == 10
+    assert values[: 1 << 20].eq(2).all()
+    assert values[-4099:-1].eq(2).all()
