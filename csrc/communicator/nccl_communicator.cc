@@ -20,6 +20,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
+// How long memory that is let go of waits for operations that are under way on it.
+constexpr std::chrono::seconds kLastUsePatience{10};
+
 // NCCL's own memory, which it moves without copies inside of it once it is registered.
 class NcclMemory final : public Memory {
  public:
@@ -51,6 +54,9 @@ class NcclMemory final : public Memory {
     try {
       const cuda::DeviceGuard guard(group_->device());
       const cuda::RelaxedCapture relaxed;
+      // Nobody tells which streams have used it, and not every way of giving it back waits for them.
+      group_->drain(Deadline::in(kLastUsePatience));
+      cuda::Driver::get().synchronize();
       if (registration_ != nullptr) {
         group_->deregister(registration_);
       }

@@ -21,8 +21,8 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 // Orders the launches of all groups of this process.
-std::timed_mutex& launch_mutex() {
-  static auto* const mutex = new std::timed_mutex;  // never destroyed: see open_communicators.cc
+std::mutex& launch_mutex() {
+  static auto* const mutex = new std::mutex;  // never destroyed: see open_communicators.cc
   return *mutex;
 }
 
@@ -350,8 +350,15 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
     log_line(LogLevel::kError, other.what());
   }
   end_on_thread([this] {
-    // Until whoever is launching has seen the failure. Not for longer: an abort may hang.
-    static_cast<void>(std::unique_lock(launch_mutex(), kLaunchPatience));
+    // Until whoever is launching has seen the failure; then no longer, since an abort may hang.
+    const Deadline patience = Deadline::in(kLaunchPatience);
+    std::unique_lock order(launch_mutex(), std::defer_lock);
+    while (!order.try_lock() && !patience.has_passed()) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    if (order.owns_lock()) {
+      order.unlock();
+    }
     if (comm_ != nullptr) {
       const cuda::DeviceGuard guard(device_);
       const cuda::RelaxedCapture relaxed;

@@ -33,6 +33,7 @@ struct Driver::Functions {
   int (*cuDevicePrimaryCtxRetain)(void**, int);
   int (*cuCtxGetCurrent)(void**);
   int (*cuCtxSetCurrent)(void*);
+  int (*cuCtxSynchronize)();
   int (*cuCtxGetStreamPriorityRange)(int*, int*);
   int (*cuGetErrorString)(int, const char**);
   int (*cuStreamCreateWithPriority)(void**, unsigned, int);
@@ -80,6 +81,7 @@ struct Driver::Opened {
     PYDIST_RESOLVE(cuDevicePrimaryCtxRetain);
     PYDIST_RESOLVE(cuCtxGetCurrent);
     PYDIST_RESOLVE(cuCtxSetCurrent);
+    PYDIST_RESOLVE(cuCtxSynchronize);
     PYDIST_RESOLVE(cuCtxGetStreamPriorityRange);
     PYDIST_RESOLVE(cuGetErrorString);
     PYDIST_RESOLVE(cuStreamCreateWithPriority);
@@ -224,6 +226,8 @@ void Driver::fill_zero(void* data, std::size_t bytes, Stream stream) const {
           "clear memory");
   }
 }
+
+void Driver::synchronize() const { check(functions_.cuCtxSynchronize(), "finish"); }
 
 void* Driver::allocate(std::size_t bytes) const {
   std::size_t data = 0;

@@ -46,6 +46,9 @@ class Driver {
   void copy(void* to, const void* from, std::size_t bytes, Stream stream) const;
   void fill_zero(void* data, std::size_t bytes, Stream stream) const;
 
+  // Waits on the host for everything on the current context.
+  void synchronize() const;
+
   [[nodiscard]] void* allocate(std::size_t bytes) const;
   void free(void* data) const noexcept;
   // Memory of the host that the device copies at full speed.

@@ -15,7 +15,8 @@ namespace pydist {
 
 class CudaLibrary {
  public:
-  // The one that the process has loaded, otherwise the one beside this code. Opened at the first call; later ones find the same object.
+  // The one that the process has loaded, otherwise the one beside this code. Opened at the first
+  // call; later ones find the same object.
   static const CudaLibrary& get();
 
   // From the file `path`. Never throws for a library that cannot be used: reason() tells why.

@@ -119,6 +119,7 @@ struct Capture {
 };
 
 struct State {
+  std::set<void*> foreign;  // streams of torch's fake device
   std::mutex mutex;
   std::set<void*> streams;
   std::unique_ptr<Capture> capture;
@@ -155,6 +156,10 @@ void post(void* stream, const Job& job) {
   static const auto foreign =
       reinterpret_cast<Enqueue>(::dlsym(RTLD_DEFAULT, "fake_cuda_enqueue"));
   if (foreign != nullptr) {
+    {
+      const std::lock_guard lock(state().mutex);
+      state().foreign.insert(stream);
+    }
     foreign(
         stream,
         [](void* argument) {
@@ -238,6 +243,31 @@ int cuCtxGetCurrent(void** context) {
 
 int cuCtxSetCurrent(void* context) {
   current_context = context;
+  return kSuccess;
+}
+
+int cuCtxSynchronize() {
+  if (!has_context()) {
+    return kInvalidContext;
+  }
+  std::set<void*> own;
+  std::set<void*> foreign;
+  {
+    const std::lock_guard lock(state().mutex);
+    own = state().streams;
+    foreign = state().foreign;
+  }
+  using Synchronize = void (*)(void*);
+  static const auto finish =
+      reinterpret_cast<Synchronize>(::dlsym(RTLD_DEFAULT, "fake_cuda_synchronize"));
+  for (void* const stream : foreign) {
+    finish(stream);
+  }
+  for (void* const stream : own) {
+    while (!static_cast<Queue*>(stream)->is_idle()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
   return kSuccess;
 }
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import fake_cuda
+import fake_nccl
 import torch
 from torch import Tensor
 
@@ -92,9 +93,10 @@ class Suite:
 
     def __init__(self) -> None:
         # See Note [Device].
-        self.on_device = os.environ.get("CONFORMANCE_DEVICE") == "cuda"
+        device = os.environ.get("CONFORMANCE_DEVICE")
+        self.on_device = device is not None
         if self.on_device:
-            fake_cuda.install()
+            fake_nccl.install() if device == "nccl" else fake_cuda.install()
             fake_cuda.set_delay_us(20)
             torch.set_default_device("cuda")
         pydist.init(timeout=30)
