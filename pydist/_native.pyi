@@ -45,6 +45,9 @@ class Environment:
         In microseconds; None where the engine decides.
         """
     @property
+    def staging_bytes(self) -> int:
+        ...
+    @property
     def timeline(self) -> str:
         ...
     @property
@@ -79,7 +82,7 @@ class Work:
         """
 class Communicator:
     """
-    One group of ranks on one backend. Collectives are called by every rank of the group, in the same order; any tensor on the CPU will do, also a non-contiguous one.
+    One group of ranks on one backend. Collectives are called by every rank of the group, in the same order; any dense tensor on a device of capabilities() will do, also a non-contiguous one.
     """
     def abort(self, message: str) -> None:
         """
@@ -147,7 +150,7 @@ class Communicator:
         """
         A group of the given ranks of this one, in that order; only they call.
         """
-    def symmetric_empty(self, shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], dtype: torch.dtype) -> torch.Tensor:
+    def symmetric_empty(self, shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], dtype: torch.dtype, device: torch.device = ...) -> torch.Tensor:
         """
         A tensor over memory that the backend allocates; all ranks call, with equal sizes.
         """

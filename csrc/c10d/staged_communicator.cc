@@ -194,8 +194,9 @@ class Staging {
     }
     Slots& slots = plan.is_whole() ? own : shared_slots();
     const Streams streams = streams_of(staged.device);
+    // Also of an operation without inputs: no part goes on before the stream has come so far, so
+    // copies to the device need not wait for it.
     staged.ready.block(streams.to_host);
-    staged.ready.block(streams.to_device);
     const auto slot_of = [&](std::size_t part) {
       return slots.data + part % kSlots * (plan.is_whole() ? 0 : plan.slot_bytes());
     };

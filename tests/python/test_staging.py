@@ -6,6 +6,7 @@ What they compute is the conformance suite's.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -76,11 +77,14 @@ def streams_and_lifetimes() -> None:
     assert bool((seen == 10.0).all())
 
     # Non-contiguous results are in place for every stream when the handle says so.
-    grid = filled(rank + 1.0).view(3, -1).t()
-    work = pydist.all_reduce(grid, async_op=True)
-    work.wait()
-    with fake_cuda.Stream():
-        assert bool((torch.zeros_like(grid).copy_(grid) == total).all())
+    fake_cuda.set_delay_us(20_000)
+    for _ in range(3):
+        grid = filled(rank + 1.0, 300).view(3, -1).t()
+        work = pydist.all_reduce(grid, async_op=True)
+        work.wait()
+        with fake_cuda.Stream():
+            assert bool((grid == total).all())
+    fake_cuda.set_delay_us(300)
 
     # Host and device in turn: one order, on all ranks.
     host = [torch.full((7,), float(i)) for i in range(20)]
@@ -222,6 +226,45 @@ def training() -> None:
     wrapped(batch(rank, 3, 4).to("cuda")).sum().backward()
     mean = torch.stack([batch(r, 3, 4).sum(0) for r in range(size)]).mean(0)
     torch.testing.assert_close(module.weight.grad.cpu(), mean.expand(2, 4))
+
+
+class Pair(nn.Module):
+    """Two weights, each on a device of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 2, bias=False).to("cuda:0")
+        self.second = nn.Linear(3, 2, bias=False).to("cuda:1")
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.first(x.to("cuda:0")), self.second(x.to("cuda:1"))
+        return first.cpu().sum() + second.cpu().sum()
+
+
+def bucket_of_another_thread() -> None:
+    """A bucket that another device's thread launches waits for the stream of its own gradients."""
+    rank, size = start()
+    with fake_cuda.Stream(0), fake_cuda.Stream(1):
+        model = pydist.DataParallel(Pair(), bucket_cap_mb=1)
+        stalls: list[object] = []
+
+        def stall(_gradient: Tensor) -> None:
+            stalls.append(fake_cuda.Stall(0))
+            threading.Timer(0.6, stalls[-1].release).start()  # type: ignore[attr-defined]
+
+        # Buckets go in the order second, first; here the first is complete before.
+        model.first.weight.register_hook(stall)
+        model.second.weight.register_hook(lambda _gradient: time.sleep(0.3))
+        inputs = [batch(r, 4, 3, dtype=torch.float32) for r in range(size)]
+        model(inputs[rank]).backward()
+        assert len(stalls) == 1
+    mean = torch.stack([x.sum(0) for x in inputs]).mean(0).expand(2, 3)
+    for weight in (model.first.weight, model.second.weight):
+        torch.testing.assert_close(weight.grad.cpu(), mean)
+
+
+def test_a_bucket_waits_for_its_streams() -> None:
+    on_device("native", bucket_of_another_thread)
 
 
 @BACKENDS
