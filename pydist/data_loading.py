@@ -347,6 +347,8 @@ class _Seeded:
         )
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy under construction has no _source yet
+            raise AttributeError(name)
         return getattr(self._source, name)
 
 
