@@ -305,10 +305,14 @@ def _prepared(
     sampler = source.sampler if isinstance(source, BatchSampler) else source
     feed = _Seeded(source, sampler) if loader.num_workers > 0 else source
     generator = torch.Generator() if loader.generator is None else None
+    batch_size = loader.batch_size
+    if batch_size is not None and isinstance(source, BatchSampler):
+        batch_size = source.batch_size  # this rank's
     prepared.__dict__.update(
         _source=source,
         _own_generator=generator,
         _iterator=None,
+        batch_size=batch_size,
         generator=loader.generator if generator is None else generator,
         batch_sampler=None if loader.batch_sampler is None else feed,
         sampler=feed if loader.batch_sampler is None else sampler,

@@ -80,8 +80,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         self._dataset_length = sample_count(dataset)
         self.pad: Pad = _pad_of(pad, drop_last)
         self.drop_last = self.pad == "drop"
-        # Whether to look again at the first iteration: the job may have been joined since.
-        self._follows_job = num_replicas is None or rank is None
+        # What iterating looks at again: the job may have been joined since.
+        self._is_rank_given, self._are_ranks_given = rank is not None, num_replicas is not None
         if num_replicas is None or rank is None:
             own_rank, ranks = placement()
             num_replicas = ranks if num_replicas is None else num_replicas
@@ -354,9 +354,10 @@ class DistributedSampler(distributed.DistributedSampler[int]):
                 f"the data set had {self._dataset_length} samples when its sampler was made, and "
                 f"has {length} now: make a new sampler."
             )
-        if self._follows_job and (process.is_initialized() or dist.is_initialized()):
+        if process.is_initialized() or dist.is_initialized():
             rank, ranks = placement()
-            if (rank, ranks) != (self.rank, self.num_replicas):
+            rank_fits = self._is_rank_given or rank == self.rank
+            if not rank_fits or not (self._are_ranks_given or ranks == self.num_replicas):
                 raise InvalidUsage(
                     f"the sampler was made as rank {self.rank} of {self.num_replicas}, and this "
                     f"process is rank {rank} of {ranks} now: make the sampler after pydist.init() "

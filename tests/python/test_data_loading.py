@@ -228,13 +228,11 @@ def test_samplers_of_pydists_are_kept() -> None:
 
 def test_batches_of_all_ranks_may_be_split() -> None:
     plain = DataLoader(range(10), 4)  # type: ignore[arg-type,var-annotated]
-    got = [
-        [
-            batch.tolist()
-            for batch in pydist.prepare(plain, split_batches=True, num_replicas=3, rank=r)
-        ]
-        for r in range(3)
+    parts = [
+        pydist.prepare(plain, split_batches=True, num_replicas=3, rank=rank) for rank in range(3)
     ]
+    got = [[batch.tolist() for batch in part] for part in parts]
+    assert {part.batch_size for part in parts} == {2}
     assert got == [[[0, 3], [4, 7], [8]], [[1], [5], [9]], [[2], [6], [0]]]
 
 

@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import os
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -448,6 +450,8 @@ def test_a_share_of_what_is_left_ends_where_it_should() -> None:
 
 def sample_on_ranks() -> tuple[list[int], pydist.Ledger, str]:
     before = pydist.DistributedSampler(range(100), pad="none")  # the launcher has said enough
+    with mock.patch.dict(os.environ, clear=True):
+        alone = pydist.DistributedSampler(range(100))  # here it has not
     pydist.init()
     sampler = pydist.DistributedSampler(range(100), pad="none")
     assert (sampler.rank, sampler.num_replicas) == (pydist.rank(), pydist.world_size())
@@ -458,8 +462,7 @@ def sample_on_ranks() -> tuple[list[int], pydist.Ledger, str]:
         list(sampler)
     with pytest.raises(pydist.InvalidUsage, match="of different epochs, 0 to 1") as caught:
         sampler.ledger().combined()
-    # Made for a job that is not this one.
-    alone = pydist.DistributedSampler(range(100), num_replicas=4)
+    assert len(list(pydist.DistributedSampler(range(100), num_replicas=4))) == 25
     with pytest.raises(pydist.InvalidUsage, match="num_replicas= and rank="):
         iter(alone)
     return mine, whole, str(caught.value)
