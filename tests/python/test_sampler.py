@@ -10,7 +10,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from launch import run_ranks
 from torch.utils.data import DistributedSampler as TorchSampler
@@ -142,13 +143,14 @@ def test_blocks_join_without_a_seam() -> None:
 # --- resumption ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
+@hypothesis_settings(max_examples=300)
 @given(
     LENGTHS,
     st.integers(7, 20),
     st.lists(st.tuples(RANKS, st.integers(0, 6)), max_size=5),
     RANKS,
     st.sampled_from(PADS),
+    st.booleans(),
     st.integers(-5, 2**64 - 1),
 )
 def test_nothing_is_lost_or_repeated_however_often_it_is_interrupted(
@@ -157,17 +159,19 @@ def test_nothing_is_lost_or_repeated_however_often_it_is_interrupted(
     interruptions: list[tuple[int, int]],
     last_ranks: int,
     pad: Pad,
+    drop_last: bool,
     seed: int,
 ) -> None:
     got: list[int] = []
     ledger = pydist.Ledger(0)
     state: dict[str, int] | None = None
     fits = [ranks for ranks, _ in interruptions] + [last_ranks]
-    if pad == "drop" and max(fits) > length:
+    if (pad == "drop" and max(fits) > length) or (drop_last and batch > length):
         return
     for ranks, batches_done in [*interruptions, (last_ranks, None)]:
         # The seed comes with the state.
-        everyone = batch_samplers(length, ranks, batch, pad=pad, seed=seed if state is None else 0)
+        settings = {"drop_last": drop_last, "pad": pad, "seed": seed if state is None else 0}
+        everyone = batch_samplers(length, ranks, batch, **settings)
         states = []
         for sampler in everyone:
             if state is not None:
@@ -184,7 +188,10 @@ def test_nothing_is_lost_or_repeated_however_often_it_is_interrupted(
     counts = Counter(got)
     assert ledger.count == len(got)
     assert ledger == pydist.Ledger.of(0, torch.tensor(got))
-    if pad == "none":
+    if drop_last:
+        assert set(counts.values()) == {1}
+        assert length - counts.total() == length % batch
+    elif pad == "none":
         assert counts == Counter(range(length))
         assert ledger == pydist.Ledger.of(0, torch.arange(length))
     elif pad == "repeat":
