@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import settings as trials
 from hypothesis import strategies as st
 from launch import run_ranks
 from torch.utils.data import DistributedSampler as TorchSampler
@@ -21,6 +21,8 @@ from pydist.shares import PADS, Pad, Share
 
 LENGTHS = st.integers(1, 70)
 RANKS = st.integers(1, 7)
+# A busy machine is no failure; the test as a whole has its time limit.
+PATIENT = trials(deadline=None)
 
 
 def samplers(length: int, ranks: int, **settings: Any) -> list[pydist.DistributedSampler]:
@@ -43,6 +45,7 @@ def flat(parts: Any) -> list[int]:
 # --- like torch's --------------------------------------------------------------------------------
 
 
+@PATIENT
 @given(LENGTHS, RANKS, st.booleans())
 def test_without_shuffling_it_is_torchs(length: int, ranks: int, drop_last: bool) -> None:
     if drop_last and ranks > length:
@@ -61,6 +64,7 @@ def test_without_shuffling_it_is_torchs(length: int, ranks: int, drop_last: bool
 # --- every sample once ---------------------------------------------------------------------------
 
 
+@PATIENT
 @given(LENGTHS, RANKS, st.sampled_from(PADS), st.booleans(), st.integers(0, 3))
 def test_ranks_share_every_sample(
     length: int, ranks: int, pad: Pad, shuffle: bool, epoch: int
@@ -87,6 +91,7 @@ def test_ranks_share_every_sample(
     assert all(sampler.epoch == epoch + 1 for sampler in everyone)
 
 
+@PATIENT
 @given(LENGTHS, st.integers(1, 20), st.sampled_from(PADS), st.booleans())
 def test_batches_hold_the_same_samples_on_any_number_of_ranks(
     length: int, batch: int, pad: Pad, drop_last: bool
@@ -116,6 +121,7 @@ def test_batches_hold_the_same_samples_on_any_number_of_ranks(
             assert set(together[whole]) <= set(alone[whole])
 
 
+@PATIENT
 @given(LENGTHS, RANKS, st.integers(1, 9), st.sampled_from(PADS), st.booleans())
 def test_a_batch_size_is_that_of_each_rank(
     length: int, ranks: int, size: int, pad: Pad, as_tensors: bool
@@ -143,7 +149,7 @@ def test_blocks_join_without_a_seam() -> None:
 # --- resumption ----------------------------------------------------------------------------------
 
 
-@hypothesis_settings(max_examples=300)
+@trials(PATIENT, max_examples=300)
 @given(
     LENGTHS,
     st.integers(7, 20),
@@ -202,6 +208,7 @@ def test_nothing_is_lost_or_repeated_however_often_it_is_interrupted(
         assert length - counts.total() < max(fits)
 
 
+@PATIENT
 @given(LENGTHS, RANKS, RANKS, st.integers(0, 70))
 def test_samples_resume_at_another_number_of_ranks(
     length: int, before: int, after: int, seen: int
