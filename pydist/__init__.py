@@ -5,6 +5,7 @@ from pydist._load import __version__  # isort: skip
 
 from pydist._native import Communicator, Work
 from pydist.backends import register as _register
+from pydist.batch_sampler import BatchSampler
 from pydist.collectives import (
     all_gather,
     all_reduce,
@@ -19,6 +20,7 @@ from pydist.collectives import (
     send,
     symmetric_empty,
 )
+from pydist.data_loading import PreparedLoader, prepare
 from pydist.data_parallel import (
     BucketPlan,
     BucketStats,
@@ -38,6 +40,8 @@ from pydist.errors import (
 )
 from pydist.groups import new_group
 from pydist.large_batch import effective_batch_size, scale_lr
+from pydist.ledger import Ledger
+from pydist.orders import Order, Sequential, Shuffled
 from pydist.process import (
     backend,
     device,
@@ -49,22 +53,30 @@ from pydist.process import (
     shutdown,
     world_size,
 )
+from pydist.sampler import DistributedSampler
 from pydist.spawn import spawn
 from pydist.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Aborted",
+    "BatchSampler",
     "BucketPlan",
     "BucketStats",
     "CommunicationStats",
     "Communicator",
     "DataParallel",
+    "DistributedSampler",
     "Error",
     "InvalidUsage",
+    "Ledger",
     "Mismatch",
+    "Order",
     "PeerLost",
     "PlannedBucket",
     "PlannedParameter",
+    "PreparedLoader",
+    "Sequential",
+    "Shuffled",
     "SyncBatchNorm",
     "Timeout",
     "TransportError",
@@ -84,6 +96,7 @@ __all__ = [
     "local_rank",
     "local_world_size",
     "new_group",
+    "prepare",
     "rank",
     "recv",
     "reduce",
