@@ -45,6 +45,8 @@ PYTHON_LAYERS = (
     "spawn",
     "large_batch",
     "sampler",
+    "metrics",
+    "evaluation",
     "bucket_plan",
     "compiled_graphs",
     "buffer_sync",
