@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pydist.errors import InvalidUsage
 
-__all__ = ["LENGTH", "add_up", "as_float64", "quotient", "total"]
+__all__ = ["LENGTH", "add_count", "add_up", "as_float64", "quotient", "total"]
 
 _DIGIT_BITS = 32
 _MASK = (1 << _DIGIT_BITS) - 1
@@ -80,6 +80,13 @@ def add_up(state: Tensor, values: Tensor) -> None:
         state[_DIGITS + 1] += part.isposinf().sum()
         state[_DIGITS + 2] += part.isneginf().sum()
         _carry(state)
+
+
+def add_count(state: Tensor, count: int) -> None:
+    """Adds a whole number, less than 2^40, to a sum."""
+    digit, shift = divmod(-_UNIT, _DIGIT_BITS)
+    state[digit] += count << shift
+    _carry(state)
 
 
 def _carry(state: Tensor) -> None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pydist.errors import InvalidUsage
 from pydist.groups import Group
-from pydist.metrics.exact_sum import LENGTH, add_up, as_float64, quotient, total
+from pydist.metrics.exact_sum import LENGTH, add_count, add_up, as_float64, quotient, total
 from pydist.metrics.metric import Metric
 
 __all__ = ["Mean", "Sum", "mean"]
@@ -87,8 +87,7 @@ class Mean(Metric[float]):
         sums, totals = self.on(given.device).split(LENGTH)
         if weights is None:
             add_up(sums, as_float64(given))
-            count = torch.tensor(given.numel(), dtype=torch.float64, device=given.device)
-            add_up(totals, count)
+            add_count(totals, given.numel())
             return
         scale = _tensor(weights, "weights").detach().to(given.device)
         try:

@@ -67,7 +67,7 @@ def test_weighted_mean_of_float32_is_the_nearest(pairs: list[tuple[float, int]])
 
 
 @given(st.lists(st.tuples(FLOATS, st.integers(0, 3)), max_size=40))
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_shares_and_order_do_not_matter(pairs: list[tuple[float, int]]) -> None:
     whole = metrics.Mean()
     whole.update(torch.tensor([value for value, _ in pairs], dtype=torch.float64))
