@@ -6,6 +6,7 @@ from pydist._load import __version__  # isort: skip
 from pydist import metrics
 from pydist._native import Communicator, Work
 from pydist.backends import register as _register
+from pydist.batch_sampler import BatchSampler
 from pydist.collectives import (
     all_gather,
     all_reduce,
@@ -20,6 +21,7 @@ from pydist.collectives import (
     send,
     symmetric_empty,
 )
+from pydist.data_loading import PreparedLoader, prepare
 from pydist.data_parallel import (
     BucketPlan,
     BucketStats,
@@ -40,6 +42,8 @@ from pydist.errors import (
 from pydist.evaluation import evaluate
 from pydist.groups import new_group
 from pydist.large_batch import effective_batch_size, scale_lr
+from pydist.ledger import Ledger
+from pydist.orders import Order, Sequential, Shuffled
 from pydist.process import (
     backend,
     init,
@@ -50,22 +54,30 @@ from pydist.process import (
     shutdown,
     world_size,
 )
+from pydist.sampler import DistributedSampler
 from pydist.spawn import spawn
 from pydist.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Aborted",
+    "BatchSampler",
     "BucketPlan",
     "BucketStats",
     "CommunicationStats",
     "Communicator",
     "DataParallel",
+    "DistributedSampler",
     "Error",
     "InvalidUsage",
+    "Ledger",
     "Mismatch",
+    "Order",
     "PeerLost",
     "PlannedBucket",
     "PlannedParameter",
+    "PreparedLoader",
+    "Sequential",
+    "Shuffled",
     "SyncBatchNorm",
     "Timeout",
     "TransportError",
@@ -86,6 +98,7 @@ __all__ = [
     "local_world_size",
     "metrics",
     "new_group",
+    "prepare",
     "rank",
     "recv",
     "reduce",

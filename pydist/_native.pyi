@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -379,6 +379,16 @@ class Roofline:
         """
         This rank's share, once. What the output holds afterwards means nothing while others are at work on it.
         """
+class KeyedPermutation:
+    """
+    A shuffled order that is computed place by place.
+    """
+    def __init__(self, length: typing.SupportsInt | typing.SupportsIndex, seed: typing.SupportsInt | typing.SupportsIndex, epoch: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def fill(self, first: typing.SupportsInt | typing.SupportsIndex, step: typing.SupportsInt | typing.SupportsIndex, count: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor:
+        """
+        What stands at first, first + step, ...: int64, `count` of them.
+        """
 def build_info() -> dict:
     """
     What the module was built with, and the CPU's kernels.
@@ -394,6 +404,10 @@ def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.
 def environment_variables() -> list[tuple[str, str, str, str, str | None]]:
     """
     Every PYDIST_ variable of the engine: (name, values, default, meaning, current value or None).
+    """
+def multiset_digest(indices: torch.Tensor) -> tuple[int, int]:
+    """
+    The upper and the lower 64 bits of the digest of a multiset of int64 indices.
     """
 def processor_quota() -> float | None:
     """
