@@ -224,8 +224,9 @@ def _refuse_repeats(sampler: Any, dataset: Any) -> None:
     if shares > len(dataset):
         raise InvalidUsage(
             f"the loader's sampler repeats samples: {shares} for a data set of {len(dataset)}, so "
-            f"{shares - len(dataset)} would count twice. Give pydist.evaluate the loader without a "
-            'sampler, or one with pydist.DistributedSampler(dataset, shuffle=False, pad="none").'
+            f"{shares - len(dataset)} would count twice. Give pydist.evaluate the loader of one "
+            'process, or one whose sampler has pad="none" (pydist.DistributedSampler, '
+            "pydist.prepare)."
         )
 
 

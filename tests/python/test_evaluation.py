@@ -95,7 +95,16 @@ def evaluate_in_every_way() -> Job:
     sharing = min(size, 3)  # the fourth rank has nothing at all
     own = [[t[rank::sharing] for t in data()[:]]] if rank < sharing else []
     result = pydist.evaluate(model, own, measure, metrics=measures())
-    seen["own share"] = {k: plain(result)[k] for k in ("right", "accuracy", "confusion")}
+    counts = ("right", "accuracy", "confusion")
+    seen["own share"] = {k: plain(result)[k] for k in counts}
+    # Samplers that share out single samples: counts are the same, losses to rounding.
+    sampler = pydist.DistributedSampler(data(), shuffle=True, pad="none")
+    loader = DataLoader(data(), 8, sampler=sampler)
+    result = pydist.evaluate(model, loader, measure, metrics=measures())
+    seen["pydist's sampler"] = {k: plain(result)[k] for k in counts}
+    prepared = pydist.prepare(DataLoader(data(2), 8), pad="none")
+    result = pydist.evaluate(model, prepared, measure, metrics=measures())
+    seen["prepared, fewer samples than ranks"] = {k: plain(result)[k] for k in counts}
     return seen
 
 
@@ -311,6 +320,8 @@ def fail_on_one_rank() -> Job:
     attempt("metrics", data(), lambda *_: {}, metrics={"x": kind}, batch_size=8)
     sampler: Any = DistributedSampler(data(), size, rank, shuffle=False)
     attempt("repeats", DataLoader(data(), 8, sampler=sampler), measure, metrics=measures())
+    prepared = pydist.prepare(DataLoader(data(), 8))
+    attempt("prepared repeats", prepared, measure, metrics=measures())
     attempt("one value", data(), lambda m, b: {"loss": b[0].mean()}, batch_size=8)
     attempt("no dict", data(), lambda m, b: b[0], batch_size=8)
     attempt("metric forgotten", data(), measure, batch_size=8)
@@ -369,6 +380,7 @@ def test_a_failure_on_one_rank_ends_all(misuses: list[Job]) -> None:
         ("order", "Mismatch", "order of samples differs between ranks 0 and 1"),
         ("metrics", "Mismatch", "ConfusionMatrix of 25 numbers'} on rank 2"),
         ("repeats", "InvalidUsage", "105 for a data set of 103, so 2 would count twice"),
+        ("prepared repeats", "InvalidUsage", "so 2 would count twice"),
         ("one value", "InvalidUsage", "one value for 'loss'"),
         ("no dict", "InvalidUsage", "measure returned a Tensor"),
         ("metric forgotten", "InvalidUsage", "'accuracy', which is not in metrics="),
