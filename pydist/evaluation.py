@@ -82,12 +82,14 @@ def evaluate(
             `reset()`, `update(...)` and a `compute()` that puts together the ranks', such as
             torchmetrics' objects. They are reset at first.
         batch_size: samples a batch, for a data set.
-        group: the ranks; by default all.
+        group: the ranks; by default all. Objects of torchmetrics are told by themselves
+            (`process_group=`).
         timeout: seconds that a rank that is done waits for the others; by default the group's own
             time-out.
 
     Returns:
-        The result for each name; the same on every rank.
+        The result for each name in `metrics`, and each that any rank has measured; the same on
+        every rank.
 
     Raises:
         InvalidUsage: an argument makes no sense; a sampler repeats samples, so that some would

@@ -351,6 +351,22 @@ def misgather() -> Job:
     return seen
 
 
+def evaluate_in_a_group() -> list[Any]:
+    """Ranks 2 and 0 evaluate; rank 1 is elsewhere."""
+    joined()
+    members = pydist.new_group([2, 0])
+    if members is None:
+        return []
+    arguments = {"metrics": measures(), "batch_size": 4}
+    found = pydist.evaluate(network(), data(), measure, group=members, **arguments)
+    mine = data()[:][0][members.rank :: 2]
+    mean = metrics.mean(mine, group=members)
+    rows = metrics.gather_ragged(mine, 1, group=members)
+    assert (rows is not None) == (members.rank == 1)
+    assert rows is None or len(rows) == SAMPLES
+    return [plain(found), mean]
+
+
 @pytest.fixture(scope="module")
 def three_native() -> Iterator[Ranks]:
     with Ranks(3) as ranks:
@@ -360,6 +376,14 @@ def three_native() -> Iterator[Ranks]:
 @pytest.fixture(scope="module")
 def misuses(three_native: Ranks) -> list[Job]:
     return three_native.run(fail_on_one_rank, timeout=LIMIT_S)
+
+
+def test_some_ranks_evaluate_by_themselves(three_native: Ranks, alone: dict[str, Job]) -> None:
+    first, other, last = three_native.run(evaluate_in_a_group, timeout=LIMIT_S)
+    assert other == []
+    assert first == last
+    expected = alone["evaluate_in_every_way"][f"{SAMPLES} samples"]
+    assert repr(first[0]) == repr(expected)
 
 
 def test_a_failure_on_one_rank_ends_all(misuses: list[Job]) -> None:
