@@ -206,12 +206,11 @@ class PreparedLoader(DataLoader[T]):
         sampler = self.distributed_sampler
         if self._own_generator is not None:
             self._own_generator.manual_seed(_seed_of(sampler, sampler.epoch, 0))
+        before = sampler.current
         with sampler.counting():
             # With workers, torch asks for an iterator twice and uses the second.
             fetched = super().__iter__()
-            current = sampler.current
-        assert current is not None
-        return _Delivered(fetched, sampler, current)
+        return _Delivered(fetched, sampler, before, len(self))
 
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch comes next; see `DistributedSampler.set_epoch`."""
@@ -246,25 +245,49 @@ class _Delivered:
     """An iterator of a prepared loader, which counts what it delivers."""
 
     def __init__(
-        self, fetched: Iterator[Any], sampler: DistributedSampler, current: EpochPass
+        self,
+        fetched: Iterator[Any],
+        sampler: DistributedSampler,
+        before: EpochPass | None,
+        length: int,
     ) -> None:
         self._fetched = fetched
         self._sampler = sampler
-        self._current = current
+        self._before = before
+        self._length = length
+        self._own: EpochPass | None = None
+        self._find_own()
+
+    def _find_own(self) -> None:
+        """The pass that the loader has begun, which a loader's own class may do with the first
+        batch only."""
+        current = self._sampler.current
+        if current is not self._before:
+            self._own, self._before = current, None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __len__(self) -> int:
-        return self._current.share.steps
+        return self._length
 
     def __next__(self) -> Any:
         try:
-            batch = next(self._fetched)
+            if self._own is None:
+                with self._sampler.counting():
+                    batch = next(self._fetched)
+            else:
+                batch = next(self._fetched)
         except StopIteration:
-            self._sampler.close(self._current)
+            if self._own is None:
+                self._find_own()
+            if self._own is not None:
+                self._sampler.close(self._own)
             raise
-        self._current.count_step()
+        if self._own is None:
+            self._find_own()
+        if self._own is not None:
+            self._own.count_step()
         return batch
 
 

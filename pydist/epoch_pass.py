@@ -6,7 +6,7 @@ Between the two lie a loader's workers, who fetch samples long before anybody tr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import length_hint
 from typing import cast
@@ -114,13 +114,16 @@ class EpochPass:
         a_block = max(1, _BLOCK // size) if share.is_even else 1
         for first in range(0, steps, a_block):
             block = self._compute(first, min(first + a_block, steps))
-            indices = block if as_tensors else block.tolist()
-            total = len(indices)
-            is_last_block = first + a_block >= steps
-            for at in range(0, total, size):
-                batch = indices[at : at + size]
+            batches: Sequence[list[int] | Tensor]
+            if as_tensors:
+                batches = block.split(size)
+            else:
+                indices = block.tolist()
+                batches = [indices[at : at + size] for at in range(0, len(indices), size)]
+            last = batches[-1] if first + a_block >= steps else None
+            for batch in batches:
                 self._handed += len(batch)
-                if is_last_block and at + size >= total:
+                if batch is last:
                     self._end_unless_counted()
                 yield batch
         self._end_unless_counted()

@@ -173,6 +173,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         current = self._pass
         steps = samples_seen
         if samples_seen is not None and current is not None:
+            samples_seen = _whole_number("samples_seen", samples_seen, 0, 2**63)
             steps = current.share.steps_of(samples_seen)
             if steps is None:
                 raise InvalidUsage(
