@@ -3,33 +3,38 @@
     python examples/digits.py
     pydist run -n 2 examples/digits.py
 
-The batch is that of the whole job, so any number of processes that divides it trains the same
-model. The accuracy is exact: every test image counts once, also where the processes can't share
-them evenly. What is special to training on several processes is marked with "pydist:".
+The batch is that of the whole job, so any number of processes trains the same model: same images
+in each batch, same losses up to rounding. With --checkpoint, a run that was interrupted goes on
+where it was, also in the middle of an epoch and with another number of processes. The accuracy is
+exact: every test image counts once. What is special to training on several processes is marked
+with "pydist:".
 """
 
 import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import pydist
 
 TEST_IMAGES = 360
 
 
-def load(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images and labels, test images and labels; the same split on every process."""
+def load(seed: int) -> tuple[TensorDataset, TensorDataset]:
+    """Images and labels to train and to test with; the same split on every process."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(seed))
     images = torch.tensor(digits.images, dtype=torch.float32)[order, None] / 16
     labels = torch.tensor(digits.target)[order]
-    return images[TEST_IMAGES:], labels[TEST_IMAGES:], images[:TEST_IMAGES], labels[:TEST_IMAGES]
+    training = TensorDataset(images[TEST_IMAGES:], labels[TEST_IMAGES:])
+    return training, TensorDataset(images[:TEST_IMAGES], labels[:TEST_IMAGES])
 
 
 def build() -> nn.Module:
@@ -45,16 +50,17 @@ def build() -> nn.Module:
     )
 
 
-def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of images that the model reads right, over all processes."""
-    rank, world_size = pydist.rank(), pydist.world_size()
-    # pydist: each process takes every n-th image; one may get fewer than another
-    images, labels = images[rank::world_size], labels[rank::world_size]
-    with torch.no_grad():
-        right = (model(images).argmax(1) == labels).sum()
-    # pydist: whole counts are summed, so it does not matter how many images each one had
-    counts = pydist.all_reduce(torch.stack([right, torch.tensor(len(labels))]))
-    return (counts[0] / counts[1]).item()
+def measure(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+    """Which images of a batch the model reads right."""
+    images, labels = batch
+    return {"accuracy": model(images).argmax(1) == labels}
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Writes a checkpoint: whatever happens, the old or the new one is there, complete."""
+    partial = path.with_name(path.name + ".partial")
+    torch.save(state, partial)
+    partial.replace(path)
 
 
 def main() -> None:
@@ -64,40 +70,63 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="file for losses and accuracy, as JSON")
+    parser.add_argument("--checkpoint", type=Path, help="go on from this file, and write it")
+    parser.add_argument("--stop-at", type=int, help="stop after this step, as if interrupted")
     arguments = parser.parse_args()
 
     pydist.init()  # pydist: joins the job that the launcher describes; without one, a job of one
-    rank, world_size = pydist.rank(), pydist.world_size()
-    if arguments.batch % world_size:
-        raise SystemExit(f"--batch {arguments.batch} does not divide among {world_size} processes")
+    rank = pydist.rank()
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // pydist.local_world_size()))
     torch.manual_seed(arguments.seed)
 
-    images, labels, test_images, test_labels = load(arguments.seed)
+    training, testing = load(arguments.seed)
+    whole = DataLoader(training, arguments.batch, shuffle=True, drop_last=True)
+    # pydist: each process gets its share of every batch
+    loader = pydist.prepare(whole, seed=arguments.seed, split_batches=True)
     model = pydist.DataParallel(build())  # pydist: averages the gradients of all processes
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr)
-    losses = []
-    for epoch in range(arguments.epochs):
-        order = torch.randperm(
-            len(images), generator=torch.Generator().manual_seed(arguments.seed + epoch)
-        )
-        whole = len(order) // arguments.batch * arguments.batch
-        for batch in order[:whole].split(arguments.batch):
-            mine = batch[rank::world_size]  # pydist: each process takes its share of the batch
-            loss = F.cross_entropy(model(images[mine]), labels[mine])
+    losses: list[float] = []
+    if arguments.checkpoint is not None and arguments.checkpoint.exists():
+        state = torch.load(arguments.checkpoint)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        loader.load_state_dict(state["data"])  # pydist: whatever number of processes wrote it
+        losses = state["losses"]
+
+    def checkpoint() -> None:
+        if rank == 0 and arguments.checkpoint is not None:  # pydist: all have the same state
+            save(
+                arguments.checkpoint,
+                {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "data": loader.state_dict(),
+                    "losses": losses,
+                },
+            )
+
+    while loader.distributed_sampler.epoch < arguments.epochs:
+        for images, labels in loader:
+            loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            loss.backward()
+            with model.weighted(len(labels)):  # pydist: some may have an image less than others
+                loss.backward()
             optimizer.step()
-            # pydist: the loss of the whole batch is the mean of the shares'
-            losses.append(pydist.all_reduce(loss.detach(), "mean").item())
+            # pydist: the loss of the whole batch, over the images of all processes
+            losses.append(pydist.metrics.mean(loss, len(labels)))
+            if len(losses) == arguments.stop_at:
+                checkpoint()
+                return
+        checkpoint()
         if rank == 0:
-            print(f"epoch {epoch + 1:2}  loss {losses[-1]:.4f}")
-    result = accuracy(model, test_images, test_labels)
+            print(f"epoch {loader.distributed_sampler.epoch:2}  loss {losses[-1]:.4f}")
+    # pydist: the processes share out the test images; all get the same result
+    accuracy = pydist.evaluate(model, testing, measure, batch_size=64)["accuracy"]
     if rank == 0:
-        print(f"accuracy {result:.2%} on {len(test_labels)} test images")
+        print(f"accuracy {accuracy:.2%} on {len(testing)} test images")
         if arguments.output is not None:
-            arguments.output.write_text(json.dumps({"losses": losses, "accuracy": result}))
+            arguments.output.write_text(json.dumps({"losses": losses, "accuracy": accuracy}))
     pydist.shutdown()
 
 

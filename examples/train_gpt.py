@@ -4,9 +4,9 @@
     pydist run -n 2 examples/train_gpt.py             # two
     pydist run -n 4 examples/train_gpt.py --resume    # go on with four from the last checkpoint
 
-The batch is that of the whole job, so any number of processes that divides it trains the same
-model: same samples, same losses up to rounding. What is special to training on several processes
-is marked with "pydist:"; there are six such places.
+The batch is that of the whole job, so any number of processes trains the same model: same samples,
+same losses up to rounding. What is special to training on several processes is marked with
+"pydist:".
 
 Writes to --output: checkpoint.pt, losses.json, loss.png, sample.txt.
 """
@@ -21,18 +21,21 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import pydist
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
 VOCABULARY = 256  # bytes
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,24 +66,26 @@ def read_text() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, files))), dtype=torch.uint8)
 
 
-def sample_order(count: int, seed: int, first: int) -> Iterator[int]:
-    """An endless order of samples from position `first` on: one permutation after the other."""
-    for epoch in itertools.count(first // count):
-        generator = torch.Generator().manual_seed(seed + epoch)
-        order = torch.randperm(count, generator=generator).tolist()
-        yield from order[first - epoch * count :] if epoch == first // count else order
+class Sequences(Dataset[tuple[Tensor, Tensor]]):
+    """A text, cut into inputs and targets: (context,) of int64, targets one byte ahead."""
+
+    def __init__(self, text: Tensor, context: int) -> None:
+        self.text = text
+        self.context = context
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        begin = index * self.context
+        row = self.text[begin : begin + self.context + 1].long()
+        return row[:-1], row[1:]
 
 
-def batches(text: Tensor, settings: Settings, first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This process's share of every batch: inputs and targets, (sequences, context) of int64."""
-    rank, world_size = pydist.rank(), pydist.world_size()
-    length = settings.context
-    order = sample_order((len(text) - 1) // length, settings.seed, first_step * settings.batch)
+def endless(loader: DataLoader[T]) -> Iterator[T]:
+    """The batches of one epoch after the other."""
     while True:
-        samples = list(itertools.islice(order, settings.batch))
-        mine = samples[rank::world_size]  # pydist: each process takes its share of the batch
-        rows = torch.stack([text[i * length : (i + 1) * length + 1] for i in mine]).long()
-        yield rows[:, :-1], rows[:, 1:]
+        yield from loader
 
 
 # -- the model
@@ -154,9 +159,9 @@ class GPT(nn.Module):
         return bytes(text.tolist()).decode(errors="replace")
 
 
-def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss of a batch in nats per byte."""
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+def losses_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each byte of a batch, in nats."""
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
 
 
 def optimizer_for(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -196,9 +201,13 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def restore(
-    path: Path, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, list[float]]:
-    """Loads a checkpoint, on every process; returns the step to go on with, and the losses."""
+    path: Path,
+    settings: Settings,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: pydist.PreparedLoader[Any],
+) -> list[float]:
+    """Loads a checkpoint, on every process; returns the losses up to there."""
     if not path.exists():
         raise SystemExit(f"--resume: there is no {path}; run without --resume first")
     state = torch.load(path, weights_only=True)
@@ -212,8 +221,10 @@ def restore(
         raise SystemExit(f"--resume: {path} was made with other settings: {', '.join(different)}")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    loader.load_state_dict(state["data"])  # pydist: whatever number of processes wrote it
     torch.set_rng_state(state["rng"])
-    return state["step"], state["losses"]
+    losses: list[float] = state["losses"]
+    return losses
 
 
 def draw_losses(path: Path, losses: list[float], validation: float) -> None:
@@ -276,9 +287,7 @@ class Display:
 
 def train(arguments: argparse.Namespace, settings: Settings) -> None:
     pydist.init()  # pydist: joins the job that the launcher describes; without one, a job of one
-    rank, world_size = pydist.rank(), pydist.world_size()
-    if settings.batch % world_size:
-        raise SystemExit(f"--batch {settings.batch} does not divide among {world_size} processes")
+    rank = pydist.rank()
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // pydist.local_world_size()))
     torch.manual_seed(settings.seed)
@@ -287,21 +296,26 @@ def train(arguments: argparse.Namespace, settings: Settings) -> None:
 
     text = read_text()
     held_out = len(text) // 20
+    training = Sequences(text[:-held_out], settings.context)
+    whole = DataLoader(training, settings.batch, shuffle=True, drop_last=True)
+    # pydist: each process gets its share of every batch
+    loader = pydist.prepare(whole, seed=settings.seed, split_batches=True)
     model = pydist.DataParallel(GPT(settings))  # pydist: averages the gradients of all processes
     optimizer = optimizer_for(model, settings.lr)
-    first_step, losses = 0, []
+    losses: list[float] = []
     if arguments.resume:
-        first_step, losses = restore(output / "checkpoint.pt", settings, model, optimizer)
+        losses = restore(output / "checkpoint.pt", settings, model, optimizer, loader)
+    first_step = len(losses)
     last_step = min(arguments.steps, arguments.stop_at or arguments.steps)
 
-    def checkpoint(step: int) -> None:
+    def checkpoint() -> None:
         if rank == 0:  # pydist: all processes have the same state, so one writes it
             state = {
                 "settings": dataclasses.asdict(settings),
-                "step": step,
                 "losses": losses,
                 "model": model.state_dict(),
                 "optimizer": optimizer.state_dict(),
+                "data": loader.state_dict(),
                 "rng": torch.get_rng_state(),
             }
             save(output / "checkpoint.pt", state)
@@ -309,46 +323,52 @@ def train(arguments: argparse.Namespace, settings: Settings) -> None:
     display = Display(first_step, arguments.steps, settings.batch * settings.context)
     display.console.print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text):,} bytes of text, "
-        f"{world_size} process(es), backend {pydist.backend()}",
+        f"{pydist.world_size()} process(es), backend {pydist.backend()}",
         highlight=False,
     )
     model.reset_stats()
-    data = batches(text[:-held_out], settings, first_step)
+    batches = endless(loader)
     with display.progress:
         for step in range(first_step, last_step):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, arguments.steps, settings)
-            loss = loss_of(model, *next(data))
+            losses_here = losses_of(model, *next(batches))
             optimizer.zero_grad()
-            loss.backward()
+            # pydist: a process may have a sequence less than another, which weighs less then
+            with model.weighted(len(losses_here)):
+                losses_here.mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            # pydist: the loss of the whole batch is the mean of the shares'
-            losses.append(pydist.all_reduce(loss.detach(), "mean").item())
+            losses.append(pydist.metrics.mean(losses_here))  # pydist: over all processes' bytes
             display.update(step + 1, losses[-1], model.stats().exposed_s)
             if (step + 1) % arguments.checkpoint_every == 0:
-                checkpoint(step + 1)
-    checkpoint(max(first_step, last_step))
-    if rank == 0:  # pydist: forward talks to nobody, so one process may evaluate alone
-        report(model, text[-held_out:], settings, losses, output, arguments, display.console)
+                checkpoint()
+    checkpoint()
+    # pydist: the processes share out the held-out text, and all get the same result
+    held_out_rows = Sequences(text[-held_out:], settings.context)
+    few = Subset(held_out_rows, range(min(256, len(held_out_rows))))
+    validation = pydist.evaluate(model, few, measure, batch_size=16)["loss"]
+    if rank == 0:  # pydist: forward talks to nobody, so one process may generate alone
+        report(model, settings, losses, validation, output, arguments, display.console)
     pydist.shutdown()
+
+
+def measure(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+    """The loss of each byte."""
+    return {"loss": losses_of(model, *batch)}
 
 
 def report(
     model: nn.Module,
-    text: Tensor,
     settings: Settings,
     losses: list[float],
+    validation: float,
     output: Path,
     arguments: argparse.Namespace,
     console: Console,
 ) -> None:
-    """Evaluates on the held-out text, writes a sample and the losses."""
+    """Writes a sample, the losses and their curve."""
     model.eval()
-    rows = text[: len(text) // (settings.context + 1) * (settings.context + 1)]
-    rows = rows.view(-1, settings.context + 1)[:256].long()
-    with torch.no_grad():
-        validation = loss_of(model, rows[:, :-1], rows[:, 1:]).item()
     sample = model.generate(b"def ", arguments.sample_bytes, 0.7, settings.seed)
     write_whole(output / "sample.txt", lambda file: file.write(sample.encode()))
     content = json.dumps({"losses": losses, "validation": validation}).encode()

@@ -3,6 +3,7 @@
 # First of all: it loads the compiled module, or says why it can't.
 from pydist._load import __version__  # isort: skip
 
+from pydist import metrics
 from pydist._native import Communicator, Work
 from pydist.backends import register as _register
 from pydist.batch_sampler import BatchSampler
@@ -38,6 +39,7 @@ from pydist.errors import (
     Timeout,
     TransportError,
 )
+from pydist.evaluation import evaluate
 from pydist.groups import new_group
 from pydist.large_batch import effective_batch_size, scale_lr
 from pydist.ledger import Ledger
@@ -90,11 +92,13 @@ __all__ = [
     "broadcast",
     "device",
     "effective_batch_size",
+    "evaluate",
     "gather",
     "init",
     "is_initialized",
     "local_rank",
     "local_world_size",
+    "metrics",
     "new_group",
     "prepare",
     "rank",

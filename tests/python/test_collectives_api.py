@@ -23,6 +23,8 @@ def alone() -> Iterator[None]:
 
 
 MODULES = ["collectives", "process", "groups", "large_batch", "spawn", "sync_batch_norm"]
+MODULES += ["metrics.means", "metrics.classification", "metrics.ragged", "metrics.rows"]
+MODULES += ["evaluation"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -60,6 +60,8 @@ PYTHON_LAYERS = (
     "sampler",
     "batch_sampler",
     "data_loading",
+    "metrics",
+    "evaluation",
     "bucket_plan",
     "compiled_graphs",
     "buffer_sync",

@@ -1,0 +1,313 @@
+"""`pydist.evaluate`: measures a model on all ranks, with the result of one process.
+
+Note [Whole batches]
+Kernels round differently for batches of different sizes, so a rank that takes every n-th sample
+gets losses that differ in the last digits with the number of ranks. Here ranks take every n-th
+*batch* of the order of one process: each batch is computed as in one process, on whichever rank,
+and sums are exact (Note [Exact sums] in `metrics/exact_sum.py`). A rank may have one batch less
+than another, or none at all.
+
+Note [The same order]
+Each rank goes through the sampler's whole order, and picks its batches. That shares out every
+sample once only if all ranks see the same order: they compare a digest of it at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from pydist import groups, process
+from pydist.errors import Error, InvalidUsage, Mismatch
+from pydist.groups import Group
+from pydist.metrics.means import Mean
+from pydist.metrics.metric import Metric, compute_all
+from pydist.metrics.ragged import exchange
+from pydist.metrics.rows import Rows
+
+if TYPE_CHECKING:
+    from pydist._native import Communicator
+
+__all__ = ["evaluate"]
+
+Measure = Callable[[Any, Any], Mapping[str, Any]]
+
+
+def evaluate(
+    model: Any,
+    data: DataLoader[Any] | Dataset[Any] | Iterable[Any],
+    measure: Measure,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    batch_size: int | None = None,
+    group: Group | None = None,
+    timeout: float | None = None,
+) -> dict[str, Any]:
+    """Measures a model on all ranks together; each gets the result. Every rank calls it.
+
+    The result is that of one process, to the last digit, whatever the number of ranks: each sample
+    counts once, and nothing is rounded where ranks' numbers are put together (if ranks compute
+    with as many threads as the one process, whose number can change a kernel's last digit).
+
+    The model is in evaluation mode meanwhile, without gradients; afterwards each of its modules is
+    in the mode that it was in. If `measure` or loading data raises on a rank, that rank raises
+    this, and all others an `Error` that names it, once they are through with their own share.
+    Joins the job by itself (`pydist.init()`).
+
+    Args:
+        model: given to `measure`: a module, wrapped or not, or anything else.
+        data: the same on every rank:
+
+            - a `DataLoader`, as in one process: the ranks share out its batches. So they do with
+              any sampler that has the same order on every rank.
+            - a `DataLoader` whose sampler gives each rank its own share already: one that has
+              `num_replicas`, as `pydist.DistributedSampler` does (use `pad="none"`).
+            - a map-style data set, with `batch_size`.
+            - any other iterable of batches, also a `DataLoader` of an `IterableDataset`: taken as
+              this rank's own share, of any length.
+        measure: called as `measure(model, batch)`, returns for each name what there is to measure
+            in this batch:
+
+            - for a name in `metrics`: the arguments of its `update`, as a tuple, or the only one;
+            - for any other name: a tensor with a value for each sample, or a pair of values and
+              weights (`metrics.Mean.update`). Their mean is the result.
+        metrics: by name; the same on every rank. Of `pydist.metrics`, or anything that has
+            `reset()`, `update(...)` and a `compute()` that puts together the ranks', such as
+            torchmetrics' objects. They are reset at first.
+        batch_size: samples a batch, for a data set.
+        group: the ranks; by default all. Objects of torchmetrics are told by themselves
+            (`process_group=`).
+        timeout: seconds that a rank that is done waits for the others; by default the group's own
+            time-out.
+
+    Returns:
+        The result for each name in `metrics`, and each that any rank has measured; the same on
+        every rank.
+
+    Raises:
+        InvalidUsage: an argument makes no sense; a sampler repeats samples, so that some would
+            count twice.
+        Mismatch: ranks have different metrics, or their samplers different orders.
+        Error: another rank raised; the message names it and says what.
+
+    Example:
+        >>> import pydist, torch
+        >>> data = [(torch.tensor([float(i)]), i % 2) for i in range(5)]
+        >>> def measure(model, batch):
+        ...     inputs, labels = batch
+        ...     outputs = model(inputs)
+        ...     return {"accuracy": (outputs[:, 0] > 2) == (labels == 1), "output": outputs}
+        >>> pydist.evaluate(torch.nn.Identity(), data, measure, batch_size=2)
+        {'accuracy': 0.6, 'output': 2.0}
+    """
+    if group is None:
+        process.init()
+    communicator = groups.communicator_of(group)
+    given = dict(metrics or {})
+    means: dict[str, Mean] = {}
+    share: _Share | None = None
+    problem: Exception | None = None
+    number = 0
+    modes = _modes_of(model)
+    try:
+        for metric in given.values():
+            metric.reset()
+        batches, share = _batches(data, batch_size, communicator)
+        if isinstance(model, nn.Module):
+            model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                # Where the batch stands in the order of all ranks.
+                place = None if share is None else number * communicator.size + communicator.rank
+                _update(measure(model, batch), given, means, place)
+                number += 1
+    except Exception as error:
+        problem = error
+    finally:
+        for module, training in modes:
+            module.training = training
+    facts = {
+        "problem": "" if problem is None else f"{type(problem).__name__}: {problem}",
+        "batch": number,
+        "metrics": {name: _kind(metric) for name, metric in sorted(given.items())},
+        "means": sorted(means),
+        "order": "" if share is None else share.digest(),
+    }
+    try:
+        text = json.dumps(facts).encode()
+        told = exchange(communicator, text, timeout=timeout, label="evaluate")
+    except Error:
+        if problem is not None:
+            raise problem from None
+        raise
+    _check([json.loads(text) for text in told], problem)
+    names = sorted({name for text in told for name in json.loads(text)["means"]})
+    every_mean = {name: means.get(name, Mean()) for name in names}
+    return _results(given, every_mean, communicator, timeout, group)
+
+
+def _modes_of(model: Any) -> list[tuple[nn.Module, bool]]:
+    if not isinstance(model, nn.Module):
+        return []
+    return [(module, module.training) for module in model.modules()]
+
+
+def _kind(metric: Any) -> str:
+    kind = f"{type(metric).__module__}.{type(metric).__qualname__}"
+    return f"{kind} of {metric.state.numel()} numbers" if isinstance(metric, Metric) else kind
+
+
+class _Share:
+    """Every n-th item of an order that all ranks have: see Note [The same order]."""
+
+    def __init__(self, order: Iterable[Any], rank: int, size: int) -> None:
+        self._order = order
+        self._rank = rank
+        self._size = size
+        self._digest = hashlib.sha256()
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(self._order):
+            self._digest.update(repr(item).encode())
+            if number % self._size == self._rank:
+                yield item
+
+    def digest(self) -> str:
+        """Of the whole order, once iteration has come to its end."""
+        return self._digest.hexdigest()
+
+
+def _batches(
+    data: Any, batch_size: int | None, communicator: Communicator
+) -> tuple[Iterable[Any], _Share | None]:
+    """This rank's batches, and how they were shared out, if they were shared out here."""
+    if batch_size is not None:
+        is_map = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        if isinstance(data, (DataLoader, IterableDataset)) or not is_map:
+            raise InvalidUsage(
+                f"batch_size={batch_size} goes with a data set that has a length and can be "
+                f"indexed, not with a {type(data).__name__}."
+            )
+        if batch_size < 1:
+            raise InvalidUsage(f"batch_size={batch_size} is not valid; it must be 1 or more.")
+        data = DataLoader(data, batch_size=batch_size)
+    if not isinstance(data, DataLoader):
+        if isinstance(data, Dataset):
+            raise InvalidUsage(
+                f"data is a {type(data).__name__}: give batch_size= with it, or a DataLoader."
+            )
+        return data, None
+    if isinstance(data.dataset, IterableDataset):
+        return data, None
+    sampler = data.sampler if data.batch_sampler is None else data.batch_sampler
+    inner = getattr(sampler, "sampler", sampler)
+    for own in (sampler, inner):
+        if hasattr(own, "num_replicas"):
+            _refuse_repeats(own, data.dataset)
+            return data, None
+    share = _Share(sampler, communicator.rank, communicator.size)
+    # A copy and not a new one, so that it keeps all else: workers, collation, a subclass.
+    loader = copy.copy(data)
+    attribute = "sampler" if data.batch_sampler is None else "batch_sampler"
+    loader.__dict__.update({attribute: share, "_iterator": None})
+    return loader, share
+
+
+def _refuse_repeats(sampler: Any, dataset: Any) -> None:
+    """Refuses a sampler that pads ranks' shares with samples that count a second time."""
+    shares = getattr(sampler, "total_size", 0)
+    if shares > len(dataset):
+        raise InvalidUsage(
+            f"the loader's sampler repeats samples: {shares} for a data set of {len(dataset)}, so "
+            f"{shares - len(dataset)} would count twice. Give pydist.evaluate the loader of one "
+            'process, or one whose sampler has pad="none" (pydist.DistributedSampler, '
+            "pydist.prepare)."
+        )
+
+
+def _update(
+    measured: Any, metrics: Mapping[str, Any], means: dict[str, Mean], place: int | None
+) -> None:
+    if not isinstance(measured, Mapping):
+        raise InvalidUsage(
+            f"measure returned a {type(measured).__name__}; it must return a dict from names to "
+            "what was measured."
+        )
+    for name, values in measured.items():
+        arguments = values if isinstance(values, tuple) else (values,)
+        if name in metrics:
+            metric = metrics[name]
+            if isinstance(metric, Rows) and place is not None and len(arguments) == 1:
+                rows = torch.arange(len(values), device=values.device)
+                arguments = (values, rows + (place << 32))
+            metric.update(*arguments)
+            continue
+        if len(arguments) == 1 and not (isinstance(values, Tensor) and values.dim() > 0):
+            raise InvalidUsage(
+                f"measure returned {'one value' if isinstance(values, Tensor) else repr(values)} "
+                f"for {name!r}, where the mean needs a value for each sample (such as a loss with "
+                'reduction="none"), or a pair (value, number of samples).'
+            )
+        if len(arguments) > 2:
+            raise InvalidUsage(
+                f"measure returned {len(arguments)} things for {name!r}, which is not in metrics=, "
+                "so that its mean is taken: give values, or a pair of values and weights."
+            )
+        try:
+            means.setdefault(name, Mean()).update(*arguments)
+        except InvalidUsage as error:
+            raise InvalidUsage(f"{name!r}, which is not in metrics=, as a mean: {error}") from None
+
+
+def _check(everybody: list[dict[str, Any]], problem: Exception | None) -> None:
+    """Raises on all ranks alike."""
+    if problem is not None:
+        raise problem
+    failed = [rank for rank, facts in enumerate(everybody) if facts["problem"]]
+    if failed:
+        first = everybody[failed[0]]
+        others = f" (so did ranks {failed[1:]})" if failed[1:] else ""
+        raise Error(
+            f"rank {failed[0]} raised in pydist.evaluate, after {first['batch']} batches{others}: "
+            f"{first['problem']}"
+        )
+    for rank, facts in enumerate(everybody):
+        if facts["metrics"] != everybody[0]["metrics"]:
+            raise Mismatch(
+                f"pydist.evaluate got metrics {everybody[0]['metrics']} on rank 0 and "
+                f"{facts['metrics']} on rank {rank}; give the same on every rank."
+            )
+        if facts["order"] != everybody[0]["order"]:
+            raise Mismatch(
+                f"the loader's order of samples differs between ranks 0 and {rank}, so they can't "
+                "share it out: don't shuffle what is evaluated, or seed the sampler's generator "
+                "alike on every rank."
+            )
+
+
+def _results(
+    metrics: Mapping[str, Any],
+    means: Mapping[str, Mean],
+    communicator: Communicator,
+    timeout: float | None,
+    group: Group | None,
+) -> dict[str, Any]:
+    everything = {**metrics, **means}
+    names = sorted(everything)
+    ours = [name for name in names if isinstance(everything[name], Metric)]
+    values = compute_all([everything[name] for name in ours], communicator, timeout=timeout)
+    results = dict(zip(ours, values, strict=True))
+
+    def compute(metric: Any) -> Any:
+        if isinstance(metric, Rows):
+            return metric.compute(group, timeout=timeout)
+        return metric.compute()
+
+    return {name: results[name] if name in results else compute(everything[name]) for name in names}
