@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import fake_cuda
-import pytest
 import torch
 
 _LIBRARIES = (
@@ -33,11 +32,6 @@ def folder() -> Path | None:
     found = device and device.parents[1] / "cpp" / "fakes"
     return found if found and all((found / name).exists() for name in _LIBRARIES) else None
 
-
-needs_fake_nccl = pytest.mark.skipif(
-    folder() is None or torch.cuda.is_available(),
-    reason="the fake NCCL was not built (PYDIST_BUILD_TESTS=ON), or there is a real GPU",
-)
 
 _loaded: list[ctypes.CDLL] = []
 

@@ -11,7 +11,7 @@ from conformance.cases import CASES, run_cases
 from conformance.described import differences, reductions
 from conformance.suite import Report
 from fake_cuda import needs_fake_cuda
-from fake_nccl import needs_fake_nccl
+from gpu_ranks import needs_gpu_ranks
 from launch import Ranks, run_ranks
 
 LIMIT_S = 90.0
@@ -27,7 +27,7 @@ BACKENDS: dict[str, dict[str, str | None]] = {
 SMALL_CHUNKS: dict[str, str | None] = {"PYDIST_CHUNK_BYTES": "16384"}
 # All tensors on the fake CUDA device, and in several parts; see Note [Device] in the suite.
 DEVICE: dict[str, str | None] = {"CONFORMANCE_DEVICE": "cuda", "PYDIST_STAGING_BYTES": "65536"}
-# The same over NCCL, whose libraries are fakes as well.
+# The same over NCCL; see gpu_ranks.
 NCCL: dict[str, str | None] = {"CONFORMANCE_DEVICE": "nccl"}
 
 
@@ -69,7 +69,7 @@ def pools() -> Iterator[object]:
         )
     for name, algorithm, size in (("nccl", "auto", 2), ("nccl, ring", "ring", 3)):
         env = {"PYDIST_BACKEND": "nccl", "PYDIST_ALGORITHM": algorithm, **NCCL}
-        yield pytest.param((size, env), id=f"{name}, device-{size}", marks=needs_fake_nccl)
+        yield pytest.param((size, env), id=f"{name}, device-{size}", marks=needs_gpu_ranks)
 
 
 @pytest.fixture(scope="module", params=pools())

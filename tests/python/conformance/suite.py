@@ -2,7 +2,8 @@
 
 Note [Device]
 With CONFORMANCE_DEVICE=cuda, the tensors of all cases are on the fake CUDA device (fake_cuda), of
-which torch makes them by default; what a case says of the CPU is then said of the device.
+which torch makes them by default; what a case says of the CPU is then said of the device. With
+CONFORMANCE_DEVICE=nccl every rank has a GPU for NCCL, a fake one too unless there is a real one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import fake_cuda
-import fake_nccl
+import gpu_ranks
 import torch
 from torch import Tensor
 
@@ -96,8 +97,11 @@ class Suite:
         device = os.environ.get("CONFORMANCE_DEVICE")
         self.on_device = device is not None
         if self.on_device:
-            fake_nccl.install() if device == "nccl" else fake_cuda.install()
-            fake_cuda.set_delay_us(20)
+            if device == "nccl":
+                gpu_ranks.install()
+            else:
+                fake_cuda.install()
+                fake_cuda.set_delay_us(20)
             torch.set_default_device("cuda")
         pydist.init(timeout=30)
         torch.set_num_threads(1)

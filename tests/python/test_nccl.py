@@ -1,0 +1,181 @@
+"""The NCCL backend through torch and DataParallel: on a GPU that the ranks share, or on fakes.
+
+What collectives compute is the conformance suite's, failures in every detail the C++ tests'.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import gpu_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_ranks import needs_gpu_ranks
+from launch import rank_outcomes, run_ranks
+from test_staging import Model, loss_of
+from training import TIME_LIMIT, assert_like_reference, batch, joined
+
+import pydist
+
+pytestmark = [needs_gpu_ranks, TIME_LIMIT]
+
+NCCL: dict[str, str | None] = {"PYDIST_BACKEND": "nccl"}
+
+
+def start() -> tuple[int, int]:
+    gpu_ranks.install(delay_us=300)
+    return joined()
+
+
+def everyday_use() -> None:
+    rank, size = start()
+    assert pydist.backend() == "nccl"
+    assert str(pydist.device()) == "cuda:0"
+
+    # The host does not wait; what follows on the stream does.
+    mine = torch.zeros(100_000, device="cuda").add_(rank + 1)
+    pydist.all_reduce(mine)
+    assert bool((mine == 3.0).all())
+    work = pydist.all_reduce(mine, async_op=True)
+    work.wait()
+    mine.mul_(2)
+    assert bool((mine == 12.0).all())
+    work.wait(timeout=20.0)
+    assert work.is_completed()
+
+    # Results that are not contiguous, by whoever waits: a stream, the host, nobody.
+    grid = torch.zeros(6, 50, device="cuda").add_(rank + 1).t()
+    pydist.all_reduce(grid, async_op=True).wait()
+    assert bool((grid == 3.0).all())
+    late = torch.zeros(6, 50, device="cuda").add_(rank + 1).t()
+    handle = pydist.all_reduce(late, async_op=True)
+    while not handle.is_completed():
+        time.sleep(0.001)
+    assert bool((late == 3.0).all())
+
+    # torch.distributed: futures, coalescing, messages (which go by the host), barriers, CPU tensors.
+    tensor = torch.ones(1000, device="cuda")
+    future = dist.all_reduce(tensor, async_op=True).get_future()
+    doubled = future.then(lambda done: done.value()[0] * 2)
+    assert bool((doubled.wait() == 4.0).all())
+    with dist._coalescing_manager(device=torch.device("cuda:0"), async_ops=True) as manager:
+        parts = [torch.full((10,), float(i), device="cuda") for i in range(3)]
+        for part in parts:
+            dist.all_reduce(part)
+    manager.wait()
+    assert [float(part[0]) for part in parts] == [0.0, 2.0, 4.0]
+    sent = dist.isend(torch.full((5,), rank + 7.0, device="cuda"), 1 - rank, tag=3)
+    got = torch.empty(5, device="cuda")
+    dist.recv(got, 1 - rank, tag=3)
+    sent.wait()
+    assert bool((got == 8.0 - rank).all())
+    dist.barrier()
+    on_host = torch.tensor([rank])
+    dist.all_reduce(on_host)
+    assert on_host.item() == 1
+    rows = [torch.empty(3, device="cuda") for _ in range(size)]
+    dist.all_gather(rows, torch.full((3,), float(rank), device="cuda"))
+    assert [float(row[0]) for row in rows] == [0.0, 1.0]
+
+    # A group of its own, and memory that NCCL has registered.
+    pair = dist.new_group([1, 0], backend="pydist", timeout=timedelta(seconds=20))
+    whole = torch.ones(4, device="cuda", dtype=torch.bfloat16)
+    dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=pair)
+    assert bool((whole == 1).all())
+    memory = pydist.symmetric_empty(1000, device="cuda").fill_(rank + 1.0)
+    pydist.all_reduce(memory)
+    assert bool((memory == 3.0).all())
+    del memory
+    pydist.shutdown()
+
+
+def test_everyday_use() -> None:
+    run_ranks(everyday_use, 2, env=NCCL, timeout=35)
+
+
+def training() -> None:
+    rank, size = start()
+    torch.manual_seed(5)
+    reference = Model("cpu", "cpu")
+    module = Model("cuda", "cuda")
+    module.load_state_dict(reference.state_dict())
+    model = pydist.DataParallel(module, bucket_cap_mb=0.0005)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.05)
+    for step in range(4):
+        optimizer.zero_grad()
+        theirs.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        before = [buffer.clone() for buffer in reference.buffers()]
+        for r in reversed(range(size)):
+            for buffer, value in zip(reference.buffers(), before, strict=True):
+                buffer.copy_(value)
+            (loss_of(reference, r, step) / size).backward()
+        theirs.step()
+        copy = Model("cpu", "cpu")
+        copy.load_state_dict(model.state_dict())
+        assert_like_reference(copy, reference, gradients=False)
+    assert model.stats().rounds == 4
+
+    for compress in ("bf16", "fp16"):
+        torch.manual_seed(6)
+        model = pydist.DataParallel(torch.nn.Linear(40, 30).to("cuda"), compress=compress)
+        inputs = [batch(r, 4, 40, step=3, dtype=torch.float32) for r in range(size)]
+        model(inputs[rank].to("cuda")).square().mean().backward()
+        copy = torch.nn.Linear(40, 30)
+        copy.load_state_dict(model.state_dict())
+        copy(torch.cat(inputs)).square().mean().backward()
+        torch.testing.assert_close(model.weight.grad.cpu(), copy.weight.grad, rtol=0.02, atol=0.02)
+
+    torch.manual_seed(7)
+    module = torch.nn.Linear(4, 2, dtype=torch.float64).to("cuda")
+    wrapped = torch.nn.parallel.DistributedDataParallel(module)
+    wrapped(batch(rank, 3, 4).to("cuda")).sum().backward()
+    mean = torch.stack([batch(r, 3, 4).sum(0) for r in range(size)]).mean(0)
+    torch.testing.assert_close(module.weight.grad.cpu(), mean.expand(2, 4))
+    pydist.shutdown()
+
+
+def test_training() -> None:
+    run_ranks(training, 2, env=NCCL, timeout=35)
+
+
+def choice() -> str:
+    start()
+    on_gpu = torch.ones(3, device="cuda")
+    pydist.all_reduce(on_gpu)
+    assert bool((on_gpu == pydist.world_size()).all())
+    return pydist.backend()
+
+
+def test_auto_takes_nccl_where_every_rank_has_a_gpu() -> None:
+    assert run_ranks(choice, 2, env={"PYDIST_BACKEND": "auto"}, timeout=35) == ["nccl", "nccl"]
+    # One rank alone has nobody to talk to.
+    assert run_ranks(choice, 1, env={"PYDIST_BACKEND": "auto"}, timeout=35) == ["native"]
+
+
+def death() -> float:
+    rank, _ = start()
+    tensor = torch.ones(1000, device="cuda")
+    pydist.all_reduce(tensor)
+    torch.cuda.synchronize() if gpu_ranks.IS_REAL else None
+    if rank == 1:
+        os._exit(9)
+    began = time.monotonic()
+    with pytest.raises(pydist.PeerLost, match="rank 1 "):
+        while True:  # the first may be under way before anybody knows of the death
+            pydist.all_reduce(tensor, async_op=True).wait(timeout=20.0)
+    with pytest.raises(pydist.PeerLost):
+        pydist.all_reduce(tensor)
+    return time.monotonic() - began
+
+
+def test_a_rank_that_dies_ends_the_others() -> None:
+    first, second = rank_outcomes(death, 2, env=NCCL, timeout=35)
+    assert second.exit_code == 9
+    assert first.ok, first.describe()
+    assert first.value < 10, "seconds until the others knew, beside 20 that the operation had"
