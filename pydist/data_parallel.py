@@ -91,7 +91,8 @@ class DataParallel(nn.Module):
     backward, in the loss say, is nobody's but that rank's: it must not leave the step out.
 
     Args:
-        module: The module, on the CPU, with its parameters in their final dtypes.
+        module: The module, on the CPU or on CUDA devices (also several), with its parameters in
+            their final dtypes.
         device_ids: Accepted for compatibility; the parameters say where they are.
         output_device: Accepted for compatibility.
         dim: Accepted for compatibility.
@@ -121,7 +122,7 @@ class DataParallel(nn.Module):
             as they are.
 
     Raises:
-        InvalidUsage: A parameter is not on the CPU or not dense, none requires a gradient, or an
+        InvalidUsage: A parameter is on another device or not dense, none requires a gradient, or an
             argument is not supported.
         Mismatch: The module or an argument differs between ranks (on every rank, naming the first
             difference).

@@ -128,7 +128,7 @@ def require_trainable(module: nn.Module) -> None:
 
 
 def require_ordinary(kind: str, name: str, tensor: Tensor) -> None:
-    """Raises InvalidUsage unless a parameter or buffer is dense, and on the CPU or a CUDA device."""
+    """Raises InvalidUsage unless a parameter or buffer is dense and on the CPU or a CUDA device."""
     if nn.parameter.is_lazy(tensor):
         raise InvalidUsage(
             f"{kind} {name} has no shape yet: run one forward before wrapping the module"
