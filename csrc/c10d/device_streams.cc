@@ -16,6 +16,7 @@
 
 #include "base/error.h"
 #include "c10d/memory_tensor.h"
+#include "cuda/driver.h"
 
 namespace pydist {
 namespace {
@@ -41,19 +42,6 @@ Function* find_in_runtime(const char* name) noexcept {
     }
   }
   return nullptr;
-}
-
-// Newer versions of torch tell; with older ones the runtime does.
-template <typename Stream>
-bool asks_for_capture(const Stream& stream) {
-  if constexpr (requires { stream.is_capturing(); }) {
-    return stream.is_capturing();
-  } else {
-    using IsCapturing = int(void* stream, int* status);
-    static IsCapturing* const ask = find_in_runtime<IsCapturing>("cudaStreamIsCapturing");
-    int status = 0;
-    return ask != nullptr && ask(stream.native_handle(), &status) == 0 && status != 0;
-  }
 }
 
 }  // namespace
@@ -92,7 +80,11 @@ c10::Stream high_priority_stream(Device device) {
   return guard_of(of).getStreamFromGlobalPool(of, /*isHighPriority=*/true);
 }
 
-bool is_capturing(const c10::Stream& stream) { return asks_for_capture(stream); }
+// By the driver: not every version of torch passes the question on.
+bool is_capturing(const c10::Stream& stream) {
+  return cuda::Driver::why_missing().empty() &&
+         cuda::Driver::get().is_capturing(stream.native_handle());
+}
 
 c10::Event record_event(const c10::Stream& stream) {
   c10::Event event(stream.device_type());

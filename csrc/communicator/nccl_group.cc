@@ -214,8 +214,8 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline) {
     Result state = Result::kInProgress;
     {
       const std::lock_guard lock(mutex_);
-      if (failure_ != nullptr) {
-        std::rethrow_exception(failure_);
+      if (failure_) {
+        std::rethrow_exception(make_error(failure_->kind, failure_->message));
       }
       const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
       if (asked != Result::kSuccess) {
@@ -328,16 +328,16 @@ std::exception_ptr NcclGroup::failure() const {
     return nullptr;
   }
   const std::lock_guard lock(mutex_);
-  return failure_;
+  return make_error(failure_->kind, failure_->message);
 }
 
 void NcclGroup::fail(const std::exception_ptr& error) noexcept {
   {
     const std::lock_guard lock(mutex_);
-    if (failure_ != nullptr) {
+    if (failure_) {
       return;
     }
-    failure_ = error;
+    failure_ = describe(error);
     has_failed_.store(true, std::memory_order_release);
   }
   try {
@@ -406,7 +406,7 @@ void NcclGroup::settle_done() {
   std::vector<UnderWay> done;
   {
     const std::lock_guard lock(mutex_);
-    while (failure_ == nullptr && !under_way_.empty() &&
+    while (!failure_ && !under_way_.empty() &&
            under_way_.front().work->event().is_done()) {
       done.push_back(std::move(under_way_.front()));
       under_way_.pop_front();
@@ -422,17 +422,15 @@ void NcclGroup::settle_done() {
 
 void NcclGroup::finish_all() noexcept {
   std::deque<UnderWay> all;
-  std::exception_ptr error;
   {
     const std::lock_guard lock(mutex_);
     all.swap(under_way_);
-    error = failure_;
   }
   for (const UnderWay& each : all) {
     if (journal_ != nullptr) {
       journal_->finish(each.ticket, JournalState::kFailed);
     }
-    each.work->finish(error);
+    each.work->finish(failure());
   }
 }
 

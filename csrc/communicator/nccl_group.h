@@ -154,7 +154,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   mutable std::mutex mutex_;
   std::deque<UnderWay> under_way_;    // guarded by mutex_; in order
   std::uint64_t sequence_ = 0;        // guarded by mutex_
-  std::exception_ptr failure_;        // guarded by mutex_
+  // Guarded by mutex_. Everybody gets an exception of its own: one is not to be shared by threads.
+  std::optional<ErrorDescription> failure_;
   std::optional<Deadline> ending_;    // guarded by mutex_; when the end under way is given up
   std::optional<Deadline> vain_until_;  // guarded by mutex_; once a rank has died or left
   bool has_ended_ = false;            // guarded by mutex_; NCCL's communicator

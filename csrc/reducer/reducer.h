@@ -28,6 +28,13 @@
 // A parameter that no rank used keeps the gradient that it had. A backward that throws on one rank
 // ends on all of them with an error after step 3.
 //
+// Note [Capture]
+// A backward may be captured into a CUDA graph. Then its buckets are captured too, while the words of
+// the round go between the hosts as ever; a replay repeats the buckets alone. So what words decide must
+// come out as the graph will repeat it: every parameter used on every rank, no weights, no buffers to
+// exchange, nothing late or sparse. Anything else raises, on all ranks. The graph holds the addresses
+// of gradients, so the plan stays as it is from then on.
+//
 // Note [Set aside]
 // The mean of gradients that all ranks share is what it was, so averaging what was averaged already
 // does no harm, and gradients may be added on top. Not so for sums, or where ranks count by share
@@ -250,6 +257,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool has_hook_thrown() const;
   void warn_of_skipped_steps();
   [[nodiscard]] std::string why_worthless() const;
+  // See Note [Capture].
+  [[nodiscard]] bool is_capturing() const;
+  [[nodiscard]] std::string why_not_captured() const;
   void do_the_rest();
   void send_late();
   void send_sparse();
@@ -284,6 +294,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::optional<BucketHook> hook_;
   std::optional<BucketPlan> next_plan_;  // agreed, for the next round
   bool has_learned_ = false;             // the order of a backward
+  bool is_plan_fixed_ = false;           // by a graph that holds addresses
   std::optional<std::uint64_t> digest_;  // of the parameters and the plan, once computed
   std::size_t admitted_ = 0;             // slots that were there at construction or agreed on since
 

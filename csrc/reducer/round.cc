@@ -201,12 +201,14 @@ void Reducer::close_round(Closing::Status status) {
   Closing closing{status};
   if (status == Closing::Status::kFine) {
     require_same_model();
-    closing.wants_buffers = buffers_ && is_present_ && buffers_->has_changed();
+    closing.is_captured = is_capturing();
+    closing.wants_buffers =
+        buffers_ && is_present_ && !closing.is_captured && buffers_->has_changed();
     const bool has_unplaced =
         std::any_of(arena_.slots().begin(), arena_.slots().end(),
                     [](const GradientSlot& slot) { return !slot.is_sparse && !has_place(slot); });
     closing.wants_plan =
-        communicator_->rank() == 0 &&
+        communicator_->rank() == 0 && !closing.is_captured && !is_plan_fixed_ &&
         (has_unplaced || (!(hook_ && has_learned_) && order_.wants_plan(arena_.plan())));
   } else if (!out_of_step_.empty()) {
     closing.status = Closing::Status::kHookThrew;
@@ -296,8 +298,15 @@ void Reducer::conclude_round(bool learns) {
       restart();
       std::rethrow_exception(make_error(ErrorKind::kError, why));
     }
+    const bool is_captured = closings_->any(&Closing::is_captured);
+    if (is_captured) {
+      is_plan_fixed_ = true;
+      if (const std::string why = why_not_captured(); !why.empty()) {
+        common = make_error(ErrorKind::kInvalidUsage, why);
+      }
+    }
     do_the_rest();
-    settle(learns);
+    settle(learns && !is_captured);
     if (admitted_ < arena_.slots().size()) {
       admit_new();
     }
@@ -451,6 +460,54 @@ std::string Reducer::why_worthless() const {
     return join("rank ", joined,
                 " has no more batches, and join() was told to stop then "
                 "(throw_on_early_termination=True)");
+  }
+  return {};
+}
+
+bool Reducer::is_capturing() const {
+  const at::Tensor block = arena_.largest_block();
+  return block.defined() && !block.is_cpu() &&
+         pydist::is_capturing(current_stream(device_of(block.device())));
+}
+
+std::string Reducer::why_not_captured() const {
+  const auto because = [](const std::string& what) {
+    return "this step cannot be captured into a CUDA graph, which would repeat the averaging of "
+           "gradients without what the ranks' hosts tell each other: " +
+           what;
+  };
+  for (int rank = 0; rank < communicator_->size(); ++rank) {
+    if (!closings_->of(rank).is_captured) {
+      return because(join("rank ", rank, " does not capture it; do so on all ranks"));
+    }
+    if (openings_.of(rank).mode != Opening::Mode::kAsOne) {
+      return because(join("rank ", rank, " gave it a weight, or is in join()"));
+    }
+  }
+  if (buffers_ && buffers_->memory.numel() != 0) {
+    return because("buffers of the module would be exchanged; wrap it with broadcast_buffers=False");
+  }
+  if (hook_) {
+    return because("a communication hook averages the gradients");
+  }
+  if (options_.checks_gradients) {
+    return because("PYDIST_DEBUG compares gradients after each step");
+  }
+  for (const GradientSlot& slot : arena_.slots()) {
+    if (slot.is_sparse) {
+      return because("the gradient of " + slot.name + " is sparse");
+    }
+    if (!has_place(slot)) {
+      return because(slot.name + " joined the model in this step; run one more before");
+    }
+    if (closings_->is_late(slot.index)) {
+      return because("the gradient of " + slot.name +
+                     " came in parts, after its bucket had left; run more steps before");
+    }
+    if (closings_->used(slot.index) != communicator_->size()) {
+      return because(join(slot.name, " got a gradient on ", closings_->used(slot.index), " of ",
+                          communicator_->size(), " ranks; freeze what is not used"));
+    }
   }
   return {};
 }

@@ -9,7 +9,7 @@ namespace {
 
 // Counts and flags are exact in float64, and so are digests of 53 bits.
 constexpr std::size_t kOpeningWords = 7;
-constexpr std::size_t kClosingWords = 3;
+constexpr std::size_t kClosingWords = 4;
 constexpr std::uint64_t kDigestMask = (std::uint64_t{1} << 53) - 1;
 
 at::Tensor make_words(std::size_t count) {
@@ -89,12 +89,13 @@ void Closings::write(const Closing& own) {
   mine[0] = static_cast<double>(own.status);
   mine[1] = own.wants_buffers ? 1.0 : 0.0;
   mine[2] = own.wants_plan ? 1.0 : 0.0;
+  mine[3] = own.is_captured ? 1.0 : 0.0;
 }
 
 Closing Closings::of(int rank) const {
   const double* const theirs = words() + kClosingWords * static_cast<std::size_t>(rank);
   return {static_cast<Closing::Status>(static_cast<int>(theirs[0])), theirs[1] != 0,
-          theirs[2] != 0};
+          theirs[2] != 0, theirs[3] != 0};
 }
 
 bool Closings::any(bool Closing::* wish) const {

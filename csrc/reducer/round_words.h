@@ -33,6 +33,7 @@ struct Closing {
   Status status = Status::kFine;
   bool wants_buffers = false;  // has changed its buffers
   bool wants_plan = false;     // has another plan to offer; rank 0 only
+  bool is_captured = false;    // into a CUDA graph
 };
 
 // The openings of all ranks, as a buffer for an all_gather in place.

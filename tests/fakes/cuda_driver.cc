@@ -131,16 +131,24 @@ State& state() {
   return *the_state;
 }
 
+// Under the lock.
+bool is_captured_now(void* stream) {
+  const State& now = state();
+  return now.capture != nullptr &&
+         (now.capture->streams.count(stream) != 0 ||
+          (now.capture->streams.count(nullptr) != 0 && now.streams.count(stream) == 0));
+}
+
 bool is_captured(void* stream) {
   const std::lock_guard lock(state().mutex);
-  return state().capture != nullptr && state().capture->streams.count(stream) != 0;
+  return is_captured_now(stream);
 }
 
 void post(void* stream, const Job& job) {
   Queue* queue = nullptr;
   {
     const std::lock_guard lock(state().mutex);
-    if (state().capture != nullptr && state().capture->streams.count(stream) != 0) {
+    if (is_captured_now(stream)) {
       state().capture->jobs.push_back(job);
       return;
     }

@@ -14,7 +14,7 @@ void fake_driver_enqueue(void* stream, const std::function<void()>* job);
 void fake_driver_delay_us(int longest);
 
 // Capture into a graph: what is put on the stream, and on those that wait for it, is kept instead of
-// run. One at a time.
+// run. One at a time. Null stands for all streams that are not the driver's own: torch's.
 void fake_driver_begin_capture(void* stream);
 void* fake_driver_end_capture(void* stream);
 void fake_driver_replay(void* graph, void* stream);

@@ -5,10 +5,12 @@ What collectives compute is the conformance suite's, failures in every detail th
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from datetime import timedelta
 
+import fake_cuda
 import gpu_ranks
 import pytest
 import torch
@@ -142,6 +144,76 @@ def training() -> None:
 
 def test_training() -> None:
     run_ranks(training, 2, env=NCCL, timeout=35)
+
+
+class Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 3, dtype=torch.float64)
+        self.second = torch.nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        return self.second(y) if both else y
+
+
+class Graph:
+    """What torch.cuda.graph captures; on the fakes, what goes to NCCL, and not what torch computes."""
+
+    def __enter__(self) -> None:
+        if gpu_ranks.IS_REAL:
+            self._graph = torch.cuda.CUDAGraph()
+            self._capture = torch.cuda.graph(self._graph)
+            self._capture.__enter__()
+            return
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._driver.fake_driver_end_capture.restype = ctypes.c_void_p
+        self._driver.fake_driver_begin_capture(None)
+
+    def __exit__(self, *error: object) -> None:
+        if gpu_ranks.IS_REAL:
+            self._capture.__exit__(*error)
+        else:
+            self._jobs = ctypes.c_void_p(self._driver.fake_driver_end_capture(None))
+
+    def replay(self) -> None:
+        if gpu_ranks.IS_REAL:
+            self._graph.replay()
+        else:
+            self._driver.fake_driver_replay(self._jobs, None)
+
+
+def capture() -> None:
+    rank, size = start()
+    torch.manual_seed(3)
+    model = pydist.DataParallel(Branches().to("cuda"))
+    inputs = batch(rank, 3, 4).to("cuda")
+    for _ in range(3):
+        model(inputs, True).sum().backward()
+        model.zero_grad(set_to_none=True)
+    graph = Graph()
+    with graph:
+        model(inputs, True).sum().backward()
+    if not gpu_ranks.IS_REAL:
+        # The fake ran backward at once; only the averaging is in the graph.
+        gradient = model.second.weight.grad
+        gradient.fill_(rank + 1.0)
+    graph.replay()
+    torch.cuda.synchronize() if gpu_ranks.IS_REAL else fake_cuda.synchronize()
+    mine = model.second.weight.grad.clone()
+    assert gpu_ranks.IS_REAL or bool((mine == (size + 1) / 2).all())
+    theirs = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(theirs, mine)
+    assert all(torch.equal(mine, other) for other in theirs)
+    model.zero_grad(set_to_none=True)
+    with pytest.raises(pydist.InvalidUsage, match=r"second.weight got a gradient on 0 of 2"), Graph():
+        model(inputs, False).sum().backward()
+    with pytest.raises(pydist.InvalidUsage, match="gave it a weight"), Graph(), model.weighted(2.0):
+        model(inputs, True).sum().backward()
+
+
+def test_a_training_step_is_captured_or_says_why_not() -> None:
+    run_ranks(capture, 2, env=NCCL, timeout=35)
 
 
 def choice() -> str:
