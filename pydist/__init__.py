@@ -48,6 +48,12 @@ from pydist.process import (
     shutdown,
     world_size,
 )
+from pydist.sharded_optimizer import (
+    ParameterState,
+    ShardedOptimizer,
+    ShardedState,
+    StateRange,
+)
 from pydist.spawn import spawn
 from pydist.sync_batch_norm import SyncBatchNorm
 
@@ -61,9 +67,13 @@ __all__ = [
     "Error",
     "InvalidUsage",
     "Mismatch",
+    "ParameterState",
     "PeerLost",
     "PlannedBucket",
     "PlannedParameter",
+    "ShardedOptimizer",
+    "ShardedState",
+    "StateRange",
     "SyncBatchNorm",
     "Timeout",
     "TransportError",

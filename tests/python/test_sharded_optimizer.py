@@ -1,0 +1,399 @@
+"""`pydist.ShardedOptimizer` beside the same optimizer on whole parameters."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from launch import Ranks
+from torch import Tensor, nn
+from training import Runner, Tied, batch, joined
+
+import pydist
+from pydist.element_wise import ELEMENT_WISE
+
+LIMIT_S = 40.0
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module", params=["native-2", "native-3", "gloo-3"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    backend, count = request.param.split("-")
+    with Ranks(int(count), {"PYDIST_BACKEND": backend}) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def run(ranks: Ranks) -> Runner:
+    return lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def native_three() -> Iterator[Ranks]:
+    with Ranks(3, {"PYDIST_BACKEND": "native"}) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def run_native(native_three: Ranks) -> Runner:
+    return lambda function, *args: native_three.run(function, *args, timeout=LIMIT_S)
+
+
+def is_exact() -> bool:
+    return pydist.backend() == "native"
+
+
+def assert_same(ours: Tensor, theirs: Tensor, what: str, *, exact: bool | None = None) -> None:
+    """To the bit where sums don't depend on the size of buffers, otherwise nearly."""
+    if is_exact() if exact is None else exact:
+        assert torch.equal(ours, theirs), f"{what}: {(ours - theirs).abs().max()} apart"
+    else:
+        torch.testing.assert_close(ours, theirs, msg=lambda text: f"{what}: {text}")
+
+
+def small_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 70), nn.LayerNorm(70), nn.Linear(70, 1)
+    ).to(dtype)
+
+
+class Twins:
+    """A model with a sharded optimizer, and its double with an unsharded one."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        cap_mb: float = 0.004,
+        options: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        self.rank, self.size = joined()
+        self.models = [
+            pydist.DataParallel(copy.deepcopy(module), bucket_cap_mb=cap_mb) for _ in range(2)
+        ]
+        options = options or {}
+        self.ours = pydist.ShardedOptimizer(self.models[0], optimizer_class, **arguments, **options)
+        self.theirs = optimizer_class(self.models[1].parameters(), **options)
+        self.optimizers = [self.ours, self.theirs]
+
+    def each(self, act: Callable[[Any, Any], Any]) -> list[Any]:
+        return [act(m, o) for m, o in zip(self.models, self.optimizers, strict=True)]
+
+    def step(self, number: int, *, width: int = 10) -> None:
+        def act(model: Any, optimizer: Any) -> Tensor:
+            optimizer.zero_grad()
+            dtype = list(model.parameters())[-1].dtype
+            loss: Tensor = model(batch(self.rank, 6, width, step=number, dtype=dtype))
+            loss = loss.square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        ours, theirs = self.each(act)
+        assert_same(ours, theirs, f"loss of step {number}")
+
+    def check(self, what: str, *, exact: bool | None = None) -> None:
+        names = [name for name, _ in self.models[0].named_parameters()]
+        for name, a, b in zip(
+            names, self.models[0].parameters(), self.models[1].parameters(), strict=True
+        ):
+            assert_same(a.detach(), b.detach(), f"{what}, {name}", exact=exact)
+
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "Adam": [{"amsgrad": True}, {"foreach": True}, {"fused": True}],
+    "AdamW": [{"lr": 1e-2, "weight_decay": 0.1}, {"fused": True}],
+    "Adagrad": [{"initial_accumulator_value": 0.1}],
+    "SGD": [
+        {"lr": 0.05},
+        {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        {"lr": 0.05, "momentum": 0.9, "fused": True},
+    ],
+    "RMSprop": [{"momentum": 0.9, "centered": True}, {"foreach": True}],
+}
+
+
+def train_all_classes() -> None:
+    joined()
+    classes = ELEMENT_WISE if is_exact() else (torch.optim.AdamW, torch.optim.SGD)
+    for stage in (1, 2):
+        for optimizer_class in classes:
+            for options in OPTIONS.get(optimizer_class.__name__, [{}]):
+                twins = Twins(small_model(), optimizer_class, options=options, stage=stage)
+                for step in range(4):
+                    twins.step(step)
+                twins.check(f"{optimizer_class.__name__} {options}, stage {stage}")
+
+
+def test_every_class_is_what_it_is_on_whole_parameters(run: Runner) -> None:
+    run(train_all_classes)
+
+
+class ManyKinds(nn.Module):
+    """Dtypes, layouts, sizes: none divides by the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twofold = nn.Parameter(torch.randn(5, 77, dtype=torch.float64))
+        self.single = nn.Parameter(torch.randn(301))
+        self.pairs = nn.Parameter(torch.randn(91, dtype=torch.complex64))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.image = nn.Conv2d(5, 7, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.transposed = nn.Parameter(torch.randn(31, 9).t())
+        self.unused = nn.Parameter(torch.randn(40))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [
+            (self.twofold * x.double().sum()).sin().mean().float(),
+            (self.single * x.sum()).cos().mean(),
+            (self.pairs * x.sum()).abs().square().mean(),
+            self.scalar * x.mean(),
+            self.empty.sum(),
+            self.image(x.view(2, 5, 6, 1).expand(2, 5, 6, 3).float()).square().mean(),
+            (self.transposed.t() @ torch.ones(9)).sin().mean() * x.sum() + self.frozen.sum(),
+        ]
+        return torch.stack([part.real for part in parts])
+
+
+def train_many_kinds(stage: int) -> None:
+    torch.manual_seed(1)
+    for cap_mb in (1e-6, 0.002, 1.0):
+        twins = Twins(ManyKinds(), torch.optim.Adam, cap_mb=cap_mb, stage=stage)
+        for step in range(3):
+            twins.step(step)
+        twins.check(f"buckets of {cap_mb} MB")
+        # One range a segment, each element on one rank.
+        state = twins.ours.sharded_state()
+        counts = torch.tensor(
+            [sum(r.end - r.begin for r in s.ranges) for s in state.parameters.values()]
+        )
+        pydist.all_reduce(counts)
+        shapes = [p.numel() for p in twins.models[0].parameters()]
+        unused = list(state.parameters).index("unused"), list(state.parameters).index("frozen")
+        assert [c for i, c in enumerate(counts.tolist()) if i not in unused] == [
+            n for i, n in enumerate(shapes) if i not in unused
+        ]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_dtypes_layouts_and_sizes(run: Runner, stage: int) -> None:
+    run(train_many_kinds, stage)
+
+
+def train_tied(stage: int) -> None:
+    joined()
+    torch.manual_seed(3)
+    twins = Twins(Tied(torch.float32), torch.optim.AdamW, options={"lr": 1e-2}, stage=stage)
+    for step in range(4):
+        twins.step(step, width=8)
+    twins.check("tied")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_tied_weights(run_native: Runner, stage: int) -> None:
+    run_native(train_tied, stage)
+
+
+def accumulate(stage: int) -> None:
+    """Under no_sync(), with and without zeros before; weights; an extra backward on averages."""
+    twins = Twins(small_model(torch.float64), torch.optim.SGD, options={"lr": 0.1}, stage=stage)
+
+    def act(model: Any, optimizer: Any) -> None:
+        for number in range(3):
+            for micro in range(3):
+                with model.no_sync(enabled=micro < 2):
+                    x = batch(twins.rank, 4, 10, step=10 * number + micro)
+                    model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number != 1)
+        for number in range(2):  # on top of what was averaged already
+            model(batch(twins.rank, 4, 10, step=40 + number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with model.weighted(twins.rank + 1):
+            model(batch(twins.rank, 4, 10, step=50)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(batch(twins.rank, 4, 10, step=51)).square().mean().backward()
+        model.sync_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    twins.each(act)
+    twins.check("accumulated", exact=False)
+    model, optimizer = twins.models[0], twins.ours
+    with model.no_sync():
+        model(batch(twins.rank, 4, 10)).sum().backward()
+    with pytest.raises(pydist.InvalidUsage, match="never averaged"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_accumulation(run: Runner, stage: int) -> None:
+    run(accumulate, stage)
+
+
+class Sometimes(nn.Module):
+    """Each rank uses other branches in other steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(10, 40, dtype=torch.float64) for _ in range(4))
+        self.out = nn.Linear(40, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor, which: list[int]) -> Tensor:
+        hidden: Tensor = sum(self.branches[i](x).tanh() for i in which)
+        out: Tensor = self.out(hidden)
+        return out.square().mean()
+
+
+def train_branches(stage: int) -> None:
+    torch.manual_seed(2)
+    twins = Twins(Sometimes(), torch.optim.Adam, cap_mb=0.002, stage=stage)
+    for step in range(8):
+        which = [[0, 1], [1], [2, 0], [3]][(step + twins.rank) % 4] if step < 6 else [0]
+
+        def act(model: Any, optimizer: Any, which: list[int] = which, step: int = step) -> None:
+            optimizer.zero_grad()
+            model(batch(twins.rank, 4, 10, step=step), which).backward()
+            optimizer.step()
+
+        twins.each(act)
+    twins.check("branches")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_unused_parameters(run: Runner, stage: int) -> None:
+    run(train_branches, stage)
+
+
+def clip_and_scale(stage: int) -> None:
+    """Stock calls see the whole gradient."""
+    twins = Twins(small_model(torch.float64), torch.optim.SGD, options={"lr": 0.1}, stage=stage)
+    for number, order in enumerate((2.0, 1.0, 3.5, float("inf"), 0.0)):
+        for own_method in (False, True):
+
+            def act(
+                model: Any,
+                optimizer: Any,
+                number: int = number,
+                own: bool = own_method,
+                order: float = order,
+            ) -> Tensor:
+                optimizer.zero_grad()
+                model(batch(twins.rank, 4, 10, step=number)).square().mean().backward()
+                limit = 0.05 if order else 1e9
+                if own and optimizer is twins.ours:
+                    norm = optimizer.clip_grad_norm_(limit, order)
+                else:
+                    norm = torch.nn.utils.clip_grad_norm_(
+                        model.parameters(), limit, order, foreach=bool(number % 2) or None
+                    )
+                optimizer.step()
+                return norm
+
+            torch.testing.assert_close(*twins.each(act), rtol=1e-12, atol=0)
+    twins.check("clipped by norm", exact=False)
+
+    def by_value(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(batch(twins.rank, 4, 10, step=9)).square().mean().backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        for parameter in model.parameters():
+            parameter.grad *= 0.5
+            parameter.grad.div_(2.0)
+        optimizer.step()
+
+    twins.each(by_value)
+    twins.check("clipped by value", exact=False)
+
+    model, optimizer = twins.models[0], twins.ours
+    first = next(model.parameters())
+    assert first.grad is not None
+    other = next(twins.models[1].parameters()).grad
+    assert other is not None
+    torch.testing.assert_close(optimizer.gradient_of(first), other)
+    torch.testing.assert_close(first.grad.norm(), other.norm())
+    assert "0.weight" in repr(first.grad)
+    for misuse in (
+        lambda gradient: gradient.sum(),
+        lambda gradient: gradient.add_(gradient),
+        lambda gradient: torch.stack([gradient]),
+        lambda gradient: gradient[0],
+        copy.deepcopy,
+    ):
+        with pytest.raises(pydist.InvalidUsage, match="0.weight|numbers"):
+            misuse(first.grad)
+
+
+def scale(stage: int) -> None:
+    """A step that one rank's shard alone can't take is left out by all."""
+    twins = Twins(small_model(), torch.optim.SGD, options={"lr": 0.1}, stage=stage)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2)]
+    for step in range(6):
+        for model, optimizer, scaler in zip(twins.models, twins.optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            x = batch(twins.rank, 4, 10, step=step, dtype=torch.float32)
+            loss = model(x).square().mean()
+            if step == 2 and twins.rank == 1:
+                loss = loss + model.module[4].bias.sum() * float("inf")
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        twins.check(f"step {step}", exact=False)
+    assert scalers[0].get_scale() != 2.0**8
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clipping_and_scaling(run: Runner, stage: int) -> None:
+    run(clip_and_scale, stage)
+    run(scale, stage)
+
+
+def unfreeze(stage: int) -> None:
+    """Parameters that join: unfrozen, or added to the module and then to the optimizer."""
+    torch.manual_seed(4)
+    module = nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 9), nn.Linear(9, 1))
+    module[0].requires_grad_(False)
+    twins = Twins(module, torch.optim.AdamW, options={"lr": 0.01}, stage=stage)
+    twins.step(0)
+    twins.models[0].module[0].requires_grad_(True)
+    twins.models[1].module[0].requires_grad_(True)
+    for step in range(1, 4):
+        twins.step(step)
+    twins.check("unfrozen", exact=False)
+    rows = twins.ours.sharded_state().parameters["0.weight"].ranges
+    assert sum(r.end - r.begin for r in rows) < 400 or twins.size == 1
+
+    def extend(model: Any, optimizer: Any) -> None:
+        torch.manual_seed(9)
+        model.module.append(nn.Linear(1, 3))
+        optimizer.zero_grad()
+        optimizer.add_param_group(
+            {"params": list(model.module[4].named_parameters("4")), "lr": 0.1}
+            if optimizer is twins.ours
+            else {"params": list(model.module[4].parameters()), "lr": 0.1}
+        )
+
+    twins.each(extend)
+    for step in range(4, 7):
+        twins.step(step)
+    twins.check("added", exact=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_that_join(run: Runner, stage: int) -> None:
+    run(unfreeze, stage)
