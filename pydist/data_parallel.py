@@ -81,6 +81,9 @@ class ShardOwner(Protocol):
     def before_forward(self, module: nn.Module) -> None:
         """Waits for what the forward of this module would not wait for itself."""
 
+    def note_written(self) -> None:
+        """All ranks have written the same into parameters, on purpose."""
+
 
 def wrapper_of(parameter: Tensor) -> DataParallel | None:
     """The wrapped model that a parameter is of, if any."""
@@ -612,6 +615,8 @@ class DataParallel(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that pydist."
                 "DataParallel has hooked: load the module first, then wrap it"
             )
+        for owner in self.shard_owners():
+            owner.note_written()
         return self.module.load_state_dict(without_prefix(state_dict, self.module), strict)
 
     def _load_from_state_dict(self, *args: Any) -> None:

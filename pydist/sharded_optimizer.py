@@ -17,6 +17,7 @@ from pydist.data_parallel import DataParallel, wrapper_of
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import InvalidUsage
 from pydist.module_agreement import check_same
+from pydist.parameter_audit import ParameterAudit
 from pydist.sharded_gradient import ShardedGradient, part_norm, whole_norms
 from pydist.sharded_parameters import (
     Bucket,
@@ -75,7 +76,10 @@ class ShardedOptimizer(Optimizer):
             is freed as soon as its bucket was reduced. 2 needs a `pydist.DataParallel` model.
         master_weights: Whether to update float32 copies of float16 and bfloat16 shards; "auto":
             yes.
-        share_parameters: Not supported yet.
+        share_parameters: Whether all ranks map one copy of the parameters, which takes one host.
+            Nothing is gathered then; each rank writes its shard where the others read it, between
+            two barriers. So nobody else may write parameters, unless all ranks do, the same, and
+            meet before anybody reads. `PYDIST_DEBUG=1` notices who does.
         process_group: The ranks, where they aren't those of a `pydist.DataParallel` model; default:
             all.
         **defaults: The options of `optimizer_class`.
@@ -113,12 +117,14 @@ class ShardedOptimizer(Optimizer):
             raise InvalidUsage(f"stage is {stage!r}; it must be 1 or 2")
         if master_weights not in (True, False, "auto"):
             raise InvalidUsage(f"master_weights is {master_weights!r}; it must be a bool or 'auto'")
-        if share_parameters:
-            raise InvalidUsage("share_parameters=True is not supported yet")
         param_groups = _groups_of(model_or_params)
         self._class = optimizer_class
         self._options = dict(defaults)
         self._with_masters = master_weights is not False
+        self._is_one_copy = bool(share_parameters)
+        self._audit: ParameterAudit | None = None
+        if share_parameters and _native.read_environment().debug:
+            self._audit = ParameterAudit()
         self._wrapper = _wrapper_of(model_or_params, param_groups)
         if self._wrapper is None and stage == 2:
             raise InvalidUsage(
@@ -155,6 +161,7 @@ class ShardedOptimizer(Optimizer):
             f"optimizer_class={optimizer_class.__qualname__}",
             f"stage={stage}",
             f"master_weights={master_weights!r}",
+            f"share_parameters={share_parameters!r}",
             f"pydist.DataParallel model={self._wrapper is not None}",
         ]
         check_same(self._communicator, "pydist.ShardedOptimizer's setting", facts)
@@ -346,7 +353,9 @@ class ShardedOptimizer(Optimizer):
             dtype = members[0].parameter.dtype.to_real()
             counts[dtype] = counts.get(dtype, 0) + layout.count
         blocks = {
-            dtype: self._communicator.symmetric_empty([count], dtype)
+            dtype: self._communicator.one_copy(count, dtype)
+            if self._is_one_copy
+            else self._communicator.symmetric_empty([count], dtype)
             for dtype, count in counts.items()
         }
         group_of = {
@@ -365,8 +374,9 @@ class ShardedOptimizer(Optimizer):
                     layout,
                     members,
                     gradients,
-                    self._communicator.rank,
+                    self._communicator,
                     with_masters=self._with_masters,
+                    is_one_copy=self._is_one_copy,
                 )
                 self._equip(bucket, group_of)
                 self._buckets.append(bucket)
@@ -418,11 +428,17 @@ class ShardedOptimizer(Optimizer):
             )
         self.finish()
         self._adopt_buckets()
+        if self._is_one_copy:
+            self._communicator.barrier(False, "before parameters are written")
+            self._check_writers()
         try:
+            if self._is_one_copy:
+                self._step_one_copy()
+                return loss
             # What backward completes last, forward needs first.
             for bucket in reversed(self._buckets):
                 self._step_bucket(bucket)
-                gather(bucket, self._communicator, may_be_late=self._may_be_late())
+                gather(bucket, self._communicator)
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}"
             self._communicator.abort(
@@ -432,8 +448,26 @@ class ShardedOptimizer(Optimizer):
             raise
         return loss
 
+    def _check_writers(self) -> None:
+        if self._audit is not None:
+            try:
+                self._audit.check(self._buckets, self._communicator)
+            except InvalidUsage as error:
+                self._failed = str(error)  # of all ranks
+                raise
+
+    def _step_one_copy(self) -> None:
+        """Updates what all ranks read: none reads it any more, and none does before it is whole."""
+        for bucket in self._buckets:
+            self._step_bucket(bucket)
+        if self._audit is not None:
+            self._audit.note(self._buckets)
+        self._communicator.barrier(False, "after parameters were written")
+
     def _step_bucket(self, bucket: Bucket) -> None:
         bucket.take_back_strays()
+        for segment in bucket.segments:
+            segment.refresh_master()
         torch.autograd.graph.increment_version([m.parameter for m in bucket.members])
         if bucket.optimizer is None:
             return
@@ -452,6 +486,9 @@ class ShardedOptimizer(Optimizer):
             if segment.has_master:
                 segment.values.copy_(segment.updated)
             segment.updated.grad = None
+        for segment in bucket.segments:
+            if segment.has_master:
+                segment.version = segment.member.parameter._version
 
     def _gradient_of(self, segment: Segment) -> Tensor | None:
         whole = segment.member.parameter.grad
@@ -465,9 +502,6 @@ class ShardedOptimizer(Optimizer):
                 "pydist.ShardedOptimizer takes dense ones: build the embedding with sparse=False"
             )
         return segment.of(whole)
-
-    def _may_be_late(self) -> bool:
-        return True
 
     def finish(self) -> None:
         """Returns once all parameters have arrived that the last step has updated."""
@@ -564,6 +598,12 @@ class ShardedOptimizer(Optimizer):
     def _combine(self, tensor: Tensor, op: str) -> None:
         self._communicator.all_reduce(tensor, tensor, op, False)
 
+    def bytes_in_flight(self) -> int:
+        """What gradients take for buckets that fill or travel, in stage 2, on this rank."""
+        if self._wrapper is None:
+            return 0
+        return self._wrapper._reducer.staging_bytes(self._number)
+
     # -- state
 
     def sharded_state(self) -> ShardedState:
@@ -624,6 +664,7 @@ class ShardedOptimizer(Optimizer):
                     f"the parameter is {shape}"
                 )
         self.finish()
+        self.note_written()
         for group, loaded in zip(self.param_groups, state.groups, strict=True):
             group.update(_options(loaded))
         self._take_over(state, self._buckets)
@@ -742,6 +783,11 @@ class ShardedOptimizer(Optimizer):
     def entry_of(self, parameter: Tensor) -> tuple[int, ShardedGradient]:
         """What the reducer needs to know of a parameter that was unfrozen."""
         return self._number, self._shown[self._indices[id(parameter)]]
+
+    def note_written(self) -> None:
+        """All ranks have written the same into parameters, on purpose."""
+        if self._audit is not None:
+            self._audit.forget()
 
     def before_forward(self, module: nn.Module) -> None:
         """Waits for all parameters where forward may read some past torch's dispatch."""

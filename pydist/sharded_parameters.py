@@ -88,6 +88,7 @@ class Segment:
         values: The parameter's own memory.
         updated: What the optimizer updates: `values`, or a float32 copy of them.
         gradient: Where the average of the gradient arrives; None if that is with the parameter.
+        version: The parameter's, as torch counts, after the last step.
     """
 
     member: Member
@@ -95,6 +96,7 @@ class Segment:
     values: Tensor
     updated: Tensor
     gradient: Tensor | None
+    version: int = 0
 
     @property
     def end(self) -> int:
@@ -103,6 +105,12 @@ class Segment:
     @property
     def has_master(self) -> bool:
         return self.updated is not self.values
+
+    def refresh_master(self) -> None:
+        """Takes over what somebody has written into the parameter since the last step."""
+        if self.has_master and self.version != self.member.parameter._version:
+            is_new = self.values != self.updated.to(self.values.dtype)
+            torch.where(is_new, self.values.to(self.updated.dtype), self.updated, out=self.updated)
 
     def of(self, whole: Tensor) -> Tensor:
         """The segment's part of a tensor of the parameter's shape."""
@@ -138,7 +146,11 @@ class Bucket:
             self.gather = None
 
     def take_back_strays(self) -> None:
-        """Parameters whose memory was replaced, by `parameter.data = ...`, move in again."""
+        """Parameters whose memory was replaced, by `parameter.data = ...`, move in again.
+
+        Of their values, this rank's part does; the others' come when they are gathered.
+        """
+        segments = {segment.member.index: segment for segment in self.segments}
         for member in self.members:
             place = _place(self.memory, member)
             parameter = member.parameter
@@ -149,7 +161,9 @@ class Bucket:
                         f"pydist.ShardedOptimizer was made and is {tuple(parameter.shape)} "
                         f"{parameter.dtype} now: convert the model first, then make the optimizer"
                     )
-                place.copy_(parameter.detach())
+                segment = segments.get(member.index)
+                if segment is not None:
+                    segment.values.copy_(segment.of(parameter.detach()))
                 parameter.data = place
 
 
@@ -167,11 +181,12 @@ def move_in(
     layout: _native.ShardLayout,
     members: list[Member],
     gradients: Tensor | None,
-    rank: int,
+    communicator: _native.Communicator,
     *,
     with_masters: bool,
+    is_one_copy: bool,
 ) -> Bucket:
-    """Moves parameters into the memory of a bucket.
+    """Moves parameters into the memory of a bucket. All ranks call it.
 
     Args:
         label: For errors and journals.
@@ -180,14 +195,19 @@ def move_in(
         members: In the order of their places.
         gradients: This rank's shard of the averaged gradients, if it arrives apart from the
             parameters.
-        rank: Of this process.
+        communicator: The ranks.
         with_masters: Whether to keep float32 copies of segments in 16 bits.
+        is_one_copy: Whether `memory` is the same on all ranks. It gets rank 0's values then.
     """
-    memory.zero_()
+    rank = communicator.rank
+    if not is_one_copy or rank == 0:
+        memory.zero_()
+        for member in members:
+            _place(memory, member).copy_(member.parameter.detach())
+    if is_one_copy:
+        communicator.barrier(False)
     for member in members:
-        place = _place(memory, member)
-        place.copy_(member.parameter.detach())
-        member.parameter.data = place
+        member.parameter.data = _place(memory, member)
     shard = memory.narrow(0, rank * layout.shard, layout.shard)
     segments = []
     for number, begin, count, offset in layout.segments(rank):
@@ -204,19 +224,20 @@ def move_in(
     return Bucket(label, memory, shard, members, segments)
 
 
-def gather(bucket: Bucket, communicator: _native.Communicator, *, may_be_late: bool) -> None:
-    """Brings the other ranks' shards. All ranks call it.
+def gather(bucket: Bucket, communicator: _native.Communicator) -> None:
+    """Starts to bring the other ranks' shards. All ranks call it.
+
+    Who reads a parameter waits for it, where its class allows that; otherwise this does.
 
     Args:
         bucket: Its own shard holds new values.
         communicator: The ranks.
-        may_be_late: Whether to return at once and let those wait who read the parameters.
     """
     if communicator.size == 1:
         return
     parameters = [member.parameter for member in bucket.members]
     label = f"parameters of {bucket.label}"
-    if not (may_be_late and all(type(p) is nn.Parameter for p in parameters)):
+    if not all(type(p) is nn.Parameter for p in parameters):
         communicator.all_gather(bucket.shard, bucket.memory, False, label)
         return
     work = communicator.all_gather(bucket.shard, bucket.memory, True, label)

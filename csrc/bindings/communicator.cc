@@ -20,6 +20,7 @@
 #include "c10d/work.h"
 #include "communicator/endpoint.h"
 #include "communicator/native_communicator.h"
+#include "communicator/one_copy.h"
 #include "communicator/open_communicators.h"
 
 namespace pydist {
@@ -237,6 +238,16 @@ at::Tensor symmetric_empty(Communicator& self, const std::vector<std::int64_t>& 
       at::TensorOptions().dtype(dtype));
 }
 
+at::Tensor one_copy(Communicator& self, std::size_t count, at::ScalarType dtype) {
+  const ReleasedGil released;
+  SharedSegment segment = allocate_one_copy(self, count * at::elementSize(dtype));
+  void* const data = segment.data();
+  return at::from_blob(
+      data, {static_cast<std::int64_t>(count)},
+      [segment = std::move(segment)](void*) mutable { segment = SharedSegment(); },
+      at::TensorOptions().dtype(dtype));
+}
+
 CommunicatorPtr split(Communicator& self, const std::vector<int>& ranks) {
   const ReleasedGil released;
   return for_python(self.split(ranks));
@@ -385,6 +396,8 @@ void bind_communicator(py::module_& module) {
   bind_operations(type);
   type.def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"),
            "A tensor over memory that the backend allocates; all ranks call, with equal sizes.")
+      .def("one_copy", &one_copy, py::arg("count"), py::arg("dtype"),
+           "A tensor of zeros of which all ranks, of one host, map the same memory; all call.")
       .def("split", &split, py::arg("ranks"),
            "A group of the given ranks of this one, in that order; only they call.")
       .def(

@@ -256,6 +256,10 @@ void bind_reducer(py::module_& module) {
            "The buckets of an optimizer, in the order of launching: number (for good), label, "
            "members (index of the parameter, offset in the bucket, strides), layout, and this "
            "rank's shard of the gradients.")
+      .def(
+          "staging_bytes",
+          [](const Reducer& self, int owner) { return self.arena().staging_bytes(owner); },
+          py::arg("owner"), "What an optimizer's buckets share, in stage 2.")
       .def_property_readonly(
           "shardings", [](const Reducer& self) { return self.arena().shardings(); },
           "How often buckets were given to optimizers; more than before: there are new ones.")

@@ -48,6 +48,10 @@ bool SymmetricHeap::place(std::uint64_t index, std::size_t bytes, Placement& pla
   if (unused == extent.blocks.end() && extent.blocks.size() == kBlocks) {
     return false;
   }
+  if (!extent.is_backed) {
+    extent.segment.reserve(0, extent.segment.bytes(), "an extent of the symmetric heap");
+    extent.is_backed = true;
+  }
   const auto offset = extent.allocator.allocate(bytes);
   if (!offset) {
     return false;
@@ -101,6 +105,27 @@ SymmetricHeap::Placement SymmetricHeap::plan_allocation(std::size_t bytes) {
   PYDIST_CHECK(place(extents_.size() - 1, bytes, placement));
   placement.extent_bytes = extents_.back().part_bytes;
   return placement;
+}
+
+void SymmetricHeap::trim() {
+  const std::lock_guard lock(mutex_);
+  PYDIST_CHECK(rank_ == 0);
+  reclaim();
+  for (Extent& extent : extents_) {
+    const bool is_used = std::any_of(extent.blocks.begin(), extent.blocks.end(),
+                                     [](const Block& block) { return block.bytes != 0; });
+    if (is_used || !extent.is_backed) {
+      continue;
+    }
+    extent.is_backed = false;
+    // The words that count what was freed stay; they fill whole pages.
+    for (int rank = 0; rank < size_; ++rank) {
+      const std::size_t begin =
+          round_up(static_cast<std::size_t>(rank) * extent.part_bytes + kTableBytes, page_bytes());
+      const std::size_t end = static_cast<std::size_t>(rank + 1) * extent.part_bytes;
+      extent.segment.discard(begin, end - begin);
+    }
+  }
 }
 
 void SymmetricHeap::add_extent(const Placement& placement, SharedSegment segment) {

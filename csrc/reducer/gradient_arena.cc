@@ -235,7 +235,9 @@ void GradientArena::cut(const std::vector<GradientBucket*>& buckets, at::ScalarT
     for (std::size_t i = 0; i < std::min(kStagings, buckets.size()); ++i) {
       stagings.push_back(std::make_shared<Staging>(allocate_zeros(*communicator_, largest, dtype)));
     }
-    stagings_.insert(stagings_.end(), stagings.begin(), stagings.end());
+    for (const std::shared_ptr<Staging>& staging : stagings) {
+      stagings_.emplace(owner, staging);
+    }
   }
   std::int64_t next = 0;
   for (std::size_t i = 0; i < buckets.size(); ++i) {
@@ -291,9 +293,17 @@ bool GradientArena::bind(const GradientBucket& bucket, bool is_next) {
 }
 
 void GradientArena::release() {
-  for (const std::shared_ptr<Staging>& staging : stagings_) {
+  for (const auto& [owner, staging] : stagings_) {
     staging->release(slots_);
   }
+}
+
+std::size_t GradientArena::staging_bytes(int owner) const {
+  std::size_t bytes = 0;
+  for (auto [it, end] = stagings_.equal_range(owner); it != end; ++it) {
+    bytes += it->second->memory().nbytes();
+  }
+  return bytes;
 }
 
 at::Tensor GradientArena::largest_block() const {

@@ -82,6 +82,8 @@ class GradientArena {
   [[nodiscard]] const std::vector<GradientBucket>& buckets() const noexcept { return buckets_; }
   // The largest block, to measure with; undefined where there is none.
   [[nodiscard]] at::Tensor largest_block() const;
+  // Of all memory that an optimizer's buckets share.
+  [[nodiscard]] std::size_t staging_bytes(int owner) const;
   // Whether slots that are to have shards have no place yet.
   [[nodiscard]] bool has_uncut() const;
   // How often buckets with shards were cut.
@@ -96,7 +98,7 @@ class GradientArena {
   std::vector<at::Tensor> blocks_;  // of one dimension, of the real dtype; undefined: with shards
   std::map<int, int> stages_;       // of the owners of shards
   std::map<int, std::size_t> bucket_counts_;
-  std::vector<std::shared_ptr<Staging>> stagings_;
+  std::multimap<int, std::shared_ptr<Staging>> stagings_;  // by owner
   std::size_t shardings_ = 0;
   BucketPlan plan_;
   std::vector<GradientBucket> buckets_;

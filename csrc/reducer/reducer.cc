@@ -445,6 +445,7 @@ void Reducer::shard(int owner, int stage, const std::vector<std::size_t>& slots,
     next_plan_ = arena_.plan();  // the same buckets, in other memory
   }
   apply_plan();
+  communicator_->trim();
 }
 
 void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {

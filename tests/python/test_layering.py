@@ -59,6 +59,7 @@ PYTHON_LAYERS = (
     "gathers",
     "sharded_gradient",
     "sharded_parameters",
+    "parameter_audit",
     "sharded_state",
     "sharded_optimizer",
     "checkpoint",

@@ -502,3 +502,216 @@ def save_and_load(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_state(run: Runner, stage: int) -> None:
     run(save_and_load, stage)
+
+
+def share() -> None:
+    """One copy of the parameters: the same training, a fraction of the memory."""
+    for dtype in (torch.float32, torch.bfloat16):
+        twins = Twins(
+            small_model(dtype),
+            torch.optim.AdamW,
+            options={"lr": 0.01},
+            share_parameters=True,
+            master_weights=False,
+        )
+        for step in range(4):
+            twins.step(step)
+        twins.check("one copy")
+        model = twins.models[0]
+        first = next(model.parameters())
+        pydist.barrier()
+        if twins.rank == 0:
+            with torch.no_grad():
+                first[0, 0] = 42.0
+        pydist.barrier()
+        assert first[0, 0].item() == 42.0
+        pydist.barrier()
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+        pydist.barrier()
+        twins.ours.step()
+        pydist.barrier()
+        if twins.rank == 0:
+            with torch.no_grad():
+                first[0, 0] = 43.0
+        with pytest.raises(pydist.InvalidUsage, match=r"0.weight was written between two steps"):
+            twins.ours.step()
+        with pytest.raises(pydist.InvalidUsage, match="earlier step"):
+            twins.ours.step()
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_one_copy_of_the_parameters(backend: str) -> None:
+    with Ranks(3, {"PYDIST_BACKEND": backend, "PYDIST_DEBUG": "1"}) as ranks:
+        ranks.run(share, timeout=LIMIT_S)
+
+
+class NoLayer(nn.Module):
+    """Whose forward reads a parameter without a function of torch's that could wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1000))
+
+
+def read_at_once() -> None:
+    """Whoever reads parameters right after a step sees all ranks' updates."""
+    joined()
+
+    def read_dict(model: Any) -> Tensor:
+        out: Tensor = model.state_dict()["weight"]
+        return out
+
+    readers: list[Callable[[Any], Tensor]] = [
+        lambda model: model.weight + 0,
+        lambda model: model.weight.detach(),
+        lambda model: model.weight.data,
+        lambda model: torch.cat([model.weight]),
+        lambda model: torch.from_numpy(model.weight.detach().numpy()),
+        lambda model: copy.deepcopy(model).weight,
+        lambda model: copy.deepcopy(model.weight),
+        lambda model: torch._foreach_add([model.weight], 0.0)[0],
+        lambda model: torch.func.functional_call(
+            nn.Linear(1000, 1, bias=False), {"weight": model.weight}, torch.eye(1000)
+        ),
+        read_dict,
+        lambda model: torch.nn.utils.parameters_to_vector(model.parameters()),
+    ]
+    for number, read in enumerate(readers):
+        model = pydist.DataParallel(NoLayer())
+        optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.5)
+        model.weight.grad = torch.ones(1000)
+        model.sync_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.weight.grad is None
+        assert model.weight.shape == (1000,)
+        got = read(model)
+        assert torch.equal(got.detach().reshape(-1), torch.full((1000,), 0.5)), number
+        assert type(model.weight) is nn.Parameter
+
+
+def test_readers_wait(run: Runner) -> None:
+    run(read_at_once)
+
+
+def use_plain_parameters() -> None:
+    """Gradients that something else has averaged: torch's wrapper, or nobody."""
+    rank, _ = joined()
+    module = small_model(torch.float64)
+    ours, theirs = (nn.parallel.DistributedDataParallel(copy.deepcopy(module)) for _ in range(2))
+    groups = [
+        {"params": [p for n, p in ours.named_parameters() if "weight" in n], "lr": 0.1},
+        {"params": [p for n, p in ours.named_parameters() if "weight" not in n], "momentum": 0.5},
+    ]
+    optimizer = pydist.ShardedOptimizer(groups, torch.optim.SGD, lr=0.01)
+    whole = torch.optim.SGD(
+        [
+            {
+                **group,
+                "params": [p for n, p in theirs.named_parameters() if ("weight" in n) == (i == 0)],
+            }
+            for i, group in enumerate(groups)
+        ],
+        lr=0.01,
+    )
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.3) for o in (optimizer, whole)]
+    for step in range(5):
+        for model, stepping, scheduler in zip(
+            (ours, theirs), (optimizer, whole), schedulers, strict=True
+        ):
+
+            def closure(model: Any = model, stepping: Any = stepping, step: int = step) -> Tensor:
+                stepping.zero_grad(set_to_none=step % 2 == 0)
+                loss: Tensor = model(batch(rank, 4, 10, step=step)).square().mean()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+                return loss
+
+            assert stepping.step(closure) is not None
+            scheduler.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_same(a.detach(), b.detach(), "plain")
+    assert optimizer.param_groups[1]["lr"] == whole.param_groups[1]["lr"] != 0.01
+
+
+def test_parameters_of_other_wrappers(run: Runner) -> None:
+    run(use_plain_parameters)
+
+
+def refuse() -> None:
+    joined()
+    linear = nn.Linear(4, 4)
+    for bad, match in (
+        (torch.optim.LBFGS, "LBFGS takes inner products"),
+        (torch.optim.Adafactor, "Adafactor factors"),
+        (torch.optim.SparseAdam, "SparseAdam takes sparse"),
+        (getattr(torch.optim, "Muon", torch.optim.LBFGS), "whole matrices|inner products"),
+        (torch.optim.Adam(linear.parameters()), "not an instance"),
+        (nn.Linear, "class of optimizers"),
+    ):
+        with pytest.raises(pydist.InvalidUsage, match=match):
+            pydist.ShardedOptimizer(linear.parameters(), bad)  # type: ignore[arg-type]
+    adam = torch.optim.Adam
+    with pytest.raises(pydist.InvalidUsage, match="stage is 3"):
+        pydist.ShardedOptimizer(linear.parameters(), adam, stage=3)  # type: ignore[arg-type]
+    with pytest.raises(pydist.InvalidUsage, match="stage=2 frees gradients"):
+        pydist.ShardedOptimizer(linear.parameters(), adam, stage=2)
+    with pytest.raises(pydist.InvalidUsage, match="wrap it in pydist.DataParallel"):
+        pydist.ShardedOptimizer(linear, adam)
+    with pytest.raises(pydist.InvalidUsage, match="empty list"):
+        pydist.ShardedOptimizer([], adam)
+    with pytest.raises(pydist.InvalidUsage, match="differentiable=True"):
+        pydist.ShardedOptimizer(linear.parameters(), adam, differentiable=True)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        pydist.ShardedOptimizer(linear.parameters(), adam, lr=-1.0)
+    model = pydist.DataParallel(linear)
+    with pytest.raises(pydist.InvalidUsage, match="several models"):
+        pydist.ShardedOptimizer([*model.parameters(), *nn.Linear(2, 2).parameters()], adam)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(pydist.InvalidUsage, match="has a gradient already"):
+        pydist.ShardedOptimizer(model, adam)
+    model.zero_grad()
+    optimizer = pydist.ShardedOptimizer(model, adam)
+    with pytest.raises(pydist.InvalidUsage, match="another pydist.ShardedOptimizer"):
+        pydist.ShardedOptimizer(model, adam)
+    with pytest.raises(pydist.InvalidUsage, match="join"), model.join():
+        pass
+    with pytest.raises(pydist.InvalidUsage, match="hook"):
+        model.register_comm_hook(None, lambda state, bucket: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(pydist.InvalidUsage, match="does not have"):
+        optimizer.gradient_of(torch.ones(1))
+    sparse = pydist.DataParallel(nn.Embedding(5, 2, sparse=True))
+    with pytest.raises(pydist.InvalidUsage, match="weight is sparse"):
+        pydist.ShardedOptimizer(sparse, adam)
+    with pytest.raises(pydist.Mismatch, match="setting"):
+        pydist.ShardedOptimizer(
+            pydist.DataParallel(nn.Linear(2, 2)), adam, stage=2 if pydist.rank() else 1
+        )
+
+
+def test_refusals(run: Runner) -> None:
+    run(refuse)
+
+
+class Broken(torch.optim.SGD):
+    """Raises on one rank."""
+
+    def step(self, closure: Any = None) -> Any:
+        if pydist.rank() == 1:
+            raise ValueError("out of luck")
+        return super().step(closure)
+
+
+def fail_on_one_rank() -> None:
+    joined()
+    model = pydist.DataParallel(nn.Linear(50, 50))
+    optimizer = pydist.ShardedOptimizer(model, Broken, lr=0.1)
+    model(torch.ones(2, 50)).sum().backward()
+    error = ValueError if pydist.rank() == 1 else pydist.Error
+    with pytest.raises(error, match="out of luck"):  # noqa: PT012
+        optimizer.step()
+        _ = model.weight + 1
+
+
+def test_a_step_that_raises_on_one_rank(run: Runner) -> None:
+    run(fail_on_one_rank)
