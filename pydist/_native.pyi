@@ -119,6 +119,10 @@ class Communicator:
         """
         At the root: outputs = the inputs of all ranks, in rank order.
         """
+    def one_copy(self, count: typing.SupportsInt | typing.SupportsIndex, dtype: torch.dtype) -> torch.Tensor:
+        """
+        A tensor of zeros of which all ranks, of one host, map the same memory; all call.
+        """
     def recv(self, tensor: torch.Tensor, src: typing.SupportsInt | typing.SupportsIndex = -1, tag: typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
         Receives from rank src, or from anybody (-1). Returns the source rank, or a Work.
@@ -336,6 +340,10 @@ class Reducer:
     def sharded_buckets(self, owner: typing.SupportsInt | typing.SupportsIndex) -> list:
         """
         The buckets of an optimizer, in the order of launching: number (for good), label, members (index of the parameter, offset in the bucket, strides), layout, and this rank's shard of the gradients.
+        """
+    def staging_bytes(self, owner: typing.SupportsInt | typing.SupportsIndex) -> int:
+        """
+        What an optimizer's buckets share, in stage 2.
         """
     def synchronize(self) -> None:
         """

@@ -53,7 +53,9 @@ class BufferSync:
             places.append((size_bytes, buffer))
             size_bytes += buffer.numel() * buffer.element_size()
             size_bytes += -size_bytes % _ALIGNMENT_BYTES
-        self.memory = self._communicator.symmetric_empty([size_bytes], torch.uint8).zero_()
+        self.memory = torch.zeros(0, dtype=torch.uint8)
+        if size_bytes:
+            self.memory = self._communicator.symmetric_empty([size_bytes], torch.uint8).zero_()
         for begin, buffer in places:
             end = begin + buffer.numel() * buffer.element_size()
             place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)

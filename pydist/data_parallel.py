@@ -7,7 +7,7 @@ import inspect
 import math
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -59,6 +59,7 @@ _OWN_NAMES = {
     "_graph_cap_bytes",
     "_compresses",
     "_owners",
+    "_sharded_ids",
 }
 
 # The wrapper that is in join(); ranks that wait for each other in two would wait in a circle.
@@ -267,6 +268,7 @@ class DataParallel(nn.Module):
         )
         self._compresses = compress is not None
         self._owners: list[weakref.ref[Any]] = []
+        self._sharded_ids: set[int] = set()
         _wrappers.add(self)
         guard_steps(self._reducer)
         if averages_itself:
@@ -581,9 +583,18 @@ class DataParallel(nn.Module):
         self._owners.append(owner)
         return len(self._owners)
 
+    def note_sharded(self, parameters: Iterable[Tensor]) -> None:
+        """Remembers parameters whose gradients are reduced into an optimizer's shards for good."""
+        self._sharded_ids.update(id(parameter) for parameter in parameters)
+
     def require_shardable(self, name: str, parameter: Tensor) -> None:
         """Raises InvalidUsage where no optimizer can have shards of a parameter."""
         self._refuse_hook("pydist.ShardedOptimizer reduces gradients into shards")
+        if id(parameter) in self._sharded_ids:
+            raise InvalidUsage(
+                f"the gradient of parameter {name} was given to a pydist.ShardedOptimizer before: "
+                "keep that one, or wrap the module anew"
+            )
         if any(p is parameter and is_sparse for _, p, is_sparse in self._trained.known):
             raise _sparse_error(name)
 

@@ -28,12 +28,12 @@ class Gather:
     """One bucket's parameters, on their way.
 
     Args:
-        parameters: Those that may be read late: of the class `nn.Parameter` itself.
+        parameters: Of the class `nn.Parameter` itself.
         work: What brings their values.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], work: Work) -> None:
-        self._parameters = [p for p in parameters if type(p) is nn.Parameter]
+    def __init__(self, parameters: Sequence[Tensor], work: Work) -> None:
+        self._parameters = parameters
         self._work = work
         self._is_over = False
         for parameter in self._parameters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,4 +54,4 @@ class ParameterAudit:
 
 def _checksum(values: Tensor) -> int:
     flat = torch.view_as_real(values).view(-1) if values.is_complex() else values
-    return zlib.crc32(flat.view(torch.uint8).numpy())
+    return zlib.crc32(cast(Any, flat.view(torch.uint8).numpy()))

@@ -320,6 +320,7 @@ class ShardedOptimizer(Optimizer):
                 [slots[id(self._parameters[index])] for index in present],
                 [self._shown[index] for index in present],
             )
+            self._wrapper.note_sharded(self._parameters[index] for index in present)
         self._adopt_buckets()
 
     def _adopt_buckets(self) -> None:
@@ -466,9 +467,10 @@ class ShardedOptimizer(Optimizer):
 
     def _step_bucket(self, bucket: Bucket) -> None:
         bucket.take_back_strays()
-        for segment in bucket.segments:
-            segment.refresh_master()
-        torch.autograd.graph.increment_version([m.parameter for m in bucket.members])
+        if bucket.has_masters:
+            for segment in bucket.segments:
+                segment.refresh_master()
+        torch.autograd.graph.increment_version(bucket.parameters)
         if bucket.optimizer is None:
             return
         for group in bucket.optimizer.param_groups:
@@ -486,8 +488,8 @@ class ShardedOptimizer(Optimizer):
             if segment.has_master:
                 segment.values.copy_(segment.updated)
             segment.updated.grad = None
-        for segment in bucket.segments:
-            if segment.has_master:
+        if bucket.has_masters:
+            for segment in bucket.segments:
                 segment.version = segment.member.parameter._version
 
     def _gradient_of(self, segment: Segment) -> Tensor | None:
@@ -602,7 +604,8 @@ class ShardedOptimizer(Optimizer):
         """What gradients take for buckets that fill or travel, in stage 2, on this rank."""
         if self._wrapper is None:
             return 0
-        return self._wrapper._reducer.staging_bytes(self._number)
+        staging_bytes: int = self._wrapper._reducer.staging_bytes(self._number)
+        return staging_bytes
 
     # -- state
 
@@ -791,6 +794,8 @@ class ShardedOptimizer(Optimizer):
 
     def before_forward(self, module: nn.Module) -> None:
         """Waits for all parameters where forward may read some past torch's dispatch."""
+        if not any(bucket.gather is not None for bucket in self._buckets):
+            return
         if compiles_anything() or any(
             isinstance(part, torch.jit.ScriptModule) for part in module.modules()
         ):

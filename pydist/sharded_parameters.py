@@ -8,7 +8,7 @@ gathers the others'.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,7 @@ class Member:
         parameter: Itself.
         offset: Where it begins in the bucket, in elements of its real dtype.
         strides: How it lies there.
+        address: Where that is.
     """
 
     index: int
@@ -45,6 +46,7 @@ class Member:
     parameter: Tensor
     offset: int
     strides: tuple[int, ...]
+    address: int = 0
 
     @property
     def factor(self) -> int:
@@ -129,6 +131,8 @@ class Bucket:
         segments: What the shard has of them: at most one of each.
         optimizer: Of the wrapped class, over the segments; None if there are none.
         gather: What brings the other ranks' shards, since the last step.
+        parameters: Those of the members.
+        has_masters: Whether any segment has a float32 copy.
     """
 
     label: str
@@ -138,6 +142,10 @@ class Bucket:
     segments: list[Segment]
     optimizer: Optimizer | None = None
     gather: Gather | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = [member.parameter for member in self.members]
+        self.has_masters = any(segment.has_master for segment in self.segments)
 
     def wait(self) -> None:
         """Returns once all ranks' updates are in the parameters."""
@@ -150,20 +158,19 @@ class Bucket:
 
         Of their values, this rank's part does; the others' come when they are gathered.
         """
-        segments = {segment.member.index: segment for segment in self.segments}
         for member in self.members:
-            place = _place(self.memory, member)
             parameter = member.parameter
-            if parameter.data_ptr() != place.data_ptr() and parameter.numel() != 0:
+            if parameter.data_ptr() != member.address and parameter.numel() != 0:
+                place = _place(self.memory, member)
                 if parameter.shape != place.shape or parameter.dtype != place.dtype:
                     raise InvalidUsage(
                         f"parameter {member.name} was {tuple(place.shape)} {place.dtype} when "
                         f"pydist.ShardedOptimizer was made and is {tuple(parameter.shape)} "
                         f"{parameter.dtype} now: convert the model first, then make the optimizer"
                     )
-                segment = segments.get(member.index)
-                if segment is not None:
-                    segment.values.copy_(segment.of(parameter.detach()))
+                for segment in self.segments:
+                    if segment.member is member:
+                        segment.values.copy_(segment.of(parameter.detach()))
                 parameter.data = place
 
 
@@ -208,6 +215,7 @@ def move_in(
         communicator.barrier(False)
     for member in members:
         member.parameter.data = _place(memory, member)
+        member.address = member.parameter.data_ptr()
     shard = memory.narrow(0, rank * layout.shard, layout.shard)
     segments = []
     for number, begin, count, offset in layout.segments(rank):
@@ -235,17 +243,10 @@ def gather(bucket: Bucket, communicator: _native.Communicator) -> None:
     """
     if communicator.size == 1:
         return
-    parameters = [member.parameter for member in bucket.members]
     label = f"parameters of {bucket.label}"
-    if not all(type(p) is nn.Parameter for p in parameters):
+    if not all(type(p) is nn.Parameter for p in bucket.parameters):
         communicator.all_gather(bucket.shard, bucket.memory, False, label)
         return
     work = communicator.all_gather(bucket.shard, bucket.memory, True, label)
     assert work is not None
-    bucket.gather = Gather(_parameters_of(bucket), work)
-
-
-def _parameters_of(bucket: Bucket) -> Iterable[nn.Parameter]:
-    for member in bucket.members:
-        if isinstance(member.parameter, nn.Parameter):
-            yield member.parameter
+    bucket.gather = Gather(bucket.parameters, work)

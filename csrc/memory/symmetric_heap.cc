@@ -48,13 +48,20 @@ bool SymmetricHeap::place(std::uint64_t index, std::size_t bytes, Placement& pla
   if (unused == extent.blocks.end() && extent.blocks.size() == kBlocks) {
     return false;
   }
-  if (!extent.is_backed) {
-    extent.segment.reserve(0, extent.segment.bytes(), "an extent of the symmetric heap");
-    extent.is_backed = true;
-  }
   const auto offset = extent.allocator.allocate(bytes);
   if (!offset) {
     return false;
+  }
+  if (extent.is_trimmed) {
+    try {
+      for (int rank = 0; rank < size_; ++rank) {
+        const std::size_t begin = static_cast<std::size_t>(rank) * extent.part_bytes + kTableBytes;
+        extent.segment.reserve(begin + *offset, bytes, "a block of the symmetric heap");
+      }
+    } catch (...) {
+      extent.allocator.release(*offset, bytes);
+      throw;
+    }
   }
   const auto block_index = static_cast<std::size_t>(unused - extent.blocks.begin());
   Block& block = unused == extent.blocks.end() ? extent.blocks.emplace_back() : *unused;
@@ -114,10 +121,10 @@ void SymmetricHeap::trim() {
   for (Extent& extent : extents_) {
     const bool is_used = std::any_of(extent.blocks.begin(), extent.blocks.end(),
                                      [](const Block& block) { return block.bytes != 0; });
-    if (is_used || !extent.is_backed) {
+    if (is_used) {
       continue;
     }
-    extent.is_backed = false;
+    extent.is_trimmed = true;
     // The words that count what was freed stay; they fill whole pages.
     for (int rank = 0; rank < size_; ++rank) {
       const std::size_t begin =

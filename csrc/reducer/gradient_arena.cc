@@ -118,9 +118,17 @@ void GradientArena::shard(int owner, int stage, const std::vector<std::size_t>& 
     block_of_[slot.index] = kNoBlock;
   }
   for (const GradientSlot& slot : slots_) {
-    if (slot.owner == 0 && block_of_[slot.index] != kNoBlock) {
-      blocks_[block_of_[slot.index]].reset();
+    if (slot.owner == 0) {
       block_of_[slot.index] = kNoBlock;
+    }
+  }
+  // No place is in any of them any more, and memory with shards is its buckets'.
+  for (at::Tensor& block : blocks_) {
+    block.reset();
+  }
+  for (GradientBucket& bucket : buckets_) {
+    if (bucket.owner == 0) {
+      bucket.memory.reset();
     }
   }
 }

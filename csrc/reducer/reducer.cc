@@ -435,6 +435,7 @@ void Reducer::shard(int owner, int stage, const std::vector<std::size_t>& slots,
   const c10::AutoGradMode no_grad(false);
   drain();
   arena_.shard(owner, stage, slots, shown);
+  communicator_->trim();
   arena_.allocate();
   const std::exception_ptr error = exchange_plan();
   forget();
@@ -445,7 +446,6 @@ void Reducer::shard(int owner, int stage, const std::vector<std::size_t>& slots,
     next_plan_ = arena_.plan();  // the same buckets, in other memory
   }
   apply_plan();
-  communicator_->trim();
 }
 
 void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
