@@ -140,7 +140,6 @@ class ShardedOptimizer(Optimizer):
             parent = self._wrapper._communicator
         else:
             parent = groups.communicator_of(process_group)
-        self._communicator = groups.split(parent, range(parent.size))
         self._buckets: list[Bucket] = []
         self._indices: dict[int, int] = {}
         self._names: list[str] = []
@@ -155,6 +154,8 @@ class ShardedOptimizer(Optimizer):
         self._is_ready = False
         prototype = self._prototype([dict(group) for group in param_groups])
         super().__init__(param_groups, dict(prototype.defaults))
+        # Not before all that a rank may refuse by itself.
+        self._communicator = groups.split(parent, range(parent.size))
         self._stage = stage
         self._seen_shardings = -1
         facts = [
