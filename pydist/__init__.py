@@ -56,6 +56,12 @@ from pydist.process import (
     world_size,
 )
 from pydist.sampler import DistributedSampler
+from pydist.sharded_optimizer import (
+    ParameterState,
+    ShardedOptimizer,
+    ShardedState,
+    StateRange,
+)
 from pydist.spawn import spawn
 from pydist.sync_batch_norm import SyncBatchNorm
 
@@ -73,12 +79,16 @@ __all__ = [
     "Ledger",
     "Mismatch",
     "Order",
+    "ParameterState",
     "PeerLost",
     "PlannedBucket",
     "PlannedParameter",
     "PreparedLoader",
     "Sequential",
+    "ShardedOptimizer",
+    "ShardedState",
     "Shuffled",
+    "StateRange",
     "SyncBatchNorm",
     "Timeout",
     "TransportError",

@@ -9,6 +9,7 @@ import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
 __all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -121,6 +122,10 @@ class Communicator:
     def gather(self, input: torch.Tensor, outputs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, root: typing.SupportsInt | typing.SupportsIndex, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
         At the root: outputs = the inputs of all ranks, in rank order.
+        """
+    def one_copy(self, count: typing.SupportsInt | typing.SupportsIndex, dtype: torch.dtype) -> torch.Tensor:
+        """
+        A tensor of zeros of which all ranks, of one host, map the same memory; all call.
         """
     def recv(self, tensor: torch.Tensor, src: typing.SupportsInt | typing.SupportsIndex = -1, tag: typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
@@ -269,6 +274,33 @@ class ReducerStats:
         """
         Backward passes that were synchronised.
         """
+class ShardLayout:
+    """
+    How a bucket is divided among the ranks that update it.
+    """
+    def __init__(self, counts: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], element_bytes: typing.SupportsInt | typing.SupportsIndex, ranks: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        For parameters of so many elements each, one behind the other.
+        """
+    def segments(self, rank: typing.SupportsInt | typing.SupportsIndex) -> list:
+        """
+        What a rank's shard has: (which parameter, begin in it, elements, begin in the shard).
+        """
+    @property
+    def count(self) -> int:
+        """
+        Elements, with padding.
+        """
+    @property
+    def offsets(self) -> list[int]:
+        """
+        Where each parameter begins.
+        """
+    @property
+    def shard(self) -> int:
+        """
+        Elements of each rank's shard.
+        """
 class Reducer:
     """
     Averages gradients over the ranks while backward still runs.
@@ -277,9 +309,9 @@ class Reducer:
         """
         All ranks call, with the same parameters: (name, parameter, whether its gradient is sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the buckets as lists of indices, on rank 0. `rank` names this process in traces. At the end of a round in which `has_changed()` on any rank, one rank calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`; after parameters were added all call `renew`, which returns new memory.
         """
-    def add(self, name: str, parameter: torch.Tensor, is_sparse: bool) -> None:
+    def add(self, name: str, parameter: torch.Tensor, is_sparse: bool, owner: typing.SupportsInt | typing.SupportsIndex = 0, shown: torch.Tensor | None = None) -> None:
         """
-        Averages a parameter that was unfrozen or joined the model, too.
+        Averages a parameter that was unfrozen or joined the model, too. `owner` and `shown` as in shard().
         """
     def fail_round(self) -> None:
         """
@@ -304,6 +336,18 @@ class Reducer:
     def set_joining(self, joining: str, throws_on_first: bool) -> None:
         """
         What a rank without a batch counts for: 'zeros', or nothing ('absent'); '' if there is none.
+        """
+    def shard(self, owner: typing.SupportsInt | typing.SupportsIndex, stage: typing.SupportsInt | typing.SupportsIndex, slots: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], shown: collections.abc.Sequence[torch.Tensor]) -> None:
+        """
+        All ranks call: an optimizer, known by a number from 1, updates shards of the parameters with these indices; `shown` are what stands for their gradients.
+        """
+    def sharded_buckets(self, owner: typing.SupportsInt | typing.SupportsIndex) -> list:
+        """
+        The buckets of an optimizer, in the order of launching: number (for good), label, members (index of the parameter, offset in the bucket, strides), layout, and this rank's shard of the gradients.
+        """
+    def staging_bytes(self, owner: typing.SupportsInt | typing.SupportsIndex) -> int:
+        """
+        What an optimizer's buckets share, in stage 2.
         """
     def synchronize(self) -> None:
         """
@@ -358,6 +402,16 @@ class Reducer:
     def pending(self) -> list[torch.Tensor]:
         """
         The parameters that hold one.
+        """
+    @property
+    def round(self) -> int:
+        """
+        Grows with every round; the same on all ranks.
+        """
+    @property
+    def shardings(self) -> int:
+        """
+        How often buckets were given to optimizers; more than before: there are new ones.
         """
     @property
     def stats(self) -> ReducerStats:

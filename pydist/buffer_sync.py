@@ -56,7 +56,10 @@ class BufferSync:
         # Beside the buffers, where they are on one device: then no step waits for a copy of them.
         devices = {buffer.device for _, buffer in places}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        self.memory = self._communicator.symmetric_empty([size_bytes], torch.uint8, device).zero_()
+        self.memory = torch.zeros(0, dtype=torch.uint8)
+        if size_bytes:
+            self.memory = self._communicator.symmetric_empty([size_bytes], torch.uint8, device)
+            self.memory.zero_()
         for begin, buffer in places:
             end = begin + buffer.numel() * buffer.element_size()
             place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)

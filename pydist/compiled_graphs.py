@@ -9,6 +9,7 @@ reads nothing of it but the size of the buckets.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -36,6 +37,13 @@ def runs_uncompiled(function: _Function) -> _Function:
     )
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+def compiles_anything() -> bool:
+    """Whether this process has compiled something with torch.compile, or is about to."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(dynamo, "cached_backends", {None: dynamo})
+    return any(backend is not None for backend in backends.values())
 
 
 @dataclass

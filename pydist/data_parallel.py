@@ -7,8 +7,8 @@ import inspect
 import math
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,12 +52,46 @@ __all__ = [
 ]
 
 # Attributes of the wrapper's own, whatever the module has.
-_OWN_NAMES = {"_communicator", "_reducer", "_trained", "_graph_cap_bytes", "_compresses"}
+_OWN_NAMES = {
+    "_communicator",
+    "_reducer",
+    "_trained",
+    "_graph_cap_bytes",
+    "_compresses",
+    "_owners",
+    "_sharded_ids",
+}
 
 # The wrapper that is in join(); ranks that wait for each other in two would wait in a circle.
 _joining: weakref.ref[DataParallel] | None = None
 
 _WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_wrappers: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+
+
+class ShardOwner(Protocol):
+    """An optimizer that updates shards of parameters, for what the wrapper asks of it."""
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether it is one of the optimizer's."""
+
+    def entry_of(self, parameter: Tensor) -> tuple[int, Tensor]:
+        """The optimizer's number in the reducer, and what stands for the gradient."""
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Waits for what the forward of this module would not wait for itself."""
+
+    def note_written(self) -> None:
+        """All ranks have written the same into parameters, on purpose."""
+
+
+def wrapper_of(parameter: Tensor) -> DataParallel | None:
+    """The wrapped model that a parameter is of, if any."""
+    for wrapper in _wrappers:
+        if any(parameter is own for own in wrapper.module.parameters()):
+            return wrapper
+    return None
 
 
 class DataParallel(nn.Module):
@@ -234,6 +268,9 @@ class DataParallel(nn.Module):
             rank=process.rank(),
         )
         self._compresses = compress is not None
+        self._owners: list[weakref.ref[Any]] = []
+        self._sharded_ids: set[int] = set()
+        _wrappers.add(self)
         guard_steps(self._reducer)
         if averages_itself:
             self._reducer.register_comm_hook(itself, _returning_future(_average_bucket))
@@ -245,7 +282,9 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. Talks to no other rank."""
         for joined in self._trained.joined():
-            self._reducer.add(*joined)
+            self._reducer.add(*joined, *self._owner_of(joined))
+        for owner in self.shard_owners():
+            owner.before_forward(self.module)
         self._reducer.prepare_forward(self.module.training and torch.is_grad_enabled())
         with graphs_cut_at(self._graph_cap_bytes):
             outputs = self.module(*args, **kwargs)
@@ -345,6 +384,12 @@ class DataParallel(nn.Module):
             yield
             return
         refuse_under_join(self.module)
+        if self._owners:
+            raise InvalidUsage(
+                "join() leaves ranks without batches out of the optimizer's steps, and each rank's "
+                "pydist.ShardedOptimizer updates a part of every parameter: give all ranks as many "
+                "batches, those of weighted(0) if need be"
+            )
         if not divide_by_initial_world_size:
             self._refuse_hook("join(divide_by_initial_world_size=False) leaves ranks out")
         global _joining
@@ -516,6 +561,44 @@ class DataParallel(nn.Module):
             )
         self._reducer.register_comm_hook(state, _returning_future(hook))
 
+    # -- for optimizers that update shards
+
+    def shard_owners(self) -> Iterator[ShardOwner]:
+        """The optimizers that update shards of the model's parameters."""
+        for reference in self._owners:
+            owner = reference()
+            if owner is not None:
+                yield owner
+
+    def _owner_of(self, joined: tuple[str, nn.Parameter, bool]) -> tuple[int, Tensor] | tuple[()]:
+        name, parameter, is_sparse = joined
+        for owner in self.shard_owners():
+            if owner.owns(parameter):
+                if is_sparse:
+                    raise _sparse_error(name)
+                return owner.entry_of(parameter)
+        return ()
+
+    def add_owner(self, owner: weakref.ref[Any]) -> int:
+        """Makes an optimizer known that updates shards, before it takes any. Returns its number."""
+        self._owners.append(owner)
+        return len(self._owners)
+
+    def note_sharded(self, parameters: Iterable[Tensor]) -> None:
+        """Remembers parameters whose gradients are reduced into an optimizer's shards for good."""
+        self._sharded_ids.update(id(parameter) for parameter in parameters)
+
+    def require_shardable(self, name: str, parameter: Tensor) -> None:
+        """Raises InvalidUsage where no optimizer can have shards of a parameter."""
+        self._refuse_hook("pydist.ShardedOptimizer reduces gradients into shards")
+        if id(parameter) in self._sharded_ids:
+            raise InvalidUsage(
+                f"the gradient of parameter {name} was given to a pydist.ShardedOptimizer before: "
+                "keep that one, or wrap the module anew"
+            )
+        if any(p is parameter and is_sparse for _, p, is_sparse in self._trained.known):
+            raise _sparse_error(name)
+
     def _refuse_hook(self, what: str) -> None:
         if self._reducer.has_hook:
             raise InvalidUsage(f"{what}, which a communication hook knows nothing of")
@@ -544,6 +627,8 @@ class DataParallel(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that pydist."
                 "DataParallel has hooked: load the module first, then wrap it"
             )
+        for owner in self.shard_owners():
+            owner.note_written()
         return self.module.load_state_dict(without_prefix(state_dict, self.module), strict)
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -579,6 +664,13 @@ class DataParallel(nn.Module):
 
     def __reduce__(self) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
         return _unwrapped, (self.module,)
+
+
+def _sparse_error(name: str) -> InvalidUsage:
+    return InvalidUsage(
+        f"the gradient of parameter {name} is sparse, and pydist.ShardedOptimizer takes dense "
+        "ones: build the embedding with sparse=False, or give it an optimizer of its own"
+    )
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -62,7 +62,7 @@ std::optional<BufferExchange> adapt_buffers(std::optional<at::Tensor> memory,
 
 NamedParameter named(std::tuple<std::string, at::Tensor, bool> parameter) {
   auto& [name, tensor, is_sparse] = parameter;
-  return {std::move(name), std::move(tensor), is_sparse};
+  return {std::move(name), std::move(tensor), is_sparse, /*owner=*/0, at::Tensor()};
 }
 
 std::shared_ptr<Reducer> create_reducer(
@@ -123,6 +123,55 @@ py::list buckets_of(const Reducer& reducer) {
   return buckets;
 }
 
+py::dict sharded_bucket(const Reducer& reducer, const GradientBucket& bucket) {
+  py::list members;
+  for (std::size_t member = 0; member < bucket.slots.size(); ++member) {
+    const GradientSlot& slot = reducer.arena().slots()[bucket.slots[member]];
+    members.append(py::make_tuple(slot.index, bucket.layout.offsets()[member], slot.strides));
+  }
+  py::dict result;
+  result["number"] = bucket.number;
+  result["label"] = bucket.label;
+  result["members"] = members;
+  result["layout"] = bucket.layout;
+  result["shard"] = bucket.shard;
+  return result;
+}
+
+// Those of one optimizer, in the order of launching.
+py::list sharded_buckets(const Reducer& reducer, int owner) {
+  py::list buckets;
+  for (const GradientBucket& bucket : reducer.arena().buckets()) {
+    if (bucket.owner == owner) {
+      buckets.append(sharded_bucket(reducer, bucket));
+    }
+  }
+  return buckets;
+}
+
+void bind_shards(py::module_& module) {
+  py::class_<ShardLayout>(module, "ShardLayout",
+                          "How a bucket is divided among the ranks that update it.")
+      .def(py::init<std::vector<std::size_t>, std::size_t, int>(), py::arg("counts"),
+           py::arg("element_bytes"), py::arg("ranks"),
+           "For parameters of so many elements each, one behind the other.")
+      .def_property_readonly("count", &ShardLayout::count, "Elements, with padding.")
+      .def_property_readonly("shard", &ShardLayout::shard, "Elements of each rank's shard.")
+      .def_property_readonly("offsets", &ShardLayout::offsets, "Where each parameter begins.")
+      .def(
+          "segments",
+          [](const ShardLayout& self, int rank) {
+            py::list segments;
+            for (const ShardSegment& segment : self.segments(rank)) {
+              segments.append(
+                  py::make_tuple(segment.slot, segment.begin, segment.count, segment.offset));
+            }
+            return segments;
+          },
+          py::arg("rank"),
+          "What a rank's shard has: (which parameter, begin in it, elements, begin in the shard).");
+}
+
 void bind_stats(py::module_& module) {
   py::class_<BucketStats>(module, "BucketStats",
                           "One bucket, as means over the rounds since the plan last changed; "
@@ -162,6 +211,7 @@ void bind_stats(py::module_& module) {
 
 void bind_reducer(py::module_& module) {
   bind_stats(module);
+  bind_shards(module);
   py::class_<Reducer, std::shared_ptr<Reducer>>(
       module, "Reducer", "Averages gradients over the ranks while backward still runs.")
       .def(py::init(&create_reducer), py::arg("communicator"), py::arg("parameters"),
@@ -184,11 +234,35 @@ void bind_reducer(py::module_& module) {
            "Announces the backward that will start from an output of forward.")
       .def(
           "add",
-          [](Reducer& self, const std::string& name, const at::Tensor& parameter, bool is_sparse) {
-            self.add({name, parameter, is_sparse});
+          [](Reducer& self, const std::string& name, const at::Tensor& parameter, bool is_sparse,
+             int owner, std::optional<at::Tensor> shown) {
+            self.add({name, parameter, is_sparse, owner, shown.value_or(at::Tensor())});
           },
-          py::arg("name"), py::arg("parameter"), py::arg("is_sparse"),
-          "Averages a parameter that was unfrozen or joined the model, too.")
+          py::arg("name"), py::arg("parameter"), py::arg("is_sparse"), py::arg("owner") = 0,
+          py::arg("shown") = py::none(),
+          "Averages a parameter that was unfrozen or joined the model, too. `owner` and `shown` as "
+          "in shard().")
+      .def(
+          "shard",
+          [](Reducer& self, int owner, int stage, const std::vector<std::size_t>& slots,
+             const std::vector<at::Tensor>& shown) {
+            calling_python([&] { self.shard(owner, stage, slots, shown); });
+          },
+          py::arg("owner"), py::arg("stage"), py::arg("slots"), py::arg("shown"),
+          "All ranks call: an optimizer, known by a number from 1, updates shards of the "
+          "parameters "
+          "with these indices; `shown` are what stands for their gradients.")
+      .def("sharded_buckets", &sharded_buckets, py::arg("owner"),
+           "The buckets of an optimizer, in the order of launching: number (for good), label, "
+           "members (index of the parameter, offset in the bucket, strides), layout, and this "
+           "rank's shard of the gradients.")
+      .def(
+          "staging_bytes",
+          [](const Reducer& self, int owner) { return self.arena().staging_bytes(owner); },
+          py::arg("owner"), "What an optimizer's buckets share, in stage 2.")
+      .def_property_readonly(
+          "shardings", [](const Reducer& self) { return self.arena().shardings(); },
+          "How often buckets were given to optimizers; more than before: there are new ones.")
       .def(
           "register_comm_hook",
           [](Reducer& self, py::object state, py::object hook) {
@@ -225,6 +299,8 @@ void bind_reducer(py::module_& module) {
                              "forward.")
       .def_property_readonly("last_root", &Reducer::last_root,
                              "The lowest rank that had a batch in the last round with any.")
+      .def_property_readonly("round", &Reducer::round,
+                             "Grows with every round; the same on all ranks.")
       .def_property_readonly("is_in_backward", &Reducer::is_in_backward,
                              "Whether a backward that synchronises is under way.")
       .def_property_readonly(

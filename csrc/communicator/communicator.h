@@ -104,6 +104,9 @@ class Communicator {
   // the group's other collectives. Zero bytes are allowed.
   [[nodiscard]] virtual MemoryPtr allocate(std::size_t bytes, Device device) = 0;
 
+  // Collective: gives memory back to the system that every rank has freed before it calls.
+  virtual void trim() {}
+
   // Where [data, data + bytes), which lies in memory that this group allocated, is on each rank of
   // it, as this process addresses it; empty where it does not lie there, or the ranks don't share
   // memory. Nothing orders what is read or written there: for measurements and diagnosis.

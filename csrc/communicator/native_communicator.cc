@@ -216,6 +216,13 @@ class NativeCommunicator final : public Communicator,
     return std::make_shared<HeapMemory>(heap_, result, bytes);
   }
 
+  void trim() override {
+    run(Operation());  // a barrier
+    if (rank_ == 0) {
+      heap_->trim();
+    }
+  }
+
   [[nodiscard]] std::vector<std::byte*> symmetric_addresses(const void* data,
                                                             std::size_t bytes) const override {
     const HeapReference reference = heap_->find(data, bytes);

@@ -104,6 +104,12 @@ void SharedSegment::reserve(std::size_t offset, std::size_t length,
   }
 }
 
+void SharedSegment::discard(std::size_t offset, std::size_t length) const noexcept {
+  [[maybe_unused]] const int result =
+      ::fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                  static_cast<off_t>(length));
+}
+
 void SharedSegment::populate(std::size_t offset, std::size_t length) const noexcept {
 #ifdef MADV_POPULATE_WRITE
   const std::size_t start = offset / page_bytes() * page_bytes();

@@ -33,6 +33,10 @@ class SharedSegment {
   // `purpose` tells the reader for what. Thread safe; idempotent.
   void reserve(std::size_t offset, std::size_t length, const std::string& purpose) const;
 
+  // Gives the memory behind a range of whole pages back, on behalf of all who map it; it reads as
+  // zeros then, and is not reserved. A hint.
+  void discard(std::size_t offset, std::size_t length) const noexcept;
+
   // Enters the range into this process's page tables ahead of its first use. A hint.
   void populate(std::size_t offset, std::size_t length) const noexcept;
 

@@ -52,6 +52,17 @@ bool SymmetricHeap::place(std::uint64_t index, std::size_t bytes, Placement& pla
   if (!offset) {
     return false;
   }
+  if (extent.is_trimmed) {
+    try {
+      for (int rank = 0; rank < size_; ++rank) {
+        const std::size_t begin = static_cast<std::size_t>(rank) * extent.part_bytes + kTableBytes;
+        extent.segment.reserve(begin + *offset, bytes, "a block of the symmetric heap");
+      }
+    } catch (...) {
+      extent.allocator.release(*offset, bytes);
+      throw;
+    }
+  }
   const auto block_index = static_cast<std::size_t>(unused - extent.blocks.begin());
   Block& block = unused == extent.blocks.end() ? extent.blocks.emplace_back() : *unused;
   block.bytes = bytes;
@@ -101,6 +112,27 @@ SymmetricHeap::Placement SymmetricHeap::plan_allocation(std::size_t bytes) {
   PYDIST_CHECK(place(extents_.size() - 1, bytes, placement));
   placement.extent_bytes = extents_.back().part_bytes;
   return placement;
+}
+
+void SymmetricHeap::trim() {
+  const std::lock_guard lock(mutex_);
+  PYDIST_CHECK(rank_ == 0);
+  reclaim();
+  for (Extent& extent : extents_) {
+    const bool is_used = std::any_of(extent.blocks.begin(), extent.blocks.end(),
+                                     [](const Block& block) { return block.bytes != 0; });
+    if (is_used) {
+      continue;
+    }
+    extent.is_trimmed = true;
+    // The words that count what was freed stay; they fill whole pages.
+    for (int rank = 0; rank < size_; ++rank) {
+      const std::size_t begin =
+          round_up(static_cast<std::size_t>(rank) * extent.part_bytes + kTableBytes, page_bytes());
+      const std::size_t end = static_cast<std::size_t>(rank + 1) * extent.part_bytes;
+      extent.segment.discard(begin, end - begin);
+    }
+  }
 }
 
 void SymmetricHeap::add_extent(const Placement& placement, SharedSegment segment) {

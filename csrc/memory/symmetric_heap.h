@@ -48,6 +48,10 @@ class SymmetricHeap {
   // peers (new_segment). Throws TransportError where there is no room.
   [[nodiscard]] Placement plan_allocation(std::size_t bytes);
 
+  // Rank 0 only: gives back the memory of extents of which every rank has freed every block. They
+  // stay where they are; from then on, each block is backed when it is taken.
+  void trim();
+
   // Maps a new extent that rank 0 has created.
   void add_extent(const Placement& placement, SharedSegment segment);
   // Forgets an extent that no block was taken from, if this rank has it.
@@ -79,6 +83,7 @@ class SymmetricHeap {
     std::size_t part_bytes = 0;
     HeapAllocator allocator{0};  // rank 0's view
     std::vector<Block> blocks;   // rank 0's view
+    bool is_trimmed = false;     // only what is in use is backed (rank 0's view)
   };
 
   [[nodiscard]] std::byte* part(const Extent& extent, int rank) const noexcept;

@@ -162,7 +162,7 @@ std::exception_ptr Reducer::exchange_plan() {
   if (communicator_->rank() == 0) {
     data[0] = kNoPlan;
     try {
-      const BucketPlan plan = planner_(order_.expected(), arena_.blocks(), speed_);
+      const BucketPlan plan = arena_.feasible(planner_(order_.expected(), arena_.blocks(), speed_));
       if (const std::string why = why_invalid(plan, arena_.blocks()); !why.empty()) {
         throw InvalidUsage(join("plan_buckets() returned a plan that does not fit: ", why));
       }
@@ -196,7 +196,7 @@ void Reducer::settle(bool learns) {
   for (const Absent& absent : round_.absent) {
     GradientSlot& slot = arena_.slots()[absent.slot];
     if (closings_->used(absent.slot) != 0) {
-      if (!holds_gradient(slot)) {
+      if (!is_sharded(slot) && !holds_gradient(slot)) {
         expose(slot);
       }
     } else if (absent.before.defined()) {
@@ -207,19 +207,25 @@ void Reducer::settle(bool learns) {
   for (GradientSlot& slot : arena_.slots()) {
     is_used_by_all.push_back(closings_->used(slot.index) == openings_.present());
     if (slot.late.defined()) {
-      if (has_place(slot)) {
+      if (is_sharded(slot)) {
+        slot.segment.add_(segment_of(slot, slot.late));
+      } else if (has_place(slot)) {
         slot.view.add_(slot.late);
       } else {
         slot.parameter.mutable_grad() = slot.late;
       }
     }
     put_back(slot);
+    if (is_sharded(slot) && closings_->used(slot.index) != 0) {
+      show_shard(slot);
+    }
     slot.is_pending = false;
     note_seen(slot);
     if (learns && slot.fired_in == round_.number) {
       slot.expected_fires = std::max(slot.fires, 1);
     }
   }
+  arena_.release();
   if (learns) {
     order_.close_round(is_used_by_all);
     has_learned_ = true;
@@ -234,7 +240,8 @@ std::exception_ptr Reducer::compare_gradients() {
   const at::Tensor own = all.select(0, communicator_->rank());
   for (const GradientSlot& slot : arena_.slots()) {
     const at::Tensor& gradient = slot.parameter.grad();
-    const bool is_common = closings_->used(slot.index) != 0 && gradient.defined();
+    const bool is_common =
+        closings_->used(slot.index) != 0 && gradient.defined() && !is_sharded(slot);
     own[static_cast<std::int64_t>(slot.index)] =
         is_common ? static_cast<std::int64_t>(digest_of(gradient)) : std::int64_t{0};
   }

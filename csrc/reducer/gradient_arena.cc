@@ -1,8 +1,10 @@
 #include "reducer/gradient_arena.h"
 
 #include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -15,6 +17,9 @@ namespace {
 
 // Slots start on a cache line, which every SIMD width divides.
 constexpr std::int64_t kAlignmentBytes = 64;
+
+// Enough for a bucket that fills, one that waits for its turn and one that travels.
+constexpr std::size_t kStagings = 3;
 
 at::ScalarType real_type(const at::Tensor& parameter) {
   return c10::toRealValueType(parameter.scalar_type());
@@ -79,24 +84,65 @@ GradientSlot& GradientArena::add(std::string name, at::Tensor parameter, bool is
 
 void GradientArena::allocate() {
   // Ranks have other devices, but they meet them in the same order.
-  using Kind = std::pair<at::ScalarType, at::Device>;
-  std::vector<std::pair<Kind, std::int64_t>> added;  // and the elements of each
+  using Kind = std::tuple<int, at::ScalarType, at::Device>;  // the owner first
+  std::vector<std::pair<Kind, std::int64_t>> added;          // and the elements of each
   for (const GradientSlot& slot : slots_) {
     if (slot.is_sparse || block_of_[slot.index] != kNoBlock) {
       continue;
     }
-    const Kind kind(real_type(slot.parameter), slot.parameter.device());
+    const at::ScalarType dtype = real_type(slot.parameter);
+    const Kind kind(slot.owner, dtype, slot.parameter.device());
     auto found = std::find_if(added.begin(), added.end(),
                               [&kind](const auto& each) { return each.first == kind; });
     if (found == added.end()) {
       found = added.insert(added.end(), {kind, 0});
     }
     block_of_[slot.index] = blocks_.size() + static_cast<std::size_t>(found - added.begin());
-    found->second += padded(real_count(slot.parameter), kind.first);
+    found->second += padded(real_count(slot.parameter), dtype);
   }
   for (const auto& [kind, count] : added) {
-    blocks_.push_back(allocate_zeros(*communicator_, count, kind.first, device_of(kind.second)));
+    const auto& [owner, dtype, device] = kind;
+    blocks_.push_back(owner == 0 ? allocate_zeros(*communicator_, count, dtype, device_of(device))
+                                 : at::Tensor());
   }
+}
+
+void GradientArena::shard(int owner, int stage, const std::vector<std::size_t>& slots,
+                          const std::vector<at::Tensor>& shown) {
+  stages_.emplace(owner, stage);
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    GradientSlot& slot = slots_[slots[i]];
+    PYDIST_CHECK(slot.owner == 0 && !slot.is_sparse);
+    slot.owner = owner;
+    slot.shown = shown[i];
+    // The old place is in a block with others.
+    slot.view.reset();
+    block_of_[slot.index] = kNoBlock;
+  }
+  for (const GradientSlot& slot : slots_) {
+    if (slot.owner == 0) {
+      block_of_[slot.index] = kNoBlock;
+    }
+  }
+  // No place is in any of them any more, and memory with shards is its buckets'.
+  for (at::Tensor& block : blocks_) {
+    block.reset();
+  }
+  for (GradientBucket& bucket : buckets_) {
+    if (bucket.owner == 0) {
+      bucket.memory.reset();
+    }
+  }
+}
+
+BucketPlan GradientArena::feasible(const BucketPlan& wished) const {
+  BucketPlan fixed;
+  for (const GradientBucket& bucket : buckets_) {
+    if (bucket.owner != 0) {
+      fixed.push_back(bucket.slots);
+    }
+  }
+  return with_fixed_buckets(wished, fixed);
 }
 
 void GradientArena::arrange(const BucketPlan& plan) {
@@ -105,33 +151,66 @@ void GradientArena::arrange(const BucketPlan& plan) {
   }
   std::vector<at::Tensor> moving(slots_.size());
   for (const GradientSlot& slot : slots_) {
-    if (!slot.is_sparse && holds_gradient(slot)) {
+    if (!slot.is_sparse && !is_sharded(slot) && holds_gradient(slot)) {
       moving[slot.index] = slot.parameter.grad().clone();
     }
   }
   plan_ = plan;
+  std::map<std::size_t, GradientBucket> sharded;  // by first slot
+  for (GradientBucket& bucket : buckets_) {
+    if (bucket.owner != 0) {
+      const std::size_t first = bucket.slots.front();
+      sharded.emplace(first, std::move(bucket));
+    }
+  }
   buckets_.clear();
+  buckets_.reserve(plan.size());
   std::vector<std::int64_t> filled(blocks_.size(), 0);
+  std::map<std::size_t, std::vector<GradientBucket*>> uncut;  // by block
   for (const std::vector<std::size_t>& members : plan) {
+    const GradientSlot& first = slots_[members.front()];
+    if (const auto found = sharded.find(members.front()); found != sharded.end()) {
+      PYDIST_CHECK(found->second.slots == members);
+      buckets_.push_back(std::move(found->second));
+    } else {
+      GradientBucket& bucket = buckets_.emplace_back();
+      bucket.slots = members;
+      bucket.owner = first.owner;
+    }
+    GradientBucket& bucket = buckets_.back();
+    bucket.label = join("bucket ", buckets_.size() - 1, ", first parameter ", first.name);
+    for (const std::size_t index : members) {
+      slots_[index].bucket = buckets_.size() - 1;
+    }
     const std::size_t number = block_of_[members.front()];
+    if (bucket.owner != 0) {
+      if (!bucket.memory.defined()) {
+        uncut[number].push_back(&bucket);
+      }
+      continue;
+    }
     const at::Tensor& block = blocks_[number];
     const std::int64_t begin = filled[number];
     for (const std::size_t index : members) {
       GradientSlot& slot = slots_[index];
       slot.view = view_for(slot, block, filled[number]);
-      slot.bucket = buckets_.size();
       filled[number] += padded(real_count(slot.parameter), block.scalar_type());
     }
-    GradientBucket& bucket = buckets_.emplace_back();
-    bucket.label =
-        join("bucket ", buckets_.size() - 1, ", first parameter ", slots_[members.front()].name);
     bucket.memory = block.narrow(0, begin, filled[number] - begin);
-    bucket.slots = members;
+  }
+  for (const auto& [number, buckets] : uncut) {
+    cut(buckets, real_type(slots_[buckets.front()->slots.front()].parameter));
   }
   for (GradientSlot& slot : slots_) {
     if (!has_place(slot)) {
       slot.bucket = buckets_.empty() ? 0 : buckets_.size() - 1;
-    } else if (moving[slot.index].defined()) {
+    } else if (!moving[slot.index].defined()) {
+      continue;
+    } else if (is_sharded(slot)) {
+      // Averaged as a whole, in the round in which it joined.
+      slot.segment.copy_(segment_of(slot, moving[slot.index]));
+      show_shard(slot);
+    } else {
       // The same tensor, for those who hold it; and as touched as it was.
       slot.view.copy_(moving[slot.index]);
       slot.parameter.mutable_grad().set_data(slot.view);
@@ -139,10 +218,109 @@ void GradientArena::arrange(const BucketPlan& plan) {
   }
 }
 
+// Gives buckets of one owner and dtype memory, places and shards.
+void GradientArena::cut(const std::vector<GradientBucket*>& buckets, at::ScalarType dtype) {
+  const int owner = buckets.front()->owner;
+  std::int64_t total = 0;
+  std::int64_t shards = 0;
+  std::int64_t largest = 0;
+  for (GradientBucket* bucket : buckets) {
+    std::vector<std::size_t> counts;
+    for (const std::size_t index : bucket->slots) {
+      counts.push_back(static_cast<std::size_t>(real_count(slots_[index].parameter)));
+    }
+    bucket->layout = ShardLayout(std::move(counts), c10::elementSize(dtype), communicator_->size());
+    bucket->number = bucket_counts_[owner]++;
+    const auto count = static_cast<std::int64_t>(bucket->layout.count());
+    total += count;
+    largest = std::max(largest, count);
+    shards += static_cast<std::int64_t>(bucket->layout.shard());
+  }
+  at::Tensor memory;
+  std::vector<std::shared_ptr<Staging>> stagings;
+  if (stages_.at(owner) == 1) {
+    memory = allocate_zeros(*communicator_, total, dtype, Device{});
+  } else {
+    memory = at::zeros({shards}, dtype);
+    for (std::size_t i = 0; i < std::min(kStagings, buckets.size()); ++i) {
+      stagings.push_back(std::make_shared<Staging>(
+          allocate_zeros(*communicator_, largest, dtype, Device{})));
+    }
+    for (const std::shared_ptr<Staging>& staging : stagings) {
+      stagings_.emplace(owner, staging);
+    }
+  }
+  std::int64_t next = 0;
+  for (std::size_t i = 0; i < buckets.size(); ++i) {
+    GradientBucket& bucket = *buckets[i];
+    const auto count = static_cast<std::int64_t>(bucket.layout.count());
+    const auto shard = static_cast<std::int64_t>(bucket.layout.shard());
+    if (stagings.empty()) {
+      bucket.memory = memory.narrow(0, next, count);
+      bucket.shard = bucket.memory.narrow(0, communicator_->rank() * shard, shard);
+      next += count;
+    } else {
+      bucket.staging = stagings[i % stagings.size()];
+      bucket.memory = bucket.staging->memory().narrow(0, 0, count);
+      bucket.shard = memory.narrow(0, next, shard);
+      next += shard;
+    }
+    for (std::size_t member = 0; member < bucket.slots.size(); ++member) {
+      GradientSlot& slot = slots_[bucket.slots[member]];
+      slot.view =
+          view_for(slot, bucket.memory, static_cast<std::int64_t>(bucket.layout.offsets()[member]));
+      slot.is_bound = bucket.staging == nullptr;
+      slot.segment = bucket.shard.narrow(0, 0, 0);
+      slot.segment_begin = 0;
+    }
+    for (const ShardSegment& segment : bucket.layout.segments(communicator_->rank())) {
+      GradientSlot& slot = slots_[bucket.slots[segment.slot]];
+      slot.segment = bucket.shard.narrow(0, static_cast<std::int64_t>(segment.offset),
+                                         static_cast<std::int64_t>(segment.count));
+      slot.segment_begin = static_cast<std::int64_t>(segment.begin);
+    }
+  }
+  ++shardings_;
+}
+
+bool GradientArena::has_uncut() const {
+  return std::any_of(slots_.begin(), slots_.end(), [](const GradientSlot& slot) {
+    return slot.owner != 0 && !has_place(slot) && !slot.is_sparse;
+  });
+}
+
+bool GradientArena::bind(const GradientBucket& bucket, bool is_next) {
+  if (bucket.staging == nullptr || slots_[bucket.slots.front()].is_bound) {
+    return true;
+  }
+  if (is_next) {
+    bucket.staging->evict(slots_);
+  }
+  if (!bucket.staging->is_free()) {
+    return false;
+  }
+  bucket.staging->take(slots_, bucket.slots);
+  return true;
+}
+
+void GradientArena::release() {
+  for (const auto& [owner, staging] : stagings_) {
+    staging->release(slots_);
+  }
+}
+
+std::size_t GradientArena::staging_bytes(int owner) const {
+  std::size_t bytes = 0;
+  for (auto [it, end] = stagings_.equal_range(owner); it != end; ++it) {
+    bytes += it->second->memory().nbytes();
+  }
+  return bytes;
+}
+
 at::Tensor GradientArena::largest_block() const {
   at::Tensor largest;
   for (const at::Tensor& block : blocks_) {
-    if (!largest.defined() || block.nbytes() > largest.nbytes()) {
+    if (block.defined() && (!largest.defined() || block.nbytes() > largest.nbytes())) {
       largest = block;
     }
   }

@@ -5,6 +5,10 @@
 // that join the model later get a block of their own. A block is cut into *buckets*, each of which
 // travels in one operation, and those into *slots*, one for each parameter. Complex numbers travel
 // as pairs of reals: sums and averages are the same.
+//
+// Gradients of parameters whose optimizer has shards lie in blocks of their own, of which each
+// optimizer has some. Their buckets, once cut, stay as they are, in their places: a new plan only
+// changes the order in which they travel. See gradient_shard.h.
 
 #pragma once
 
@@ -12,11 +16,15 @@
 #include <c10/core/Stream.h>
 
 #include <cstddef>
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "bucketing/bucket_plan.h"
+#include "bucketing/shard_layout.h"
 #include "communicator/communicator.h"
+#include "reducer/gradient_shard.h"
 #include "reducer/gradient_slot.h"
 
 namespace pydist {
@@ -29,6 +37,13 @@ struct GradientBucket {
   std::size_t missing = 0;
   // On a device: those on which gradients have come in this round. Nearly always one.
   std::vector<c10::Stream> streams;
+
+  // Of a bucket that is sharded; see gradient_shard.h.
+  int owner = 0;
+  std::size_t number = 0;  // among the owner's, for good
+  ShardLayout layout;
+  at::Tensor shard;                  // this rank's
+  std::shared_ptr<Staging> staging;  // stage 2
 };
 
 class GradientArena {
@@ -41,9 +56,24 @@ class GradientArena {
   // Collective: memory for the slots that need a place and have no block.
   void allocate();
 
+  // Lets the optimizer `owner` have shards of the gradients of some slots, from the next arrange()
+  // on; `shown` are their stand-ins. All slots that have no shards yet lose their places.
+  void shard(int owner, int stage, const std::vector<std::size_t>& slots,
+             const std::vector<at::Tensor>& shown);
+
   // Cuts the blocks anew, after allocate(). Gradients that lie there move along. Throws
-  // InvalidUsage where the plan does not fit, and has changed nothing.
+  // InvalidUsage where the plan does not fit, and has changed nothing. Collective where slots that
+  // are to have shards have no place yet.
   void arrange(const BucketPlan& plan);
+
+  // A plan like `wished`, which cuts no bucket that has shards.
+  [[nodiscard]] BucketPlan feasible(const BucketPlan& wished) const;
+
+  // Whether the bucket has its memory. Takes it where it is free, and, if the bucket `is_next` to
+  // be launched, from one that is launched later.
+  [[nodiscard]] bool bind(const GradientBucket& bucket, bool is_next);
+  // Takes back all memory that buckets share.
+  void release();
 
   [[nodiscard]] const BucketPlan& plan() const noexcept { return plan_; }
   // The block of each slot.
@@ -55,12 +85,24 @@ class GradientArena {
   [[nodiscard]] const std::vector<GradientBucket>& buckets() const noexcept { return buckets_; }
   // The largest block, to measure with; undefined where there is none.
   [[nodiscard]] at::Tensor largest_block() const;
+  // Of all memory that an optimizer's buckets share.
+  [[nodiscard]] std::size_t staging_bytes(int owner) const;
+  // Whether slots that are to have shards have no place yet.
+  [[nodiscard]] bool has_uncut() const;
+  // How often buckets with shards were cut.
+  [[nodiscard]] std::size_t shardings() const noexcept { return shardings_; }
 
  private:
+  void cut(const std::vector<GradientBucket*>& buckets, at::ScalarType dtype);
+
   const CommunicatorPtr communicator_;
   std::vector<GradientSlot> slots_;
   std::vector<std::size_t> block_of_;
-  std::vector<at::Tensor> blocks_;  // of one dimension, of the real dtype
+  std::vector<at::Tensor> blocks_;  // of one dimension, of the real dtype; undefined: with shards
+  std::map<int, int> stages_;       // of the owners of shards
+  std::map<int, std::size_t> bucket_counts_;
+  std::multimap<int, std::shared_ptr<Staging>> stagings_;  // by owner
+  std::size_t shardings_ = 0;
   BucketPlan plan_;
   std::vector<GradientBucket> buckets_;
 };

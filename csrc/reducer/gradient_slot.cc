@@ -8,6 +8,7 @@
 #include <c10/core/ScalarType.h>
 
 #include "base/error.h"
+#include "reducer/gradient_shard.h"
 
 namespace pydist {
 namespace {
@@ -40,8 +41,9 @@ std::string dtype_name(const at::Tensor& tensor) {
 
 bool holds_gradient(const GradientSlot& slot) {
   const at::Tensor& gradient = slot.parameter.grad();
-  if (!has_place(slot)) {
-    return gradient.defined() && (gradient.layout() == at::kSparse) == slot.is_sparse;
+  if (!has_place(slot) || !slot.is_bound) {
+    return gradient.defined() && (gradient.layout() == at::kSparse) == slot.is_sparse &&
+           !shows_shard(slot);
   }
   return gradient.defined() && gradient.layout() == at::kStrided &&
          gradient.scalar_type() == slot.view.scalar_type() &&
@@ -81,9 +83,9 @@ void adopt(const GradientSlot& slot) {
 }
 
 at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, double factor) {
-  if (!has_place(slot) || !gradient.defined() || slot.parameter.grad().defined() ||
-      c10::GradMode::is_enabled() || gradient.layout() != at::kStrided ||
-      gradient.device() != slot.view.device() ||
+  if (!has_place(slot) || !slot.is_bound || !gradient.defined() ||
+      slot.parameter.grad().defined() || c10::GradMode::is_enabled() ||
+      gradient.layout() != at::kStrided || gradient.device() != slot.view.device() ||
       gradient.scalar_type() != slot.view.scalar_type() || gradient.sizes() != slot.view.sizes()) {
     return scaled(gradient, factor);
   }
@@ -108,6 +110,12 @@ at::Tensor scaled(const at::Tensor& gradient, double factor) {
 }
 
 void set_aside(GradientSlot& slot) {
+  if (is_sharded(slot)) {
+    slot.aside =
+        (shows_shard(slot) ? slot.segment : segment_of(slot, slot.parameter.grad())).clone();
+    slot.parameter.mutable_grad().reset();
+    return;
+  }
   slot.aside = has_place(slot) ? slot.view.clone() : slot.parameter.grad();
   slot.parameter.mutable_grad().reset();
 }
@@ -117,7 +125,14 @@ void put_back(GradientSlot& slot) {
     return;
   }
   at::Tensor& gradient = slot.parameter.mutable_grad();
-  if (!gradient.defined()) {
+  if (is_sharded(slot)) {
+    if (gradient.defined()) {
+      slot.segment.add_(slot.aside);
+    } else {
+      slot.segment.copy_(slot.aside);
+    }
+    gradient = slot.shown;
+  } else if (!gradient.defined()) {
     if (has_place(slot)) {
       slot.view.copy_(slot.aside);
       expose(slot);

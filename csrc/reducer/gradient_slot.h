@@ -50,11 +50,23 @@ struct GradientSlot {
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> seen{
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
   std::uint32_t seen_version = 0;
+
+  // Which optimizer has shards of it; 0: its gradient is averaged as a whole. What follows is for
+  // the others; see gradient_shard.h.
+  int owner = 0;
+  // Whether the memory of the bucket is the bucket's at the time, so that gradients may land there.
+  bool is_bound = true;
+  // What `parameter.grad` is once this rank's part is averaged: it holds no values of its own.
+  at::Tensor shown;
+  // This rank's part of the averaged gradient: of one dimension, of the real dtype, perhaps empty.
+  at::Tensor segment;
+  std::int64_t segment_begin = 0;  // in the slot
 };
 
 [[nodiscard]] inline bool has_place(const GradientSlot& slot) { return slot.view.defined(); }
 
-// Whether `parameter.grad` lies in the slot. For one without a place: whether there is one.
+// Whether `parameter.grad` lies in the slot. For one without a place, or whose bucket has no memory
+// at the time: whether there is one.
 [[nodiscard]] bool holds_gradient(const GradientSlot& slot);
 
 // Makes `parameter.grad` a view of the slot, whatever the slot holds.

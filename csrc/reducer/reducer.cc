@@ -130,6 +130,8 @@ Reducer::Reducer(CommunicatorPtr communicator, Planner planner,
 void Reducer::add(NamedParameter parameter) {
   GradientSlot& slot =
       arena_.add(std::move(parameter.name), std::move(parameter.parameter), parameter.is_sparse);
+  slot.owner = parameter.owner;
+  slot.shown = std::move(parameter.shown);
   hooks_.push_back(make_hooks(slot));
   order_.add_slot();
   digest_.reset();
@@ -172,6 +174,7 @@ std::uint64_t Reducer::model_digest() {
       digest.add(static_cast<std::uint64_t>(stride));
     }
     digest.add(slot.is_sparse ? std::uint64_t{1} : std::uint64_t{0});
+    digest.add(static_cast<std::uint64_t>(slot.owner));
   }
   for (const std::vector<std::size_t>& bucket : arena_.plan()) {
     digest.add(std::uint64_t{bucket.size()});
@@ -240,10 +243,13 @@ at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
     slot.late = slot.late.defined() ? slot.late.add(counted) : counted.clone();
     return {};
   }
-  if (adds_up()) {
+  if (slot.owner != 0 && has_place(slot)) {
+    (void)arena_.bind(arena_.buckets()[slot.bucket], /*is_next=*/false);
+  }
+  if (adds_up() || slot.owner != 0) {
     const c10::AutoGradMode no_grad(false);
     check_aside(slot);
-    if (!slot.is_pending && holds_gradient(slot)) {
+    if (!slot.is_pending && (holds_gradient(slot) || shows_shard(slot))) {
       set_aside(slot);
     }
   }
@@ -436,9 +442,39 @@ void Reducer::apply_plan() {
 
 // -- from outside
 
+void Reducer::shard(int owner, int stage, const std::vector<std::size_t>& slots,
+                    const std::vector<at::Tensor>& shown) {
+  if (!current_.expired()) {
+    throw InvalidUsage("an optimizer with shards is made outside of backward");
+  }
+  if (hook_) {
+    throw InvalidUsage(
+        "a communication hook averages whole gradients, so no optimizer can have shards of them");
+  }
+  const c10::AutoGradMode no_grad(false);
+  drain();
+  arena_.shard(owner, stage, slots, shown);
+  communicator_->trim();
+  arena_.allocate();
+  const std::exception_ptr error = exchange_plan();
+  forget();
+  if (error != nullptr) {
+    std::rethrow_exception(error);
+  }
+  if (!next_plan_) {
+    next_plan_ = arena_.plan();  // the same buckets, in other memory
+  }
+  apply_plan();
+}
+
 void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
   if (hook_) {
     throw InvalidUsage("a communication hook is registered already; there can be one only");
+  }
+  if (arena_.shardings() != 0) {
+    throw InvalidUsage(
+        "a communication hook averages whole gradients, of which pydist.ShardedOptimizer keeps "
+        "shards only: use one of the two");
   }
   if (round_.number != kFirstRound) {
     throw InvalidUsage("a communication hook is registered before the first backward");

@@ -98,6 +98,9 @@ struct NamedParameter {
   std::string name;
   at::Tensor parameter;
   bool is_sparse;
+  // Of its shards; 0: it has none. And what stands for its gradient then.
+  int owner = 0;
+  at::Tensor shown;
 };
 
 // For one backward at a time, as the gradients themselves are.
@@ -124,6 +127,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // A parameter that was unfrozen or joined the model. Its gradients are averaged from the next
   // backward on; it gets its place in a bucket after that.
   void add(NamedParameter parameter);
+
+  // Collective: the optimizer `owner` updates shards of some parameters. So of their gradients each
+  // rank gets the average of its own shard alone; see gradient_shard.h. They have none at the time,
+  // and are in no other optimizer's. `shown` stand for their gradients after a backward. In stage 2
+  // the other ranks' shards are not kept. What joins the model later may name its owner in add().
+  void shard(int owner, int stage, const std::vector<std::size_t>& slots,
+             const std::vector<at::Tensor>& shown);
 
   // Lets `hook` average the buckets instead of an all-reduce of the communicator's. What does not
   // travel in buckets stays with the communicator. Once, before the first backward. Buckets then
@@ -160,6 +170,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // The lowest rank that had a batch in the last round in which any had.
   [[nodiscard]] int last_root() const noexcept { return last_root_; }
+
+  // Grows with every round; the same on all ranks.
+  [[nodiscard]] std::uint64_t round() const noexcept { return round_.number; }
 
   // Whether a backward that synchronises is under way.
   [[nodiscard]] bool is_in_backward() const;
@@ -240,9 +253,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool may_launch();
   void decide_combination();
   void launch(Closing::Status status);
+  [[nodiscard]] bool has_memory(std::size_t bucket);
   [[nodiscard]] bool keeps_averages() const;
   void fill(GradientSlot& slot);
   void launch_what_is_ready();
+  void launch_what_has_memory();
   void launch_rest(Closing::Status status);
   void close_round(Closing::Status status);
   void require_same_model();
@@ -273,6 +288,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   WorkPtr submit(Operation operation, const at::Tensor& input, const at::Tensor& output,
                  std::string label);
   WorkPtr combine(const at::Tensor& memory, std::string label);
+  WorkPtr combine_shards(const at::Tensor& memory, const at::Tensor& shard, std::string label);
   WorkPtr broadcast(const at::Tensor& memory, int root, std::string label);
 
   // -- what is under way

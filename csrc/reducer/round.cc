@@ -1,5 +1,6 @@
 // One synchronisation; see Note [Rounds]. What comes after its closing is in aftermath.cc.
 
+#include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -126,6 +127,8 @@ void Reducer::launch(Closing::Status status) {
   for (const c10::Stream& stream : bucket.streams) {
     wait_on_device(current_stream(device_of(stream.device())), stream);
   }
+  // Who gives up waits for nobody.
+  const bool is_lost = status != Closing::Status::kFine && !has_memory(number);
   if (status == Closing::Status::kFine) {  // otherwise nobody looks at the values
     for (const std::size_t index : bucket.slots) {
       fill(arena_.slots()[index]);
@@ -135,7 +138,19 @@ void Reducer::launch(Closing::Status status) {
   round_.times->buckets[number].launched = now_ns();
   const auto note_done = [times = round_.times, number] { times->buckets[number].done = now_ns(); };
   if (!hook_) {
-    combine(bucket.memory, bucket.label)->on_completion([note_done](const auto&) { note_done(); });
+    WorkPtr work;
+    if (bucket.owner == 0) {
+      work = combine(bucket.memory, bucket.label);
+    } else if (is_lost) {
+      work =
+          combine_shards(at::empty_like(bucket.memory), at::empty_like(bucket.shard), bucket.label);
+    } else {
+      work = combine_shards(bucket.memory, bucket.shard, bucket.label);
+      if (bucket.staging != nullptr) {
+        bucket.staging->set_work(work);
+      }
+    }
+    work->on_completion([note_done](const auto&) { note_done(); });
   } else if (out_of_step_.empty()) {
     try {
       hook_->start(number, note_done);
@@ -154,9 +169,21 @@ void Reducer::launch(Closing::Status status) {
 void Reducer::launch_what_is_ready() {
   const std::vector<GradientBucket>& buckets = arena_.buckets();
   while (round_.launched < buckets.size() && buckets[round_.launched].missing == 0 &&
-         may_launch()) {
+         may_launch() && has_memory(round_.launched)) {
     launch(Closing::Status::kFine);
   }
+}
+
+// What shares its memory with a bucket that is still on its way goes when that one has arrived.
+void Reducer::launch_what_has_memory() {
+  while (!round_.is_bare && round_.launched < arena_.buckets().size() &&
+         has_memory(round_.launched)) {
+    launch(Closing::Status::kFine);
+  }
+}
+
+bool Reducer::has_memory(std::size_t bucket) {
+  return arena_.bind(arena_.buckets()[bucket], /*is_next=*/true);
 }
 
 // Whether averaging what was averaged already leaves it as it is; see Note [Set aside].
@@ -168,8 +195,8 @@ bool Reducer::keeps_averages() const {
 void Reducer::fill(GradientSlot& slot) {
   check_aside(slot);
   const bool has_gradient = slot.parameter.grad().defined();
-  if (has_gradient && !holds_gradient(slot)) {
-    adopt(slot);  // somebody has moved it meanwhile
+  if (has_gradient && !holds_gradient(slot) && !shows_shard(slot)) {
+    adopt(slot);  // somebody has moved it meanwhile, or it had no place to land
   }
   if (slot.is_pending && has_gradient) {
     slot.contributes = true;
@@ -179,7 +206,7 @@ void Reducer::fill(GradientSlot& slot) {
   if (!is_present_) {
     slot.parameter.mutable_grad().reset();  // of an earlier step, which the others have forgotten
     slot.view.zero_();
-  } else if (has_gradient && keeps_averages()) {
+  } else if (has_gradient && keeps_averages() && !is_sharded(slot)) {
     // What an earlier round has left; it counts if another rank adds to it.
     absent.before = slot.view.clone();
   } else {
@@ -193,6 +220,10 @@ void Reducer::fill(GradientSlot& slot) {
 
 void Reducer::launch_rest(Closing::Status status) {
   while (!round_.is_bare && round_.launched < arena_.buckets().size()) {
+    if (status == Closing::Status::kFine && !has_memory(round_.launched)) {
+      arena_.buckets()[round_.launched].staging->wait();
+      PYDIST_CHECK(has_memory(round_.launched));
+    }
     launch(status);
   }
 }
@@ -255,7 +286,7 @@ void Reducer::open_or_give_up() {
   const c10::AutoGradMode no_grad(false);
   try {
     if (may_launch()) {
-      launch_rest(Closing::Status::kFine);
+      launch_what_has_memory();
     }
   } catch (...) {
     give_up();
@@ -294,6 +325,7 @@ void Reducer::conclude_round(bool learns) {
         slot.is_pending = false;
         slot.aside.reset();
       }
+      arena_.release();
       forget();
       restart();
       std::rethrow_exception(make_error(ErrorKind::kError, why));
@@ -312,6 +344,9 @@ void Reducer::conclude_round(bool learns) {
     }
     if (closings_->any(&Closing::wants_plan)) {
       common = exchange_plan();
+    }
+    if (next_plan_ && arena_.has_uncut()) {
+      apply_plan();  // an optimizer steps before the next round begins
     }
     if (options_.checks_gradients) {
       if (std::exception_ptr difference = compare_gradients(); difference != nullptr) {
@@ -494,6 +529,9 @@ std::string Reducer::why_not_captured() const {
     return because("PYDIST_DEBUG compares gradients after each step");
   }
   for (const GradientSlot& slot : arena_.slots()) {
+    if (slot.owner != 0) {
+      return because("a ShardedOptimizer takes the gradients");
+    }
     if (slot.is_sparse) {
       return because("the gradient of " + slot.name + " is sparse");
     }
@@ -551,6 +589,18 @@ WorkPtr Reducer::combine(const at::Tensor& memory, std::string label) {
   return submit(std::move(operation), memory, memory, std::move(label));
 }
 
+WorkPtr Reducer::combine_shards(const at::Tensor& memory, const at::Tensor& shard,
+                                std::string label) {
+  Operation operation;
+  operation.kind = OpKind::kReduceScatter;
+  operation.op = round_.combination->op;
+  operation.factor = round_.combination->factor;
+  if (options_.wire_dtype && memory.scalar_type() == at::kFloat) {
+    operation.wire_dtype = options_.wire_dtype;
+  }
+  return submit(std::move(operation), memory, shard, std::move(label));
+}
+
 WorkPtr Reducer::broadcast(const at::Tensor& memory, int root, std::string label) {
   Operation operation;
   operation.kind = OpKind::kBroadcast;
@@ -602,6 +652,8 @@ void Reducer::orphan() {
     slot.aside.reset();
     slot.parameter.mutable_grad().reset();
   }
+  // Not before drain() will anybody take it.
+  arena_.release();
 }
 
 }  // namespace pydist

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from pydist.benchmarks.noise import (
 )
 from pydist.benchmarks.progress import Progress
 
-__all__ = ["ALONE", "OURS", "read_rounds", "run_rounds", "summarize"]
+__all__ = ["ALONE", "OURS", "Rounds", "read_rounds", "run_rounds", "summarize", "write_round"]
 
 ALONE, OURS = "alone", "pydist"
 # Beside the arms: what pydist's own counters say of its step.
@@ -102,14 +102,19 @@ def run_rounds(name: str, seconds: float, journal: str) -> None:
                 times[arm] = taken["step"]
                 if "exposed" in taken:
                     times[EXPOSED] = taken["exposed"]
-            file.write(json.dumps(times) + "\n")
-            file.flush()
+            write_round(file, times)
             rounds += 1
             past_s = time.perf_counter() - start_s
             progress.detail(f"round {rounds}, {past_s:.0f} of {seconds:g} s")
             more[0] = rounds < _LEAST_ROUNDS or past_s < seconds
             pydist.broadcast(more, root=0)
     progress.clear()
+
+
+def write_round(file: TextIO, times: dict[str, float]) -> None:
+    """Notes the seconds of each arm, for `read_rounds`."""
+    file.write(json.dumps(times) + "\n")
+    file.flush()
 
 
 def read_rounds(journal: Path) -> Rounds:

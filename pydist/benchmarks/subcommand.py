@@ -1,4 +1,4 @@
-"""What `pydist bench step`, `overlap` and `startup` have in common: flags, header, outcome."""
+"""What the commands of `pydist bench` that train or start up share: flags, header, outcome."""
 
 import argparse
 import math

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pydist.benchmarks import collectives, overlap, startup, step
+from pydist.benchmarks import collectives, overlap, sharded, startup, step
 from pydist.benchmarks.cases import COLLECTIVES
 from pydist.benchmarks.interruption import INTERRUPTED, interruptible
 from pydist.errors import Error, InvalidUsage
@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=collectives.main)
     for name, module, text in (
         ("step", step, "training steps beside torch's DDP: time, memory, starting up"),
+        ("sharded", sharded, "steps with a sharded optimizer beside torch's ZeRO"),
         ("overlap", overlap, "how well backward hides a slow link"),
         ("startup", startup, "importing pydist and joining a job, by number of ranks"),
     ):

@@ -113,6 +113,26 @@ TEST(SymmetricHeapTest, ABlockIsReusedOnlyAfterEveryRankFreedIt) {
   EXPECT_NE(fourth.data[0], third.data[0]);
 }
 
+TEST(SymmetricHeapTest, GivesBackWhatEveryRankFreedAndBacksItAgain) {
+  SymmetricHeap heap(0, 1);
+  const auto first = heap.plan_allocation(3 << 20);
+  std::byte* const data = heap.take(first);
+  data[0] = std::byte{7};
+  heap.trim();  // in use
+  EXPECT_EQ(data[0], std::byte{7});
+  heap.release(first);
+  heap.trim();
+  EXPECT_EQ(data[0], std::byte{0});
+  const auto again = heap.plan_allocation(3 << 20);
+  EXPECT_EQ(again.extent_bytes, 0U);  // no new extent
+  std::byte* const same = heap.take(again);
+  EXPECT_EQ(same, data);
+  same[(3 << 20) - 1] = std::byte{9};
+  heap.release(again);
+  heap.trim();
+  heap.trim();
+}
+
 TEST(SymmetricHeapTest, FreedNeighboursMerge) {
   Host host(2);
   const auto a = host.allocate(300'000);

@@ -149,7 +149,8 @@ class Ranks:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
-            context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+            # Every optimizer's first step imports torch._dynamo: seconds, in each rank.
+            context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy"])
         try:
             with mock.patch.dict(
                 os.environ, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -172,6 +172,7 @@ def test_the_engines_share_is_what_it_takes_beyond_alone() -> None:
         ("overlap", ["--models", "recommender"], "sparse gradients, which do not pass"),
         ("overlap", ["--bandwidth", "-1"], "--bandwidth -1 is not valid"),
         ("overlap", ["--trace", "/no-such-folder/x.json"], "there is no folder"),
+        ("sharded", ["--models", "recommender"], "sparse gradients, which no optimizer shards"),
         ("startup", ["-p", "1", "0"], "-p 0 is not valid"),
     ],
 )
@@ -207,20 +208,26 @@ def test_what_a_launcher_rules_out(
 # -- small runs
 
 
+COMMANDS = ("overlap", "step", "sharded")
+
+
 def run_launched(path: str) -> list[int]:
     flags = ["--models", "tiny", "--seconds", "0.05", "--json"]
-    return [run_command_of(name, [*flags, f"{path}-{name}"]) for name in ("overlap", "step")]
+    return [run_command_of(name, [*flags, f"{path}-{name}"]) for name in COMMANDS]
 
 
 def test_ranks_of_a_launcher_are_used_and_the_first_one_reports(tmp_path: Path) -> None:
     outcomes = rank_outcomes(run_launched, 2, str(tmp_path / "report"))
-    assert [outcome.value for outcome in outcomes] == [[0, 0], [0, 0]], outcomes[0].describe()
+    assert [outcome.value for outcome in outcomes] == [[0, 0, 0]] * 2, outcomes[0].describe()
+    assert "whole steps with fused AdamW, 2 ranks" in outcomes[0].output
     assert "time that averaging adds to a step" in outcomes[0].output
     assert "backward on a slow link, 2 ranks" in outcomes[0].output
     assert outcomes[1].output == ""
-    overlap, steps = (
-        json.loads((tmp_path / f"report-{name}").read_text()) for name in ("overlap", "step")
+    overlap, steps, sharded = (
+        json.loads((tmp_path / f"report-{name}").read_text()) for name in COMMANDS
     )
+    assert sharded["complete"]
+    assert sharded["results"]["tiny"]["over_whole"]["pydist, stage 2"]["median"] > 0
     assert overlap["complete"]
     assert overlap["settings"]["ranks"] == 2
     assert overlap["results"]["tiny"]["steps"] >= 5

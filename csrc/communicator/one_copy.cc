@@ -1,0 +1,117 @@
+#include "communicator/one_copy.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "memory/segment_exchange.h"
+
+namespace pydist {
+namespace {
+
+// What rank 0 tells the others.
+struct Offer {
+  std::array<char, 128> address{};  // of its server; empty: there is no room
+  std::array<char, 64> key{};
+};
+
+void put(const std::string& text, std::span<char> into) {
+  PYDIST_CHECK(text.size() < into.size());
+  std::memcpy(into.data(), text.data(), text.size());
+}
+
+void broadcast(Communicator& communicator, Offer& offer) {
+  Operation operation;
+  operation.kind = OpKind::kBroadcast;
+  operation.label = "where the one copy of the parameters is";
+  const Buffer buffer{&offer, sizeof offer, DType::kUInt8, Device{}};
+  (communicator.rank() == 0 ? operation.inputs : operation.outputs) = {buffer};
+  communicator.run(std::move(operation));
+}
+
+// The highest rank, counted from 1, for which something went wrong; 0: none.
+WorkPtr agree(Communicator& communicator, std::int64_t& failed) {
+  Operation operation;
+  operation.kind = OpKind::kAllReduce;
+  operation.op = ReduceOp::kMax;
+  operation.label = "whether all ranks have the one copy of the parameters";
+  const Buffer buffer{&failed, 1, DType::kInt64, Device{}};
+  operation.inputs = {buffer};
+  operation.outputs = {buffer};
+  return communicator.submit(std::move(operation));
+}
+
+// Answers the other ranks until all have what they ask for.
+void serve_until(SegmentServer& server, const WorkPtr& done) {
+  constexpr int kPauseMs = 5;
+  while (!done->is_completed()) {
+    pollfd request{server.fd(), POLLIN, 0};
+    if (::poll(&request, 1, kPauseMs) > 0) {
+      server.serve();
+    }
+  }
+}
+
+}  // namespace
+
+SharedSegment allocate_one_copy(Communicator& communicator, std::size_t bytes) {
+  bytes = std::max<std::size_t>(bytes, 1);
+  const bool is_first = communicator.rank() == 0;
+  SharedSegment segment;
+  std::unique_ptr<SegmentServer> server;
+  std::string error;
+  Offer offer;
+  if (is_first) {
+    try {
+      segment = SharedSegment::create("one-copy", bytes);
+      segment.reserve(0, segment.bytes(), "the one copy of the parameters");
+      server = std::make_unique<SegmentServer>();
+      const std::string key = random_token();
+      server->offer(key, segment.fd());
+      put(server->address(), offer.address);
+      put(key, offer.key);
+    } catch (const std::exception& caught) {
+      error = caught.what();
+      offer.address = {};
+    }
+  }
+  broadcast(communicator, offer);
+  if (offer.address[0] == '\0') {
+    throw TransportError(is_first ? error
+                                  : join("rank 0 found no room for ", bytes,
+                                         " bytes of shared memory; its own message says why."));
+  }
+  if (!is_first) {
+    try {
+      segment = SharedSegment::map(fetch_segment(offer.address.data(), offer.key.data(),
+                                                 Deadline::in(communicator.timeout()))
+                                       .fd,
+                                   round_up(bytes, page_bytes()));
+    } catch (const std::exception& caught) {
+      error = caught.what();
+    }
+  }
+  std::int64_t failed = error.empty() ? 0 : communicator.rank() + 1;
+  const WorkPtr agreed = agree(communicator, failed);
+  if (is_first) {
+    serve_until(*server, agreed);
+  }
+  agreed->wait();
+  if (failed != 0) {
+    throw TransportError(join("rank ", failed - 1,
+                              " can't map the one copy of the parameters that rank 0 made",
+                              error.empty() ? "; its own message says why." : ": " + error,
+                              " All ranks of one copy share a host."));
+  }
+  return segment;
+}
+
+}  // namespace pydist

@@ -1,0 +1,73 @@
+// Gradients of which this rank needs a part only, because an optimizer has shards.
+//
+// A bucket of such gradients travels in a reduce_scatter, and each rank gets the average of its
+// *shard* of the bucket (bucketing/shard_layout.h). `parameter.grad` is a stand-in then, without
+// values: what is there besides the shard is this rank's own, and no average.
+//
+// In stage 1 a bucket has its place in the arena for good, and the shard is a part of it. In stage
+// 2 the shard has memory of its own, and the buckets share some *stagings*: a bucket takes one when
+// the first of its gradients arrives and none of an earlier bucket is in it any more, and leaves it
+// when it was reduced. Gradients that find none stay where autograd has put them until their bucket
+// is launched, and are freed then.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <vector>
+
+#include "communicator/work.h"
+#include "reducer/gradient_slot.h"
+
+namespace pydist {
+
+[[nodiscard]] inline bool is_sharded(const GradientSlot& slot) {
+  return slot.owner != 0 && has_place(slot);
+}
+
+// Whether `parameter.grad` is the stand-in.
+[[nodiscard]] inline bool shows_shard(const GradientSlot& slot) {
+  return slot.shown.defined() && slot.parameter.grad().is_same(slot.shown);
+}
+
+inline void show_shard(const GradientSlot& slot) { slot.parameter.mutable_grad() = slot.shown; }
+
+// This rank's part of a whole gradient, like slot.segment: a view of it, or of a copy.
+[[nodiscard]] at::Tensor segment_of(const GradientSlot& slot, const at::Tensor& gradient);
+
+// Memory that one bucket at a time has.
+class Staging {
+ public:
+  explicit Staging(at::Tensor memory) : memory_(std::move(memory)) {}
+
+  [[nodiscard]] const at::Tensor& memory() const noexcept { return memory_; }
+
+  // Whether nobody has it, or whoever has is through with it.
+  [[nodiscard]] bool is_free() const { return users_.empty() || has_been_reduced(); }
+
+  // Gives it to a bucket. Precondition: is_free().
+  void take(std::vector<GradientSlot>& slots, const std::vector<std::size_t>& members);
+
+  // The operation after which the bucket that has it doesn't need it any more.
+  void set_work(WorkPtr work) { work_ = std::move(work); }
+
+  // Waits until it is free. Precondition: the bucket that has it was launched.
+  void wait() const;
+
+  // Takes it from a bucket that has yet to be launched, if such a one has it: gradients that have
+  // landed move out.
+  void evict(std::vector<GradientSlot>& slots);
+
+  // Takes it back from a bucket that was reduced, or whose gradients are worth nothing.
+  void release(std::vector<GradientSlot>& slots);
+
+ private:
+  [[nodiscard]] bool has_been_reduced() const { return work_ != nullptr && work_->is_completed(); }
+
+  at::Tensor memory_;
+  std::vector<std::size_t> users_;  // slots
+  WorkPtr work_;
+};
+
+}  // namespace pydist

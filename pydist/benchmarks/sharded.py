@@ -1,0 +1,257 @@
+"""`pydist bench sharded`: whole training steps with sharded optimizers.
+
+A step is zeroing gradients, forward, backward, and an update by torch's fused AdamW, until all
+ranks have all parameters: what `pydist.ShardedOptimizer` would leave for the next forward counts,
+too. In every round each arm makes one, in the same processes, so that all meet the same noise; a
+step's time is that of the slowest rank. What is compared is what comes on top of a forward and
+backward without any synchronisation, `alone`.
+
+The peer is torch's ZeroRedundancyOptimizer under its DDP, at several knobs, the best of which
+counts; and pydist's own DataParallel with the whole optimizer on every rank.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import pydist
+from pydist.benchmarks import ddp_knobs, subcommand
+from pydist.benchmarks.job import find_job
+from pydist.benchmarks.machine import unpinned
+from pydist.benchmarks.models import MODELS
+from pydist.benchmarks.noise import Ratio, bootstrap_interval, is_noisy, spread_of
+from pydist.benchmarks.progress import Progress
+from pydist.benchmarks.step_times import Rounds, read_rounds, write_round
+from pydist.errors import InvalidUsage
+
+__all__ = ["add_arguments", "main", "summarize"]
+
+ALONE, WHOLE = "alone", "pydist, whole"
+SHARDED = ("pydist, stage 1", "pydist, stage 2", "pydist, one copy")
+# By arm: DDP's knobs, and whether ZeRO's parameters are views of its buckets.
+ZERO: dict[str, tuple[str, bool]] = {
+    "ZeRO": (ddp_knobs.DEFAULT, False),
+    "ZeRO, 25 MiB": ("DDP, 25 MiB", True),
+    "ZeRO, 200 MiB": ("DDP, 200 MiB", True),
+}
+
+_DEFAULT_MODELS = ("gpt", "wide", "resnet")
+_WARM_ROUNDS = 5
+_LEAST_ROUNDS = 10
+_WIDTH = 150
+_OPTIONS: dict[str, Any] = {"lr": 1e-5, "fused": True}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `pydist bench sharded`."""
+    subcommand.add_ranks_argument(parser)
+    subcommand.add_models_argument(parser, _DEFAULT_MODELS)
+    subcommand.add_output_arguments(parser, 30.0, "model")
+
+
+def _arm(model: nn.Module, optimizer: Any, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
+    def step() -> None:
+        if optimizer is None:
+            model.zero_grad()
+        else:
+            optimizer.zero_grad()
+        model(*inputs).square().mean().backward()
+        if optimizer is not None:
+            optimizer.step()
+        if isinstance(optimizer, pydist.ShardedOptimizer):
+            optimizer.finish()
+
+    return step
+
+
+def _make_arms(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Callable[[], None]]:
+    with unpinned():
+        gloo = dist.new_group(backend="gloo")
+    adamw = torch.optim.AdamW
+    arms = {ALONE: _arm(deepcopy(model), None, inputs)}
+    for arm, (knobs, has_views) in ZERO.items():
+        ddp = DistributedDataParallel(deepcopy(model), process_group=gloo, **ddp_knobs.KNOBS[knobs])
+        zero = ZeroRedundancyOptimizer(
+            ddp.parameters(),
+            adamw,
+            process_group=gloo,
+            parameters_as_bucket_view=has_views,
+            **_OPTIONS,
+        )
+        arms[arm] = _arm(ddp, zero, inputs)
+    whole = pydist.DataParallel(deepcopy(model))
+    arms[WHOLE] = _arm(whole, adamw(whole.parameters(), **_OPTIONS), inputs)
+    for arm in SHARDED:
+        sharded = pydist.DataParallel(deepcopy(model))
+        optimizer = pydist.ShardedOptimizer(
+            sharded,
+            adamw,
+            stage=2 if arm == SHARDED[1] else 1,
+            share_parameters=arm == SHARDED[2],
+            **_OPTIONS,
+        )
+        arms[arm] = _arm(sharded, optimizer, inputs)
+    return arms
+
+
+def _run_rounds(name: str, seconds: float, journal: str) -> None:
+    """On each rank: rounds for so many seconds, 10 at least."""
+    progress = Progress(pydist.rank() == 0)
+    progress.phase(f"{name}: steps with optimizers, warming up")
+    torch.manual_seed(0)
+    model, inputs = MODELS[name].make()
+    arms = _make_arms(model, inputs)
+    slowest = torch.zeros(1, dtype=torch.float64)
+
+    def time_arm(step: Callable[[], None]) -> float:
+        pydist.barrier()
+        start_s = time.perf_counter()
+        step()
+        slowest[0] = time.perf_counter() - start_s
+        pydist.all_reduce(slowest, "max")
+        return float(slowest[0])
+
+    for _ in range(_WARM_ROUNDS):
+        for step in arms.values():
+            time_arm(step)
+    progress.phase(f"{name}: steps with optimizers")
+    rounds = 0
+    start_s = time.perf_counter()
+    more = torch.ones(1, dtype=torch.int32)
+    with open(journal if pydist.rank() == 0 else "/dev/null", "w") as file:
+        while more[0]:
+            write_round(file, {arm: time_arm(step) for arm, step in arms.items()})
+            rounds += 1
+            past_s = time.perf_counter() - start_s
+            progress.detail(f"round {rounds}, {past_s:.0f} of {seconds:g} s")
+            more[0] = rounds < _LEAST_ROUNDS or past_s < seconds
+            pydist.broadcast(more, root=0)
+    progress.clear()
+
+
+def summarize(rounds: Rounds) -> dict[str, Any]:
+    """What the rounds tell.
+
+    Args:
+        rounds: seconds of each arm.
+
+    Returns:
+        For JSON. Milliseconds are medians; ratios are of what is added to `alone` within a round,
+        with intervals of 95 %; `null` where the divisor can't be told from zero.
+    """
+    count = len(rounds[ALONE])
+
+    def added_ms(arm: str, picked: Sequence[int]) -> float:
+        return statistics.median((rounds[arm][i] - rounds[ALONE][i]) * 1e3 for i in picked)
+
+    def ratio(arm: str, base: str) -> dict[str, float] | None:
+        if bootstrap_interval(count, lambda picked: added_ms(base, picked))[0] <= 0:
+            return None
+
+        def share(picked: Sequence[int]) -> float:
+            return added_ms(arm, picked) / max(added_ms(base, picked), 1e-6)
+
+        return asdict(Ratio(share(range(count)), *bootstrap_interval(count, share)))
+
+    best = min(ZERO, key=lambda arm: added_ms(arm, range(count)))
+    warnings = []
+    if is_noisy(rounds[ALONE]):
+        warnings.append(
+            f"the quartiles of one and the same step are {spread_of(rounds[ALONE]):.0%} of its "
+            "median apart: something else uses this machine"
+        )
+    return {
+        "rounds": count,
+        "median_ms": {arm: statistics.median(rounds[arm]) * 1e3 for arm in rounds},
+        "added_ms": {arm: added_ms(arm, range(count)) for arm in rounds if arm != ALONE},
+        "best_zero": best,
+        "over_best_zero": {arm: ratio(arm, best) for arm in SHARDED},
+        "over_whole": {arm: ratio(arm, WHOLE) for arm in SHARDED},
+        "warnings": warnings,
+    }
+
+
+def _show(results: dict[str, Any], ranks: int) -> None:
+    table = Table(
+        title=f"whole steps with fused AdamW, {ranks} ranks: ms on top of forward and backward"
+    )
+    columns = ("rounds", ALONE, "arm", "added", "/ ZeRO at its best", "/ pydist, whole")
+    table.add_column("model")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "arm" else "right")
+
+    def text(ratio: dict[str, float] | None) -> str:
+        return "-" if ratio is None else str(Ratio(**ratio))
+
+    for result in results.values():
+        arms = [result["best_zero"], WHOLE, *SHARDED]
+        for arm in arms:
+            is_first = arm == arms[0]
+            table.add_row(
+                result["title"] if is_first else "",
+                str(result["rounds"]) if is_first else "",
+                f"{result['median_ms'][ALONE]:.2f}" if is_first else "",
+                arm,
+                f"{result['added_ms'][arm]:.2f}",
+                text(result["over_best_zero"][arm]) if arm in SHARDED else "",
+                text(result["over_whole"][arm]) if arm in SHARDED else "",
+                end_section=arm == arms[-1],
+            )
+    Console(width=_WIDTH).print(table)
+    for name, result in results.items():
+        for warning in result["warnings"]:
+            print(f"warning: {name}: {warning}")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs `pydist bench sharded`.
+
+    Returns:
+        The exit status: 0, or 130 after Ctrl-C.
+
+    Raises:
+        InvalidUsage: the flags ask for something impossible; nothing has been measured.
+    """
+    models = subcommand.chosen_models(options.models)
+    for name in models:
+        if MODELS[name].is_sparse:
+            raise InvalidUsage(
+                f"'{name}' has sparse gradients, which no optimizer shards; use other models."
+            )
+    job = find_job(options.ranks, pins=options.pin)
+    subcommand.check_outputs(options)
+    results: dict[str, Any] = {}
+
+    def measure() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in models:
+                journal = Path(folder) / f"{name}.jsonl"
+                try:
+                    job.run(_run_rounds, name, options.seconds, str(journal))
+                finally:
+                    if job.leads and (rounds := read_rounds(journal)):
+                        results[name] = {"title": MODELS[name].title, **summarize(rounds)}
+
+    return subcommand.measure_and_report(
+        "sharded",
+        {"ranks": job.ranks, "models": models, "seconds": options.seconds, "pin": options.pin},
+        results,
+        measure,
+        lambda: _show(results, job.ranks),
+        options.json,
+        leads=job.leads,
+    )

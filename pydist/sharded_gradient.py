@@ -1,0 +1,270 @@
+"""What `parameter.grad` is where this rank has the average of a part of the gradient only.
+
+Each rank has another part, so what torch's functions would make of it is nobody's gradient. Those
+that people use before a step are done right, on all ranks' parts together: norms, and so
+`torch.nn.utils.clip_grad_norm_`; scaling and clamping in place; the check of `torch.amp.GradScaler`
+for values that are not finite. All others raise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pydist.errors import InvalidUsage
+
+
+class GradientParts(Protocol):
+    """Where the parts of an optimizer's gradients are."""
+
+    def name_of(self, index: int) -> str:
+        """The name of a parameter."""
+
+    def part(self, index: int) -> Tensor:
+        """This rank's part of its gradient: of one dimension, perhaps empty."""
+
+    def norms(self, order: float) -> dict[int, Tensor]:
+        """The norms, in float64, of all gradients that there are. All ranks call it."""
+
+    def combine(self, tensor: Tensor, op: str) -> None:
+        """Combines a tensor with the other ranks', in place. All ranks call it."""
+
+    def note_change(self) -> None:
+        """This rank has changed its parts, as have all."""
+
+
+class ShardedGradient(Tensor):
+    """A gradient of which this rank has a part; has the shape and dtype of the whole, no values."""
+
+    _parts: GradientParts
+    _index: int
+
+    @staticmethod
+    def of(parts: GradientParts, index: int, parameter: Tensor) -> ShardedGradient:
+        """Stands for the gradient of a parameter."""
+        # One zero, seen everywhere.
+        stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        itself = stand_in.expand(parameter.shape).as_subclass(ShardedGradient)
+        itself._parts = parts
+        itself._index = index
+        return itself
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NEED_NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        handler = _HANDLERS.get(name)
+        if handler is None:
+            raise InvalidUsage(
+                f"{name} of the gradient of {_names(args)}: each rank has the average of its part "
+                "of it alone, as pydist.ShardedOptimizer updates no more; "
+                "optimizer.gradient_of(parameter) gathers the whole one, norms and scaling in "
+                "place work as they are"
+            )
+        return handler(name, *args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shape = tuple(self.shape)
+        return (
+            f"ShardedGradient({self._parts.name_of(self._index)}, shape={shape}, "
+            f"dtype={self.dtype}, {self._parts.part(self._index).numel()} elements here)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise InvalidUsage(
+            f"a copy of the gradient of {self._parts.name_of(self._index)}: each rank has its part "
+            "of it alone; optimizer.gradient_of(parameter) gathers the whole one"
+        )
+
+
+def _names(args: Iterable[Any]) -> str:
+    for value in args:
+        if isinstance(value, ShardedGradient):
+            return value._parts.name_of(value._index)
+        if isinstance(value, (list, tuple)) and (name := _names(value)):
+            return name
+    return ""
+
+
+def _part(gradient: ShardedGradient) -> Tensor:
+    return gradient._parts.part(gradient._index)
+
+
+def _check_operands(name: str, operands: Iterable[Any]) -> None:
+    for value in operands:
+        if isinstance(value, Tensor) and (isinstance(value, ShardedGradient) or value.numel() != 1):
+            raise InvalidUsage(
+                f"{name} of a gradient of which each rank has its part alone takes numbers, not "
+                "tensors with several elements"
+            )
+
+
+def _change(name: str, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> ShardedGradient:
+    _check_operands(name, [*args, *kwargs.values()])
+    getattr(_part(gradient), name)(*args, **kwargs)
+    gradient._parts.note_change()
+    return gradient
+
+
+def _change_each(
+    name: str, gradients: Sequence[Tensor], *args: Any, **kwargs: Any
+) -> Sequence[Tensor]:
+    """Such as `torch._foreach_mul_`, also with a factor for each."""
+    single = name.removeprefix("_foreach_")
+    for number, gradient in enumerate(gradients):
+        own = [value[number] if isinstance(value, (list, tuple)) else value for value in args]
+        getattr(gradient, single)(*own, **kwargs)
+    return gradients
+
+
+def _norm_of(gradient: ShardedGradient, order: Any, dtype: torch.dtype | None) -> Tensor:
+    value = gradient._parts.norms(_order(order))[gradient._index]
+    return value.to(dtype or gradient.dtype.to_real())
+
+
+def _order(order: Any) -> float:
+    if order is None or order == "fro":
+        return 2.0
+    if isinstance(order, (int, float)) or (isinstance(order, Tensor) and order.numel() == 1):
+        return float(order)
+    raise InvalidUsage(f"the norm {order!r} of a gradient of which each rank has its part alone")
+
+
+def _norm(
+    name: str,
+    gradient: ShardedGradient,
+    order: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    order = kwargs.pop("ord", kwargs.pop("p", order))
+    if dim is not None or keepdim or any(value is not None for value in kwargs.values()):
+        raise InvalidUsage(
+            f"{name} along dimensions of the gradient of {_names([gradient])}, of which each rank "
+            "has its part alone: optimizer.gradient_of(parameter) gathers the whole one"
+        )
+    return _norm_of(gradient, order, dtype)
+
+
+def _norm_of_each(
+    _name: str,
+    gradients: Sequence[Tensor],
+    order: Any = 2,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> list[Tensor]:
+    order = kwargs.pop("ord", order)
+    return [
+        _norm_of(gradient, order, dtype)
+        if isinstance(gradient, ShardedGradient)
+        else torch.linalg.vector_norm(gradient, order, dtype=dtype)
+        for gradient in gradients
+    ]
+
+
+def _check_finite_and_unscale(
+    _name: str, gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor
+) -> None:
+    """For `torch.amp.GradScaler`: a step is left out on all ranks, or on none."""
+    parts = [_part(g) if isinstance(g, ShardedGradient) else g for g in gradients]
+    parts = [part for part in parts if part.numel() != 0]
+    if parts:
+        torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
+    first = next(g for g in gradients if isinstance(g, ShardedGradient))
+    first._parts.combine(found_inf, "max")
+    first._parts.note_change()
+
+
+_IN_PLACE = (
+    "add_",
+    "clamp_",
+    "clamp_max_",
+    "clamp_min_",
+    "clip_",
+    "div_",
+    "mul_",
+    "nan_to_num_",
+    "neg_",
+    "sign_",
+    "sub_",
+    "zero_",
+)
+
+_HANDLERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_IN_PLACE, _change),
+    **{f"_foreach_{name}": _change_each for name in _IN_PLACE},
+    "__imul__": lambda _name, *args: _change("mul_", *args),
+    "__itruediv__": lambda _name, *args: _change("div_", *args),
+    "linalg_vector_norm": _norm,
+    "norm": _norm,
+    "_foreach_norm": _norm_of_each,
+    "_amp_foreach_non_finite_check_and_unscale_": _check_finite_and_unscale,
+}
+
+_FACTS = (
+    "_version",
+    "device",
+    "dtype",
+    "grad",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_sparse",
+    "itemsize",
+    "layout",
+    "nbytes",
+    "ndim",
+    "requires_grad",
+    "shape",
+)
+
+_NEED_NO_VALUES: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in _FACTS),
+    Tensor.detach_,
+    Tensor.dim,
+    Tensor.element_size,
+    Tensor.get_device,
+    Tensor.is_complex,
+    Tensor.is_floating_point,
+    Tensor.nelement,
+    Tensor.numel,
+    Tensor.requires_grad_,
+    Tensor.size,
+    Tensor.__hash__,
+    Tensor.__len__,
+}
+
+
+def part_norm(part: Tensor, order: float) -> Tensor:
+    """What a rank adds to a norm: see `whole_norms`. In float64."""
+    if part.numel() == 0:
+        nothing = 0.0 if not math.isinf(order) else math.copysign(math.inf, -order)
+        return torch.tensor(nothing, dtype=torch.float64)
+    wide = torch.complex128 if part.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(part, order, dtype=wide)
+    return norm if math.isinf(order) or order == 0 else norm.pow(order)
+
+
+def whole_norms(parts: Tensor, order: float, combine: Callable[[Tensor, str], None]) -> Tensor:
+    """The norms of wholes, from what each rank's `part_norm` found. All ranks call it."""
+    if math.isinf(order):
+        combine(parts, "max" if order > 0 else "min")
+        return parts
+    combine(parts, "sum")
+    return parts if order == 0 else parts.pow(1 / order)

@@ -1,0 +1,252 @@
+"""Parameters laid out so that each rank updates an equal part of them.
+
+The parameters of a bucket lie one behind the other in memory that the communicator allocated, and
+are views of it. The bucket is cut into one *shard* a rank (csrc/bucketing/shard_layout.h). A rank
+updates its own, parameter by parameter, through the *segments* that the shard has of them, and
+gathers the others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pydist import _native
+from pydist.errors import InvalidUsage
+from pydist.gathers import Gather
+
+# What float32 copies are kept of.
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+def needs_master(parameter: Tensor) -> bool:
+    """Whether so little precision loses small updates."""
+    return parameter.dtype in _SHORT
+
+
+@dataclass
+class Member:
+    """A parameter in a bucket.
+
+    Attributes:
+        index: Its number among the optimizer's parameters.
+        name: Its name.
+        parameter: Itself.
+        offset: Where it begins in the bucket, in elements of its real dtype.
+        strides: How it lies there.
+        address: Where that is.
+    """
+
+    index: int
+    name: str
+    parameter: Tensor
+    offset: int
+    strides: tuple[int, ...]
+    address: int = 0
+
+    @property
+    def factor(self) -> int:
+        """Elements of the real dtype for each of the parameter's."""
+        return 2 if self.parameter.is_complex() else 1
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Its dimensions in the order in which they lie in memory, the slowest first."""
+        return dims_in_memory(self.parameter.shape, self.strides)
+
+    def flat(self, whole: Tensor) -> Tensor:
+        """A tensor of the parameter's shape in the order of its memory: a view where it can be."""
+        return whole.permute(self.dims).reshape(-1)
+
+
+def dims_in_memory(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions from the slowest to the fastest; those of one element keep their place.
+
+    Args:
+        shape: Of a tensor.
+        strides: In which it is dense.
+    """
+    long = [dim for dim, extent in enumerate(shape) if extent != 1]
+    order = iter(sorted(long, key=lambda dim: -strides[dim]))
+    return tuple(next(order) if shape[dim] != 1 else dim for dim in range(len(shape)))
+
+
+def dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """The strides of a dense copy: the parameter's own, if it is dense in any order."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+@dataclass(eq=False)
+class Segment:
+    """What this rank's shard has of a parameter: of one dimension.
+
+    Attributes:
+        member: The parameter.
+        begin: In the parameter, in its elements, in the order of its memory.
+        values: The parameter's own memory.
+        updated: What the optimizer updates: `values`, or a float32 copy of them.
+        gradient: Where the average of the gradient arrives; None if that is with the parameter.
+        version: The parameter's, as torch counts, after the last step.
+    """
+
+    member: Member
+    begin: int
+    values: Tensor
+    updated: Tensor
+    gradient: Tensor | None
+    version: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.values.numel()
+
+    @property
+    def has_master(self) -> bool:
+        return self.updated is not self.values
+
+    def refresh_master(self) -> None:
+        """Takes over what somebody has written into the parameter since the last step."""
+        if self.has_master and self.version != self.member.parameter._version:
+            is_new = self.values != self.updated.to(self.values.dtype)
+            torch.where(is_new, self.values.to(self.updated.dtype), self.updated, out=self.updated)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The segment's part of a tensor of the parameter's shape."""
+        return self.member.flat(whole)[self.begin : self.end]
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters that are updated and gathered together.
+
+    Attributes:
+        label: For errors and journals.
+        memory: All values, with padding.
+        shard: This rank's part of it.
+        members: In the order of their places.
+        segments: What the shard has of them: at most one of each.
+        optimizer: Of the wrapped class, over the segments; None if there are none.
+        gather: What brings the other ranks' shards, since the last step.
+        parameters: Those of the members.
+        has_masters: Whether any segment has a float32 copy.
+    """
+
+    label: str
+    memory: Tensor
+    shard: Tensor
+    members: list[Member]
+    segments: list[Segment]
+    optimizer: Optimizer | None = None
+    gather: Gather | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = [member.parameter for member in self.members]
+        self.has_masters = any(segment.has_master for segment in self.segments)
+
+    def wait(self) -> None:
+        """Returns once all ranks' updates are in the parameters."""
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather = None
+
+    def take_back_strays(self) -> None:
+        """Parameters whose memory was replaced, by `parameter.data = ...`, move in again.
+
+        Of their values, this rank's part does; the others' come when they are gathered.
+        """
+        for member in self.members:
+            parameter = member.parameter
+            if parameter.data_ptr() != member.address and parameter.numel() != 0:
+                place = _place(self.memory, member)
+                if parameter.shape != place.shape or parameter.dtype != place.dtype:
+                    raise InvalidUsage(
+                        f"parameter {member.name} was {tuple(place.shape)} {place.dtype} when "
+                        f"pydist.ShardedOptimizer was made and is {tuple(parameter.shape)} "
+                        f"{parameter.dtype} now: convert the model first, then make the optimizer"
+                    )
+                for segment in self.segments:
+                    if segment.member is member:
+                        segment.values.copy_(segment.of(parameter.detach()))
+                parameter.data = place
+
+
+def _place(memory: Tensor, member: Member) -> Tensor:
+    parameter = member.parameter
+    flat = memory.narrow(0, member.offset, parameter.numel() * member.factor)
+    if parameter.is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    return flat.as_strided(parameter.shape, member.strides)
+
+
+def move_in(
+    label: str,
+    memory: Tensor,
+    layout: _native.ShardLayout,
+    members: list[Member],
+    gradients: Tensor | None,
+    communicator: _native.Communicator,
+    *,
+    with_masters: bool,
+    is_one_copy: bool,
+) -> Bucket:
+    """Moves parameters into the memory of a bucket. All ranks call it.
+
+    Args:
+        label: For errors and journals.
+        memory: Of `layout.count` elements of the parameters' real dtype.
+        layout: Where they lie, and how they are cut.
+        members: In the order of their places.
+        gradients: This rank's shard of the averaged gradients, if it arrives apart from the
+            parameters.
+        communicator: The ranks.
+        with_masters: Whether to keep float32 copies of segments in 16 bits.
+        is_one_copy: Whether `memory` is the same on all ranks. It gets rank 0's values then.
+    """
+    rank = communicator.rank
+    if not is_one_copy or rank == 0:
+        memory.zero_()
+        for member in members:
+            _place(memory, member).copy_(member.parameter.detach())
+    if is_one_copy:
+        communicator.barrier(False)
+    for member in members:
+        member.parameter.data = _place(memory, member)
+        member.address = member.parameter.data_ptr()
+    shard = memory.narrow(0, rank * layout.shard, layout.shard)
+    segments = []
+    for number, begin, count, offset in layout.segments(rank):
+        member = members[number]
+        values = shard.narrow(0, offset, count)
+        gradient = None if gradients is None else gradients.narrow(0, offset, count)
+        if member.parameter.is_complex():
+            values = torch.view_as_complex(values.view(-1, 2))
+            gradient = None if gradient is None else torch.view_as_complex(gradient.view(-1, 2))
+        updated = values
+        if with_masters and needs_master(values):
+            updated = values.float()
+        segments.append(Segment(member, begin // member.factor, values, updated, gradient))
+    return Bucket(label, memory, shard, members, segments)
+
+
+def gather(bucket: Bucket, communicator: _native.Communicator) -> None:
+    """Starts to bring the other ranks' shards. All ranks call it.
+
+    Who reads a parameter waits for it, where its class allows that; otherwise this does.
+
+    Args:
+        bucket: Its own shard holds new values.
+        communicator: The ranks.
+    """
+    if communicator.size == 1:
+        return
+    label = f"parameters of {bucket.label}"
+    if not all(type(p) is nn.Parameter for p in bucket.parameters):
+        communicator.all_gather(bucket.shard, bucket.memory, False, label)
+        return
+    work = communicator.all_gather(bucket.shard, bucket.memory, True, label)
+    assert work is not None
+    bucket.gather = Gather(bucket.parameters, work)

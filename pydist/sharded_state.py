@@ -1,0 +1,196 @@
+"""The state of a sharded optimizer: ranges of parameters, by name. Nothing is keyed by rank.
+
+A range is of the parameter as one row of elements: `parameter.permute(dims).reshape(-1)`, `dims`
+being its dimensions in the order in which they lie in memory, the slowest first; (0, 1, ...) unless
+it is transposed or in channels-last layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist.errors import InvalidUsage
+
+# The float32 copy of a 16-bit parameter, beside what the optimizer's class calls its own.
+MASTER = "master"
+
+# What torch's classes keep one of for each parameter, and so looks like the state of one of no
+# dimensions.
+_NUMBERS = {"step", "eta", "mu", "mu_product"}
+
+
+@dataclass
+class StateRange:
+    """The state of some elements of a parameter.
+
+    Attributes:
+        begin: The first element.
+        end: Behind the last one.
+        values: By the name that the optimizer's class gives it: tensors of `end - begin` elements,
+            and numbers (or tensors of none) that are the same for all elements, such as `step`.
+    """
+
+    begin: int
+    end: int
+    values: dict[str, Any]
+
+
+@dataclass
+class ParameterState:
+    """What is known of one parameter's state.
+
+    Attributes:
+        shape: Of the parameter.
+        dims: How ranges are to be read; see above.
+        ranges: In any order; of one rank, or of several.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    ranges: list[StateRange] = field(default_factory=list)
+
+
+@dataclass
+class ShardedState:
+    """The state of an optimizer, or of a part of it.
+
+    Attributes:
+        parameters: By the parameters' names. A parameter that was never updated has no ranges.
+        groups: The parameter groups: their options, with the names of their parameters in "params".
+    """
+
+    parameters: dict[str, ParameterState]
+    groups: list[dict[str, Any]]
+
+    @staticmethod
+    def merged(states: Iterable[ShardedState]) -> ShardedState:
+        """The parts of several ranks as one state; ranges share memory with theirs."""
+        parameters: dict[str, ParameterState] = {}
+        groups: list[dict[str, Any]] = []
+        for state in states:
+            groups = groups or state.groups
+            for name, part in state.parameters.items():
+                known = parameters.setdefault(name, ParameterState(part.shape, part.dims))
+                if (known.shape, known.dims) != (part.shape, part.dims):
+                    raise InvalidUsage(
+                        f"the parts of the state of {name} are of {known.shape} in order "
+                        f"{known.dims} and of {part.shape} in order {part.dims}"
+                    )
+                known.ranges += part.ranges
+        return ShardedState(parameters, groups)
+
+
+def is_per_element(value: Any, count: int) -> bool:
+    """Whether a value of a range's state has an element for each of the parameter's."""
+    return isinstance(value, Tensor) and value.dim() != 0 and value.numel() == count
+
+
+def cut_out(
+    name: str, state: ParameterState, dims: tuple[int, ...], begin: int, end: int
+) -> dict[str, Any] | None:
+    """The state of some elements, put together from whatever ranges have it.
+
+    Args:
+        name: Of the parameter, for errors.
+        state: All that there is.
+        dims: The order of dimensions in which `begin` and `end` count.
+        begin: The first element.
+        end: Behind the last one.
+
+    Returns:
+        What a StateRange holds; None if the parameter was never updated.
+
+    Raises:
+        InvalidUsage: No range has some of the elements.
+    """
+    if not state.ranges:
+        return None
+    if dims != state.dims:
+        state = _in_order(name, state, dims)
+    pieces = sorted((r for r in state.ranges if r.begin < end and r.end > begin), key=_begin)
+    values: dict[str, Any] = {}
+    here = begin
+    for piece in pieces:
+        if piece.begin > here:
+            break
+        if piece.end <= here:
+            continue
+        stop = min(piece.end, end)
+        for key, value in piece.values.items():
+            if not is_per_element(value, piece.end - piece.begin):
+                values.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
+                continue
+            if key not in values:
+                values[key] = value.new_empty(end - begin)
+            part = value.reshape(-1)[here - piece.begin : stop - piece.begin]
+            values[key][here - begin : stop - begin] = part
+        here = stop
+    if here < end:
+        raise InvalidUsage(
+            f"the state of parameter {name} lacks elements {here} to {end}: load the parts of all "
+            "ranks that saved it (pydist.ShardedState.merged puts them together)"
+        )
+    return values
+
+
+def _begin(piece: StateRange) -> int:
+    return piece.begin
+
+
+def _in_order(name: str, state: ParameterState, dims: tuple[int, ...]) -> ParameterState:
+    """The whole state of a parameter, with its elements in another order."""
+    count = 1
+    for extent in state.shape:
+        count *= extent
+    whole = cut_out(name, state, state.dims, 0, count)
+    assert whole is not None
+    extents = [state.shape[dim] for dim in state.dims]
+    back = [state.dims.index(dim) for dim in range(len(extents))]
+    values = {
+        key: value.view(extents).permute(back).permute(dims).reshape(-1)
+        if is_per_element(value, count)
+        else value
+        for key, value in whole.items()
+    }
+    return ParameterState(state.shape, dims, [StateRange(0, count, values)])
+
+
+def from_whole(parameter: Tensor, values: Mapping[str, Any]) -> ParameterState:
+    """The state that an unsharded optimizer of torch's has for a parameter."""
+    dims = tuple(range(parameter.dim()))
+    flat = {
+        key: value.detach().reshape(-1)
+        if isinstance(value, Tensor)
+        and value.shape == parameter.shape
+        and (parameter.dim() != 0 or key not in _NUMBERS)
+        else value
+        for key, value in values.items()
+    }
+    ranges = [StateRange(0, parameter.numel(), flat)] if flat else []
+    return ParameterState(tuple(parameter.shape), dims, ranges)
+
+
+def to_whole(name: str, state: ParameterState) -> dict[str, Any]:
+    """The state of a whole parameter, as an unsharded optimizer of torch's has it."""
+    count = 1
+    for extent in state.shape:
+        count *= extent
+    dims = tuple(range(len(state.shape)))
+    values = cut_out(name, state, dims, 0, count) or {}
+    return {
+        key: value.reshape(state.shape) if is_per_element(value, count) else value
+        for key, value in values.items()
+        if key != MASTER
+    }
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two options of parameter groups are equal."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return bool(a == b)

@@ -1,0 +1,102 @@
+"""Bytes that a sharded optimizer takes on each rank, as the system and torch count them."""
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+from launch import run_ranks
+from torch import Tensor, nn
+
+import pydist
+
+pytestmark = pytest.mark.timeout(90)
+
+WIDTH = 1024
+LAYERS = 4
+
+
+def shared_bytes() -> int:
+    """What backs the shared memory that this process has mapped, all ranks' together."""
+    seen = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            path = f"/proc/self/fd/{descriptor}"
+            target = os.readlink(path)
+            if "memfd:pydist:heap" in target or "memfd:pydist:one-copy" in target:
+                status = os.stat(path)
+                seen[status.st_ino] = status.st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return sum(seen.values())
+
+
+def storages() -> dict[int, int]:
+    """Ordinary tensors' memory, by address."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, Tensor) and type(thing) in (Tensor, nn.Parameter):
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def is_shared(address: int) -> bool:
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            begin, end = (int(x, 16) for x in line.split()[0].split("-"))
+            if begin <= address < end:
+                return "memfd:pydist" in line
+    return False
+
+
+def measure(dtype: torch.dtype, stage: Any, is_one_copy: bool) -> tuple[float, float]:
+    """Bytes per parameter of this rank; those of buckets in flight apart."""
+    before, shared_before = storages(), shared_bytes()
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(LAYERS)]
+    model = pydist.DataParallel(nn.Sequential(*layers), bucket_cap_mb=0.5)
+    del layers
+    optimizer = pydist.ShardedOptimizer(
+        model, torch.optim.AdamW, stage=stage, share_parameters=is_one_copy
+    )
+    for _ in range(2):
+        model(torch.ones(2, WIDTH, dtype=dtype)).sum().backward()
+        optimizer.step()
+        optimizer.finish()
+        optimizer.zero_grad()
+    pydist.barrier()
+    count = sum(p.numel() for p in model.parameters())
+    after = storages()
+    own = sum(
+        size for address, size in after.items() if address not in before and not is_shared(address)
+    )
+    shared = (shared_bytes() - shared_before) / pydist.world_size()
+    in_flight = optimizer.bytes_in_flight()
+    pydist.barrier()
+    return (own + shared - in_flight) / count, in_flight / count
+
+
+def account() -> list[tuple[str, float, float]]:
+    torch.set_num_threads(1)
+    pydist.init()
+    n = pydist.world_size()
+    results = []
+    for dtype, stage, is_one_copy, expected in (
+        (torch.float32, 1, False, 8 + 8 / n),
+        (torch.float32, 2, False, 4 + 12 / n),
+        (torch.bfloat16, 2, False, 2 + 14 / n),
+        (torch.float32, 2, True, 16 / n),
+    ):
+        found, _ = measure(dtype, stage, is_one_copy)
+        results.append((f"{dtype}, stage {stage}, one copy: {is_one_copy}", found, expected))
+    return results
+
+
+@pytest.mark.parametrize("nprocs", [2, 4, 8])
+def test_bytes_per_parameter(nprocs: int) -> None:
+    for results in run_ranks(account, nprocs, timeout=60, env={"PYDIST_BACKEND": "native"}):
+        for what, found, expected in results:
+            assert found == pytest.approx(expected, rel=0.02), f"{what}, {nprocs} ranks"
