@@ -14,4 +14,5 @@ PYBIND11_MODULE(_native, module) {
   pydist::bind_process_group(module);
   pydist::bind_reducer(module);
   pydist::bind_roofline(module);
+  pydist::bind_optimizer_step(module);
 }
