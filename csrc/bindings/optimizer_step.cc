@@ -1,8 +1,6 @@
 // pydist._native.adam_step, sgd_step: one fused optimizer step on segments of flat arrays, spread
 // over torch's threads.
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <array>
 #include <string>
@@ -11,6 +9,7 @@
 
 #include "bindings/arguments.h"
 #include "bindings/bindings.h"
+#include "bindings/torch_threads.h"
 #include "c10d/tensors.h"
 #include "kernels/optimizer_step_cpu.h"
 
@@ -99,8 +98,8 @@ class Segments {
       ends.push_back(total += segment.count);
     }
     const auto blocks = (static_cast<std::int64_t>(total) + kBlock - 1) / kBlock;
-    at::parallel_for(
-        0, blocks, kElementsPerThread / kBlock, [&](std::int64_t first, std::int64_t last) {
+    on_torch_threads(
+        blocks, kElementsPerThread / kBlock, [&](std::int64_t first, std::int64_t last) {
           auto begin = static_cast<std::size_t>(first * kBlock);
           const std::size_t end = std::min(total, static_cast<std::size_t>(last * kBlock));
           auto index = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), begin) -
