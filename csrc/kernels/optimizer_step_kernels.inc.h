@@ -256,7 +256,11 @@ PYDIST_INLINE void step_at(const Rule& rule, const StepJob& job, std::size_t at,
 }
 
 template <typename V, typename Values, typename Gradient, typename Output, typename Rule>
-void step_all(const Rule& rule, const StepJob& job) {
+void step_all(const Rule& given_rule, const StepJob& given_job) {
+  // Copies, which no store to the arrays can change for all that the compiler knows: they stay in
+  // registers.
+  const Rule rule = given_rule;
+  const StepJob job = given_job;
   constexpr std::size_t kStride = 2 * kVectorBytes / Values::kElementBytes;
   std::size_t at = 0;
   for (; job.count - at >= kStride; at += kStride) {
