@@ -38,6 +38,7 @@ from pydist.errors import (
 )
 from pydist.groups import new_group
 from pydist.large_batch import effective_batch_size, scale_lr
+from pydist.memory_plan import MemoryPlan, RankMemory, plan
 from pydist.process import (
     backend,
     init,
@@ -60,10 +61,12 @@ __all__ = [
     "DataParallel",
     "Error",
     "InvalidUsage",
+    "MemoryPlan",
     "Mismatch",
     "PeerLost",
     "PlannedBucket",
     "PlannedParameter",
+    "RankMemory",
     "SyncBatchNorm",
     "Timeout",
     "TransportError",
@@ -82,6 +85,7 @@ __all__ = [
     "local_rank",
     "local_world_size",
     "new_group",
+    "plan",
     "rank",
     "recv",
     "reduce",

@@ -9,7 +9,6 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <random>
 #include <string>
@@ -151,7 +150,7 @@ void fill(Array& array, std::size_t count, std::mt19937_64& random, bool is_squa
     value = is_square ? std::fabs(value) : value;
   }
   if (array.dtype == DType::kFloat32) {
-    std::memcpy(array.data(), values.data(), count * sizeof(float));
+    std::copy(values.begin(), values.end(), array.as<float>());
   } else {
     narrow_from_float32(array.dtype, values.data(), array.data(), count);
   }
@@ -167,7 +166,7 @@ std::vector<T> widened(Array& array, std::size_t count) {
       return wide;
     }
   }
-  std::memcpy(wide.data(), array.data(), count * sizeof(T));
+  std::copy_n(array.as<T>(), count, wide.begin());
   return wide;
 }
 
@@ -177,7 +176,7 @@ void put(Array& array, const std::vector<T>& values) {
   for (T& value : stored) {
     value = std::isnan(value) ? std::numeric_limits<T>::quiet_NaN() : value;
   }
-  std::memcpy(array.data(), stored.data(), stored.size() * sizeof(T));
+  std::copy(stored.begin(), stored.end(), array.as<T>());
 }
 
 struct Types {

@@ -57,6 +57,8 @@ PYTHON_LAYERS = (
     "data_parallel",
     "sharded_optimizer",
     "checkpoint",
+    "activations",
+    "memory_plan",
     "__init__",
     "benchmarks",
     "cli",
