@@ -108,7 +108,7 @@ struct Absent {
 template <typename V>
 PYDIST_INLINE V all(double factor) {
   using Element = std::remove_reference_t<decltype(V{}[0])>;
-  return V{} + static_cast<Element>(factor);
+  return static_cast<Element>(factor) - V{};  // which keeps -0, too
 }
 
 template <typename V, std::size_t kStateCount>

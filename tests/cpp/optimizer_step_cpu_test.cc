@@ -303,7 +303,8 @@ std::vector<AdamFactors> adam_cases() {
 }
 
 std::vector<SgdFactors> sgd_cases() {
-  std::vector<SgdFactors> cases;
+  // Nothing but zeros may change their sign.
+  std::vector<SgdFactors> cases = {factors_of(SgdRule{.lr = 0}, /*begins=*/true, 1.0)};
   for (const double momentum : {0.0, 0.9}) {
     for (const double weight_decay : {0.0, 0.1}) {
       for (const bool nesterov : {false, true}) {
