@@ -43,6 +43,7 @@ from pydist.evaluation import evaluate
 from pydist.groups import new_group
 from pydist.large_batch import effective_batch_size, scale_lr
 from pydist.ledger import Ledger
+from pydist.memory_plan import MemoryPlan, RankMemory, plan
 from pydist.orders import Order, Sequential, Shuffled
 from pydist.process import (
     backend,
@@ -77,6 +78,7 @@ __all__ = [
     "Error",
     "InvalidUsage",
     "Ledger",
+    "MemoryPlan",
     "Mismatch",
     "Order",
     "ParameterState",
@@ -84,6 +86,7 @@ __all__ = [
     "PlannedBucket",
     "PlannedParameter",
     "PreparedLoader",
+    "RankMemory",
     "Sequential",
     "ShardedOptimizer",
     "ShardedState",
@@ -110,6 +113,7 @@ __all__ = [
     "local_world_size",
     "metrics",
     "new_group",
+    "plan",
     "prepare",
     "rank",
     "recv",

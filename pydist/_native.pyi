@@ -10,6 +10,7 @@ import torch.distributed.distributed_c10d
 import typing
 __all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
 __all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -446,6 +447,10 @@ class KeyedPermutation:
         """
         What stands at first, first + step, ...: int64, `count` of them.
         """
+def adam_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, exp_avgs: torch.Tensor | collections.abc.Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | collections.abc.Sequence[torch.Tensor], max_exp_avg_sqs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None = None, *, step: typing.SupportsFloat | typing.SupportsIndex | collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], lr: typing.SupportsFloat | typing.SupportsIndex, beta1: typing.SupportsFloat | typing.SupportsIndex, beta2: typing.SupportsFloat | typing.SupportsIndex, eps: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, decoupled: bool, maximize: bool = False, gradient_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
+    """
+    One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory, on torch's threads. Contiguous CPU tensors of one shape for each segment; masters only and always for 16-bit parameters; max_exp_avg_sqs means amsgrad; step counts from 1, this one included; the gradients are multiplied by gradient_scale first.
+    """
 def build_info() -> dict:
     """
     What the module was built with, and the CPU's kernels.
@@ -481,6 +486,14 @@ def release_process() -> None:
 def set_log_rank(rank: typing.SupportsInt | typing.SupportsIndex) -> None:
     """
     The rank that this process's log lines carry; -1 leaves it out.
+    """
+def sgd_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, momentum_buffers: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, *, begins: bool | collections.abc.Sequence[bool], lr: typing.SupportsFloat | typing.SupportsIndex, momentum: typing.SupportsFloat | typing.SupportsIndex, dampening: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, nesterov: bool, maximize: bool = False, gradient_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
+    """
+    One step of torch.optim.SGD, as adam_step. begins: the momentum buffers hold nothing yet, and get the gradients.
+    """
+def step_traffic(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, states: collections.abc.Sequence[torch.Tensor | collections.abc.Sequence[torch.Tensor]]) -> None:
+    """
+    Reads and writes what a step would, and changes nothing but 16-bit parameters: what a step takes at least.
     """
 def unknown_variables() -> list[tuple[str, str]]:
     """

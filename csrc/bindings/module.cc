@@ -15,4 +15,5 @@ PYBIND11_MODULE(_native, module) {
   pydist::bind_reducer(module);
   pydist::bind_roofline(module);
   pydist::bind_sampling(module);
+  pydist::bind_optimizer_step(module);
 }

@@ -16,12 +16,15 @@ namespace {
 // The slowest first.
 constexpr KernelSet kCompiledSets[] = {
     {InstructionSet::kPortable, reduce_portable, copy_streaming_portable, widen_portable,
-     narrow_portable},
+     narrow_portable, adam_step_portable, sgd_step_portable, step_traffic_portable},
 #if defined(__x86_64__)
-    {InstructionSet::kAvx2, reduce_avx2, copy_streaming_avx2, widen_avx2, narrow_avx2},
-    {InstructionSet::kAvx512, reduce_avx512, copy_streaming_avx512, widen_avx512, narrow_avx512},
+    {InstructionSet::kAvx2, reduce_avx2, copy_streaming_avx2, widen_avx2, narrow_avx2,
+     adam_step_avx2, sgd_step_avx2, step_traffic_avx2},
+    {InstructionSet::kAvx512, reduce_avx512, copy_streaming_avx512, widen_avx512, narrow_avx512,
+     adam_step_avx512, sgd_step_avx512, step_traffic_avx512},
 #elif defined(__aarch64__)
-    {InstructionSet::kNeon, reduce_neon, copy_streaming_neon, widen_neon, narrow_neon},
+    {InstructionSet::kNeon, reduce_neon, copy_streaming_neon, widen_neon, narrow_neon,
+     adam_step_neon, sgd_step_neon, step_traffic_neon},
 #endif
 };
 
@@ -43,7 +46,7 @@ bool processor_has(InstructionSet set) noexcept {
       return true;
     case InstructionSet::kAvx2:
 #if defined(__x86_64__)
-      return __builtin_cpu_supports("avx2") && has_f16c();
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 #else
       return false;
 #endif

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 
+#include "kernels/optimizer_step_job.h"
 #include "kernels/reduce_cpu.h"
 #include "kernels/reduce_job.h"
 
@@ -19,6 +20,10 @@ struct KernelSet {
   // As in convert_cpu.h.
   void (*widen)(DType from, const void* input, float* output, std::size_t count) noexcept;
   void (*narrow)(DType to, const float* input, void* output, std::size_t count) noexcept;
+  // As in optimizer_step_cpu.h.
+  void (*adam_step)(const AdamFactors& factors, const StepJob& job) noexcept;
+  void (*sgd_step)(const SgdFactors& factors, const StepJob& job) noexcept;
+  void (*step_traffic)(std::size_t state_count, const StepJob& job) noexcept;
 };
 
 // Throws InvalidUsage where the kernels were not compiled for `set` or the processor lacks it.

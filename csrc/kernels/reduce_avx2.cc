@@ -1,10 +1,12 @@
-// The kernels for AVX2 with F16C. Compiled with the flags of that set; called only where it runs.
+// The kernels for AVX2 with F16C and FMA. Compiled with the flags of that set; called only where it
+// runs.
 
-#if !defined(__AVX2__) || !defined(__F16C__)
-#error "compile this file with -mavx2 -mf16c"
+#if !defined(__AVX2__) || !defined(__F16C__) || !defined(__FMA__)
+#error "compile this file with -mavx2 -mf16c -mfma"
 #endif
 #define PYDIST_KERNELS_AVX2 1
 #include "kernels/convert_kernels.inc.h"
+#include "kernels/optimizer_step_kernels.inc.h"
 #include "kernels/reduce_kernels.inc.h"
 
 namespace pydist::kernels {
@@ -21,6 +23,18 @@ void widen_avx2(DType from, const void* input, float* output, std::size_t count)
 
 void narrow_avx2(DType to, const float* input, void* output, std::size_t count) noexcept {
   narrow_here(to, input, output, count);
+}
+
+void adam_step_avx2(const AdamFactors& factors, const StepJob& job) noexcept {
+  adam_step_here(factors, job);
+}
+
+void sgd_step_avx2(const SgdFactors& factors, const StepJob& job) noexcept {
+  sgd_step_here(factors, job);
+}
+
+void step_traffic_avx2(std::size_t state_count, const StepJob& job) noexcept {
+  step_traffic_here(state_count, job);
 }
 
 }  // namespace pydist::kernels

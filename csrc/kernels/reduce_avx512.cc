@@ -7,6 +7,7 @@
 #endif
 #define PYDIST_KERNELS_AVX512 1
 #include "kernels/convert_kernels.inc.h"
+#include "kernels/optimizer_step_kernels.inc.h"
 #include "kernels/reduce_kernels.inc.h"
 
 namespace pydist::kernels {
@@ -23,6 +24,18 @@ void widen_avx512(DType from, const void* input, float* output, std::size_t coun
 
 void narrow_avx512(DType to, const float* input, void* output, std::size_t count) noexcept {
   narrow_here(to, input, output, count);
+}
+
+void adam_step_avx512(const AdamFactors& factors, const StepJob& job) noexcept {
+  adam_step_here(factors, job);
+}
+
+void sgd_step_avx512(const SgdFactors& factors, const StepJob& job) noexcept {
+  sgd_step_here(factors, job);
+}
+
+void step_traffic_avx512(std::size_t state_count, const StepJob& job) noexcept {
+  step_traffic_here(state_count, job);
 }
 
 }  // namespace pydist::kernels

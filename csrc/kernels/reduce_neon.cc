@@ -3,6 +3,7 @@
 
 #define PYDIST_KERNELS_NEON 1
 #include "kernels/convert_kernels.inc.h"
+#include "kernels/optimizer_step_kernels.inc.h"
 #include "kernels/reduce_kernels.inc.h"
 
 namespace pydist::kernels {
@@ -19,6 +20,18 @@ void widen_neon(DType from, const void* input, float* output, std::size_t count)
 
 void narrow_neon(DType to, const float* input, void* output, std::size_t count) noexcept {
   narrow_here(to, input, output, count);
+}
+
+void adam_step_neon(const AdamFactors& factors, const StepJob& job) noexcept {
+  adam_step_here(factors, job);
+}
+
+void sgd_step_neon(const SgdFactors& factors, const StepJob& job) noexcept {
+  sgd_step_here(factors, job);
+}
+
+void step_traffic_neon(std::size_t state_count, const StepJob& job) noexcept {
+  step_traffic_here(state_count, job);
 }
 
 }  // namespace pydist::kernels

@@ -143,6 +143,77 @@ PYDIST_INLINE F64 canonical(F64 value) {
 
 PYDIST_INLINE Pair canonical(Pair pair) { return {canonical(pair.low), canonical(pair.high)}; }
 
+// ---- rounded once -------------------------------------------------------------------------
+// What the vector extension has no operator for.
+
+// a * b + c, correctly rounded.
+PYDIST_INLINE F32 fused(F32 a, F32 b, F32 c) {
+#if defined(PYDIST_KERNELS_AVX512)
+  return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(PYDIST_KERNELS_AVX2)
+  return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(PYDIST_KERNELS_NEON)
+  return (F32)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  // In float64 the product is exact and the sum's error is known. Rounding the sum to odd (Boldo
+  // and Melquiond, 2008), that is, away from an even last bit wherever the sum isn't exact, makes
+  // the second rounding, to float32, the only one that counts.
+  typedef double Doubles __attribute__((vector_size(2 * kVectorBytes)));
+  typedef std::int64_t Bits __attribute__((vector_size(2 * kVectorBytes)));
+  const Doubles product = __builtin_convertvector(a, Doubles) * __builtin_convertvector(b, Doubles);
+  const Doubles addend = __builtin_convertvector(c, Doubles);
+  const Doubles sum = product + addend;
+  const Doubles rest = sum - product;
+  const Doubles error = (product - (sum - rest)) + (addend - rest);
+  // Masks are -1 where true. An infinite or NaN sum has a NaN for an error, and stays.
+  const Bits is_larger = (Bits)((error > 0.0) == (sum > 0.0));
+  const Bits moves = (Bits)((error > 0.0) | (error < 0.0)) & (((Bits)sum & 1) - 1);
+  const Bits odd = (Bits)sum + (moves & (-2 * is_larger - 1));
+  return __builtin_convertvector((Doubles)odd, F32);
+#endif
+}
+
+PYDIST_INLINE F64 fused(F64 a, F64 b, F64 c) {
+#if defined(PYDIST_KERNELS_AVX512)
+  return (F64)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(PYDIST_KERNELS_AVX2)
+  return (F64)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(PYDIST_KERNELS_NEON)
+  return (F64)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#else
+  return F64{__builtin_fma(a[0], b[0], c[0]), __builtin_fma(a[1], b[1], c[1])};
+#endif
+}
+
+PYDIST_INLINE F32 root(F32 value) {
+#if defined(PYDIST_KERNELS_AVX512)
+  return (F32)_mm512_sqrt_ps((__m512)value);
+#elif defined(PYDIST_KERNELS_AVX2)
+  return (F32)_mm256_sqrt_ps((__m256)value);
+#elif defined(__x86_64__)
+  return (F32)_mm_sqrt_ps((__m128)value);
+#elif defined(PYDIST_KERNELS_NEON)
+  return (F32)vsqrtq_f32((float32x4_t)value);
+#else
+  return F32{__builtin_sqrtf(value[0]), __builtin_sqrtf(value[1]), __builtin_sqrtf(value[2]),
+             __builtin_sqrtf(value[3])};
+#endif
+}
+
+PYDIST_INLINE F64 root(F64 value) {
+#if defined(PYDIST_KERNELS_AVX512)
+  return (F64)_mm512_sqrt_pd((__m512d)value);
+#elif defined(PYDIST_KERNELS_AVX2)
+  return (F64)_mm256_sqrt_pd((__m256d)value);
+#elif defined(__x86_64__)
+  return (F64)_mm_sqrt_pd((__m128d)value);
+#elif defined(PYDIST_KERNELS_NEON)
+  return (F64)vsqrtq_f64((float64x2_t)value);
+#else
+  return F64{__builtin_sqrt(value[0]), __builtin_sqrt(value[1])};
+#endif
+}
+
 // ---- bfloat16 -----------------------------------------------------------------------------
 // Its bits are the upper half of a float32. A Pair holds the even elements low and the odd ones
 // high: a shift or a mask takes them apart, and nothing in between depends on the order.

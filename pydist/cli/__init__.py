@@ -17,6 +17,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": ("pydist.cli.run", "run a script on several processes, as torchrun does"),
     "bench": ("pydist.cli.bench", "measure collectives, training steps and starting up"),
+    "plan": ("pydist.cli.plan", "the bytes that training a model takes on each rank"),
     "info": ("pydist.cli.info", "what pydist finds on this machine, and what it can use"),
 }
 

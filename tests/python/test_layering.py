@@ -80,6 +80,8 @@ PYTHON_LAYERS = (
     "sharded_state",
     "sharded_optimizer",
     "checkpoint",
+    "activations",
+    "memory_plan",
     "__init__",
     "benchmarks",
     "cli",

@@ -206,7 +206,10 @@ def capture() -> None:
     dist.all_gather(theirs, mine)
     assert all(torch.equal(mine, other) for other in theirs)
     model.zero_grad(set_to_none=True)
-    with pytest.raises(pydist.InvalidUsage, match=r"second.weight got a gradient on 0 of 2"), Graph():
+    with (
+        pytest.raises(pydist.InvalidUsage, match=r"second.weight got a gradient on 0 of 2"),
+        Graph(),
+    ):
         model(inputs, False).sum().backward()
     with pytest.raises(pydist.InvalidUsage, match="gave it a weight"), Graph(), model.weighted(2.0):
         model(inputs, True).sum().backward()

@@ -1,0 +1,457 @@
+"""`pydist.plan`: the bytes that training takes on each rank, before anything is allocated.
+
+Arithmetic on the shapes of parameters, which follows how memory is laid out:
+
+- `pydist.DataParallel` has a slot for each gradient, from a multiple of 64 bytes on
+  (csrc/reducer/gradient_arena.cc); buckets are parts of that memory.
+- `pydist.ShardedOptimizer` has parameters and gradients in buckets, each from a multiple of 128
+  bytes on; a bucket is cut into equal shards that end at such multiples
+  (csrc/bucketing/shard_layout.h). In stage 2 only shards of gradients stay, and up to three buckets
+  are on their way at a time, in memory as large as the largest.
+
+What an optimizer keeps is found by a step of it on a parameter of a few elements.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pydist.activations import saved_activation_bytes
+from pydist.bucket_plan import DEFAULT_CAP_BYTES, PlannedParameter, plan_buckets
+from pydist.data_parallel import DataParallel
+from pydist.errors import InvalidUsage
+from pydist.trained_parameters import ids_of_sparse
+
+__all__ = ["MemoryPlan", "RankMemory", "plan"]
+
+_SLOT_ALIGNMENT_BYTES = 64
+_SHARD_ALIGNMENT_BYTES = 128
+# Of buckets on their way in stage 2.
+_STAGINGS = 3
+
+_SHORT = (torch.float16, torch.bfloat16)
+_MASTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on the rank that has the most. Ranks differ by padding only.
+
+    Attributes:
+        parameters: All of them, frozen ones too.
+        buffers: Of the module.
+        gradients: Those that stay until the next step.
+        state: What the optimizer keeps.
+        master: float32 copies of 16-bit parameters.
+        buckets: Memory in which gradients travel and do not stay.
+        activations: What forward saves for backward; None without a sample.
+        handover: The largest gradient, which autograd makes before it lands in its place.
+    """
+
+    parameters: int
+    buffers: int
+    gradients: int
+    state: int
+    master: int
+    buckets: int
+    activations: int | None
+    handover: int
+
+    @property
+    def total(self) -> int:
+        """What is there all the time."""
+        return (
+            self.parameters
+            + self.buffers
+            + self.gradients
+            + self.state
+            + self.master
+            + self.buckets
+        )
+
+    @property
+    def peak(self) -> int:
+        """When backward begins: everything, and the activations if they are known."""
+        return self.total + (self.activations or 0) + self.handover
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryPlan:
+    """What `plan` found. Prints as a table.
+
+    Attributes:
+        ddp: pydist.DataParallel and the optimizer's class on whole parameters.
+        stage1: pydist.ShardedOptimizer, stage 1.
+        stage2: Stage 2.
+        elements: Of all parameters.
+        trained: Of those that train.
+        ranks: As many share the optimizer's state.
+        optimizer: The class's name.
+        notes: What the figures leave out.
+    """
+
+    ddp: RankMemory
+    stage1: RankMemory
+    stage2: RankMemory
+    elements: int
+    trained: int
+    ranks: int
+    optimizer: str
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers and names only, for JSON."""
+        columns = {"ddp": self.ddp, "stage1": self.stage1, "stage2": self.stage2}
+        return {
+            "ranks": self.ranks,
+            "optimizer": self.optimizer,
+            "elements": self.elements,
+            "trained": self.trained,
+            "bytes": {
+                name: {**asdict(memory), "total": memory.total, "peak": memory.peak}
+                for name, memory in columns.items()
+            },
+            "notes": list(self.notes),
+        }
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        # Only who prints a plan needs it.
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table()
+        table.add_column("bytes per rank")
+        columns = (self.ddp, self.stage1, self.stage2)
+        for name in ("DDP", "stage 1", "stage 2"):
+            table.add_column(name, justify="right")
+        peak = "peak, without activations" if self.ddp.activations is None else "peak"
+        for label, term in (
+            ("parameters", "parameters"),
+            ("buffers", "buffers"),
+            ("gradients", "gradients"),
+            ("optimizer state", "state"),
+            ("float32 master copies", "master"),
+            ("buckets on their way", "buckets"),
+            ("all the time", "total"),
+            ("activations", "activations"),
+            ("largest gradient", "handover"),
+            (peak, "peak"),
+        ):
+            if label in ("all the time", "activations", peak):
+                table.add_section()
+            table.add_row(label, *(_text(getattr(column, term)) for column in columns))
+        if self.trained:
+            table.add_section()
+            each = [f"{column.total / self.trained:.2f} B" for column in columns]
+            table.add_row("all the time, a trained element", *each)
+        console = Console(file=io.StringIO(), width=100)
+        console.print(
+            f"{self.elements:,} parameters, {self.trained:,} of them trained, with "
+            f"{self.optimizer} on {self.ranks} rank{'s' if self.ranks != 1 else ''}",
+            highlight=False,
+        )
+        console.print(table)
+        for note in self.notes:
+            console.print(f"- {note}", highlight=False)
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
+
+
+def plan(
+    model: nn.Module,
+    ranks: int,
+    *,
+    optimizer: type[Optimizer] = torch.optim.AdamW,
+    dtype: torch.dtype | None = None,
+    master_weights: bool | Literal["auto"] = "auto",
+    share_parameters: bool = False,
+    ranks_per_host: int | None = None,
+    bucket_cap_mb: float | None = None,
+    sample: Any = None,
+    **options: Any,
+) -> MemoryPlan:
+    """Predicts the bytes that training takes on each rank, term by term. Talks to nobody.
+
+    Args:
+        model: On any device; on `torch.device("meta")` it takes no memory itself. Its values are
+            never read.
+        ranks: That share the optimizer's state.
+        optimizer: The class, element-wise.
+        dtype: That its floating-point parameters, buffers and `sample` would have; default: those
+            they have.
+        master_weights: Whether float32 copies of float16 and bfloat16 parameters are kept and
+            updated; "auto": yes. In all three columns, so that they compare.
+        share_parameters: Whether the sharded optimizer keeps one copy of the parameters a host; a
+            rank's part of it counts.
+        ranks_per_host: For `share_parameters`; default: all.
+        bucket_cap_mb: As for pydist.DataParallel. Default: 8, what it takes where the link was not
+            measured; up to 64 if it was. Only stage 2 depends on it.
+        sample: Input of one forward: a tensor, a tuple of arguments, or a dictionary of keywords.
+            Its values are not read. Without it activations are not predicted.
+        **options: Of the optimizer's class.
+
+    Returns:
+        Bytes with DataParallel and with a sharded optimizer in stages 1 and 2.
+
+    Raises:
+        InvalidUsage: An argument makes no sense, or the optimizer can't step.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(1024, 1024)
+        >>> pydist.plan(model, ranks=8, dtype=torch.bfloat16).stage1.total
+        5772808
+    """
+    if ranks < 1 or (ranks_per_host is not None and not 1 <= ranks_per_host <= ranks):
+        raise InvalidUsage(
+            f"plan: ranks={ranks}, ranks_per_host={ranks_per_host}: there is at least one rank, "
+            "and a host has from one to all of them"
+        )
+    if master_weights not in (True, False, "auto"):
+        raise InvalidUsage(f"master_weights is {master_weights!r}; it must be a bool or 'auto'")
+    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+        raise InvalidUsage(f"bucket_cap_mb is {bucket_cap_mb}; it must be greater than zero")
+    if dtype is not None and not dtype.is_floating_point:
+        raise InvalidUsage(f"dtype is {dtype}; it must be a floating-point type")
+    module = model.module if isinstance(model, DataParallel) else model
+    named = list(module.named_parameters())
+    if lazy := [name for name, parameter in named if nn.parameter.is_lazy(parameter)]:
+        raise InvalidUsage(f"parameter {lazy[0]} has no shape yet: run one forward before planning")
+    sparse = ids_of_sparse(module)
+    trained = [
+        _Trained.of(name, p, _dtype_of(p, dtype), optimizer, options, master_weights is not False)
+        for name, p in named
+        if p.requires_grad and id(p) not in sparse
+    ]
+    parameters = sum(_bytes(p, dtype) for _, p in named)
+    buffers = sum(_bytes(buffer, dtype) for buffer in module.buffers())
+    activations = None if sample is None else saved_activation_bytes(module, sample, dtype)
+    handover = max((t.count * t.dtype.itemsize for t in trained), default=0)
+    whole = RankMemory(
+        parameters=parameters,
+        buffers=buffers,
+        gradients=sum(_up(t.count * t.dtype.itemsize, _SLOT_ALIGNMENT_BYTES) for t in trained),
+        state=sum(t.state_bytes(t.count, segments=1) for t in trained),
+        master=sum(t.master_bytes(t.count) for t in trained),
+        buckets=0,
+        activations=activations,
+        handover=handover,
+    )
+    sharded = _Sharded.of(trained, ranks, bucket_cap_mb)
+    frozen = parameters - sum(t.count * t.dtype.itemsize for t in trained)
+    copies = (ranks_per_host or ranks) if share_parameters else 1
+    stage1, stage2 = (
+        RankMemory(
+            parameters=frozen + -(-sharded.whole // copies),
+            buffers=buffers,
+            gradients=gradients,
+            state=sharded.state,
+            master=sharded.master,
+            buckets=buckets,
+            activations=activations,
+            handover=handover,
+        )
+        for gradients, buckets in ((sharded.whole, 0), (sharded.shards, sharded.stagings))
+    )
+    notes = []
+    if sparse:
+        notes.append(
+            f"{len(sparse)} embeddings with sparse gradients: neither those nor their optimizer's "
+            "state are counted, and a sharded optimizer refuses them"
+        )
+    if sample is None:
+        notes.append("activations are predicted from a sample of the input only; none was given")
+    return MemoryPlan(
+        whole,
+        stage1,
+        stage2,
+        elements=sum(p.numel() for _, p in named),
+        trained=sum(p.numel() for _, p in named if p.requires_grad),
+        ranks=ranks,
+        optimizer=optimizer.__name__,
+        notes=tuple(notes),
+    )
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    return tensor.numel() * _dtype_of(tensor, dtype).itemsize
+
+
+@dataclass(frozen=True)
+class _State:
+    """What an optimizer keeps: bytes for each element, and for each tensor that it updates."""
+
+    per_element: int
+    per_tensor: int
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A trained parameter: `count` elements of the real `dtype`, `factor` for each of its own."""
+
+    name: str
+    count: int
+    dtype: torch.dtype
+    factor: int
+    has_master: bool
+    state: _State
+
+    @staticmethod
+    def of(
+        name: str,
+        parameter: Tensor,
+        dtype: torch.dtype,
+        optimizer: type[Optimizer],
+        options: Mapping[str, Any],
+        with_masters: bool,
+    ) -> _Trained:
+        has_master = with_masters and dtype in _SHORT
+        updated = torch.float32 if has_master else dtype
+        factor = 2 if dtype.is_complex else 1
+        state = _state_of(optimizer, updated, tuple(sorted(options.items())))
+        return _Trained(
+            name, parameter.numel() * factor, dtype.to_real(), factor, has_master, state
+        )
+
+    def state_bytes(self, count: int, segments: int) -> int:
+        return count // self.factor * self.state.per_element + segments * self.state.per_tensor
+
+    def master_bytes(self, count: int) -> int:
+        return count * _MASTER_BYTES if self.has_master else 0
+
+
+# Such tensors have no other reason to have as many elements.
+_PROBED = 3
+
+_states: dict[tuple[object, ...], _State] = {}
+
+
+def _state_of(
+    optimizer: type[Optimizer], dtype: torch.dtype, options: tuple[tuple[str, Any], ...]
+) -> _State:
+    key = (optimizer, dtype, repr(options))
+    if key not in _states:
+        parameter = nn.Parameter(torch.zeros(_PROBED, dtype=dtype))
+        parameter.grad = torch.ones_like(parameter)
+        try:
+            probe = optimizer([parameter], **dict(options))
+            probe.step()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidUsage(
+                f"plan: {optimizer.__name__} can't update a flat tensor of {dtype}: {error}"
+            ) from error
+        kept = [v for v in probe.state[parameter].values() if isinstance(v, Tensor)]
+        _states[key] = _State(
+            per_element=sum(v.itemsize for v in kept if v.numel() == _PROBED),
+            per_tensor=sum(v.nbytes for v in kept if v.numel() != _PROBED),
+        )
+    return _states[key]
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """Bytes of buckets that are cut into shards.
+
+    Attributes:
+        whole: Of all buckets.
+        shards: Of one rank's shards.
+        stagings: Of the buckets that are on their way in stage 2.
+        state: Of the optimizer on the rank that has the most.
+        master: Likewise.
+    """
+
+    whole: int
+    shards: int
+    stagings: int
+    state: int
+    master: int
+
+    @staticmethod
+    def of(trained: Sequence[_Trained], ranks: int, bucket_cap_mb: float | None) -> _Sharded:
+        cap_bytes = DEFAULT_CAP_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
+        blocks = {t: number for number, t in enumerate(dict.fromkeys(t.dtype for t in trained))}
+        planned = [
+            PlannedParameter(index, t.name, t.count * t.dtype.itemsize, blocks[t.dtype], True)
+            for index, t in reversed(list(enumerate(trained)))
+        ]
+        whole = shards = 0
+        stagings: dict[torch.dtype, list[int]] = {}
+        state, master = [0] * ranks, [0] * ranks
+        for bucket in plan_buckets(planned, cap_bytes):
+            members = [trained[index] for index in bucket]
+            dtype = members[0].dtype
+            shard, segments = shard_counts([t.count for t in members], dtype.itemsize, ranks)
+            whole += shard * ranks * dtype.itemsize
+            shards += shard * dtype.itemsize
+            stagings.setdefault(dtype, []).append(shard * ranks * dtype.itemsize)
+            for member, rank, count in segments:
+                state[rank] += members[member].state_bytes(count, segments=1)
+                master[rank] += members[member].master_bytes(count)
+        most = max(range(ranks), key=lambda rank: state[rank] + master[rank])
+        return _Sharded(
+            whole,
+            shards,
+            sum(min(_STAGINGS, len(sizes)) * max(sizes) for sizes in stagings.values()),
+            state[most],
+            master[most],
+        )
+
+
+def shard_counts(
+    counts: Iterable[int], element_bytes: int, ranks: int
+) -> tuple[int, list[tuple[int, int, int]]]:
+    """How a bucket is cut: see csrc/bucketing/shard_layout.h.
+
+    Args:
+        counts: Elements of each slot.
+        element_bytes: Of each element.
+        ranks: That get a shard.
+
+    Returns:
+        Elements of a shard; and slot, rank and elements of each segment.
+    """
+    alignment = _SHARD_ALIGNMENT_BYTES // element_bytes
+    begins = []
+    end = 0
+    sizes = list(counts)
+    for count in sizes:
+        begins.append(end)
+        end += _up(count, alignment)
+    shard = _up(-(-end // ranks), alignment)
+    segments = []
+    for slot, (begin, count) in enumerate(zip(begins, sizes, strict=True)):
+        place = begin
+        while place < begin + count:
+            rank = place // shard
+            stop = min(begin + count, (rank + 1) * shard)
+            segments.append((slot, rank, stop - place))
+            place = stop
+    return shard, segments
+
+
+def _text(size_bytes: int | None) -> str:
+    if size_bytes is None:
+        return "?"
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:,.2f} GiB"

@@ -1,0 +1,362 @@
+"""`pydist.plan` and `pydist plan`: predictions held against what is allocated."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from launch import Ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training import TIME_LIMIT
+
+import pydist
+from pydist import _native
+from pydist.cli import main
+from pydist.memory_plan import shard_counts
+
+pytestmark = TIME_LIMIT
+
+
+def small_model() -> nn.Module:
+    """Sizes that nothing divides."""
+    return nn.Sequential(
+        nn.Linear(130, 211), nn.BatchNorm1d(211), nn.ReLU(), nn.Linear(211, 77), nn.Linear(77, 3)
+    )
+
+
+def wide_model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(24)])
+
+
+# ---- arithmetic ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adam_takes_what_the_literature_says(dtype: torch.dtype, ranks: int) -> None:
+    """Rajbhandari et al., arXiv 1910.02054: bytes for each parameter, with Adam."""
+    plan = pydist.plan(wide_model(), ranks, dtype=dtype)
+    whole, kept = (8, 8) if dtype is torch.float32 else (4, 12)
+    half = whole // 2
+    in_flight = plan.stage2.buckets
+    for memory, expected in (
+        (plan.ddp.total, whole + kept),
+        (plan.stage1.total, whole + kept / ranks),
+        (plan.stage2.total - in_flight, half + (kept + half) / ranks),
+    ):
+        assert memory / plan.trained == pytest.approx(expected, rel=0.005)
+    assert in_flight == pytest.approx(3 * 8 * 2**20, rel=0.1)
+
+
+@given(
+    st.lists(st.integers(0, 500), min_size=1, max_size=8),
+    st.sampled_from([2, 4, 8]),
+    st.integers(1, 9),
+)
+def test_shards_are_equal_and_hold_every_element_once(
+    counts: list[int], element_bytes: int, ranks: int
+) -> None:
+    shard, segments = shard_counts(counts, element_bytes, ranks)
+    assert shard * element_bytes % 128 == 0
+    for slot, count in enumerate(counts):
+        assert sum(held for s, _, held in segments if s == slot) == count
+    for rank in range(ranks):
+        assert sum(held for _, r, held in segments if r == rank) <= shard
+    assert [(s, r) for s, r, _ in segments] == sorted({(s, r) for s, r, _ in segments})
+
+
+@pytest.mark.skipif(not hasattr(_native, "ShardLayout"), reason="built without shards")
+@given(
+    st.lists(st.integers(0, 500), min_size=1, max_size=8),
+    st.sampled_from([2, 4, 8]),
+    st.integers(1, 9),
+)
+def test_shards_are_those_of_the_engine(counts: list[int], element_bytes: int, ranks: int) -> None:
+    native: Any = _native
+    layout = native.ShardLayout(counts, element_bytes, ranks)
+    shard, segments = shard_counts(counts, element_bytes, ranks)
+    assert (shard, shard * ranks) == (layout.shard, layout.count)
+    for rank in range(ranks):
+        held = [(slot, count) for slot, _, count, _ in layout.segments(rank)]
+        assert held == [(slot, count) for slot, r, count in segments if r == rank]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.RMSprop, {"centered": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.NAdam, {}),
+    ],
+)
+def test_state_is_what_the_optimizer_keeps(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    model = small_model()
+    made = optimizer(list(model.parameters()), **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    kept = [v for s in made.state.values() for v in s.values() if isinstance(v, Tensor)]
+    plan = pydist.plan(model, 3, optimizer=optimizer, **options)
+    assert plan.ddp.state == sum(tensor.nbytes for tensor in kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_gradients_are_what_the_reducer_allocates(dtype: torch.dtype) -> None:
+    model = nn.ParameterList(nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (1, 33, 0, 1000))
+    model.append(nn.Parameter(torch.zeros(7, dtype=dtype), requires_grad=False))
+    predicted = pydist.plan(model, 1)
+    wrapped = pydist.DataParallel(model)
+    assert predicted.ddp.gradients == sum(b.size_bytes for b in wrapped.plan.buckets)
+    assert predicted.ddp == pydist.plan(wrapped, 1).ddp
+    assert (predicted.elements, predicted.trained) == (1041, 1034)
+
+
+def test_terms_of_special_models() -> None:
+    model = small_model()
+    tied = nn.Sequential(model, model)
+    assert pydist.plan(tied, 2).ddp == pydist.plan(model, 2).ddp
+    frozen = small_model().requires_grad_(False)
+    nothing = pydist.plan(frozen, 2)
+    assert nothing.stage2.total == nothing.stage1.total == nothing.ddp.total
+    assert nothing.ddp.total == nothing.ddp.parameters + nothing.ddp.buffers
+    assert nothing.ddp.buffers == 2 * 211 * 4 + 8
+    shared = pydist.plan(model, 8, share_parameters=True, ranks_per_host=4)
+    assert shared.stage1.parameters * 4 == pydist.plan(model, 8).stage1.parameters
+    assert shared.ddp == pydist.plan(model, 8).ddp
+    plain = pydist.plan(model, 8, dtype=torch.bfloat16, master_weights=False)
+    assert plain.ddp.master == plain.stage1.master == 0
+    assert plain.ddp.state < pydist.plan(model, 8, dtype=torch.bfloat16).ddp.state
+    sparse = pydist.plan(nn.Embedding(10, 4, sparse=True), 2)
+    assert sparse.ddp.state == sparse.ddp.gradients == 0
+    assert "sparse gradients" in str(sparse)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    model = small_model()
+    for match, call in (
+        ("ranks=0", lambda: pydist.plan(model, 0)),
+        ("ranks_per_host=9", lambda: pydist.plan(model, 8, ranks_per_host=9)),
+        ("master_weights is 'no'", lambda: pydist.plan(model, 8, master_weights="no")),  # type: ignore[arg-type]
+        ("bucket_cap_mb is 0", lambda: pydist.plan(model, 8, bucket_cap_mb=0)),
+        ("must be a floating-point type", lambda: pydist.plan(model, 8, dtype=torch.int8)),
+        ("AdamW can't update a flat tensor.*nonsense", lambda: pydist.plan(model, 8, nonsense=1)),
+        ("Muon can't update a flat", lambda: pydist.plan(model, 8, optimizer=torch.optim.Muon)),
+        ("has no shape yet", lambda: pydist.plan(nn.LazyLinear(3), 8)),
+        (
+            "forward of the sample.*RuntimeError",
+            lambda: pydist.plan(model, 8, sample=torch.zeros(2, 3)),
+        ),
+    ):
+        with pytest.raises(pydist.InvalidUsage, match=match):
+            call()
+
+
+# ---- activations --------------------------------------------------------------------------
+
+
+def saved_bytes(module: nn.Module, sample: Tensor) -> int:
+    """What a real forward saves, without its parameters."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in module.state_dict().values()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        keep(module(sample))
+    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.layers, x, use_reentrant=False)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (small_model, (5, 130)),
+        (Checkpointed, (5, 130)),
+        (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (3, 17, 32)),
+        (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.AvgPool2d(2)), (2, 3, 16, 16)),
+    ],
+)
+def test_activations_are_what_forward_saves(
+    make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    model, sample = make(), torch.randn(shape)
+    plan = pydist.plan(model, 1, sample=sample)
+    assert plan.ddp.activations is not None
+    assert plan.ddp.activations == pytest.approx(saved_bytes(model, sample), rel=0.02)
+    assert plan.ddp.peak == plan.ddp.total + plan.ddp.activations + plan.ddp.handover
+    with torch.device("meta"):
+        unborn = make()
+    assert pydist.plan(unborn, 1, sample=sample.to("meta")).ddp == plan.ddp
+
+
+def test_samples_take_keywords_and_the_dtype() -> None:
+    model = nn.Bilinear(6, 7, 8)
+    sample = {"input1": torch.randn(100, 6), "input2": torch.randn(100, 7)}
+    in_float = pydist.plan(model, 1, sample=sample).ddp.activations
+    in_half = pydist.plan(model, 1, sample=sample, dtype=torch.bfloat16).ddp.activations
+    assert in_float is not None
+    assert in_half is not None
+    assert in_float == 2 * in_half > 0
+
+
+# ---- the sharded optimizer itself ---------------------------------------------------------
+
+
+def allocated(stage: int, dtype: torch.dtype) -> dict[str, int]:
+    """On each rank: bytes of each term, after some steps."""
+    torch.manual_seed(0)
+    model = pydist.DataParallel(small_model().to(dtype), bucket_cap_mb=0.02)
+    sharded: Any = pydist.ShardedOptimizer(  # type: ignore[attr-defined]
+        model, torch.optim.AdamW, stage=stage
+    )
+    for _ in range(2):
+        model(torch.randn(8, 130, dtype=dtype)).float().sum().backward()
+        sharded.step()
+        sharded.zero_grad()
+    sharded.finish()
+    buckets = sharded._buckets
+    states = [s for b in buckets if b.optimizer for s in b.optimizer.state.values()]
+    segments = [segment for bucket in buckets for segment in bucket.segments]
+    whole = sum(bucket.memory.nbytes for bucket in buckets)
+    return {
+        "parameters": whole,
+        "gradients": whole if stage == 1 else sum(bucket.shard.nbytes for bucket in buckets),
+        "state": sum(v.nbytes for s in states for v in s.values() if isinstance(v, Tensor)),
+        "master": sum(s.updated.nbytes for s in segments if s.has_master),
+    }
+
+
+@pytest.mark.skipif(not hasattr(pydist, "ShardedOptimizer"), reason="no sharded optimizer here")
+def test_stages_take_what_was_predicted() -> None:
+    with Ranks(3) as ranks:
+        for stage in (1, 2):
+            for dtype in (torch.float32, torch.bfloat16):
+                found = ranks.run(allocated, stage, dtype)
+                plan = pydist.plan(small_model(), 3, dtype=dtype, bucket_cap_mb=0.02)
+                predicted = plan.stage1 if stage == 1 else plan.stage2
+                for term in ("parameters", "gradients", "state", "master"):
+                    most = max(bytes_of[term] for bytes_of in found)
+                    assert getattr(predicted, term) == pytest.approx(most, rel=0.02), term
+
+
+# ---- the command --------------------------------------------------------------------------
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+    def forward(self, x, scale=1.0):
+        return self.layer(x) * scale
+
+def wide():
+    return Model(256)
+
+def sample():
+    return {"x": torch.zeros(4, 64), "scale": 2.0}
+
+def looks_at_values():
+    model = Model()
+    assert float(model.layer.weight.abs().sum()) > 0
+    return model
+
+ready = Model()
+number = 7
+
+def broken():
+    raise KeyError("oh")
+
+if __name__ == "__main__":
+    raise SystemExit("trained")
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    path = tmp_path / "some_model.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_command(capsys: pytest.CaptureFixture[str], source: str) -> None:
+    default = planned(capsys, source, "--ranks", "8", "--dtype", "bf16", "--optimizer", "adamw")
+    assert default["trained"] == 64 * 65
+    assert default["bytes"]["ddp"]["total"] == 64 * 65 * 16 + 2 * 4
+    for name in ("ready", "looks_at_values", "Model"):
+        same = planned(capsys, f"{source}:{name}", "--ranks", "8", "--dtype", "bf16")
+        assert same == default
+    wide = planned(capsys, f"{source}:wide", "--ranks", "2", "--input", "9x256")
+    assert wide["bytes"]["ddp"]["activations"] == 2 * 9 * 256 * 4
+    assert planned(capsys, source, "--ranks", "2", "--sample", "sample")["notes"] == []
+    sgd = planned(capsys, source, "--ranks", "2", "--optimizer", "SGD", "--set", "momentum=0.9")
+    assert sgd["bytes"]["ddp"]["state"] == 64 * 65 * 4
+    named = planned(capsys, "torch.nn:ReLU", "--ranks", "1", "--optimizer", "torch.optim:Adam")
+    assert named["elements"] == 0
+
+
+def test_command_prints_a_table(capsys: pytest.CaptureFixture[str], source: str) -> None:
+    assert main(["plan", source, "--ranks", "8"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("4,160 parameters", "on 8 ranks", "stage 2", "optimizer state", "16.00 B"):
+        assert text in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py", "--ranks", "2"], "no such file: nowhere.py"),
+        (["nowhere", "--ranks", "2"], "no such module: 'nowhere'; a file ends with .py"),
+        (["SOURCE"], "--ranks"),
+        (["SOURCE:nope", "--ranks", "2"], "has no nope; it defines: Model, broken"),
+        (["SOURCE:number", "--ranks", "2"], "number in some_model.py is a int; it must be"),
+        (["SOURCE:sample", "--ranks", "2"], "sample() in some_model.py returned a dict"),
+        (["SOURCE:broken", "--ranks", "2"], "broken() in some_model.py raised KeyError: 'oh'"),
+        (["SOURCE", "--ranks", "2", "--dtype", "bf61"], "no type 'bf61'"),
+        (["SOURCE", "--ranks", "2", "--optimizer", "adamm"], "no optimizer 'adamm'"),
+        (["SOURCE", "--ranks", "2", "--optimizer", "torch:nn"], "no such class of optimizers"),
+        (["SOURCE", "--ranks", "2", "--set", "momentum"], "write OPTION=VALUE"),
+        (["SOURCE", "--ranks", "2", "--set", "lr=much"], "'much' is not a number"),
+        (["SOURCE", "--ranks", "2", "--input", "4,64"], "write the shape as"),
+        (["SOURCE", "--ranks", "0"], "there is at least one rank"),
+        (["json", "--ranks", "2"], "json defines none of build_model, model, Model"),
+    ],
+)
+def test_command_says_what_is_wrong(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    assert main(["plan", *(text.replace("SOURCE", source) for text in arguments)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("pydist plan: ")
+    assert message in printed
