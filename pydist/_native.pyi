@@ -8,9 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'unknown_variables']
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'environment_variables', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'create_nccl', 'environment_variables', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -75,7 +73,7 @@ class Work:
         """
     def wait(self, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> None:
         """
-        Returns once the operation has finished; raises its error. Raises pydist.Timeout when `timeout` seconds pass first: the operation goes on, and may be waited for again.
+        Returns once the operation has finished; raises its error. Raises pydist.Timeout when `timeout` seconds pass first: the operation goes on, and may be waited for again. Without a timeout, and where the results are on a GPU and the backend is NCCL, the current stream waits instead.
         """
     @property
     def source_rank(self) -> int:
@@ -462,6 +460,10 @@ def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.Su
 def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> Communicator:
     """
     Joins a group on the native backend; all its ranks call. `store` is a torch store; `timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by default.
+    """
+def create_nccl(host: Communicator, device: typing.SupportsInt | typing.SupportsIndex, library: str) -> Communicator:
+    """
+    Joins the ranks of `host`, a communicator on native or gloo that then belongs to the new one, on NCCL; all of them call. `device` is the index of this rank's GPU; `library` the path of libnccl.so.2, for where the process has not loaded one.
     """
 def environment_variables() -> list[tuple[str, str, str, str, str | None]]:
     """

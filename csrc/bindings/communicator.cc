@@ -445,10 +445,11 @@ void bind_communicator(py::module_& module) {
              "Joins a group on the native backend; all its ranks call. `store` is a torch store; "
              "`timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by "
              "default.");
-  module.def("create_nccl", &create_nccl, py::arg("host"), py::arg("device"), py::arg("library"),
-             "Joins the ranks of `host`, a communicator on native or gloo that then belongs to the new "
-             "one, on NCCL; all of them call. `device` is the index of this rank's GPU; `library` the "
-             "path of libnccl.so.2, for where the process has not loaded one.");
+  module.def(
+      "create_nccl", &create_nccl, py::arg("host"), py::arg("device"), py::arg("library"),
+      "Joins the ranks of `host`, a communicator on native or gloo that then belongs to the new "
+      "one, on NCCL; all of them call. `device` is the index of this rank's GPU; `library` the "
+      "path of libnccl.so.2, for where the process has not loaded one.");
   // Peers of a script that just ends are to learn of a departure, not of a death.
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     const ReleasedGil released;

@@ -45,8 +45,10 @@ void bind_work(py::module_& module) {
   py::class_<PythonWork>(module, "Work", "An operation under way.")
       .def("wait", &wait, py::arg("timeout") = py::none(),
            "Returns once the operation has finished; raises its error. Raises pydist.Timeout when "
-           "`timeout` seconds pass first: the operation goes on, and may be waited for again. Without "
-           "a timeout, and where the results are on a GPU and the backend is NCCL, the current stream "
+           "`timeout` seconds pass first: the operation goes on, and may be waited for again. "
+           "Without "
+           "a timeout, and where the results are on a GPU and the backend is NCCL, the current "
+           "stream "
            "waits instead.")
       .def(
           "is_completed",

@@ -507,8 +507,8 @@ class StagedCommunicator final : public Communicator {
     return staged->work;
   }
 
-  // What a collective of one rank comes to, on the caller's stream: its input, multiplied or rounded
-  // where the operation says so.
+  // What a collective of one rank comes to, on the caller's stream: its input, multiplied or
+  // rounded where the operation says so.
   static void combine_alone(const Operation& operation, Device device) {
     const c10::Stream stream = current_stream(device);
     for (std::size_t i = 0; i < operation.inputs.size() && i < operation.outputs.size(); ++i) {

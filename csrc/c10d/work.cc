@@ -39,7 +39,8 @@ class Epilogue {
 
 class EpilogueWork : public Work {
  public:
-  // `on_stream` is what the epilogue is where a stream of the calling thread waits for the operation.
+  // `on_stream` is what the epilogue is where a stream of the calling thread waits for the
+  // operation.
   EpilogueWork(WorkPtr inner, std::shared_ptr<Epilogue> epilogue, std::function<void()> on_stream)
       : inner_(std::move(inner)),
         epilogue_(std::move(epilogue)),

@@ -20,8 +20,8 @@ namespace pydist {
 // A work that finishes when `inner` has and `epilogue` has run after it. The epilogue runs only
 // where `inner` succeeded; what it throws is the work's error.
 //
-// `on_stream` does the same in the order of the calling thread's stream; where it is given, streams can
-// wait for the work if they can for `inner`.
+// `on_stream` does the same in the order of the calling thread's stream; where it is given, streams
+// can wait for the work if they can for `inner`.
 [[nodiscard]] WorkPtr with_epilogue(WorkPtr inner, std::function<void()> epilogue,
                                     std::function<void()> on_stream = nullptr);
 
@@ -29,8 +29,8 @@ namespace pydist {
 // it keeps their memory until then.
 [[nodiscard]] WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors);
 
-// Waits for the results of an operation. Where they are on a device and the backend can, the streams
-// that are current there wait, and the caller doesn't.
+// Waits for the results of an operation. Where they are on a device and the backend can, the
+// streams that are current there wait, and the caller doesn't.
 void wait_for_results(Work& work, const std::vector<at::Tensor>& results);
 
 // Whether the operation has finished by now, also where only somebody who looks would notice.

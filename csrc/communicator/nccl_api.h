@@ -18,7 +18,7 @@
 
 namespace pydist::nccl {
 
-using CommHandle = void*;   // ncclComm_t
+using CommHandle = void*;    // ncclComm_t
 using StreamHandle = void*;  // cudaStream_t
 
 // ncclResult_t
@@ -97,8 +97,8 @@ struct Functions {
 
 class Api {
  public:
-  // The libnccl.so.2 that this process has loaded, otherwise the one at `path`. Throws TransportError
-  // that says what stands in the way.
+  // The libnccl.so.2 that this process has loaded, otherwise the one at `path`. Throws
+  // TransportError that says what stands in the way.
   [[nodiscard]] static std::shared_ptr<const Api> open(const std::string& path);
 
   // Over functions that somebody else has found; `origin` is for people. Throws TransportError

@@ -185,8 +185,8 @@ class Enqueuing {
         for (int rank = 0; rank < group_.size(); ++rank) {
           const Block block = call_.inputs[rank];
           group_.check(nccl_.ncclReduce(block.data, rank == group_.rank() ? out.data : nullptr,
-                                        block.count * reduction.width, reduction.type,
-                                        reduction.op, rank, group_.comm(), group_.stream()),
+                                        block.count * reduction.width, reduction.type, reduction.op,
+                                        rank, group_.comm(), group_.stream()),
                        "ncclReduce");
         }
       });
@@ -217,8 +217,8 @@ class Enqueuing {
     const bool scatters = call_.kind == OpKind::kReduceScatter;
     const int blocks = scatters ? group_.size() : 1;
     const auto block_of = [&](int i) { return call_.inputs[i]; };
-    const std::size_t most = NcclGroup::kScratchBytes / element_size(type) /
-                             static_cast<std::size_t>(blocks) / 64 * 64;
+    const std::size_t most =
+        NcclGroup::kScratchBytes / element_size(type) / static_cast<std::size_t>(blocks) / 64 * 64;
     std::byte* const scratch = group_.scratch();
     for (std::size_t begin = 0; begin < call_.count; begin += most) {
       const std::size_t count = std::min(most, call_.count - begin);
@@ -246,8 +246,7 @@ class Enqueuing {
                std::size_t count, double scale) {
     // Complex numbers are pairs of reals to a real factor.
     if (is_complex(from_dtype)) {
-      from_dtype = to_dtype =
-          from_dtype == DType::kComplex64 ? DType::kFloat32 : DType::kFloat64;
+      from_dtype = to_dtype = from_dtype == DType::kComplex64 ? DType::kFloat32 : DType::kFloat64;
       count *= 2;
     }
     const PydistCudaSegment segment{from, to, count, from_dtype, to_dtype};
@@ -281,9 +280,8 @@ class Enqueuing {
       return;
     }
     if (call_.outputs.is_contiguous()) {
-      group_.check(nccl_.ncclAllGather(in.data, call_.outputs.buffers()[0].data,
-                                       in.count * bytes_, DataType::kUint8, group_.comm(),
-                                       group_.stream()),
+      group_.check(nccl_.ncclAllGather(in.data, call_.outputs.buffers()[0].data, in.count * bytes_,
+                                       DataType::kUint8, group_.comm(), group_.stream()),
                    "ncclAllGather");
       return;
     }
@@ -404,8 +402,8 @@ std::string why_not_on_nccl(const NcclSettings& settings, OpKind kind, ReduceOp 
   const bool is_plain = reduction_of(op, dtype) && !settings.pins_ring && !has_wire_dtype &&
                         op != ReduceOp::kPremulSum;
   if (!has_kernels && !is_plain) {
-    return join("op '", to_string(op), "' of ", to_string(dtype), has_wire_dtype ? " in a wire type" : "",
-                settings.pins_ring ? " on the ring" : "",
+    return join("op '", to_string(op), "' of ", to_string(dtype),
+                has_wire_dtype ? " in a wire type" : "", settings.pins_ring ? " on the ring" : "",
                 " needs pydist's CUDA kernels: ",
                 settings.kernels == nullptr ? "they were not loaded" : settings.kernels->reason());
   }

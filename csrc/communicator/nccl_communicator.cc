@@ -54,7 +54,8 @@ class NcclMemory final : public Memory {
     try {
       const cuda::DeviceGuard guard(group_->device());
       const cuda::RelaxedCapture relaxed;
-      // Nobody tells which streams have used it, and not every way of giving it back waits for them.
+      // Nobody tells which streams have used it, and not every way of giving it back waits for
+      // them.
       group_->drain(Deadline::in(kLastUsePatience));
       cuda::Driver::get().synchronize();
       if (registration_ != nullptr) {
@@ -87,8 +88,7 @@ class NcclCommunicator final : public Communicator {
       : options_(std::move(options)),
         host_(options_.host),
         group_(std::move(group)),
-        settings_{options_.kernels,
-                  options_.environment.algorithm == AlgorithmChoice::kRing} {}
+        settings_{options_.kernels, options_.environment.algorithm == AlgorithmChoice::kRing} {}
 
   ~NcclCommunicator() override { shutdown(); }
 
@@ -109,13 +109,16 @@ class NcclCommunicator final : public Communicator {
     can.equal_for_all_chunkings = false;
     can.numerics = join(
         settings_.pins_ring
-            ? "On the GPU: elements are combined in ring order by pydist's kernels, 16-bit types in "
+            ? "On the GPU: elements are combined in ring order by pydist's kernels, 16-bit types "
+              "in "
               "float32 with one rounding"
-            : "On the GPU: elements are combined by NCCL in an order of its own; sums of float16 and "
+            : "On the GPU: elements are combined by NCCL in an order of its own; sums of float16 "
+              "and "
               "bfloat16 are rounded at every step, but for means and premul_sums of float16 and "
               "premul_sums of bfloat16, which are summed in float32 and rounded once",
-        has_kernels() ? "; a mean divides the sum once, in float32 or wider; min and max propagate NaN. "
-                      : "; a mean is NCCL's average. ",
+        has_kernels()
+            ? "; a mean divides the sum once, in float32 or wider; min and max propagate NaN. "
+            : "; a mean is NCCL's average. ",
         host);
     return can;
   }
@@ -311,8 +314,7 @@ class NcclCommunicator final : public Communicator {
       Operation exchange;
       exchange.kind = OpKind::kAllGather;
       exchange.inputs = {Buffer{const_cast<void*>(mine), bytes, DType::kUInt8, {}}};
-      exchange.outputs = {
-          Buffer{all, bytes * static_cast<std::size_t>(size()), DType::kUInt8, {}}};
+      exchange.outputs = {Buffer{all, bytes * static_cast<std::size_t>(size()), DType::kUInt8, {}}};
       exchange.label = "what each rank called";
       group_->control().run(std::move(exchange));
     };
@@ -354,12 +356,11 @@ CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   group.control = options.host->split(everybody);
   group.companion = options.host;
   group.device = options.device;
-  group.journal =
-      std::shared_ptr<Journal>(options.endpoint, &options.endpoint->page().journal);
+  group.journal = std::shared_ptr<Journal>(options.endpoint, &options.endpoint->page().journal);
   group.watchdog = NcclWatchdog::of_process();
   group.end_patience = options.end_patience;
-  auto communicator = std::make_shared<NcclCommunicator>(
-      options, NcclGroup::join(std::move(group), deadline));
+  auto communicator =
+      std::make_shared<NcclCommunicator>(options, NcclGroup::join(std::move(group), deadline));
   note_open(communicator);
   return communicator;
 }

@@ -1,8 +1,9 @@
-// The NCCL backend: collectives of GPU tensors on NCCL, everything else on a host backend beside it.
+// The NCCL backend: collectives of GPU tensors on NCCL, everything else on a host backend beside
+// it.
 //
-// The host backend (native in one host, otherwise gloo) carries CPU tensors, so one group serves both
-// devices; messages (send, recv) of GPU tensors, whose matching by peer and tag NCCL does not have;
-// and the news of failures, see communicator/nccl_group.h.
+// The host backend (native in one host, otherwise gloo) carries CPU tensors, so one group serves
+// both devices; messages (send, recv) of GPU tensors, whose matching by peer and tag NCCL does not
+// have; and the news of failures, see communicator/nccl_group.h.
 
 #pragma once
 
@@ -33,8 +34,9 @@ struct NcclOptions {
   std::chrono::milliseconds end_patience{10'000};
 };
 
-// Collective over the ranks of `host`, which then belongs to the new group. Succeeds on every rank, or
-// throws the same error on every rank: TransportError where NCCL cannot serve them, Timeout, PeerLost.
+// Collective over the ranks of `host`, which then belongs to the new group. Succeeds on every rank,
+// or throws the same error on every rank: TransportError where NCCL cannot serve them, Timeout,
+// PeerLost.
 [[nodiscard]] CommunicatorPtr create_nccl_communicator(NcclOptions options);
 
 }  // namespace pydist

@@ -26,8 +26,8 @@ std::mutex& launch_mutex() {
   return *mutex;
 }
 
-// How long an abort waits for a thread that is inside of NCCL. It sees the failure soon, unless NCCL
-// itself does not return.
+// How long an abort waits for a thread that is inside of NCCL. It sees the failure soon, unless
+// NCCL itself does not return.
 constexpr milliseconds kLaunchPatience{1'000};
 
 // How long an operation may go on after a rank has died or left: what that rank did its part of
@@ -145,9 +145,9 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
     if (error == nullptr) {
       const std::string vain = group->control_->why_vain();
       const std::string what = describe(std::current_exception()).message;
-      error = make_error(vain.empty() ? ErrorKind::kTransport : ErrorKind::kPeerLost,
-                         pydist::join("NCCL cannot serve these ranks. Rank ", group->rank(), ": ",
-                                      what));
+      error = make_error(
+          vain.empty() ? ErrorKind::kTransport : ErrorKind::kPeerLost,
+          pydist::join("NCCL cannot serve these ranks. Rank ", group->rank(), ": ", what));
     }
     group->fail(error);
     std::rethrow_exception(error);
@@ -166,8 +166,8 @@ void NcclGroup::agree(const std::string& complaint) {
   control_->run(bytes_of_all(mine, all));
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank][0] != '\0') {
-      throw TransportError(pydist::join("NCCL cannot serve these ranks. Rank ", rank, ": ",
-                                        all[rank].data()));
+      throw TransportError(
+          pydist::join("NCCL cannot serve these ranks. Rank ", rank, ": ", all[rank].data()));
     }
   }
 }
@@ -190,8 +190,8 @@ void NcclGroup::connect(Deadline deadline) {
   operation.kind = OpKind::kBroadcast;
   operation.peer = 0;
   operation.label = "NCCL's id";
-  (rank() == 0 ? operation.inputs : operation.outputs) = {
-      Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
+  (rank() == 0 ? operation.inputs
+               : operation.outputs) = {Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
   control_->run(std::move(operation));
   if (invitation.complaint[0] != '\0') {
     throw TransportError(pydist::join("NCCL made no id: ", invitation.complaint.data()));
@@ -199,8 +199,8 @@ void NcclGroup::connect(Deadline deadline) {
   const cuda::DeviceGuard guard(device_);
   stream_.emplace();
   nccl::Config config;
-  const Result result = api_->functions().ncclCommInitRankConfig(&comm_, size(), invitation.id,
-                                                                 rank(), &config);
+  const Result result =
+      api_->functions().ncclCommInitRankConfig(&comm_, size(), invitation.id, rank(), &config);
   if (result != Result::kSuccess && result != Result::kInProgress) {
     comm_ = nullptr;
     std::rethrow_exception(api_->error_of(result, "joining the group", nullptr));
@@ -286,9 +286,9 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     entry.sequence = ++sequence_;
   }
   if (journal_ != nullptr) {
-    entry.ticket = journal_->begin(fingerprint_, entry.sequence,
-                                   static_cast<std::uint8_t>(entry.kind), launch.bytes,
-                                   entry.label);
+    entry.ticket =
+        journal_->begin(fingerprint_, entry.sequence, static_cast<std::uint8_t>(entry.kind),
+                        launch.bytes, entry.label);
   }
   const auto close_journal = [&](JournalState state) {
     if (journal_ != nullptr) {
@@ -374,20 +374,20 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
   }
   ending_ = Deadline::in(end_patience_);
   try {
-    end_thread_ = start_engine_thread("pydist-nccl-end", [self = shared_from_this(),
-                                                          end = std::move(end)] {
-      try {
-        end();
-      } catch (const std::exception& error) {
-        log_line(LogLevel::kError, error.what());
-      }
-      {
-        const std::lock_guard lock(self->mutex_);
-        self->has_ended_ = true;
-        self->ended_.notify_all();
-      }
-      self->finish_all();
-    });
+    end_thread_ =
+        start_engine_thread("pydist-nccl-end", [self = shared_from_this(), end = std::move(end)] {
+          try {
+            end();
+          } catch (const std::exception& error) {
+            log_line(LogLevel::kError, error.what());
+          }
+          {
+            const std::lock_guard lock(self->mutex_);
+            self->has_ended_ = true;
+            self->ended_.notify_all();
+          }
+          self->finish_all();
+        });
   } catch (const std::exception& error) {  // no thread to be had
     log_line(LogLevel::kError, error.what());
     ending_ = Deadline::in(milliseconds::zero());
@@ -406,8 +406,7 @@ void NcclGroup::settle_done() {
   std::vector<UnderWay> done;
   {
     const std::lock_guard lock(mutex_);
-    while (!failure_ && !under_way_.empty() &&
-           under_way_.front().work->event().is_done()) {
+    while (!failure_ && !under_way_.empty() && under_way_.front().work->event().is_done()) {
       done.push_back(std::move(under_way_.front()));
       under_way_.pop_front();
     }
@@ -442,9 +441,9 @@ std::exception_ptr NcclGroup::failure_of_others() const {
 }
 
 std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
-  std::string text = pydist::join(title_of(late.kind, late.sequence, late.label), " on rank ",
-                                  rank(), " of ", size(), " of group '", control_->name(),
-                                  "' did not finish on the GPU in time.");
+  std::string text =
+      pydist::join(title_of(late.kind, late.sequence, late.label), " on rank ", rank(), " of ",
+                   size(), " of group '", control_->name(), "' did not finish on the GPU in time.");
   for (const std::string& line : control_->whereabouts()) {
     text += " " + line + ".";
   }

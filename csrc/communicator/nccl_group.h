@@ -6,17 +6,17 @@
 //   1. makes the group's stream wait for what the caller's stream holds so far,
 //   2. puts the collective on the group's stream,
 //   3. records an event behind it.
-// The caller's stream waits for that event when somebody asks for the result (Work::wait_on_stream),
-// and the host never does. Buffers are kept alive by whoever submitted until the work has finished:
-// nothing here tells an allocator about streams.
+// The caller's stream waits for that event when somebody asks for the result
+// (Work::wait_on_stream), and the host never does. Buffers are kept alive by whoever submitted
+// until the work has finished: nothing here tells an allocator about streams.
 //
 // Note [How a group fails]
 // NCCL's kernels wait for their peers without limit, so a group is watched from outside
-// (nccl_watchdog.h): NCCL's own asynchronous errors, deadlines, and the health of `control`, a group
-// of the same ranks on a host backend, which knows of deaths and carries the news. The first error
-// stays. It is told to `control`, so that the peers stop too; then NCCL is aborted, on a thread of
-// its own because that may hang (NVIDIA/nccl#1013), and once that is over, or has taken too long,
-// what was under way finishes with the error. The process lives on.
+// (nccl_watchdog.h): NCCL's own asynchronous errors, deadlines, and the health of `control`, a
+// group of the same ranks on a host backend, which knows of deaths and carries the news. The first
+// error stays. It is told to `control`, so that the peers stop too; then NCCL is aborted, on a
+// thread of its own because that may hang (NVIDIA/nccl#1013), and once that is over, or has taken
+// too long, what was under way finishes with the error. The process lives on.
 //
 // Thread safe. Launches of all groups of a process are ordered by one lock, since NCCL's kernels
 // must start in one order on all ranks.
@@ -84,9 +84,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     nccl::StreamHandle stream;  // the caller's
     Deadline deadline;
   };
-  // Puts on the stream what `enqueue` puts there, see Note [Streams]. An error of it fails the group,
-  // since the other ranks may have launched. What throws InvalidUsage before anything is enqueued
-  // belongs before the call.
+  // Puts on the stream what `enqueue` puts there, see Note [Streams]. An error of it fails the
+  // group, since the other ranks may have launched. What throws InvalidUsage before anything is
+  // enqueued belongs before the call.
   [[nodiscard]] WorkPtr launch(Launch launch, const std::function<void()>& enqueue);
 
   // -- for what enqueues, on the thread that launches
@@ -96,7 +96,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void check(nccl::Result result, const char* what);
   // Calls of `body` become one launch.
   void grouped(const std::function<void()>& body);
-  // Device memory for the time of one launch, reused by the next. What takes more is done in pieces.
+  // Device memory for the time of one launch, reused by the next. What takes more is done in
+  // pieces.
   [[nodiscard]] std::byte* scratch();
   static constexpr std::size_t kScratchBytes = std::size_t{16} << 20;
 
@@ -152,15 +153,15 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   Deadline launching_until_ = Deadline::never();  // by the launching thread
 
   mutable std::mutex mutex_;
-  std::deque<UnderWay> under_way_;    // guarded by mutex_; in order
-  std::uint64_t sequence_ = 0;        // guarded by mutex_
+  std::deque<UnderWay> under_way_;  // guarded by mutex_; in order
+  std::uint64_t sequence_ = 0;      // guarded by mutex_
   // Guarded by mutex_. Everybody gets an exception of its own: one is not to be shared by threads.
   std::optional<ErrorDescription> failure_;
-  std::optional<Deadline> ending_;    // guarded by mutex_; when the end under way is given up
+  std::optional<Deadline> ending_;      // guarded by mutex_; when the end under way is given up
   std::optional<Deadline> vain_until_;  // guarded by mutex_; once a rank has died or left
-  bool has_ended_ = false;            // guarded by mutex_; NCCL's communicator
+  bool has_ended_ = false;              // guarded by mutex_; NCCL's communicator
   std::condition_variable ended_;
-  std::thread end_thread_;            // guarded by mutex_
+  std::thread end_thread_;              // guarded by mutex_
   std::atomic<bool> is_joined_{false};  // before that, the companion goes on without NCCL
   std::atomic<bool> has_failed_{false};
   std::atomic<bool> is_ended_{false};

@@ -20,7 +20,7 @@ class RingOnNccl {
         call_(call),
         schedule_(group.rank(), group.size()),
         has_wire_(call.wire_dtype != call.dtype),
-        partial_(has_wire_                ? call.wire_dtype
+        partial_(has_wire_               ? call.wire_dtype
                  : is_16_bit(call.dtype) ? DType::kFloat32
                                          : call.dtype) {}
 
@@ -108,8 +108,9 @@ class RingOnNccl {
 
   [[nodiscard]] Scratch cut(bool gathers) const {
     const auto ranks = static_cast<std::size_t>(group_.size());
-    const std::size_t gathered =
-        !gathers ? 0 : has_wire_ ? std::max(ranks * 2, size_of(call_.dtype)) : size_of(call_.dtype);
+    const std::size_t gathered = !gathers    ? 0
+                                 : has_wire_ ? std::max(ranks * 2, size_of(call_.dtype))
+                                             : size_of(call_.dtype);
     constexpr std::size_t kLine = 64;
     const std::size_t capacity =
         NcclGroup::kScratchBytes / (2 * size_of(partial_) + gathered) / kLine * kLine;
@@ -124,8 +125,8 @@ class RingOnNccl {
     // Slices of equal capacity; they are cut on cache lines, as the capacity is.
     const std::size_t most = scratch.capacity * static_cast<std::size_t>(group_.size());
     for (std::size_t begin = 0; begin < call_.count; begin += most) {
-      piece(begin, Slices(std::min(most, call_.count - begin), group_.size(),
-                          size_of(call_.dtype)));
+      piece(begin,
+            Slices(std::min(most, call_.count - begin), group_.size(), size_of(call_.dtype)));
     }
   }
 

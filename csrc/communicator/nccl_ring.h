@@ -1,11 +1,11 @@
 // Ring all-reduce, reduce-scatter and all-gather over NCCL's point-to-point messages, with our own
 // kernels between the steps.
 //
-// Steps, traffic and order of the sums are those of collectives/ring_schedule.h. float16 and bfloat16
-// travel as float32 while they are summed, and are rounded once; so an all-reduce of them sends
-// 3(p-1)/p of the buffer where one of float32 sends 2(p-1)/p. With a wire type partial sums are
-// rounded to it at every hop, and results travel in it. Buffers are done in pieces that fit into the
-// group's scratch memory.
+// Steps, traffic and order of the sums are those of collectives/ring_schedule.h. float16 and
+// bfloat16 travel as float32 while they are summed, and are rounded once; so an all-reduce of them
+// sends 3(p-1)/p of the buffer where one of float32 sends 2(p-1)/p. With a wire type partial sums
+// are rounded to it at every hop, and results travel in it. Buffers are done in pieces that fit
+// into the group's scratch memory.
 
 #pragma once
 

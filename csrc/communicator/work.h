@@ -39,9 +39,9 @@ class Work {
   // error; throws interruptions only.
   void wait_quietly(Deadline deadline);
 
-  // Makes a device's stream (CUDA) wait for the operation, and returns without waiting itself. False
-  // where only the caller can wait: then nothing has happened. Throws the operation's error if it has
-  // failed by now; one that comes later fails the group.
+  // Makes a device's stream (CUDA) wait for the operation, and returns without waiting itself.
+  // False where only the caller can wait: then nothing has happened. Throws the operation's error
+  // if it has failed by now; one that comes later fails the group.
   [[nodiscard]] virtual bool wait_on_stream(void* /*stream*/) { return false; }
 
   [[nodiscard]] bool is_completed() const noexcept {

@@ -243,8 +243,8 @@ void GradientArena::cut(const std::vector<GradientBucket*>& buckets, at::ScalarT
   } else {
     memory = at::zeros({shards}, dtype);
     for (std::size_t i = 0; i < std::min(kStagings, buckets.size()); ++i) {
-      stagings.push_back(std::make_shared<Staging>(
-          allocate_zeros(*communicator_, largest, dtype, Device{})));
+      stagings.push_back(
+          std::make_shared<Staging>(allocate_zeros(*communicator_, largest, dtype, Device{})));
     }
     for (const std::shared_ptr<Staging>& staging : stagings) {
       stagings_.emplace(owner, staging);

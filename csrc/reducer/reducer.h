@@ -29,11 +29,11 @@
 // ends on all of them with an error after step 3.
 //
 // Note [Capture]
-// A backward may be captured into a CUDA graph. Then its buckets are captured too, while the words of
-// the round go between the hosts as ever; a replay repeats the buckets alone. So what words decide must
-// come out as the graph will repeat it: every parameter used on every rank, no weights, no buffers to
-// exchange, nothing late or sparse. Anything else raises, on all ranks. The graph holds the addresses
-// of gradients, so the plan stays as it is from then on.
+// A backward may be captured into a CUDA graph. Then its buckets are captured too, while the words
+// of the round go between the hosts as ever; a replay repeats the buckets alone. So what words
+// decide must come out as the graph will repeat it: every parameter used on every rank, no weights,
+// no buffers to exchange, nothing late or sparse. Anything else raises, on all ranks. The graph
+// holds the addresses of gradients, so the plan stays as it is from then on.
 //
 // Note [Set aside]
 // The mean of gradients that all ranks share is what it was, so averaging what was averaged already

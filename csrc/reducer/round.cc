@@ -520,7 +520,8 @@ std::string Reducer::why_not_captured() const {
     }
   }
   if (buffers_ && buffers_->memory.numel() != 0) {
-    return because("buffers of the module would be exchanged; wrap it with broadcast_buffers=False");
+    return because(
+        "buffers of the module would be exchanged; wrap it with broadcast_buffers=False");
   }
   if (hook_) {
     return because("a communication hook averages the gradients");

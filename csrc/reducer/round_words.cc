@@ -94,8 +94,8 @@ void Closings::write(const Closing& own) {
 
 Closing Closings::of(int rank) const {
   const double* const theirs = words() + kClosingWords * static_cast<std::size_t>(rank);
-  return {static_cast<Closing::Status>(static_cast<int>(theirs[0])), theirs[1] != 0,
-          theirs[2] != 0, theirs[3] != 0};
+  return {static_cast<Closing::Status>(static_cast<int>(theirs[0])), theirs[1] != 0, theirs[2] != 0,
+          theirs[3] != 0};
 }
 
 bool Closings::any(bool Closing::* wish) const {

@@ -62,7 +62,8 @@ TEST(NcclApi, UsesWhatCameLaterOnlyWhereItIs) {
     *version = 21805;
     return Result::kSuccess;
   };
-  EXPECT_FALSE(Api(functions, "").has_registration()) << "a symbol of a version that has not got it";
+  EXPECT_FALSE(Api(functions, "").has_registration())
+      << "a symbol of a version that has not got it";
 }
 
 TEST(NcclApi, SaysWhatNcclSays) {
@@ -70,7 +71,8 @@ TEST(NcclApi, SaysWhatNcclSays) {
   const auto [kind, message] =
       describe(api->error_of(Result::kRemoteError, "all_reduce #3", nullptr));
   EXPECT_EQ(kind, ErrorKind::kPeerLost);
-  EXPECT_TRUE(contains(message, "all_reduce #3: NCCL 2.30.7 says: remote process exited")) << message;
+  EXPECT_TRUE(contains(message, "all_reduce #3: NCCL 2.30.7 says: remote process exited"))
+      << message;
   EXPECT_TRUE(contains(message, "said by the fake")) << message;
   EXPECT_EQ(describe(api->error_of(Result::kInvalidUsage, "", nullptr)).kind,
             ErrorKind::kInvalidUsage);

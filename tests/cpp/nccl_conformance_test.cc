@@ -1,9 +1,9 @@
 // Every collective of the NCCL backend, on an NCCL and a CUDA driver without a GPU (tests/fakes),
 // against the promise of the native engine.
 //
-// With two ranks the order of a sum changes nothing, so every operation has the native engine's bits.
-// With more, what NCCL sums in 16 bits, and what our ring sums in an order of its own, is left to the
-// tests of the ring, whose order is promised.
+// With two ranks the order of a sum changes nothing, so every operation has the native engine's
+// bits. With more, what NCCL sums in 16 bits, and what our ring sums in an order of its own, is
+// left to the tests of the ring, whose order is promised.
 
 #include <gtest/gtest.h>
 
@@ -75,9 +75,9 @@ class NcclConformance : public ::testing::TestWithParam<Parameters> {
           const FakeStream stream(self.rank);
           CaseBuffers buffers({});
           for (std::size_t i = 0; i < prepared.size(); ++i) {
-            Operation operation = on_device(
-                buffers.lay_out(prepared[i], self.rank, Placement::kOrdinary), self.rank,
-                stream.get());
+            Operation operation =
+                on_device(buffers.lay_out(prepared[i], self.rank, Placement::kOrdinary), self.rank,
+                          stream.get());
             if (i % 3 == 0) {
               const WorkPtr work = group->submit(std::move(operation));
               ASSERT_TRUE(work->wait_on_stream(stream.get()));
@@ -88,8 +88,8 @@ class NcclConformance : public ::testing::TestWithParam<Parameters> {
             }
             stream.synchronize();
             const std::string wrong = buffers.check();
-            ASSERT_TRUE(wrong.empty()) << prepared[i].what.to_string() << " on rank " << self.rank
-                                       << ": " << wrong;
+            ASSERT_TRUE(wrong.empty())
+                << prepared[i].what.to_string() << " on rank " << self.rank << ": " << wrong;
           }
           group->shutdown();
         },
@@ -106,8 +106,8 @@ TEST_P(NcclConformance, ReducesEveryTypeWithEveryOp) {
         const auto the_dtype = static_cast<DType>(dtype);
         const auto the_op = static_cast<ReduceOp>(op);
         if (is_supported(the_op, the_dtype) && has_promised_bits(kind, the_dtype, the_op)) {
-          cases.push_back(make_case(kind, the_dtype, the_op,
-                                    kCounts[mix(seed) % std::size(kCounts)], seed));
+          cases.push_back(
+              make_case(kind, the_dtype, the_op, kCounts[mix(seed) % std::size(kCounts)], seed));
         }
       }
     }
@@ -123,8 +123,8 @@ TEST_P(NcclConformance, MovesEveryTypeAndLayout) {
       Case what = make_case(kind, static_cast<DType>(dtype), ReduceOp::kSum,
                             kCounts[mix(seed) % std::size(kCounts)], seed);
       cases.push_back(what);
-      const bool can_be_ragged = kind == OpKind::kAllGather || kind == OpKind::kGather ||
-                                 kind == OpKind::kAllToAll;
+      const bool can_be_ragged =
+          kind == OpKind::kAllGather || kind == OpKind::kGather || kind == OpKind::kAllToAll;
       if (can_be_ragged && dtype % 4 == 0) {
         what.counts = ragged_counts(kind, size(), 100, seed);
         what.is_flat = false;

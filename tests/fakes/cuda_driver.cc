@@ -2,7 +2,8 @@
 // its own, so what no event orders really happens in any order.
 //
 // Streams that are not its own belong to the fake device of torch (tests/fake_cuda), which enqueues
-// for them. Nothing is ever destroyed but queues that ended: threads may run until the process ends.
+// for them. Nothing is ever destroyed but queues that ended: threads may run until the process
+// ends.
 
 #include "cuda_driver.h"
 
@@ -161,8 +162,7 @@ void post(void* stream, const Job& job) {
     return;
   }
   using Enqueue = void (*)(void*, void (*)(void*), void*);
-  static const auto foreign =
-      reinterpret_cast<Enqueue>(::dlsym(RTLD_DEFAULT, "fake_cuda_enqueue"));
+  static const auto foreign = reinterpret_cast<Enqueue>(::dlsym(RTLD_DEFAULT, "fake_cuda_enqueue"));
   if (foreign != nullptr) {
     {
       const std::lock_guard lock(state().mutex);

@@ -1,5 +1,5 @@
-// What the fake CUDA driver (libcuda.so.1 of the tests) offers beside the driver's own functions, to
-// other fakes and to tests. Found with dlsym(RTLD_DEFAULT, ...) once the library is loaded.
+// What the fake CUDA driver (libcuda.so.1 of the tests) offers beside the driver's own functions,
+// to other fakes and to tests. Found with dlsym(RTLD_DEFAULT, ...) once the library is loaded.
 
 #pragma once
 
@@ -13,8 +13,8 @@ void fake_driver_enqueue(void* stream, const std::function<void()>* job);
 // Before each job a stream sleeps for a random time of at most so many microseconds.
 void fake_driver_delay_us(int longest);
 
-// Capture into a graph: what is put on the stream, and on those that wait for it, is kept instead of
-// run. One at a time. Null stands for all streams that are not the driver's own: torch's.
+// Capture into a graph: what is put on the stream, and on those that wait for it, is kept instead
+// of run. One at a time. Null stands for all streams that are not the driver's own: torch's.
 void fake_driver_begin_capture(void* stream);
 void* fake_driver_end_capture(void* stream);
 void fake_driver_replay(void* graph, void* stream);

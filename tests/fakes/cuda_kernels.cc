@@ -1,5 +1,5 @@
-// pydist's CUDA kernels without a GPU: what they would do, done by the CPU kernels on a stream of the
-// fake CUDA driver.
+// pydist's CUDA kernels without a GPU: what they would do, done by the CPU kernels on a stream of
+// the fake CUDA driver.
 
 #include "kernels/cuda_kernels.h"
 

@@ -1,6 +1,6 @@
-// A NCCL without a GPU: ranks are threads or processes of one host, which meet in shared memory; what
-// a call enqueues runs on the streams of the fake CUDA driver. It is as slow and as picky as it may
-// be: communicators do not block, so calls answer ncclInProgress now and then.
+// A NCCL without a GPU: ranks are threads or processes of one host, which meet in shared memory;
+// what a call enqueues runs on the streams of the fake CUDA driver. It is as slow and as picky as
+// it may be: communicators do not block, so calls answer ncclInProgress now and then.
 //
 // FAKE_NCCL_VERSION      what ncclGetVersion says                          (23007)
 // FAKE_NCCL_FAULT        what:rank:n, at the n-th collective of that rank; several by commas. What:
@@ -33,7 +33,13 @@
 
 namespace {
 
-enum Result { kSuccess = 0, kSystemError = 2, kInvalidArgument = 4, kRemoteError = 6, kInProgress = 7 };
+enum Result {
+  kSuccess = 0,
+  kSystemError = 2,
+  kInvalidArgument = 4,
+  kRemoteError = 6,
+  kInProgress = 7
+};
 enum RedOp { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
 
 constexpr int kMostRanks = 8;
@@ -99,8 +105,7 @@ std::vector<Fault> faults() {
 
 bool has_fault(const Comm& comm, const char* what, bool counts) {
   for (const Fault& fault : faults()) {
-    if (fault.what == what && fault.rank == comm.rank &&
-        (!counts || fault.at == comm.operations)) {
+    if (fault.what == what && fault.rank == comm.rank && (!counts || fault.at == comm.operations)) {
       return true;
     }
   }
@@ -131,8 +136,9 @@ bool meet(Comm& comm) {
 }
 
 // Shows `bytes` of every rank to every rank, chunk by chunk.
-void show_all(Comm& comm, const char* mine, std::size_t bytes,
-              const std::function<void(int rank, std::size_t begin, const char*, std::size_t)>& use) {
+void show_all(
+    Comm& comm, const char* mine, std::size_t bytes,
+    const std::function<void(int rank, std::size_t begin, const char*, std::size_t)>& use) {
   for (std::size_t begin = 0; begin < bytes; begin += kChunk) {
     const std::size_t count = std::min(kChunk, bytes - begin);
     std::memcpy(comm.shared->chunks[comm.rank], mine + begin, count);
@@ -198,7 +204,8 @@ std::uint16_t to_f16(float value) {
     return sign;
   }
   return static_cast<std::uint16_t>(
-      sign + (shift == -24 ? units : units - 1024 + (static_cast<std::uint32_t>(shift + 25) << 10)));
+      sign +
+      (shift == -24 ? units : units - 1024 + (static_cast<std::uint32_t>(shift + 25) << 10)));
 }
 
 template <typename T>
@@ -238,16 +245,36 @@ void accumulate(char* total, const char* values, std::size_t count, int type, in
     }
   };
   switch (type) {
-    case 0: run(std::int8_t{}); break;
-    case 1: run(std::uint8_t{}); break;
-    case 2: run(std::int32_t{}); break;
-    case 3: run(std::uint32_t{}); break;
-    case 4: run(std::int64_t{}); break;
-    case 5: run(std::uint64_t{}); break;
-    case 6: run_16(from_f16, to_f16); break;
-    case 7: run(float{}); break;
-    case 8: run(double{}); break;
-    default: run_16(from_bf16, to_bf16); break;
+    case 0:
+      run(std::int8_t{});
+      break;
+    case 1:
+      run(std::uint8_t{});
+      break;
+    case 2:
+      run(std::int32_t{});
+      break;
+    case 3:
+      run(std::uint32_t{});
+      break;
+    case 4:
+      run(std::int64_t{});
+      break;
+    case 5:
+      run(std::uint64_t{});
+      break;
+    case 6:
+      run_16(from_f16, to_f16);
+      break;
+    case 7:
+      run(float{});
+      break;
+    case 8:
+      run(double{});
+      break;
+    default:
+      run_16(from_bf16, to_bf16);
+      break;
   }
 }
 
@@ -550,7 +577,8 @@ int ncclAllGather(const void* in, void* out, std::size_t count, int type, void* 
   return collective(comm, stream, [=](Comm& self) {
     const std::size_t bytes = count * size_of(type);
     // The input may lie inside of the output.
-    const std::vector<char> mine(static_cast<const char*>(in), static_cast<const char*>(in) + bytes);
+    const std::vector<char> mine(static_cast<const char*>(in),
+                                 static_cast<const char*>(in) + bytes);
     show_all(self, mine.data(), bytes,
              [&](int rank, std::size_t begin, const char* values, std::size_t length) {
                std::memcpy(static_cast<char*>(out) + static_cast<std::size_t>(rank) * bytes + begin,
@@ -574,13 +602,14 @@ int ncclBroadcast(const void* in, void* out, std::size_t count, int type, int ro
 
 int ncclSend(const void* data, std::size_t count, int type, int peer, void* comm, void* stream) {
   auto* const bytes = static_cast<char*>(const_cast<void*>(data));
-  return submit(comm, stream, {nullptr, nullptr, nullptr, {true, bytes, count * size_of(type), peer}});
+  return submit(comm, stream,
+                {nullptr, nullptr, nullptr, {true, bytes, count * size_of(type), peer}});
 }
 
 int ncclRecv(void* data, std::size_t count, int type, int peer, void* comm, void* stream) {
-  return submit(comm, stream,
-                {nullptr, nullptr, nullptr,
-                 {false, static_cast<char*>(data), count * size_of(type), peer}});
+  return submit(
+      comm, stream,
+      {nullptr, nullptr, nullptr, {false, static_cast<char*>(data), count * size_of(type), peer}});
 }
 
 int ncclMemAlloc(void** data, std::size_t bytes) {

@@ -2,10 +2,10 @@
 
     import fake_nccl
 
-    fake_nccl.install()        # in a rank, before pydist.init(); PYDIST_BACKEND=auto then takes nccl
+    fake_nccl.install()     # in a rank, before pydist.init(); PYDIST_BACKEND=auto then takes nccl
 
-The libraries are those of tests/fakes, found by the names of the real ones, so pydist's own loaders
-run; FAKE_NCCL_FAULT in the environment makes them fail (tests/fakes/nccl.cc).
+The libraries are those of tests/fakes, found by the names of the real ones, so pydist's own
+loaders run; FAKE_NCCL_FAULT in the environment makes them fail (tests/fakes/nccl.cc).
 """
 
 from __future__ import annotations

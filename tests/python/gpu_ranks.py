@@ -1,11 +1,12 @@
-"""Ranks with a GPU each, for NCCL: on a machine with a real one they share it, otherwise fakes stand in.
+"""Ranks with a GPU each, for NCCL: they share a real one, or fakes stand in for it.
 
     import gpu_ranks
 
-    gpu_ranks.install()        # in a rank, before pydist.init(); PYDIST_BACKEND=auto then takes nccl
+    gpu_ranks.install()     # in a rank, before pydist.init(); PYDIST_BACKEND=auto then takes nccl
 
-NCCL refuses ranks that share a GPU. It takes them for ranks of several hosts if their NCCL_HOSTIDs
-differ, and then talks to them by sockets: slow, since the GPU runs their kernels in turns, but right.
+NCCL refuses ranks that share a GPU. It takes them for ranks of several hosts if their
+NCCL_HOSTIDs differ, and then talks to them by sockets: slow, since the GPU runs their kernels in
+turns, but right.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ needs_gpu_ranks = pytest.mark.skipif(
 
 
 def install(delay_us: int = 20) -> None:
-    """Makes this rank see a GPU that NCCL takes for its own. Fake streams dawdle before each job."""
+    """Makes this rank see a GPU that NCCL takes for its own. Fake streams dawdle."""
     if not IS_REAL:
         fake_nccl.install()
         fake_cuda.set_delay_us(delay_us)
