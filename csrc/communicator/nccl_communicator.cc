@@ -20,9 +20,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long memory that is let go of waits for operations that are under way on it.
-constexpr std::chrono::seconds kLastUsePatience{10};
-
 // NCCL's own memory, which it moves without copies inside of it once it is registered.
 class NcclMemory final : public Memory {
  public:
@@ -51,24 +48,16 @@ class NcclMemory final : public Memory {
     if (data_ == nullptr || in_forked_child()) {
       return;
     }
-    try {
-      const cuda::DeviceGuard guard(group_->device());
-      const cuda::RelaxedCapture relaxed;
-      // Nobody tells which streams have used it, and not every way of giving it back waits for
-      // them.
-      group_->drain(Deadline::in(kLastUsePatience));
-      cuda::Driver::get().synchronize();
-      if (registration_ != nullptr) {
-        group_->deregister(registration_);
+    group_->free_later([group = group_.get(), data = data_, registration = registration_] {
+      if (registration != nullptr) {
+        group->deregister(registration);
       }
-      if (group_->api().has_registration()) {
-        static_cast<void>(group_->api().functions().ncclMemFree(data_));
+      if (group->api().has_registration()) {
+        static_cast<void>(group->api().functions().ncclMemFree(data));
       } else {
-        cuda::Driver::get().free(data_);
+        cuda::Driver::get().free(data);
       }
-    } catch (const std::exception& error) {
-      log_line(LogLevel::kError, error.what());
-    }
+    });
   }
 
   [[nodiscard]] void* data() const noexcept override { return data_; }
@@ -178,6 +167,7 @@ class NcclCommunicator final : public Communicator {
     std::shared_ptr<NcclMemory> memory;
     std::string complaint;
     try {
+      group_->free_now();
       memory = std::make_shared<NcclMemory>(group_, bytes);
     } catch (const Error& error) {
       complaint = join(bytes, " bytes on the GPU: ", error.what());

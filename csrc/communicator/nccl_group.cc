@@ -397,6 +397,11 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
   }
 }
 
+bool NcclGroup::has_ended_now() const {
+  const std::lock_guard lock(mutex_);
+  return has_ended_;
+}
+
 bool NcclGroup::wait_for_end(Deadline deadline) noexcept {
   std::unique_lock lock(mutex_);
   return ended_.wait_until(lock, deadline.when(), [this] { return has_ended_; });
@@ -516,10 +521,43 @@ void NcclGroup::deregister(void* registration) noexcept {
   bool is_there = false;
   {
     const std::lock_guard lock(mutex_);
-    is_there = !ending_.has_value();
+    is_there = !failure_ && !has_ended_;
   }
   if (is_there) {
     static_cast<void>(api_->functions().ncclCommDeregister(comm_, registration));
+  }
+}
+
+void NcclGroup::free_later(std::function<void()> free) noexcept {
+  if (is_ended_) {
+    try {
+      const cuda::DeviceGuard guard(device_);
+      free();
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());
+    }
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  freed_.push_back(std::move(free));
+}
+
+void NcclGroup::free_now() {
+  std::vector<std::function<void()>> freed;
+  {
+    const std::lock_guard lock(mutex_);
+    freed.swap(freed_);
+  }
+  if (freed.empty()) {
+    return;
+  }
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  drain(Deadline::in(end_patience_));
+  // Nobody tells which streams have used it, and not every way of freeing waits for them.
+  cuda::Driver::get().synchronize();
+  for (const std::function<void()>& free : freed) {
+    free();
   }
 }
 
@@ -560,6 +598,7 @@ void NcclGroup::end() noexcept {
   if (failure() == nullptr && comm_ != nullptr && weak_from_this().lock() != nullptr) {
     end_on_thread([this] {
       const cuda::DeviceGuard guard(device_);
+      free_now();
       Result state = api_->functions().ncclCommFinalize(comm_);
       while (state == Result::kInProgress) {
         std::this_thread::sleep_for(microseconds(200));
@@ -578,6 +617,13 @@ void NcclGroup::end() noexcept {
     log_line(LogLevel::kWarning, pydist::join("NCCL's communicator of group '", control_->name(),
                                               "' does not end; it is left to itself."));
     finish_all();
+  }
+  try {
+    if (failure() != nullptr && has_ended_now()) {
+      free_now();
+    }
+  } catch (const std::exception& error) {
+    log_line(LogLevel::kError, error.what());
   }
   control_->shutdown();
 }

@@ -35,6 +35,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "base/deadline.h"
 #include "base/op_kind.h"
@@ -106,6 +107,12 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Takes a buffer that was registered with comm() back, if there still is one.
   void deregister(void* registration) noexcept;
 
+  // Note [Freed memory]
+  // Whoever lets go of device memory may do so while kernels use it, and holding locks (the GIL, for
+  // one) that others need to get on. So it is freed later: by the next allocation, or the end.
+  void free_later(std::function<void()> free) noexcept;
+  void free_now();
+
   // -- health
   [[nodiscard]] std::exception_ptr failure() const;
   void fail(const std::exception_ptr& error) noexcept;
@@ -135,6 +142,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Runs `end` on a thread of its own, and what is under way finishes afterwards.
   void end_on_thread(std::function<void()> end) noexcept;
   [[nodiscard]] bool wait_for_end(Deadline deadline) noexcept;
+  [[nodiscard]] bool has_ended_now() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr timeout_of(const UnderWay& late) const;
 
@@ -157,6 +165,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::uint64_t sequence_ = 0;      // guarded by mutex_
   // Guarded by mutex_. Everybody gets an exception of its own: one is not to be shared by threads.
   std::optional<ErrorDescription> failure_;
+  std::vector<std::function<void()>> freed_;  // guarded by mutex_; what is to be freed
   std::optional<Deadline> ending_;      // guarded by mutex_; when the end under way is given up
   std::optional<Deadline> vain_until_;  // guarded by mutex_; once a rank has died or left
   bool has_ended_ = false;              // guarded by mutex_; NCCL's communicator

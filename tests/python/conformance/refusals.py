@@ -13,7 +13,8 @@ from conformance.suite import Suite, check_bits, expect_refusal
 def refusals(suite: Suite) -> None:
     """What is wrong with a call, or not offered, is said before anything is sent."""
     rank, size = suite.rank, suite.size
-    is_native = suite.backend == "native"
+    # Messages go by native beside nccl, too.
+    is_native = suite.backend in ("native", "nccl")
     peer = (rank + 1) % size
     t = torch.ones(size * 2)
     wrong: dict[str, Callable[[], object]] = {

@@ -108,6 +108,8 @@ class Suite:
         self.rank = pydist.rank()
         self.size = pydist.world_size()
         self.backend = pydist.backend()
+        # wait() is then for what follows on the stream, and the host learns of the end later.
+        self.waits_on_stream = self.backend == "nccl"
         self.is_ring = os.environ.get("PYDIST_ALGORITHM") == "ring"
         # Each collective of gloo's takes milliseconds here: grids are thinned out.
         self.is_slow = self.on_device or (self.backend == "gloo" and self.size > 4)
@@ -144,6 +146,8 @@ class Suite:
         if self.backend == "gloo":
             return op not in ("sum", "mean", "premul_sum")
         orders = ("sum", "mean", "premul_sum", "prod")
+        if self.backend == "nccl":
+            return op not in orders
         return not (self.is_ring and kind in ("all_reduce", "reduce_scatter") and op in orders)
 
     def check_reduced(
