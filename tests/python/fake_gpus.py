@@ -4,7 +4,7 @@
         pydist.init()
         assert gpus.current == 1
 
-Nothing computes on them: tensors stay on the CPU. `nccl=None` is a build without NCCL.
+Nothing computes on them: tensors stay on the CPU.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from pydist import _native, rank_gpu, visible_gpus
+from pydist import _native, backends, rank_gpu, visible_gpus
 from pydist.nccl_library import NcclLibrary
 
 NCCL = NcclLibrary(22_907, "/fake/libnccl.so.2")
@@ -44,14 +44,14 @@ class FakeGpus:
 @contextlib.contextmanager
 def fake_gpus(
     *uuids: str,
-    nccl: NcclLibrary | None = NCCL,
+    nccl: NcclLibrary = NCCL,
     create_nccl: Callable[..., Any] | None = None,
 ) -> Iterator[FakeGpus]:
     """CUDA with these GPUs.
 
     Args:
         uuids: of each GPU that the process sees; the first letter is its place on the bus.
-        nccl: the NCCL that it finds; None for a build of pydist without NCCL.
+        nccl: the NCCL that it finds.
         create_nccl: takes the place of the fake's, which returns the host communicator.
     """
     gpus = FakeGpus()
@@ -71,9 +71,8 @@ def fake_gpus(
         gpus.start_cuda()
         gpus.current = gpu
 
-    def join(
-        store: Any, rank: int, size: int, name: str, timeout: float, host: Any, gpu: int
-    ) -> Any:
+    def join(host: Any, gpu: int, library: str) -> Any:
+        assert library == nccl.path
         gpus.joined.append((gpu, host.backend))
         return host
 
@@ -86,12 +85,12 @@ def fake_gpus(
         (torch.cuda, "current_device", lambda: gpus.current),
         (torch.cuda, "_lazy_call", gpus.queued.append),
         (rank_gpu, "find_nccl", lambda: nccl),
+        (backends, "find_nccl", lambda: nccl),
+        (_native, "create_nccl", create_nccl or join),
     ]
-    if nccl is not None:
-        changes.append((_native, "create_nccl", create_nccl or join))
     with contextlib.ExitStack() as stack:
         for owner, name, value in changes:
-            stack.enter_context(mock.patch.object(owner, name, value, create=owner is _native))
+            stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(mock.patch.dict("os.environ"))
         for name in (visible_gpus.VARIABLE, "NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
             os.environ.pop(name, None)

@@ -43,11 +43,6 @@ def hello(
     }
 
 
-@pytest.fixture
-def with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "create_nccl", None, raising=False)
-
-
 @pytest.mark.parametrize(
     ("hellos", "gpus"),
     [
@@ -73,7 +68,6 @@ HOST_IDS = [{"host": "h0", "allowed": False}, {"host": "h1", "allowed": False}]
 ALLOWED = {"host": "", "allowed": True}
 
 
-@pytest.mark.usefixtures("with_nccl")
 @pytest.mark.parametrize(
     ("hellos", "why"),
     [
@@ -129,7 +123,6 @@ def test_what_keeps_ranks_from_nccl(hellos: list[dict[str, Any]], why: str | Non
     assert "PYDIST_BACKEND=" in demanded["message"]
 
 
-@pytest.mark.usefixtures("with_nccl")
 def test_errors_of_those_who_ask_for_nccl_offer_ways_out() -> None:
     shared = judge([hello("x", wish="nccl"), hello("x", wish="nccl")])
     assert shared["error"] == "InvalidUsage"
@@ -146,13 +139,6 @@ def test_errors_of_those_who_ask_for_nccl_offer_ways_out() -> None:
     assert judge([hello("x", wish="nccl", nccl_problem="no")])["error"] == "TransportError"
     different = [hello("x", wish="nccl", nccl=1), hello("y", wish="nccl", nccl=2)]
     assert judge(different)["error"] == "Mismatch"
-
-
-def test_a_build_without_nccl_says_so() -> None:
-    assert judge([hello("x")])["not_nccl"] == "not built yet in this version of pydist"
-    assert '"cpu:pydist,cuda:nccl"' in judge([hello("x", wish="nccl")])["message"]
-    # Nobody asked.
-    assert judge([hello("x", wish="gloo")])["not_nccl"] is None
 
 
 def test_what_a_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,9 +159,6 @@ def test_what_a_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
         assert told["sharing"] == {"host": "h3", "allowed": True}
         gpus.current = 1
         assert describe_gpus(wants_nccl=True)["chosen"] == 1
-    with fake_gpus("x", nccl=None) as gpus:
-        assert "nccl" not in describe_gpus(wants_nccl=True)
-        assert gpus.current is None
     with fake_gpus("x", nccl=NcclLibrary(problem="NCCL can't be loaded")):
         assert describe_gpus(wants_nccl=True)["nccl_problem"] == "NCCL can't be loaded"
     with fake_gpus():
@@ -223,13 +206,20 @@ def refuse(*_: object) -> None:
 
 def test_a_world_of_one(caplog: pytest.LogCaptureFixture) -> None:
     with fake_gpus("x") as gpus, caplog.at_level(logging.INFO, "pydist"):
+        # It has nobody to talk to.
         pydist.init()
+        assert (pydist.backend(), gpus.joined) == ("native", [])
+        assert "; not nccl: one rank alone does without)" in caplog.text
+        assert caplog.records[0].levelno == logging.INFO
+        pydist.shutdown()
+        caplog.clear()
+        pydist.init("nccl")
         assert gpus.joined == [(0, "native")]
         assert (gpus.current, pydist.device()) == (0, torch.device("cuda", 0))
         job = backends.job()
         assert job is not None
         assert (job.backend, job.host_backend, job.gpus) == ("nccl", "native", (0,))
-        assert "backend nccl on 1 rank (every rank has a GPU; native for tensors on" in caplog.text
+        assert "backend nccl on 1 rank (asked for; native for tensors on" in caplog.text
         assert caplog.records[0].levelno == logging.INFO
         pydist.shutdown()
         # Asked for something else, CUDA does not start.
@@ -242,12 +232,6 @@ def test_a_world_of_one(caplog: pytest.LogCaptureFixture) -> None:
         caplog.clear()
     # NCCL that turns out not to work on them.
     with fake_gpus("x", create_nccl=refuse), caplog.at_level(logging.INFO, "pydist"):
-        pydist.init()
-        assert pydist.backend() == "native"
-        assert "backend native on 1 rank (" in caplog.text
-        assert "; not nccl: no way between the GPUs)" in caplog.text
-        assert caplog.records[0].levelno == logging.WARNING
-        pydist.shutdown()
         with pytest.raises(pydist.TransportError, match="no way between the GPUs"):
             pydist.init("nccl")
         assert not pydist.is_initialized()
@@ -307,7 +291,6 @@ def join_in_many_ways() -> dict[str, dict[str, Any]]:
         "own, nccl": join_on_gpus("x", "y", backend="nccl"),
         "own, gloo": join_on_gpus("x", "y", backend="gloo"),
         "one without": join_on_gpus(*"x"[rank:]),
-        "no nccl": join_on_gpus("x", "y", nccl=None),
         "refused": join_on_gpus("x", "y", create_nccl=refuse),
     }
     os.environ["PYDIST_HOST_ID"] = f"host {rank}"
@@ -348,7 +331,6 @@ def test_jobs_of_two_ranks() -> None:
     assert first["own, gloo"]["reason"] == "asked for"
     assert "; not nccl: rank 1 has no GPU: CUDA finds none" in first["one without"]["reason"]
     assert second["one without"]["device"] == "cpu"
-    assert first["no nccl"]["reason"].endswith("not nccl: not built yet in this version of pydist")
     assert first["refused"]["reason"].endswith("; not nccl: no way between the GPUs")
     assert first["refused"]["backend"] == "native"
 

@@ -146,10 +146,12 @@ def test_an_unknown_backend_on_one_rank_is_an_error_on_all() -> None:
         assert "auto, native, nccl, gloo" in outcome.message
 
 
-def test_nccl_says_that_it_is_not_there() -> None:
-    for outcome in rank_outcomes(init_as_told, 2, ["nccl", "nccl"]):
+def test_nccl_without_gpus_says_why_not() -> None:
+    for outcome in rank_outcomes(
+        init_as_told, 2, ["nccl", "nccl"], env={"CUDA_VISIBLE_DEVICES": ""}
+    ):
         assert outcome.error == "InvalidUsage"
-        assert "not built yet" in outcome.message
+        assert "ranks 0, 1 have no GPU" in outcome.message
 
 
 def join_unless_last(seconds: float) -> None:
