@@ -191,9 +191,10 @@ build/.tools: pyproject.toml
 	@[ -x $(BIN)/python ] || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing the pinned tools into $(VENV)"
 	$(PIP) install --quiet $(PIP_FLAGS) 'pip>=25.1'
-	$(PIP) install --quiet $(PIP_FLAGS) --group dev
+	@# Before the tools: one of them needs a torch, and would bring the newest.
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
 	  { echo "installing $(TORCH_SPEC) into $(VENV)"; $(PIP) install --quiet $(PIP_FLAGS) '$(TORCH_SPEC)'; }
+	$(PIP) install --quiet $(PIP_FLAGS) --group dev
 	@touch $@
 
 build/.installed: build/.tools $(CMAKE) $(CPP)

@@ -20,39 +20,33 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// NCCL's own memory, which it moves without copies inside of it once it is registered.
+// NCCL's own memory, which it moves without copies inside of it once it is registered; the device's
+// where NCCL has none. That is an optimisation: collectives on any memory are right.
 class NcclMemory final : public Memory {
  public:
   NcclMemory(std::shared_ptr<NcclGroup> group, std::size_t bytes)
       : group_(std::move(group)), bytes_(bytes) {
     const cuda::DeviceGuard guard(group_->device());
-    if (!group_->api().has_registration()) {
-      data_ = cuda::Driver::get().allocate(bytes_);
-      return;
-    }
     const nccl::Functions& functions = group_->api().functions();
-    const auto check = [this](nccl::Result result, const char* what) {
-      if (result != nccl::Result::kSuccess) {
-        std::rethrow_exception(group_->api().error_of(result, what, group_->comm()));
-      }
-    };
-    check(functions.ncclMemAlloc(&data_, std::max(bytes, std::size_t{1})),
-          "allocating memory with ncclMemAlloc");
-    // An optimisation: collectives on memory that is not registered are right, too.
-    if (functions.ncclCommRegister(group_->comm(), data_, bytes, &registration_) !=
-        nccl::Result::kSuccess) {
-      registration_ = nullptr;
+    is_nccls_ = group_->api().has_registration() &&
+                functions.ncclMemAlloc(&data_, std::max(bytes, std::size_t{1})) ==
+                    nccl::Result::kSuccess;
+    if (!is_nccls_) {
+      data_ = cuda::Driver::get().allocate(bytes_);
+    } else if (bytes != 0) {
+      registration_ = group_->register_memory(data_, bytes);
     }
   }
   ~NcclMemory() override {
     if (data_ == nullptr || in_forked_child()) {
       return;
     }
-    group_->free_later([group = group_.get(), data = data_, registration = registration_] {
+    group_->free_later([group = group_.get(), data = data_, registration = registration_,
+                        is_nccls = is_nccls_] {
       if (registration != nullptr) {
         group->deregister(registration);
       }
-      if (group->api().has_registration()) {
+      if (is_nccls) {
         static_cast<void>(group->api().functions().ncclMemFree(data));
       } else {
         cuda::Driver::get().free(data);
@@ -69,6 +63,7 @@ class NcclMemory final : public Memory {
   const std::size_t bytes_;
   void* data_ = nullptr;
   void* registration_ = nullptr;
+  bool is_nccls_ = false;
 };
 
 class NcclCommunicator final : public Communicator {

@@ -9,6 +9,7 @@
 #include "base/digest.h"
 #include "base/engine_thread.h"
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/interruption.h"
 #include "base/log.h"
 #include "communicator/nccl_watchdog.h"
@@ -114,6 +115,13 @@ NcclGroup::NcclGroup(Options options)
       end_patience_(options.end_patience) {}
 
 NcclGroup::~NcclGroup() {
+  if (in_forked_child()) {
+    // Threads, streams and communicators are the parent's.
+    if (end_thread_.joinable()) {
+      end_thread_.detach();
+    }
+    return;
+  }
   end();
   if (end_thread_.joinable()) {
     // Detached where it hangs, or where it is the one that drops the last reference.
@@ -514,6 +522,17 @@ bool NcclGroup::watch() noexcept {
     fail(std::current_exception());
     return true;
   }
+}
+
+void* NcclGroup::register_memory(void* data, std::size_t bytes) {
+  const std::lock_guard order(launch_mutex());
+  void* registration = nullptr;
+  const Result result = api_->functions().ncclCommRegister(comm_, data, bytes, &registration);
+  launching_until_ = Deadline::in(end_patience_);
+  if (result == Result::kInProgress) {
+    poll_until_ready("ncclCommRegister", launching_until_);
+  }
+  return result == Result::kSuccess || result == Result::kInProgress ? registration : nullptr;
 }
 
 void NcclGroup::deregister(void* registration) noexcept {

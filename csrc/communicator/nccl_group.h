@@ -104,7 +104,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
 
   // Collective. Throws the same TransportError on every rank where any rank has a complaint.
   void agree(const std::string& complaint);
-  // Takes a buffer that was registered with comm() back, if there still is one.
+  // Makes memory known to NCCL; null where it does not want to know it.
+  [[nodiscard]] void* register_memory(void* data, std::size_t bytes);
+  // Takes that back, if there still is a communicator.
   void deregister(void* registration) noexcept;
 
   // Note [Freed memory]

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/engine_thread.h"
+#include "base/fork.h"
 #include "communicator/nccl_group.h"
 #include "cuda/driver.h"
 
@@ -46,6 +47,10 @@ NcclWatchdog::NcclWatchdog() : shared_(std::make_shared<Shared>()) {
 }
 
 NcclWatchdog::~NcclWatchdog() {
+  if (in_forked_child()) {
+    shared_->thread.detach();  // it runs in the parent
+    return;
+  }
   {
     const std::lock_guard lock(shared_->mutex);
     shared_->is_stopping = true;
