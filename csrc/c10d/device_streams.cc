@@ -82,8 +82,11 @@ c10::Stream high_priority_stream(Device device) {
 
 // By the driver: not every version of torch passes the question on.
 bool is_capturing(const c10::Stream& stream) {
-  return cuda::Driver::why_missing().empty() &&
-         cuda::Driver::get().is_capturing(stream.native_handle());
+  if (!cuda::Driver::why_missing().empty()) {
+    return false;
+  }
+  const cuda::DeviceGuard guard(stream.device_index());
+  return cuda::Driver::get().is_capturing(stream.native_handle());
 }
 
 c10::Event record_event(const c10::Stream& stream) {

@@ -31,6 +31,10 @@ using std::chrono::milliseconds;
 // How long shutdown() waits for operations that it has cut off.
 constexpr std::chrono::seconds kShutdownPatience{5};
 
+// Under which the first failure of a group stands in its store, and how often others look there.
+constexpr const char* kNewsKey = "failed/why";
+constexpr milliseconds kNewsInterval{500};
+
 class OrdinaryMemory : public Memory {
  public:
   explicit OrdinaryMemory(std::size_t bytes) : bytes_(bytes) {
@@ -88,7 +92,25 @@ class Group : public std::enable_shared_from_this<Group> {
       failure_ = error;
     }
     channel.close();
+    // For ranks that are in no operation of this group, and so notice no closed connection.
+    ElasticThreads::shared().post([store = store_, text = describe(error).message] {
+      try {
+        store->set(kNewsKey, text);
+      } catch (const std::exception&) {
+        // Whoever hosts the store is gone; that is news as well.
+      }
+    });
     return error;
+  }
+
+  // What another rank has told of a failure. Never waits: the store is asked on another thread.
+  std::string why_vain() {
+    const std::lock_guard lock(news_mutex_);
+    if (!is_asking_ && next_question_.has_passed()) {
+      is_asking_ = true;
+      ElasticThreads::shared().post([self = shared_from_this()] { self->ask_for_news(); });
+    }
+    return news_;
   }
 
   void mark_shut_down() {
@@ -159,6 +181,21 @@ class Group : public std::enable_shared_from_this<Group> {
   }
 
  private:
+  void ask_for_news() {
+    std::string news;
+    try {
+      news = store_->get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero()));
+    } catch (const Timeout&) {
+      // None.
+    } catch (const std::exception& error) {
+      news = error.what();
+    }
+    const std::lock_guard lock(news_mutex_);
+    news_ = std::move(news);
+    is_asking_ = false;
+    next_question_ = Deadline::in(kNewsInterval);
+  }
+
   static std::string name_of(const Operation& operation) {
     std::string name(to_string(operation.kind));
     if (operation.kind == OpKind::kSend) {
@@ -177,6 +214,10 @@ class Group : public std::enable_shared_from_this<Group> {
   std::exception_ptr failure_;  // guarded by mutex_
   bool is_shut_down_ = false;   // guarded by mutex_
   int messages_ = 0;            // guarded by mutex_
+  std::mutex news_mutex_;
+  std::string news_;                                      // guarded by news_mutex_
+  bool is_asking_ = false;                                // guarded by news_mutex_
+  Deadline next_question_ = Deadline::in(kNewsInterval);  // guarded by news_mutex_
 };
 
 class GlooCommunicator : public Communicator {
@@ -307,6 +348,8 @@ class GlooCommunicator : public Communicator {
     }
     group_->channel.release();
   }
+
+  std::string why_vain() const override { return size_ == 1 ? std::string() : group_->why_vain(); }
 
   std::vector<std::string> whereabouts() const override { return {}; }
 

@@ -105,6 +105,8 @@ void require_arithmetic(const at::Tensor& tensor, OpKind kind, ReduceOp op) {
   }
 }
 
+bool DenseTensors::is_captured() const { return torch_stream_ && is_capturing(*torch_stream_); }
+
 Buffer DenseTensors::buffer_of(const at::Tensor& dense, void* data) {
   const auto count = static_cast<std::size_t>(dense.numel());
   if (data == nullptr && count != 0) {
@@ -116,8 +118,9 @@ Buffer DenseTensors::buffer_of(const at::Tensor& dense, void* data) {
   Buffer buffer{.data = data, .count = count, .dtype = DType::kFloat8, .device = {}};
   if (!dense.is_cpu()) {
     buffer.device = device_of(dense.device());
-    if (stream_ == nullptr) {
-      stream_ = current_stream(buffer.device).native_handle();
+    if (!torch_stream_) {
+      torch_stream_ = current_stream(buffer.device);
+      stream_ = torch_stream_->native_handle();
     }
   }
   if (const auto dtype = dtype_of(dense.scalar_type())) {

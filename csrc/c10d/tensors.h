@@ -10,6 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
 
 #include <optional>
 #include <utility>
@@ -53,8 +54,15 @@ class DenseTensors {
   // `stream` is.
   [[nodiscard]] void* stream() const noexcept { return stream_; }
 
+  // Whether that stream is captured into a CUDA graph.
+  [[nodiscard]] bool is_captured() const;
+
   // Whether an output was staged, so that copy_back() has something to do.
   [[nodiscard]] bool has_copies() const noexcept { return !copies_.empty(); }
+
+  [[nodiscard]] bool are_copies_on_device() const {
+    return has_copies() && !copies_[0].target.is_cpu();
+  }
 
   // Writes staged results to where they belong, in the order of the calling thread's stream. Only
   // after the operation has succeeded.
@@ -77,6 +85,7 @@ class DenseTensors {
   const Communicator* communicator_;
   Lifetime lifetime_;
   void* stream_ = nullptr;
+  std::optional<c10::Stream> torch_stream_;  // the same, as torch knows it
   // Storages rather than tensors: releasing a tensor may need the GIL, and the thread that
   // finishes an operation must never wait for that.
   std::vector<c10::Storage> storages_;

@@ -5,36 +5,56 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <chrono>
+#include <optional>
+#include <thread>
 #include <utility>
 
 #include "base/error.h"
 #include "c10d/device_streams.h"
 #include "c10d/elastic_threads.h"
 #include "c10d/errors.h"
+#include "cuda/stream.h"
 
 namespace pydist {
 namespace {
 
-// What runs once, behind an operation.
+// What runs once, behind an operation: on a stream that waits for it, or on the host.
 class Epilogue {
  public:
   explicit Epilogue(std::function<void()> run) : run_(std::move(run)) {}
 
-  // Does nothing where it has run, here or on another thread.
-  void run() { run_instead(run_); }
-  // The same in another way.
-  void run_instead(const std::function<void()>& run) {
+  // Where it has run on a stream, waits for that.
+  void run_on_host() {
     const std::lock_guard lock(mutex_);
     if (!has_run_) {
-      run();
+      run_();
       has_run_ = true;
     }
+    while (behind_ && !behind_->is_done()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+  // `run` puts it on `stream`, which is current; other streams wait for it there.
+  void run_on_stream(const std::function<void()>& run, void* stream) {
+    const std::lock_guard lock(mutex_);
+    if (has_run_) {
+      if (behind_) {
+        behind_->hold_back(stream);
+      }
+      return;
+    }
+    run();
+    has_run_ = true;
+    behind_.emplace();
+    behind_->record(stream);
   }
 
  private:
   const std::function<void()> run_;
   std::mutex mutex_;
-  bool has_run_ = false;  // guarded by mutex_
+  bool has_run_ = false;                    // guarded by mutex_
+  std::optional<cuda::OwnedEvent> behind_;  // guarded by mutex_
 };
 
 class EpilogueWork : public Work {
@@ -50,7 +70,7 @@ class EpilogueWork : public Work {
     if (on_stream_ == nullptr || !inner_->wait_on_stream(stream)) {
       return false;
     }
-    epilogue_->run_instead(on_stream_);
+    epilogue_->run_on_stream(on_stream_, stream);
     return true;
   }
 
@@ -82,25 +102,43 @@ std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors) {
 }  // namespace
 
 WorkPtr with_epilogue(WorkPtr inner, std::function<void()> run, std::function<void()> on_stream) {
+  const bool waits_for_device = on_stream != nullptr;
   auto epilogue = std::make_shared<Epilogue>(std::move(run));
   auto work = std::make_shared<EpilogueWork>(inner, epilogue, std::move(on_stream));
-  inner->on_completion([work, epilogue](const Work::Outcome& outcome) {
+  const auto conclude = [work, epilogue](const Work::Outcome& outcome) {
     std::exception_ptr error = outcome.error;
     if (error == nullptr) {
       try {
-        epilogue->run();
+        epilogue->run_on_host();
       } catch (...) {
         error = std::current_exception();
       }
     }
     work->finish(std::move(error), outcome.source_rank);
+  };
+  inner->on_completion([conclude, waits_for_device](const Work::Outcome& outcome) {
+    // The thread that finishes operations is the one that notices when a device hangs.
+    if (waits_for_device && outcome.error == nullptr) {
+      ElasticThreads::shared().post([conclude, outcome] { conclude(outcome); });
+    } else {
+      conclude(outcome);
+    }
   });
   return work;
 }
 
 WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors) {
+  // In a graph nothing happens later that would not happen at every replay: the caller's stream
+  // joins the operation at once, and memory may go in its order.
+  if (tensors.is_captured() && inner->wait_on_stream(tensors.stream())) {
+    tensors.copy_back();
+    return inner;
+  }
   auto held = std::make_shared<DenseTensors>(std::move(tensors));
   if (held->has_copies()) {
+    if (!held->are_copies_on_device()) {
+      return with_epilogue(std::move(inner), [held] { held->copy_back(); });
+    }
     return with_epilogue(
         std::move(inner), [held] { held->copy_back_and_wait(); }, [held] { held->copy_back(); });
   }

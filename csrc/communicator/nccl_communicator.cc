@@ -28,9 +28,9 @@ class NcclMemory final : public Memory {
       : group_(std::move(group)), bytes_(bytes) {
     const cuda::DeviceGuard guard(group_->device());
     const nccl::Functions& functions = group_->api().functions();
-    is_nccls_ = group_->api().has_registration() &&
-                functions.ncclMemAlloc(&data_, std::max(bytes, std::size_t{1})) ==
-                    nccl::Result::kSuccess;
+    is_nccls_ =
+        group_->api().has_registration() &&
+        functions.ncclMemAlloc(&data_, std::max(bytes, std::size_t{1})) == nccl::Result::kSuccess;
     if (!is_nccls_) {
       data_ = cuda::Driver::get().allocate(bytes_);
     } else if (bytes != 0) {
@@ -41,17 +41,17 @@ class NcclMemory final : public Memory {
     if (data_ == nullptr || in_forked_child()) {
       return;
     }
-    group_->free_later([group = group_.get(), data = data_, registration = registration_,
-                        is_nccls = is_nccls_] {
-      if (registration != nullptr) {
-        group->deregister(registration);
-      }
-      if (is_nccls) {
-        static_cast<void>(group->api().functions().ncclMemFree(data));
-      } else {
-        cuda::Driver::get().free(data);
-      }
-    });
+    group_->free_later(
+        [group = group_.get(), data = data_, registration = registration_, is_nccls = is_nccls_] {
+          if (registration != nullptr) {
+            group->deregister(registration);
+          }
+          if (is_nccls) {
+            static_cast<void>(group->api().functions().ncclMemFree(data));
+          } else {
+            cuda::Driver::get().free(data);
+          }
+        });
   }
 
   [[nodiscard]] void* data() const noexcept override { return data_; }
@@ -286,7 +286,13 @@ class NcclCommunicator final : public Communicator {
       // Before the launch, which keeps all others of this process waiting.
       compare_with_others(operations);
     }
-    return group_->launch({first.kind, bytes, first.label, first.stream, deadline}, [&] {
+    std::vector<nccl::StreamHandle> streams;
+    for (const Operation& operation : operations) {
+      if (std::find(streams.begin(), streams.end(), operation.stream) == streams.end()) {
+        streams.push_back(operation.stream);
+      }
+    }
+    return group_->launch({first.kind, bytes, first.label, std::move(streams), deadline}, [&] {
       for (const Operation& operation : operations) {
         enqueue_on_nccl(*group_, settings_, operation);
       }
@@ -320,6 +326,40 @@ class NcclCommunicator final : public Communicator {
   std::atomic<bool> is_closed_{false};
 };
 
+// Which way an operation takes depends on whether there are kernels, so all ranks have them or none
+// uses any. Collective.
+void use_kernels_of_all(Communicator& control, NcclOptions& options) {
+  std::string why = "they were not loaded";
+  std::uint8_t is_usable = 0;
+  if (options.kernels != nullptr) {
+    why = options.kernels->reason();
+    try {
+      if (options.kernels->is_loaded()) {
+        // Before the first collective: CUDA may wait for running kernels when it loads one.
+        const cuda::DeviceGuard guard(options.device);
+        options.kernels->load_kernels();
+        is_usable = 1;
+      }
+    } catch (const std::exception& error) {
+      why = error.what();
+    }
+  }
+  Operation operation;
+  operation.kind = OpKind::kAllReduce;
+  operation.op = ReduceOp::kMin;
+  std::uint8_t are_usable = 0;
+  operation.inputs = {Buffer{&is_usable, 1, DType::kUInt8, {}}};
+  operation.outputs = {Buffer{&are_usable, 1, DType::kUInt8, {}}};
+  operation.label = "who has CUDA kernels";
+  control.run(std::move(operation));
+  if (are_usable == 0) {
+    log_line(LogLevel::kWarning,
+             join("group '", control.name(), "' does without pydist's CUDA kernels: ",
+                  is_usable != 0 ? "another rank cannot use them" : why));
+    options.kernels = nullptr;
+  }
+}
+
 }  // namespace
 
 CommunicatorPtr create_nccl_communicator(NcclOptions options) {
@@ -329,16 +369,13 @@ CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   if (options.endpoint == nullptr) {
     options.endpoint = Endpoint::of_process(options.environment);
   }
-  if (options.kernels != nullptr && options.kernels->is_loaded()) {
-    const cuda::DeviceGuard guard(options.device);
-    options.kernels->load_kernels();
-  }
   std::vector<int> everybody(static_cast<std::size_t>(options.host->size()));
   std::iota(everybody.begin(), everybody.end(), 0);
 
   NcclGroup::Options group;
   group.api = options.api;
   group.control = options.host->split(everybody);
+  use_kernels_of_all(*group.control, options);
   group.companion = options.host;
   group.device = options.device;
   group.journal = std::shared_ptr<Journal>(options.endpoint, &options.endpoint->page().journal);

@@ -218,6 +218,7 @@ void NcclGroup::connect(Deadline deadline) {
 
 void NcclGroup::poll_until_ready(const char* what, Deadline deadline) {
   microseconds pause{20};
+  Deadline slice = Deadline::in(kInterruptionInterval);
   while (true) {
     Result state = Result::kInProgress;
     {
@@ -243,7 +244,15 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline) {
       throw PeerLost(pydist::join(what, " in NCCL: ", vain, "."));
     }
     if (deadline.has_passed()) {
-      throw Timeout(pydist::join(what, " in NCCL did not end in time."));
+      std::string text = pydist::join(what, " in NCCL did not end in time.");
+      for (const std::string& line : control_->whereabouts()) {
+        text += " " + line + ".";
+      }
+      throw Timeout(text);
+    }
+    if (slice.has_passed()) {
+      check_interruption();
+      slice = Deadline::in(kInterruptionInterval);
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, microseconds(5'000));
@@ -270,24 +279,32 @@ void NcclGroup::grouped(const std::function<void()>& body) {
 }
 
 std::byte* NcclGroup::scratch() {
-  if (scratch_ == nullptr) {
+  // Graphs have their own: a replay and a launch on the group's stream may overlap.
+  std::byte*& memory = is_capturing_ ? captured_scratch_ : scratch_;
+  if (memory == nullptr) {
     const cuda::RelaxedCapture relaxed;
-    scratch_ = static_cast<std::byte*>(cuda::Driver::get().allocate(kScratchBytes));
+    memory = static_cast<std::byte*>(cuda::Driver::get().allocate(kScratchBytes));
   }
-  return scratch_;
+  return memory;
 }
 
 WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
-  const std::lock_guard order(launch_mutex());
   if (const std::exception_ptr error = failure_of_others()) {
     fail(error);
   }
+  std::unique_lock order(launch_mutex());
   if (const std::exception_ptr error = failure()) {
     std::rethrow_exception(error);
   }
+  if (is_ended_) {
+    throw InvalidUsage(pydist::join(to_string(launch.kind), " on the group '", control_->name(),
+                                    "', which has been shut down."));
+  }
   const cuda::DeviceGuard guard(device_);
-  const bool is_captured = cuda::Driver::get().is_capturing(launch.stream);
-  auto work = std::make_shared<LaunchedWork>(weak_from_this(), device_, is_captured);
+  const cuda::Driver& driver = cuda::Driver::get();
+  is_capturing_ = std::any_of(launch.streams.begin(), launch.streams.end(),
+                              [&](nccl::StreamHandle each) { return driver.is_capturing(each); });
+  auto work = std::make_shared<LaunchedWork>(weak_from_this(), device_, is_capturing_);
   UnderWay entry{work, launch.deadline, launch.kind, 0, std::move(launch.label), 0};
   {
     const std::lock_guard lock(mutex_);
@@ -304,31 +321,54 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     }
   };
   launching_until_ = launch.deadline;
+  std::exception_ptr error;
   try {
-    work->event().record(launch.stream);
-    work->event().hold_back(stream());
-    enqueue();
+    for (nccl::StreamHandle each : launch.streams) {
+      work->event().record(each);
+      work->event().hold_back(stream());
+    }
+    {
+      const std::lock_guard calls(calls_mutex_);
+      enqueue();
+    }
     work->event().record(stream());
   } catch (...) {
     const auto [kind, what] = describe(std::current_exception());
-    fail(make_error(kind, pydist::join(title_of(entry.kind, entry.sequence, entry.label),
-                                       " on rank ", rank(), " of ", size(), ": ", what)));
-    close_journal(JournalState::kFailed);
-    std::rethrow_exception(failure());
+    error = make_error(kind, pydist::join(title_of(entry.kind, entry.sequence, entry.label),
+                                          " on rank ", rank(), " of ", size(), ": ", what));
   }
-  if (is_captured) {
+  if (error == nullptr && is_capturing_) {
+    has_captured_ = true;
     close_journal(JournalState::kSucceeded);
     work->finish();
-    return work;
-  }
-  {
+  } else if (error == nullptr) {
     const std::lock_guard lock(mutex_);
-    under_way_.push_back(std::move(entry));
+    if (failure_) {  // and so everything that was under way has been, or will be, given up
+      error = make_error(failure_->kind, failure_->message);
+    } else {
+      under_way_.push_back(std::move(entry));
+    }
+  }
+  order.unlock();
+  if (error != nullptr) {
+    // Without the lock: the companion's callbacks may launch.
+    fail(error);
+    close_journal(JournalState::kFailed);
+    std::rethrow_exception(failure());
   }
   if (watchdog_ != nullptr) {
     watchdog_->wake();
   }
   return work;
+}
+
+// Until whoever is launching has come to its end; but not for ever, since NCCL may not return.
+void NcclGroup::wait_for_launches() noexcept {
+  const Deadline patience = Deadline::in(kLaunchPatience);
+  std::unique_lock order(launch_mutex(), std::defer_lock);
+  while (!order.try_lock() && !patience.has_passed()) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
 }
 
 std::exception_ptr NcclGroup::failure() const {
@@ -358,15 +398,7 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
     log_line(LogLevel::kError, other.what());
   }
   end_on_thread([this] {
-    // Until whoever is launching has seen the failure; then no longer, since an abort may hang.
-    const Deadline patience = Deadline::in(kLaunchPatience);
-    std::unique_lock order(launch_mutex(), std::defer_lock);
-    while (!order.try_lock() && !patience.has_passed()) {
-      std::this_thread::sleep_for(milliseconds(1));
-    }
-    if (order.owns_lock()) {
-      order.unlock();
-    }
+    wait_for_launches();
     if (comm_ != nullptr) {
       const cuda::DeviceGuard guard(device_);
       const cuda::RelaxedCapture relaxed;
@@ -399,6 +431,8 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
   } catch (const std::exception& error) {  // no thread to be had
     log_line(LogLevel::kError, error.what());
     ending_ = Deadline::in(milliseconds::zero());
+    has_ended_ = true;
+    ended_.notify_all();
   }
   if (watchdog_ != nullptr) {
     watchdog_->wake();
@@ -417,18 +451,24 @@ bool NcclGroup::wait_for_end(Deadline deadline) noexcept {
 
 void NcclGroup::settle_done() {
   std::vector<UnderWay> done;
-  {
+  std::exception_ptr broken;
+  try {
     const std::lock_guard lock(mutex_);
     while (!failure_ && !under_way_.empty() && under_way_.front().work->event().is_done()) {
       done.push_back(std::move(under_way_.front()));
       under_way_.pop_front();
     }
+  } catch (...) {
+    broken = std::current_exception();  // of CUDA, sticky; those before it have come to their end
   }
   for (const UnderWay& each : done) {
     if (journal_ != nullptr) {
       journal_->finish(each.ticket, JournalState::kSucceeded);
     }
     each.work->finish();
+  }
+  if (broken != nullptr) {
+    std::rethrow_exception(broken);
   }
 }
 
@@ -453,11 +493,12 @@ std::exception_ptr NcclGroup::failure_of_others() const {
   return companion_ == nullptr ? nullptr : companion_->failure();
 }
 
-std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
+std::exception_ptr NcclGroup::timeout_of(const UnderWay& late,
+                                         const std::vector<std::string>& places) const {
   std::string text =
       pydist::join(title_of(late.kind, late.sequence, late.label), " on rank ", rank(), " of ",
                    size(), " of group '", control_->name(), "' did not finish on the GPU in time.");
-  for (const std::string& line : control_->whereabouts()) {
+  for (const std::string& line : places) {
     text += " " + line + ".";
   }
   return make_error(ErrorKind::kTimeout, text);
@@ -468,51 +509,35 @@ bool NcclGroup::watch() noexcept {
   try {
     const cuda::DeviceGuard guard(device_);
     settle_done();
-    std::unique_lock lock(mutex_);
-    if (ending_) {
-      if (!under_way_.empty() && ending_->has_passed()) {
-        lock.unlock();
-        log_line(LogLevel::kError, pydist::join("NCCL did not abort group '", control_->name(),
-                                                "' in time; it is left to itself."));
-        finish_all();
+    {
+      std::unique_lock lock(mutex_);
+      if (ending_) {
+        if (!under_way_.empty() && ending_->has_passed()) {
+          lock.unlock();
+          log_line(LogLevel::kError, pydist::join("NCCL did not abort group '", control_->name(),
+                                                  "' in time; it is left to itself."));
+          finish_all();
+          return false;
+        }
+        return !under_way_.empty();
+      }
+      // A graph may be replayed at any time.
+      if (under_way_.empty() && (!has_captured_ || is_ended_)) {
         return false;
       }
-      return !under_way_.empty();
     }
-    if (under_way_.empty()) {
-      return false;
-    }
-    const UnderWay& first = under_way_.front();
-    const auto says = [&](const std::string& what) {
-      return pydist::join(title_of(first.kind, first.sequence, first.label), " on rank ", rank(),
-                          " of ", size(), " of group '", control_->name(), "' failed: ", what);
-    };
-    std::exception_ptr error;
-    Result state = Result::kSuccess;
-    const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
-    if (asked != Result::kSuccess) {
-      state = asked;
-    }
-    // A death explains what NCCL says, and names the rank.
+    // Without the lock: others may have to wait for the answers.
+    const std::exception_ptr told = failure_of_others();
     const std::string vain = control_->why_vain();
-    if (!vain.empty() && !vain_until_) {
-      vain_until_ = Deadline::in(kVainPatience);
-    }
-    if (vain_until_ && vain_until_->has_passed()) {
-      error = make_error(ErrorKind::kPeerLost, says(vain + "."));
-    } else if (const std::exception_ptr known = failure_of_others()) {
-      error = known;
-    } else if (vain.empty() && state != Result::kSuccess && state != Result::kInProgress) {
-      error = api_->error_of(state, says("a collective"), comm_);
-    } else {
-      for (const UnderWay& each : under_way_) {
-        if (each.deadline.has_passed()) {
-          error = timeout_of(first);
-          break;
-        }
+    const std::vector<std::string> places = control_->whereabouts();
+    std::exception_ptr error;
+    {
+      const std::lock_guard lock(mutex_);
+      if (ending_) {
+        return !under_way_.empty();
       }
+      error = find_fault(told, vain, places);
     }
-    lock.unlock();
     if (error != nullptr) {
       fail(error);
     }
@@ -524,8 +549,54 @@ bool NcclGroup::watch() noexcept {
   }
 }
 
+// What is wrong, under the lock; null if nothing.
+std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told, const std::string& vain,
+                                         const std::vector<std::string>& places) {
+  const std::string title = under_way_.empty()
+                                ? std::string("a collective of a CUDA graph")
+                                : title_of(under_way_.front().kind, under_way_.front().sequence,
+                                           under_way_.front().label);
+  const auto says = [&](const std::string& what) {
+    return pydist::join(title, " on rank ", rank(), " of ", size(), " of group '", control_->name(),
+                        "' failed: ", what);
+  };
+  Result state = Result::kSuccess;
+  if (const std::unique_lock calls(calls_mutex_, std::try_to_lock); calls.owns_lock()) {
+    const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
+    if (asked != Result::kSuccess) {
+      state = asked;
+    }
+  }
+  // A death explains what NCCL says, and names the rank. Who leaves while nothing is under way does
+  // no harm to what was replayed before.
+  const bool is_vain =
+      !vain.empty() && (!under_way_.empty() || vain.find("has left") == std::string::npos);
+  if (is_vain && !vain_until_) {
+    vain_until_ = Deadline::in(kVainPatience);
+  }
+  if (is_vain && vain_until_->has_passed()) {
+    return make_error(ErrorKind::kPeerLost, says(vain + "."));
+  }
+  if (told != nullptr) {
+    return told;
+  }
+  if (!is_vain && state != Result::kSuccess && state != Result::kInProgress) {
+    return api_->error_of(state, says("a collective"), comm_);
+  }
+  for (const UnderWay& each : under_way_) {
+    if (each.deadline.has_passed()) {
+      return timeout_of(under_way_.front(), places);
+    }
+  }
+  return nullptr;
+}
+
 void* NcclGroup::register_memory(void* data, std::size_t bytes) {
   const std::lock_guard order(launch_mutex());
+  if (has_failed_ || is_ended_) {
+    return nullptr;  // there may be no communicator any more
+  }
+  const std::lock_guard calls(calls_mutex_);
   void* registration = nullptr;
   const Result result = api_->functions().ncclCommRegister(comm_, data, bytes, &registration);
   launching_until_ = Deadline::in(end_patience_);
@@ -542,29 +613,35 @@ void NcclGroup::deregister(void* registration) noexcept {
     const std::lock_guard lock(mutex_);
     is_there = !failure_ && !has_ended_;
   }
+  const std::lock_guard calls(calls_mutex_);
   if (is_there) {
     static_cast<void>(api_->functions().ncclCommDeregister(comm_, registration));
   }
 }
 
 void NcclGroup::free_later(std::function<void()> free) noexcept {
-  if (is_ended_) {
-    try {
-      const cuda::DeviceGuard guard(device_);
-      free();
-    } catch (const std::exception& error) {
-      log_line(LogLevel::kError, error.what());
+  try {
+    {
+      const std::lock_guard lock(mutex_);
+      freed_.push_back(std::move(free));
+      if (!has_ended_) {
+        return;
+      }
     }
-    return;
+    free_now();
+  } catch (const std::exception& error) {
+    log_line(LogLevel::kError, error.what());
   }
-  const std::lock_guard lock(mutex_);
-  freed_.push_back(std::move(free));
 }
 
 void NcclGroup::free_now() {
+  drain(Deadline::in(end_patience_));
   std::vector<std::function<void()>> freed;
   {
     const std::lock_guard lock(mutex_);
+    if (!under_way_.empty()) {
+      return;  // the device may never come to an end
+    }
     freed.swap(freed_);
   }
   if (freed.empty()) {
@@ -572,7 +649,6 @@ void NcclGroup::free_now() {
   }
   const cuda::DeviceGuard guard(device_);
   const cuda::RelaxedCapture relaxed;
-  drain(Deadline::in(end_patience_));
   // Nobody tells which streams have used it, and not every way of freeing waits for them.
   cuda::Driver::get().synchronize();
   for (const std::function<void()>& free : freed) {
@@ -601,6 +677,7 @@ void NcclGroup::end() noexcept {
     return;
   }
   const Deadline deadline = Deadline::in(end_patience_);
+  wait_for_launches();  // those that come later find it ended
   const auto is_quiet = [this] {
     const std::lock_guard lock(mutex_);
     return under_way_.empty();
@@ -638,7 +715,7 @@ void NcclGroup::end() noexcept {
     finish_all();
   }
   try {
-    if (failure() != nullptr && has_ended_now()) {
+    if (has_ended_now()) {
       free_now();
     }
   } catch (const std::exception& error) {

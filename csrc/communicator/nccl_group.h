@@ -82,7 +82,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     OpKind kind;
     std::uint64_t bytes;
     std::string label;
-    nccl::StreamHandle stream;  // the caller's
+    std::vector<nccl::StreamHandle> streams;  // the callers'
     Deadline deadline;
   };
   // Puts on the stream what `enqueue` puts there, see Note [Streams]. An error of it fails the
@@ -110,9 +110,10 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void deregister(void* registration) noexcept;
 
   // Note [Freed memory]
-  // Whoever lets go of device memory may do so while kernels use it, and holding locks (the GIL, for
-  // one) that others need to get on. So it is freed later: by the next allocation, or the end.
+  // Whoever lets go of device memory may do so while kernels use it, and holding locks (the GIL,
+  // for one) that others need to get on. So it is freed later: by the next allocation, or the end.
   void free_later(std::function<void()> free) noexcept;
+  // Keeps what it cannot free yet, because the device does not come to an end.
   void free_now();
 
   // -- health
@@ -140,13 +141,18 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void connect(Deadline deadline);
   void poll_until_ready(const char* what, Deadline deadline);
   void settle_done();
+  static void wait_for_launches() noexcept;
   void finish_all() noexcept;
   // Runs `end` on a thread of its own, and what is under way finishes afterwards.
   void end_on_thread(std::function<void()> end) noexcept;
   [[nodiscard]] bool wait_for_end(Deadline deadline) noexcept;
   [[nodiscard]] bool has_ended_now() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
-  [[nodiscard]] std::exception_ptr timeout_of(const UnderWay& late) const;
+  [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
+                                              const std::string& vain,
+                                              const std::vector<std::string>& places);
+  [[nodiscard]] std::exception_ptr timeout_of(const UnderWay& late,
+                                              const std::vector<std::string>& places) const;
 
   const nccl::ApiPtr api_;
   const CommunicatorPtr control_;
@@ -159,7 +165,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::optional<cuda::OwnedStream> stream_;
   nccl::CommHandle comm_ = nullptr;
   std::byte* scratch_ = nullptr;
-  std::size_t scratch_bytes_ = 0;
+  std::byte* captured_scratch_ = nullptr;  // of graphs, which may outlive the group
+  bool is_capturing_ = false;              // by the launching thread
+  std::mutex calls_mutex_;                 // NCCL's functions, but for the question of errors
   Deadline launching_until_ = Deadline::never();  // by the launching thread
 
   mutable std::mutex mutex_;
@@ -172,8 +180,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::optional<Deadline> vain_until_;  // guarded by mutex_; once a rank has died or left
   bool has_ended_ = false;              // guarded by mutex_; NCCL's communicator
   std::condition_variable ended_;
-  std::thread end_thread_;              // guarded by mutex_
-  std::atomic<bool> is_joined_{false};  // before that, the companion goes on without NCCL
+  std::thread end_thread_;                 // guarded by mutex_
+  std::atomic<bool> has_captured_{false};  // something that replays, unseen
+  std::atomic<bool> is_joined_{false};     // before that, the companion goes on without NCCL
   std::atomic<bool> has_failed_{false};
   std::atomic<bool> is_ended_{false};
 };

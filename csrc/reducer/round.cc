@@ -575,8 +575,11 @@ WorkPtr Reducer::submit(Operation operation, const at::Tensor& input, const at::
     operation.outputs = {tensors.output(output)};
   }
   operation.stream = tensors.stream();
-  return works_.emplace_back(
-      with_tensors(communicator_->submit(std::move(operation)), std::move(tensors)));
+  const bool is_captured = tensors.is_captured();
+  WorkPtr work = communicator_->submit(std::move(operation));
+  // Captured, what travels is the arena's, which stays.
+  return works_.emplace_back(is_captured ? std::move(work)
+                                         : with_tensors(std::move(work), std::move(tensors)));
 }
 
 WorkPtr Reducer::combine(const at::Tensor& memory, std::string label) {
