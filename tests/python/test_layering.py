@@ -14,6 +14,7 @@ PACKAGE = ROOT / "pydist"
 # Low to high. A folder includes only itself and folders before it.
 CPP_LAYERS = (
     "base",
+    "cuda",
     "kernels",
     "topology",
     "memory",
