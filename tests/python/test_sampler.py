@@ -419,6 +419,11 @@ class Growing:
         (range(3), {"pad": "none", "drop_last": True}, "contradict"),
         (range(3), {"seed": 2**64}, "seed="),
         (range(3), {"seed": 0.5}, "seed=0.5"),
+        (range(3), {"num_replicas": 0}, "num_replicas=0"),
+        (range(3), {"num_replicas": "2"}, "num_replicas='2'"),
+        (range(3), {"rank": 0.5}, "rank=0.5"),
+        (range(3), {"order": [2, 1, 0]}, "order is a list"),
+        (range(2**64), {}, "more samples than an index"),
     ],
 )
 def test_nonsense_is_refused(dataset: Any, arguments: dict[str, Any], complaint: str) -> None:
