@@ -27,6 +27,7 @@ from pydist.batch_sampler import BatchSampler
 from pydist.epoch_pass import EpochPass
 from pydist.errors import InvalidUsage
 from pydist.ledger import Ledger
+from pydist.orders import sample_count
 from pydist.sampler import DistributedSampler, placement
 from pydist.shares import Pad
 
@@ -79,6 +80,10 @@ def prepare(
         >>> len(next(batches)), loader.state_dict()["position"]
         (4, 4)
     """
+    if not isinstance(loader, DataLoader):
+        raise InvalidUsage(
+            f"pydist.prepare takes a DataLoader of torch, and got a {type(loader).__name__}."
+        )
     if isinstance(loader, PreparedLoader):
         raise InvalidUsage("the loader is prepared already.")
     if isinstance(loader.dataset, IterableDataset):
@@ -122,11 +127,15 @@ def prepare(
             loader.dataset,
             num_replicas,
             rank,
-            _shuffles(single),
+            _shuffles(single, loader.dataset),
             0 if seed is None else seed,
             pad=pad,
         )
     if batched is None:
+        if split_batches:
+            raise InvalidUsage(
+                "split_batches=True shares out batches, and with batch_size=None there are none."
+            )
         return _prepared(loader, sampler)
     if split_batches:
         sizes: dict[str, Any] = {"global_batch_size": batched.batch_size}
@@ -153,13 +162,22 @@ def _warn_of_iterable(dataset: object, ranks: int) -> None:
         )
 
 
-def _shuffles(sampler: object) -> bool:
-    """Whether a sampler that torch's loader has made by itself shuffles.
+def _shuffles(sampler: object, dataset: object) -> bool:
+    """Whether a sampler that torch's loader has made of its data set shuffles.
 
     Raises:
         InvalidUsage: it is another one, whose order means something.
     """
     kind = type(sampler)
+    if isinstance(sampler, torch_data.SequentialSampler | torch_data.RandomSampler):
+        samples, all_samples = sample_count(sampler.data_source), sample_count(dataset)
+        if samples != all_samples:
+            raise InvalidUsage(
+                f"the loader's {kind.__name__} goes through {samples} samples, and its data set "
+                f"has {all_samples}: give the loader a data set of those that you want "
+                "(torch.utils.data.Subset), or make an order of it (pydist.Order), and give the "
+                "loader sampler=pydist.DistributedSampler(dataset, order=...)."
+            )
     if kind is torch_data.SequentialSampler:
         return False
     if kind is torch_data.RandomSampler:

@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pydist import groups, process
+from pydist.data_loading import PreparedLoader
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.groups import Group
 from pydist.metrics.means import Mean
 from pydist.metrics.metric import Metric, compute_all
 from pydist.metrics.ragged import exchange
 from pydist.metrics.rows import Rows
+from pydist.sampler import DistributedSampler
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -92,8 +94,8 @@ def evaluate(
         every rank.
 
     Raises:
-        InvalidUsage: an argument makes no sense; a sampler repeats samples, so that some would
-            count twice.
+        InvalidUsage: an argument makes no sense; a sampler repeats samples or leaves some out, is
+            that of other ranks, or is in the middle of an epoch.
         Mismatch: ranks have different metrics, or their samplers different orders.
         Error: another rank raised; the message names it and says what.
 
@@ -195,8 +197,10 @@ def _batches(
                 f"batch_size={batch_size} goes with a data set that has a length and can be "
                 f"indexed, not with a {type(data).__name__}."
             )
-        if batch_size < 1:
-            raise InvalidUsage(f"batch_size={batch_size} is not valid; it must be 1 or more.")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise InvalidUsage(
+                f"batch_size={batch_size!r} is not valid; it must be a whole number, 1 or more."
+            )
         data = DataLoader(data, batch_size=batch_size)
     if not isinstance(data, DataLoader):
         if isinstance(data, Dataset):
@@ -208,9 +212,11 @@ def _batches(
         return data, None
     sampler = data.sampler if data.batch_sampler is None else data.batch_sampler
     inner = getattr(sampler, "sampler", sampler)
-    for own in (sampler, inner):
+    # What a prepared loader has for its workers stands in front of the sampler.
+    owns = (data.distributed_sampler,) if isinstance(data, PreparedLoader) else (sampler, inner)
+    for own in owns:
         if hasattr(own, "num_replicas"):
-            _refuse_repeats(own, data.dataset)
+            _check_shares(own, data.dataset, communicator)
             return data, None
     share = _Share(sampler, communicator.rank, communicator.size)
     # A copy and not a new one, so that it keeps all else: workers, collation, a subclass.
@@ -220,15 +226,37 @@ def _batches(
     return loader, share
 
 
-def _refuse_repeats(sampler: Any, dataset: Any) -> None:
-    """Refuses a sampler that pads ranks' shares with samples that count a second time."""
-    shares = getattr(sampler, "total_size", 0)
-    if shares > len(dataset):
+def _check_shares(sampler: Any, dataset: Any, communicator: Communicator) -> None:
+    """Refuses a sampler whose shares are not, all together, every sample once."""
+    remedy = (
+        'Give pydist.evaluate the loader of one process, or one whose sampler has pad="none" '
+        "(pydist.DistributedSampler, pydist.prepare)."
+    )
+    placement = (getattr(sampler, "rank", communicator.rank), sampler.num_replicas)
+    if placement != (communicator.rank, communicator.size):
         raise InvalidUsage(
-            f"the loader's sampler repeats samples: {shares} for a data set of {len(dataset)}, so "
-            f"{shares - len(dataset)} would count twice. Give pydist.evaluate the loader of one "
-            'process, or one whose sampler has pad="none" (pydist.DistributedSampler, '
-            "pydist.prepare)."
+            f"the loader's sampler is that of rank {placement[0]} of {placement[1]}, and this is "
+            f"rank {communicator.rank} of the {communicator.size} that evaluate, so samples would "
+            f"be missing or count more than once. {remedy}"
+        )
+    samples, shares = len(dataset), getattr(sampler, "total_size", 0)
+    if shares > samples:
+        raise InvalidUsage(
+            f"the loader's sampler repeats samples: {shares} for a data set of {samples}, so "
+            f"{shares - samples} would count twice. {remedy}"
+        )
+    if isinstance(sampler, DistributedSampler):
+        samples = len(sampler.order)
+    if getattr(sampler, "drop_last", False) and shares < samples:
+        raise InvalidUsage(
+            f"the loader's sampler leaves out {samples - shares} of {samples} samples, to give all "
+            f"ranks the same number. {remedy}"
+        )
+    if isinstance(sampler, DistributedSampler) and sampler.start > 0:
+        raise InvalidUsage(
+            f"the loader's sampler is in the middle of epoch {sampler.epoch}, from a state that "
+            f"was loaded: the {sampler.start} samples before would be missing. Evaluate with a "
+            "loader of its own."
         )
 
 

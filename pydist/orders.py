@@ -151,6 +151,11 @@ def sample_count(dataset: object) -> int:
             "index: give a data set with __len__ and __getitem__. An iterable one has to take its "
             "share by itself, from pydist.rank() and pydist.world_size()."
         ) from error
+    except OverflowError as error:
+        raise InvalidUsage(
+            f"the data set (a {type(dataset).__name__}) has more samples than an index can tell "
+            f"apart, which are {_MOST_SAMPLES}."
+        ) from error
     if length == 0:
         raise InvalidUsage(
             f"the data set (a {type(dataset).__name__}) is empty: there is nothing to sample."

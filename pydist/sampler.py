@@ -54,8 +54,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
 
     Raises:
         InvalidUsage: the data set is empty or has no length; `rank` is not one of `num_replicas`;
-            `pad="drop"` would leave nothing, with more ranks than samples; arguments contradict
-            each other.
+            `pad="drop"` would leave nothing, with more ranks than samples; arguments are of a wrong
+            type, or contradict each other.
 
     Example:
         >>> import pydist
@@ -86,6 +86,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             own_rank, ranks = placement()
             num_replicas = ranks if num_replicas is None else num_replicas
             rank = own_rank if rank is None else rank
+        num_replicas = _whole_number("num_replicas", num_replicas, 1, 2**63)
+        rank = _whole_number("rank", rank, -(2**63), 2**63)
         if not 0 <= rank < num_replicas:
             raise InvalidUsage(
                 f"rank={rank} is not one of num_replicas={num_replicas}: ranks go from 0 to "
@@ -98,6 +100,11 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         if order is None:
             make = Shuffled if shuffle else Sequential
             order = make(self._dataset_length)
+        if not isinstance(order, Order):
+            raise InvalidUsage(
+                f"order is a {type(order).__name__}; it must have name, __len__ and indices(), "
+                "see pydist.Order."
+            )
         self.order = order
         if len(order) < 1:
             raise InvalidUsage(f"the order '{order.name}' has {len(order)} positions.")
@@ -277,6 +284,11 @@ class DistributedSampler(distributed.DistributedSampler[int]):
     def current(self) -> EpochPass | None:
         """The pass that the state depends on."""
         return self._pass
+
+    @property
+    def start(self) -> int:
+        """The position where the next iterator begins: beyond 0 where a state says so."""
+        return self._start
 
     def close(self, finished: EpochPass) -> None:
         """Says that an iterator has come to its end: the state is of the next epoch from now on."""

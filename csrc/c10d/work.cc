@@ -22,7 +22,7 @@ namespace {
 // What runs once, behind an operation: on a stream that waits for it, or on the host.
 class Epilogue {
  public:
-  explicit Epilogue(std::function<void()> run) : run_(std::move(run)) {}
+  Epilogue(std::function<void()> run, int device) : run_(std::move(run)), device_(device) {}
 
   // Where it has run on a stream, waits for that.
   void run_on_host() {
@@ -31,13 +31,18 @@ class Epilogue {
       run_();
       has_run_ = true;
     }
-    while (behind_ && !behind_->is_done()) {
+    if (!behind_) {
+      return;
+    }
+    const cuda::DeviceGuard guard(device_);
+    while (!behind_->is_done()) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
   // `run` puts it on `stream`, which is current; other streams wait for it there.
   void run_on_stream(const std::function<void()>& run, void* stream) {
     const std::lock_guard lock(mutex_);
+    const cuda::DeviceGuard guard(device_);
     if (has_run_) {
       if (behind_) {
         behind_->hold_back(stream);
@@ -52,6 +57,7 @@ class Epilogue {
 
  private:
   const std::function<void()> run_;
+  const int device_;
   std::mutex mutex_;
   bool has_run_ = false;                    // guarded by mutex_
   std::optional<cuda::OwnedEvent> behind_;  // guarded by mutex_
@@ -101,9 +107,10 @@ std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-WorkPtr with_epilogue(WorkPtr inner, std::function<void()> run, std::function<void()> on_stream) {
+WorkPtr with_epilogue(WorkPtr inner, std::function<void()> run, std::function<void()> on_stream,
+                      int device) {
   const bool waits_for_device = on_stream != nullptr;
-  auto epilogue = std::make_shared<Epilogue>(std::move(run));
+  auto epilogue = std::make_shared<Epilogue>(std::move(run), device);
   auto work = std::make_shared<EpilogueWork>(inner, epilogue, std::move(on_stream));
   const auto conclude = [work, epilogue](const Work::Outcome& outcome) {
     std::exception_ptr error = outcome.error;
@@ -140,7 +147,8 @@ WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors) {
       return with_epilogue(std::move(inner), [held] { held->copy_back(); });
     }
     return with_epilogue(
-        std::move(inner), [held] { held->copy_back_and_wait(); }, [held] { held->copy_back(); });
+        std::move(inner), [held] { held->copy_back_and_wait(); }, [held] { held->copy_back(); },
+        held->device_index());
   }
   inner->on_completion([held](const Work::Outcome&) {});
   return inner;

@@ -264,6 +264,8 @@ DATA = range(10)
         ({"sampler": WeightedRandomSampler([1.0] * 10, 10)}, "a WeightedRandomSampler"),
         ({"sampler": RandomSampler(DATA, replacement=True)}, "with replacement"),
         ({"sampler": RandomSampler(DATA, num_samples=5)}, "another number of samples"),
+        ({"sampler": RandomSampler(range(5))}, "goes through 5 samples, and its data set has 10"),
+        ({"sampler": SequentialSampler(range(5))}, "goes through 5 samples"),
         ({"sampler": TorchSampler(DATA, 2, 0)}, "make it a pydist"),  # type: ignore[arg-type,var-annotated]
         ({"batch_sampler": [[1, 2], [3]]}, "a list, .*pydist.BatchSampler"),
         ({"in_order": False, "num_workers": 1}, "in_order=False"),
@@ -276,3 +278,10 @@ def test_samplers_with_a_meaning_of_their_own_are_refused(
     plain = DataLoader(DATA, **settings)  # type: ignore[arg-type,var-annotated]
     with pytest.raises(pydist.InvalidUsage, match=complaint):
         pydist.prepare(plain, num_replicas=2, rank=0)
+
+
+def test_what_can_not_be_prepared_is_named() -> None:
+    with pytest.raises(pydist.InvalidUsage, match="got a range"):
+        pydist.prepare(DATA)  # type: ignore[arg-type]
+    with pytest.raises(pydist.InvalidUsage, match="there are none"):
+        pydist.prepare(DataLoader(DATA, batch_size=None), split_batches=True)  # type: ignore[arg-type]

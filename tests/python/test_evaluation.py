@@ -322,6 +322,16 @@ def fail_on_one_rank() -> Job:
     attempt("repeats", DataLoader(data(), 8, sampler=sampler), measure, metrics=measures())
     prepared = pydist.prepare(DataLoader(data(), 8))
     attempt("prepared repeats", prepared, measure, metrics=measures())
+    for name, shares in (
+        ("all samples on each", {"num_replicas": 1, "rank": 0}),
+        ("shares of others", {"num_replicas": 2 * size, "rank": rank}),
+        ("left out", {"pad": "drop"}),
+    ):
+        sampler = pydist.DistributedSampler(data(), **{"pad": "none", **shares})  # type: ignore[arg-type]
+        attempt(name, DataLoader(data(), 8, sampler=sampler), measure, metrics=measures())
+    resumed = pydist.prepare(DataLoader(data(), 8), pad="none")
+    resumed.load_state_dict({**resumed.state_dict(), "position": 24})
+    attempt("resumed", resumed, measure, metrics=measures())
     attempt("one value", data(), lambda m, b: {"loss": b[0].mean()}, batch_size=8)
     attempt("no dict", data(), lambda m, b: b[0], batch_size=8)
     attempt("metric forgotten", data(), measure, batch_size=8)
@@ -405,6 +415,10 @@ def test_a_failure_on_one_rank_ends_all(misuses: list[Job]) -> None:
         ("metrics", "Mismatch", "ConfusionMatrix of 25 numbers'} on rank 2"),
         ("repeats", "InvalidUsage", "105 for a data set of 103, so 2 would count twice"),
         ("prepared repeats", "InvalidUsage", "so 2 would count twice"),
+        ("all samples on each", "InvalidUsage", "that of rank 0 of 1, and this is rank"),
+        ("shares of others", "InvalidUsage", "of 6, and this is rank"),
+        ("left out", "InvalidUsage", "leaves out 1 of 103 samples"),
+        ("resumed", "InvalidUsage", "the 24 samples before would be missing"),
         ("one value", "InvalidUsage", "one value for 'loss'"),
         ("no dict", "InvalidUsage", "measure returned a Tensor"),
         ("metric forgotten", "InvalidUsage", "'accuracy', which is not in metrics="),

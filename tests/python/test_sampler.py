@@ -253,6 +253,16 @@ def test_the_epoch_goes_on_with_the_last_index_and_not_before() -> None:
     assert list(sampler) == second
 
 
+def test_an_old_iterator_that_ends_does_not_overrule_set_epoch() -> None:
+    sampler = samplers(10, 2)[0]
+    old = iter(sampler)
+    next(old)
+    sampler.set_epoch(5)
+    assert len(list(old)) == 4
+    assert sampler.epoch == 5
+    assert sampler.state_dict()["epoch"] == 5
+
+
 def test_batches_end_the_epoch_likewise() -> None:
     for as_tensors in (False, True):
         batches = pydist.BatchSampler(samplers(10, 1)[0], 5, as_tensors=as_tensors)
@@ -419,6 +429,11 @@ class Growing:
         (range(3), {"pad": "none", "drop_last": True}, "contradict"),
         (range(3), {"seed": 2**64}, "seed="),
         (range(3), {"seed": 0.5}, "seed=0.5"),
+        (range(3), {"num_replicas": 0}, "num_replicas=0"),
+        (range(3), {"num_replicas": "2"}, "num_replicas='2'"),
+        (range(3), {"rank": 0.5}, "rank=0.5"),
+        (range(3), {"order": [2, 1, 0]}, "order is a list"),
+        (range(2**64), {}, "more samples than an index"),
     ],
 )
 def test_nonsense_is_refused(dataset: Any, arguments: dict[str, Any], complaint: str) -> None:
