@@ -1,0 +1,252 @@
+"""Checkpoints: saved on some ranks, loaded on others; killed, damaged, and at fault."""
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launch import Ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from training import Tied, joined
+
+import pydist
+from pydist.checkpoint.manifest import MANIFEST
+
+LIMIT_S = 50.0
+
+pytestmark = pytest.mark.timeout(60)
+
+# How an optimizer is sharded.
+Kind = int
+WHOLE, STAGE_1, STAGE_2 = 0, 1, 2
+SAMPLES = 24
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4, {"PYDIST_BACKEND": "native"}) as ranks:
+        yield ranks
+
+
+class Training:
+    """A model, its optimizer and its schedule, on the first `size` ranks."""
+
+    def __init__(
+        self, group: Any, kind: Kind, *, seed: int = 0, dtype: torch.dtype = torch.float64
+    ) -> None:
+        torch.manual_seed(seed)
+        self.rank, self.size, self.dtype = group.rank, group.size, dtype
+        self.model = pydist.DataParallel(Tied(dtype), process_group=group, bucket_cap_mb=0.0005)
+        named = list(self.model.named_parameters())
+        groups: Any = [
+            {"params": [n for n in named if n[1].dim() > 1], "weight_decay": 0.1},
+            {"params": [n for n in named if n[1].dim() <= 1]},
+        ]
+        options: Any = {"lr": 1e-2}
+        self.optimizer: torch.optim.Optimizer
+        if kind == WHOLE:
+            self.optimizer = torch.optim.AdamW(groups, **options)
+        else:
+            self.optimizer = pydist.ShardedOptimizer(
+                groups,
+                torch.optim.AdamW,
+                stage=kind,  # type: ignore[arg-type]
+                **options,
+            )
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def run(self, steps: range) -> list[Tensor]:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            batch = torch.randn(SAMPLES, 8, generator=generator, dtype=torch.float64)
+            self.optimizer.zero_grad()
+            share = batch.to(self.dtype).view(self.size, -1, 8)[self.rank]
+            self.model(share).mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor], what: str, *, exact: bool) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        if exact:
+            assert torch.equal(a, b), f"{what}: {(a - b).abs().max()} apart"
+        else:
+            torch.testing.assert_close(
+                a, b, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}"
+            )
+
+
+def resume(
+    folder: str, pairs: list[tuple[int, Kind, int, Kind]], dtype_name: str, steps: int
+) -> int:
+    """Saves on N ranks, loads on M; trains on, and compares."""
+    rank, size = joined()
+    dtype = getattr(torch, dtype_name)
+    groups = {n: pydist.new_group(range(n)) for n in range(1, size + 1)}
+    saved: dict[tuple[int, Kind], list[Tensor]] = {}
+    compared = 0
+    for many, kind, other, other_kind in pairs:
+        path = f"{folder}/{dtype_name}-{many}-{kind}"
+        if (many, kind) not in saved:
+            saved[many, kind] = []
+            if rank < many:
+                training = Training(groups[many], kind, dtype=dtype)
+                training.run(range(5))
+                pydist.save(path, **training.parts, extra=[many])
+                saved[many, kind] = training.run(range(5, 5 + steps))
+            pydist.barrier()
+        if rank < other:
+            again = Training(groups[other], other_kind, seed=1, dtype=dtype)
+            again.run(range(70, 71))
+            assert pydist.load(path, **again.parts) == [many]
+            found = again.run(range(5, 5 + steps))
+            if rank < many:
+                exact = (many, kind) == (other, other_kind)
+                what = f"{many} ranks, stage {kind} to {other} ranks, stage {other_kind}"
+                assert_same(found, saved[many, kind], what, exact=exact)
+                compared += 1
+        pydist.barrier()
+    return compared
+
+
+def test_resume_on_other_ranks_and_stages(four: Ranks, tmp_path: Path) -> None:
+    counts = range(1, 5)
+    # For N = M the stage is the same, and the result to the bit.
+    pairs = [(n, 1 + n % 2, m, 1 + m % 2) for n in counts for m in counts]
+    pairs += [(3, a, 3, b) for a in range(3) for b in range(3)]
+    pairs += [(1, WHOLE, 4, STAGE_2), (4, STAGE_2, 1, WHOLE)]
+    compared = four.run(resume, str(tmp_path), pairs, "float64", 50, timeout=LIMIT_S)
+    assert compared[0] == len(pairs)
+
+
+def test_resume_in_16_bits_keeps_masters(four: Ranks, tmp_path: Path) -> None:
+    pairs = [(3, STAGE_1, 3, STAGE_1), (4, STAGE_2, 4, STAGE_2)]
+    four.run(resume, str(tmp_path), pairs, "bfloat16", 10, timeout=LIMIT_S)
+
+
+def test_resume_on_eight(tmp_path: Path) -> None:
+    pairs = [(8, STAGE_2, 8, STAGE_2), (8, STAGE_2, 3, STAGE_1), (2, STAGE_1, 8, STAGE_1)]
+    pairs += [(1, WHOLE, 8, STAGE_2), (8, STAGE_2, 4, WHOLE)]
+    with Ranks(8, {"PYDIST_BACKEND": "native"}) as ranks:
+        ranks.run(resume, str(tmp_path), pairs, "float64", 50, timeout=LIMIT_S)
+
+
+def save_everything(folder: str) -> None:
+    rank, size = joined()
+    world = pydist.new_group(range(size))
+    training = Training(world, STAGE_2)
+    samples: Any = range(96)
+    loader = pydist.prepare(DataLoader(samples, 8, shuffle=True), seed=3)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    place = f"{folder}/everything"
+    pydist.save(
+        place,
+        **training.parts,
+        sampler=loader,
+        extra={"losses": [1.0, 2.0], "best": torch.ones(2), "name": "x"},
+    )
+    rest = [batch.tolist() for batch in iterator]
+    drawn = (random.random(), np.random.rand(), torch.rand(2).tolist())
+    other = pydist.prepare(DataLoader(samples, 8, shuffle=True), seed=4)
+    again = Training(world, STAGE_1, seed=5)
+    extra = pydist.load(place, **again.parts, sampler=other)
+    assert extra["losses"] == [1.0, 2.0]
+    assert torch.equal(extra["best"], torch.ones(2))
+    assert drawn == (random.random(), np.random.rand(), torch.rand(2).tolist())
+    assert [batch.tolist() for batch in other] == rest
+    # Steps, of which the last two stay; asynchronous, while training goes on.
+    steps = Path(folder) / "steps"
+    for step in range(1, 5):
+        handle = pydist.save(steps, **training.parts, step=step, keep=2, asynchronous=True)
+        values = training.run(range(step, step + 1))
+    handle.wait()
+    assert handle.done()
+    assert handle.path == steps / "step-000004"
+    assert sorted(p.name for p in steps.iterdir()) == ["step-000003", "step-000004"]
+    assert pydist.checkpoint.latest(steps) == handle.path
+    pydist.load(steps, **again.parts)
+    assert_same(again.run(range(4, 5)), values, "asynchronous", exact=False)
+    # The last save is still under way when the ranks leave.
+    pydist.save(f"{folder}/last", **training.parts, asynchronous=True)
+    pydist.shutdown()
+    assert (Path(folder) / "last" / MANIFEST).exists()
+
+
+def fail_together(folder: str) -> None:
+    rank, size = joined()
+    world: Any = pydist.new_group(range(size))
+    training = Training(world, STAGE_1)
+    place = Path(folder) / "failing"
+    pydist.save(place, **training.parts)
+    before = pydist.checkpoint.to_torch(place)
+    training.run(range(2))
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if refusing and event == "open" and str(arguments[0]).endswith("__1_0.distcp"):
+            raise OSError(28, "No space left on device")
+
+    refusing = rank == 1
+    sys.addaudithook(refuse)
+    with pytest.raises(pydist.CheckpointError, match=r"rank 1: .*No space left on device"):
+        pydist.save(place, **training.parts)
+    handle = pydist.save(place, **training.parts, asynchronous=True)
+    with pytest.raises(pydist.CheckpointError, match="rank 1"):
+        handle.wait()
+    pydist.save(place, **training.parts, asynchronous=True)
+    with pytest.raises(pydist.CheckpointError, match="before this one"):
+        pydist.save(place, **training.parts)
+    assert [p.name for p in Path(folder).iterdir()] == ["failing"]
+    refusing = False
+    after = pydist.checkpoint.to_torch(place)
+    assert all(torch.equal(after["model"][n], v) for n, v in before["model"].items())
+    pydist.barrier()
+    # What a rank alone asks for.
+    with pytest.raises(pydist.Mismatch, match="rank 1"):
+        pydist.save(place if rank != 1 else f"{place}2", **training.parts)
+    with pytest.raises(pydist.InvalidUsage, match=r"rank 0: extra can't be.*; rank 3: keep="):
+        pydist.save(place, keep=1 if rank == 3 else None, extra=lambda: 1)
+    # What does not fit, changes nothing.
+    with pytest.raises(pydist.InvalidUsage, match="has no sampler"):
+        pydist.load(place, sampler=training.scheduler)
+    small = pydist.DataParallel(nn.Linear(2, 2), process_group=world)
+    values = [p.detach().clone() for p in small.parameters()]
+    with pytest.raises(pydist.InvalidUsage, match="another model"):
+        pydist.load(place, model=small)
+    assert_same([p.detach() for p in small.parameters()], values, "refused", exact=True)
+    sgd = pydist.ShardedOptimizer(small, torch.optim.SGD, lr=0.1)
+    with pytest.raises(pydist.InvalidUsage, match="AdamW"):
+        pydist.load(place, optimizer=sgd)
+    pydist.barrier()
+    if rank == 0:
+        file = place / "__1_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    pydist.barrier()
+    with pytest.raises(pydist.CheckpointError, match=r"__1_0\.distcp is damaged"):
+        pydist.load(place, **training.parts)
+    training.run(range(2, 3))
+    pydist.barrier()
+
+
+def test_everything_and_asynchronous(four: Ranks, tmp_path: Path) -> None:
+    four.run(save_everything, str(tmp_path), timeout=LIMIT_S)
+
+
+def test_what_fails_on_one_rank_fails_on_all(four: Ranks, tmp_path: Path) -> None:
+    four.run(fail_together, str(tmp_path), timeout=LIMIT_S)
