@@ -65,13 +65,14 @@ def publish(place: Path) -> None:
 
 
 def forget_older(path: Path, keep: int, newest: int) -> None:
-    """Removes all checkpoints of steps but the last `keep` up to `newest`."""
-    for step in sorted(step for step in _steps(path) if step <= newest)[:-keep]:
+    """Removes all checkpoints of steps but the last `keep` up to `newest`, and halves of others."""
+    for left in path.glob(".step-*.partial"):
+        shutil.rmtree(left)
+    steps = _steps(path)
+    for step in sorted(step for step in steps if step <= newest)[:-keep]:
         # Out of sight first: a folder that is half removed must not look like a checkpoint.
         doomed = partial_of(step_folder(path, step))
-        if doomed.exists():
-            shutil.rmtree(doomed)
-        _steps(path)[step].rename(doomed)
+        steps[step].rename(doomed)
         shutil.rmtree(doomed)
 
 

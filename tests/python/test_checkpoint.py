@@ -1,7 +1,11 @@
 """Checkpoints: saved on some ranks, loaded on others; killed, damaged, and at fault."""
 
+import copy
+import os
 import random
+import re
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,8 @@ import pytest
 import torch
 from launch import Ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
 from training import Tied, joined
 
@@ -250,3 +256,207 @@ def test_everything_and_asynchronous(four: Ranks, tmp_path: Path) -> None:
 
 def test_what_fails_on_one_rank_fails_on_all(four: Ranks, tmp_path: Path) -> None:
     four.run(fail_together, str(tmp_path), timeout=LIMIT_S)
+
+
+def die_at_every_step(folder: str) -> tuple[int, list[int]]:
+    """Saves in forked processes, of which the n-th dies at its n-th change of a file or folder."""
+    changes = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+    placement = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    for name in (*placement, "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    torch.set_num_threads(1)
+    place = Path(folder) / "steps"
+    model = nn.Linear(300, 4)
+    found: list[list[int]] = []
+
+    def fill(value: float) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+
+    def save(value: float, die_at: int) -> None:
+        count = 0
+
+        def watch(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal count
+            if event not in changes:
+                return
+            # What a folder is emptied of has names relative to it.
+            if event not in ("os.remove", "os.rmdir") and folder not in str(arguments[0]):
+                return
+            if event == "open" and arguments[1] not in ("w", "wb", "xb", "w+b"):
+                return
+            count += 1
+            if count == die_at:
+                os._exit(9)
+
+        sys.addaudithook(watch)
+        fill(value)
+        pydist.save(place / "one", model=model)
+        pydist.save(place, model=model, step=int(value), keep=1)
+        os._exit(0)
+
+    for die_at in range(1000):
+        # The first one lives, and so does one that nothing kills any more.
+        child = os.fork()
+        if child == 0:
+            try:
+                save(float(die_at), die_at)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        assert code in (0, 9), code
+        values = []
+        for path in (place / "one", place):
+            state = pydist.checkpoint.to_torch(path)["model"]
+            value = float(state["bias"][0])
+            assert all(bool((tensor == value).all()) for tensor in state.values())
+            values.append(int(value))
+        assert place / "one" != pydist.checkpoint.latest(place)
+        # The old one or the new one, and never an older one than before.
+        previous = found[-1] if found else [0, 0]
+        assert all(a in (b, die_at) for a, b in zip(values, previous, strict=True)), values
+        found.append(values)
+        if code == 0 and die_at:
+            assert values == [die_at, die_at]
+            left = sorted(path.name for path in place.iterdir())
+            assert left == ["one", f"step-{die_at:06d}"]
+            return die_at, [a for a, _ in found]
+    raise AssertionError("never done")
+
+
+def test_killed_at_every_step(tmp_path: Path) -> None:
+    with Ranks(1) as alone:
+        [(deaths, found)] = alone.run(die_at_every_step, str(tmp_path), timeout=LIMIT_S)
+    assert deaths > 20
+    assert len(set(found)) > 10  # deaths after the new one was in its place
+
+
+def convert(folder: str) -> None:
+    rank, size = joined()
+    world = pydist.new_group(range(size))
+    training = Training(world, STAGE_2)
+    training.run(range(4))
+    place = Path(folder) / "native"
+    pydist.save(place, **training.parts)
+    state = pydist.checkpoint.to_torch(place)
+    expected = training.run(range(4, 8))
+    # Into plain torch: an unwrapped module and the class itself, on all samples.
+    module = Tied(torch.float64)
+    module.load_state_dict(state["model"])
+    named = list(module.named_parameters())
+    plain: Any = torch.optim.AdamW(
+        [
+            {"params": [p for _, p in named if p.dim() > 1]},
+            {"params": [p for _, p in named if p.dim() <= 1]},
+        ]
+    )
+    plain.load_state_dict(copy.deepcopy(state["optimizer"]))  # which it would write into
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 3, 0.5)
+    schedule.load_state_dict(state["scheduler"])
+    for step in range(4, 8):
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randn(SAMPLES, 8, generator=generator, dtype=torch.float64)
+        plain.zero_grad()
+        module(batch).mean().backward()
+        plain.step()
+        schedule.step()
+    found = [p.detach() for p in module.parameters()]
+    assert_same(found, expected, "in plain torch", exact=False)
+    # And back, under the names that torch's wrapper gives.
+    wrapped = {f"module.{name}": value for name, value in state["model"].items()}
+    for kind in (WHOLE, STAGE_1, STAGE_2):
+        again = Training(world, kind, seed=2)
+        pydist.checkpoint.from_torch(
+            {"model": wrapped, "optimizer": copy.deepcopy(state["optimizer"])},
+            model=again.model,
+            optimizer=again.optimizer,
+        )
+        again.scheduler.load_state_dict(state["scheduler"])
+        assert_same(again.run(range(4, 8)), expected, f"into stage {kind}", exact=False)
+    # torch's own tool reads the files.
+    if rank == 0:
+        dcp_to_torch_save(place, Path(folder) / "torch.pt")
+        flat = torch.load(Path(folder) / "torch.pt", weights_only=True)
+        for name, value in state["model"].items():
+            assert torch.equal(flat[f"model.{name}"], value), name
+    pydist.barrier()
+
+
+def convert_zero(folder: str) -> None:
+    """What torch's ZeroRedundancyOptimizer under its DistributedDataParallel has saved."""
+    rank, size = joined()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 31), nn.Tanh(), nn.Linear(31, 2)).double()
+    ours = pydist.DataParallel(copy.deepcopy(module))
+    sharded = pydist.ShardedOptimizer(ours, torch.optim.AdamW, stage=2, lr=1e-2)
+    theirs = nn.parallel.DistributedDataParallel(module)
+    zero = ZeroRedundancyOptimizer(theirs.parameters(), torch.optim.AdamW, lr=1e-2)
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(size * step + rank)
+            optimizer.zero_grad()
+            batch = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+    run(theirs, zero, range(5))
+    zero.consolidate_state_dict(0)
+    if rank == 0:
+        saved = {"model": theirs.state_dict(), "optimizer": zero.state_dict()}
+        torch.save(saved, Path(folder) / "zero.pt")
+    pydist.barrier()
+    pydist.checkpoint.from_torch(Path(folder) / "zero.pt", model=ours, optimizer=sharded)
+    # A wrapper of torch's is saved under the module's own names as well.
+    pydist.save(Path(folder) / "ddp", model=theirs)
+    run(theirs, zero, range(5, 8))
+    run(ours, sharded, range(5, 8))
+    first, second = ([p.detach() for p in model.parameters()] for model in (ours, theirs))
+    assert_same(first, second, "from ZeroRedundancyOptimizer", exact=False)
+    pydist.load(Path(folder) / "ddp", model=ours)
+    pydist.load(Path(folder) / "ddp", model=module)
+    first, second = ([p.detach() for p in model.parameters()] for model in (ours, module))
+    assert_same(first, second, "of a wrapper of torch's", exact=True)
+
+
+def test_to_and_from_torch(four: Ranks, tmp_path: Path) -> None:
+    four.run(convert, str(tmp_path), timeout=LIMIT_S)
+    four.run(convert_zero, str(tmp_path), timeout=LIMIT_S)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    """In this process, alone: each file cut short, flipped, and gone."""
+    with Ranks(1) as alone:
+        alone.run(damage, str(tmp_path), timeout=LIMIT_S)
+
+
+def damage(folder: str) -> None:
+    joined()
+    place = Path(folder) / "whole"
+    model = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2), nn.BatchNorm1d(2)).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(4, 3, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    pydist.save(place, model=model, optimizer=optimizer)
+    pydist.load(place, model=model, optimizer=optimizer)
+    for file in sorted(place.iterdir()):
+        content = file.read_bytes()
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+        for damaged in (content[:-1], flipped, b"", None):
+            if damaged is None:
+                file.unlink()
+            else:
+                file.write_bytes(damaged)
+            name = file.name if file.name != MANIFEST or damaged is not None else "no checkpoint"
+            with pytest.raises(pydist.CheckpointError, match=re.escape(name)):
+                pydist.load(place, model=model)
+        file.write_bytes(content)
+    pydist.load(place, model=model, optimizer=optimizer)
+    with pytest.raises(pydist.CheckpointError, match="exists and is no checkpoint"):
+        pydist.save(folder, model=model)
+    with pytest.raises(pydist.CheckpointError, match="there is no checkpoint at"):
+        pydist.load(Path(folder) / "nowhere", model=model)
