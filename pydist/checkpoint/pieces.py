@@ -1,4 +1,4 @@
-"""What of a state a rank writes: boxes of tensors, none larger than a bucket.
+"""What of a state a rank writes: boxes of tensors, none of more than half a bucket.
 
 What all ranks have, they share out; what only one has, it writes. A box of a model's tensor is some
 of its rows, as torch's own checkpoints have them; one of an optimizer's state is a range of
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pydist.bucket_plan import DEFAULT_CAP_BYTES
+
+# torch's writer has two copies of what it writes: of a bucket together.
+_PIECE_BYTES = DEFAULT_CAP_BYTES // 2
 
 
 @dataclass
@@ -61,10 +64,10 @@ class Piece:
 def of_rows(name: str, tensor: Tensor) -> Iterator[Piece]:
     """Cuts a tensor into boxes of rows."""
     whole = tuple(tensor.shape)
-    if not whole or tensor.nbytes <= DEFAULT_CAP_BYTES:
+    if not whole or tensor.nbytes <= _PIECE_BYTES:
         yield Piece(name, whole, (0,) * len(whole), whole, tensor)
         return
-    rows = max(1, DEFAULT_CAP_BYTES * whole[0] // tensor.nbytes)
+    rows = max(1, _PIECE_BYTES * whole[0] // tensor.nbytes)
     for begin in range(0, whole[0], rows):
         sizes = (min(rows, whole[0] - begin), *whole[1:])
         yield Piece(name, whole, (begin, *([0] * (len(whole) - 1))), sizes, tensor, begin)
@@ -72,7 +75,7 @@ def of_rows(name: str, tensor: Tensor) -> Iterator[Piece]:
 
 def of_range(name: str, count: int, begin: int, values: Tensor) -> Iterator[Piece]:
     """Cuts a range of elements, which begins at `begin` of `count`."""
-    step = max(1, DEFAULT_CAP_BYTES // values.element_size())
+    step = max(1, _PIECE_BYTES // values.element_size())
     for first in range(0, values.numel(), step):
         sizes = (min(step, values.numel() - first),)
         yield Piece(name, (count,), (begin + first,), sizes, values, first, is_flat=True)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from training import Tied, joined
 
 import pydist
+from pydist.bucket_plan import DEFAULT_CAP_BYTES
 from pydist.checkpoint.manifest import MANIFEST
 
 LIMIT_S = 50.0
@@ -460,3 +461,40 @@ def damage(folder: str) -> None:
         pydist.save(folder, model=model)
     with pytest.raises(pydist.CheckpointError, match="there is no checkpoint at"):
         pydist.load(Path(folder) / "nowhere", model=model)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process had since the last call; what it has now, at the first."""
+    status = Path("/proc/self/status").read_text()
+    peak = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak
+
+
+def weigh(folder: str) -> list[float]:
+    """What saving takes at most beside the state, in buckets: now, and asynchronously."""
+    joined()
+    layers = [layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.Tanh())]
+    model = pydist.DataParallel(nn.Sequential(*layers))
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, stage=2)
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    pydist.save(f"{folder}/warm", **parts)
+    taken = []
+    for asynchronous in (False, True):
+        peak_bytes()
+        before = peak_bytes()
+        pydist.save(f"{folder}/weighed", **parts, asynchronous=asynchronous).wait()
+        taken.append((peak_bytes() - before) / DEFAULT_CAP_BYTES)
+    pydist.barrier()
+    return taken
+
+
+def test_memory(tmp_path: Path) -> None:
+    """Two ranks, of which each writes 4.5 buckets."""
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        for now, later in ranks.run(weigh, str(tmp_path), timeout=LIMIT_S):
+            assert now < 2
+            assert later < 4.5 + 2  # a copy of what the rank writes
