@@ -8,7 +8,7 @@ The batch is that of the whole job, so any number of processes trains the same m
 same losses up to rounding. What is special to training on several processes is marked with
 "pydist:".
 
-Writes to --output: checkpoint.pt, losses.json, loss.png, sample.txt.
+Writes to --output: checkpoint, losses.json, loss.png, sample.txt.
 """
 
 import argparse

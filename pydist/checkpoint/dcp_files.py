@@ -3,6 +3,8 @@
 torch.distributed.checkpoint's own writer and reader do the work, and its `load` and
 `dcp_to_torch_save` read what was written. What differs is who plans: ranks know what they have, so
 that no plan travels, and what they have written is told through pydist's collectives.
+
+Only functions import this module: torch's takes half a second to import.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from pydist.checkpoint.packing import unpack
 from pydist.checkpoint.pieces import Piece
-from pydist.errors import CheckpointError, InvalidUsage
+from pydist.errors import CheckpointError
 
 METADATA = ".metadata"
 
@@ -134,29 +137,6 @@ def write_metadata(folder: Path, parts: Sequence[Written], aliases: dict[str, st
             ]
         )
     FileSystemWriter(folder).finish(Metadata(known), results)
-
-
-def pack(what: str, value: Any) -> bytes:
-    """An object as bytes that torch loads without running code.
-
-    Raises:
-        InvalidUsage: It holds something else than numbers, text, tensors and containers of them.
-    """
-    stream = io.BytesIO()
-    try:
-        torch.save(value, stream)
-        unpack(stream.getvalue())
-    except Exception as error:
-        raise InvalidUsage(
-            f"{what} can't be saved: a checkpoint holds numbers, text, tensors, and lists, tuples "
-            f"and dictionaries of them ({str(error).splitlines()[0]})"
-        ) from error
-    return stream.getvalue()
-
-
-def unpack(packed: bytes) -> Any:
-    """What `pack` was given."""
-    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
 
 
 class _Destination(DefaultLoadPlanner):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
-from pydist.checkpoint.dcp_files import Contents
 from pydist.checkpoint.lanes import lane_of
 from pydist.checkpoint.manifest import read_manifest, verify
 from pydist.checkpoint.random_states import restore_random_states
@@ -59,6 +58,8 @@ def load(
             passed (on every rank).
         Mismatch: Ranks pass different paths, or find different checkpoints there (on every rank).
     """
+    from pydist.checkpoint.dcp_files import Contents
+
     lane = lane_of(model, optimizer, process_group)
     communicator = lane.communicator
     agree(communicator, "the asynchronous save before this load", lane.settle())

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pydist.checkpoint.dcp_files import Contents, pack
+from pydist.checkpoint.packing import pack
 from pydist.checkpoint.pieces import Piece, of_rows, share_out
 from pydist.data_parallel import DataParallel
 from pydist.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from pydist.checkpoint.dcp_files import Contents
 
 # What an entry of a checkpoint is called: `model.NAME`.
 PREFIX = "model."

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pydist.checkpoint.dcp_files import Contents
 from pydist.checkpoint.pieces import Piece, of_range, share_out
 from pydist.errors import InvalidUsage
 from pydist.sharded_optimizer import ShardedOptimizer
@@ -22,6 +21,9 @@ from pydist.sharded_state import (
     is_per_element,
     to_whole,
 )
+
+if TYPE_CHECKING:
+    from pydist.checkpoint.dcp_files import Contents
 
 # What an entry of a checkpoint is called: `optimizer.state.NAME.KEY`.
 PREFIX = "optimizer.state."

@@ -11,7 +11,6 @@ import torch
 
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
-from pydist.checkpoint.dcp_files import Contents
 from pydist.checkpoint.manifest import read_manifest, verify
 from pydist.checkpoint.replacement import find
 from pydist.errors import InvalidUsage
@@ -38,6 +37,8 @@ def to_torch(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: There is none, or a file is damaged.
     """
+    from pydist.checkpoint.dcp_files import Contents
+
     folder = find(Path(os.path.abspath(path)))
     for name, known in read_manifest(folder).items():
         verify(folder, name, known)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import pydist.checkpoint.dcp_files as dcp_files
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist._load import __version__
 from pydist.checkpoint.lanes import Saving, lane_of
 from pydist.checkpoint.manifest import FileSum, sum_of, write_manifest
+from pydist.checkpoint.packing import pack, unpack
 from pydist.checkpoint.pieces import Piece
 from pydist.checkpoint.random_states import random_states
 from pydist.checkpoint.replacement import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    import pydist.checkpoint.dcp_files as dcp_files
     from pydist._native import Communicator
     from pydist.groups import Group
 
@@ -159,13 +160,13 @@ def _collect(
         found = optimizer_state.take(optimizer, names, rank, size)
         part.pieces += found.pieces
         part.outline = found.outline
-        dcp_files.pack("the optimizer's state", found.outline)
-    part.objects[f"random.{rank}"] = dcp_files.pack("random states", random_states())
+        pack("the optimizer's state", found.outline)
+    part.objects[f"random.{rank}"] = pack("random states", random_states())
     if rank == 0:
         for name, value in stateful.items():
             if value is not None:
-                part.objects[name] = dcp_files.pack(f"the {name}'s state", value.state_dict())
-        part.objects["extra"] = dcp_files.pack("extra", extra)
+                part.objects[name] = pack(f"the {name}'s state", value.state_dict())
+        part.objects["extra"] = pack("extra", extra)
     return part
 
 
@@ -176,10 +177,10 @@ def _write(
     partial = partial_of(place)
     try:
         if part.outline is not None:
-            outlines = exchange(communicator, dcp_files.pack("the outline", part.outline))
+            outlines = exchange(communicator, pack("the outline", part.outline))
             if rank == 0:
-                whole = optimizer_state.merged([dcp_files.unpack(each) for each in outlines])
-                part.objects["optimizer"] = dcp_files.pack("the optimizer's state", whole)
+                whole = optimizer_state.merged([unpack(each) for each in outlines])
+                part.objects["optimizer"] = pack("the optimizer's state", whole)
         if rank == 0:
             _agreed(communicator, place, lambda: begin(place))
         else:
@@ -200,6 +201,8 @@ def _write(
 
 
 def _write_own(partial: Path, rank: int, part: _Part) -> tuple[dcp_files.Written, FileSum]:
+    import pydist.checkpoint.dcp_files as dcp_files
+
     if not partial.is_dir():
         raise CheckpointError(
             f"{partial}, which rank 0 has made, is not here: all ranks must see the same folder"
@@ -211,6 +214,8 @@ def _write_own(partial: Path, rank: int, part: _Part) -> tuple[dcp_files.Written
 def _complete(
     place: Path, everybody: list[tuple[dcp_files.Written, FileSum]], aliases: dict[str, str]
 ) -> None:
+    import pydist.checkpoint.dcp_files as dcp_files
+
     partial = partial_of(place)
     dcp_files.write_metadata(partial, [written for written, _ in everybody], aliases)
     files = {dcp_files.file_of(rank): known for rank, (_, known) in enumerate(everybody)}
