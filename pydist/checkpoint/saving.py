@@ -47,7 +47,8 @@ class _Part:
     pieces: list[Piece] = field(default_factory=list)
     objects: dict[str, bytes] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    outline: optimizer_state.Outline | None = None
+    # Of the optimizer, packed: training goes on while it is written.
+    outline: bytes | None = None
 
 
 def save(
@@ -159,8 +160,7 @@ def _collect(
         names = optimizer_state.names_in(None if model is None else model_state.inner(model))
         found = optimizer_state.take(optimizer, names, rank, size)
         part.pieces += found.pieces
-        part.outline = found.outline
-        pack("the optimizer's state", found.outline)
+        part.outline = pack("the optimizer's state", found.outline)
     part.objects[f"random.{rank}"] = pack("random states", random_states())
     if rank == 0:
         for name, value in stateful.items():
@@ -177,7 +177,7 @@ def _write(
     partial = partial_of(place)
     try:
         if part.outline is not None:
-            outlines = exchange(communicator, pack("the outline", part.outline))
+            outlines = exchange(communicator, part.outline)
             if rank == 0:
                 whole = optimizer_state.merged([unpack(each) for each in outlines])
                 part.objects["optimizer"] = pack("the optimizer's state", whole)

@@ -5,10 +5,12 @@ import os
 import random
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -44,7 +46,13 @@ class Training:
     """A model, its optimizer and its schedule, on the first `size` ranks."""
 
     def __init__(
-        self, group: Any, kind: Kind, *, seed: int = 0, dtype: torch.dtype = torch.float64
+        self,
+        group: Any,
+        kind: Kind,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+        optimizer_class: Any = torch.optim.AdamW,
     ) -> None:
         torch.manual_seed(seed)
         self.rank, self.size, self.dtype = group.rank, group.size, dtype
@@ -57,11 +65,11 @@ class Training:
         options: Any = {"lr": 1e-2}
         self.optimizer: torch.optim.Optimizer
         if kind == WHOLE:
-            self.optimizer = torch.optim.AdamW(groups, **options)
+            self.optimizer = optimizer_class(groups, **options)
         else:
             self.optimizer = pydist.ShardedOptimizer(
                 groups,
-                torch.optim.AdamW,
+                optimizer_class,
                 stage=kind,  # type: ignore[arg-type]
                 **options,
             )
@@ -188,6 +196,18 @@ def save_everything(folder: str) -> None:
     assert pydist.checkpoint.latest(steps) == handle.path
     pydist.load(steps, **again.parts)
     assert_same(again.run(range(4, 5)), values, "asynchronous", exact=False)
+    # What is saved is the state at the call, whenever it is written.
+    training = Training(world, STAGE_1, optimizer_class=torch.optim.NAdam)
+    training.run(range(3))
+    held: list[threading.Thread] = []
+    with mock.patch.object(threading.Thread, "start", lambda thread: held.append(thread)):
+        handle = pydist.save(place, **training.parts, asynchronous=True)
+    values = training.run(range(3, 6))
+    held[0].start()
+    handle.wait()
+    again = Training(world, STAGE_1, optimizer_class=torch.optim.NAdam, seed=6)
+    pydist.load(place, **again.parts)
+    assert_same(again.run(range(3, 6)), values, "written later", exact=True)
     # The last save is still under way when the ranks leave.
     pydist.save(f"{folder}/last", **training.parts, asynchronous=True)
     pydist.shutdown()
