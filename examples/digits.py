@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -56,13 +55,6 @@ def measure(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
     return {"accuracy": model(images).argmax(1) == labels}
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Writes a checkpoint: whatever happens, the old or the new one is there, complete."""
-    partial = path.with_name(path.name + ".partial")
-    torch.save(state, partial)
-    partial.replace(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--epochs", type=int, default=12)
@@ -70,7 +62,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="file for losses and accuracy, as JSON")
-    parser.add_argument("--checkpoint", type=Path, help="go on from this file, and write it")
+    parser.add_argument("--checkpoint", type=Path, help="go on from this folder, and write it")
     parser.add_argument("--stop-at", type=int, help="stop after this step, as if interrupted")
     arguments = parser.parse_args()
 
@@ -88,22 +80,17 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr)
     losses: list[float] = []
     if arguments.checkpoint is not None and arguments.checkpoint.exists():
-        state = torch.load(arguments.checkpoint)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        loader.load_state_dict(state["data"])  # pydist: whatever number of processes wrote it
-        losses = state["losses"]
+        # pydist: whatever number of processes wrote it
+        losses = pydist.load(arguments.checkpoint, model=model, optimizer=optimizer, sampler=loader)
 
     def checkpoint() -> None:
-        if rank == 0 and arguments.checkpoint is not None:  # pydist: all have the same state
-            save(
+        if arguments.checkpoint is not None:  # pydist: the processes share out the writing
+            pydist.save(
                 arguments.checkpoint,
-                {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "data": loader.state_dict(),
-                    "losses": losses,
-                },
+                model=model,
+                optimizer=optimizer,
+                sampler=loader,
+                extra=losses,
             )
 
     while loader.distributed_sampler.epoch < arguments.epochs:

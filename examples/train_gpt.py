@@ -8,7 +8,7 @@ The batch is that of the whole job, so any number of processes trains the same m
 same losses up to rounding. What is special to training on several processes is marked with
 "pydist:".
 
-Writes to --output: checkpoint.pt, losses.json, loss.png, sample.txt.
+Writes to --output: checkpoint, losses.json, loss.png, sample.txt.
 """
 
 import argparse
@@ -195,11 +195,6 @@ def write_whole(path: Path, write: Any) -> None:
     partial.replace(path)
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Writes a checkpoint."""
-    write_whole(path, lambda file: torch.save(state, file))
-
-
 def restore(
     path: Path,
     settings: Settings,
@@ -210,20 +205,18 @@ def restore(
     """Loads a checkpoint, on every process; returns the losses up to there."""
     if not path.exists():
         raise SystemExit(f"--resume: there is no {path}; run without --resume first")
-    state = torch.load(path, weights_only=True)
+    saved = pydist.load(path, random=False)
     now = dataclasses.asdict(settings)
     different = [
         f"{name}={now[name]} (there: {value})"
-        for name, value in state["settings"].items()
+        for name, value in saved["settings"].items()
         if now[name] != value
     ]
     if different:
         raise SystemExit(f"--resume: {path} was made with other settings: {', '.join(different)}")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    loader.load_state_dict(state["data"])  # pydist: whatever number of processes wrote it
-    torch.set_rng_state(state["rng"])
-    losses: list[float] = state["losses"]
+    # pydist: whatever number of processes wrote it
+    pydist.load(path, model=model, optimizer=optimizer, sampler=loader)
+    losses: list[float] = saved["losses"]
     return losses
 
 
@@ -304,21 +297,19 @@ def train(arguments: argparse.Namespace, settings: Settings) -> None:
     optimizer = optimizer_for(model, settings.lr)
     losses: list[float] = []
     if arguments.resume:
-        losses = restore(output / "checkpoint.pt", settings, model, optimizer, loader)
+        losses = restore(output / "checkpoint", settings, model, optimizer, loader)
     first_step = len(losses)
     last_step = min(arguments.steps, arguments.stop_at or arguments.steps)
 
     def checkpoint() -> None:
-        if rank == 0:  # pydist: all processes have the same state, so one writes it
-            state = {
-                "settings": dataclasses.asdict(settings),
-                "losses": losses,
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "data": loader.state_dict(),
-                "rng": torch.get_rng_state(),
-            }
-            save(output / "checkpoint.pt", state)
+        # pydist: the processes share out the writing
+        pydist.save(
+            output / "checkpoint",
+            model=model,
+            optimizer=optimizer,
+            sampler=loader,
+            extra={"settings": dataclasses.asdict(settings), "losses": losses},
+        )
 
     display = Display(first_step, arguments.steps, settings.batch * settings.context)
     display.console.print(

@@ -3,10 +3,11 @@
 # First of all: it loads the compiled module, or says why it can't.
 from pydist._load import __version__  # isort: skip
 
-from pydist import metrics
+from pydist import checkpoint, metrics
 from pydist._native import Communicator, Work
 from pydist.backends import register as _register
 from pydist.batch_sampler import BatchSampler
+from pydist.checkpoint import load, save
 from pydist.collectives import (
     all_gather,
     all_reduce,
@@ -32,6 +33,7 @@ from pydist.data_parallel import (
 )
 from pydist.errors import (
     Aborted,
+    CheckpointError,
     Error,
     InvalidUsage,
     Mismatch,
@@ -71,6 +73,7 @@ __all__ = [
     "BatchSampler",
     "BucketPlan",
     "BucketStats",
+    "CheckpointError",
     "CommunicationStats",
     "Communicator",
     "DataParallel",
@@ -103,12 +106,14 @@ __all__ = [
     "backend",
     "barrier",
     "broadcast",
+    "checkpoint",
     "device",
     "effective_batch_size",
     "evaluate",
     "gather",
     "init",
     "is_initialized",
+    "load",
     "local_rank",
     "local_world_size",
     "metrics",
@@ -119,6 +124,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "save",
     "scale_lr",
     "scatter",
     "send",

@@ -85,6 +85,9 @@ class ShardOwner(Protocol):
     def note_written(self) -> None:
         """All ranks have written the same into parameters, on purpose."""
 
+    def finish(self) -> None:
+        """Returns once all parameters have arrived that the last step has updated."""
+
 
 def wrapper_of(parameter: Tensor) -> DataParallel | None:
     """The wrapped model that a parameter is of, if any."""

@@ -7,13 +7,16 @@
       Timeout(TimeoutError)       a deadline passed
       Aborted                     somebody gave the group up
       TransportError              the operating system refused
+      CheckpointError             a checkpoint can't be written, or is damaged
 
 After Mismatch, PeerLost, Timeout, Aborted and TransportError a group's ranks are out of step: the
-group is of no further use, the process is. It can save its state, and go on in a new group.
+group is of no further use, the process is. It can save its state, and go on in a new group. After
+InvalidUsage and CheckpointError the group goes on.
 """
 
 __all__ = [
     "Aborted",
+    "CheckpointError",
     "Error",
     "InvalidUsage",
     "Mismatch",
@@ -71,4 +74,12 @@ class TransportError(Error):
 
     The message names the call and the limit met. With `PYDIST_BACKEND=auto` a job that can't have
     the native backend for such a reason takes gloo.
+    """
+
+
+class CheckpointError(Error):
+    """A checkpoint can't be written, or what is there is damaged or incomplete.
+
+    Every rank gets it, with the ranks named that met it, and the file. The group stays usable, and
+    so do earlier checkpoints.
     """

@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -40,6 +40,8 @@ _bootstrapped: "WeakKeyDictionary[dist.ProcessGroup, _native.Communicator]" = We
 _split: "WeakSet[_native.Communicator]" = WeakSet()
 # Those split for the layers of models: one for each group, whatever the number of layers.
 _of_layers: "WeakKeyDictionary[Group, _native.Communicator]" = WeakKeyDictionary()
+# What runs in threads on such communicators is finished by these before they close.
+before_closing: list[Callable[[], None]] = []
 # The process that made them: a forked child has them in memory, but they are not its to close.
 _owner = os.getpid()
 
@@ -59,6 +61,9 @@ def _own() -> None:
 def close_all() -> None:
     """Lets go of every communicator made here; those of torch's own groups stay with torch."""
     global default
+    if os.getpid() == _owner:
+        for finish in list(before_closing):
+            finish()
     default = _not_joined  # type: ignore[assignment]
     if os.getpid() == _owner:
         for communicator in [*_split, *_bootstrapped.values()]:

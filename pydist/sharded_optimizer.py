@@ -172,6 +172,11 @@ class ShardedOptimizer(Optimizer):
 
     # -- what it is made of
 
+    @property
+    def optimizer_class(self) -> type[Optimizer]:
+        """The class that updates the shards."""
+        return self._class
+
     def _prototype(self, param_groups: list[dict[str, Any]]) -> Optimizer:
         """The wrapped class over nothing: checks options, and has all of them."""
         for group in param_groups:
@@ -634,6 +639,25 @@ class ShardedOptimizer(Optimizer):
                     state = states[segment.member.name]
                     state.ranges.append(StateRange(segment.begin, segment.end, values))
         return ShardedState(states, self._named_groups())
+
+    def ranges(self) -> dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]]:
+        """What of a state `load_sharded_state` needs on this rank. Talks to nobody.
+
+        Returns:
+            By the parameters' names: the order of dimensions, as in `ParameterState`, and ranges of
+            elements. All of a parameter that has no place yet, because it is frozen.
+        """
+        self._require_sound()
+        needed: dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]] = {
+            name: (tuple(range(p.dim())), [(0, p.numel())])
+            for name, p in zip(self._names, self._parameters, strict=True)
+        }
+        for bucket in self._buckets:
+            for member in bucket.members:
+                needed[member.name] = (member.dims, [])
+            for segment in bucket.segments:
+                needed[segment.member.name][1].append((segment.begin, segment.end))
+        return needed
 
     def load_sharded_state(self, state: ShardedState) -> None:
         """Takes over a state, by the names of the parameters. Talks to nobody.

@@ -117,7 +117,7 @@ def test_digits_train_the_same_on_several_processes(
 def test_digits_resume_amid_an_epoch_on_another_number_of_processes(
     digits_alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    checkpoint = ("--checkpoint", str(tmp_path / "digits.pt"), "--epochs", "1")
+    checkpoint = ("--checkpoint", str(tmp_path / "digits"), "--epochs", "1")
     run_example("digits.py", 2, *checkpoint, "--stop-at", "10")
     result = learn_digits(tmp_path, 3, *checkpoint)  # three do not divide the batch
     assert len(result["losses"]) == 22

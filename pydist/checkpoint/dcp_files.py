@@ -1,0 +1,221 @@
+"""The files of a checkpoint, as torch's distributed checkpoints have them.
+
+torch.distributed.checkpoint's own writer and reader do the work, and its `load` and
+`dcp_to_torch_save` read what was written. What differs is who plans: ranks know what they have, so
+that no plan travels, and what they have written is told through pydist's collectives.
+
+Only functions import this module: torch's takes half a second to import.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    SavePlan,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    LoadItemType,
+    ReadItem,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from pydist.checkpoint.packing import unpack
+from pydist.checkpoint.pieces import Piece
+from pydist.errors import CheckpointError
+
+METADATA = ".metadata"
+
+
+@dataclass
+class Written:
+    """What a rank has put into its file."""
+
+    items: list[WriteItem]
+    results: list[WriteResult]
+
+
+class _Source(DefaultSavePlanner):
+    """Hands the writer what it asks for, one piece at a time."""
+
+    def __init__(self, found: dict[MetadataIndex, Piece | bytes]) -> None:
+        super().__init__()
+        self._found = found
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        found = self._found[write_item.index]
+        return io.BytesIO(found) if isinstance(found, bytes) else found.values()
+
+
+def file_of(rank: int) -> str:
+    """What the writer calls a rank's file."""
+    return f"__{rank}_0.distcp"
+
+
+def write_file(
+    folder: Path, rank: int, pieces: Iterable[Piece], objects: dict[str, bytes]
+) -> Written:
+    """Writes a rank's file to the disk. Talks to nobody."""
+    found: dict[MetadataIndex, Piece | bytes] = {}
+    items = []
+    for piece in pieces:
+        index = MetadataIndex(piece.name, piece.offsets)
+        found[index] = piece
+        chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+        properties = TensorProperties(dtype=piece.source.dtype)
+        data = TensorWriteData(chunk, properties, torch.Size(piece.whole))
+        items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+    for name, packed in objects.items():
+        index = MetadataIndex(name)
+        found[index] = packed
+        size = BytesIOWriteData(nbytes=len(packed))
+        items.append(WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=size))
+    writer = FileSystemWriter(folder)
+    plans = [*(SavePlan([]) for _ in range(rank)), SavePlan(items)]
+    plan = writer.prepare_global_plan(plans)[rank]
+    results = writer.write_data(plan, _Source(found)).wait()
+    return Written(items, list(results))
+
+
+def write_metadata(folder: Path, parts: Sequence[Written], aliases: dict[str, str]) -> None:
+    """Writes where everything is. One rank does.
+
+    Args:
+        folder: Of the checkpoint.
+        parts: What all ranks have written.
+        aliases: Second names of tensors, with the first.
+    """
+    known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for item in (item for part in parts for item in part.items):
+        data = item.tensor_data
+        if data is None:
+            known[item.index.fqn] = BytesStorageMetadata()
+            continue
+        entry = known.setdefault(
+            item.index.fqn, TensorStorageMetadata(data.properties, data.size, [])
+        )
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.chunks.append(data.chunk)
+    results = [list(part.results) for part in parts]
+    for alias, first in aliases.items():
+        known[alias] = known[first]
+        results.append(
+            [
+                WriteResult(
+                    MetadataIndex(alias, result.index.offset),
+                    result.size_in_bytes,
+                    result.storage_data,
+                )
+                for part in parts
+                for result in part.results
+                if result.index.fqn == first
+            ]
+        )
+    FileSystemWriter(folder).finish(Metadata(known), results)
+
+
+class _Destination(DefaultLoadPlanner):
+    """Takes what the reader has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[MetadataIndex, Tensor] = {}
+        self.objects: dict[str, bytes] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.objects[read_item.dest_index.fqn] = value.getvalue()
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        tensor = self.tensors[read_item.dest_index]
+        for dim, (first, count) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            tensor = tensor.narrow(dim, first, count)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+class Contents:
+    """A checkpoint to read from. Its checksums were verified before: metadata is a pickle."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = FileSystemReader(folder)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, True)
+
+    @property
+    def names(self) -> set[str]:
+        """Of everything in it."""
+        return set(self._metadata.state_dict_metadata)
+
+    def tensor(self, name: str) -> TensorStorageMetadata | None:
+        """What is known of a tensor; None if there is none of that name."""
+        entry = self._metadata.state_dict_metadata.get(name)
+        return entry if isinstance(entry, TensorStorageMetadata) else None
+
+    def read_objects(self, names: Iterable[str]) -> dict[str, Any]:
+        """Objects, by name."""
+        destination = _Destination()
+        items = [
+            ReadItem(
+                LoadItemType.BYTE_IO,
+                MetadataIndex(name),
+                torch.Size((0,)),
+                MetadataIndex(name),
+                torch.Size((0,)),
+                torch.Size((0,)),
+            )
+            for name in names
+        ]
+        self._reader.read_data(LoadPlan(items), destination).wait()
+        return {name: unpack(packed) for name, packed in destination.objects.items()}
+
+    def read_tensors(self, wanted: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> None:
+        """Reads boxes: of the tensor of a name, at these offsets, into a tensor of the box's size.
+
+        Raises:
+            CheckpointError: Some elements are in no file.
+        """
+        destination = _Destination()
+        items: list[ReadItem] = []
+        for name, offsets, tensor in wanted:
+            if tensor.numel() == 0:
+                continue
+            entry = self.tensor(name)
+            assert entry is not None, name
+            box = ChunkStorageMetadata(torch.Size(offsets), tensor.shape)
+            found = create_read_items_for_chunk_list(name, entry, [box])
+            if sum(item.lengths.numel() for item in found) != tensor.numel():
+                raise CheckpointError(f"the checkpoint lacks elements of {name}")
+            destination.tensors[MetadataIndex(name, offsets)] = tensor
+            items += found
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore", FutureWarning)
+            self._reader.read_data(LoadPlan(items), destination).wait()

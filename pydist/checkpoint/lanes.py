@@ -1,0 +1,113 @@
+"""The communicator on which the ranks of a group save, and what is still being saved there.
+
+A save that goes on in a thread talks to the other ranks too, so it needs a communicator that nobody
+else uses, and saves follow each other.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from pydist import groups, process
+from pydist.data_parallel import DataParallel
+from pydist.sharded_optimizer import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pydist._native import Communicator
+
+
+class Saving:
+    """A save that goes on while training does.
+
+    Attributes:
+        path: The checkpoint's folder, once it is done.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: Callable[[], None], *, asynchronous: bool) -> None:
+        """Does the work, here or in a thread that the interpreter waits for at exit."""
+        if not asynchronous:
+            work()
+            return
+        self._thread = threading.Thread(target=self._guarded, args=(work,), name="pydist save")
+        self._thread.start()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether the checkpoint is written, or will not be. Talks to nobody."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Returns once the checkpoint is written.
+
+        Raises:
+            CheckpointError: It could not be, on every rank.
+        """
+        error = self.settle()
+        if error is not None:
+            raise error
+
+    def settle(self) -> BaseException | None:
+        """Waits, and returns an error that nobody was told yet."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        return error
+
+
+class Lane:
+    """What saves of one group share."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.last: Saving | None = None
+
+    def settle(self) -> BaseException | None:
+        """Waits for the save under way, and returns an error that nobody was told yet."""
+        last, self.last = self.last, None
+        return None if last is None else last.settle()
+
+
+_lanes: WeakKeyDictionary[Communicator, Lane] = WeakKeyDictionary()
+
+
+def lane_of(model: Any, optimizer: Any, group: groups.Group | None) -> Lane:
+    """The lane of a model's ranks, an optimizer's, or a group's. All ranks call it."""
+    if group is not None:
+        parent = groups.communicator_of(group)
+    elif isinstance(model, DataParallel):
+        parent = model._communicator
+    elif isinstance(optimizer, ShardedOptimizer):
+        parent = optimizer._communicator
+    else:
+        process.init()
+        parent = groups.communicator_of()
+    lane = _lanes.get(parent)
+    if lane is None:
+        lane = _lanes[parent] = Lane(groups.split(parent, range(parent.size)))
+        if _finish_all not in groups.before_closing:
+            groups.before_closing.append(_finish_all)
+    return lane
+
+
+def _finish_all() -> None:
+    for lane in list(_lanes.values()):
+        error = lane.settle()
+        if error is not None:
+            warnings.warn(f"the last checkpoint was not written: {error}", stacklevel=2)
+    _lanes.clear()

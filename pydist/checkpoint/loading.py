@@ -1,0 +1,113 @@
+"""`pydist.load`: each rank reads what it needs of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pydist.checkpoint.model_state as model_state
+import pydist.checkpoint.optimizer_state as optimizer_state
+from pydist.checkpoint.lanes import lane_of
+from pydist.checkpoint.manifest import read_manifest, verify
+from pydist.checkpoint.random_states import restore_random_states
+from pydist.checkpoint.replacement import find
+from pydist.checkpoint.verdict import agree
+from pydist.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from pydist.groups import Group
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    sampler: Any = None,
+    random: bool = True,
+    process_group: Group | None = None,
+) -> Any:
+    """Reads a checkpoint of `pydist.save`, of any number of ranks. All ranks call it.
+
+    Every file is compared with its checksum, and everything with the model and the optimizer,
+    before anything is changed.
+
+    Args:
+        path: What `save` was given: of a checkpoint, or of those of steps; then the last is loaded.
+        model: Is changed in place, as is the rest; what is not passed is not looked at.
+        optimizer: Of the class that was saved; sharded or not, in either stage.
+        scheduler: Has `load_state_dict()`, as have the next two.
+        scaler: Of gradients.
+        sampler: A prepared loader, or a sampler.
+        random: Whether to restore the random generators' states. A rank that there was none of when
+            the checkpoint was saved keeps its own.
+        process_group: The ranks; default: those of the model or the optimizer, or all.
+
+    Returns:
+        `extra`, as it was saved.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or a file is damaged; names it (on every rank).
+        InvalidUsage: The checkpoint is of another model or optimizer, or lacks a part that was
+            passed (on every rank).
+        Mismatch: Ranks pass different paths, or find different checkpoints there (on every rank).
+    """
+    from pydist.checkpoint.dcp_files import Contents
+
+    lane = lane_of(model, optimizer, process_group)
+    communicator = lane.communicator
+    agree(communicator, "the asynchronous save before this load", lane.settle())
+    top = Path(os.path.abspath(path))
+    doing = f"loading the checkpoint {top}"
+    error: BaseException | None = None
+    folder = top
+    try:
+        folder = find(top)
+        files = sorted(read_manifest(folder).items())
+        for name, known in files[communicator.rank :: communicator.size]:
+            verify(folder, name, known)
+    except Exception as raised:
+        error = raised
+    agree(communicator, doing, error, f"a checkpoint in {folder}")
+
+    stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+    stateful = {name: value for name, value in stateful.items() if value is not None}
+    names = optimizer_state.names_in(None if model is None else model_state.inner(model))
+    objects: dict[str, Any] = {}
+    try:
+        contents = Contents(folder)
+        wanted = ["extra", *stateful, *(["optimizer"] if optimizer is not None else [])]
+        for name in wanted:
+            if name not in contents.names:
+                raise InvalidUsage(f"the checkpoint has no {name}: it was saved without one")
+        own = f"random.{communicator.rank}"
+        if random and own in contents.names:
+            wanted.append(own)
+        objects = contents.read_objects(wanted)
+        if model is not None:
+            model_state.check_fits(model, contents)
+        if optimizer is not None:
+            optimizer_state.check_fits(optimizer, names, objects["optimizer"])
+    except Exception as raised:
+        error = raised
+    agree(communicator, doing, error, f"parts {', '.join(stateful)}")
+
+    try:
+        if model is not None:
+            model_state.put_back(model, contents)
+        if optimizer is not None:
+            optimizer_state.put_back(optimizer, names, objects["optimizer"], contents)
+        for name, value in stateful.items():
+            value.load_state_dict(objects[name])
+        if own in objects:
+            restore_random_states(objects[own])
+    except Exception as raised:
+        error = raised
+    agree(communicator, f"{doing} half-way, so that what was loaded is of no use,", error)
+    return objects["extra"]

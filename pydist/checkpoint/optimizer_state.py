@@ -1,0 +1,269 @@
+"""An optimizer's state by the names of parameters, whether sharded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pydist.checkpoint.pieces import Piece, of_range, share_out
+from pydist.errors import InvalidUsage
+from pydist.sharded_optimizer import ShardedOptimizer
+from pydist.sharded_state import (
+    ParameterState,
+    ShardedState,
+    StateRange,
+    from_whole,
+    is_per_element,
+    to_whole,
+)
+
+if TYPE_CHECKING:
+    from pydist.checkpoint.dcp_files import Contents
+
+# What an entry of a checkpoint is called: `optimizer.state.NAME.KEY`.
+PREFIX = "optimizer.state."
+
+# Of an optimizer: the groups, with names of parameters; and of each parameter shape, order of
+# dimensions, names of what has a value for each element, and the values that are for all.
+Outline = dict[str, Any]
+
+
+@dataclass
+class Taken:
+    """What a rank knows of an optimizer's state.
+
+    Attributes:
+        outline: Its own part: of parameters whose first element it has, all that is small.
+        pieces: What it writes.
+    """
+
+    outline: Outline
+    pieces: list[Piece]
+
+
+def names_in(model: nn.Module | None) -> dict[int, str]:
+    """What a model calls its parameters."""
+    return {} if model is None else {id(p): name for name, p in model.named_parameters()}
+
+
+def take(optimizer: Optimizer, names: dict[int, str], rank: int, size: int) -> Taken:
+    """Looks at the state of an optimizer, of either kind. Talks to nobody, copies nothing."""
+    if isinstance(optimizer, ShardedOptimizer):
+        local = _renamed(optimizer, names)
+        return _outlined(local, lambda pieces: list(pieces), type_of(optimizer))
+    state = _of_whole(optimizer, names)
+    return _outlined(state, lambda pieces: share_out(pieces, rank, size), type_of(optimizer))
+
+
+def type_of(optimizer: Optimizer) -> str:
+    """The name of the class that updates."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.optimizer_class.__name__
+    return type(optimizer).__name__
+
+
+def merged(outlines: list[Outline]) -> Outline:
+    """The outlines of all ranks as one."""
+    whole = dict(outlines[0])
+    parameters: dict[str, Any] = {}
+    for outline in outlines:
+        for name, entry in outline["parameters"].items():
+            # Whoever has the first element knows more than the others.
+            if name not in parameters or entry["keys"] or entry["numbers"]:
+                parameters[name] = entry
+    whole["parameters"] = parameters
+    return whole
+
+
+def _outlined(state: ShardedState, choose: Any, kind: str) -> Taken:
+    parameters: dict[str, Any] = {}
+    pieces: list[Piece] = []
+    for name, known in state.parameters.items():
+        count = _count(known.shape)
+        keys: list[str] = []
+        numbers: dict[str, Any] = {}
+        for piece in known.ranges:
+            per_element = {
+                key: value
+                for key, value in piece.values.items()
+                if count and is_per_element(value, piece.end - piece.begin)
+            }
+            if piece.begin == 0:
+                keys = list(per_element)
+                numbers = {k: v for k, v in piece.values.items() if k not in per_element}
+            for key, value in per_element.items():
+                pieces += of_range(f"{PREFIX}{name}.{key}", count, piece.begin, value)
+        parameters[name] = {
+            "shape": known.shape,
+            "dims": known.dims,
+            "keys": keys,
+            "numbers": numbers,
+        }
+    return Taken({"class": kind, "groups": state.groups, "parameters": parameters}, choose(pieces))
+
+
+def _renamed(optimizer: ShardedOptimizer, names: dict[int, str]) -> ShardedState:
+    local = optimizer.sharded_state()
+    renaming = _renaming(optimizer, local.groups, names)
+    return ShardedState(
+        {renaming[name]: known for name, known in local.parameters.items()},
+        [{**group, "params": [renaming[n] for n in group["params"]]} for group in local.groups],
+    )
+
+
+def _renaming(
+    optimizer: Optimizer, groups: list[dict[str, Any]], names: dict[int, str]
+) -> dict[str, str]:
+    """What the model calls the parameters that an optimizer has names of its own for."""
+    return {
+        own: names.get(id(parameter), own)
+        for group, known in zip(optimizer.param_groups, groups, strict=True)
+        for parameter, own in zip(group["params"], known["params"], strict=True)
+    }
+
+
+def _named_groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str, Any]]:
+    groups = []
+    number = 0
+    for group in optimizer.param_groups:
+        given = group.get("param_names")
+        own = []
+        for position, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter)) or (given[position] if given else str(number))
+            own.append(name)
+            number += 1
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({**options, "params": own})
+    return groups
+
+
+def _of_whole(optimizer: Optimizer, names: dict[int, str]) -> ShardedState:
+    groups = _named_groups(optimizer, names)
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    named = [name for group in groups for name in group["params"]]
+    return ShardedState(
+        {
+            name: from_whole(parameter, optimizer.state.get(parameter, {}))
+            for name, parameter in zip(named, ordered, strict=True)
+        },
+        groups,
+    )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def check_fits(optimizer: Optimizer, names: dict[int, str], outline: Outline) -> None:
+    """Whether an optimizer can take a state.
+
+    Raises:
+        InvalidUsage: It is of another class, or of other parameters or groups.
+    """
+    if outline["class"] != type_of(optimizer):
+        raise InvalidUsage(
+            f"the checkpoint is of {outline['class']}, and the optimizer is {type_of(optimizer)}"
+        )
+    groups = _named_groups(optimizer, names)
+    if isinstance(optimizer, ShardedOptimizer):
+        groups = _renamed(optimizer, names).groups
+    ours = [group["params"] for group in groups]
+    theirs = [group["params"] for group in outline["groups"]]
+    if ours != theirs:
+        a, b = ({n for group in side for n in group} for side in (ours, theirs))
+        odd = sorted(a ^ b)
+        raise InvalidUsage(
+            "the checkpoint's parameter groups are not the optimizer's: "
+            f"{[len(group) for group in theirs]} and {[len(group) for group in ours]} parameters"
+            + (f"; only one of them has {odd[0]}" if odd else ", in another order")
+        )
+    for group, known in zip(optimizer.param_groups, groups, strict=True):
+        for parameter, name in zip(group["params"], known["params"], strict=True):
+            shape = tuple(outline["parameters"][name]["shape"])
+            if shape != tuple(parameter.shape):
+                raise InvalidUsage(
+                    f"the checkpoint's state of {name} is of {shape}, and the parameter is "
+                    f"{tuple(parameter.shape)}"
+                )
+
+
+def put_back(
+    optimizer: Optimizer, names: dict[int, str], outline: Outline, contents: Contents
+) -> None:
+    """Reads what this rank needs of a state into an optimizer, which `check_fits`."""
+    if isinstance(optimizer, ShardedOptimizer):
+        needed = optimizer.ranges()
+        local = optimizer.sharded_state()
+        renaming = _renaming(optimizer, local.groups, names)
+        parameters = {}
+        for own, (dims, ranges) in needed.items():
+            entry = outline["parameters"][renaming[own]]
+            parameters[own] = _read(contents, renaming[own], entry, dims, ranges)
+        back = {name: own for own, name in renaming.items()}
+        groups = [
+            {**group, "params": [back[name] for name in group["params"]]}
+            for group in outline["groups"]
+        ]
+        optimizer.load_sharded_state(ShardedState(parameters, groups))
+        return
+    optimizer.load_state_dict(whole_state(outline, contents))
+
+
+def whole_state(outline: Outline, contents: Contents) -> dict[str, Any]:
+    """A state as torch's unsharded class has it: all of it."""
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    number = 0
+    for group in outline["groups"]:
+        numbers = list(range(number, number + len(group["params"])))
+        number += len(numbers)
+        for index, name in zip(numbers, group["params"], strict=True):
+            entry = outline["parameters"][name]
+            count = _count(entry["shape"])
+            dims = tuple(range(len(entry["shape"])))
+            values = to_whole(name, _read(contents, name, entry, dims, [(0, count)]))
+            if values:
+                state[index] = values
+        groups.append({**group, "params": numbers})
+    return {"state": state, "param_groups": groups}
+
+
+def _read(
+    contents: Contents,
+    name: str,
+    entry: dict[str, Any],
+    dims: tuple[int, ...],
+    ranges: list[tuple[int, int]],
+) -> ParameterState:
+    shape, stored = tuple(entry["shape"]), tuple(entry["dims"])
+    if not entry["keys"] and not entry["numbers"]:
+        return ParameterState(shape, stored)
+    if dims != stored and ranges:
+        # The elements lie in another order: those of a range are all over the parameter.
+        ranges = [(0, _count(shape))]
+    read = []
+    for begin, end in ranges:
+        values: dict[str, Any] = dict(entry["numbers"])
+        wanted = list(_wanted(contents, name, entry["keys"], begin, end))
+        contents.read_tensors(wanted)
+        values |= {key: box for key, (_, _, box) in zip(entry["keys"], wanted, strict=True)}
+        read.append(StateRange(begin, end, values))
+    return ParameterState(shape, stored, read)
+
+
+def _wanted(
+    contents: Contents, name: str, keys: list[str], begin: int, end: int
+) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    for key in keys:
+        entry = contents.tensor(f"{PREFIX}{name}.{key}")
+        assert entry is not None
+        box = torch.empty(end - begin, dtype=entry.properties.dtype)
+        yield f"{PREFIX}{name}.{key}", (begin,), box

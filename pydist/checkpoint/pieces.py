@@ -1,0 +1,93 @@
+"""What of a state a rank writes: boxes of tensors, none of more than half a bucket.
+
+What all ranks have, they share out; what only one has, it writes. A box of a model's tensor is some
+of its rows, as torch's own checkpoints have them; one of an optimizer's state is a range of
+elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pydist.bucket_plan import DEFAULT_CAP_BYTES
+
+# torch's writer has two copies of what it writes: of a bucket together.
+_PIECE_BYTES = DEFAULT_CAP_BYTES // 2
+
+
+@dataclass
+class Piece:
+    """A box of a tensor that goes into the checkpoint.
+
+    Attributes:
+        name: Of the tensor, in the checkpoint.
+        whole: The tensor's shape.
+        offsets: Where the box begins.
+        sizes: How large it is.
+        source: Where the values are.
+        first: The first row, or element, of `source` that is in the box.
+        is_flat: Whether `source` is to be read as one row of elements.
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    source: Tensor
+    first: int = 0
+    is_flat: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        count = self.source.element_size()
+        for size in self.sizes:
+            count *= size
+        return count
+
+    def values(self) -> Tensor:
+        """The box's values, in memory of the source where that is possible."""
+        source = self.source.detach()
+        if self.is_flat:
+            source = source.reshape(-1)
+        return source.narrow(0, self.first, self.sizes[0]) if self.sizes else source
+
+    def copy(self) -> Piece:
+        """The same, of values that nobody changes."""
+        values = self.values().to("cpu", copy=True)
+        return Piece(self.name, self.whole, self.offsets, self.sizes, values)
+
+
+def of_rows(name: str, tensor: Tensor) -> Iterator[Piece]:
+    """Cuts a tensor into boxes of rows."""
+    whole = tuple(tensor.shape)
+    if not whole or tensor.nbytes <= _PIECE_BYTES:
+        yield Piece(name, whole, (0,) * len(whole), whole, tensor)
+        return
+    rows = max(1, _PIECE_BYTES * whole[0] // tensor.nbytes)
+    for begin in range(0, whole[0], rows):
+        sizes = (min(rows, whole[0] - begin), *whole[1:])
+        yield Piece(name, whole, (begin, *([0] * (len(whole) - 1))), sizes, tensor, begin)
+
+
+def of_range(name: str, count: int, begin: int, values: Tensor) -> Iterator[Piece]:
+    """Cuts a range of elements, which begins at `begin` of `count`."""
+    step = max(1, _PIECE_BYTES // values.element_size())
+    for first in range(0, values.numel(), step):
+        sizes = (min(step, values.numel() - first),)
+        yield Piece(name, (count,), (begin + first,), sizes, values, first, is_flat=True)
+
+
+def share_out(pieces: Iterable[Piece], rank: int, size: int) -> list[Piece]:
+    """The part of what all ranks have that one writes: about as many bytes as each other."""
+    loads = [0] * size
+    mine = []
+    for piece in sorted(pieces, key=lambda piece: -piece.nbytes):
+        least = loads.index(min(loads))
+        loads[least] += piece.nbytes
+        if least == rank:
+            mine.append(piece)
+    return mine

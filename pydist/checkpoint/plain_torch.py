@@ -1,0 +1,92 @@
+"""Between checkpoints of pydist and dictionaries as torch's own classes have them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import pydist.checkpoint.model_state as model_state
+import pydist.checkpoint.optimizer_state as optimizer_state
+from pydist.checkpoint.manifest import read_manifest, verify
+from pydist.checkpoint.replacement import find
+from pydist.errors import InvalidUsage
+from pydist.state_dict_names import without_prefix
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+_OBJECTS = ("scheduler", "scaler", "sampler", "extra")
+
+
+def to_torch(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a checkpoint into plain dictionaries, all of it. Talks to nobody.
+
+    Args:
+        path: As for `pydist.load`.
+
+    Returns:
+        What was saved of "model", "optimizer", "scheduler", "scaler", "sampler" and "extra": for
+        `load_state_dict` of an unwrapped module and of the unsharded optimizer over the same groups
+        of parameters.
+
+    Raises:
+        CheckpointError: There is none, or a file is damaged.
+    """
+    from pydist.checkpoint.dcp_files import Contents
+
+    folder = find(Path(os.path.abspath(path)))
+    for name, known in read_manifest(folder).items():
+        verify(folder, name, known)
+    contents = Contents(folder)
+    state: dict[str, Any] = {}
+    model = model_state.read_whole(contents)
+    if model:
+        state["model"] = model
+    if "optimizer" in contents.names:
+        outline = contents.read_objects(["optimizer"])["optimizer"]
+        state["optimizer"] = optimizer_state.whole_state(outline, contents)
+    state |= contents.read_objects(name for name in _OBJECTS if name in contents.names)
+    return state
+
+
+def from_torch(
+    state: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+) -> None:
+    """Loads what plain torch has saved. Every rank calls it, with the same; talks to nobody.
+
+    Args:
+        state: "model", with or without the `module.` that torch's DistributedDataParallel puts
+            before names; and "optimizer", of the unsharded class: `state_dict()`, which torch's
+            ZeroRedundancyOptimizer has after `consolidate_state_dict()`. Or a file of
+            `torch.save` with such a dictionary.
+        model: Wrapped or not.
+        optimizer: Over the same groups of parameters, sharded or not.
+
+    Raises:
+        InvalidUsage: The state lacks a part, or is of other parameters.
+    """
+    plain: Mapping[str, Any]
+    if isinstance(state, Mapping):
+        plain = state
+    else:
+        plain = torch.load(state, map_location="cpu", weights_only=True)
+    for name, target in (("model", model), ("optimizer", optimizer)):
+        if target is not None and name not in plain:
+            raise InvalidUsage(
+                f"the state has no {name!r}, but {', '.join(map(repr, plain)) or 'nothing'}: pass "
+                "a dictionary of 'model' and 'optimizer'"
+            )
+    if model is not None:
+        module = model_state.inner(model)
+        model_state.note_writing(model)
+        module.load_state_dict(without_prefix(plain["model"], module))
+    if optimizer is not None:
+        optimizer.load_state_dict(plain["optimizer"])

@@ -1,0 +1,131 @@
+"""How a checkpoint comes to its place: whatever happens, the old or the new one is there, whole.
+
+It is written into `.NAME.partial` beside its place and, once all of it is on the disk, renamed. A
+folder can't be renamed onto another, so one that is there is first renamed to `.NAME.previous`; who
+finds a place empty looks there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from pydist.checkpoint.manifest import MANIFEST
+from pydist.errors import CheckpointError
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def step_folder(path: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, of those that `path` has."""
+    return path / f"step-{step:06d}"
+
+
+def partial_of(place: Path) -> Path:
+    """Where a checkpoint is written before it is whole."""
+    return place.with_name(f".{place.name}.partial")
+
+
+def _previous_of(place: Path) -> Path:
+    return place.with_name(f".{place.name}.previous")
+
+
+def begin(place: Path) -> Path:
+    """Makes the folder to write into, once what an interrupted save has left is gone."""
+    if place.exists() and not is_checkpoint(place):
+        raise CheckpointError(
+            f"{place} exists and is no checkpoint: pass another path, or step= to write one within"
+        )
+    partial, previous = partial_of(place), _previous_of(place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if previous.exists():
+        if place.exists():
+            shutil.rmtree(previous)
+        else:
+            previous.rename(place)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    return partial
+
+
+def publish(place: Path) -> None:
+    """Puts what was written at its place."""
+    partial, previous = partial_of(place), _previous_of(place)
+    sync_folder(partial)
+    is_there = place.exists()
+    if is_there:
+        place.rename(previous)
+    partial.rename(place)
+    sync_folder(place.parent)
+    if is_there:
+        shutil.rmtree(previous)
+
+
+def forget_older(path: Path, keep: int, newest: int) -> None:
+    """Removes all checkpoints of steps but the last `keep` up to `newest`, and halves of others."""
+    for left in path.glob(".step-*.partial"):
+        shutil.rmtree(left)
+    steps = _steps(path)
+    for step in sorted(step for step in steps if step <= newest)[:-keep]:
+        # Out of sight first: a folder that is half removed must not look like a checkpoint.
+        doomed = partial_of(step_folder(path, step))
+        steps[step].rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def latest(path: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint of the last step. Talks to nobody.
+
+    Args:
+        path: What `pydist.save` was given together with `step=`.
+
+    Returns:
+        Its folder; None if there is none.
+    """
+    steps = _steps(Path(path))
+    return steps[max(steps)] if steps else None
+
+
+def find(path: Path) -> Path:
+    """The folder of the checkpoint that is meant: at `path`, or the last step's within.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    for folder in (path, _previous_of(path), latest(path)):
+        if folder is not None and is_checkpoint(folder):
+            return folder
+    raise CheckpointError(f"there is no checkpoint at {path}, nor one of a step within it")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder was completely written."""
+    return (folder / MANIFEST).is_file()
+
+
+def _steps(path: Path) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    if not path.is_dir():
+        return found
+    for folder in path.iterdir():
+        name = folder.name.removeprefix(".").removesuffix(".previous")
+        match = _STEP.fullmatch(name)
+        is_previous = name != folder.name
+        if match and is_checkpoint(folder) and not (is_previous and int(match[1]) in found):
+            found[int(match[1])] = folder
+    return {
+        step: path / name if is_checkpoint(path / (name := step_folder(path, step).name)) else at
+        for step, at in found.items()
+    }
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings names in a folder to the disk, as fsync does contents."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,237 @@
+"""`pydist.save`: each rank writes its part of a checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import pydist.checkpoint.model_state as model_state
+import pydist.checkpoint.optimizer_state as optimizer_state
+from pydist._load import __version__
+from pydist.checkpoint.lanes import Saving, lane_of
+from pydist.checkpoint.manifest import FileSum, sum_of, write_manifest
+from pydist.checkpoint.packing import pack, unpack
+from pydist.checkpoint.pieces import Piece
+from pydist.checkpoint.random_states import random_states
+from pydist.checkpoint.replacement import (
+    begin,
+    forget_older,
+    partial_of,
+    publish,
+    step_folder,
+)
+from pydist.checkpoint.verdict import agree, exchange
+from pydist.errors import CheckpointError, InvalidUsage
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    import pydist.checkpoint.dcp_files as dcp_files
+    from pydist._native import Communicator
+    from pydist.groups import Group
+
+
+@dataclass
+class _Part:
+    """What this rank writes."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    # Of the optimizer, packed: training goes on while it is written.
+    outline: bytes | None = None
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    sampler: Any = None,
+    extra: Any = None,
+    step: int | None = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    process_group: Group | None = None,
+) -> Saving:
+    """Writes a checkpoint, which loads on any number of ranks. All ranks call it.
+
+    Each rank writes its part. The random generators' states are saved as well, of every rank. What
+    was at `path` is replaced once all of the new checkpoint is on the disk: whatever happens, the
+    old or the new one is there, whole.
+
+    Args:
+        path: A folder that all ranks can reach. With `step`, the checkpoint is in
+            `path/step-000123`.
+        model: On any wrapper; saved under the module's own names. Parameters are the same on all
+            ranks; buffers are those of rank 0.
+        optimizer: A `pydist.ShardedOptimizer`, or one that is the same on all ranks.
+        scheduler: Has `state_dict()`, as have the next two; that of rank 0 is saved.
+        scaler: Of gradients.
+        sampler: A prepared loader, or a sampler.
+        extra: Numbers, text, tensors, and containers of them; that of rank 0 is saved.
+        step: The number of the step after which it is.
+        keep: How many checkpoints of steps stay, this one among them; default: all.
+        asynchronous: Whether to return once everything is copied, and to write in a thread. One
+            save is under way at a time: the next one, `load` and the end of the process wait.
+        process_group: The ranks; default: those of the model or the optimizer, or all.
+
+    Returns:
+        A handle, whose `wait()` returns when the checkpoint is written; done unless `asynchronous`.
+
+    Raises:
+        CheckpointError: Some rank could not write, now or in the asynchronous save before this one
+            (on every rank). What was at `path` before still is.
+        InvalidUsage: An argument is not supported (on every rank).
+        Mismatch: Ranks pass different paths or settings (on every rank).
+
+    Example:
+        >>> import pydist, tempfile, torch
+        >>> model = pydist.DataParallel(torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = pydist.save(folder + "/checkpoint", model=model, extra={"epoch": 3})
+        ...     pydist.load(folder + "/checkpoint", model=model)
+        {'epoch': 3}
+    """
+    lane = lane_of(model, optimizer, process_group)
+    communicator = lane.communicator
+    error = lane.settle()
+    agree(communicator, "the asynchronous save before this one", error)
+    top = Path(os.path.abspath(path))
+    stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+    part = _Part()
+    try:
+        _check_numbers(step, keep)
+        part = _collect(communicator, model, optimizer, stateful, extra)
+        if asynchronous:
+            part.pieces = [piece.copy() for piece in part.pieces]
+    except Exception as raised:
+        error = raised
+    given = {"model": model, "optimizer": optimizer, **stateful}
+    present = [name for name, value in given.items() if value is not None]
+    facts = f"path={str(top)!r}, {step=}, {keep=}, {asynchronous=}, with {', '.join(present)}"
+    agree(communicator, "pydist.save()", error, facts)
+    place = top if step is None else step_folder(top, step)
+
+    older = None
+    if keep is not None and step is not None:
+        older = functools.partial(forget_older, top, keep, step)
+    saving = Saving(place)
+    lane.last = saving
+    saving.run(lambda: _write(lane.communicator, place, part, older), asynchronous=asynchronous)
+    return saving
+
+
+def _check_numbers(step: int | None, keep: int | None) -> None:
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+        raise InvalidUsage(f"step={step!r} is not valid; it must be a whole number >= 0")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise InvalidUsage(f"keep={keep!r} is not valid; it must be a whole number >= 1")
+    if keep is not None and step is None:
+        raise InvalidUsage("keep= counts checkpoints of steps: pass step= as well")
+
+
+def _collect(
+    communicator: Communicator,
+    model: nn.Module | None,
+    optimizer: Optimizer | None,
+    stateful: dict[str, Any],
+    extra: Any,
+) -> _Part:
+    rank, size = communicator.rank, communicator.size
+    part = _Part()
+    if model is not None:
+        taken = model_state.take(model, rank, size)
+        part.pieces += taken.pieces
+        part.objects |= taken.objects
+        part.aliases = taken.aliases
+    if optimizer is not None:
+        names = optimizer_state.names_in(None if model is None else model_state.inner(model))
+        found = optimizer_state.take(optimizer, names, rank, size)
+        part.pieces += found.pieces
+        part.outline = pack("the optimizer's state", found.outline)
+    part.objects[f"random.{rank}"] = pack("random states", random_states())
+    if rank == 0:
+        for name, value in stateful.items():
+            if value is not None:
+                part.objects[name] = pack(f"the {name}'s state", value.state_dict())
+        part.objects["extra"] = pack("extra", extra)
+    return part
+
+
+def _write(
+    communicator: Communicator, place: Path, part: _Part, forget: Callable[[], None] | None
+) -> None:
+    rank = communicator.rank
+    partial = partial_of(place)
+    try:
+        if part.outline is not None:
+            outlines = exchange(communicator, part.outline)
+            if rank == 0:
+                whole = optimizer_state.merged([unpack(each) for each in outlines])
+                part.objects["optimizer"] = pack("the optimizer's state", whole)
+        if rank == 0:
+            _agreed(communicator, place, lambda: begin(place))
+        else:
+            _agreed(communicator, place)
+        own = _agreed(communicator, place, lambda: _write_own(partial, rank, part))
+        told = exchange(communicator, pickle.dumps(own))
+        if rank == 0:
+            everybody = [pickle.loads(each) for each in told]
+            _agreed(communicator, place, lambda: _complete(place, everybody, part.aliases))
+            _agreed(communicator, place, forget)
+        else:
+            _agreed(communicator, place)
+            _agreed(communicator, place)
+    except (CheckpointError, InvalidUsage):
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_own(partial: Path, rank: int, part: _Part) -> tuple[dcp_files.Written, FileSum]:
+    import pydist.checkpoint.dcp_files as dcp_files
+
+    if not partial.is_dir():
+        raise CheckpointError(
+            f"{partial}, which rank 0 has made, is not here: all ranks must see the same folder"
+        )
+    written = dcp_files.write_file(partial, rank, part.pieces, part.objects)
+    return written, sum_of(partial / dcp_files.file_of(rank))
+
+
+def _complete(
+    place: Path, everybody: list[tuple[dcp_files.Written, FileSum]], aliases: dict[str, str]
+) -> None:
+    import pydist.checkpoint.dcp_files as dcp_files
+
+    partial = partial_of(place)
+    dcp_files.write_metadata(partial, [written for written, _ in everybody], aliases)
+    files = {dcp_files.file_of(rank): known for rank, (_, known) in enumerate(everybody)}
+    files[dcp_files.METADATA] = sum_of(partial / dcp_files.METADATA)
+    facts = {"pydist": __version__, "torch": str(torch.__version__), "ranks": len(everybody)}
+    write_manifest(partial, files, facts)
+    publish(place)
+
+
+def _agreed(communicator: Communicator, place: Path, work: Callable[[], Any] | None = None) -> Any:
+    """What this rank's part of a phase returns, once all ranks have done theirs."""
+    error: BaseException | None = None
+    done = None
+    try:
+        done = None if work is None else work()
+    except Exception as raised:
+        error = raised
+    agree(communicator, f"writing the checkpoint {place}", error)
+    return done

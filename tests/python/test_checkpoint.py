@@ -1,0 +1,520 @@
+"""Checkpoints: saved on some ranks, loaded on others; killed, damaged, and at fault."""
+
+import copy
+import os
+import random
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from launch import Ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import DataLoader
+from training import Tied, joined
+
+import pydist
+from pydist.bucket_plan import DEFAULT_CAP_BYTES
+from pydist.checkpoint.manifest import MANIFEST
+
+LIMIT_S = 50.0
+
+pytestmark = pytest.mark.timeout(60)
+
+# How an optimizer is sharded.
+Kind = int
+WHOLE, STAGE_1, STAGE_2 = 0, 1, 2
+SAMPLES = 24
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4, {"PYDIST_BACKEND": "native"}) as ranks:
+        yield ranks
+
+
+class Training:
+    """A model, its optimizer and its schedule, on the first `size` ranks."""
+
+    def __init__(
+        self,
+        group: Any,
+        kind: Kind,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+        optimizer_class: Any = torch.optim.AdamW,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.rank, self.size, self.dtype = group.rank, group.size, dtype
+        self.model = pydist.DataParallel(Tied(dtype), process_group=group, bucket_cap_mb=0.0005)
+        named = list(self.model.named_parameters())
+        groups: Any = [
+            {"params": [n for n in named if n[1].dim() > 1], "weight_decay": 0.1},
+            {"params": [n for n in named if n[1].dim() <= 1]},
+        ]
+        options: Any = {"lr": 1e-2}
+        self.optimizer: torch.optim.Optimizer
+        if kind == WHOLE:
+            self.optimizer = optimizer_class(groups, **options)
+        else:
+            self.optimizer = pydist.ShardedOptimizer(
+                groups,
+                optimizer_class,
+                stage=kind,  # type: ignore[arg-type]
+                **options,
+            )
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def run(self, steps: range) -> list[Tensor]:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            batch = torch.randn(SAMPLES, 8, generator=generator, dtype=torch.float64)
+            self.optimizer.zero_grad()
+            share = batch.to(self.dtype).view(self.size, -1, 8)[self.rank]
+            self.model(share).mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor], what: str, *, exact: bool) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        if exact:
+            assert torch.equal(a, b), f"{what}: {(a - b).abs().max()} apart"
+        else:
+            torch.testing.assert_close(
+                a, b, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}"
+            )
+
+
+def resume(
+    folder: str, pairs: list[tuple[int, Kind, int, Kind]], dtype_name: str, steps: int
+) -> int:
+    """Saves on N ranks, loads on M; trains on, and compares."""
+    rank, size = joined()
+    dtype = getattr(torch, dtype_name)
+    groups = {n: pydist.new_group(range(n)) for n in range(1, size + 1)}
+    saved: dict[tuple[int, Kind], list[Tensor]] = {}
+    compared = 0
+    for many, kind, other, other_kind in pairs:
+        path = f"{folder}/{dtype_name}-{many}-{kind}"
+        if (many, kind) not in saved:
+            saved[many, kind] = []
+            if rank < many:
+                training = Training(groups[many], kind, dtype=dtype)
+                training.run(range(5))
+                pydist.save(path, **training.parts, extra=[many])
+                saved[many, kind] = training.run(range(5, 5 + steps))
+            pydist.barrier()
+        if rank < other:
+            again = Training(groups[other], other_kind, seed=1, dtype=dtype)
+            again.run(range(70, 71))
+            assert pydist.load(path, **again.parts) == [many]
+            found = again.run(range(5, 5 + steps))
+            if rank < many:
+                exact = (many, kind) == (other, other_kind)
+                what = f"{many} ranks, stage {kind} to {other} ranks, stage {other_kind}"
+                assert_same(found, saved[many, kind], what, exact=exact)
+                compared += 1
+        pydist.barrier()
+    return compared
+
+
+def test_resume_on_other_ranks_and_stages(four: Ranks, tmp_path: Path) -> None:
+    counts = range(1, 5)
+    # For N = M the stage is the same, and the result to the bit.
+    pairs = [(n, 1 + n % 2, m, 1 + m % 2) for n in counts for m in counts]
+    pairs += [(3, a, 3, b) for a in range(3) for b in range(3)]
+    pairs += [(1, WHOLE, 4, STAGE_2), (4, STAGE_2, 1, WHOLE)]
+    compared = four.run(resume, str(tmp_path), pairs, "float64", 50, timeout=LIMIT_S)
+    assert compared[0] == len(pairs)
+
+
+def test_resume_in_16_bits_keeps_masters(four: Ranks, tmp_path: Path) -> None:
+    pairs = [(3, STAGE_1, 3, STAGE_1), (4, STAGE_2, 4, STAGE_2)]
+    four.run(resume, str(tmp_path), pairs, "bfloat16", 10, timeout=LIMIT_S)
+
+
+def test_resume_on_eight(tmp_path: Path) -> None:
+    pairs = [(8, STAGE_2, 8, STAGE_2), (8, STAGE_2, 3, STAGE_1), (2, STAGE_1, 8, STAGE_1)]
+    pairs += [(1, WHOLE, 8, STAGE_2), (8, STAGE_2, 4, WHOLE)]
+    with Ranks(8, {"PYDIST_BACKEND": "native"}) as ranks:
+        ranks.run(resume, str(tmp_path), pairs, "float64", 50, timeout=LIMIT_S)
+
+
+def save_everything(folder: str) -> None:
+    rank, size = joined()
+    world = pydist.new_group(range(size))
+    training = Training(world, STAGE_2)
+    samples: Any = range(96)
+    loader = pydist.prepare(DataLoader(samples, 8, shuffle=True), seed=3)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    place = f"{folder}/everything"
+    pydist.save(
+        place,
+        **training.parts,
+        sampler=loader,
+        extra={"losses": [1.0, 2.0], "best": torch.ones(2), "name": "x"},
+    )
+    rest = [batch.tolist() for batch in iterator]
+    drawn = (random.random(), np.random.rand(), torch.rand(2).tolist())
+    other = pydist.prepare(DataLoader(samples, 8, shuffle=True), seed=4)
+    again = Training(world, STAGE_1, seed=5)
+    extra = pydist.load(place, **again.parts, sampler=other)
+    assert extra["losses"] == [1.0, 2.0]
+    assert torch.equal(extra["best"], torch.ones(2))
+    assert drawn == (random.random(), np.random.rand(), torch.rand(2).tolist())
+    assert [batch.tolist() for batch in other] == rest
+    # Steps, of which the last two stay; asynchronous, while training goes on.
+    steps = Path(folder) / "steps"
+    for step in range(1, 5):
+        handle = pydist.save(steps, **training.parts, step=step, keep=2, asynchronous=True)
+        values = training.run(range(step, step + 1))
+    handle.wait()
+    assert handle.done()
+    assert handle.path == steps / "step-000004"
+    assert sorted(p.name for p in steps.iterdir()) == ["step-000003", "step-000004"]
+    assert pydist.checkpoint.latest(steps) == handle.path
+    pydist.load(steps, **again.parts)
+    assert_same(again.run(range(4, 5)), values, "asynchronous", exact=False)
+    # What is saved is the state at the call, whenever it is written.
+    training = Training(world, STAGE_1, optimizer_class=torch.optim.NAdam)
+    training.run(range(3))
+    held: list[threading.Thread] = []
+    with mock.patch.object(threading.Thread, "start", lambda thread: held.append(thread)):
+        handle = pydist.save(place, **training.parts, asynchronous=True)
+    values = training.run(range(3, 6))
+    held[0].start()
+    handle.wait()
+    again = Training(world, STAGE_1, optimizer_class=torch.optim.NAdam, seed=6)
+    pydist.load(place, **again.parts)
+    assert_same(again.run(range(3, 6)), values, "written later", exact=True)
+    # The last save is still under way when the ranks leave.
+    pydist.save(f"{folder}/last", **training.parts, asynchronous=True)
+    pydist.shutdown()
+    assert (Path(folder) / "last" / MANIFEST).exists()
+
+
+def fail_together(folder: str) -> None:
+    rank, size = joined()
+    world: Any = pydist.new_group(range(size))
+    training = Training(world, STAGE_1)
+    place = Path(folder) / "failing"
+    pydist.save(place, **training.parts)
+    before = pydist.checkpoint.to_torch(place)
+    training.run(range(2))
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if refusing and event == "open" and str(arguments[0]).endswith("__1_0.distcp"):
+            raise OSError(28, "No space left on device")
+
+    refusing = rank == 1
+    sys.addaudithook(refuse)
+    with pytest.raises(pydist.CheckpointError, match=r"rank 1: .*No space left on device"):
+        pydist.save(place, **training.parts)
+    handle = pydist.save(place, **training.parts, asynchronous=True)
+    with pytest.raises(pydist.CheckpointError, match="rank 1"):
+        handle.wait()
+    pydist.save(place, **training.parts, asynchronous=True)
+    with pytest.raises(pydist.CheckpointError, match="before this one"):
+        pydist.save(place, **training.parts)
+    assert [p.name for p in Path(folder).iterdir()] == ["failing"]
+    refusing = False
+    after = pydist.checkpoint.to_torch(place)
+    assert all(torch.equal(after["model"][n], v) for n, v in before["model"].items())
+    pydist.barrier()
+    # What a rank alone asks for.
+    with pytest.raises(pydist.Mismatch, match="rank 1"):
+        pydist.save(place if rank != 1 else f"{place}2", **training.parts)
+    with pytest.raises(pydist.InvalidUsage, match=r"rank 0: extra can't be.*; rank 3: keep="):
+        pydist.save(place, keep=1 if rank == 3 else None, extra=lambda: 1)
+    # What does not fit, changes nothing.
+    with pytest.raises(pydist.InvalidUsage, match="has no sampler"):
+        pydist.load(place, sampler=training.scheduler)
+    small = pydist.DataParallel(nn.Linear(2, 2), process_group=world)
+    values = [p.detach().clone() for p in small.parameters()]
+    with pytest.raises(pydist.InvalidUsage, match="another model"):
+        pydist.load(place, model=small)
+    assert_same([p.detach() for p in small.parameters()], values, "refused", exact=True)
+    sgd = pydist.ShardedOptimizer(small, torch.optim.SGD, lr=0.1)
+    with pytest.raises(pydist.InvalidUsage, match="AdamW"):
+        pydist.load(place, optimizer=sgd)
+    pydist.barrier()
+    if rank == 0:
+        file = place / "__1_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    pydist.barrier()
+    with pytest.raises(pydist.CheckpointError, match=r"__1_0\.distcp is damaged"):
+        pydist.load(place, **training.parts)
+    training.run(range(2, 3))
+    pydist.barrier()
+
+
+def test_everything_and_asynchronous(four: Ranks, tmp_path: Path) -> None:
+    four.run(save_everything, str(tmp_path), timeout=LIMIT_S)
+
+
+def test_what_fails_on_one_rank_fails_on_all(four: Ranks, tmp_path: Path) -> None:
+    four.run(fail_together, str(tmp_path), timeout=LIMIT_S)
+
+
+def die_at_every_step(folder: str) -> tuple[int, list[int]]:
+    """Saves in forked processes, of which the n-th dies at its n-th change of a file or folder."""
+    changes = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+    placement = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    for name in (*placement, "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    torch.set_num_threads(1)
+    place = Path(folder) / "steps"
+    model = nn.Linear(300, 4)
+    found: list[list[int]] = []
+
+    def fill(value: float) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+
+    def save(value: float, die_at: int) -> None:
+        count = 0
+
+        def watch(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal count
+            if event not in changes:
+                return
+            # What a folder is emptied of has names relative to it.
+            if event not in ("os.remove", "os.rmdir") and folder not in str(arguments[0]):
+                return
+            if event == "open" and arguments[1] not in ("w", "wb", "xb", "w+b"):
+                return
+            count += 1
+            if count == die_at:
+                os._exit(9)
+
+        sys.addaudithook(watch)
+        fill(value)
+        pydist.save(place / "one", model=model)
+        pydist.save(place, model=model, step=int(value), keep=1)
+        os._exit(0)
+
+    for die_at in range(1000):
+        # The first one lives, and so does one that nothing kills any more.
+        child = os.fork()
+        if child == 0:
+            try:
+                save(float(die_at), die_at)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        assert code in (0, 9), code
+        values = []
+        for path in (place / "one", place):
+            state = pydist.checkpoint.to_torch(path)["model"]
+            value = float(state["bias"][0])
+            assert all(bool((tensor == value).all()) for tensor in state.values())
+            values.append(int(value))
+        assert place / "one" != pydist.checkpoint.latest(place)
+        # The old one or the new one, and never an older one than before.
+        previous = found[-1] if found else [0, 0]
+        assert all(a in (b, die_at) for a, b in zip(values, previous, strict=True)), values
+        found.append(values)
+        if code == 0 and die_at:
+            assert values == [die_at, die_at]
+            left = sorted(path.name for path in place.iterdir())
+            assert left == ["one", f"step-{die_at:06d}"]
+            return die_at, [a for a, _ in found]
+    raise AssertionError("never done")
+
+
+def test_killed_at_every_step(tmp_path: Path) -> None:
+    with Ranks(1) as alone:
+        [(deaths, found)] = alone.run(die_at_every_step, str(tmp_path), timeout=LIMIT_S)
+    assert deaths > 20
+    assert len(set(found)) > 10  # deaths after the new one was in its place
+
+
+def convert(folder: str) -> None:
+    rank, size = joined()
+    world = pydist.new_group(range(size))
+    training = Training(world, STAGE_2)
+    training.run(range(4))
+    place = Path(folder) / "native"
+    pydist.save(place, **training.parts)
+    state = pydist.checkpoint.to_torch(place)
+    expected = training.run(range(4, 8))
+    # Into plain torch: an unwrapped module and the class itself, on all samples.
+    module = Tied(torch.float64)
+    module.load_state_dict(state["model"])
+    named = list(module.named_parameters())
+    plain: Any = torch.optim.AdamW(
+        [
+            {"params": [p for _, p in named if p.dim() > 1]},
+            {"params": [p for _, p in named if p.dim() <= 1]},
+        ]
+    )
+    plain.load_state_dict(copy.deepcopy(state["optimizer"]))  # which it would write into
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 3, 0.5)
+    schedule.load_state_dict(state["scheduler"])
+    for step in range(4, 8):
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randn(SAMPLES, 8, generator=generator, dtype=torch.float64)
+        plain.zero_grad()
+        module(batch).mean().backward()
+        plain.step()
+        schedule.step()
+    found = [p.detach() for p in module.parameters()]
+    assert_same(found, expected, "in plain torch", exact=False)
+    # And back, under the names that torch's wrapper gives.
+    wrapped = {f"module.{name}": value for name, value in state["model"].items()}
+    for kind in (WHOLE, STAGE_1, STAGE_2):
+        again = Training(world, kind, seed=2)
+        pydist.checkpoint.from_torch(
+            {"model": wrapped, "optimizer": copy.deepcopy(state["optimizer"])},
+            model=again.model,
+            optimizer=again.optimizer,
+        )
+        again.scheduler.load_state_dict(state["scheduler"])
+        assert_same(again.run(range(4, 8)), expected, f"into stage {kind}", exact=False)
+    # torch's own tool reads the files.
+    if rank == 0:
+        dcp_to_torch_save(place, Path(folder) / "torch.pt")
+        flat = torch.load(Path(folder) / "torch.pt", weights_only=True)
+        for name, value in state["model"].items():
+            assert torch.equal(flat[f"model.{name}"], value), name
+    pydist.barrier()
+
+
+def convert_zero(folder: str) -> None:
+    """What torch's ZeroRedundancyOptimizer under its DistributedDataParallel has saved."""
+    rank, size = joined()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 31), nn.Tanh(), nn.Linear(31, 2)).double()
+    ours = pydist.DataParallel(copy.deepcopy(module))
+    sharded = pydist.ShardedOptimizer(ours, torch.optim.AdamW, stage=2, lr=1e-2)
+    theirs = nn.parallel.DistributedDataParallel(module)
+    zero = ZeroRedundancyOptimizer(theirs.parameters(), torch.optim.AdamW, lr=1e-2)
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(size * step + rank)
+            optimizer.zero_grad()
+            batch = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+    run(theirs, zero, range(5))
+    zero.consolidate_state_dict(0)
+    if rank == 0:
+        saved = {"model": theirs.state_dict(), "optimizer": zero.state_dict()}
+        torch.save(saved, Path(folder) / "zero.pt")
+    pydist.barrier()
+    pydist.checkpoint.from_torch(Path(folder) / "zero.pt", model=ours, optimizer=sharded)
+    # A wrapper of torch's is saved under the module's own names as well.
+    pydist.save(Path(folder) / "ddp", model=theirs)
+    run(theirs, zero, range(5, 8))
+    run(ours, sharded, range(5, 8))
+    first, second = ([p.detach() for p in model.parameters()] for model in (ours, theirs))
+    assert_same(first, second, "from ZeroRedundancyOptimizer", exact=False)
+    pydist.load(Path(folder) / "ddp", model=ours)
+    pydist.load(Path(folder) / "ddp", model=module)
+    first, second = ([p.detach() for p in model.parameters()] for model in (ours, module))
+    assert_same(first, second, "of a wrapper of torch's", exact=True)
+
+
+def test_to_and_from_torch(four: Ranks, tmp_path: Path) -> None:
+    four.run(convert, str(tmp_path), timeout=LIMIT_S)
+    four.run(convert_zero, str(tmp_path), timeout=LIMIT_S)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    """In this process, alone: each file cut short, flipped, and gone."""
+    with Ranks(1) as alone:
+        alone.run(damage, str(tmp_path), timeout=LIMIT_S)
+
+
+def damage(folder: str) -> None:
+    joined()
+    place = Path(folder) / "whole"
+    model = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2), nn.BatchNorm1d(2)).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(4, 3, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    pydist.save(place, model=model, optimizer=optimizer)
+    pydist.load(place, model=model, optimizer=optimizer)
+    for file in sorted(place.iterdir()):
+        content = file.read_bytes()
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+        for damaged in (content[:-1], flipped, b"", None):
+            if damaged is None:
+                file.unlink()
+            else:
+                file.write_bytes(damaged)
+            name = file.name if file.name != MANIFEST or damaged is not None else "no checkpoint"
+            with pytest.raises(pydist.CheckpointError, match=re.escape(name)):
+                pydist.load(place, model=model)
+        file.write_bytes(content)
+    pydist.load(place, model=model, optimizer=optimizer)
+    with pytest.raises(pydist.CheckpointError, match="exists and is no checkpoint"):
+        pydist.save(folder, model=model)
+    with pytest.raises(pydist.CheckpointError, match="there is no checkpoint at"):
+        pydist.load(Path(folder) / "nowhere", model=model)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process had since the last call; what it has now, at the first."""
+    status = Path("/proc/self/status").read_text()
+    peak = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak
+
+
+def weigh(folder: str) -> list[float]:
+    """What saving takes at most beside the state, in buckets: now, and asynchronously."""
+    joined()
+    layers = [layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.Tanh())]
+    model = pydist.DataParallel(nn.Sequential(*layers))
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, stage=2)
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    pydist.save(f"{folder}/warm", **parts)
+    taken = []
+    for asynchronous in (False, True):
+        peak_bytes()
+        before = peak_bytes()
+        pydist.save(f"{folder}/weighed", **parts, asynchronous=asynchronous).wait()
+        taken.append((peak_bytes() - before) / DEFAULT_CAP_BYTES)
+    pydist.barrier()
+    return taken
+
+
+def test_memory(tmp_path: Path) -> None:
+    """Two ranks, of which each writes 4.5 buckets."""
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        for now, later in ranks.run(weigh, str(tmp_path), timeout=LIMIT_S):
+            assert now < 2
+            assert later < 4.5 + 2  # a copy of what the rank writes
