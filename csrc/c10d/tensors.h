@@ -54,6 +54,11 @@ class DenseTensors {
   // `stream` is.
   [[nodiscard]] void* stream() const noexcept { return stream_; }
 
+  // Of that stream; 0 on the CPU.
+  [[nodiscard]] int device_index() const noexcept {
+    return torch_stream_ ? torch_stream_->device_index() : 0;
+  }
+
   // Whether that stream is captured into a CUDA graph.
   [[nodiscard]] bool is_captured() const;
 

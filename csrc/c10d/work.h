@@ -23,7 +23,7 @@ namespace pydist {
 // `on_stream` does the same in the order of the calling thread's stream; where it is given, streams
 // can wait for the work if they can for `inner`.
 [[nodiscard]] WorkPtr with_epilogue(WorkPtr inner, std::function<void()> epilogue,
-                                    std::function<void()> on_stream = nullptr);
+                                    std::function<void()> on_stream = nullptr, int device = 0);
 
 // A work that finishes when `inner` has and the staged outputs among `tensors` are copied back;
 // it keeps their memory until then.
