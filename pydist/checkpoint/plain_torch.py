@@ -68,7 +68,8 @@ def from_torch(
             ZeroRedundancyOptimizer has after `consolidate_state_dict()`. Or a file of
             `torch.save` with such a dictionary.
         model: Wrapped or not.
-        optimizer: Over the same groups of parameters, sharded or not.
+        optimizer: Over the same groups of parameters, sharded or not. One of torch's takes tensors
+            as they are, as in its `load_state_dict`, and will write into them.
 
     Raises:
         InvalidUsage: The state lacks a part, or is of other parameters.

@@ -76,7 +76,8 @@ def save(
             `path/step-000123`.
         model: On any wrapper; saved under the module's own names. Parameters are the same on all
             ranks; buffers are those of rank 0.
-        optimizer: A `pydist.ShardedOptimizer`, or one that is the same on all ranks.
+        optimizer: A `pydist.ShardedOptimizer`, or one that is the same on all ranks. Its state goes
+            by the model's names: pass both.
         scheduler: Has `state_dict()`, as have the next two; that of rank 0 is saved.
         scaler: Of gradients.
         sampler: A prepared loader, or a sampler.
