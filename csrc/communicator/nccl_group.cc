@@ -509,6 +509,7 @@ bool NcclGroup::watch() noexcept {
   try {
     const cuda::DeviceGuard guard(device_);
     settle_done();
+    bool is_late = false;
     {
       std::unique_lock lock(mutex_);
       if (ending_) {
@@ -525,18 +526,24 @@ bool NcclGroup::watch() noexcept {
       if (under_way_.empty() && (!has_captured_ || is_ended_)) {
         return false;
       }
+      is_late = std::any_of(under_way_.begin(), under_way_.end(),
+                            [](const UnderWay& each) { return each.deadline.has_passed(); });
     }
     // Without the lock: others may have to wait for the answers.
     const std::exception_ptr told = failure_of_others();
     const std::string vain = control_->why_vain();
-    const std::vector<std::string> places = control_->whereabouts();
+    const std::vector<std::string> places =
+        is_late ? control_->whereabouts() : std::vector<std::string>();
     std::exception_ptr error;
     {
       const std::lock_guard lock(mutex_);
       if (ending_) {
         return !under_way_.empty();
       }
-      error = find_fault(told, vain, places);
+      error = find_fault(told, vain);
+      if (error == nullptr && is_late && !under_way_.empty()) {
+        error = timeout_of(under_way_.front(), places);
+      }
     }
     if (error != nullptr) {
       fail(error);
@@ -550,8 +557,7 @@ bool NcclGroup::watch() noexcept {
 }
 
 // What is wrong, under the lock; null if nothing.
-std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told, const std::string& vain,
-                                         const std::vector<std::string>& places) {
+std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told, const std::string& vain) {
   const std::string title = under_way_.empty()
                                 ? std::string("a collective of a CUDA graph")
                                 : title_of(under_way_.front().kind, under_way_.front().sequence,
@@ -582,11 +588,6 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told, const s
   }
   if (!is_vain && state != Result::kSuccess && state != Result::kInProgress) {
     return api_->error_of(state, says("a collective"), comm_);
-  }
-  for (const UnderWay& each : under_way_) {
-    if (each.deadline.has_passed()) {
-      return timeout_of(under_way_.front(), places);
-    }
   }
   return nullptr;
 }

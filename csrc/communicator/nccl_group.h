@@ -149,8 +149,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] bool has_ended_now() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
-                                              const std::string& vain,
-                                              const std::vector<std::string>& places);
+                                              const std::string& vain);
   [[nodiscard]] std::exception_ptr timeout_of(const UnderWay& late,
                                               const std::vector<std::string>& places) const;
 

@@ -63,7 +63,14 @@ struct UniqueId {
   char bytes[128];
 };
 
+struct Fault {
+  std::string what;
+  int rank = -1;
+  int at = 0;
+};
+
 struct Comm {
+  std::vector<Fault> faults;  // as they were when it was made
   int rank = 0;
   int size = 1;
   Shared* shared = nullptr;
@@ -78,12 +85,6 @@ struct Comm {
 
 // What jobs hold; the handle of a communicator is a pointer to one of these.
 using CommPtr = std::shared_ptr<Comm>;
-
-struct Fault {
-  std::string what;
-  int rank = -1;
-  int at = 0;
-};
 
 std::vector<Fault> faults() {
   std::vector<Fault> all;
@@ -104,7 +105,7 @@ std::vector<Fault> faults() {
 }
 
 bool has_fault(const Comm& comm, const char* what, bool counts) {
-  for (const Fault& fault : faults()) {
+  for (const Fault& fault : comm.faults) {
     if (fault.what == what && fault.rank == comm.rank && (!counts || fault.at == comm.operations)) {
       return true;
     }
@@ -462,6 +463,7 @@ int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, void*
     return kInvalidArgument;
   }
   auto comm = std::make_shared<Comm>();
+  comm->faults = faults();
   comm->rank = rank;
   comm->size = size;
   if (has_fault(*comm, "init_fail", false)) {
