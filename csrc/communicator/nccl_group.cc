@@ -403,6 +403,11 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
       const cuda::DeviceGuard guard(device_);
       const cuda::RelaxedCapture relaxed;
       static_cast<void>(api_->functions().ncclCommAbort(comm_));
+      // The kernels have been told to end; whoever waits gets back the buffers that they use.
+      const Deadline patience = Deadline::in(end_patience_);
+      while (!cuda::Driver::get().is_idle(stream()) && !patience.has_passed()) {
+        std::this_thread::sleep_for(microseconds(100));
+      }
     }
   });
 }
