@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -354,6 +354,8 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     // Without the lock: the companion's callbacks may launch.
     fail(error);
     close_journal(JournalState::kFailed);
+    // The caller gets its buffers back, and some of it may be on the stream.
+    static_cast<void>(wait_for_end(Deadline::in(end_patience_)));
     std::rethrow_exception(failure());
   }
   if (watchdog_ != nullptr) {
@@ -489,6 +491,9 @@ void NcclGroup::finish_all() noexcept {
     }
     each.work->finish(failure());
   }
+  // Their waiters may be looking at the errors; the last to go lets go of them.
+  const std::lock_guard lock(mutex_);
+  std::move(all.begin(), all.end(), std::back_inserter(given_up_));
 }
 
 std::exception_ptr NcclGroup::failure_of_others() const {

@@ -171,6 +171,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
 
   mutable std::mutex mutex_;
   std::deque<UnderWay> under_way_;  // guarded by mutex_; in order
+  std::deque<UnderWay> given_up_;   // guarded by mutex_
   std::uint64_t sequence_ = 0;      // guarded by mutex_
   // Guarded by mutex_. Everybody gets an exception of its own: one is not to be shared by threads.
   std::optional<ErrorDescription> failure_;

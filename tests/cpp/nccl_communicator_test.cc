@@ -5,9 +5,10 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
-#include <numeric>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -50,11 +51,15 @@ std::vector<ErrorDescription> errors_of(const char* faults, milliseconds timeout
   run_ranks(
       2,
       [&](RankOfTest& self) {
+        std::optional<Rank> rank;  // outlives the error, which its group holds as well
+        // What an operation uses that never ends has to stay.
+        static auto& kept = *new std::array<std::vector<float>, 2>;
+        std::vector<float>& values = kept.at(static_cast<std::size_t>(self.rank));
+        values.resize(100);
         errors[static_cast<std::size_t>(self.rank)] = error_of([&] {
-          const Rank rank(self, environment);
-          std::vector<float> values(100, 1.0F);
+          rank.emplace(self, environment);
           for (int i = 0; i < 3; ++i) {
-            rank.group->submit(rank.all_reduce(values))->wait();
+            rank->group->submit(rank->all_reduce(values))->wait();
           }
         });
       },
