@@ -34,6 +34,8 @@ constexpr std::chrono::seconds kShutdownPatience{5};
 // Under which the first failure of a group stands in its store, and how often others look there.
 constexpr const char* kNewsKey = "failed/why";
 constexpr milliseconds kNewsInterval{500};
+// After how many questions without an answer, of a second or so each, the store is gone.
+constexpr int kMostSilences = 20;
 
 class OrdinaryMemory : public Memory {
  public:
@@ -94,6 +96,12 @@ class Group : public std::enable_shared_from_this<Group> {
     channel.close();
     // For ranks that are in no operation of this group, and so notice no closed connection.
     ElasticThreads::shared().post([store = store_, text = describe(error).message] {
+      try {
+        store->get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero()));
+        return;  // the first failure stays
+      } catch (const std::exception&) {
+        // None yet.
+      }
       try {
         store->set(kNewsKey, text);
       } catch (const std::exception&) {
@@ -183,15 +191,21 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   void ask_for_news() {
     std::string news;
+    bool is_silent = false;
     try {
       news = store_->get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero()));
     } catch (const Timeout&) {
       // None.
     } catch (const std::exception& error) {
       news = error.what();
+      is_silent = true;
     }
     const std::lock_guard lock(news_mutex_);
-    news_ = std::move(news);
+    silences_ = is_silent ? silences_ + 1 : 0;
+    // A store that is slow for a while says nothing about the ranks.
+    if (!is_silent || silences_ >= kMostSilences) {
+      news_ = std::move(news);
+    }
     is_asking_ = false;
     next_question_ = Deadline::in(kNewsInterval);
   }
@@ -215,8 +229,9 @@ class Group : public std::enable_shared_from_this<Group> {
   bool is_shut_down_ = false;   // guarded by mutex_
   int messages_ = 0;            // guarded by mutex_
   std::mutex news_mutex_;
-  std::string news_;                                      // guarded by news_mutex_
-  bool is_asking_ = false;                                // guarded by news_mutex_
+  std::string news_;        // guarded by news_mutex_
+  int silences_ = 0;        // guarded by news_mutex_; of the store, one after the other
+  bool is_asking_ = false;  // guarded by news_mutex_
   Deadline next_question_ = Deadline::in(kNewsInterval);  // guarded by news_mutex_
 };
 
@@ -480,6 +495,9 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     // A store whose host is stopped is to be told here: torch's gloo would ask it without limit.
     const StorePtr asked =
         adapt_store(store, std::min<std::chrono::milliseconds>(timeout, kStorePatience));
+    if (rank == 0) {
+      asked->erase(kNewsKey);  // of a group of that name which has failed
+    }
     const std::string key = join("here/", rank);
     asked->set(key, "1");
     (void)asked->get(key, Deadline::in(timeout));

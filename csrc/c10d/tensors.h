@@ -54,6 +54,7 @@ class DenseTensors {
   // `stream` is.
   [[nodiscard]] void* stream() const noexcept { return stream_; }
 
+  [[nodiscard]] bool is_on_device() const noexcept { return torch_stream_.has_value(); }
   // Of that stream; 0 on the CPU.
   [[nodiscard]] int device_index() const noexcept {
     return torch_stream_ ? torch_stream_->device_index() : 0;

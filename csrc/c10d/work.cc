@@ -126,7 +126,13 @@ WorkPtr with_epilogue(WorkPtr inner, std::function<void()> run, std::function<vo
   inner->on_completion([conclude, waits_for_device](const Work::Outcome& outcome) {
     // The thread that finishes operations is the one that notices when a device hangs.
     if (waits_for_device && outcome.error == nullptr) {
-      ElasticThreads::shared().post([conclude, outcome] { conclude(outcome); });
+      ElasticThreads::shared().post([conclude, outcome] {
+        std::optional<cuda::RelaxedCapture> relaxed;
+        if (cuda::Driver::why_missing().empty()) {
+          relaxed.emplace();
+        }
+        conclude(outcome);
+      });
     } else {
       conclude(outcome);
     }
@@ -150,7 +156,14 @@ WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors) {
         std::move(inner), [held] { held->copy_back_and_wait(); }, [held] { held->copy_back(); },
         held->device_index());
   }
-  inner->on_completion([held](const Work::Outcome&) {});
+  if (held->is_on_device()) {
+    // Not on the thread that finishes operations: a device's allocator may wait for the device.
+    inner->on_completion([held = std::move(held)](const Work::Outcome&) mutable {
+      ElasticThreads::shared().post([held = std::move(held)] {});
+    });
+  } else {
+    inner->on_completion([held](const Work::Outcome&) {});
+  }
   return inner;
 }
 

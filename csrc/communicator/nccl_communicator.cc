@@ -34,7 +34,12 @@ class NcclMemory final : public Memory {
     if (!is_nccls_) {
       data_ = cuda::Driver::get().allocate(bytes_);
     } else if (bytes != 0) {
-      registration_ = group_->register_memory(data_, bytes);
+      try {
+        registration_ = group_->register_memory(data_, bytes);
+      } catch (...) {
+        static_cast<void>(functions.ncclMemFree(data_));
+        throw;
+      }
     }
   }
   ~NcclMemory() override {
@@ -166,6 +171,9 @@ class NcclCommunicator final : public Communicator {
       memory = std::make_shared<NcclMemory>(group_, bytes);
     } catch (const Error& error) {
       complaint = join(bytes, " bytes on the GPU: ", error.what());
+    } catch (...) {  // an interruption
+      group_->agree("was interrupted");
+      throw;
     }
     group_->agree(complaint);
     return memory;

@@ -35,6 +35,31 @@ constexpr milliseconds kLaunchPatience{1'000};
 // before still comes to its end.
 constexpr milliseconds kVainPatience{500};
 
+// How late an end is noticed, and so how long buffers are kept that nobody has waited for; and how
+// late a failure is, where only graphs are replayed.
+constexpr milliseconds kWatchInterval{2};
+constexpr milliseconds kReplayInterval{50};
+
+// Whether this thread holds the launch mutex.
+thread_local bool is_in_launch = false;
+
+class LaunchMark {
+ public:
+  explicit LaunchMark(std::atomic<bool>& is_launching) : is_launching_(is_launching) {
+    is_in_launch = true;
+    is_launching_ = true;
+  }
+  LaunchMark(const LaunchMark&) = delete;
+  LaunchMark& operator=(const LaunchMark&) = delete;
+  ~LaunchMark() {
+    is_launching_ = false;
+    is_in_launch = false;
+  }
+
+ private:
+  std::atomic<bool>& is_launching_;
+};
+
 // A short text of every rank; the ranks' way to agree about an error.
 using Notice = std::array<char, 512>;
 
@@ -81,6 +106,7 @@ class NcclGroup::LaunchedWork : public Work {
 
  protected:
   void block(Deadline deadline) override {
+    require_not_forked();
     constexpr microseconds kLongestPause{500};
     microseconds pause{10};
     Deadline slice = Deadline::in(kInterruptionInterval);
@@ -292,7 +318,12 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   if (const std::exception_ptr error = failure_of_others()) {
     fail(error);
   }
+  if (is_in_launch) {
+    throw InvalidUsage(
+        "A collective on the GPU was started by a signal handler that interrupted another one.");
+  }
   std::unique_lock order(launch_mutex());
+  std::optional<LaunchMark> mark(is_launching_);
   if (const std::exception_ptr error = failure()) {
     std::rethrow_exception(error);
   }
@@ -322,6 +353,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   };
   launching_until_ = launch.deadline;
   std::exception_ptr error;
+  std::exception_ptr interruption;
   try {
     for (nccl::StreamHandle each : launch.streams) {
       work->event().record(each);
@@ -332,10 +364,16 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
       enqueue();
     }
     work->event().record(stream());
+  } catch (const Error& thrown) {
+    error = make_error(thrown.kind(),
+                       pydist::join(title_of(entry.kind, entry.sequence, entry.label), " on rank ",
+                                    rank(), " of ", size(), ": ", thrown.what()));
   } catch (...) {
-    const auto [kind, what] = describe(std::current_exception());
-    error = make_error(kind, pydist::join(title_of(entry.kind, entry.sequence, entry.label),
-                                          " on rank ", rank(), " of ", size(), ": ", what));
+    interruption = std::current_exception();
+    error = make_error(ErrorKind::kAborted,
+                       pydist::join("rank ", rank(), " was interrupted in ",
+                                    title_of(entry.kind, entry.sequence, entry.label), " (",
+                                    kWhatInterrupts, ")."));
   }
   if (error == nullptr && is_capturing_) {
     has_captured_ = true;
@@ -349,6 +387,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
       under_way_.push_back(std::move(entry));
     }
   }
+  mark.reset();
   order.unlock();
   if (error != nullptr) {
     // Without the lock: the companion's callbacks may launch.
@@ -356,6 +395,9 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     close_journal(JournalState::kFailed);
     // The caller gets its buffers back, and some of it may be on the stream.
     static_cast<void>(wait_for_end(Deadline::in(end_patience_)));
+    if (interruption != nullptr) {
+      std::rethrow_exception(interruption);
+    }
     std::rethrow_exception(failure());
   }
   if (watchdog_ != nullptr) {
@@ -364,11 +406,10 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   return work;
 }
 
-// Until whoever is launching has come to its end; but not for ever, since NCCL may not return.
-void NcclGroup::wait_for_launches() noexcept {
+// Until whoever is launching here has come to its end; but not for ever, since NCCL may not return.
+void NcclGroup::wait_for_launches() const noexcept {
   const Deadline patience = Deadline::in(kLaunchPatience);
-  std::unique_lock order(launch_mutex(), std::defer_lock);
-  while (!order.try_lock() && !patience.has_passed()) {
+  while (is_launching_ && !is_in_launch && !patience.has_passed()) {
     std::this_thread::sleep_for(milliseconds(1));
   }
 }
@@ -382,6 +423,9 @@ std::exception_ptr NcclGroup::failure() const {
 }
 
 void NcclGroup::fail(const std::exception_ptr& error) noexcept {
+  if (in_forked_child()) {
+    return;
+  }
   {
     const std::lock_guard lock(mutex_);
     if (failure_) {
@@ -406,7 +450,7 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
       const cuda::RelaxedCapture relaxed;
       static_cast<void>(api_->functions().ncclCommAbort(comm_));
       // The kernels have been told to end; whoever waits gets back the buffers that they use.
-      const Deadline patience = Deadline::in(end_patience_);
+      const Deadline patience = Deadline::in(end_patience_ / 2);
       while (!cuda::Driver::get().is_idle(stream()) && !patience.has_passed()) {
         std::this_thread::sleep_for(microseconds(100));
       }
@@ -514,7 +558,11 @@ std::exception_ptr NcclGroup::timeout_of(const UnderWay& late,
   return make_error(ErrorKind::kTimeout, text);
 }
 
-bool NcclGroup::watch() noexcept {
+std::chrono::milliseconds NcclGroup::watch() noexcept {
+  constexpr milliseconds kIdle = milliseconds::max();
+  if (in_forked_child()) {
+    return kIdle;
+  }
   const cuda::RelaxedCapture relaxed;
   try {
     const cuda::DeviceGuard guard(device_);
@@ -528,13 +576,13 @@ bool NcclGroup::watch() noexcept {
           log_line(LogLevel::kError, pydist::join("NCCL did not abort group '", control_->name(),
                                                   "' in time; it is left to itself."));
           finish_all();
-          return false;
+          return kIdle;
         }
-        return !under_way_.empty();
+        return under_way_.empty() ? kIdle : kWatchInterval;
       }
       // A graph may be replayed at any time.
       if (under_way_.empty() && (!has_captured_ || is_ended_)) {
-        return false;
+        return kIdle;
       }
       is_late = std::any_of(under_way_.begin(), under_way_.end(),
                             [](const UnderWay& each) { return each.deadline.has_passed(); });
@@ -545,11 +593,13 @@ bool NcclGroup::watch() noexcept {
     const std::vector<std::string> places =
         is_late ? control_->whereabouts() : std::vector<std::string>();
     std::exception_ptr error;
+    milliseconds pause = kWatchInterval;
     {
       const std::lock_guard lock(mutex_);
       if (ending_) {
-        return !under_way_.empty();
+        return kWatchInterval;
       }
+      pause = under_way_.empty() ? kReplayInterval : kWatchInterval;
       error = find_fault(told, vain);
       if (error == nullptr && is_late && !under_way_.empty()) {
         error = timeout_of(under_way_.front(), places);
@@ -558,11 +608,11 @@ bool NcclGroup::watch() noexcept {
     if (error != nullptr) {
       fail(error);
     }
-    return true;
+    return pause;
   } catch (...) {
     // CUDA itself: an illegal address, a lost device.
     fail(std::current_exception());
-    return true;
+    return kWatchInterval;
   }
 }
 
@@ -587,7 +637,9 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told, const s
   // no harm to what was replayed before.
   const bool is_vain =
       !vain.empty() && (!under_way_.empty() || vain.find("has left") == std::string::npos);
-  if (is_vain && !vain_until_) {
+  if (!is_vain) {
+    vain_until_.reset();
+  } else if (!vain_until_) {
     vain_until_ = Deadline::in(kVainPatience);
   }
   if (is_vain && vain_until_->has_passed()) {
@@ -604,28 +656,34 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told, const s
 
 void* NcclGroup::register_memory(void* data, std::size_t bytes) {
   const std::lock_guard order(launch_mutex());
+  const LaunchMark mark(is_launching_);
   if (has_failed_ || is_ended_) {
     return nullptr;  // there may be no communicator any more
   }
   const std::lock_guard calls(calls_mutex_);
   void* registration = nullptr;
   const Result result = api_->functions().ncclCommRegister(comm_, data, bytes, &registration);
-  launching_until_ = Deadline::in(end_patience_);
   if (result == Result::kInProgress) {
-    poll_until_ready("ncclCommRegister", launching_until_);
+    poll_until_ready("ncclCommRegister", Deadline::in(end_patience_));
   }
   return result == Result::kSuccess || result == Result::kInProgress ? registration : nullptr;
 }
 
+// NCCL forgets what it has registered when it ends, so where there is no time it is left to that.
 void NcclGroup::deregister(void* registration) noexcept {
-  const std::lock_guard order(launch_mutex());
-  bool is_there = false;
-  {
-    const std::lock_guard lock(mutex_);
-    is_there = !failure_ && !has_ended_;
+  if (has_failed_ || is_closing_ || is_in_launch) {
+    return;
+  }
+  const Deadline patience = Deadline::in(kLaunchPatience);
+  std::unique_lock order(launch_mutex(), std::defer_lock);
+  while (!order.try_lock()) {
+    if (patience.has_passed()) {
+      return;
+    }
+    std::this_thread::sleep_for(milliseconds(1));
   }
   const std::lock_guard calls(calls_mutex_);
-  if (is_there) {
+  if (!has_failed_ && !is_closing_) {
     static_cast<void>(api_->functions().ncclCommDeregister(comm_, registration));
   }
 }
@@ -639,29 +697,44 @@ void NcclGroup::free_later(std::function<void()> free) noexcept {
         return;
       }
     }
-    free_now();
+    // Not here, whatever the caller holds: freeing waits for the device.
+    start_engine_thread("pydist-nccl-mem", [self = shared_from_this()] {
+      try {
+        self->free_now();
+      } catch (const std::exception& error) {
+        log_line(LogLevel::kError, error.what());
+      }
+    }).detach();
   } catch (const std::exception& error) {
     log_line(LogLevel::kError, error.what());
   }
 }
 
 void NcclGroup::free_now() {
-  drain(Deadline::in(end_patience_));
-  std::vector<std::function<void()>> freed;
-  {
+  const auto counts = [this] {
     const std::lock_guard lock(mutex_);
-    if (!under_way_.empty()) {
-      return;  // the device may never come to an end
-    }
-    freed.swap(freed_);
-  }
-  if (freed.empty()) {
+    return std::pair(freed_.size(), under_way_.size());
+  };
+  if (counts().first == 0) {
     return;
+  }
+  drain(Deadline::in(end_patience_));
+  const auto [count, under_way] = counts();
+  if (under_way != 0) {
+    return;  // the device may never come to an end
   }
   const cuda::DeviceGuard guard(device_);
   const cuda::RelaxedCapture relaxed;
   // Nobody tells which streams have used it, and not every way of freeing waits for them.
   cuda::Driver::get().synchronize();
+  std::vector<std::function<void()>> freed;
+  {
+    // Those that have come since may be in use.
+    const std::lock_guard lock(mutex_);
+    const auto end = freed_.begin() + static_cast<std::ptrdiff_t>(std::min(count, freed_.size()));
+    std::move(freed_.begin(), end, std::back_inserter(freed));
+    freed_.erase(freed_.begin(), end);
+  }
   for (const std::function<void()>& free : freed) {
     free();
   }
@@ -688,10 +761,9 @@ void NcclGroup::end() noexcept {
     return;
   }
   const Deadline deadline = Deadline::in(end_patience_);
-  wait_for_launches();  // those that come later find it ended
   const auto is_quiet = [this] {
     const std::lock_guard lock(mutex_);
-    return under_way_.empty();
+    return under_way_.empty() && !is_launching_;
   };
   while (!is_quiet() && failure() == nullptr && !deadline.has_passed()) {
     watch();
@@ -705,7 +777,12 @@ void NcclGroup::end() noexcept {
   if (failure() == nullptr && comm_ != nullptr && weak_from_this().lock() != nullptr) {
     end_on_thread([this] {
       const cuda::DeviceGuard guard(device_);
-      free_now();
+      try {
+        free_now();
+      } catch (const std::exception& error) {
+        log_line(LogLevel::kError, error.what());
+      }
+      is_closing_ = true;
       Result state = api_->functions().ncclCommFinalize(comm_);
       while (state == Result::kInProgress) {
         std::this_thread::sleep_for(microseconds(200));
@@ -716,15 +793,15 @@ void NcclGroup::end() noexcept {
       static_cast<void>(api_->functions().ncclCommDestroy(comm_));
     });
   }
-  const bool is_ending = [this] {
+  const std::optional<Deadline> until = [this] {
     const std::lock_guard lock(mutex_);
-    return ending_.has_value();
+    return ending_;
   }();
-  if (is_ending && !wait_for_end(deadline)) {
+  if (until && !wait_for_end(*until)) {
     log_line(LogLevel::kWarning, pydist::join("NCCL's communicator of group '", control_->name(),
                                               "' does not end; it is left to itself."));
-    finish_all();
   }
+  finish_all();
   try {
     if (has_ended_now()) {
       free_now();

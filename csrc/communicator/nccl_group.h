@@ -91,7 +91,13 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] WorkPtr launch(Launch launch, const std::function<void()>& enqueue);
 
   // -- for what enqueues, on the thread that launches
-  [[nodiscard]] nccl::CommHandle comm() const noexcept { return comm_; }
+  // Throws the group's error: there may be no communicator any more.
+  [[nodiscard]] nccl::CommHandle comm() const {
+    if (const std::exception_ptr error = failure()) {
+      std::rethrow_exception(error);
+    }
+    return comm_;
+  }
   [[nodiscard]] nccl::StreamHandle stream() const noexcept { return stream_->get(); }
   // Checks what NCCL has returned, and waits while it is setting up connections.
   void check(nccl::Result result, const char* what);
@@ -119,8 +125,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // -- health
   [[nodiscard]] std::exception_ptr failure() const;
   void fail(const std::exception_ptr& error) noexcept;
-  // Looks at everything that may have happened. Returns whether anything is under way.
-  bool watch() noexcept;
+  // Looks at everything that may have happened. Returns when to look again; the maximum for never,
+  // unless something is launched.
+  std::chrono::milliseconds watch() noexcept;
   // Returns once what is under way has finished, or `deadline` has passed.
   void drain(Deadline deadline);
   // Waits for what is under way, then for the end of NCCL's communicator; fails the group where
@@ -141,7 +148,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void connect(Deadline deadline);
   void poll_until_ready(const char* what, Deadline deadline);
   void settle_done();
-  static void wait_for_launches() noexcept;
+  void wait_for_launches() const noexcept;
   void finish_all() noexcept;
   // Runs `end` on a thread of its own, and what is under way finishes afterwards.
   void end_on_thread(std::function<void()> end) noexcept;
@@ -180,7 +187,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::optional<Deadline> vain_until_;  // guarded by mutex_; once a rank has died or left
   bool has_ended_ = false;              // guarded by mutex_; NCCL's communicator
   std::condition_variable ended_;
-  std::thread end_thread_;                 // guarded by mutex_
+  std::thread end_thread_;  // guarded by mutex_
+  std::atomic<bool> is_launching_{false};
+  std::atomic<bool> is_closing_{false};    // NCCL's communicator ends, or has ended
   std::atomic<bool> has_captured_{false};  // something that replays, unseen
   std::atomic<bool> is_joined_{false};     // before that, the companion goes on without NCCL
   std::atomic<bool> has_failed_{false};

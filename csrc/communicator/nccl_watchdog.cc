@@ -1,5 +1,6 @@
 #include "communicator/nccl_watchdog.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -13,12 +14,7 @@
 #include "cuda/driver.h"
 
 namespace pydist {
-namespace {
-
-// How late an end is noticed, and so how long buffers are kept that nobody has waited for.
-constexpr std::chrono::milliseconds kInterval{2};
-
-}  // namespace
+namespace {}  // namespace
 
 // The thread holds it, and may outlive the watchdog for a moment.
 struct NcclWatchdog::Shared {
@@ -31,8 +27,8 @@ struct NcclWatchdog::Shared {
 };
 
 std::shared_ptr<NcclWatchdog> NcclWatchdog::of_process() {
-  static std::mutex mutex;
-  static std::weak_ptr<NcclWatchdog> known;
+  static auto& mutex = *new std::mutex;
+  static auto& known = *new std::weak_ptr<NcclWatchdog>;
   const std::lock_guard lock(mutex);
   std::shared_ptr<NcclWatchdog> watchdog = known.lock();
   if (watchdog == nullptr) {
@@ -91,15 +87,16 @@ void NcclWatchdog::run(const std::shared_ptr<Shared>& shared) {
     // Before the look: whatever is launched after it finds the thread idle, and wakes it.
     shared->is_idle.store(true, std::memory_order_seq_cst);
     lock.unlock();
-    bool is_busy = false;
+    auto pause = std::chrono::milliseconds::max();
     for (const auto& group : groups) {
-      is_busy |= group->watch();
+      pause = std::min(pause, group->watch());
     }
     groups.clear();
     lock.lock();
-    if (is_busy) {
-      shared->is_idle.store(false, std::memory_order_relaxed);
-      shared->wakened.wait_for(lock, kInterval, [&] { return shared->is_stopping; });
+    if (pause != std::chrono::milliseconds::max()) {
+      shared->wakened.wait_for(lock, pause, [&] {
+        return shared->is_stopping || !shared->is_idle.load(std::memory_order_relaxed);
+      });
     } else {
       shared->wakened.wait(lock, [&] {
         return shared->is_stopping || !shared->is_idle.load(std::memory_order_relaxed);

@@ -116,8 +116,8 @@ struct Driver::Opened {
 };
 
 const Driver::Opened& Driver::opened() {
-  static const Opened opened;
-  return opened;
+  static const auto* const opened = new Opened;  // threads may outlive static destructors
+  return *opened;
 }
 
 const std::string& Driver::why_missing() { return opened().why_missing; }
@@ -256,8 +256,8 @@ void Driver::unpin(void* data) const noexcept { functions_.cuMemHostUnregister(d
 
 DeviceGuard::DeviceGuard(int device) {
   // Retained once and for the life of the process, as the runtime does; torch uses the same one.
-  static std::mutex mutex;
-  static std::map<int, void*> contexts;
+  static auto& mutex = *new std::mutex;
+  static auto& contexts = *new std::map<int, void*>;
   const Driver& driver = Driver::get();
   void* context = nullptr;
   {

@@ -342,7 +342,7 @@ void Reducer::conclude_round(bool learns) {
     if (admitted_ < arena_.slots().size()) {
       admit_new();
     }
-    if (closings_->any(&Closing::wants_plan)) {
+    if (!is_captured && closings_->any(&Closing::wants_plan)) {
       common = exchange_plan();
     }
     if (next_plan_ && arena_.has_uncut()) {
