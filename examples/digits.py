@@ -2,6 +2,7 @@
 
     python examples/digits.py
     pydist run -n 2 examples/digits.py
+    pydist run --gpus 2 examples/digits.py
 
 The batch is that of the whole job, so any number of processes trains the same model: same images
 in each batch, same losses up to rounding. With --checkpoint, a run that was interrupted goes on
@@ -51,7 +52,7 @@ def build() -> nn.Module:
 
 def measure(model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
     """Which images of a batch the model reads right."""
-    images, labels = batch
+    images, labels = (each.to(pydist.device()) for each in batch)
     return {"accuracy": model(images).argmax(1) == labels}
 
 
@@ -71,12 +72,14 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // pydist.local_world_size()))
     torch.manual_seed(arguments.seed)
+    device = pydist.device()  # pydist: this process's own GPU; the CPU where there is none
 
     training, testing = load(arguments.seed)
     whole = DataLoader(training, arguments.batch, shuffle=True, drop_last=True)
     # pydist: each process gets its share of every batch
     loader = pydist.prepare(whole, seed=arguments.seed, split_batches=True)
-    model = pydist.DataParallel(build())  # pydist: averages the gradients of all processes
+    # pydist: averages the gradients of all processes
+    model = pydist.DataParallel(build().to(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr)
     losses: list[float] = []
     if arguments.checkpoint is not None and arguments.checkpoint.exists():
@@ -95,7 +98,7 @@ def main() -> None:
 
     while loader.distributed_sampler.epoch < arguments.epochs:
         for images, labels in loader:
-            loss = F.cross_entropy(model(images), labels)
+            loss = F.cross_entropy(model(images.to(device)), labels.to(device))
             optimizer.zero_grad()
             with model.weighted(len(labels)):  # pydist: some may have an image less than others
                 loss.backward()

@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py                      # one process
     pydist run -n 2 examples/train_gpt.py             # two
+    pydist run --gpus 2 examples/train_gpt.py         # two, with a GPU each
     pydist run -n 4 examples/train_gpt.py --resume    # go on with four from the last checkpoint
 
 The batch is that of the whole job, so any number of processes trains the same model: same samples,
@@ -141,7 +142,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        x = self.bytes(inputs) + self.positions(torch.arange(inputs.shape[1]))
+        x = self.bytes(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
@@ -153,7 +154,8 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         text = torch.tensor(list(prompt))
         for _ in range(count):
-            logits = self(text[None, -self.context :])[0, -1] / temperature
+            inputs = text[None, -self.context :].to(pydist.device())
+            logits = self(inputs)[0, -1].cpu() / temperature
             choice = torch.multinomial(logits.softmax(0), 1, generator=generator)
             text = torch.cat([text, choice])
         return bytes(text.tolist()).decode(errors="replace")
@@ -161,7 +163,9 @@ class GPT(nn.Module):
 
 def losses_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """The loss of each byte of a batch, in nats."""
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
+    device = pydist.device()  # pydist: this process's own GPU; the CPU where there is none
+    logits = model(inputs.to(device)).flatten(0, 1)
+    return F.cross_entropy(logits, targets.to(device).flatten(), reduction="none")
 
 
 def optimizer_for(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -293,7 +297,8 @@ def train(arguments: argparse.Namespace, settings: Settings) -> None:
     whole = DataLoader(training, settings.batch, shuffle=True, drop_last=True)
     # pydist: each process gets its share of every batch
     loader = pydist.prepare(whole, seed=settings.seed, split_batches=True)
-    model = pydist.DataParallel(GPT(settings))  # pydist: averages the gradients of all processes
+    # pydist: averages the gradients of all processes
+    model = pydist.DataParallel(GPT(settings).to(pydist.device()))
     optimizer = optimizer_for(model, settings.lr)
     losses: list[float] = []
     if arguments.resume:

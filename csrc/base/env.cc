@@ -19,8 +19,8 @@ constexpr std::array kVariables = {
                         "Which backend carries the collectives. auto takes the fastest that every "
                         "rank of the job can use."},
     EnvironmentVariable{"PYDIST_ALGORITHM", "auto | direct | ring", "auto",
-                        "Pins the algorithm of all_reduce, reduce_scatter and all_gather on the "
-                        "native backend."},
+                        "Pins the algorithm of all_reduce, reduce_scatter and all_gather on native "
+                        "and nccl."},
     EnvironmentVariable{"PYDIST_TIMEOUT", "seconds, more than 0", "600",
                         "How long an operation may take before every rank fails with Timeout."},
     EnvironmentVariable{"PYDIST_HOST_ID", "any text", "",

@@ -523,11 +523,16 @@ class StagedCommunicator final : public Communicator {
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
         at::Tensor values =
             borrow_bytes(output.data, output.bytes(), device).view(scalar_type_of(output.dtype));
+        const auto round = [&] { values.copy_(values.to(scalar_type_of(*operation.wire_dtype))); };
+        // As among several ranks: the contribution is rounded, and so is the result.
+        if (has_wire) {
+          round();
+        }
         if (has_factor) {
           values.mul_(operation.factor);
-        }
-        if (has_wire) {
-          values.copy_(values.to(scalar_type_of(*operation.wire_dtype)));
+          if (has_wire) {
+            round();
+          }
         }
       }
     }

@@ -2,8 +2,6 @@
 
 #include <dlfcn.h>
 
-#include <array>
-#include <cstdio>
 #include <map>
 #include <mutex>
 
@@ -16,12 +14,7 @@ constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
-constexpr unsigned kPortable = 1;  // pinned for every context
 constexpr int kCaptureModeRelaxed = 2;
-
-struct Uuid {
-  std::array<unsigned char, 16> bytes;
-};
 
 }  // namespace
 
@@ -29,7 +22,6 @@ struct Uuid {
 struct Driver::Functions {
   int (*cuInit)(unsigned);
   int (*cuDeviceGetCount)(int*);
-  int (*cuDeviceGetUuid_v2)(Uuid*, int);
   int (*cuDevicePrimaryCtxRetain)(void**, int);
   int (*cuCtxGetCurrent)(void**);
   int (*cuCtxSetCurrent)(void*);
@@ -46,13 +38,8 @@ struct Driver::Functions {
   int (*cuEventRecord)(void*, void*);
   int (*cuEventQuery)(void*);
   int (*cuMemcpyAsync)(std::size_t, std::size_t, std::size_t, void*);
-  int (*cuMemsetD8Async)(std::size_t, unsigned char, std::size_t, void*);
   int (*cuMemAlloc_v2)(std::size_t*, std::size_t);
   int (*cuMemFree_v2)(std::size_t);
-  int (*cuMemHostAlloc)(void**, std::size_t, unsigned);
-  int (*cuMemFreeHost)(void*);
-  int (*cuMemHostRegister_v2)(void*, std::size_t, unsigned);
-  int (*cuMemHostUnregister)(void*);
   int (*cuThreadExchangeStreamCaptureMode)(int*);
 };
 
@@ -77,7 +64,6 @@ struct Driver::Opened {
 #define PYDIST_RESOLVE(name) resolve(functions.name, #name)
     PYDIST_RESOLVE(cuInit);
     PYDIST_RESOLVE(cuDeviceGetCount);
-    PYDIST_RESOLVE(cuDeviceGetUuid_v2);
     PYDIST_RESOLVE(cuDevicePrimaryCtxRetain);
     PYDIST_RESOLVE(cuCtxGetCurrent);
     PYDIST_RESOLVE(cuCtxSetCurrent);
@@ -94,13 +80,8 @@ struct Driver::Opened {
     PYDIST_RESOLVE(cuEventRecord);
     PYDIST_RESOLVE(cuEventQuery);
     PYDIST_RESOLVE(cuMemcpyAsync);
-    PYDIST_RESOLVE(cuMemsetD8Async);
     PYDIST_RESOLVE(cuMemAlloc_v2);
     PYDIST_RESOLVE(cuMemFree_v2);
-    PYDIST_RESOLVE(cuMemHostAlloc);
-    PYDIST_RESOLVE(cuMemFreeHost);
-    PYDIST_RESOLVE(cuMemHostRegister_v2);
-    PYDIST_RESOLVE(cuMemHostUnregister);
     PYDIST_RESOLVE(cuThreadExchangeStreamCaptureMode);
 #undef PYDIST_RESOLVE
     if (!why_missing.empty()) {
@@ -137,27 +118,6 @@ void Driver::check(int code, const char* what) const {
     throw TransportError(join("CUDA could not ", what, ": ",
                               text == nullptr ? "unknown error" : text, " (CUresult ", code, ")."));
   }
-}
-
-int Driver::device_count() const {
-  int count = 0;
-  check(functions_.cuDeviceGetCount(&count), "count its devices");
-  return count;
-}
-
-std::string Driver::device_uuid(int device) const {
-  Uuid uuid{};
-  check(functions_.cuDeviceGetUuid_v2(&uuid, device), "tell a device's identity");
-  std::string text = "GPU-";
-  for (std::size_t i = 0; i < uuid.bytes.size(); ++i) {
-    std::array<char, 4> digits{};
-    std::snprintf(digits.data(), digits.size(), "%02x", static_cast<unsigned>(uuid.bytes[i]));
-    text += digits.data();
-    if (i == 3 || i == 5 || i == 7 || i == 9) {
-      text += '-';
-    }
-  }
-  return text;
 }
 
 Stream Driver::create_stream() const {
@@ -220,13 +180,6 @@ void Driver::copy(void* to, const void* from, std::size_t bytes, Stream stream) 
   }
 }
 
-void Driver::fill_zero(void* data, std::size_t bytes, Stream stream) const {
-  if (bytes != 0) {
-    check(functions_.cuMemsetD8Async(reinterpret_cast<std::size_t>(data), 0, bytes, stream),
-          "clear memory");
-  }
-}
-
 void Driver::synchronize() const { check(functions_.cuCtxSynchronize(), "finish"); }
 
 void* Driver::allocate(std::size_t bytes) const {
@@ -238,21 +191,6 @@ void* Driver::allocate(std::size_t bytes) const {
 void Driver::free(void* data) const noexcept {
   functions_.cuMemFree_v2(reinterpret_cast<std::size_t>(data));
 }
-
-void* Driver::allocate_pinned(std::size_t bytes) const {
-  void* data = nullptr;
-  check(functions_.cuMemHostAlloc(&data, bytes == 0 ? 1 : bytes, kPortable),
-        "allocate pinned memory of the host");
-  return data;
-}
-
-void Driver::free_pinned(void* data) const noexcept { functions_.cuMemFreeHost(data); }
-
-bool Driver::pin(void* data, std::size_t bytes) const noexcept {
-  return functions_.cuMemHostRegister_v2(data, bytes, kPortable) == kSuccess;
-}
-
-void Driver::unpin(void* data) const noexcept { functions_.cuMemHostUnregister(data); }
 
 DeviceGuard::DeviceGuard(int device) {
   // Retained once and for the life of the process, as the runtime does; torch uses the same one.

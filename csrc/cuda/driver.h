@@ -24,10 +24,6 @@ class Driver {
   // Why get() throws; empty where it does not.
   [[nodiscard]] static const std::string& why_missing();
 
-  [[nodiscard]] int device_count() const;
-  // "GPU-8f6c...", the same in every process whatever CUDA_VISIBLE_DEVICES says.
-  [[nodiscard]] std::string device_uuid(int device) const;
-
   // A stream that does not wait for the legacy default stream, with the highest priority.
   [[nodiscard]] Stream create_stream() const;
   void destroy_stream(Stream stream) const noexcept;
@@ -44,19 +40,12 @@ class Driver {
 
   // Between any two places, device or host, in stream order.
   void copy(void* to, const void* from, std::size_t bytes, Stream stream) const;
-  void fill_zero(void* data, std::size_t bytes, Stream stream) const;
 
   // Waits on the host for everything on the current context.
   void synchronize() const;
 
   [[nodiscard]] void* allocate(std::size_t bytes) const;
   void free(void* data) const noexcept;
-  // Memory of the host that the device copies at full speed.
-  [[nodiscard]] void* allocate_pinned(std::size_t bytes) const;
-  void free_pinned(void* data) const noexcept;
-  // Pins memory that exists; false where the system does not let us, and nothing has changed.
-  [[nodiscard]] bool pin(void* data, std::size_t bytes) const noexcept;
-  void unpin(void* data) const noexcept;
 
  private:
   friend class DeviceGuard;

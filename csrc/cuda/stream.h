@@ -3,8 +3,6 @@
 
 #pragma once
 
-#include <utility>
-
 #include "cuda/driver.h"
 
 namespace pydist::cuda {
@@ -29,16 +27,7 @@ class OwnedEvent {
   OwnedEvent() : event_(Driver::get().create_event()) {}
   OwnedEvent(const OwnedEvent&) = delete;
   OwnedEvent& operator=(const OwnedEvent&) = delete;
-  OwnedEvent(OwnedEvent&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
-  OwnedEvent& operator=(OwnedEvent&& other) noexcept {
-    std::swap(event_, other.event_);
-    return *this;
-  }
-  ~OwnedEvent() {
-    if (event_ != nullptr) {
-      Driver::get().destroy_event(event_);
-    }
-  }
+  ~OwnedEvent() { Driver::get().destroy_event(event_); }
 
   // Marks what has been put on `stream` so far.
   void record(Stream stream) const { Driver::get().record(event_, stream); }

@@ -229,12 +229,6 @@ int cuDeviceGetCount(int* count) {
   return kSuccess;
 }
 
-int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
-  std::memset(uuid, 0, 16);
-  uuid[15] = static_cast<unsigned char>(device);
-  return kSuccess;
-}
-
 int cuDevicePrimaryCtxRetain(void** context, int device) {
   if (device < 0 || device >= device_count()) {
     return kInvalidValue;
@@ -385,11 +379,6 @@ int cuMemcpyAsync(std::size_t to, std::size_t from, std::size_t bytes, void* str
   return kSuccess;
 }
 
-int cuMemsetD8Async(std::size_t to, unsigned char value, std::size_t bytes, void* stream) {
-  post(stream, [=] { std::memset(reinterpret_cast<void*>(to), value, bytes); });
-  return kSuccess;
-}
-
 int cuMemAlloc_v2(std::size_t* data, std::size_t bytes) {
   if (!has_context()) {
     return kInvalidContext;
@@ -404,19 +393,6 @@ int cuMemFree_v2(std::size_t data) {
   std::free(reinterpret_cast<void*>(data));
   return has_context() ? kSuccess : kInvalidContext;
 }
-
-int cuMemHostAlloc(void** data, std::size_t bytes, unsigned) {
-  *data = std::malloc(bytes);
-  return kSuccess;
-}
-
-int cuMemFreeHost(void* data) {
-  std::free(data);
-  return kSuccess;
-}
-
-int cuMemHostRegister_v2(void*, std::size_t, unsigned) { return kSuccess; }
-int cuMemHostUnregister(void*) { return kSuccess; }
 
 int cuThreadExchangeStreamCaptureMode(int* mode) {
   thread_local int current = 0;

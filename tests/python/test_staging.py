@@ -331,6 +331,23 @@ def test_failures(backend: str) -> None:
     assert [outcome.error for outcome in errors(ranks_disagree)] == ["Mismatch", "Mismatch"]
 
 
+def alone() -> None:
+    start()
+    communicator = pydist.groups.communicator_of()
+    mine = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    for op, factor in (("sum", 1.0), ("mean", 1.0), ("premul_sum", 0.3)):
+        for wire in (None, torch.bfloat16, torch.float16):
+            expected = torch.empty_like(mine)
+            communicator.all_reduce(mine, expected, op, factor=factor, wire_dtype=wire)
+            result = torch.empty(1000, device="cuda")
+            communicator.all_reduce(mine.to("cuda"), result, op, factor=factor, wire_dtype=wire)
+            assert torch.equal(result.cpu(), expected), (op, wire)
+
+
+def test_one_rank_alone_gets_the_bits_of_the_cpu() -> None:
+    run_ranks(alone, 1, env={"PYDIST_BACKEND": "native"}, timeout=35)
+
+
 def without_devices() -> list[str]:
     joined()
     devices: list[str] = pydist.groups.communicator_of().capabilities()["devices"]
