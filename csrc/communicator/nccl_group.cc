@@ -51,13 +51,19 @@ class LaunchMark {
   }
   LaunchMark(const LaunchMark&) = delete;
   LaunchMark& operator=(const LaunchMark&) = delete;
-  ~LaunchMark() {
-    is_launching_ = false;
-    is_in_launch = false;
+  ~LaunchMark() { end(); }
+
+  void end() noexcept {
+    if (!is_over_) {
+      is_over_ = true;
+      is_launching_ = false;
+      is_in_launch = false;
+    }
   }
 
  private:
   std::atomic<bool>& is_launching_;
+  bool is_over_ = false;
 };
 
 // A short text of every rank; the ranks' way to agree about an error.
@@ -323,7 +329,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
         "A collective on the GPU was started by a signal handler that interrupted another one.");
   }
   std::unique_lock order(launch_mutex());
-  std::optional<LaunchMark> mark(is_launching_);
+  LaunchMark mark(is_launching_);
   if (const std::exception_ptr error = failure()) {
     std::rethrow_exception(error);
   }
@@ -387,7 +393,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
       under_way_.push_back(std::move(entry));
     }
   }
-  mark.reset();
+  mark.end();
   order.unlock();
   if (error != nullptr) {
     // Without the lock: the companion's callbacks may launch.
