@@ -108,6 +108,9 @@ test-python: build  ## the Python tests
 	$(BIN)/python -m pytest $(ARGS)
 
 SANITIZERS := address,undefined thread
+# The linker takes a comma in a path for the end of it.
+comma := ,
+SANITIZED = build/$(subst $(comma),-,$@)
 # TSan of g++ 12 needs a fixed memory layout; where the sandbox forbids that it runs without.
 FIXED_LAYOUT = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export ASAN_OPTIONS ?= detect_stack_use_after_return=1
@@ -120,9 +123,9 @@ sanitize: $(SANITIZERS:%=sanitize-%)  ## the C++ tests under ASan and UBSan, and
 .PHONY: $(SANITIZERS:%=sanitize-%)
 $(SANITIZERS:%=sanitize-%): sanitize-%: build/.tools
 	@[ $(GTEST) = ON ] || { echo "make sanitize runs the C++ tests. $(GTEST_HINT)" >&2; exit 1; }
-	cmake -S . -B build/$@ -G Ninja -DPYDIST_SANITIZE=$* -DPYDIST_BUILD_TESTS=ON -DPYDIST_WERROR=$(WERROR)
-	cmake --build build/$@
-	$(FIXED_LAYOUT) ctest --test-dir build/$@ --output-on-failure --no-tests=error
+	cmake -S . -B $(SANITIZED) -G Ninja -DPYDIST_SANITIZE=$* -DPYDIST_BUILD_TESTS=ON -DPYDIST_WERROR=$(WERROR)
+	cmake --build $(SANITIZED)
+	$(FIXED_LAYOUT) ctest --test-dir $(SANITIZED) --output-on-failure --no-tests=error
 
 ##@ House-keeping
 .PHONY: lint

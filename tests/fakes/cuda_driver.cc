@@ -25,6 +25,13 @@
 
 namespace {
 
+// Buffers without elements may be null.
+void move_bytes(void* to, const void* from, std::size_t bytes) {
+  if (bytes != 0) {
+    std::memmove(to, from, bytes);
+  }
+}
+
 constexpr int kSuccess = 0;
 constexpr int kInvalidValue = 1;
 constexpr int kInvalidContext = 201;
@@ -125,6 +132,7 @@ struct State {
   std::set<void*> streams;
   std::unique_ptr<Capture> capture;
   std::unique_ptr<Queue> legacy;
+  std::vector<void*> kept;  // queues and graphs, which are never destroyed
 };
 
 State& state() {
@@ -213,6 +221,7 @@ void fake_driver_begin_capture(void* stream) {
 
 void* fake_driver_end_capture(void* /*stream*/) {
   const std::lock_guard lock(state().mutex);
+  state().kept.push_back(state().capture.get());
   return state().capture.release();
 }
 
@@ -291,6 +300,7 @@ int cuStreamCreateWithPriority(void** stream, unsigned, int) {
   const std::lock_guard lock(state().mutex);
   *stream = new Queue;
   state().streams.insert(*stream);
+  state().kept.push_back(*stream);
   return kSuccess;
 }
 
@@ -374,7 +384,7 @@ int cuEventQuery(void* handle) {
 
 int cuMemcpyAsync(std::size_t to, std::size_t from, std::size_t bytes, void* stream) {
   post(stream, [=] {
-    std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+    move_bytes(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
   });
   return kSuccess;
 }

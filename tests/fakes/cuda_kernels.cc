@@ -14,6 +14,13 @@
 
 namespace {
 
+// Buffers without elements may be null.
+void move_bytes(void* to, const void* from, std::size_t bytes) {
+  if (bytes != 0) {
+    std::memmove(to, from, bytes);
+  }
+}
+
 using pydist::DType;
 
 void enqueue(void* stream, const std::function<void()>& job) { fake_driver_enqueue(stream, &job); }
@@ -81,15 +88,15 @@ template <typename T>
 void scale_values(const void* from, void* to, std::size_t count, double scale) {
   for (std::size_t i = 0; i < count; ++i) {
     T value;
-    std::memcpy(&value, static_cast<const char*>(from) + i * sizeof(T), sizeof(T));
+    move_bytes(&value, static_cast<const char*>(from) + i * sizeof(T), sizeof(T));
     value *= static_cast<T>(scale);
-    std::memcpy(static_cast<char*>(to) + i * sizeof(T), &value, sizeof(T));
+    move_bytes(static_cast<char*>(to) + i * sizeof(T), &value, sizeof(T));
   }
 }
 
 void run_segment(const PydistCudaSegment& segment, double scale) {
   if (segment.from_dtype == segment.to_dtype && scale == 1.0) {
-    std::memmove(segment.to, segment.from, segment.count * element_size(segment.from_dtype));
+    move_bytes(segment.to, segment.from, segment.count * element_size(segment.from_dtype));
   } else if (segment.from_dtype == DType::kFloat64) {
     scale_values<double>(segment.from, segment.to, segment.count, scale);
   } else {

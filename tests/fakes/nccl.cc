@@ -27,11 +27,19 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "cuda_driver.h"
 
 namespace {
+
+// Buffers without elements may be null.
+void move_bytes(void* to, const void* from, std::size_t bytes) {
+  if (bytes != 0) {
+    std::memmove(to, from, bytes);
+  }
+}
 
 enum Result {
   kSuccess = 0,
@@ -142,7 +150,7 @@ void show_all(
     const std::function<void(int rank, std::size_t begin, const char*, std::size_t)>& use) {
   for (std::size_t begin = 0; begin < bytes; begin += kChunk) {
     const std::size_t count = std::min(kChunk, bytes - begin);
-    std::memcpy(comm.shared->chunks[comm.rank], mine + begin, count);
+    move_bytes(comm.shared->chunks[comm.rank], mine + begin, count);
     if (!meet(comm)) {
       return;
     }
@@ -160,13 +168,13 @@ void show_all(
 float from_bf16(std::uint16_t bits) {
   const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
   float value = 0;
-  std::memcpy(&value, &wide, 4);
+  move_bytes(&value, &wide, 4);
   return value;
 }
 
 std::uint16_t to_bf16(float value) {
   std::uint32_t bits = 0;
-  std::memcpy(&bits, &value, 4);
+  move_bytes(&bits, &value, 4);
   if (value != value) {
     return 0x7fc0;
   }
@@ -209,17 +217,27 @@ std::uint16_t to_f16(float value) {
       (shift == -24 ? units : units - 1024 + (static_cast<std::uint32_t>(shift + 25) << 10)));
 }
 
+// Integers wrap around.
+template <typename T, typename Op>
+T wrapped(T a, T b, Op op) {
+  if constexpr (std::is_integral_v<T>) {
+    return static_cast<T>(op(static_cast<std::uint64_t>(a), static_cast<std::uint64_t>(b)));
+  } else {
+    return op(a, b);
+  }
+}
+
 template <typename T>
 T combined(T a, T b, int op) {
   switch (op) {
     case kProd:
-      return static_cast<T>(a * b);
+      return wrapped(a, b, std::multiplies<>());
     case kMax:
       return std::max(a, b);
     case kMin:
       return std::min(a, b);
     default:
-      return static_cast<T>(a + b);
+      return wrapped(a, b, std::plus<>());
   }
 }
 
@@ -229,20 +247,20 @@ void accumulate(char* total, const char* values, std::size_t count, int type, in
     for (std::size_t i = 0; i < count; ++i) {
       T a;
       T b;
-      std::memcpy(&a, total + i * sizeof(T), sizeof(T));
-      std::memcpy(&b, values + i * sizeof(T), sizeof(T));
+      move_bytes(&a, total + i * sizeof(T), sizeof(T));
+      move_bytes(&b, values + i * sizeof(T), sizeof(T));
       a = combined(a, b, op);
-      std::memcpy(total + i * sizeof(T), &a, sizeof(T));
+      move_bytes(total + i * sizeof(T), &a, sizeof(T));
     }
   };
   const auto run_16 = [&](auto from, auto to) {
     for (std::size_t i = 0; i < count; ++i) {
       std::uint16_t a = 0;
       std::uint16_t b = 0;
-      std::memcpy(&a, total + i * 2, 2);
-      std::memcpy(&b, values + i * 2, 2);
+      move_bytes(&a, total + i * 2, 2);
+      move_bytes(&b, values + i * 2, 2);
       a = to(combined(from(a), from(b), op));
-      std::memcpy(total + i * 2, &a, 2);
+      move_bytes(total + i * 2, &a, 2);
     }
   };
   switch (type) {
@@ -304,7 +322,7 @@ std::vector<char> reduced(Comm& comm, const void* in, std::size_t count, int typ
   show_all(comm, static_cast<const char*>(in), total.size(),
            [&](int rank, std::size_t begin, const char* values, std::size_t bytes) {
              if (rank == 0) {
-               std::memcpy(total.data() + begin, values, bytes);
+               move_bytes(total.data() + begin, values, bytes);
              } else {
                accumulate(total.data() + begin, values, bytes / size_of(type), type, op);
              }
@@ -359,7 +377,7 @@ void exchange(Comm& comm, std::vector<Message> messages) {
       const std::uint64_t received = box.received.load(std::memory_order_acquire);
       const std::size_t bytes = std::min(kChunk, message.bytes - done[i]);
       if (message.is_send && sent == received) {
-        std::memcpy(box.data, message.data + done[i], bytes);
+        move_bytes(box.data, message.data + done[i], bytes);
         box.bytes.store(bytes, std::memory_order_relaxed);
         box.sent.store(sent + 1, std::memory_order_release);
         done[i] += bytes;
@@ -369,7 +387,7 @@ void exchange(Comm& comm, std::vector<Message> messages) {
                        static_cast<std::size_t>(box.bytes.load()), bytes);
           std::abort();
         }
-        std::memcpy(message.data + done[i], box.data, bytes);
+        move_bytes(message.data + done[i], box.data, bytes);
         box.received.store(received + 1, std::memory_order_release);
         done[i] += bytes;
       }
@@ -458,7 +476,7 @@ int ncclGetUniqueId(UniqueId* id) {
 
 int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, void* config) {
   unsigned magic = 0;
-  std::memcpy(&magic, static_cast<char*>(config) + sizeof(std::size_t), sizeof magic);
+  move_bytes(&magic, static_cast<char*>(config) + sizeof(std::size_t), sizeof magic);
   if (magic != 0xcafebeef || size > kMostRanks) {
     return kInvalidArgument;
   }
@@ -547,7 +565,7 @@ int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int op
   return collective(comm, stream, [=](Comm& self) {
     const std::vector<char> total = reduced(self, in, count, type, op);
     if (!self.is_aborted) {
-      std::memcpy(out, total.data(), total.size());
+      move_bytes(out, total.data(), total.size());
     }
   });
 }
@@ -557,7 +575,7 @@ int ncclReduce(const void* in, void* out, std::size_t count, int type, int op, i
   return collective(comm, stream, [=](Comm& self) {
     const std::vector<char> total = reduced(self, in, count, type, op);
     if (!self.is_aborted && self.rank == root) {
-      std::memcpy(out, total.data(), total.size());
+      move_bytes(out, total.data(), total.size());
     }
   });
 }
@@ -569,7 +587,7 @@ int ncclReduceScatter(const void* in, void* out, std::size_t count, int type, in
     const std::vector<char> total = reduced(self, in, all, type, op);
     if (!self.is_aborted) {
       const std::size_t bytes = count * size_of(type);
-      std::memcpy(out, total.data() + static_cast<std::size_t>(self.rank) * bytes, bytes);
+      move_bytes(out, total.data() + static_cast<std::size_t>(self.rank) * bytes, bytes);
     }
   });
 }
@@ -583,8 +601,8 @@ int ncclAllGather(const void* in, void* out, std::size_t count, int type, void* 
                                  static_cast<const char*>(in) + bytes);
     show_all(self, mine.data(), bytes,
              [&](int rank, std::size_t begin, const char* values, std::size_t length) {
-               std::memcpy(static_cast<char*>(out) + static_cast<std::size_t>(rank) * bytes + begin,
-                           values, length);
+               move_bytes(static_cast<char*>(out) + static_cast<std::size_t>(rank) * bytes + begin,
+                          values, length);
              });
   });
 }
@@ -596,7 +614,7 @@ int ncclBroadcast(const void* in, void* out, std::size_t count, int type, int ro
     show_all(self, mine, count * size_of(type),
              [&](int rank, std::size_t begin, const char* values, std::size_t length) {
                if (rank == root) {
-                 std::memcpy(static_cast<char*>(out) + begin, values, length);
+                 move_bytes(static_cast<char*>(out) + begin, values, length);
                }
              });
   });
