@@ -21,8 +21,6 @@ struct Reduction {
   std::size_t width = 1;  // of NCCL's elements, in one of ours
 };
 
-bool is_16_bit(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
-
 std::optional<DataType> type_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
@@ -129,9 +127,6 @@ class Enqueuing {
 
  private:
   [[nodiscard]] bool is_root() const { return group_.rank() == call_.root; }
-  [[nodiscard]] bool has_kernels() const {
-    return settings_.kernels != nullptr && settings_.kernels->is_loaded();
-  }
 
   void copy(void* to, const void* from, std::size_t bytes) {
     if (to != from) {
@@ -146,7 +141,7 @@ class Enqueuing {
     const std::optional<Reduction> reduction = reduction_of(call_.op, call_.dtype);
     if (settings_.pins_ring || !reduction) {
       reduce_on_ring(group_, *settings_.kernels, call_);
-    } else if (has_kernels() && is_converted(call_.op, call_.dtype, has_wire)) {
+    } else if (settings_.has_kernels() && is_converted(call_.op, call_.dtype, has_wire)) {
       reduce_converted();
     } else {
       reduce_directly(*reduction);
@@ -176,7 +171,7 @@ class Enqueuing {
 
   void reduce_directly(Reduction reduction) {
     const bool averages = call_.op == ReduceOp::kMean;
-    if (averages && !has_kernels()) {
+    if (averages && !settings_.has_kernels()) {
       reduction.op = RedOp::kAvg;
     }
     const Block out = call_.outputs.empty() ? Block{} : call_.outputs[0];
@@ -193,16 +188,13 @@ class Enqueuing {
     } else {
       reduce_with_nccl(reduction, call_.inputs[0].data, out.data, call_.count);
     }
-    if (averages && has_kernels() && out.data != nullptr) {
+    if (averages && settings_.has_kernels() && out.data != nullptr) {
       finish(out.data, call_.dtype, out, static_cast<double>(group_.size()));
     }
   }
 
   void reduce_converted() {
-    const bool has_wire = call_.wire_dtype != call_.dtype;
-    const DType type = has_wire                 ? call_.wire_dtype
-                       : is_16_bit(call_.dtype) ? DType::kFloat32
-                                                : call_.dtype;
+    const DType type = summing_type(call_);
     const Reduction reduction = *reduction_of(ReduceOp::kSum, type);
     // Sums of float16 leave its range before means of it do: half as large for each doubling of the
     // ranks they don't, and a power of two loses nothing.
@@ -398,10 +390,9 @@ std::string why_not_on_nccl(const NcclSettings& settings, OpKind kind, ReduceOp 
   if (!is_supported(op, dtype)) {
     return join("op '", to_string(op), "' is not defined for ", to_string(dtype));
   }
-  const bool has_kernels = settings.kernels != nullptr && settings.kernels->is_loaded();
   const bool is_plain = reduction_of(op, dtype) && !settings.pins_ring && !has_wire_dtype &&
                         op != ReduceOp::kPremulSum;
-  if (!has_kernels && !is_plain) {
+  if (!settings.has_kernels() && !is_plain) {
     return join("op '", to_string(op), "' of ", to_string(dtype),
                 has_wire_dtype ? " in a wire type" : "", settings.pins_ring ? " on the ring" : "",
                 " needs pydist's CUDA kernels: ",

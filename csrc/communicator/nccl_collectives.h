@@ -28,6 +28,10 @@ struct NcclSettings {
   // Our kernels; where they are not loaded, some operations are not supported.
   const CudaLibrary* kernels = nullptr;
   bool pins_ring = false;
+
+  [[nodiscard]] bool has_kernels() const noexcept {
+    return kernels != nullptr && kernels->is_loaded();
+  }
 };
 
 // Why the operation cannot be run; empty where it can.

@@ -90,7 +90,7 @@ class NcclCommunicator final : public Communicator {
     const std::string host = join("On the CPU (", can.backend, "): ", can.numerics);
     can.backend = "nccl";
     can.devices = {Device{}, Device{DeviceType::kCuda, options_.device}};
-    if (!has_kernels()) {
+    if (!settings_.has_kernels()) {
       can.wire_dtypes.clear();
     }
     // NCCL promises neither from run to run, nor for other sizes of buckets.
@@ -105,7 +105,7 @@ class NcclCommunicator final : public Communicator {
               "and "
               "bfloat16 are rounded at every step, but for means and premul_sums of float16 and "
               "premul_sums of bfloat16, which are summed in float32 and rounded once",
-        has_kernels()
+        settings_.has_kernels()
             ? "; a mean divides the sum once, in float32 or wider; min and max propagate NaN. "
             : "; a mean is NCCL's average. ",
         host);
@@ -221,10 +221,6 @@ class NcclCommunicator final : public Communicator {
   }
 
  private:
-  [[nodiscard]] bool has_kernels() const {
-    return settings_.kernels != nullptr && settings_.kernels->is_loaded();
-  }
-
   static const Buffer* first_buffer(const Operation& operation) {
     const Buffers& buffers = operation.inputs.empty() ? operation.outputs : operation.inputs;
     return buffers.empty() ? nullptr : buffers.data();

@@ -108,7 +108,6 @@ class NcclGroup::LaunchedWork : public Work {
   }
 
   [[nodiscard]] const cuda::OwnedEvent& event() const noexcept { return event_; }
-  [[nodiscard]] bool is_captured() const noexcept { return is_captured_; }
 
  protected:
   void block(Deadline deadline) override {

@@ -10,8 +10,6 @@
 namespace pydist {
 namespace {
 
-bool is_16_bit(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
-
 class RingOnNccl {
  public:
   RingOnNccl(NcclGroup& group, const CudaLibrary* kernels, const Call& call)
@@ -20,9 +18,7 @@ class RingOnNccl {
         call_(call),
         schedule_(group.rank(), group.size()),
         has_wire_(call.wire_dtype != call.dtype),
-        partial_(has_wire_               ? call.wire_dtype
-                 : is_16_bit(call.dtype) ? DType::kFloat32
-                                         : call.dtype) {}
+        partial_(summing_type(call)) {}
 
   void reduce_scatter() {
     const Scratch scratch = cut(/*gathers=*/false);
@@ -240,6 +236,14 @@ class RingOnNccl {
 };
 
 }  // namespace
+
+DType summing_type(const Call& call) noexcept {
+  if (call.wire_dtype != call.dtype) {
+    return call.wire_dtype;
+  }
+  const bool is_narrow = call.dtype == DType::kFloat16 || call.dtype == DType::kBFloat16;
+  return is_narrow ? DType::kFloat32 : call.dtype;
+}
 
 void reduce_on_ring(NcclGroup& group, const CudaLibrary& kernels, const Call& call) {
   RingOnNccl ring(group, &kernels, call);

@@ -17,6 +17,9 @@
 
 namespace pydist {
 
+// The type that sums are in on their way: the wire's, float32 for 16-bit types, else their own.
+[[nodiscard]] DType summing_type(const Call& call) noexcept;
+
 // all_reduce, reduce_scatter or reduce.
 void reduce_on_ring(NcclGroup& group, const CudaLibrary& kernels, const Call& call);
 
