@@ -143,6 +143,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     std::uint64_t sequence;
     std::string label;
     Journal::Ticket ticket;
+
+    [[nodiscard]] std::string title() const;
   };
 
   void connect(Deadline deadline);

@@ -1,0 +1,343 @@
+// How an NCCL group is watched, fails and ends; see Note [How a group fails] in nccl_group.h.
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+#include <vector>
+
+#include "base/engine_thread.h"
+#include "base/error.h"
+#include "base/fork.h"
+#include "base/log.h"
+#include "communicator/nccl_group.h"
+#include "communicator/nccl_launched_work.h"
+#include "communicator/nccl_watchdog.h"
+
+namespace pydist {
+namespace {
+
+using nccl::Result;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+// How long an operation may go on after a rank has died or left: what that rank did its part of
+// before still comes to its end.
+constexpr milliseconds kVainPatience{500};
+
+// How late an end is noticed, and so how long buffers are kept that nobody has waited for; and how
+// late a failure is, where only graphs are replayed.
+constexpr milliseconds kWatchInterval{2};
+constexpr milliseconds kReplayInterval{50};
+
+}  // namespace
+
+std::exception_ptr NcclGroup::failure() const {
+  if (!has_failed_.load(std::memory_order_acquire)) {
+    return nullptr;
+  }
+  const std::lock_guard lock(mutex_);
+  return make_error(failure_->kind, failure_->message);
+}
+
+void NcclGroup::fail(const std::exception_ptr& error) noexcept {
+  if (in_forked_child()) {
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_) {
+      return;
+    }
+    failure_ = describe(error);
+    has_failed_.store(true, std::memory_order_release);
+  }
+  try {
+    const auto [kind, what] = describe(error);
+    control_->abort(Error(kind, what));
+    if (companion_ != nullptr && is_joined_) {
+      companion_->abort(Error(kind, what));
+    }
+  } catch (const std::exception& other) {
+    log_line(LogLevel::kError, other.what());
+  }
+  end_on_thread([this] {
+    wait_for_launches();
+    if (comm_ != nullptr) {
+      const cuda::DeviceGuard guard(device_);
+      const cuda::RelaxedCapture relaxed;
+      static_cast<void>(api_->functions().ncclCommAbort(comm_));
+      // The kernels have been told to end; whoever waits gets back the buffers that they use.
+      const Deadline patience = Deadline::in(end_patience_ / 2);
+      while (!cuda::Driver::get().is_idle(stream()) && !patience.has_passed()) {
+        std::this_thread::sleep_for(microseconds(100));
+      }
+    }
+  });
+}
+
+void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (ending_) {
+    return;  // whatever ends NCCL's communicator, it ends once
+  }
+  ending_ = Deadline::in(end_patience_);
+  try {
+    end_thread_ =
+        start_engine_thread("pydist-nccl-end", [self = shared_from_this(), end = std::move(end)] {
+          try {
+            end();
+          } catch (const std::exception& error) {
+            log_line(LogLevel::kError, error.what());
+          }
+          {
+            const std::lock_guard lock(self->mutex_);
+            self->has_ended_ = true;
+            self->ended_.notify_all();
+          }
+          self->finish_all();
+        });
+  } catch (const std::exception& error) {  // no thread to be had
+    log_line(LogLevel::kError, error.what());
+    ending_ = Deadline::in(milliseconds::zero());
+    has_ended_ = true;
+    ended_.notify_all();
+  }
+  if (watchdog_ != nullptr) {
+    watchdog_->wake();
+  }
+}
+
+bool NcclGroup::has_ended_now() const {
+  const std::lock_guard lock(mutex_);
+  return has_ended_;
+}
+
+bool NcclGroup::wait_for_end(Deadline deadline) noexcept {
+  std::unique_lock lock(mutex_);
+  return ended_.wait_until(lock, deadline.when(), [this] { return has_ended_; });
+}
+
+void NcclGroup::settle_done() {
+  std::vector<UnderWay> done;
+  std::exception_ptr broken;
+  try {
+    const std::lock_guard lock(mutex_);
+    while (!failure_ && !under_way_.empty() && under_way_.front().work->event().is_done()) {
+      done.push_back(std::move(under_way_.front()));
+      under_way_.pop_front();
+    }
+  } catch (...) {
+    broken = std::current_exception();  // of CUDA, sticky; those before it have come to their end
+  }
+  for (const UnderWay& each : done) {
+    if (journal_ != nullptr) {
+      journal_->finish(each.ticket, JournalState::kSucceeded);
+    }
+    each.work->finish();
+  }
+  if (broken != nullptr) {
+    std::rethrow_exception(broken);
+  }
+}
+
+void NcclGroup::finish_all() noexcept {
+  std::deque<UnderWay> all;
+  {
+    const std::lock_guard lock(mutex_);
+    all.swap(under_way_);
+  }
+  for (const UnderWay& each : all) {
+    if (journal_ != nullptr) {
+      journal_->finish(each.ticket, JournalState::kFailed);
+    }
+    each.work->finish(failure());
+  }
+  // Their waiters may be looking at the errors; the last to go lets go of them.
+  const std::lock_guard lock(mutex_);
+  std::move(all.begin(), all.end(), std::back_inserter(given_up_));
+}
+
+std::exception_ptr NcclGroup::failure_of_others() const {
+  if (std::exception_ptr error = control_->failure()) {
+    return error;
+  }
+  return companion_ == nullptr ? nullptr : companion_->failure();
+}
+
+std::exception_ptr NcclGroup::timeout_of(const UnderWay& late,
+                                         const std::vector<std::string>& places) const {
+  std::string text = pydist::join(late.title(), " on rank ", rank(), " of ", size(), " of group '",
+                                  control_->name(), "' did not finish on the GPU in time.");
+  for (const std::string& line : places) {
+    text += " " + line + ".";
+  }
+  return make_error(ErrorKind::kTimeout, text);
+}
+
+std::chrono::milliseconds NcclGroup::watch() noexcept {
+  constexpr milliseconds kIdle = milliseconds::max();
+  if (in_forked_child()) {
+    return kIdle;
+  }
+  const cuda::RelaxedCapture relaxed;
+  try {
+    const cuda::DeviceGuard guard(device_);
+    settle_done();
+    bool is_late = false;
+    {
+      std::unique_lock lock(mutex_);
+      if (ending_) {
+        if (!under_way_.empty() && ending_->has_passed()) {
+          lock.unlock();
+          log_line(LogLevel::kError, pydist::join("NCCL did not abort group '", control_->name(),
+                                                  "' in time; it is left to itself."));
+          finish_all();
+          return kIdle;
+        }
+        return under_way_.empty() ? kIdle : kWatchInterval;
+      }
+      // A graph may be replayed at any time.
+      if (under_way_.empty() && (!has_captured_ || is_ended_)) {
+        return kIdle;
+      }
+      is_late = std::any_of(under_way_.begin(), under_way_.end(),
+                            [](const UnderWay& each) { return each.deadline.has_passed(); });
+    }
+    // Without the lock: others may have to wait for the answers.
+    const std::exception_ptr told = failure_of_others();
+    const std::string vain = control_->why_vain();
+    const std::vector<std::string> places =
+        is_late ? control_->whereabouts() : std::vector<std::string>();
+    std::exception_ptr error;
+    milliseconds pause = kWatchInterval;
+    {
+      const std::lock_guard lock(mutex_);
+      if (ending_) {
+        return kWatchInterval;
+      }
+      pause = under_way_.empty() ? kReplayInterval : kWatchInterval;
+      error = find_fault(told, vain);
+      if (error == nullptr && is_late && !under_way_.empty()) {
+        error = timeout_of(under_way_.front(), places);
+      }
+    }
+    if (error != nullptr) {
+      fail(error);
+    }
+    return pause;
+  } catch (...) {
+    // CUDA itself: an illegal address, a lost device.
+    fail(std::current_exception());
+    return kWatchInterval;
+  }
+}
+
+// What is wrong, under the lock; null if nothing.
+std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told, const std::string& vain) {
+  const std::string title =
+      under_way_.empty() ? std::string("a collective of a CUDA graph") : under_way_.front().title();
+  const auto says = [&](const std::string& what) {
+    return pydist::join(title, " on rank ", rank(), " of ", size(), " of group '", control_->name(),
+                        "' failed: ", what);
+  };
+  Result state = Result::kSuccess;
+  if (const std::unique_lock calls(calls_mutex_, std::try_to_lock); calls.owns_lock()) {
+    const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
+    if (asked != Result::kSuccess) {
+      state = asked;
+    }
+  }
+  // A death explains what NCCL says, and names the rank. Who leaves while nothing is under way does
+  // no harm to what was replayed before.
+  const bool is_vain =
+      !vain.empty() && (!under_way_.empty() || vain.find("has left") == std::string::npos);
+  if (!is_vain) {
+    vain_until_.reset();
+  } else if (!vain_until_) {
+    vain_until_ = Deadline::in(kVainPatience);
+  }
+  if (is_vain && vain_until_->has_passed()) {
+    return make_error(ErrorKind::kPeerLost, says(vain + "."));
+  }
+  if (told != nullptr) {
+    return told;
+  }
+  if (!is_vain && state != Result::kSuccess && state != Result::kInProgress) {
+    return api_->error_of(state, says("a collective"), comm_);
+  }
+  return nullptr;
+}
+
+void NcclGroup::drain(Deadline deadline) {
+  while (true) {
+    std::shared_ptr<LaunchedWork> last;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!under_way_.empty()) {
+        last = under_way_.back().work;
+      }
+    }
+    if (last == nullptr || deadline.has_passed()) {
+      return;
+    }
+    last->wait_quietly(deadline);
+  }
+}
+
+void NcclGroup::end() noexcept {
+  if (is_ended_.exchange(true)) {
+    return;
+  }
+  const Deadline deadline = Deadline::in(end_patience_);
+  const auto is_quiet = [this] {
+    const std::lock_guard lock(mutex_);
+    return under_way_.empty() && !is_launching_;
+  };
+  while (!is_quiet() && failure() == nullptr && !deadline.has_passed()) {
+    watch();
+    std::this_thread::sleep_for(microseconds(200));
+  }
+  if (!is_quiet()) {
+    fail(make_error(ErrorKind::kAborted,
+                    pydist::join("The group '", control_->name(), "' was shut down on rank ",
+                                 rank(), " while an operation was under way.")));
+  }
+  if (failure() == nullptr && comm_ != nullptr && weak_from_this().lock() != nullptr) {
+    end_on_thread([this] {
+      const cuda::DeviceGuard guard(device_);
+      try {
+        free_now();
+      } catch (const std::exception& error) {
+        log_line(LogLevel::kError, error.what());
+      }
+      is_closing_ = true;
+      Result state = api_->functions().ncclCommFinalize(comm_);
+      while (state == Result::kInProgress) {
+        std::this_thread::sleep_for(microseconds(200));
+        if (api_->functions().ncclCommGetAsyncError(comm_, &state) != Result::kSuccess) {
+          break;
+        }
+      }
+      static_cast<void>(api_->functions().ncclCommDestroy(comm_));
+    });
+  }
+  const std::optional<Deadline> until = [this] {
+    const std::lock_guard lock(mutex_);
+    return ending_;
+  }();
+  if (until && !wait_for_end(*until)) {
+    log_line(LogLevel::kWarning, pydist::join("NCCL's communicator of group '", control_->name(),
+                                              "' does not end; it is left to itself."));
+  }
+  finish_all();
+  try {
+    if (has_ended_now()) {
+      free_now();
+    }
+  } catch (const std::exception& error) {
+    log_line(LogLevel::kError, error.what());
+  }
+  control_->shutdown();
+}
+
+}  // namespace pydist
