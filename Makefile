@@ -125,7 +125,8 @@ $(SANITIZERS:%=sanitize-%): sanitize-%: build/.tools
 	@[ $(GTEST) = ON ] || { echo "make sanitize runs the C++ tests. $(GTEST_HINT)" >&2; exit 1; }
 	cmake -S . -B $(SANITIZED) -G Ninja -DPYDIST_SANITIZE=$* -DPYDIST_BUILD_TESTS=ON -DPYDIST_WERROR=$(WERROR)
 	cmake --build $(SANITIZED)
-	$(FIXED_LAYOUT) ctest --test-dir $(SANITIZED) --output-on-failure --no-tests=error
+	$(FIXED_LAYOUT) ctest --test-dir $(SANITIZED) --output-on-failure --no-tests=error \
+	  --parallel $$(nproc)
 
 ##@ House-keeping
 .PHONY: lint
