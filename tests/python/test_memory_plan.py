@@ -237,7 +237,7 @@ def allocated(stage: int, dtype: torch.dtype) -> dict[str, int]:
         sharded.step()
         sharded.zero_grad()
     sharded.finish()
-    buckets = sharded._buckets
+    buckets = sharded._layout.buckets
     states = [s for b in buckets if b.optimizer for s in b.optimizer.state.values()]
     segments = [segment for bucket in buckets for segment in bucket.segments]
     whole = sum(bucket.memory.nbytes for bucket in buckets)

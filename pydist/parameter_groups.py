@@ -1,0 +1,70 @@
+"""Parameter groups, as torch's optimizers understand their first argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from pydist.data_parallel import DataParallel, wrapper_of
+from pydist.errors import InvalidUsage
+
+# What a parameter group has beside the options of the optimizer's class.
+_NOT_OPTIONS = {"params", "param_names"}
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group says to the optimizer's class."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def listed(params: Any) -> list[Any]:
+    """A group's "params", which may be a single one."""
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def groups_of(model_or_params: nn.Module | Iterable[Any]) -> list[dict[str, Any]]:
+    """The groups that an optimizer is given.
+
+    Raises:
+        InvalidUsage: There are none, or a model that is not wrapped.
+    """
+    if isinstance(model_or_params, nn.Module):
+        if not isinstance(model_or_params, DataParallel):
+            raise InvalidUsage(
+                f"model_or_params is a {type(model_or_params).__name__}: wrap it in "
+                "pydist.DataParallel first, or pass model.parameters() if something else averages "
+                "its gradients"
+            )
+        named = list(model_or_params.named_parameters())
+        return [{"params": named}]
+    if isinstance(model_or_params, Tensor):
+        raise InvalidUsage("model_or_params is a tensor; pass a list of parameters")
+    items = list(model_or_params)
+    if not items:
+        raise InvalidUsage("pydist.ShardedOptimizer got an empty list of parameters")
+    if not isinstance(items[0], dict):
+        return [{"params": items}]
+    return [{**group, "params": listed(group["params"])} for group in items]
+
+
+def _parameters_in(param_groups: Iterable[dict[str, Any]]) -> Iterator[Tensor]:
+    for group in param_groups:
+        for item in listed(group["params"]):
+            yield item[1] if isinstance(item, tuple) else item
+
+
+def model_of(
+    model: nn.Module | Iterable[Any] | None, param_groups: list[dict[str, Any]]
+) -> DataParallel | None:
+    """The wrapped model that the parameters are of."""
+    if isinstance(model, DataParallel):
+        return model
+    found = {id(w): w for p in _parameters_in(param_groups) for w in [wrapper_of(p)]}
+    if len(found) > 1:
+        raise InvalidUsage(
+            "pydist.ShardedOptimizer was given parameters of several models, or of a "
+            "pydist.DataParallel model and of others: make one for each"
+        )
+    return next(iter(found.values()), None)

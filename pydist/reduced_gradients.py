@@ -1,0 +1,81 @@
+"""The averaged gradients of a sharded optimizer: this rank's parts, and what all make together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pydist import _native
+from pydist.data_parallel import DataParallel
+from pydist.errors import InvalidUsage
+from pydist.sharded_gradient import ShardedGradient, part_norm, whole_norms
+from pydist.sharded_layout import ShardedLayout
+
+
+class ReducedGradients:
+    """Gradients by the numbers of their parameters.
+
+    Args:
+        layout: The parameters.
+        communicator: The ranks.
+        wrapper: The model whose reducer averages the gradients, if any does.
+    """
+
+    def __init__(
+        self,
+        layout: ShardedLayout,
+        communicator: _native.Communicator,
+        wrapper: DataParallel | None,
+    ) -> None:
+        self._layout = layout
+        self._communicator = communicator
+        self._wrapper = wrapper
+        self._changes = 0
+        self._norms: tuple[object, dict[int, Tensor]] = (None, {})
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """The whole averaged gradient of a parameter. All ranks call it, for the same one."""
+        index = self._layout.indices.get(id(parameter))
+        if index is None:
+            raise InvalidUsage("gradient_of() was given a tensor that the optimizer does not have")
+        gradient = parameter.grad
+        if gradient is None or not isinstance(gradient, ShardedGradient):
+            return None if gradient is None else gradient.detach().clone()
+        member = next(m for b in self._layout.buckets for m in b.members if m.index == index)
+        flat = torch.zeros(parameter.numel(), dtype=parameter.dtype)
+        segment = self._layout.segments.get(index)
+        if segment is not None and segment.gradient is not None:
+            flat[segment.begin : segment.end] = segment.gradient
+        self._communicator.all_reduce(flat, flat, "sum", False)
+        return flat.as_strided(parameter.shape, member.strides)
+
+    def all_norms(self, order: float) -> dict[int, Tensor]:
+        """Of all gradients that are sharded, in one operation for as many as are asked for."""
+        assert self._wrapper is not None
+        key = (order, self._changes, self._wrapper._reducer.round)
+        if self._norms[0] != key:
+            indices = [
+                index
+                for index, parameter in enumerate(self._layout.parameters)
+                if isinstance(parameter.grad, ShardedGradient)
+            ]
+            parts = [part_norm(self.part_of(index), order) for index in indices]
+            norms = torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64)
+            norms = whole_norms(norms, order, self.combine)
+            self._norms = (key, dict(zip(indices, norms.unbind(), strict=True)))
+        return self._norms[1]
+
+    def part_of(self, index: int) -> Tensor:
+        """This rank's part of a gradient: of one dimension, perhaps empty."""
+        segment = self._layout.segments.get(index)
+        if segment is None or segment.gradient is None:
+            return torch.zeros(0, dtype=self._layout.parameters[index].dtype)
+        return segment.gradient
+
+    def combine(self, tensor: Tensor, op: str) -> None:
+        """Combines a tensor with the other ranks', in place. All ranks call it."""
+        self._communicator.all_reduce(tensor, tensor, op, False)
+
+    def note_change(self) -> None:
+        """All ranks have changed their parts."""
+        self._changes += 1

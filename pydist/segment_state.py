@@ -1,0 +1,127 @@
+"""What the optimizers of segments keep, as parts of the state of whole parameters, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pydist.errors import InvalidUsage
+from pydist.sharded_layout import ShardedLayout
+from pydist.sharded_parameters import Bucket, Segment
+from pydist.sharded_state import (
+    MASTER,
+    ParameterState,
+    ShardedState,
+    StateRange,
+    cut_out,
+    is_per_element,
+)
+
+
+def state_of(layout: ShardedLayout, groups: list[dict[str, Any]]) -> ShardedState:
+    """This rank's part of the state; shares memory with it.
+
+    Args:
+        layout: The parameters.
+        groups: Options, and names of parameters in "params".
+    """
+    states = {
+        name: ParameterState(tuple(p.shape), tuple(range(p.dim())))
+        for name, p in zip(layout.names, layout.parameters, strict=True)
+    }
+    for bucket in layout.buckets:
+        for member in bucket.members:
+            states[member.name].dims = member.dims
+        for segment in bucket.segments:
+            assert bucket.optimizer is not None
+            values = dict(bucket.optimizer.state.get(segment.updated, {}))
+            if segment.has_master:
+                values[MASTER] = segment.updated
+            if values:
+                state = states[segment.member.name]
+                state.ranges.append(StateRange(segment.begin, segment.end, values))
+    return ShardedState(states, groups)
+
+
+def ranges_of(
+    layout: ShardedLayout,
+) -> dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]]:
+    """What of a state this rank needs: see `ShardedOptimizer.ranges`."""
+    needed: dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]] = {
+        name: (tuple(range(p.dim())), [(0, p.numel())])
+        for name, p in zip(layout.names, layout.parameters, strict=True)
+    }
+    for bucket in layout.buckets:
+        for member in bucket.members:
+            needed[member.name] = (member.dims, [])
+        for segment in bucket.segments:
+            needed[segment.member.name][1].append((segment.begin, segment.end))
+    return needed
+
+
+def require_state_of(
+    layout: ShardedLayout, groups: list[dict[str, Any]], state: ShardedState
+) -> None:
+    """Raises InvalidUsage where a state is of other parameters or groups."""
+    unknown = sorted(set(state.parameters) ^ set(layout.names))
+    if unknown:
+        whose = "the optimizer" if unknown[0] in state.parameters else "the state"
+        raise InvalidUsage(
+            f"a state of other parameters was loaded: {unknown[0]} is unknown to {whose}"
+        )
+    ours = [group["params"] for group in groups]
+    theirs = [group["params"] for group in state.groups]
+    if ours != theirs:
+        raise InvalidUsage(
+            f"a state of other parameter groups was loaded: {_lengths(theirs)} parameters, "
+            f"where the optimizer has {_lengths(ours)}, or other ones"
+        )
+    for index, name in enumerate(layout.names):
+        shape = tuple(layout.parameters[index].shape)
+        if state.parameters[name].shape != shape:
+            raise InvalidUsage(
+                f"the state of parameter {name} is of {state.parameters[name].shape}, where "
+                f"the parameter is {shape}"
+            )
+
+
+def take_over(state: ShardedState, buckets: Sequence[Bucket]) -> None:
+    """Gives the segments of some buckets what a state has for them. Copies it."""
+    with torch.no_grad():
+        for bucket in buckets:
+            if bucket.optimizer is None:
+                continue
+            for segment in bucket.segments:
+                _take_over_segment(state, bucket.optimizer, segment)
+
+
+def _take_over_segment(state: ShardedState, optimizer: Optimizer, segment: Segment) -> None:
+    member = segment.member
+    values = cut_out(
+        member.name, state.parameters[member.name], member.dims, segment.begin, segment.end
+    )
+    values = {} if values is None else values
+    master = values.pop(MASTER, None)
+    if segment.has_master:
+        segment.updated.copy_(segment.values if master is None else master)
+        if master is not None:
+            segment.values.copy_(segment.updated)
+    count = segment.end - segment.begin
+    own = optimizer.state[segment.updated]
+    own.clear()
+    for key, value in values.items():
+        if is_per_element(value, count) and value.dtype.is_floating_point:
+            wide = value.to(segment.updated.dtype)
+            own[key] = wide.clone() if wide is value else wide
+        else:
+            own[key] = value.clone() if isinstance(value, Tensor) else value
+    if not own:
+        del optimizer.state[segment.updated]
+
+
+def _lengths(names: list[list[str]]) -> str:
+    return " and ".join(str(len(group)) for group in names) or "no"

@@ -1,0 +1,245 @@
+"""Which parameters a sharded optimizer has, and the buckets that they lie in.
+
+With a `pydist.DataParallel` model they are the buckets that its reducer makes for averaged shards;
+without one, they are planned here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist import _native
+from pydist.bucket_plan import DEFAULT_CAP_BYTES, PlannedParameter, plan_buckets
+from pydist.data_parallel import DataParallel
+from pydist.errors import InvalidUsage
+from pydist.module_agreement import check_same
+from pydist.sharded_gradient import GradientParts, ShardedGradient
+from pydist.sharded_parameters import Bucket, Member, Segment, dense_strides, move_in
+
+
+class ShardedLayout:
+    """The parameters of an optimizer, by number, and their places.
+
+    Args:
+        communicator: The ranks.
+        wrapper: The model whose reducer averages the gradients, if any does.
+        owner: The optimizer.
+        parts: Where the parts of its gradients are.
+        stage: 1 or 2.
+        with_masters: Whether to keep float32 copies of segments in 16 bits.
+        is_one_copy: Whether all ranks map the same memory.
+
+    Attributes:
+        parameters: All there are; those that are frozen have no place.
+        names: Theirs.
+        indices: Their numbers, by id.
+        shown: What stands for their gradients.
+        buckets: What has a place, in the order in which it got one.
+        segments: This rank's, by the number of the parameter.
+        number: The optimizer's, among those of the model.
+    """
+
+    def __init__(
+        self,
+        communicator: _native.Communicator,
+        wrapper: DataParallel | None,
+        owner: weakref.ref[Any],
+        parts: GradientParts,
+        *,
+        stage: int,
+        with_masters: bool,
+        is_one_copy: bool,
+    ) -> None:
+        self.parameters: list[Tensor] = []
+        self.names: list[str] = []
+        self.indices: dict[int, int] = {}
+        self.shown: list[ShardedGradient] = []
+        self.buckets: list[Bucket] = []
+        self.segments: dict[int, Segment] = {}
+        self.number = 0 if wrapper is None else wrapper.add_owner(owner)
+        self._communicator = communicator
+        self._wrapper = wrapper
+        self._owner = owner
+        self._parts = parts
+        self._stage = stage
+        self._with_masters = with_masters
+        self._is_one_copy = is_one_copy
+        self._seen_shardings = -1
+        self._placed: set[int] = set()
+
+    def enter(self, param_groups: list[dict[str, Any]]) -> list[Bucket]:
+        """Takes up the parameters of groups that are new. All ranks call it.
+
+        Returns:
+            The buckets that they got.
+        """
+        names = {} if self._wrapper is None else _names_in(self._wrapper)
+        entering: list[int] = []
+        for group in param_groups:
+            given = group.get("param_names")
+            for position, parameter in enumerate(group["params"]):
+                index = len(self.parameters)
+                name = names.get(id(parameter)) or (given[position] if given else f"{index}")
+                self.parameters.append(parameter)
+                self.names.append(name)
+                self.indices[id(parameter)] = index
+                self.shown.append(ShardedGradient.of(self._parts, index, parameter))
+                entering.append(index)
+        facts = [
+            f"{self.names[index]}: {tuple(p.shape)} {p.dtype}, "
+            f"{'trained' if p.requires_grad else 'frozen'}, "
+            f"gradient={'none' if p.grad is None else 'present'}, "
+            f"strides {dense_strides(p)}"
+            for index in entering
+            for p in [self.parameters[index]]
+        ]
+        try:
+            check_same(self._communicator, "what pydist.ShardedOptimizer was given", facts)
+            for index in entering:
+                self._require_shardable(index)
+        except BaseException:
+            for index in reversed(entering):
+                del self.indices[id(self.parameters[index])]
+                for entries in (self.parameters, self.names, self.shown):
+                    entries.pop()
+            raise
+        if self._wrapper is None:
+            return self._lay_out(entering)
+        return self._shard_gradients(entering)
+
+    def _require_shardable(self, index: int) -> None:
+        parameter, name = self.parameters[index], self.names[index]
+        if parameter.device.type != "cpu" or parameter.layout != torch.strided:
+            raise InvalidUsage(
+                f"parameter {name} is {parameter.layout} on {parameter.device}; "
+                "pydist.ShardedOptimizer trains dense parameters on the CPU"
+            )
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise InvalidUsage(f"parameter {name} is {parameter.dtype}, which nothing can train")
+        if self._wrapper is None:
+            return
+        owner = self._owner()
+        if any(o is not owner and o.owns(parameter) for o in self._wrapper.shard_owners()):
+            raise InvalidUsage(f"parameter {name} has another pydist.ShardedOptimizer already")
+        if parameter.grad is not None:
+            raise InvalidUsage(
+                f"parameter {name} has a gradient already, and the ranks' shards of it would not "
+                "be averaged: call zero_grad(set_to_none=True) before making, or adding to, a "
+                "pydist.ShardedOptimizer"
+            )
+        self._wrapper.require_shardable(name, parameter)
+
+    def _lay_out(self, entering: list[int]) -> list[Bucket]:
+        """Without a reducer: the parameters from the last to the first, as backward would."""
+        blocks = {
+            dtype: number
+            for number, dtype in enumerate(
+                dict.fromkeys(self.parameters[index].dtype.to_real() for index in entering)
+            )
+        }
+        planned = [
+            PlannedParameter(index, self.names[index], p.nbytes, blocks[p.dtype.to_real()], True)
+            for index in reversed(entering)
+            for p in [self.parameters[index]]
+        ]
+        new: list[tuple[str, _native.ShardLayout, list[Member], Tensor | None]] = []
+        for bucket in plan_buckets(planned, DEFAULT_CAP_BYTES):
+            first = self.parameters[bucket[0]].dtype.to_real()
+            counts = [
+                self.parameters[i].numel() * (2 if self.parameters[i].is_complex() else 1)
+                for i in bucket
+            ]
+            layout = _native.ShardLayout(counts, first.itemsize, self._communicator.size)
+            members = [
+                Member(i, self.names[i], self.parameters[i], offset, dense_strides(p))
+                for i, offset in zip(bucket, layout.offsets, strict=True)
+                for p in [self.parameters[i]]
+            ]
+            number = len(self.buckets) + len(new)
+            new.append(
+                (f"bucket {number}, first parameter {members[0].name}", layout, members, None)
+            )
+        return self._move_in(new)
+
+    def _shard_gradients(self, entering: list[int]) -> list[Bucket]:
+        """With one: what it averages now, in shards; the rest once it is unfrozen."""
+        assert self._wrapper is not None
+        reducer = self._wrapper._reducer
+        slots = {id(p): slot for slot, p in enumerate(reducer.parameters)}
+        present = [index for index in entering if id(self.parameters[index]) in slots]
+        if present:
+            reducer.shard(
+                self.number,
+                self._stage,
+                [slots[id(self.parameters[index])] for index in present],
+                [self.shown[index] for index in present],
+            )
+            self._wrapper.note_sharded(self.parameters[index] for index in present)
+        return self.adopt_buckets()
+
+    def adopt_buckets(self) -> list[Bucket]:
+        """Takes up buckets that the reducer has made. Ranks notice them at the same step."""
+        if self._wrapper is None:
+            return []
+        reducer = self._wrapper._reducer
+        if reducer.shardings == self._seen_shardings:
+            return []
+        self._seen_shardings = reducer.shardings
+        parameters = reducer.parameters
+        new = []
+        for made in reducer.sharded_buckets(self.number):
+            if made["number"] in self._placed:
+                continue
+            self._placed.add(made["number"])
+            members = []
+            for slot, offset, strides in made["members"]:
+                index = self.indices[id(parameters[slot])]
+                parameter = self.parameters[index]
+                members.append(Member(index, self.names[index], parameter, offset, tuple(strides)))
+            new.append((made["label"], made["layout"], members, made["shard"]))
+        return self._move_in(new)
+
+    def _move_in(
+        self, new: Sequence[tuple[str, _native.ShardLayout, list[Member], Tensor | None]]
+    ) -> list[Bucket]:
+        """Makes buckets. All ranks call it."""
+        counts: dict[torch.dtype, int] = {}
+        for _, layout, members, _ in new:
+            dtype = members[0].parameter.dtype.to_real()
+            counts[dtype] = counts.get(dtype, 0) + layout.count
+        blocks = {
+            dtype: self._communicator.one_copy(count, dtype)
+            if self._is_one_copy
+            else self._communicator.symmetric_empty([count], dtype)
+            for dtype, count in counts.items()
+        }
+        made = []
+        with torch.no_grad():
+            for label, layout, members, gradients in new:
+                dtype = members[0].parameter.dtype.to_real()
+                memory = blocks[dtype][: layout.count]
+                blocks[dtype] = blocks[dtype][layout.count :]
+                bucket = move_in(
+                    label,
+                    memory,
+                    layout,
+                    members,
+                    gradients,
+                    self._communicator,
+                    with_masters=self._with_masters,
+                    is_one_copy=self._is_one_copy,
+                )
+                made.append(bucket)
+                self.buckets.append(bucket)
+                for segment in bucket.segments:
+                    self.segments[segment.member.index] = segment
+        return made
+
+
+def _names_in(wrapper: DataParallel) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in wrapper.named_parameters()}

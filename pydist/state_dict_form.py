@@ -1,0 +1,89 @@
+"""A sharded state in the form of the state_dict of torch's optimizers: by number, not by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pydist.errors import InvalidUsage
+from pydist.parameter_groups import options_of
+from pydist.sharded_state import ParameterState, ShardedState, StateRange, from_whole
+
+
+def to_state_dict(local: ShardedState, ordered: Sequence[str]) -> dict[str, Any]:
+    """What `from_state_dict` takes; see `ShardedOptimizer.state_dict`.
+
+    Args:
+        local: A part of the state.
+        ordered: The parameters' names, by number.
+    """
+    numbers = {name: number for number, name in enumerate(ordered)}
+    return {
+        "state": {
+            numbers[name]: [(r.begin, r.end, r.values) for r in state.ranges]
+            for name, state in local.parameters.items()
+            if state.ranges
+        },
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]}
+            for group in local.groups
+        ],
+        "parameters": [
+            (name, local.parameters[name].shape, local.parameters[name].dims) for name in ordered
+        ],
+    }
+
+
+def is_sharded(state_dict: dict[str, Any]) -> bool:
+    """Whether it is of `to_state_dict`, rather than of a class of torch's."""
+    return "parameters" in state_dict
+
+
+def from_state_dict(state_dict: dict[str, Any]) -> ShardedState:
+    """The state that `to_state_dict` was given."""
+    parameters = {
+        name: ParameterState(
+            tuple(shape),
+            tuple(dims),
+            [StateRange(*found) for found in state_dict["state"].get(number, [])],
+        )
+        for number, (name, shape, dims) in enumerate(state_dict["parameters"])
+    }
+    names = [name for name, _, _ in state_dict["parameters"]]
+    loaded = [
+        {**group, "params": [names[number] for number in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
+    return ShardedState(parameters, loaded)
+
+
+def from_unsharded(
+    state_dict: dict[str, Any], ordered: Sequence[tuple[str, Tensor]]
+) -> ShardedState:
+    """The state that a class of torch's has of whole parameters.
+
+    Args:
+        state_dict: Of the class.
+        ordered: Names and parameters, in the order of the groups.
+
+    Raises:
+        InvalidUsage: It is of another number of parameters.
+    """
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    if len(numbers) != len(ordered):
+        raise InvalidUsage(
+            f"a state of {len(numbers)} parameters was loaded, where the optimizer has "
+            f"{len(ordered)}"
+        )
+    names = {number: name for number, (name, _) in zip(numbers, ordered, strict=True)}
+    parameters = {
+        name: from_whole(parameter, state_dict["state"].get(number, {}))
+        for number, (name, parameter) in zip(numbers, ordered, strict=True)
+    }
+    loaded = [
+        {**options_of(group), "params": [names[number] for number in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
+    return ShardedState(parameters, loaded)
