@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'create_nccl', 'environment_variables', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -445,9 +445,9 @@ class KeyedPermutation:
         """
         What stands at first, first + step, ...: int64, `count` of them.
         """
-def adam_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, exp_avgs: torch.Tensor | collections.abc.Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | collections.abc.Sequence[torch.Tensor], max_exp_avg_sqs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None = None, *, step: typing.SupportsFloat | typing.SupportsIndex | collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], lr: typing.SupportsFloat | typing.SupportsIndex, beta1: typing.SupportsFloat | typing.SupportsIndex, beta2: typing.SupportsFloat | typing.SupportsIndex, eps: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, decoupled: bool, maximize: bool = False, gradient_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
+def adam_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, exp_avgs: torch.Tensor | collections.abc.Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | collections.abc.Sequence[torch.Tensor], max_exp_avg_sqs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None = None, *, step: typing.SupportsFloat | typing.SupportsIndex | collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | torch.Tensor | collections.abc.Sequence[torch.Tensor], lr: typing.SupportsFloat | typing.SupportsIndex, beta1: typing.SupportsFloat | typing.SupportsIndex, beta2: typing.SupportsFloat | typing.SupportsIndex, eps: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, decoupled: bool, maximize: bool = False, gradient_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
     """
-    One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory, on torch's threads. Contiguous CPU tensors of one shape for each segment; masters only and always for 16-bit parameters; max_exp_avg_sqs means amsgrad; step counts from 1, this one included; the gradients are multiplied by gradient_scale first.
+    One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on torch's threads, or on the current stream of the tensors' CUDA device. Contiguous tensors of one shape for each segment; masters only and always for 16-bit parameters; max_exp_avg_sqs means amsgrad; step counts from 1, this one included, or is CPU tensors of one element each that count the steps before and are counted on; the gradients are multiplied by gradient_scale first.
     """
 def build_info() -> dict:
     """
@@ -464,6 +464,10 @@ def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.
 def create_nccl(host: Communicator, device: typing.SupportsInt | typing.SupportsIndex, library: str) -> Communicator:
     """
     Joins the ranks of `host`, a communicator on native or gloo that then belongs to the new one, on NCCL; all of them call. `device` is the index of this rank's GPU; `library` the path of libnccl.so.2, for where the process has not loaded one.
+    """
+def cuda_kernels_obstacle() -> str:
+    """
+    Why pydist's CUDA kernels cannot run here, in a sentence; empty where they can. Starts the driver.
     """
 def environment_variables() -> list[tuple[str, str, str, str, str | None]]:
     """

@@ -1,8 +1,9 @@
-"""One bucket's step: the wrapped class on this rank's segments."""
+"""One bucket's step on this rank's segments: by pydist's kernels, or by the wrapped class."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,73 +11,125 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
+from pydist.fused_step import FusedStep, fused_step
 from pydist.parameter_groups import options_of
 from pydist.sharded_gradient import ShardedGradient
 from pydist.sharded_parameters import Bucket, Segment
 
 
-def equip(
-    bucket: Bucket,
-    param_groups: Sequence[dict[str, Any]],
-    make: Callable[[list[dict[str, Any]]], Optimizer],
-) -> None:
-    """Makes the optimizer of a bucket's segments.
+class BucketStep:
+    """Updates this rank's shard of a bucket, whose optimizer it makes.
 
     Args:
-        bucket: Without one.
+        bucket: Without an optimizer.
         param_groups: Of whole parameters.
         make: Makes one of the wrapped class, of the groups that it is given.
     """
-    group_of = {
-        id(parameter): number
-        for number, group in enumerate(param_groups)
-        for parameter in group["params"]
-    }
-    own = []
-    for number, group in enumerate(param_groups):
-        updated = [
-            segment.updated
-            for segment in bucket.segments
-            if group_of[id(segment.member.parameter)] == number
-        ]
-        if updated:
-            own.append({**options_of(group), "params": updated, "number": number})
-    if own:
-        bucket.optimizer = make(own)
 
-
-def step_bucket(bucket: Bucket, param_groups: Sequence[dict[str, Any]]) -> None:
-    """Updates this rank's shard of a bucket.
-
-    Args:
-        bucket: Its gather is over.
-        param_groups: Of whole parameters, with the options for this step.
-    """
-    bucket.take_back_strays()
-    if bucket.has_masters:
+    def __init__(
+        self,
+        bucket: Bucket,
+        param_groups: Sequence[dict[str, Any]],
+        make: Callable[[list[dict[str, Any]]], Optimizer],
+    ) -> None:
+        self.bucket = bucket
+        self._parts: list[_Part] = []
+        group_of = {
+            id(parameter): number
+            for number, group in enumerate(param_groups)
+            for parameter in group["params"]
+        }
+        segments: dict[int, list[Segment]] = {}
         for segment in bucket.segments:
-            segment.refresh_master()
-    torch.autograd.graph.increment_version(bucket.parameters)
-    if bucket.optimizer is None:
-        return
-    for group in bucket.optimizer.param_groups:
-        group.update(options_of(param_groups[group["number"]]))
+            segments.setdefault(group_of[id(segment.member.parameter)], []).append(segment)
+        numbers = sorted(segments)
+        if not numbers:
+            return
+        bucket.optimizer = make(
+            [
+                {**options_of(param_groups[n]), "params": [s.updated for s in segments[n]]}
+                for n in numbers
+            ]
+        )
+        for number, own in zip(numbers, bucket.optimizer.param_groups, strict=True):
+            fused = fused_step(bucket.optimizer, own, segments[number])
+            self._parts.append(_Part(number, own, segments[number], fused))
+
+    def run(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Steps once.
+
+        Args:
+            param_groups: Of whole parameters, with the options for this step.
+        """
+        bucket = self.bucket
+        bucket.take_back_strays()
+        if bucket.has_masters:
+            for segment in bucket.segments:
+                segment.refresh_master()
+        torch.autograd.graph.increment_version(bucket.parameters)
+        if bucket.optimizer is None:
+            return
+        left = []
+        for part in self._parts:
+            part.group.update(options_of(param_groups[part.number]))
+            gradients = [_gradient_of(segment) for segment in part.segments]
+            if part.fused is None or not part.fused.run(gradients):
+                left.append((part, gradients))
+        if left:
+            _step_by_class(bucket.optimizer, left)
+        if bucket.has_masters:
+            for segment in bucket.segments:
+                segment.version = segment.member.parameter._version
+
+    def forget_states(self) -> None:
+        """The state was replaced."""
+        for part in self._parts:
+            if part.fused is not None:
+                part.fused.forget()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The segments of one group.
+
+    Attributes:
+        number: Of the group, among those of whole parameters.
+        group: The one of the bucket's optimizer.
+        segments: In its order.
+        fused: Their step by pydist's kernels, where those can.
+    """
+
+    number: int
+    group: dict[str, Any]
+    segments: list[Segment]
+    fused: FusedStep | None
+
+
+def _step_by_class(
+    optimizer: Optimizer, parts: Sequence[tuple[_Part, Sequence[Tensor | None]]]
+) -> None:
+    """Updates segments as torch's class does; what is not among them has no gradient."""
     stepping = []
-    for segment in bucket.segments:
-        gradient = _gradient_of(segment)
-        if gradient is not None and segment.has_master:
-            gradient = gradient.to(segment.updated.dtype)
-        segment.updated.grad = gradient
-        if gradient is not None:
-            stepping.append(segment)
-    _unhooked_step(bucket.optimizer)
+    for part, gradients in parts:
+        if part.group.get("fused"):
+            _bring_steps(optimizer, part.segments)
+        for segment, gradient in zip(part.segments, gradients, strict=True):
+            if gradient is not None:
+                segment.updated.grad = gradient.to(segment.updated.dtype)
+                stepping.append(segment)
+    _unhooked_step(optimizer)
     for segment in stepping:
         if segment.has_master:
             segment.values.copy_(segment.updated)
         segment.updated.grad = None
-    if bucket.has_masters:
-        for segment in bucket.segments:
-            segment.version = segment.member.parameter._version
+
+
+def _bring_steps(optimizer: Optimizer, segments: Sequence[Segment]) -> None:
+    """Where torch's fused classes expect the numbers of steps: beside the values."""
+    for segment in segments:
+        step = optimizer.state.get(segment.updated, {}).get("step")
+        if isinstance(step, Tensor) and step.device != segment.updated.device:
+            optimizer.state[segment.updated]["step"] = step.to(segment.updated.device)
 
 
 def _gradient_of(segment: Segment) -> Tensor | None:

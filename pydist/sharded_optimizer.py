@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pydist import _native, groups, process
-from pydist.bucket_step import equip, step_bucket
+from pydist.bucket_step import BucketStep
 from pydist.compiled_graphs import compiles_anything
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import InvalidUsage
@@ -68,7 +68,8 @@ class ShardedOptimizer(Optimizer):
             meet before anybody reads. `PYDIST_DEBUG=1` notices who does.
         process_group: The ranks, where they aren't those of a `pydist.DataParallel` model; default:
             all.
-        **defaults: The options of `optimizer_class`.
+        **defaults: The options of `optimizer_class`. With `fused=True`, pydist's kernels step for
+            torch's Adam, AdamW and SGD themselves, wherever they can (docs/sharding.md).
 
     Raises:
         InvalidUsage: The class is not element-wise, a gradient is sparse, a parameter has a
@@ -125,6 +126,7 @@ class ShardedOptimizer(Optimizer):
             parent = self._wrapper._communicator
         else:
             parent = groups.communicator_of(process_group)
+        self._steps: list[BucketStep] = []
         self._loaded: ShardedState | None = None
         self._failed = ""
         self._is_ready = False
@@ -210,9 +212,12 @@ class ShardedOptimizer(Optimizer):
     def _take_up(self, new: list[Bucket]) -> None:
         """Makes new buckets ready to step."""
         for bucket in new:
-            equip(bucket, self.param_groups, lambda own: self._class(own, **self._options))
+            self._steps.append(BucketStep(bucket, self.param_groups, self._make))
         if self._loaded is not None:
             take_over(self._loaded, new)
+
+    def _make(self, param_groups: list[dict[str, Any]]) -> Optimizer:
+        return self._class(param_groups, **self._options)
 
     # -- stepping
 
@@ -251,9 +256,9 @@ class ShardedOptimizer(Optimizer):
                 self._step_one_copy()
                 return loss
             # What backward completes last, forward needs first.
-            for bucket in reversed(self._layout.buckets):
-                step_bucket(bucket, self.param_groups)
-                gather(bucket, self._communicator)
+            for step in reversed(self._steps):
+                step.run(self.param_groups)
+                gather(step.bucket, self._communicator)
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}"
             self._communicator.abort(
@@ -273,8 +278,8 @@ class ShardedOptimizer(Optimizer):
 
     def _step_one_copy(self) -> None:
         """Updates what all ranks read: none reads it any more, and none does before it is whole."""
-        for bucket in self._layout.buckets:
-            step_bucket(bucket, self.param_groups)
+        for step in self._steps:
+            step.run(self.param_groups)
         if self._audit is not None:
             self._audit.note(self._layout.buckets)
         self._communicator.barrier(False, "after parameters were written")
@@ -384,6 +389,8 @@ class ShardedOptimizer(Optimizer):
         for group, loaded in zip(self.param_groups, state.groups, strict=True):
             group.update(options_of(loaded))
         take_over(state, self._layout.buckets)
+        for step in self._steps:
+            step.forget_states()
         # For parameters that have no place yet.
         is_placed = {member.index for bucket in self._layout.buckets for member in bucket.members}
         self._loaded = state if len(is_placed) < len(self._layout.parameters) else None

@@ -10,6 +10,7 @@
 #include "base/env.h"
 #include "base/log.h"
 #include "bindings/bindings.h"
+#include "kernels/cuda_library.h"
 #include "kernels/reduce_cpu.h"
 #include "topology/hosts.h"
 
@@ -109,6 +110,10 @@ void bind_info(py::module_& module) {
              "The variables' validated values, of which the log level takes effect; raises "
              "pydist.InvalidUsage for one that is not valid.");
   module.def("build_info", &build_info, "What the module was built with, and the CPU's kernels.");
+  module.def(
+      "cuda_kernels_obstacle", [] { return CudaLibrary::get().reason_not_to_run(); },
+      "Why pydist's CUDA kernels cannot run here, in a sentence; empty where they can. Starts the "
+      "driver.");
   module.def(
       "processor_quota", [] { return processor_quota(); },
       "The processors' worth of time that the cgroups grant; None without a limit.");

@@ -1,207 +1,22 @@
 // pydist._native.adam_step, sgd_step: one fused optimizer step on segments of flat arrays, spread
-// over torch's threads.
+// over torch's threads, or launched on the current stream of their CUDA device.
 
-#include <algorithm>
+#include <c10/core/DeviceGuard.h>
+
 #include <array>
-#include <string>
+#include <map>
 #include <variant>
 #include <vector>
 
 #include "bindings/arguments.h"
 #include "bindings/bindings.h"
-#include "bindings/torch_threads.h"
-#include "c10d/tensors.h"
+#include "bindings/step_segments.h"
+#include "c10d/device_streams.h"
+#include "kernels/cuda_library.h"
 #include "kernels/optimizer_step_cpu.h"
 
 namespace pydist {
 namespace {
-
-using Tensors = std::vector<at::Tensor>;
-using OptionalTensors = std::optional<TensorsArgument>;
-
-// One argument of a call: a tensor for each segment.
-struct Role {
-  const char* name;
-  const Tensors* tensors;
-  bool is_written;
-};
-
-struct MemoryRange {
-  const std::byte* begin;
-  const std::byte* end;
-  const Role* role;
-  std::size_t segment;
-};
-
-std::string label(const char* function, const Role& role, std::size_t segment) {
-  return join(function, ": ", role.name, "[", segment, "]");
-}
-
-// A thread takes at least so many elements: fewer are done sooner than another thread has begun.
-constexpr std::int64_t kElementsPerThread = 32 * 1024;
-// What is cut over threads is whole blocks of elements.
-constexpr std::int64_t kBlock = 1024;
-
-class Segments {
- public:
-  Segments(const char* function, const TensorsArgument& parameters,
-           const TensorsArgument& gradients, const OptionalTensors& masters)
-      : function_(function), parameters_(&parameters.tensors), has_masters_(masters.has_value()) {
-    segments_.resize(parameters_->size());
-    add({"parameters", parameters_, /*is_written=*/true});
-    add({"gradients", &gradients.tensors, /*is_written=*/false});
-    if (masters) {
-      add({"masters", &masters->tensors, /*is_written=*/true});
-    }
-    for (std::size_t i = 0; i < segments_.size(); ++i) {
-      StepSegment& segment = segments_[i];
-      const at::Tensor& parameter = (*parameters_)[i];
-      const at::Tensor& gradient = gradients.tensors[i];
-      segment.parameter_dtype = supported(roles_[0], i);
-      segment.gradient_dtype = supported(roles_[1], i);
-      try {
-        require_step_types(segment.parameter_dtype, segment.gradient_dtype, has_masters_);
-      } catch (const InvalidUsage& error) {
-        throw InvalidUsage(join(function_, ": parameters[", i, "]: ", error.what(), "."));
-      }
-      segment.count = static_cast<std::size_t>(parameter.numel());
-      segment.parameter = parameter.mutable_data_ptr();
-      segment.gradient = gradient.const_data_ptr();
-      if (has_masters_) {
-        require_type(roles_[2], i);
-        segment.master = masters->tensors[i].mutable_data_ptr();
-      }
-    }
-  }
-
-  void add_states(const char* name, const Tensors& tensors) {
-    add({name, &tensors, /*is_written=*/true});
-    for (std::size_t i = 0; i < segments_.size(); ++i) {
-      require_type(roles_.back(), i);
-      segments_[i].states[state_count_] = tensors[i].mutable_data_ptr();
-    }
-    ++state_count_;
-  }
-
-  [[nodiscard]] std::size_t size() const { return segments_.size(); }
-  [[nodiscard]] std::size_t state_count() const { return state_count_; }
-
-  // Calls step(index, segment) for parts of segments that together are all of them, on torch's
-  // threads. The GIL is not needed.
-  template <typename Step>
-  void run(const Step& step) {
-    require_apart();
-    std::vector<std::size_t> ends;
-    ends.reserve(segments_.size());
-    std::size_t total = 0;
-    for (const StepSegment& segment : segments_) {
-      ends.push_back(total += segment.count);
-    }
-    const auto blocks = (static_cast<std::int64_t>(total) + kBlock - 1) / kBlock;
-    on_torch_threads(
-        blocks, kElementsPerThread / kBlock, [&](std::int64_t first, std::int64_t last) {
-          auto begin = static_cast<std::size_t>(first * kBlock);
-          const std::size_t end = std::min(total, static_cast<std::size_t>(last * kBlock));
-          auto index = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), begin) -
-                                                ends.begin());
-          for (; begin < end; ++index) {
-            const std::size_t start = ends[index] - segments_[index].count;
-            const std::size_t stop = std::min(end, ends[index]);
-            if (begin < stop) {
-              step(index, segments_[index].part(begin - start, stop - begin));
-              begin = stop;
-            }
-          }
-        });
-    // As torch's operators do in place, so that autograd notices.
-    for (const Role& role : roles_) {
-      if (role.is_written) {
-        for (const at::Tensor& tensor : *role.tensors) {
-          if (!tensor.is_inference()) {
-            tensor.unsafeGetTensorImpl()->bump_version();
-          }
-        }
-      }
-    }
-  }
-
- private:
-  void add(const Role& role) {
-    if (role.tensors->size() != segments_.size()) {
-      throw InvalidUsage(join(function_, ": ", role.name, " holds ", role.tensors->size(),
-                              " tensors, parameters ", segments_.size(),
-                              "; every parameter needs one of each."));
-    }
-    for (std::size_t i = 0; i < segments_.size(); ++i) {
-      const at::Tensor& tensor = (*role.tensors)[i];
-      const at::Tensor& parameter = (*parameters_)[i];
-      if (!tensor.defined() || tensor.device().type() != at::kCPU ||
-          tensor.layout() != at::kStrided || !tensor.is_contiguous() || tensor.is_neg()) {
-        throw InvalidUsage(join(label(function_, role, i), " must be a contiguous CPU tensor."));
-      }
-      if (tensor.sizes() != parameter.sizes()) {
-        throw InvalidUsage(join(label(function_, role, i), " has shape ", tensor.sizes(),
-                                ", its parameter ", parameter.sizes(), "."));
-      }
-    }
-    roles_.push_back(role);
-  }
-
-  DType supported(const Role& role, std::size_t segment) const {
-    const at::ScalarType type = (*role.tensors)[segment].scalar_type();
-    const std::optional<DType> dtype = dtype_of(type);
-    if (!dtype) {
-      throw InvalidUsage(join(label(function_, role, segment), " is of type ", type,
-                              "; an optimizer step takes floating-point types."));
-    }
-    return *dtype;
-  }
-
-  // Masters and states are of the type that the step is computed in.
-  void require_type(const Role& role, std::size_t segment) const {
-    const at::ScalarType expected =
-        segments_[segment].parameter_dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
-    const at::ScalarType type = (*role.tensors)[segment].scalar_type();
-    if (type != expected) {
-      throw InvalidUsage(join(label(function_, role, segment), " is of type ", type, ", expected ",
-                              expected, " for a parameter of type ",
-                              (*parameters_)[segment].scalar_type(), "."));
-    }
-  }
-
-  void require_apart() const {
-    std::vector<MemoryRange> ranges;
-    ranges.reserve(roles_.size() * segments_.size());
-    for (const Role& role : roles_) {
-      for (std::size_t i = 0; i < segments_.size(); ++i) {
-        const at::Tensor& tensor = (*role.tensors)[i];
-        if (tensor.numel() > 0) {
-          const auto* const begin = static_cast<const std::byte*>(tensor.const_data_ptr());
-          ranges.push_back({begin, begin + tensor.nbytes(), &role, i});
-        }
-      }
-    }
-    std::sort(ranges.begin(), ranges.end(), [](const MemoryRange& left, const MemoryRange& right) {
-      return left.begin < right.begin;
-    });
-    for (std::size_t i = 1; i < ranges.size(); ++i) {
-      const MemoryRange& before = ranges[i - 1];
-      const MemoryRange& after = ranges[i];
-      if (after.begin < before.end) {
-        throw InvalidUsage(join(label(function_, *before.role, before.segment), " and ",
-                                after.role->name, "[", after.segment,
-                                "] share memory; all tensors of a step must lie apart."));
-      }
-    }
-  }
-
-  const char* function_;
-  const Tensors* parameters_;
-  bool has_masters_;
-  std::vector<Role> roles_;
-  std::vector<StepSegment> segments_;
-  std::size_t state_count_ = 0;
-};
 
 // One for all segments, or one for each.
 template <typename Value>
@@ -223,19 +38,198 @@ void require_count(const char* function, const char* name, const OneOrEach<Value
   }
 }
 
+// The number of the step that is taken, counting from 1: of all segments, or of each. Tensors hold
+// the number of those that were taken before, as torch's optimizers keep it.
+using Steps = std::variant<double, std::vector<double>, TensorsArgument>;
+
+class StepCounts {
+ public:
+  // Throws InvalidUsage where there is not one for each of `count` segments.
+  StepCounts(const Steps& steps, std::size_t count) {
+    if (const auto* const tensors = std::get_if<TensorsArgument>(&steps)) {
+      tensors_ = &tensors->tensors;
+      for (std::size_t i = 0; i < tensors_->size(); ++i) {
+        require_count_tensor((*tensors_)[i], i);
+        values_.push_back(next((*tensors_)[i]));
+      }
+    } else if (const auto* const each = std::get_if<std::vector<double>>(&steps)) {
+      values_ = *each;
+    } else {
+      values_.assign(count, std::get<double>(steps));
+    }
+    if (values_.size() != count) {
+      throw InvalidUsage(join("adam_step: step holds ", values_.size(), " values for ", count,
+                              " parameters; give one for each, or a single one for all."));
+    }
+  }
+
+  double operator[](std::size_t segment) const { return values_[segment]; }
+
+  // Leaves the new numbers in the tensors.
+  void keep() const {
+    for (std::size_t i = 0; tensors_ != nullptr && i < tensors_->size(); ++i) {
+      const at::Tensor& tensor = (*tensors_)[i];
+      if (tensor.scalar_type() == at::kFloat) {
+        *static_cast<float*>(tensor.mutable_data_ptr()) = static_cast<float>(values_[i]);
+      } else {
+        *static_cast<double*>(tensor.mutable_data_ptr()) = values_[i];
+      }
+    }
+  }
+
+ private:
+  static void require_count_tensor(const at::Tensor& tensor, std::size_t segment) {
+    const bool is_number =
+        tensor.defined() && tensor.is_cpu() && tensor.numel() == 1 &&
+        tensor.layout() == at::kStrided &&
+        (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble);
+    if (!is_number) {
+      throw InvalidUsage(join("adam_step: step[", segment,
+                              "] must be a CPU tensor of one float32 or float64 element."));
+    }
+  }
+
+  // In the tensor's own precision, as torch counts.
+  static double next(const at::Tensor& tensor) {
+    return tensor.scalar_type() == at::kFloat
+               ? *static_cast<const float*>(tensor.const_data_ptr()) + 1.0F
+               : *static_cast<const double*>(tensor.const_data_ptr()) + 1.0;
+  }
+
+  std::vector<double> values_;
+  const std::vector<at::Tensor>* tensors_ = nullptr;
+};
+
+// ---- on CUDA devices ----------------------------------------------------------------------
+
+// What segments have in common for the kernels, whatever the rule.
+template <typename CudaSegment>
+CudaSegment cuda_segment(const StepSegment& segment) {
+  const bool has_master = segment.master != nullptr;
+  CudaSegment result = {};
+  result.gradient = segment.gradient;
+  result.master = static_cast<float*>(has_master ? segment.master : segment.parameter);
+  result.parameter = has_master ? segment.parameter : nullptr;
+  result.count = segment.count;
+  result.gradient_dtype = segment.gradient_dtype;
+  result.parameter_dtype = segment.parameter_dtype;
+  return result;
+}
+
+// Calls launch(library, stream) for the stream that is current on the device, with the device
+// current as well.
+template <typename Launch>
+void on_current_stream(Device device, const Launch& launch) {
+  const c10::DeviceGuard guard(torch_device(device));
+  launch(CudaLibrary::get(), current_stream(device).native_handle());
+}
+
+void launch_adam(const StepSegments& segments, const AdamRule& rule, const StepCounts& steps,
+                 double gradient_scale) {
+  // A launch is of one step; nearly always all segments are at the same.
+  std::map<double, std::vector<PydistCudaAdamSegment>> by_step;
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    auto segment = cuda_segment<PydistCudaAdamSegment>(segments[i]);
+    segment.exp_avg = static_cast<float*>(segments[i].states[0]);
+    segment.exp_avg_sq = static_cast<float*>(segments[i].states[1]);
+    segment.max_exp_avg_sq = static_cast<float*>(segments[i].states[2]);
+    by_step[steps[i]].push_back(segment);
+  }
+  on_current_stream(segments.device(), [&](const CudaLibrary& library, void* stream) {
+    for (const auto& [step, together] : by_step) {
+      PydistCudaAdam adam = {};
+      adam.segments = together.data();
+      adam.segment_count = together.size();
+      adam.common.lr = rule.lr;
+      adam.common.weight_decay = rule.weight_decay;
+      adam.common.gradient_scale = gradient_scale;
+      adam.common.maximize = rule.maximize ? 1 : 0;
+      adam.beta1 = rule.beta1;
+      adam.beta2 = rule.beta2;
+      adam.eps = rule.epsilon;
+      adam.step = step >= 1 ? static_cast<std::uint64_t>(step) : 0;
+      adam.decoupled_weight_decay = rule.decoupled ? 1 : 0;
+      adam.amsgrad = rule.amsgrad ? 1 : 0;
+      library.adam(adam, stream);
+    }
+  });
+}
+
+void launch_sgd(const StepSegments& segments, const SgdRule& rule, const OneOrEach<bool>& begins,
+                double gradient_scale) {
+  std::array<std::vector<PydistCudaSgdSegment>, 2> by_begins;
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    auto segment = cuda_segment<PydistCudaSgdSegment>(segments[i]);
+    segment.momentum = static_cast<float*>(segments[i].states[0]);
+    by_begins[value_of(begins, i) ? 1 : 0].push_back(segment);
+  }
+  on_current_stream(segments.device(), [&](const CudaLibrary& library, void* stream) {
+    for (std::size_t first = 0; first < by_begins.size(); ++first) {
+      if (by_begins[first].empty()) {
+        continue;
+      }
+      PydistCudaSgd sgd = {};
+      sgd.segments = by_begins[first].data();
+      sgd.segment_count = by_begins[first].size();
+      sgd.common.lr = rule.lr;
+      sgd.common.weight_decay = rule.weight_decay;
+      sgd.common.gradient_scale = gradient_scale;
+      sgd.common.maximize = rule.maximize ? 1 : 0;
+      sgd.momentum = rule.momentum;
+      sgd.dampening = rule.dampening;
+      sgd.nesterov = rule.nesterov ? 1 : 0;
+      sgd.first_step = first == 1 ? 1 : 0;
+      library.sgd(sgd, stream);
+    }
+  });
+}
+
+// ---- on either ----------------------------------------------------------------------------
+
+void run_adam(const StepSegments& segments, const AdamRule& rule, const StepCounts& steps,
+              double gradient_scale) {
+  std::vector<AdamFactors> factors;
+  factors.reserve(segments.size());
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    // Nearly always all segments are at the same step.
+    const bool is_as_before = i > 0 && steps[i] == steps[i - 1];
+    factors.push_back(is_as_before ? factors.back() : factors_of(rule, steps[i], gradient_scale));
+  }
+  segments.for_each_part(
+      [&](std::size_t index, const StepSegment& part) { adam_step(factors[index], part); });
+}
+
+void run_sgd(const StepSegments& segments, const SgdRule& rule, const OneOrEach<bool>& begins,
+             double gradient_scale) {
+  const std::array<SgdFactors, 2> factors = {factors_of(rule, /*begins=*/false, gradient_scale),
+                                             factors_of(rule, /*begins=*/true, gradient_scale)};
+  segments.for_each_part([&](std::size_t index, const StepSegment& part) {
+    sgd_step(factors[value_of(begins, index) ? 1 : 0], part);
+  });
+}
+
+// Runs step() without the GIL, on memory that lies apart.
+template <typename Step>
+void run(const StepSegments& segments, const Step& step) {
+  const ReleasedGil released;
+  segments.require_apart();
+  step();
+  segments.bump_versions();
+}
+
 void adam_step_on_tensors(const TensorsArgument& parameters, const TensorsArgument& gradients,
                           const OptionalTensors& masters, const TensorsArgument& exp_avgs,
                           const TensorsArgument& exp_avg_sqs,
-                          const OptionalTensors& max_exp_avg_sqs, const OneOrEach<double>& step,
-                          double lr, double beta1, double beta2, double eps, double weight_decay,
+                          const OptionalTensors& max_exp_avg_sqs, const Steps& step, double lr,
+                          double beta1, double beta2, double eps, double weight_decay,
                           bool decoupled, bool maximize, double gradient_scale) {
-  Segments segments("adam_step", parameters, gradients, masters);
+  StepSegments segments("adam_step", parameters, gradients, masters);
   segments.add_states("exp_avgs", exp_avgs.tensors);
   segments.add_states("exp_avg_sqs", exp_avg_sqs.tensors);
   if (max_exp_avg_sqs) {
     segments.add_states("max_exp_avg_sqs", max_exp_avg_sqs->tensors);
   }
-  require_count("adam_step", "step", step, segments.size());
+  const StepCounts counts(step, segments.size());
   const AdamRule rule{.lr = lr,
                       .beta1 = beta1,
                       .beta2 = beta2,
@@ -244,17 +238,10 @@ void adam_step_on_tensors(const TensorsArgument& parameters, const TensorsArgume
                       .decoupled = decoupled,
                       .amsgrad = max_exp_avg_sqs.has_value(),
                       .maximize = maximize};
-  std::vector<AdamFactors> factors;
-  factors.reserve(segments.size());
-  for (std::size_t i = 0; i < segments.size(); ++i) {
-    // Nearly always all segments are at the same step.
-    const bool is_as_before = i > 0 && value_of(step, i) == value_of(step, i - 1);
-    factors.push_back(is_as_before ? factors.back()
-                                   : factors_of(rule, value_of(step, i), gradient_scale));
-  }
-  const ReleasedGil released;
-  segments.run(
-      [&](std::size_t index, const StepSegment& part) { adam_step(factors[index], part); });
+  const bool is_on_device = segments.device().type == DeviceType::kCuda;
+  run(segments,
+      [&] { (is_on_device ? launch_adam : run_adam)(segments, rule, counts, gradient_scale); });
+  counts.keep();
 }
 
 void sgd_step_on_tensors(const TensorsArgument& parameters, const TensorsArgument& gradients,
@@ -262,7 +249,7 @@ void sgd_step_on_tensors(const TensorsArgument& parameters, const TensorsArgumen
                          const OneOrEach<bool>& begins, double lr, double momentum,
                          double dampening, double weight_decay, bool nesterov, bool maximize,
                          double gradient_scale) {
-  Segments segments("sgd_step", parameters, gradients, masters);
+  StepSegments segments("sgd_step", parameters, gradients, masters);
   if ((momentum != 0) != momentum_buffers.has_value()) {
     throw InvalidUsage(join("sgd_step: momentum is ", momentum, ", so momentum_buffers must ",
                             momentum != 0 ? "be given." : "be None."));
@@ -277,12 +264,9 @@ void sgd_step_on_tensors(const TensorsArgument& parameters, const TensorsArgumen
                      .weight_decay = weight_decay,
                      .nesterov = nesterov,
                      .maximize = maximize};
-  const std::array<SgdFactors, 2> factors = {factors_of(rule, /*begins=*/false, gradient_scale),
-                                             factors_of(rule, /*begins=*/true, gradient_scale)};
-  const ReleasedGil released;
-  segments.run([&](std::size_t index, const StepSegment& part) {
-    sgd_step(factors[value_of(begins, index) ? 1 : 0], part);
-  });
+  const bool is_on_device = segments.device().type == DeviceType::kCuda;
+  run(segments,
+      [&] { (is_on_device ? launch_sgd : run_sgd)(segments, rule, begins, gradient_scale); });
 }
 
 void step_traffic_on_tensors(const TensorsArgument& parameters, const TensorsArgument& gradients,
@@ -291,13 +275,17 @@ void step_traffic_on_tensors(const TensorsArgument& parameters, const TensorsArg
   if (states.size() > 3) {
     throw InvalidUsage(join("step_traffic: at most 3 states, got ", states.size(), "."));
   }
-  Segments segments("step_traffic", parameters, gradients, masters);
+  StepSegments segments("step_traffic", parameters, gradients, masters);
   for (const TensorsArgument& state : states) {
     segments.add_states("states", state.tensors);
   }
-  const ReleasedGil released;
-  segments.run([count = segments.state_count()](std::size_t, const StepSegment& part) {
-    step_traffic(count, part);
+  if (segments.device().type != DeviceType::kCpu) {
+    throw InvalidUsage("step_traffic: the tensors must be on the CPU.");
+  }
+  run(segments, [&] {
+    segments.for_each_part([count = segments.state_count()](std::size_t, const StepSegment& part) {
+      step_traffic(count, part);
+    });
   });
 }
 
@@ -309,10 +297,12 @@ void bind_optimizer_step(py::module_& module) {
              py::arg("max_exp_avg_sqs") = py::none(), py::kw_only(), py::arg("step"), py::arg("lr"),
              py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
              py::arg("decoupled"), py::arg("maximize") = false, py::arg("gradient_scale") = 1.0,
-             "One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory, on "
-             "torch's threads. Contiguous CPU tensors of one shape for each segment; masters only "
-             "and always for 16-bit parameters; max_exp_avg_sqs means amsgrad; step counts from 1, "
-             "this one included; the gradients are multiplied by gradient_scale first.");
+             "One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on "
+             "torch's threads, or on the current stream of the tensors' CUDA device. Contiguous "
+             "tensors of one shape for each segment; masters only and always for 16-bit "
+             "parameters; max_exp_avg_sqs means amsgrad; step counts from 1, this one included, "
+             "or is CPU tensors of one element each that count the steps before and are counted "
+             "on; the gradients are multiplied by gradient_scale first.");
   module.def("sgd_step", &sgd_step_on_tensors, py::arg("parameters"), py::arg("gradients"),
              py::arg("masters"), py::arg("momentum_buffers"), py::kw_only(), py::arg("begins"),
              py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"),

@@ -1,10 +1,11 @@
 """`pydist bench sharded`: whole training steps with sharded optimizers.
 
-A step is zeroing gradients, forward, backward, and an update by torch's fused AdamW, until all
+A step is zeroing gradients, forward, backward, and an update by AdamW with `fused=True`, until all
 ranks have all parameters: what `pydist.ShardedOptimizer` would leave for the next forward counts,
-too. In every round each arm makes one, in the same processes, so that all meet the same noise; a
-step's time is that of the slowest rank. What is compared is what comes on top of a forward and
-backward without any synchronisation, `alone`.
+too. Its update is by pydist's kernels, that of all other arms by torch's. In every round each arm
+makes one, in the same processes, so that all meet the same noise; a step's time is that of the
+slowest rank. What is compared is what comes on top of a forward and backward without any
+synchronisation, `alone`.
 
 The peer is torch's ZeroRedundancyOptimizer under its DDP, at several knobs, the best of which
 counts; and pydist's own DataParallel with the whole optimizer on every rank.

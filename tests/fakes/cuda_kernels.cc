@@ -10,6 +10,7 @@
 
 #include "cuda_driver.h"
 #include "kernels/convert_cpu.h"
+#include "kernels/optimizer_step_cpu.h"
 #include "kernels/reduce_cpu.h"
 
 namespace {
@@ -111,6 +112,21 @@ void run_segment(const PydistCudaSegment& segment, double scale) {
 
 constexpr int kNotSupported = 801;
 
+template <typename Segment>
+pydist::StepSegment step_segment(const Segment& given) {
+  const bool has_master = given.parameter != nullptr;
+  return {.parameter_dtype = has_master ? given.parameter_dtype : DType::kFloat32,
+          .gradient_dtype = given.gradient_dtype,
+          .parameter = has_master ? given.parameter : given.master,
+          .gradient = given.gradient,
+          .master = has_master ? given.master : nullptr,
+          .count = given.count};
+}
+
+bool is_supported(const PydistCudaStep& common) {
+  return common.device_gradient_scale == nullptr && common.skip == nullptr;
+}
+
 }  // namespace
 
 extern "C" {
@@ -148,6 +164,56 @@ int pydist_cuda_convert(const PydistCudaConvert* convert, void* stream) {
 
 int pydist_cuda_norm(const PydistCudaNorm*, void*) { return kNotSupported; }
 int pydist_cuda_find_non_finite(const PydistCudaNonFinite*, void*) { return kNotSupported; }
-int pydist_cuda_adam(const PydistCudaAdam*, void*) { return kNotSupported; }
-int pydist_cuda_sgd(const PydistCudaSgd*, void*) { return kNotSupported; }
+
+int pydist_cuda_adam(const PydistCudaAdam* adam, void* stream) {
+  if (!is_supported(adam->common)) {
+    return kNotSupported;
+  }
+  const pydist::AdamFactors factors =
+      pydist::factors_of({.lr = adam->common.lr,
+                          .beta1 = adam->beta1,
+                          .beta2 = adam->beta2,
+                          .epsilon = adam->eps,
+                          .weight_decay = adam->common.weight_decay,
+                          .decoupled = adam->decoupled_weight_decay != 0,
+                          .amsgrad = adam->amsgrad != 0,
+                          .maximize = adam->common.maximize != 0},
+                         static_cast<double>(adam->step), adam->common.gradient_scale);
+  const std::vector<PydistCudaAdamSegment> segments(adam->segments,
+                                                    adam->segments + adam->segment_count);
+  enqueue(stream, [factors, segments] {
+    for (const PydistCudaAdamSegment& given : segments) {
+      pydist::StepSegment segment = step_segment(given);
+      segment.states[0] = given.exp_avg;
+      segment.states[1] = given.exp_avg_sq;
+      segment.states[2] = given.max_exp_avg_sq;
+      pydist::adam_step(factors, segment);
+    }
+  });
+  return 0;
+}
+
+int pydist_cuda_sgd(const PydistCudaSgd* sgd, void* stream) {
+  if (!is_supported(sgd->common)) {
+    return kNotSupported;
+  }
+  const pydist::SgdFactors factors =
+      pydist::factors_of({.lr = sgd->common.lr,
+                          .momentum = sgd->momentum,
+                          .dampening = sgd->dampening,
+                          .weight_decay = sgd->common.weight_decay,
+                          .nesterov = sgd->nesterov != 0,
+                          .maximize = sgd->common.maximize != 0},
+                         sgd->first_step != 0, sgd->common.gradient_scale);
+  const std::vector<PydistCudaSgdSegment> segments(sgd->segments,
+                                                   sgd->segments + sgd->segment_count);
+  enqueue(stream, [factors, segments] {
+    for (const PydistCudaSgdSegment& given : segments) {
+      pydist::StepSegment segment = step_segment(given);
+      segment.states[0] = given.momentum;
+      pydist::sgd_step(factors, segment);
+    }
+  });
+  return 0;
+}
 }

@@ -81,6 +81,7 @@ PYTHON_LAYERS = (
     "parameter_audit",
     "sharded_layout",
     "reduced_gradients",
+    "fused_step",
     "bucket_step",
     "sharded_state",
     "segment_state",

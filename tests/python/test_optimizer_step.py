@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import fake_cuda
+import gpu_ranks
 import numpy as np
 import pytest
 import torch
+from launch import run_ranks
 from torch import Tensor
 
 import pydist
@@ -353,8 +356,8 @@ def test_fifty_steps_agree_in_float64(rule: Rule) -> None:
     torch.testing.assert_close(ours.parameter, theirs.detach(), rtol=1e-12, atol=1e-12)
 
 
-def step_many(segments: list[Arrays], step: float | list[float] = 3.0) -> None:
-    states = list(zip(*[arrays.states for arrays in segments], strict=True))
+def step_many(segments: list[Arrays], step: float | list[float] | list[Tensor] = 3.0) -> None:
+    states = list(zip(*[arrays.states for arrays in segments], strict=True)) or [[], []]
     _native.adam_step(
         [arrays.parameter for arrays in segments],
         [arrays.gradient for arrays in segments],
@@ -433,6 +436,145 @@ def test_traffic_changes_nothing() -> None:
     assert torch.equal(state, before[1])
 
 
+def test_steps_in_tensors_are_counted_on() -> None:
+    torch.manual_seed(0)
+    start = Arrays(torch.randn(300), torch.randn(300), [torch.randn(300), torch.rand(300)])
+    counted, numbered = copy.deepcopy(start), copy.deepcopy(start)
+    steps = [torch.tensor(0.0), torch.tensor(8.0, dtype=torch.float64), torch.tensor(8.0)]
+    bounds = [0, 100, 200, 300]
+    for past in (0, 1):
+        step_many(cut(counted, bounds), steps)
+        step_many(cut(numbered, bounds), [1.0 + past, 9.0 + past, 9.0 + past])
+        assert [step.item() for step in steps] == [1 + past, 9 + past, 9 + past]
+    assert torch.equal(counted.parameter, numbered.parameter)
+    for wrong in (torch.zeros(2), torch.tensor(1), torch.tensor(1.0, device="meta")):
+        with pytest.raises(pydist.InvalidUsage, match=r"step\[1\] must be a CPU tensor"):
+            step_many(cut(counted, bounds), [steps[0], wrong, steps[2]])
+    with pytest.raises(pydist.InvalidUsage, match="step holds 2 values for 3 parameters"):
+        step_many(cut(counted, bounds), steps[:2])
+    # What was refused has counted nothing.
+    assert [step.item() for step in steps] == [2, 10, 10]
+
+
+def test_gradients_may_be_one_tensor() -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(50)
+    apart = [Arrays(torch.randn(50), gradient.clone(), []) for _ in range(3)]
+    together = copy.deepcopy(apart)
+    for arrays in apart:
+        Sgd(momentum=0.0).ours(arrays)
+    _native.sgd_step(
+        [arrays.parameter for arrays in together],
+        [gradient, gradient, gradient],
+        None,
+        None,
+        begins=False,
+        lr=0.1,
+        momentum=0,
+        dampening=0,
+        weight_decay=0,
+        nesterov=False,
+    )
+    for mine, its in zip(together, apart, strict=True):
+        assert torch.equal(mine.parameter, its.parameter)
+
+
+# ---- on a GPU -----------------------------------------------------------------------------
+
+
+def moved(arrays: Arrays, device: str) -> Arrays:
+    """A copy."""
+    master = None if arrays.master is None else arrays.master.to(device, copy=True)
+    return Arrays(
+        arrays.parameter.to(device, copy=True),
+        arrays.gradient.to(device, copy=True),
+        [state.to(device, copy=True) for state in arrays.states],
+        master,
+    )
+
+
+def assert_as_on_the_cpu(device: Arrays, host: Arrays, what: str) -> None:
+    """The fakes compute with the CPU's kernels; a GPU rounds products and sums apart."""
+    for mine, its in zip(
+        [device.values, device.parameter, *device.states],
+        [host.values, host.parameter, *host.states],
+        strict=True,
+    ):
+        tolerance = {} if gpu_ranks.IS_REAL else {"rtol": 0.0, "atol": 0.0}
+        torch.testing.assert_close(
+            mine.cpu(), its, equal_nan=True, msg=lambda text: f"{what}: {text}", **tolerance
+        )
+
+
+def step_on_the_gpu() -> None:
+    gpu_ranks.install(delay_us=500)
+    assert not _native.cuda_kernels_obstacle()
+    other_stream = torch.cuda.Stream() if gpu_ranks.IS_REAL else None
+    rules: list[Rule] = [*ADAMS, *SGDS]
+    for dtypes in DTYPES:
+        if torch.float64 in dtypes:
+            continue
+        for rule in rules:
+            torch.manual_seed(0)
+            host = arrays_of(dtypes[0], rule.state_count, ordinary_values, dtypes[1])
+            device = moved(host, "cuda")
+            with torch.cuda.stream(other_stream) if other_stream else fake_cuda.Stream():
+                if other_stream:
+                    other_stream.wait_stream(torch.cuda.default_stream())
+                # Behind what the stream was given before, and before what it is given now.
+                device.gradient.mul_(2.0)
+                rule.ours(device, 0.37)
+                after = moved(device, "cuda")
+                for tensor in (device.values, device.parameter, *device.states):
+                    tensor.zero_()
+            host.gradient.mul_(2.0)
+            rule.ours(host, 0.37)
+            if other_stream:
+                other_stream.synchronize()
+            assert_as_on_the_cpu(after, host, f"{rule}, {dtypes}")
+
+    # Segments that are at steps of their own, and buffers of which some begin.
+    torch.manual_seed(0)
+    host = Arrays(torch.randn(300), torch.randn(300), [torch.randn(300), torch.rand(300)])
+    device = moved(host, "cuda")
+    bounds = [0, 100, 100, 201, 300]
+    steps = [[torch.tensor(at) for at in (0.0, 8.0, 8.0, 2.0)] for _ in range(2)]
+    for _ in range(2):
+        step_many(cut(host, bounds), steps[0])
+        step_many(cut(device, bounds), steps[1])
+    assert steps[0] == steps[1]
+    for pieces in (cut(host, bounds), cut(device, bounds)):
+        _native.sgd_step(
+            [piece.parameter for piece in pieces],
+            [piece.gradient for piece in pieces],
+            None,
+            [piece.states[0] for piece in pieces],
+            begins=[True, False, True, False],
+            lr=0.1,
+            momentum=0.9,
+            dampening=0.1,
+            weight_decay=0.1,
+            nesterov=False,
+        )
+    assert_as_on_the_cpu(device, host, "several segments")
+
+    step_many([])
+    wide = moved(arrays_of(torch.float64, 2, ordinary_values), "cuda")
+    with pytest.raises(pydist.InvalidUsage, match=r"parameters\[0\] is of type Double"):
+        ADAMS[0].ours(wide)
+    mixed = moved(host, "cuda")
+    mixed.gradient = host.gradient
+    with pytest.raises(pydist.InvalidUsage, match=r"gradients\[0\] is on cpu, parameters\[0\]"):
+        ADAMS[0].ours(mixed)
+    with pytest.raises(pydist.InvalidUsage, match="lr must be a finite number"):
+        Adam(lr=math.nan).ours(moved(host, "cuda"))
+
+
+@gpu_ranks.needs_gpu_ranks
+def test_cuda_tensors_are_stepped_on_the_current_stream() -> None:
+    run_ranks(step_on_the_gpu, 1, timeout=50)
+
+
 # ---- refusals -----------------------------------------------------------------------------
 
 
@@ -454,7 +596,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         r"gradients\[0\] has shape \[7\], its parameter \[4099\]", Adam(), gradient=lambda g: g[:7]
     )
     refused(
-        r"gradients\[0\] must be a contiguous CPU tensor",
+        r"gradients\[0\] must be a contiguous CPU or CUDA tensor",
         Adam(),
         gradient=lambda g: torch.stack([g, g], 1)[:, 0],
     )

@@ -9,6 +9,7 @@ import torch
 from launch import Ranks
 from torch import Tensor, nn
 from training import Runner, Tied, batch, joined
+from twins import ManyKinds, Twins, assert_same, is_exact, small_model
 
 import pydist
 from pydist.element_wise import ELEMENT_WISE
@@ -41,80 +42,13 @@ def run_native(native_three: Ranks) -> Runner:
     return lambda function, *args: native_three.run(function, *args, timeout=LIMIT_S)
 
 
-def is_exact() -> bool:
-    return pydist.backend() == "native"
-
-
-def assert_same(ours: Tensor, theirs: Tensor, what: str, *, exact: bool | None = None) -> None:
-    """To the bit where sums don't depend on the size of buffers, otherwise nearly."""
-    if is_exact() if exact is None else exact:
-        assert torch.equal(ours, theirs), f"{what}: {(ours - theirs).abs().max()} apart"
-    else:
-        torch.testing.assert_close(ours, theirs, msg=lambda text: f"{what}: {text}")
-
-
-def small_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(
-        nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 70), nn.LayerNorm(70), nn.Linear(70, 1)
-    ).to(dtype)
-
-
-class Twins:
-    """A model with a sharded optimizer, and its double with an unsharded one."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer_class: type[torch.optim.Optimizer],
-        *,
-        cap_mb: float = 0.004,
-        options: dict[str, Any] | None = None,
-        wrapping: dict[str, Any] | None = None,
-        **arguments: Any,
-    ) -> None:
-        self.rank, self.size = joined()
-        self.models = [
-            pydist.DataParallel(copy.deepcopy(module), bucket_cap_mb=cap_mb, **(wrapping or {}))
-            for _ in range(2)
-        ]
-        options = options or {}
-        self.ours = pydist.ShardedOptimizer(self.models[0], optimizer_class, **arguments, **options)
-        self.theirs = optimizer_class(self.models[1].parameters(), **options)
-        self.optimizers = [self.ours, self.theirs]
-
-    def each(self, act: Callable[[Any, Any], Any]) -> list[Any]:
-        return [act(m, o) for m, o in zip(self.models, self.optimizers, strict=True)]
-
-    def step(self, number: int, *, width: int = 10) -> None:
-        def act(model: Any, optimizer: Any) -> Tensor:
-            optimizer.zero_grad()
-            dtype = list(model.parameters())[-1].dtype
-            loss: Tensor = model(batch(self.rank, 6, width, step=number, dtype=dtype))
-            loss = loss.square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        ours, theirs = self.each(act)
-        assert_same(ours, theirs, f"loss of step {number}")
-
-    def check(self, what: str, *, exact: bool | None = None) -> None:
-        names = [name for name, _ in self.models[0].named_parameters()]
-        for name, a, b in zip(
-            names, self.models[0].parameters(), self.models[1].parameters(), strict=True
-        ):
-            assert_same(a.detach(), b.detach(), f"{what}, {name}", exact=exact)
-
-
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "Adam": [{"amsgrad": True}, {"foreach": True}, {"fused": True}],
-    "AdamW": [{"lr": 1e-2, "weight_decay": 0.1}, {"fused": True}],
+    "Adam": [{"amsgrad": True}, {"foreach": True}],
+    "AdamW": [{"lr": 1e-2, "weight_decay": 0.1}],
     "Adagrad": [{"initial_accumulator_value": 0.1}],
     "SGD": [
         {"lr": 0.05},
         {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-        {"lr": 0.05, "momentum": 0.9, "fused": True},
     ],
     "RMSprop": [{"momentum": 0.9, "centered": True}, {"foreach": True}],
 }
@@ -134,34 +68,6 @@ def train_all_classes() -> None:
 
 def test_every_class_is_what_it_is_on_whole_parameters(run: Runner) -> None:
     run(train_all_classes)
-
-
-class ManyKinds(nn.Module):
-    """Dtypes, layouts, sizes: none divides by the ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twofold = nn.Parameter(torch.randn(5, 77, dtype=torch.float64))
-        self.single = nn.Parameter(torch.randn(301))
-        self.pairs = nn.Parameter(torch.randn(91, dtype=torch.complex64))
-        self.scalar = nn.Parameter(torch.tensor(0.5))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.image = nn.Conv2d(5, 7, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.transposed = nn.Parameter(torch.randn(31, 9).t())
-        self.unused = nn.Parameter(torch.randn(40))
-        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [
-            (self.twofold * x.double().sum()).sin().mean().float(),
-            (self.single * x.sum()).cos().mean(),
-            (self.pairs * x.sum()).abs().square().mean(),
-            self.scalar * x.mean(),
-            self.empty.sum(),
-            self.image(x.view(2, 5, 6, 1).expand(2, 5, 6, 3).float()).square().mean(),
-            (self.transposed.t() @ torch.ones(9)).sin().mean() * x.sum() + self.frozen.sum(),
-        ]
-        return torch.stack([part.real for part in parts])
 
 
 def train_many_kinds(stage: int) -> None:
