@@ -111,6 +111,8 @@ def _step_by_class(
     """Updates segments as torch's class does; what is not among them has no gradient."""
     stepping = []
     for part, gradients in parts:
+        if part.fused is not None:
+            part.fused.forget()
         if part.group.get("fused"):
             _bring_steps(optimizer, part.segments)
         for segment, gradient in zip(part.segments, gradients, strict=True):

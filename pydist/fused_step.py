@@ -85,20 +85,29 @@ class FusedStep:
         if not self._group.get("fused") or any(self._group.get(name) for name in _NOT_FUSED):
             return False
         options = self._options()
-        dtypes = self._gradient_dtypes
-        if options is None or any(g is not None and g.dtype not in dtypes for g in gradients):
+        if options is None:
             return False
-        chosen = [number for number, gradient in enumerate(gradients) if gradient is not None]
+        chosen: list[int] = []
+        taken: list[Tensor] = []
+        for number, (segment, gradient) in enumerate(zip(self._segments, gradients, strict=True)):
+            if gradient is None:
+                continue
+            if gradient is not segment.gradient:  # of something else than pydist's reducer
+                if gradient.dtype not in self._gradient_dtypes:
+                    return False
+                gradient = _plain(gradient)
+            chosen.append(number)
+            taken.append(gradient)
         if chosen:
             names = self._state_names()
             if self._key != (chosen, names):
                 self._gather(chosen, names)
                 self._key = (chosen, names)
-            self._call([_plain(gradients[number]) for number in chosen], options)
+            self._call(taken, options)
         return True
 
     def forget(self) -> None:
-        """Somebody has put other tensors into the optimizer's state."""
+        """Somebody may have put other tensors into the optimizer's state."""
         self._key = None
 
     def _gather(self, chosen: Sequence[int], names: Sequence[str]) -> None:
@@ -239,10 +248,7 @@ def _has_cuda_kernels() -> bool:
     return not _native.cuda_kernels_obstacle()
 
 
-def _plain(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    if gradient.is_contiguous() and not gradient.is_neg():
-        return gradient
+def _plain(gradient: Tensor) -> Tensor:
     return gradient.resolve_neg().contiguous()
 
 
