@@ -3,20 +3,24 @@
 import contextlib
 import copy
 import itertools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import gpu_ranks
 import pytest
 import torch
-from launch import Ranks
+from launch import Ranks, run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import Runner, batch, joined
 from twins import ManyKinds, Twins, small_model
 
 import pydist
-from pydist import _native
+from pydist import _native, fused_step
+from pydist.bucket_step import BucketStep
+from pydist.sharded_parameters import Member, dense_strides, move_in
 
 LIMIT_S = 40.0
 
@@ -613,6 +617,89 @@ def run_torchs_class() -> None:
 
 def test_torchs_class_runs_where_no_kernel_does(run_two: Runner) -> None:
     run_two(run_torchs_class)
+
+
+# ---- on a GPU -----------------------------------------------------------------------------
+
+
+def lay_out(values: list[Tensor]) -> Any:
+    """A bucket of copies of parameters, all of them one rank's shard."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    layout = _native.ShardLayout([p.numel() for p in parameters], values[0].itemsize, 1)
+    members = [
+        Member(number, f"{number}", parameter, offset, dense_strides(parameter))
+        for number, (parameter, offset) in enumerate(zip(parameters, layout.offsets, strict=True))
+    ]
+    memory = torch.empty(layout.count, dtype=values[0].dtype, device=values[0].device)
+    alone: Any = types.SimpleNamespace(rank=0, size=1)
+    with torch.no_grad():
+        return move_in(
+            "bucket", memory, layout, members, None, alone, with_masters=True, is_one_copy=False
+        )
+
+
+@torch.no_grad()
+def step_buckets_on_the_gpu() -> None:
+    gpu_ranks.install(delay_us=200)
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        values = [torch.randn(*shape).to(dtype) for shape in ((7, 5), (33,), (0, 2), (4,))]
+        gradients = [[torch.randn_like(value) for value in values] for _ in range(4)]
+        for optimizer_class, options in CASES:
+            buckets = [
+                lay_out([value.to(device) for value in values]) for device in ("cpu", "cuda")
+            ]
+            for bucket, own in zip(buckets, (options, copy.deepcopy(options)), strict=True):
+                group = {"params": bucket.parameters, "fused": True, **own}
+                step = BucketStep(
+                    bucket, [group], lambda groups, kind=optimizer_class: kind(groups, lr=0.5)
+                )
+                device = bucket.memory.device
+                for number, slopes in enumerate(gradients):
+                    for parameter, slope in zip(bucket.parameters, slopes, strict=True):
+                        parameter.grad = slope.to(device)
+                    if number == 1:
+                        bucket.parameters[1].grad = None
+                    with counted_calls() as calls:
+                        step.run([group])
+                    assert calls == [2 if number == 1 else 3]  # nothing has no segment
+                states = bucket.optimizer.state.values()
+                assert all(state["step"].is_cpu for state in states if "step" in state)
+            what = f"{optimizer_class.__name__} {options}"
+            host, gpu = buckets
+            tolerance = {} if gpu_ranks.IS_REAL else {"rtol": 0.0, "atol": 0.0}
+            for ours, its in zip(gpu.segments, host.segments, strict=True):
+                for name in ("values", "updated"):
+                    torch.testing.assert_close(
+                        getattr(ours, name).cpu(),
+                        getattr(its, name),
+                        msg=lambda text, what=what: f"{what}: {text}",
+                        **tolerance,
+                    )
+    # A number of steps that torch's fused class has left on the GPU comes to the host.
+    (segment, *_) = gpu.segments
+    optimizer = torch.optim.AdamW([segment.updated], fused=True)
+    group = optimizer.param_groups[0]
+    step = fused_step.fused_step(optimizer, group, [segment])
+    assert step is not None
+    optimizer.state[segment.updated] = {
+        "step": torch.tensor(7.0, device="cuda"),
+        "exp_avg": torch.zeros_like(segment.updated),
+        "exp_avg_sq": torch.zeros_like(segment.updated),
+    }
+    assert step.run([torch.ones_like(segment.values)])
+    assert torch.equal(optimizer.state[segment.updated]["step"], torch.tensor(8.0))
+    # float64 there, and everything where pydist was built without nvcc, is for torch's class.
+    wide = lay_out([torch.ones(5, dtype=torch.float64, device="cuda")]).segments
+    own = torch.optim.AdamW([wide[0].updated], fused=True)
+    assert fused_step.fused_step(own, own.param_groups[0], wide) is None
+    with mock.patch.object(fused_step, "_has_cuda_kernels", return_value=False):
+        assert fused_step.fused_step(optimizer, group, [segment]) is None
+
+
+@gpu_ranks.needs_gpu_ranks
+def test_buckets_on_a_gpu() -> None:
+    run_ranks(step_buckets_on_the_gpu, 1, timeout=LIMIT_S)
 
 
 # ---- what a step costs --------------------------------------------------------------------
