@@ -50,10 +50,11 @@ def visible_gpus() -> tuple[str, ...]:
     """The GPUs that processes started from here could use, as CUDA_VISIBLE_DEVICES names them."""
     if not torch.backends.cuda.is_built():
         return ()
-    listed = listed_gpus()
+    listed, count = listed_gpus(), torch.cuda.device_count()
     if listed is None:
-        return tuple(map(str, range(torch.cuda.device_count())))
-    return listed if are_instances(listed) else listed[: torch.cuda.device_count()]
+        return tuple(map(str, range(count)))
+    # Of instances it counts one, whether or not the others exist.
+    return listed if are_instances(listed) and count else listed[:count]
 
 
 def why_none() -> str:

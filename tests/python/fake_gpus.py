@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from pydist import _native, backends, rank_gpu, visible_gpus
@@ -33,6 +34,8 @@ class FakeGpus:
     queued: list[Callable[[], None]] = field(default_factory=list)
     # The GPUs, and the host communicators, of the NCCL communicators made.
     joined: list[tuple[int, str]] = field(default_factory=list)
+    # For more that is to end with them: a test's own monkeypatch would end later, and leave a fake.
+    patch: pytest.MonkeyPatch = field(default_factory=pytest.MonkeyPatch)
 
     def start_cuda(self) -> None:
         if self.current is None:
@@ -88,10 +91,10 @@ def fake_gpus(
         (backends, "find_nccl", lambda: nccl),
         (_native, "create_nccl", create_nccl or join),
     ]
-    with contextlib.ExitStack() as stack:
+    with mock.patch.dict("os.environ"), contextlib.ExitStack() as stack:
+        stack.callback(gpus.patch.undo)
         for owner, name, value in changes:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        stack.enter_context(mock.patch.dict("os.environ"))
+            gpus.patch.setattr(owner, name, value)
         for name in (visible_gpus.VARIABLE, "NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
             os.environ.pop(name, None)
         yield gpus

@@ -134,6 +134,16 @@ def test_visible_gpus(
         assert visible_gpus() == visible
 
 
+def test_instances_that_cuda_does_not_find_are_not_visible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_gpus():
+        monkeypatch.setenv(VARIABLE, "MIG-a,MIG-b")
+        assert visible_gpus() == ()
+        with pytest.raises(pydist.InvalidUsage, match="'MIG-a,MIG-b' names none that CUDA finds"):
+            choose_gpus(2)
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -197,10 +207,10 @@ BUSY = [gpu(0, 400), gpu(1, 9000, 2), gpu(2, 300), gpu(3, 0)]
 def test_idle_gpus(
     gpus: str, listed: str | None, chosen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with fake_gpus(*"abcd"):
+    with fake_gpus(*"abcd") as fake:
         if listed is not None:
             monkeypatch.setenv(VARIABLE, listed)
-            monkeypatch.setattr(torch.cuda, "device_count", lambda: listed.count(",") + 1)
+            fake.patch.setattr(torch.cuda, "device_count", lambda: listed.count(",") + 1)
         assert choose_gpus(gpus, installed=lambda: BUSY) == chosen
 
 
@@ -374,12 +384,12 @@ def test_pydist_run_gpus(
         torchrun, "run", lambda o: started.append((int(o.nproc_per_node), os.environ[VARIABLE]))
     )
     monkeypatch.setattr("pydist.cli.run.record", lambda function: function)
-    with fake_gpus("a", "b", "c"):
+    with fake_gpus("a", "b", "c") as fake:
         monkeypatch.setenv(VARIABLE, "4,5,6")
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         monkeypatch.setattr(sys, "path", list(sys.path))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(listed_gpus() or ()))
+        fake.patch.setattr(torch.cuda, "is_available", lambda: True)
+        fake.patch.setattr(torch.cuda, "device_count", lambda: len(listed_gpus() or ()))
         status = main(["run", *flags, str(script)])
     if isinstance(outcome, str):
         error = capsys.readouterr().err
