@@ -241,11 +241,12 @@ def create_communicator(
     start_s = time.monotonic()
     agreed = agree(dist.PrefixStore("agree", store), rank, size, _hello(backend), timeout)
     gpu = agreed.gpus[rank]
-    if is_world and gpu is not None:
-        make_current(gpu)
     meeting = _Meeting(store, rank, size, name, timeout, len(set(agreed.hosts)) == 1)
     job, communicator = _choose(meeting, agreed, gpu)
     if is_world:
+        if gpu is not None:
+            # Not before all have joined: where it fails, it may fail on this rank alone.
+            make_current(gpu)
         _job = job
     if rank == 0:
         took_s = time.monotonic() - start_s

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pydist.environment import read_placement
-from pydist.errors import InvalidUsage
+from pydist.errors import InvalidUsage, TransportError
 from pydist.nccl_library import find_nccl
 from pydist.visible_gpus import narrow_to_own_instance, why_none
 
@@ -72,7 +72,9 @@ def identify_gpus() -> tuple[list[dict[str, str]], str]:
         return [], why_none()
     try:
         return [_identity(index) for index in range(torch.cuda.device_count())], ""
-    except RuntimeError as error:  # a driver that is too old, a GPU that is in use exclusively
+    # A driver that is too old, a GPU that is in use exclusively; the second error is what fails of
+    # the calls that wait for CUDA to start, and is of no kind.
+    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
         return [], f"CUDA does not start: {error}"
 
 
@@ -107,9 +109,15 @@ def make_current(gpu: int) -> None:
     """Makes a GPU this process's current one, no sooner than the process first uses CUDA.
 
     Setting it would start CUDA, which costs time, and memory of the GPU.
+
+    Raises:
+        TransportError: the GPU can't be used: it is full, or another process has it for itself.
     """
     if torch.cuda.is_initialized():
-        torch.cuda.set_device(gpu)
+        try:
+            torch.cuda.set_device(gpu)
+        except RuntimeError as error:
+            raise TransportError(f"this rank can't use its own GPU, cuda:{gpu}: {error}") from error
     else:
         lazily: Any = torch.cuda._lazy_call
         lazily(lambda: torch.cuda.set_device(gpu))

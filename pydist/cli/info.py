@@ -34,10 +34,20 @@ def _versions() -> dict[str, str]:
         + (f", sanitize={_build.SANITIZE}" if _build.SANITIZE else ""),
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda or "none",
+        "CUDA kernels": _cuda_kernels(),
         "Python": platform.python_version(),
         "numpy": numpy.__version__,
         "Linux": platform.release(),
     }
+
+
+def _cuda_kernels() -> str:
+    """For which architectures the kernel library has code: "75-real" is that of sm_75."""
+    targets = _build.CUDA_TARGETS.split()
+    if not targets:
+        return "none: built without nvcc"
+    real = [f"sm_{target.removesuffix('-real')}" for target in targets if target.endswith("-real")]
+    return f"for {', '.join(real)} and later ones"
 
 
 def _processor() -> dict[str, Any]:

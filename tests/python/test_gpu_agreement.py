@@ -165,14 +165,20 @@ def test_what_a_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         told = describe_gpus(wants_nccl=True)
         assert (told["gpus"], told["no_gpu"]) == ([], "CUDA_VISIBLE_DEVICES='' hides them all")
-    with fake_gpus("x"):
+    with fake_gpus("x") as gpus:
 
         def broken(_: int) -> None:
             raise RuntimeError("the driver is too old")
 
-        monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+        gpus.patch.setattr(torch.cuda, "get_device_properties", broken)
         told = describe_gpus(wants_nccl=True)
         assert told["no_gpu"] == "CUDA does not start: the driver is too old"
+
+        def fails_late(_: int) -> None:
+            raise torch.cuda.DeferredCudaCallError("a call that waited for CUDA failed")
+
+        gpus.patch.setattr(torch.cuda, "get_device_properties", fails_late)
+        assert "a call that waited" in describe_gpus(wants_nccl=True)["no_gpu"]
         assert gpus_of_ranks([{**told, "host": "a"}]) == [None]
 
 
@@ -202,6 +208,29 @@ def test_the_gpu_becomes_current_when_cuda_starts() -> None:
 
 def refuse(*_: object) -> None:
     raise pydist.TransportError("no way between the GPUs")
+
+
+def join_with_a_gpu_that_is_full() -> str:
+    rank = int(os.environ["RANK"])
+    with fake_gpus("x", "y"):
+
+        def set_device(_: int) -> None:
+            raise RuntimeError("CUDA error: out of memory")
+
+        if rank == 1:
+            torch.cuda.set_device = set_device
+        try:
+            pydist.init()
+            pydist.all_reduce(torch.ones(1))
+        except pydist.Error as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_gpu_that_fails_on_one_rank_alone() -> None:
+    first, second = run_ranks(join_with_a_gpu_that_is_full, 2, timeout=30)
+    assert second.startswith("TransportError: this rank can't use its own GPU, cuda:1: CUDA error")
+    assert first.startswith("PeerLost: "), "the other one must not wait for it"
 
 
 def test_a_world_of_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -250,6 +279,10 @@ def test_pydist_info_lists_gpus_and_nccl(
         folded = " ".join(capsys.readouterr().out.split())
         assert "0 Fake, 1 GiB, GPU-x, bus 00000000:78:00" in folded
         assert "NCCL 2.29.7, /fake/libnccl.so.2" in folded
+        monkeypatch.setattr(info._build, "CUDA_TARGETS", "75-virtual 75-real 120-real")
+        assert info.collect()["versions"]["CUDA kernels"] == "for sm_75, sm_120 and later ones"
+        monkeypatch.setattr(info._build, "CUDA_TARGETS", "")
+        assert info.collect()["versions"]["CUDA kernels"] == "none: built without nvcc"
     monkeypatch.setattr(info, "find_nccl", lambda: NcclLibrary(problem="NCCL can't be loaded"))
     with fake_gpus():
         report = info.collect()
