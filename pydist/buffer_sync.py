@@ -69,11 +69,17 @@ class BufferSync:
     def has_changed(self) -> bool:
         """Whether a buffer is no longer what the message says.
 
-        By value: BatchNorm's kernels change its statistics behind autograd's version counters.
+        By value: BatchNorm's kernels change its statistics behind autograd's version counters. On
+        a device the host waits for the answer, so it asks once for all of them, and not at all
+        where layers keep statistics: those have changed.
         """
         buffers = list(self._buffers())  # all of them must be as they were wrapped
         pairs = zip(self._places, buffers, strict=True)
-        return any(not torch.equal(place, buffer.to(place.device)) for place, buffer in pairs)
+        if not self.memory.is_cuda:
+            return any(not torch.equal(place, buffer.to(place.device)) for place, buffer in pairs)
+        if any(_is_statistic(owner, name) and owner.training for _, owner, name in self._owners):
+            return True
+        return bool(torch.stack([(place != buffer).any() for place, buffer in pairs]).any())
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -86,7 +92,7 @@ class BufferSync:
         """Sets the buffers to what the message holds."""
         pairs = zip(self._owners, self._places, self._buffers(), strict=True)
         for (_, owner, attribute), place, buffer in pairs:
-            if isinstance(owner, nn.modules.batchnorm._NormBase) and attribute in _STATISTICS:
+            if _is_statistic(owner, attribute):
                 # As BatchNorm's own kernels do, behind the back of a graph that has saved them: it
                 # would refuse to go backward again, though in training it does not use them.
                 buffer.data.copy_(place)
@@ -106,3 +112,8 @@ class BufferSync:
                     "wrapping, or pass broadcast_buffers=False"
                 )
             yield buffer
+
+
+def _is_statistic(owner: nn.Module, attribute: str) -> bool:
+    """Whether a buffer is one that a layer's own kernels update in each forward in training."""
+    return isinstance(owner, nn.modules.batchnorm._NormBase) and attribute in _STATISTICS

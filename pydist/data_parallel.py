@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pydist import _native, groups, process
 from pydist.bucket_plan import (
@@ -57,6 +58,7 @@ _OWN_NAMES = {
     "_reducer",
     "_trained",
     "_graph_cap_bytes",
+    "_input_device",
     "_compresses",
     "_owners",
     "_sharded_ids",
@@ -130,7 +132,8 @@ class DataParallel(nn.Module):
     Args:
         module: The module, on the CPU or on CUDA devices (also several), with its parameters in
             their final dtypes.
-        device_ids: Accepted for compatibility; the parameters say where they are.
+        device_ids: One GPU, by number, to which forward moves its arguments. Default: they stay
+            where they are. Without meaning for a module on the CPU.
         output_device: Accepted for compatibility.
         dim: Accepted for compatibility.
         broadcast_buffers: Whether to copy rank 0's buffers to all ranks, at construction and after
@@ -159,8 +162,8 @@ class DataParallel(nn.Module):
             as they are.
 
     Raises:
-        InvalidUsage: A parameter is on another device or not dense, none requires a gradient, or an
-            argument is not supported.
+        InvalidUsage: A parameter is on another device or not dense, none requires a gradient, an
+            argument is not supported, or `device_ids` names a GPU that the module is not on.
         Mismatch: The module or an argument differs between ranks (on every rank, naming the first
             difference).
 
@@ -176,7 +179,7 @@ class DataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: object = None,
+        device_ids: Sequence[int | torch.device] | None = None,
         output_device: object = None,
         dim: int = 0,
         broadcast_buffers: bool | None = None,
@@ -222,6 +225,7 @@ class DataParallel(nn.Module):
         if isinstance(module, DataParallel):
             raise InvalidUsage("the module is a pydist.DataParallel already")
         require_trainable(module)
+        input_device = _input_device_of(module, device_ids)
         sync_buffers = broadcast_buffers is not False
         if forward_sync_buffers is not None:
             sync_buffers = forward_sync_buffers
@@ -242,6 +246,7 @@ class DataParallel(nn.Module):
         self._communicator = groups.split(parent, range(parent.size))
         cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self._graph_cap_bytes = cap_bytes or DEFAULT_CAP_BYTES
+        self._input_device = input_device
         averages_itself = type(self).average_bucket is not DataParallel.average_bucket
         arguments = [
             f"bucket_cap_mb={bucket_cap_mb}",
@@ -288,6 +293,10 @@ class DataParallel(nn.Module):
             self._reducer.add(*joined, *self._owner_of(joined))
         for owner in self.shard_owners():
             owner.before_forward(self.module)
+        if self._input_device is not None:
+            args, kwargs = tree_map_only(
+                Tensor, lambda tensor: tensor.to(self._input_device), (args, kwargs)
+            )
         self._reducer.prepare_forward(self.module.training and torch.is_grad_enabled())
         with graphs_cut_at(self._graph_cap_bytes):
             outputs = self.module(*args, **kwargs)
@@ -728,6 +737,29 @@ def _average_bucket(
             "until backward is over"
         )
     return wrapper.average_bucket(bucket)
+
+
+def _input_device_of(
+    module: nn.Module, device_ids: Sequence[int | torch.device] | None
+) -> torch.device | None:
+    """Where forward's arguments are to be; None: where they are."""
+    if not device_ids:
+        return None
+    if len(device_ids) > 1:
+        raise InvalidUsage(
+            f"device_ids is {list(device_ids)}; a process computes on one GPU, so name that"
+        )
+    chosen = device_ids[0]
+    device = torch.device("cuda", chosen) if isinstance(chosen, int) else torch.device(chosen)
+    places = {parameter.device for parameter in module.parameters()}
+    if all(place.type == "cpu" for place in places):
+        return None
+    if device not in places:
+        raise InvalidUsage(
+            f"device_ids is {list(device_ids)}, and the module's parameters are on "
+            f"{', '.join(sorted(map(str, places)))}: move the module there, or leave device_ids out"
+        )
+    return device
 
 
 def _refuse(**arguments: object) -> None:

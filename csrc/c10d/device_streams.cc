@@ -12,11 +12,11 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <exception>
 #include <thread>
 
 #include "base/error.h"
 #include "c10d/memory_tensor.h"
-#include "cuda/driver.h"
 
 namespace pydist {
 namespace {
@@ -156,20 +156,41 @@ c10::DataPtr allocate_on_device(std::size_t bytes, Device device) {
   return allocator->allocate(bytes);
 }
 
-PinnedRange::PinnedRange(void* data, std::size_t bytes) noexcept {
+PinnedRange::PinnedRange(void* data, std::size_t bytes, Device device) : device_(device) {
   using Register = int(void* data, std::size_t bytes, unsigned flags);
+  using Forget = int();
   static Register* const pin = find_in_runtime<Register>("cudaHostRegister");
+  static Forget* const forget_error = find_in_runtime<Forget>("cudaGetLastError");
   constexpr unsigned kPortable = 1;  // for all contexts of the process
-  if (pin != nullptr && bytes != 0 && pin(data, bytes, kPortable) == 0) {
+  if (pin == nullptr || bytes == 0) {
+    return;
+  }
+  const c10::DeviceGuard guard(torch_device(device));
+  if (pin(data, bytes, kPortable) == 0) {
     data_ = data;
+  } else if (forget_error != nullptr) {
+    // torch would take it for the next kernel's.
+    (void)forget_error();
   }
 }
 
 PinnedRange::~PinnedRange() {
   using Unregister = int(void* data);
   static Unregister* const unpin = find_in_runtime<Unregister>("cudaHostUnregister");
-  if (data_ != nullptr && unpin != nullptr) {
+  if (data_ == nullptr || unpin == nullptr) {
+    return;
+  }
+  try {
+    const c10::DeviceGuard guard(torch_device(device_));
     (void)unpin(data_);
+  } catch (const std::exception&) {
+    // The device is gone, and with it what was pinned for it.
+  }
+}
+
+OutsideCaptures::OutsideCaptures() noexcept {
+  if (cuda::Driver::why_missing().empty()) {
+    relaxed_.emplace();
   }
 }
 

@@ -19,9 +19,11 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "base/buffer.h"
 #include "base/deadline.h"
+#include "cuda/driver.h"
 
 namespace pydist {
 
@@ -66,11 +68,12 @@ void copy_async(void* target, Device target_device, const void* source, Device s
 // tensor's memory is.
 [[nodiscard]] c10::DataPtr allocate_on_device(std::size_t bytes, Device device);
 
-// Pins memory that somebody else allocated, for as long as this object lives. Where the CUDA
+// Pins memory that somebody else allocated, for as long as this object lives, in the context of
+// `device`: a thread that has chosen no device would start the first one for it. Where the CUDA
 // runtime can't be found, or refuses, the memory stays ordinary.
 class PinnedRange {
  public:
-  PinnedRange(void* data, std::size_t bytes) noexcept;
+  PinnedRange(void* data, std::size_t bytes, Device device);
   PinnedRange(const PinnedRange&) = delete;
   PinnedRange& operator=(const PinnedRange&) = delete;
   ~PinnedRange();
@@ -78,7 +81,18 @@ class PinnedRange {
   [[nodiscard]] bool is_pinned() const noexcept { return data_ != nullptr; }
 
  private:
+  const Device device_;
   void* data_ = nullptr;
+};
+
+// For threads of ours: until destroyed, what this one does (ask events, allocate) neither fails nor
+// breaks a capture into a graph that is under way on another thread.
+class OutsideCaptures {
+ public:
+  OutsideCaptures() noexcept;
+
+ private:
+  std::optional<cuda::RelaxedCapture> relaxed_;
 };
 
 }  // namespace pydist

@@ -114,19 +114,25 @@ class Staging {
     }
   }
 
-  // Sends what `ready` says has been copied to the host.
-  void send(const StagedPtr& staged, const std::shared_ptr<c10::DataPtr>& memory) {
+  // Copies a message to the host, and sends it.
+  void send(const StagedPtr& staged) {
+    std::shared_ptr<c10::DataPtr> memory;
     try {
-      await(*staged, staged->ready);
-      const WorkPtr sent =
-          host_->submit(part_of_message(staged->operation, memory->get()).operation);
+      memory = message_memory(*staged);
+      auto* const slot = static_cast<std::byte*>(memory->get());
+      StagedPart part = part_of_message(staged->operation, slot);
+      const Streams streams = streams_of(staged->device);
+      staged->ready.block(streams.to_host);
+      copy_to_host(part, slot, staged->device, streams);
+      await(*staged, record_event(streams.to_host));
+      const WorkPtr sent = host_->submit(std::move(part.operation));
       sent->on_completion([staged, memory](const Work::Outcome& outcome) {
         staged->work->finish(outcome.error, outcome.source_rank);
       });
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       if (!are_copies_over(staged->device)) {
-        keep_for_ever(std::shared_ptr<c10::DataPtr>(memory));
+        keep_for_ever(std::move(memory));
       }
       give_up(*staged, error, /*has_begun=*/false);
     }
@@ -150,22 +156,14 @@ class Staging {
     }
   }
 
-  // Starts copying a message to the host; returns what records the end of it.
-  c10::Event fetch(const Staged& staged, const c10::DataPtr& memory) {
-    const Streams streams = streams_of(staged.device);
-    auto* const slot = static_cast<std::byte*>(memory.get());
-    staged.ready.block(streams.to_host);
-    copy_to_host(part_of_message(staged.operation, slot), slot, staged.device, streams);
-    return record_event(streams.to_host);
-  }
-
   [[nodiscard]] StagedPart part_of_message(const Operation& operation, void* memory) const {
     const StagingPlan plan(operation, host_->rank(), host_->size(), slot_bytes_);
     return plan.part(0, static_cast<std::byte*>(memory));
   }
 
-  [[nodiscard]] std::size_t bytes_of_message(const Operation& operation) const {
-    return StagingPlan(operation, host_->rank(), host_->size(), slot_bytes_).slot_bytes();
+  [[nodiscard]] std::shared_ptr<c10::DataPtr> message_memory(const Staged& staged) const {
+    const StagingPlan plan(staged.operation, host_->rank(), host_->size(), slot_bytes_);
+    return std::make_shared<c10::DataPtr>(allocate_pinned(plan.slot_bytes()));
   }
 
  private:
@@ -192,7 +190,7 @@ class Staging {
       own.ordinary = allocate_pinned(plan.slot_bytes());
       own.data = static_cast<std::byte*>(own.ordinary.get());
     }
-    Slots& slots = plan.is_whole() ? own : shared_slots();
+    Slots& slots = plan.is_whole() ? own : shared_slots(staged.device);
     const Streams streams = streams_of(staged.device);
     // Also of an operation without inputs: no part goes on before the stream has come so far, so
     // copies to the device need not wait for it.
@@ -242,7 +240,7 @@ class Staging {
   }
 
   // See Note [Three slots].
-  Slots& shared_slots() {
+  Slots& shared_slots(Device device) {
     if (slots_.data != nullptr) {
       return slots_;
     }
@@ -250,7 +248,7 @@ class Staging {
     if (has_symmetric_memory_) {
       try {
         slots_.symmetric = host_->allocate(bytes, Device{});
-        slots_.pinned = std::make_unique<PinnedRange>(slots_.symmetric->data(), bytes);
+        slots_.pinned = std::make_unique<PinnedRange>(slots_.symmetric->data(), bytes, device);
         slots_.data = static_cast<std::byte*>(slots_.symmetric->data());
         return slots_;
       } catch (const TransportError& error) {
@@ -332,6 +330,7 @@ class StagedCommunicator final : public Communicator {
   [[nodiscard]] Capabilities capabilities() const override {
     Capabilities can = host_->capabilities();
     can.devices.push_back({DeviceType::kCuda, 0});
+    can.needs_host = true;
     return can;
   }
   [[nodiscard]] bool takes(DeviceType /*type*/) const override { return true; }
@@ -441,7 +440,11 @@ class StagedCommunicator final : public Communicator {
   void post(SerialQueue& queue, std::atomic<int> Staging::* count, std::function<void()> job) {
     auto counted = std::make_shared<Count>(staging_, count);
     const bool is_posted =
-        queue.post([counted = std::move(counted), job = std::move(job)] { job(); });
+        queue.post([counted = std::move(counted), job = std::move(job)]() mutable {
+          const OutsideCaptures outside;
+          job();
+          job = nullptr;  // with the memory that it holds
+        });
     if (!is_posted) {
       throw Aborted(join("The group '", name(), "' is being shut down."));
     }
@@ -494,7 +497,8 @@ class StagedCommunicator final : public Communicator {
         Staged{std::move(operation), device, record_event(stream), deadline});
     switch (staged->operation.kind) {
       case OpKind::kSend:
-        start_send(staged);
+        post(messages_, &Staging::sends_under_way,
+             [staging = staging_, staged] { staging->send(staged); });
         break;
       case OpKind::kRecv:
         start_receive(staged);
@@ -538,17 +542,8 @@ class StagedCommunicator final : public Communicator {
     }
   }
 
-  void start_send(const StagedPtr& staged) {
-    auto memory = std::make_shared<c10::DataPtr>(
-        allocate_pinned(staging_->bytes_of_message(staged->operation)));
-    staged->ready = staging_->fetch(*staged, *memory);
-    post(messages_, &Staging::sends_under_way,
-         [staging = staging_, staged, memory] { staging->send(staged, memory); });
-  }
-
   void start_receive(const StagedPtr& staged) {
-    auto memory = std::make_shared<c10::DataPtr>(
-        allocate_pinned(staging_->bytes_of_message(staged->operation)));
+    const std::shared_ptr<c10::DataPtr> memory = staging_->message_memory(*staged);
     StagedPart part = staging_->part_of_message(staged->operation, memory->get());
     const WorkPtr received = host_->submit(std::move(part.operation));
     // The thread that brings the message does not wait for the device.
@@ -558,6 +553,7 @@ class StagedCommunicator final : public Communicator {
         return;
       }
       ElasticThreads::shared().post([staging, staged, memory, source = outcome.source_rank] {
+        const OutsideCaptures outside;
         staging->deliver(*staged, memory, source);
       });
     });

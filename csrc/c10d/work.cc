@@ -127,10 +127,7 @@ WorkPtr with_epilogue(WorkPtr inner, std::function<void()> run, std::function<vo
     // The thread that finishes operations is the one that notices when a device hangs.
     if (waits_for_device && outcome.error == nullptr) {
       ElasticThreads::shared().post([conclude, outcome] {
-        std::optional<cuda::RelaxedCapture> relaxed;
-        if (cuda::Driver::why_missing().empty()) {
-          relaxed.emplace();
-        }
+        const OutsideCaptures outside;
         conclude(outcome);
       });
     } else {

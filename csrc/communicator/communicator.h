@@ -54,6 +54,8 @@ struct Capabilities {
   bool symmetric_memory = false;
   bool any_source = false;
   bool ragged = false;  // blocks of different sizes in all_gather, gather and all_to_all
+  // Operations on devices need this rank's host while they run, so no CUDA graph can hold them.
+  bool needs_host = false;
   std::vector<DType> wire_dtypes;
   // The result of a reduction is the same, bit by bit, ...
   bool equal_on_all_ranks = false;

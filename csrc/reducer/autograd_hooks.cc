@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <memory>
 
+#include "c10d/device_streams.h"
+
 namespace pydist {
 namespace {
 
@@ -77,6 +79,11 @@ AccumulationHooks::~AccumulationHooks() {
 
 bool AccumulationHooks::are_in_place(const at::Tensor& leaf) const {
   return torch::autograd::impl::try_get_grad_accumulator(leaf) == node_;
+}
+
+bool AccumulationHooks::are_on_current_stream(const at::Tensor& leaf) const {
+  return !leaf.is_cuda() ||
+         node_->input_metadata(0).stream() == current_stream(device_of(leaf.device()));
 }
 
 bool AccumulationHooks::will_run() const {

@@ -29,6 +29,10 @@ class AccumulationHooks {
   // Whether it is still these hooks' node that accumulates the leaf's gradient.
   [[nodiscard]] bool are_in_place(const at::Tensor& leaf) const;
 
+  // Whether the node works on the stream that is current on the leaf's device: the one that was
+  // when it was made.
+  [[nodiscard]] bool are_on_current_stream(const at::Tensor& leaf) const;
+
   // Whether the backward that runs on this thread will accumulate this leaf's gradient: a
   // backward() does, unless its `inputs` leave the leaf out, and autograd.grad() does not.
   [[nodiscard]] bool will_run() const;

@@ -205,9 +205,13 @@ void Reducer::prepare_forward(bool is_for_training) {
   }
   for (const GradientSlot& slot : arena_.slots()) {
     require_unchanged(slot);
-    if (!hooks_[slot.index]->are_in_place(slot.parameter)) {
-      // Converting a parameter, there and back, costs it what accumulates its gradient.
-      hooks_[slot.index] = make_hooks(slot);
+    std::unique_ptr<AccumulationHooks>& hooks = hooks_[slot.index];
+    // Converting a parameter, there and back, costs it what accumulates its gradient. And on
+    // another stream than the gradients come on, that would wait for theirs in every backward, and
+    // break the capture of one into a graph.
+    if (!hooks->are_in_place(slot.parameter) || !hooks->are_on_current_stream(slot.parameter)) {
+      hooks.reset();  // and with it the old node, if no graph has it
+      hooks = make_hooks(slot);
     }
   }
   forward_began_ = now_ns();

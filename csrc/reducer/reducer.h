@@ -33,7 +33,8 @@
 // of the round go between the hosts as ever; a replay repeats the buckets alone. So what words
 // decide must come out as the graph will repeat it: every parameter used on every rank, no weights,
 // no buffers to exchange, nothing late or sparse. Anything else raises, on all ranks. The graph
-// holds the addresses of gradients, so the plan stays as it is from then on.
+// holds the addresses of gradients, so the plan stays as it is from then on. Where only some ranks
+// capture, the others' buckets wait on the device for what is not under way, so the group ends.
 //
 // Note [Set aside]
 // The mean of gradients that all ranks share is what it was, so averaging what was averaged already
@@ -253,6 +254,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool may_launch();
   void decide_combination();
   void launch(Closing::Status status);
+  void start_hook(std::size_t bucket, Closing::Status status, std::function<void()> note_done);
   [[nodiscard]] bool has_memory(std::size_t bucket);
   [[nodiscard]] bool keeps_averages() const;
   void fill(GradientSlot& slot);
@@ -269,6 +271,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void break_off();
   void wait_for(Work& work) const;
   void wait();
+  void wait_for_hook();
   [[nodiscard]] bool has_hook_thrown() const;
   void warn_of_skipped_steps();
   [[nodiscard]] std::string why_worthless() const;

@@ -2,9 +2,12 @@
 
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <exception>
+#include <functional>
+#include <optional>
 #include <utility>
 
 #include "base/error.h"
@@ -124,17 +127,20 @@ void Reducer::launch(Closing::Status status) {
   const Instant began = now_ns();
   const std::size_t number = round_.launched;
   GradientBucket& bucket = arena_.buckets()[number];
-  for (const c10::Stream& stream : bucket.streams) {
-    wait_on_device(current_stream(device_of(stream.device())), stream);
-  }
   // Who gives up waits for nobody.
   const bool is_lost = status != Closing::Status::kFine && !has_memory(number);
-  if (status == Closing::Status::kFine) {  // otherwise nobody looks at the values
+  std::optional<c10::StreamGuard> beside;
+  if (status == Closing::Status::kFine) {
+    for (const c10::Stream& stream : bucket.streams) {
+      wait_on_device(current_stream(device_of(stream.device())), stream);
+    }
     for (const std::size_t index : bucket.slots) {
       fill(arena_.slots()[index]);
     }
+  } else if (is_capturing() && communicator_->capabilities().needs_host) {
+    // Nobody looks at the values, but the peers wait for them: beside the capture, which refuses.
+    beside.emplace(high_priority_stream(device_of(arena_.largest_block().device())));
   }
-  ++round_.launched;
   round_.times->buckets[number].launched = now_ns();
   const auto note_done = [times = round_.times, number] { times->buckets[number].done = now_ns(); };
   if (!hook_) {
@@ -150,19 +156,30 @@ void Reducer::launch(Closing::Status status) {
         bucket.staging->set_work(work);
       }
     }
+    // Not before: what was refused goes when the round is given up.
+    ++round_.launched;
     work->on_completion([note_done](const auto&) { note_done(); });
-  } else if (out_of_step_.empty()) {
-    try {
-      hook_->start(number, note_done);
-    } catch (...) {
-      out_of_step_ = kHooksOutOfStep;
-      if (status == Closing::Status::kFine) {
-        throw;
-      }
-    }
+  } else {
+    ++round_.launched;
+    start_hook(number, status, note_done);
   }
   if (round_.times->computed == 0) {
     round_.launching_s += static_cast<double>(now_ns() - began) * 1e-9;
+  }
+}
+
+void Reducer::start_hook(std::size_t bucket, Closing::Status status,
+                         std::function<void()> note_done) {
+  if (!out_of_step_.empty()) {
+    return;
+  }
+  try {
+    hook_->start(bucket, std::move(note_done));
+  } catch (...) {
+    out_of_step_ = kHooksOutOfStep;
+    if (status == Closing::Status::kFine) {
+      throw;
+    }
   }
 }
 
@@ -335,6 +352,10 @@ void Reducer::conclude_round(bool learns) {
       is_plan_fixed_ = true;
       if (const std::string why = why_not_captured(); !why.empty()) {
         common = make_error(ErrorKind::kInvalidUsage, why);
+        if (!closings_->all(&Closing::is_captured)) {
+          // The others' devices wait for buckets that are only recorded here: there is no way on.
+          std::rethrow_exception(common);
+        }
       }
     }
     do_the_rest();
@@ -429,6 +450,10 @@ void Reducer::wait() {
   for (const WorkPtr& work : works_) {
     wait_for(*work);
   }
+  wait_for_hook();
+}
+
+void Reducer::wait_for_hook() {
   if (!hook_ || hook_->is_idle()) {
     return;
   }
@@ -630,7 +655,11 @@ void Reducer::drain() {
     return;
   }
   try {
-    wait();
+    for (const WorkPtr& work : works_) {
+      // No stream can wait any more for what a capture has recorded that has ended.
+      work->is_completed() ? work->wait() : wait_for(*work);
+    }
+    wait_for_hook();
   } catch (...) {
     if (is_over()) {
       forget();

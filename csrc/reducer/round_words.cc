@@ -107,6 +107,15 @@ bool Closings::any(bool Closing::* wish) const {
   return false;
 }
 
+bool Closings::all(bool Closing::* wish) const {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (!(of(rank).*wish)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 int Closings::used(std::size_t slot) const { return static_cast<int>(words()[used_begin_ + slot]); }
 
 bool Closings::is_late(std::size_t slot) const { return words()[used_begin_ + slots_ + slot] != 0; }

@@ -69,6 +69,7 @@ class Closings {
   // After the sum.
   [[nodiscard]] Closing of(int rank) const;
   [[nodiscard]] bool any(bool Closing::* wish) const;
+  [[nodiscard]] bool all(bool Closing::* wish) const;
   [[nodiscard]] int used(std::size_t slot) const;
   [[nodiscard]] bool is_late(std::size_t slot) const;
 

@@ -14,7 +14,9 @@ void fake_cuda_enqueue(void* stream, void (*job)(void* argument), void* argument
 // Waits until the stream has done everything that it has been given so far.
 void fake_cuda_synchronize(void* stream);
 
-// The two functions of the CUDA runtime that pydist looks for. They keep count of the bytes.
+// The functions of the CUDA runtime that pydist looks for. The first two keep count of the bytes,
+// and of the device that was current; the last tells the error of a call that was refused, once.
 int cudaHostRegister(void* data, std::size_t bytes, unsigned flags);
 int cudaHostUnregister(void* data);
+int cudaGetLastError();
 }

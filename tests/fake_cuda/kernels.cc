@@ -3,7 +3,8 @@
 //
 // Most run on the calling thread, once the current stream has done what it was given. A few that
 // write in place, copies among them, run on the stream itself, later: so what does not wait for the
-// stream sees old values.
+// stream sees old values. Those alone become part of a graph that is captured, where they write to
+// memory that was there before; what a capture computes in memory of its own, it computes at once.
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -11,11 +12,13 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/record_stream_native.h>
+#include <dlfcn.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string_view>
 #include <unordered_map>
@@ -174,6 +177,14 @@ bool makes_views(const c10::FunctionSchema& schema) {
   });
 }
 
+// Whether the stream is captured into a graph, by the fake driver (tests/fakes), which then keeps
+// the job.
+bool is_recorded(Queue& queue, const std::function<void()>& job) {
+  using Record = int (*)(void*, const std::function<void()>*);
+  const auto record = reinterpret_cast<Record>(::dlsym(RTLD_DEFAULT, "fake_driver_record"));
+  return record != nullptr && record(&queue, &job) != 0;
+}
+
 // Runs the operator on the stream, if it is one that can; returns whether it is.
 bool run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& names = kOnTheStream;
@@ -224,10 +235,18 @@ bool run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!fits || !is_full || !call.has_device()) {
     return false;
   }
-  const c10::Stream stream = call.stream();
-  Queue::of(stream).post([op, later = std::move(later)]() mutable { run_on_cpu(op, &later); });
-  if (is_awaited) {
-    Queue::of(stream).drain();
+  Queue& queue = Queue::of(call.stream());
+  // A replay runs it once more.
+  const std::function<void()> job = [op, later = std::move(later)] {
+    torch::jit::Stack once = later;
+    run_on_cpu(op, &once);
+  };
+  const bool is_at_once = is_of_capture(self.storage().data_ptr());
+  if (is_at_once || !is_recorded(queue, job)) {
+    queue.post(job);
+    if (is_awaited || is_at_once) {
+      queue.drain();
+    }
   }
   torch::jit::drop(*stack, count);
   stack->emplace_back(self);

@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <ATen/core/CachingHostAllocator.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -51,12 +53,20 @@ void retire(void* data, std::size_t bytes) {
   }
 }
 
+// Into a graph, by the fake driver (tests/fakes), where it is loaded.
+const void* capture_now() {
+  using Capture = const void* (*)();
+  const auto capture = reinterpret_cast<Capture>(::dlsym(RTLD_DEFAULT, "fake_driver_capture"));
+  return capture != nullptr ? capture() : nullptr;
+}
+
 // The context of a DataPtr on the device.
 struct Block {
   void* data;
   std::size_t bytes;
   c10::Stream stream;
   c10::Storage storage;  // where it holds the memory
+  const void* capture;   // during which it was allocated
   std::mutex mutex;
   std::vector<c10::Stream> used_on;  // guarded by mutex
 };
@@ -78,7 +88,7 @@ void free_block(void* context) {
 
 c10::DataPtr hold(void* data, std::size_t bytes, c10::DeviceIndex device, c10::Storage storage) {
   const c10::Stream stream = current_stream(device);
-  auto* const block = new Block{data, bytes, stream, std::move(storage), {}, {}};
+  auto* const block = new Block{data, bytes, stream, std::move(storage), capture_now(), {}, {}};
   return {data, block, &free_block, c10::Device(c10::DeviceType::CUDA, device)};
 }
 
@@ -141,6 +151,20 @@ Ranges& registered() {
   return *ranges;
 }
 
+// What became of calls to register memory.
+struct Registering {
+  std::mutex mutex;
+  std::set<int> devices;  // guarded by mutex; those that were current
+  std::atomic<bool> refuses{false};
+  std::atomic<int> last_error{0};
+};
+Registering& registering = *new Registering;
+
+void note_device() {
+  const std::lock_guard lock(registering.mutex);
+  registering.devices.insert(current_device());
+}
+
 void free_pinned(void* data) { retire(data, pinned().remove(data)); }
 
 class PinnedAllocator final : public at::HostAllocator {
@@ -182,9 +206,20 @@ void record_stream(const c10::DataPtr& data, const c10::Stream& stream) {
   }
 }
 
+bool is_of_capture(const c10::DataPtr& data) {
+  const void* const capture = capture_now();
+  return capture != nullptr && data.get_deleter() == &free_block &&
+         static_cast<const Block*>(data.get_context())->capture == capture;
+}
+
 bool is_pinned(const void* data) { return pinned().contains(data) || registered().contains(data); }
 std::size_t pinned_bytes() { return pinned().total(); }
 std::size_t registered_bytes() { return registered().total(); }
+std::vector<int> registering_devices() {
+  const std::lock_guard lock(registering.mutex);
+  return {registering.devices.begin(), registering.devices.end()};
+}
+void refuse_to_register(bool refuses) { registering.refuses = refuses; }
 
 void install_allocators() {
   c10::SetAllocator(c10::DeviceType::CUDA, new DeviceAllocator);
@@ -194,11 +229,20 @@ void install_allocators() {
 }  // namespace fake_cuda
 
 int cudaHostRegister(void* data, std::size_t bytes, unsigned /*flags*/) {
+  fake_cuda::note_device();
+  if (fake_cuda::registering.refuses) {
+    constexpr int kNotSupported = 801;
+    fake_cuda::registering.last_error = kNotSupported;
+    return kNotSupported;
+  }
   fake_cuda::registered().add(data, bytes);
   return 0;
 }
 
 int cudaHostUnregister(void* data) {
+  fake_cuda::note_device();
   (void)fake_cuda::registered().remove(data);
   return 0;
 }
+
+int cudaGetLastError() { return fake_cuda::registering.last_error.exchange(0); }

@@ -11,6 +11,7 @@
 #include <c10/core/Stream.h>
 
 #include <cstddef>
+#include <vector>
 
 namespace fake_cuda {
 
@@ -22,10 +23,17 @@ namespace fake_cuda {
 // Frees it no sooner than `stream` has done what it has been given by then.
 void record_stream(const c10::DataPtr& data, const c10::Stream& stream);
 
+// Whether it was allocated while the capture that is under way was.
+[[nodiscard]] bool is_of_capture(const c10::DataPtr& data);
+
 [[nodiscard]] bool is_pinned(const void* data);
 // Bytes that the pinned allocator has handed out and not got back, and those pinned in place.
 [[nodiscard]] std::size_t pinned_bytes();
 [[nodiscard]] std::size_t registered_bytes();
+// The devices that were current where somebody pinned in place, or ended that; and whether such
+// calls are refused from now on.
+[[nodiscard]] std::vector<int> registering_devices();
+void refuse_to_register(bool refuses);
 
 // Registers the allocators with torch.
 void install_allocators();

@@ -1,11 +1,14 @@
 // The Python module _fake_cuda: see tests/python/fake_cuda.py.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
 
+#include "fake_cuda.h"
 #include "hooks.h"
 #include "memory.h"
 #include "streams.h"
@@ -23,6 +26,10 @@ class OnStream {
   void enter() { before_ = fake_cuda::exchange_stream(stream_); }
   void exit() { (void)fake_cuda::exchange_stream(before_.value()); }
   void synchronize() const { fake_cuda::Queue::of(stream_).drain(); }
+  // What cudaStream_t would be.
+  [[nodiscard]] std::uintptr_t handle() const {
+    return reinterpret_cast<std::uintptr_t>(&fake_cuda::Queue::of(stream_));
+  }
 
  private:
   c10::Stream stream_;
@@ -61,6 +68,9 @@ PYBIND11_MODULE(_fake_cuda, module) {
   module.def("synchronize", &fake_cuda::synchronize, Released());
   module.def("pinned_bytes", &fake_cuda::pinned_bytes);
   module.def("registered_bytes", &fake_cuda::registered_bytes);
+  module.def("registering_devices", &fake_cuda::registering_devices);
+  module.def("refuse_to_register", &fake_cuda::refuse_to_register, py::arg("refuses"));
+  module.def("last_error", &cudaGetLastError);
   module.def("current_device", [] { return int{fake_cuda::current_device()}; });
   module.def("set_device", [](int device) {
     (void)fake_cuda::exchange_device(static_cast<c10::DeviceIndex>(device));
@@ -78,5 +88,6 @@ PYBIND11_MODULE(_fake_cuda, module) {
           },
           py::return_value_policy::reference_internal)
       .def("__exit__", [](OnStream& self, const py::args& /*error*/) { self.exit(); })
-      .def("synchronize", &OnStream::synchronize, Released());
+      .def("synchronize", &OnStream::synchronize, Released())
+      .def_property_readonly("handle", &OnStream::handle);
 }

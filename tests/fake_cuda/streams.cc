@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <array>
@@ -94,6 +95,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     }
   }
   bool queryEvent(void* event) const override {
+    using Permits = int (*)();
+    const auto permits =
+        reinterpret_cast<Permits>(::dlsym(RTLD_DEFAULT, "fake_driver_permits_unsafe_call"));
+    TORCH_CHECK(permits == nullptr || permits() != 0,
+                "operation not permitted when stream is capturing");
     return event == nullptr || recording_of(event)->has_passed();
   }
   void synchronizeEvent(void* event) const override {

@@ -37,12 +37,14 @@ constexpr int kInvalidValue = 1;
 constexpr int kInvalidContext = 201;
 constexpr int kNotReady = 600;
 constexpr int kCaptureUnsupported = 900;
+constexpr int kCaptureModeRelaxed = 2;
 
 using Job = std::function<void()>;
 
 std::atomic<int> longest_delay_us{0};
 std::atomic<int> faults{0};
 thread_local void* current_context = nullptr;
+thread_local int capture_mode = 0;
 
 class Queue {
  public:
@@ -124,6 +126,7 @@ struct Event {
 struct Capture {
   std::set<void*> streams;
   std::vector<Job> jobs;
+  bool is_broken = false;
 };
 
 struct State {
@@ -153,14 +156,32 @@ bool is_captured(void* stream) {
   return is_captured_now(stream);
 }
 
+// Whether it was, because the stream is captured.
+bool record(void* stream, const Job& job) {
+  const std::lock_guard lock(state().mutex);
+  if (!is_captured_now(stream)) {
+    return false;
+  }
+  state().capture->jobs.push_back(job);
+  return true;
+}
+
+bool permits_unsafe_call() {
+  const std::lock_guard lock(state().mutex);
+  if (state().capture == nullptr || capture_mode == kCaptureModeRelaxed) {
+    return true;
+  }
+  state().capture->is_broken = true;
+  return false;
+}
+
 void post(void* stream, const Job& job) {
+  if (record(stream, job)) {
+    return;
+  }
   Queue* queue = nullptr;
   {
     const std::lock_guard lock(state().mutex);
-    if (is_captured_now(stream)) {
-      state().capture->jobs.push_back(job);
-      return;
-    }
     if (state().streams.count(stream) != 0) {
       queue = static_cast<Queue*>(stream);
     }
@@ -221,9 +242,20 @@ void fake_driver_begin_capture(void* stream) {
 
 void* fake_driver_end_capture(void* /*stream*/) {
   const std::lock_guard lock(state().mutex);
+  const bool is_broken = state().capture->is_broken;
   state().kept.push_back(state().capture.get());
-  return state().capture.release();
+  Capture* const capture = state().capture.release();
+  return is_broken ? nullptr : capture;
 }
+
+int fake_driver_permits_unsafe_call() { return permits_unsafe_call() ? 1 : 0; }
+
+const void* fake_driver_capture() {
+  const std::lock_guard lock(state().mutex);
+  return state().capture.get();
+}
+
+int fake_driver_record(void* stream, const Job* job) { return record(stream, *job) ? 1 : 0; }
 
 void fake_driver_replay(void* graph, void* stream) {
   for (const Job& job : static_cast<Capture*>(graph)->jobs) {
@@ -319,6 +351,9 @@ int cuStreamIsCapturing(void* stream, int* status) {
 }
 
 int cuStreamQuery(void* stream) {
+  if (!permits_unsafe_call()) {
+    return kCaptureUnsupported;
+  }
   return static_cast<Queue*>(stream)->is_idle() ? kSuccess : kNotReady;
 }
 
@@ -372,7 +407,7 @@ int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
 int cuEventQuery(void* handle) {
   auto& event = *static_cast<Event*>(handle);
   const std::lock_guard lock(event.mutex);
-  if (event.is_captured) {
+  if (event.is_captured || !permits_unsafe_call()) {
     return kCaptureUnsupported;
   }
   if (event.mark == nullptr) {
@@ -393,6 +428,9 @@ int cuMemAlloc_v2(std::size_t* data, std::size_t bytes) {
   if (!has_context()) {
     return kInvalidContext;
   }
+  if (!permits_unsafe_call()) {
+    return kCaptureUnsupported;
+  }
   void* const memory = std::malloc(bytes);
   std::memset(memory, 0xff, bytes);
   *data = reinterpret_cast<std::size_t>(memory);
@@ -405,8 +443,7 @@ int cuMemFree_v2(std::size_t data) {
 }
 
 int cuThreadExchangeStreamCaptureMode(int* mode) {
-  thread_local int current = 0;
-  std::swap(current, *mode);
+  std::swap(capture_mode, *mode);
   return kSuccess;
 }
 }

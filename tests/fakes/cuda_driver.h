@@ -16,8 +16,20 @@ void fake_driver_delay_us(int longest);
 // Capture into a graph: what is put on the stream, and on those that wait for it, is kept instead
 // of run. One at a time. Null stands for all streams that are not the driver's own: torch's.
 void fake_driver_begin_capture(void* stream);
+// Null if a call has broken the capture.
 void* fake_driver_end_capture(void* stream);
 void fake_driver_replay(void* graph, void* stream);
+
+// For a call that asks or allocates: whether the calling thread may make it. Not while anybody
+// captures, unless the thread has said that captures are not its own concern
+// (cuThreadExchangeStreamCaptureMode); otherwise the capture breaks.
+int fake_driver_permits_unsafe_call();
+
+// The capture that is under way; null where there is none.
+const void* fake_driver_capture();
+
+// Whether `job` was recorded, because the stream is captured.
+int fake_driver_record(void* stream, const std::function<void()>* job);
 
 // Calls that were made without a current context.
 int fake_driver_faults();

@@ -11,6 +11,7 @@ turns, but right.
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import fake_cuda
@@ -21,8 +22,8 @@ import torch
 IS_REAL = torch.cuda.is_available()
 
 needs_gpu_ranks = pytest.mark.skipif(
-    not IS_REAL and fake_nccl.folder() is None,
-    reason="no GPU, and the fakes were not built (PYDIST_BUILD_TESTS=ON)",
+    not IS_REAL and (fake_cuda.why_missing() != "" or fake_nccl.folder() is None),
+    reason=f"no GPU, and no fakes: {fake_cuda.why_missing() or 'they were not built'}",
 )
 
 
@@ -39,3 +40,43 @@ def install(delay_us: int = 20) -> None:
         NCCL_MAX_CTAS="1",
     )
     torch.cuda.set_device(0)
+
+
+def synchronize() -> None:
+    """Waits for the GPU."""
+    torch.cuda.synchronize() if IS_REAL else fake_cuda.synchronize()
+
+
+class Graph:
+    """What torch.cuda.graph captures, on a stream of its own.
+
+    On the fakes a graph holds what goes to NCCL, and the operators that run on the stream
+    (tests/fake_cuda/kernels.cc). All others run at once, and no replay repeats them.
+    """
+
+    def __enter__(self) -> Graph:
+        if IS_REAL:
+            self._graph = torch.cuda.CUDAGraph()
+            self._capture = torch.cuda.graph(self._graph)
+            self._capture.__enter__()
+            return self
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._driver.fake_driver_end_capture.restype = ctypes.c_void_p
+        self._stream = fake_cuda.Stream()
+        self._stream.__enter__()
+        self._driver.fake_driver_begin_capture(ctypes.c_void_p(self._stream.handle))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if IS_REAL:
+            self._capture.__exit__(*error)
+            return
+        self._jobs = self._driver.fake_driver_end_capture(None)
+        self._stream.__exit__(*error)
+        assert self._jobs is not None, "a call that is not permitted has broken the capture"
+
+    def replay(self) -> None:
+        if IS_REAL:
+            self._graph.replay()
+        else:
+            self._driver.fake_driver_replay(ctypes.c_void_p(self._jobs), None)

@@ -5,20 +5,17 @@ What collectives compute is the conformance suite's, failures in every detail th
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from datetime import timedelta
 
-import fake_cuda
 import gpu_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import needs_gpu_ranks
 from launch import rank_outcomes, run_ranks
-from test_staging import Model, loss_of
-from training import TIME_LIMIT, assert_like_reference, batch, joined
+from training import TIME_LIMIT, Cut, batch, joined, loss_of_cut, train_like_reference
 
 import pydist
 
@@ -100,28 +97,9 @@ def test_everyday_use() -> None:
 
 def training() -> None:
     rank, size = start()
-    torch.manual_seed(5)
-    reference = Model("cpu", "cpu")
-    module = Model("cuda", "cuda")
-    module.load_state_dict(reference.state_dict())
+    module, reference = Cut.with_reference("cuda", "cuda")
     model = pydist.DataParallel(module, bucket_cap_mb=0.0005)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    theirs = torch.optim.AdamW(reference.parameters(), lr=0.05)
-    for step in range(4):
-        optimizer.zero_grad()
-        theirs.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        before = [buffer.clone() for buffer in reference.buffers()]
-        for r in reversed(range(size)):
-            for buffer, value in zip(reference.buffers(), before, strict=True):
-                buffer.copy_(value)
-            (loss_of(reference, r, step) / size).backward()
-        theirs.step()
-        copy = Model("cpu", "cpu")
-        copy.load_state_dict(model.state_dict())
-        assert_like_reference(copy, reference, gradients=False)
-    assert model.stats().rounds == 4
+    train_like_reference(model, reference, loss_of_cut, steps=range(4))
 
     for compress in ("bf16", "fp16"):
         torch.manual_seed(6)
@@ -144,82 +122,6 @@ def training() -> None:
 
 def test_training() -> None:
     run_ranks(training, 2, env=NCCL, timeout=35)
-
-
-class Branches(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(4, 3, dtype=torch.float64)
-        self.second = torch.nn.Linear(3, 2, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        y: torch.Tensor = self.first(x)
-        return self.second(y) if both else y
-
-
-class Graph:
-    """What torch.cuda.graph captures; on the fakes, what goes to NCCL, not what torch does."""
-
-    def __enter__(self) -> None:
-        if gpu_ranks.IS_REAL:
-            self._graph = torch.cuda.CUDAGraph()
-            self._capture = torch.cuda.graph(self._graph)
-            self._capture.__enter__()
-            return
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        self._driver.fake_driver_end_capture.restype = ctypes.c_void_p
-        self._driver.fake_driver_begin_capture(None)
-
-    def __exit__(self, *error: object) -> None:
-        if gpu_ranks.IS_REAL:
-            self._capture.__exit__(*error)
-        else:
-            self._jobs = ctypes.c_void_p(self._driver.fake_driver_end_capture(None))
-
-    def replay(self) -> None:
-        if gpu_ranks.IS_REAL:
-            self._graph.replay()
-        else:
-            self._driver.fake_driver_replay(self._jobs, None)
-
-
-def capture() -> None:
-    rank, size = start()
-    torch.manual_seed(3)
-    model = pydist.DataParallel(Branches().to("cuda"))
-    inputs = batch(rank, 3, 4).to("cuda")
-    for _ in range(3):
-        model(inputs, True).sum().backward()
-        expected = model.second.weight.grad.clone()
-        model.zero_grad(set_to_none=True)
-    graph = Graph()
-    with graph:
-        model(inputs, True).sum().backward()
-    if not gpu_ranks.IS_REAL:
-        # The fake ran backward at once; only the averaging is in the graph.
-        gradient = model.second.weight.grad
-        gradient.fill_(rank + 1.0)
-    graph.replay()
-    torch.cuda.synchronize() if gpu_ranks.IS_REAL else fake_cuda.synchronize()
-    mine = model.second.weight.grad.clone()
-    if not gpu_ranks.IS_REAL:
-        expected.fill_((size + 1) / 2)
-    torch.testing.assert_close(mine, expected)
-    theirs = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(theirs, mine)
-    assert all(torch.equal(mine, other) for other in theirs)
-    model.zero_grad(set_to_none=True)
-    with (
-        pytest.raises(pydist.InvalidUsage, match=r"second.weight got a gradient on 0 of 2"),
-        Graph(),
-    ):
-        model(inputs, False).sum().backward()
-    with pytest.raises(pydist.InvalidUsage, match="gave it a weight"), Graph(), model.weighted(2.0):
-        model(inputs, True).sum().backward()
-
-
-def test_a_training_step_is_captured_or_says_why_not() -> None:
-    run_ranks(capture, 2, env=NCCL, timeout=35)
 
 
 def choice() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 
 import fake_cuda
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from fake_cuda import needs_fake_cuda
 from launch import Outcome, rank_outcomes, run_ranks
 from torch import Tensor, nn
-from training import TIME_LIMIT, assert_like_reference, batch, joined
+from training import TIME_LIMIT, Cut, batch, joined, loss_of_cut, train_like_reference
 
 import pydist
 
@@ -131,73 +132,25 @@ def test_streams_and_lifetimes(backend: str) -> None:
     on_device(backend, streams_and_lifetimes)
 
 
-class Model(nn.Module):
-    """Buffers, a shared weight, a branch that no rank takes, 16-bit and complex parameters."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__()
-        self.places = first, second
-        self.table = nn.Embedding(7, 6, dtype=torch.float64).to(first)
-        self.norm = nn.BatchNorm1d(6, dtype=torch.float64).to(first)
-        self.inside = nn.Linear(6, 8, dtype=torch.float64).to(first)
-        self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex128, device="cpu").to(second))
-        self.outside = nn.Linear(8, 1, dtype=torch.float64).to(second)
-        self.never = nn.Linear(8, 1, dtype=torch.float64).to(second)
-        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-
-    def forward(self, x: Tensor, words: Tensor) -> Tensor:
-        first, second = self.places
-        y = self.norm(x.to(first) + self.table(words.to(first)))
-        y = self.inside(self.inside(y).tanh()[:, :6]).to(second)
-        y = (y * self.turn).abs()
-        loss: Tensor = self.outside(y).cpu() + self.bias
-        return loss.square().mean()
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
-    words = torch.arange(5) * (rank + 1) % 7
-    loss: Tensor = model(batch(rank, 5, 6, step=step), words)
-    return loss
-
-
 def training() -> None:
     rank, size = start()
     # On one device, then cut over two devices and the CPU: three threads run hooks.
     for first, second in (("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")):
-        torch.manual_seed(5)
-        reference = Model("cpu", "cpu")
-        module = Model(first, second)
-        module.load_state_dict(reference.state_dict())
+        module, reference = Cut.with_reference(first, second)
         if rank != 0:
             for parameter in module.parameters():
                 parameter.data.add_(1.0)  # the values come from rank 0
         model = pydist.DataParallel(module, bucket_cap_mb=0.0005)
         assert {str(p.device) for p in model.parameters()} == {first, second, "cpu"}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        theirs = torch.optim.AdamW(reference.parameters(), lr=0.05)
         for step in range(4):
-            optimizer.zero_grad()
-            theirs.zero_grad()
             with fake_cuda.Stream(0), fake_cuda.Stream(1):
-                loss_of(model, rank, step).backward()
-                optimizer.step()
+                train_like_reference(model, reference, loss_of_cut, steps=[step])
             for name, parameter in model.named_parameters():
                 unused = name.startswith("never")
-                assert (parameter.grad is None) == unused, name
                 assert unused or parameter.grad.device == parameter.device, name
-            before = [buffer.clone() for buffer in reference.buffers()]
-            for r in reversed(range(size)):
-                for buffer, value in zip(reference.buffers(), before, strict=True):
-                    buffer.copy_(value)
-                (loss_of(reference, r, step) / size).backward()
-            theirs.step()
-            copy = Model("cpu", "cpu")
-            copy.load_state_dict(model.state_dict())
-            assert_like_reference(copy, reference, gradients=False)
-        assert model.stats().rounds == 4
         with model.no_sync():
-            loss_of(model, rank, 8).backward()
-        loss_of(model, rank, 9).backward()
+            loss_of_cut(model, rank, 8).backward()
+        loss_of_cut(model, rank, 9).backward()
 
     # Half the bytes, and hooks of torch's, whose futures know the device.
     for compress, hook in (("bf16", None), (None, "fp16_compress_hook"), (None, "noop")):
@@ -356,3 +309,103 @@ def without_devices() -> list[str]:
 
 def test_torch_without_cuda_stages_nothing() -> None:
     assert run_ranks(without_devices, 1) == [["cpu"]]
+
+
+def pinned_for_this_rank() -> None:
+    fake_cuda.install()
+    if os.environ["RANK"] == "1":
+        fake_cuda.refuse_to_register(True)
+    _, size = start()
+    # All on the second device: the first has nothing to do with it, and keeps its memory.
+    for _ in range(2):
+        tensor = filled(1.0, device="cuda:1")
+        pydist.all_reduce(tensor)
+        assert bool((tensor == size).all())
+    # A refusal is nobody's but the memory's: the next kernel would be blamed for what stays.
+    assert fake_cuda.last_error() == 0
+    assert (fake_cuda.registered_bytes() > 0) == (pydist.rank() == 0)
+    pydist.shutdown()
+    assert fake_cuda.registering_devices() == [1]
+
+
+def test_memory_is_pinned_for_the_device_at_work() -> None:
+    on_device("native", pinned_for_this_rank)
+
+
+def on_another_stream() -> list[str]:
+    rank, _ = start()
+    torch.set_warn_always(True)
+    module, reference = Cut.with_reference("cuda:0", "cuda:0")
+    model = pydist.DataParallel(module)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(3):
+            with fake_cuda.Stream():
+                train_like_reference(model, reference, loss_of_cut, steps=[step])
+        loss_of_cut(model, rank, 5).backward()
+    return [str(warning.message) for warning in warned if "stream" in str(warning.message)]
+
+
+def test_gradients_accumulate_on_the_stream_of_the_step() -> None:
+    assert on_device("native", on_another_stream) == [[], []]
+
+
+def inputs_are_moved() -> None:
+    start()
+    module = nn.Linear(3, 2).to("cuda:1")
+    for device_ids in ([1], [torch.device("cuda:1")]):
+        model = pydist.DataParallel(module, device_ids=device_ids)
+        assert str(model(torch.ones(4, 3)).device) == "cuda:1"
+        assert str(model(input=torch.ones(4, 3, device="cuda:0")).device) == "cuda:1"
+    for wrong, said in (([0], "parameters are on cuda:1: move"), ([0, 1], "name that")):
+        with pytest.raises(pydist.InvalidUsage, match=said):
+            pydist.DataParallel(module, device_ids=wrong)
+    # A script for GPUs, run without.
+    assert pydist.DataParallel(nn.Linear(3, 2), device_ids=[0])(torch.ones(4, 3)).is_cpu
+
+
+def test_forward_moves_its_arguments_to_the_device_named() -> None:
+    run_ranks(inputs_are_moved, 1, timeout=35)
+
+
+class WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        for i in range(5):
+            self.register_buffer(f"table{i}", torch.full((4,), float(i)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.inside(x))
+        for i in range(5):
+            y = y + getattr(self, f"table{i}")
+        return y
+
+
+def buffers_on_a_device() -> None:
+    rank, _ = start()
+    model = pydist.DataParallel(WithTable().to("cuda"))
+    asked: list[object] = []
+    look = Tensor.__bool__
+
+    def note(tensor: Tensor) -> bool:
+        asked.append(tensor)
+        return look(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "__bool__", note)
+        for is_training, questions in ((True, 0), (False, 1)):
+            model.train(is_training)
+            asked.clear()
+            model(torch.ones(4, 3, device="cuda") * (rank + 1)).sum().backward()
+            assert len(asked) == questions, "each is a wait for the device"
+    # Found by value, as on the CPU.
+    model.table3.data[2] = rank + 7.0
+    model(torch.ones(4, 3, device="cuda")).sum().backward()
+    assert float(model.table3[2]) == 7.0
+    assert float(model.table3[1]) == 3.0
+
+
+def test_buffers_cost_no_wait_or_one() -> None:
+    on_device("native", buffers_on_a_device)

@@ -104,6 +104,44 @@ class Tied(nn.Module):
         return out
 
 
+class Cut(nn.Module):
+    """Cut over two devices and the CPU: buffers, a shared weight, a branch that no rank takes."""
+
+    @classmethod
+    def with_reference(cls, first: str, second: str) -> tuple["Cut", "Cut"]:
+        """One on these devices, and the same on the CPU."""
+        torch.manual_seed(5)
+        reference, module = cls("cpu", "cpu"), cls(first, second)
+        module.load_state_dict(reference.state_dict())
+        return module, reference
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        self.places = first, second
+        self.table = nn.Embedding(7, 6, dtype=torch.float64).to(first)
+        self.norm = nn.BatchNorm1d(6, dtype=torch.float64).to(first)
+        self.inside = nn.Linear(6, 8, dtype=torch.float64).to(first)
+        self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex128, device="cpu").to(second))
+        self.outside = nn.Linear(8, 1, dtype=torch.float64).to(second)
+        self.never = nn.Linear(8, 1, dtype=torch.float64).to(second)
+        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        first, second = self.places
+        y = self.norm(x.to(first) + self.table(words.to(first)))
+        y = self.inside(self.inside(y).tanh()[:, :6]).to(second)
+        y = (y * self.turn).abs()
+        loss: Tensor = self.outside(y).cpu() + self.bias
+        return loss.square().mean()
+
+
+def loss_of_cut(model: nn.Module, rank: int, step: int) -> Tensor:
+    """For `train_like_reference`."""
+    words = torch.arange(5) * (rank + 1) % 7
+    loss: Tensor = model(batch(rank, 5, 6, step=step), words)
+    return loss
+
+
 def train_beside_reference(dtype_name: str, steps: int, cap_mb: float | None) -> float:
     """Trains `Tied` here and on the whole batch; returns how far the parameters ever were apart."""
     dtype = getattr(torch, dtype_name)
@@ -132,11 +170,15 @@ def train_beside_reference(dtype_name: str, steps: int, cap_mb: float | None) ->
 def assert_like_reference(
     model: nn.Module, reference: nn.Module, tolerance: float = 1e-12, *, gradients: bool = True
 ) -> None:
-    """Compares parameters, buffers and gradients, in order."""
+    """Compares parameters, buffers and gradients, in order; the model may be on a device."""
 
     def compare(name: str, ours: Tensor, theirs: Tensor) -> None:
         torch.testing.assert_close(
-            ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}"
+            ours.to(theirs.device),
+            theirs,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text: f"{name}: {text}",
         )
 
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):

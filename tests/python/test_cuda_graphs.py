@@ -1,0 +1,187 @@
+"""Capture into CUDA graphs: what a graph may hold, and who is told where it may not.
+
+On a GPU that the ranks share, or on fakes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import gpu_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_ranks import Graph, needs_gpu_ranks
+from launch import run_ranks
+from torch import Tensor, nn
+from training import TIME_LIMIT, batch, joined
+
+import pydist
+
+pytestmark = [needs_gpu_ranks, TIME_LIMIT]
+
+NCCL: dict[str, str | None] = {"PYDIST_BACKEND": "nccl"}
+# Tensors on the GPU pass through the host.
+STAGED: dict[str, str | None] = {"PYDIST_BACKEND": "native", "PYDIST_STAGING_BYTES": "65536"}
+
+
+def start() -> tuple[int, int]:
+    gpu_ranks.install(delay_us=300)
+    return joined()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 3, dtype=torch.float64)
+        self.second = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        y: Tensor = self.first(x)
+        return self.second(y) if both else y
+
+
+def backward_alone() -> None:
+    rank, size = start()
+    torch.manual_seed(3)
+    model = pydist.DataParallel(Branches().to("cuda"))
+    inputs = batch(rank, 3, 4).to("cuda")
+    for _ in range(3):
+        model(inputs, True).sum().backward()
+        expected = model.second.weight.grad.clone()
+        model.zero_grad(set_to_none=True)
+    with Graph() as graph:
+        model(inputs, True).sum().backward()
+    graph.replay()
+    gpu_ranks.synchronize()
+    mine = model.second.weight.grad.clone()
+    torch.testing.assert_close(mine, expected)
+    theirs = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(theirs, mine)
+    assert all(torch.equal(mine, other) for other in theirs)
+    model.zero_grad(set_to_none=True)
+    with (
+        pytest.raises(pydist.InvalidUsage, match=r"second.weight got a gradient on 0 of 2"),
+        Graph(),
+    ):
+        model(inputs, False).sum().backward()
+    with pytest.raises(pydist.InvalidUsage, match="gave it a weight"), Graph(), model.weighted(2.0):
+        model(inputs, True).sum().backward()
+
+
+def test_a_backward_is_captured_or_says_why_not() -> None:
+    run_ranks(backward_alone, 2, env=NCCL, timeout=35)
+
+
+def whole_step() -> None:
+    rank, size = start()
+    torch.manual_seed(4)
+    # Its gradients are the same in every step, so it does not matter that the fakes' graph has no
+    # forward.
+    reference = nn.Linear(4, 2, dtype=torch.float64)
+    module = nn.Linear(4, 2, dtype=torch.float64).to("cuda")
+    module.load_state_dict(reference.state_dict())
+    model = pydist.DataParallel(module)
+    ours, theirs = (
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        for net in (model, reference)
+    )
+    inputs = batch(rank, 3, 4).to("cuda")
+
+    def step() -> None:
+        ours.zero_grad(set_to_none=True)
+        model(inputs).sum().backward()
+        ours.step()
+
+    for _ in range(3):
+        step()
+    with Graph() as graph:
+        step()
+    rounds = model.stats().rounds
+    for _ in range(4):
+        graph.replay()
+    gpu_ranks.synchronize()
+    assert model.stats().rounds == rounds, "a replay is nothing of the hosts'"
+    for _ in range(3 + 4):
+        theirs.zero_grad()
+        for r in range(size):
+            (reference(batch(r, 3, 4)).sum() / size).backward()
+        theirs.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.cpu(), reference.get_parameter(name))
+
+
+def test_a_step_with_its_optimizer_is_captured() -> None:
+    run_ranks(whole_step, 2, env=NCCL, timeout=35)
+
+
+def one_rank_captures_alone() -> None:
+    rank, _ = start()
+    model = pydist.DataParallel(nn.Linear(4, 2).to("cuda"))
+    inputs = torch.ones(3, 4, device="cuda")
+    model(inputs).sum().backward()
+    began = time.monotonic()
+    with (
+        pytest.raises(pydist.InvalidUsage, match="rank 1 does not capture it; do so on all ranks"),
+        Graph() if rank == 0 else contextlib.nullcontext(),
+    ):
+        model(inputs).sum().backward()
+    # What rank 1's GPU has been given for the bucket ends, though rank 0's never comes to it.
+    gpu_ranks.synchronize()
+    assert time.monotonic() - began < 15, "of 600 seconds that an operation has"
+    with pytest.raises(pydist.Error, match=r"wrap the module anew|rank 1 does not"):
+        model(inputs).sum().backward()
+
+
+def test_a_rank_that_captures_alone_ends_the_others_step() -> None:
+    run_ranks(one_rank_captures_alone, 2, env=NCCL, timeout=35)
+
+
+def staged() -> None:
+    rank, size = start()
+    model = pydist.DataParallel(nn.Linear(4, 2).to("cuda"))
+    inputs = torch.full((3, 4), rank + 1.0, device="cuda")
+
+    def gradient_is_right() -> bool:
+        model.zero_grad()
+        model(inputs).sum().backward()
+        return bool((model.weight.grad == 3 * (size + 1) / 2).all())
+
+    assert gradient_is_right()
+    refused = pytest.raises(pydist.InvalidUsage, match="cannot be part of a CUDA graph")
+    with refused, Graph():
+        model(inputs).sum().backward()
+    assert gradient_is_right()
+    # Whoever doesn't capture is not left waiting for the one that does.
+    began = time.monotonic()
+    if rank == 0:
+        with refused, Graph():
+            model(inputs).sum().backward()
+    else:
+        with pytest.raises(pydist.Error, match="backward raised on rank 0"):
+            model(inputs).sum().backward()
+    assert time.monotonic() - began < 15, "of 600 seconds that an operation has"
+    assert gradient_is_right()
+
+    # What is under way on our threads and what another thread captures don't mind each other.
+    there, back = (torch.full((100_000,), rank + 1.0, device="cuda") for _ in range(2))
+    counter = torch.zeros(1, device="cuda")
+    for _ in range(3):
+        gpu_ranks.synchronize()
+        works = [pydist.all_reduce(there, async_op=True)]
+        works.append(pydist.send(back, 1 - rank, async_op=True))
+        works.append(pydist.recv(torch.empty_like(back), 1 - rank, async_op=True))
+        with Graph() as graph:
+            counter.add_(1)
+            time.sleep(0.1)
+        for work in works:
+            work.wait()
+        graph.replay()
+    gpu_ranks.synchronize()
+    assert counter.item() == 3
+    assert bool((there == 3.0 * size**2).all())
+
+
+def test_staged_operations_and_captures() -> None:
+    run_ranks(staged, 2, env=STAGED, timeout=35)
