@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import gpu_ranks
 import torch
 
 import pydist
@@ -67,6 +70,8 @@ def reductions() -> list[str]:
 
 def differences() -> dict[str, str]:
     """Runs on every rank: what backends differ in."""
+    if os.environ["PYDIST_BACKEND"] == "nccl":
+        gpu_ranks.install()
     pydist.init()
     communicator = pydist.groups.communicator_of()
     said = communicator.capabilities()
