@@ -221,14 +221,9 @@ class NcclCommunicator final : public Communicator {
   }
 
  private:
-  static const Buffer* first_buffer(const Operation& operation) {
-    const Buffers& buffers = operation.inputs.empty() ? operation.outputs : operation.inputs;
-    return buffers.empty() ? nullptr : buffers.data();
-  }
-
   // Messages go by the host, whatever they hold.
   static bool is_for_gpu(const Operation& operation) {
-    const Buffer* const buffer = first_buffer(operation);
+    const Buffer* const buffer = operation.first_buffer();
     return buffer != nullptr && buffer->device.type == DeviceType::kCuda &&
            !is_point_to_point(operation.kind);
   }
@@ -257,7 +252,7 @@ class NcclCommunicator final : public Communicator {
       return;  // the host's own check follows
     }
     validate(operation, rank(), size());
-    const Buffer& buffer = *first_buffer(operation);
+    const Buffer& buffer = *operation.first_buffer();
     require_own(buffer.device, to_string(operation.kind));
     const bool has_wire = operation.wire_dtype && *operation.wire_dtype != buffer.dtype;
     if (const std::string why =
