@@ -397,6 +397,7 @@ class StagedCommunicator final : public Communicator {
   void abort(const Error& reason) override { host_->abort(reason); }
   [[nodiscard]] std::exception_ptr failure() const override { return host_->failure(); }
   [[nodiscard]] std::string why_vain() const override { return host_->why_vain(); }
+  void watch_peers() override { host_->watch_peers(); }
   [[nodiscard]] std::vector<std::string> whereabouts() const override {
     return host_->whereabouts();
   }

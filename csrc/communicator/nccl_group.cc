@@ -123,6 +123,7 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
   auto group = std::make_shared<NcclGroup>(std::move(options));
   try {
     group->connect(deadline);
+    group->control_->watch_peers();
     // The others' failures end this one too.
     group->agree(std::string());
   } catch (...) {
