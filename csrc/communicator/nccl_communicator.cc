@@ -27,6 +27,7 @@ class NcclMemory final : public Memory {
   NcclMemory(std::shared_ptr<NcclGroup> group, std::size_t bytes)
       : group_(std::move(group)), bytes_(bytes) {
     const cuda::DeviceGuard guard(group_->device());
+    const cuda::RelaxedCapture relaxed;
     const nccl::Functions& functions = group_->api().functions();
     is_nccls_ =
         group_->api().has_registration() &&
@@ -48,14 +49,15 @@ class NcclMemory final : public Memory {
     }
     group_->free_later(
         [group = group_.get(), data = data_, registration = registration_, is_nccls = is_nccls_] {
-          if (registration != nullptr) {
-            group->deregister(registration);
+          if (registration != nullptr && !group->deregister(registration)) {
+            return false;
           }
           if (is_nccls) {
             static_cast<void>(group->api().functions().ncclMemFree(data));
           } else {
             cuda::Driver::get().free(data);
           }
+          return true;
         });
   }
 
