@@ -20,6 +20,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr std::uint64_t kCloseTag = 0x7ffffffe;
+constexpr std::uint64_t kLossTag = 0x7ffffffd;
 
 // Zero means "the default" to gloo.
 milliseconds timeout_of(Deadline deadline) {
@@ -229,6 +230,18 @@ int GlooChannel::finish(const Message& message, Deadline deadline) {
     const bool is_recv = type == c10d::OpType::RECV || type == c10d::OpType::RECVANYSOURCE;
     return is_recv ? message->work->sourceRank() : -1;
   });
+}
+
+void GlooChannel::wait_for_loss(int peer) noexcept {
+  // gloo tells of it whoever waits for a message, and nobody sends this one.
+  std::uint8_t nothing = 0;
+  Message message;
+  try {
+    message = post_recv(&nothing, 1, peer, kLossTag);
+    finish(message, Deadline::never());
+  } catch (const std::exception&) {
+    // As intended.
+  }
 }
 
 void GlooChannel::close() noexcept {

@@ -57,6 +57,9 @@ class GlooChannel {
   // Returns the source of a receive.
   static int finish(const Message& message, Deadline deadline);
 
+  // Returns once the connection to `peer` is lost or has been cut. Only once for a peer.
+  void wait_for_loss(int peer) noexcept;
+
   // Cuts all connections: whoever waits, here or at a peer, fails.
   void close() noexcept;
 

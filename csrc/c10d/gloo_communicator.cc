@@ -10,8 +10,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <thread>
 #include <utility>
+#include <vector>
 
+#include "base/engine_thread.h"
 #include "base/error.h"
 #include "c10d/elastic_threads.h"
 #include "c10d/gloo_channel.h"
@@ -34,8 +37,13 @@ constexpr std::chrono::seconds kShutdownPatience{5};
 // Under which the first failure of a group stands in its store, and how often others look there.
 constexpr const char* kNewsKey = "failed/why";
 constexpr milliseconds kNewsInterval{500};
+// How long the reason for a lost connection may be on its way to the store.
+constexpr std::chrono::seconds kReasonPatience{1};
 // After how many questions without an answer, of a second or so each, the store is gone.
 constexpr int kMostSilences = 20;
+
+// Under which a rank says that it has let the group go.
+std::string farewell_key(int rank) { return join("left/", rank); }
 
 class OrdinaryMemory : public Memory {
  public:
@@ -118,7 +126,62 @@ class Group : public std::enable_shared_from_this<Group> {
       is_asking_ = true;
       ElasticThreads::shared().post([self = shared_from_this()] { self->ask_for_news(); });
     }
-    return news_;
+    return news_.empty() ? loss_ : news_;
+  }
+
+  // Note [Neighbours]
+  // A death cuts the connections of the dead, and gloo tells of that only who waits for a message
+  // of it. So each rank waits for one from both of its neighbours, on a thread for each, for as
+  // long as the group lives. Who shuts the group down says so in the store first, and who fails
+  // gives its reason there; whose connection is lost without either has died, and whoever sees that
+  // tells the others through the store.
+  void watch_neighbours() {
+    const int size = channel.size();
+    std::vector<int> neighbours{(channel.rank() + 1) % size};
+    if (size > 2) {
+      neighbours.push_back((channel.rank() + size - 1) % size);
+    }
+    for (const int peer : neighbours) {
+      {
+        const std::lock_guard lock(mutex_);
+        if (is_shut_down_) {
+          return;
+        }
+        is_watching_ = true;
+        ++listeners_;
+      }
+      try {
+        start_engine_thread("pydist-gloo-ear", [self = shared_from_this(), peer] {
+          self->channel.wait_for_loss(peer);
+          self->explain_loss_of(peer);
+          const std::lock_guard lock(self->mutex_);
+          --self->listeners_;
+          self->quiet_.notify_all();
+        }).detach();
+      } catch (...) {
+        const std::lock_guard lock(mutex_);
+        --listeners_;
+        throw;
+      }
+    }
+  }
+
+  // For a group that has been marked as shut down. False where listeners do not end in time.
+  bool stop_watching(std::chrono::seconds patience) noexcept {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!is_watching_) {
+        return true;
+      }
+    }
+    try {
+      store_->set(farewell_key(channel.rank()), "left");
+    } catch (const std::exception&) {
+      // Whoever hosts the store is gone, and with it whoever would ask.
+    }
+    channel.close();
+    std::unique_lock lock(mutex_);
+    return quiet_.wait_for(lock, patience, [this] { return listeners_ == 0; });
   }
 
   void mark_shut_down() {
@@ -189,6 +252,53 @@ class Group : public std::enable_shared_from_this<Group> {
   }
 
  private:
+  [[nodiscard]] bool is_over() const {
+    const std::lock_guard lock(mutex_);
+    return is_shut_down_ || failure_ != nullptr;
+  }
+
+  // Throws where the store does not answer.
+  [[nodiscard]] bool is_told(const std::string& key) const {
+    try {
+      static_cast<void>(store_->get(key, Deadline::in(std::chrono::nanoseconds::zero())));
+      return true;
+    } catch (const Timeout&) {
+      return false;
+    }
+  }
+
+  // What has become of a neighbour whose connection is lost.
+  void explain_loss_of(int peer) {
+    const Deadline patience = Deadline::in(kReasonPatience);
+    const auto note = [this](const std::string& loss) {
+      const std::lock_guard lock(news_mutex_);
+      loss_ = loss;
+    };
+    try {
+      // Until it is known that it was cut here, or why it was cut.
+      while (!is_over() && !is_told(kNewsKey)) {
+        if (is_told(farewell_key(peer))) {
+          note(join("rank ", peer, " has left"));
+          return;
+        }
+        if (patience.has_passed()) {
+          const std::string loss = join("rank ", peer, " has died, or the network between rank ",
+                                        channel.rank(), " and it");
+          note(loss);
+          store_->set(kNewsKey, loss);
+          return;
+        }
+        std::this_thread::sleep_for(milliseconds(50));
+      }
+    } catch (const std::exception&) {
+      // Others may have cut it because of a rank that hosted the store.
+      if (!is_over()) {
+        note(join("the connection between rank ", channel.rank(), " and rank ", peer,
+                  " is lost, and the job's store does not answer"));
+      }
+    }
+  }
+
   void ask_for_news() {
     std::string news;
     bool is_silent = false;
@@ -228,8 +338,11 @@ class Group : public std::enable_shared_from_this<Group> {
   std::exception_ptr failure_;  // guarded by mutex_
   bool is_shut_down_ = false;   // guarded by mutex_
   int messages_ = 0;            // guarded by mutex_
+  int listeners_ = 0;           // guarded by mutex_
+  bool is_watching_ = false;    // guarded by mutex_
   std::mutex news_mutex_;
   std::string news_;        // guarded by news_mutex_
+  std::string loss_;        // guarded by news_mutex_; of a neighbour
   int silences_ = 0;        // guarded by news_mutex_; of the store, one after the other
   bool is_asking_ = false;  // guarded by news_mutex_
   Deadline next_question_ = Deadline::in(kNewsInterval);  // guarded by news_mutex_
@@ -358,13 +471,20 @@ class GlooCommunicator : public Communicator {
                                                rank_, " while an operation was under way."))));
     }
     queue_.stop();
-    if (!group_->wait_for_messages(kShutdownPatience)) {
+    const bool is_quiet = group_->wait_for_messages(kShutdownPatience);
+    if (!group_->stop_watching(kShutdownPatience) || !is_quiet) {
       group_->channel.abandon();
     }
     group_->channel.release();
   }
 
   std::string why_vain() const override { return size_ == 1 ? std::string() : group_->why_vain(); }
+
+  void watch_peers() override {
+    if (size_ > 1) {
+      group_->watch_neighbours();
+    }
+  }
 
   std::vector<std::string> whereabouts() const override { return {}; }
 
@@ -498,6 +618,7 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     if (rank == 0) {
       asked->erase(kNewsKey);  // of a group of that name which has failed
     }
+    asked->erase(farewell_key(rank));
     const std::string key = join("here/", rank);
     asked->set(key, "1");
     (void)asked->get(key, Deadline::in(timeout));

@@ -37,15 +37,8 @@ constexpr std::size_t kSlots = 3;
 // what was on the device before them.
 constexpr std::chrono::seconds kCopyPatience{1};
 
-const Buffer* first_buffer(const Operation& operation) {
-  return !operation.inputs.empty()    ? operation.inputs.data()
-         : !operation.outputs.empty() ? operation.outputs.data()
-                                      : nullptr;
-}
-
-// All buffers of an operation are on one device.
 bool is_on_device(const Operation& operation) {
-  const Buffer* const buffer = first_buffer(operation);
+  const Buffer* const buffer = operation.first_buffer();
   return buffer != nullptr && buffer->device.type != DeviceType::kCpu;
 }
 
@@ -403,6 +396,7 @@ class StagedCommunicator final : public Communicator {
   void abort(const Error& reason) override { host_->abort(reason); }
   [[nodiscard]] std::exception_ptr failure() const override { return host_->failure(); }
   [[nodiscard]] std::string why_vain() const override { return host_->why_vain(); }
+  void watch_peers() override { host_->watch_peers(); }
   [[nodiscard]] std::vector<std::string> whereabouts() const override {
     return host_->whereabouts();
   }
@@ -479,7 +473,7 @@ class StagedCommunicator final : public Communicator {
   WorkPtr stage(Operation operation) {
     require_open();
     validate(operation, rank(), size());
-    const Device device = first_buffer(operation)->device;
+    const Device device = operation.first_buffer()->device;
     if (size() == 1 && !is_point_to_point(operation.kind)) {
       combine_alone(operation, device);
       return completed_work();

@@ -135,6 +135,10 @@ class Communicator {
   // has died or left; for people. Empty while there is hope.
   [[nodiscard]] virtual std::string why_vain() const { return {}; }
 
+  // From now on why_vain() tells of every rank that dies or leaves, whether anything is under way
+  // or not. For backends that do not see it anyway; all ranks of the group call.
+  virtual void watch_peers() {}
+
   // Lets the group go: later calls throw InvalidUsage; peers that still wait for this rank fail
   // with PeerLost. Operations under way fail with Aborted. Idempotent; never throws.
   virtual void shutdown() noexcept = 0;

@@ -345,9 +345,8 @@ class NativeCommunicator final : public Communicator,
       std::rethrow_exception(health_->failure());
     }
     validate(operation, rank_, size_);
-    // All of them are on one device.
-    const Buffers& buffers = operation.inputs.empty() ? operation.outputs : operation.inputs;
-    if (!buffers.empty() && buffers[0].device.type != DeviceType::kCpu) {
+    const Buffer* const buffer = operation.first_buffer();
+    if (buffer != nullptr && buffer->device.type != DeviceType::kCpu) {
       throw InvalidUsage(join(to_string(operation.kind),
                               ": the native backend takes CPU tensors only; move the tensor "
                               "to the CPU, or use a backend for its device."));

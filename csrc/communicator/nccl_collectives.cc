@@ -139,9 +139,12 @@ class Enqueuing {
   void reduce() {
     const bool has_wire = call_.wire_dtype != call_.dtype;
     const std::optional<Reduction> reduction = reduction_of(call_.op, call_.dtype);
-    if (settings_.pins_ring || !reduction) {
+    const bool converts = settings_.has_kernels() && is_converted(call_.op, call_.dtype, has_wire);
+    // NCCL scatters equal blocks only.
+    const bool is_ragged = call_.kind == OpKind::kReduceScatter && call_.inputs.is_ragged();
+    if (settings_.pins_ring || !reduction || (converts && is_ragged)) {
       reduce_on_ring(group_, *settings_.kernels, call_);
-    } else if (settings_.has_kernels() && is_converted(call_.op, call_.dtype, has_wire)) {
+    } else if (converts) {
       reduce_converted();
     } else {
       reduce_directly(*reduction);

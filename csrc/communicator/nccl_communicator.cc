@@ -27,6 +27,7 @@ class NcclMemory final : public Memory {
   NcclMemory(std::shared_ptr<NcclGroup> group, std::size_t bytes)
       : group_(std::move(group)), bytes_(bytes) {
     const cuda::DeviceGuard guard(group_->device());
+    const cuda::RelaxedCapture relaxed;
     const nccl::Functions& functions = group_->api().functions();
     is_nccls_ =
         group_->api().has_registration() &&
@@ -48,14 +49,15 @@ class NcclMemory final : public Memory {
     }
     group_->free_later(
         [group = group_.get(), data = data_, registration = registration_, is_nccls = is_nccls_] {
-          if (registration != nullptr) {
-            group->deregister(registration);
+          if (registration != nullptr && !group->deregister(registration)) {
+            return false;
           }
           if (is_nccls) {
             static_cast<void>(group->api().functions().ncclMemFree(data));
           } else {
             cuda::Driver::get().free(data);
           }
+          return true;
         });
   }
 
@@ -221,14 +223,9 @@ class NcclCommunicator final : public Communicator {
   }
 
  private:
-  static const Buffer* first_buffer(const Operation& operation) {
-    const Buffers& buffers = operation.inputs.empty() ? operation.outputs : operation.inputs;
-    return buffers.empty() ? nullptr : buffers.data();
-  }
-
   // Messages go by the host, whatever they hold.
   static bool is_for_gpu(const Operation& operation) {
-    const Buffer* const buffer = first_buffer(operation);
+    const Buffer* const buffer = operation.first_buffer();
     return buffer != nullptr && buffer->device.type == DeviceType::kCuda &&
            !is_point_to_point(operation.kind);
   }
@@ -257,7 +254,7 @@ class NcclCommunicator final : public Communicator {
       return;  // the host's own check follows
     }
     validate(operation, rank(), size());
-    const Buffer& buffer = *first_buffer(operation);
+    const Buffer& buffer = *operation.first_buffer();
     require_own(buffer.device, to_string(operation.kind));
     const bool has_wire = operation.wire_dtype && *operation.wire_dtype != buffer.dtype;
     if (const std::string why =

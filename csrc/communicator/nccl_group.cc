@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "communicator/nccl_launched_work.h"
 #include "communicator/nccl_watchdog.h"
+#include "communicator/open_communicators.h"
 
 namespace pydist {
 namespace {
@@ -109,20 +110,13 @@ NcclGroup::~NcclGroup() {
       end_thread_.detach();
     }
   }
-  if (scratch_ != nullptr) {
-    try {
-      const cuda::DeviceGuard guard(device_);
-      cuda::Driver::get().free(scratch_);
-    } catch (const std::exception& error) {
-      log_line(LogLevel::kError, error.what());
-    }
-  }
 }
 
 std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
   auto group = std::make_shared<NcclGroup>(std::move(options));
   try {
     group->connect(deadline);
+    group->control_->watch_peers();
     // The others' failures end this one too.
     group->agree(std::string());
   } catch (...) {
@@ -256,13 +250,71 @@ void NcclGroup::grouped(const std::function<void()>& body) {
   check(api_->functions().ncclGroupEnd(), "ncclGroupEnd");
 }
 
-std::byte* NcclGroup::scratch() {
-  // Graphs have their own: a replay and a launch on the group's stream may overlap.
-  std::byte*& memory = is_capturing_ ? captured_scratch_ : scratch_;
-  if (memory == nullptr) {
+// The scratch memory of a graph, which goes with it.
+struct NcclGroup::GraphScratch {
+  std::weak_ptr<NcclGroup> group;
+  int device;
+  std::uint64_t capture;
+  std::byte* memory;
+
+  void free() const {
+    if (const auto owner = group.lock()) {
+      const std::lock_guard lock(owner->mutex_);
+      owner->graph_scratch_.erase(capture);
+    }
+    const cuda::DeviceGuard guard(device);
     const cuda::RelaxedCapture relaxed;
-    memory = static_cast<std::byte*>(cuda::Driver::get().allocate(kScratchBytes));
+    cuda::Driver::get().free(memory);
   }
+
+  // As a graph calls it, on a thread that may not call CUDA.
+  static void let_go(void* argument) noexcept {
+    try {
+      std::shared_ptr<GraphScratch> self(static_cast<GraphScratch*>(argument));
+      if (is_process_ending()) {
+        return;
+      }
+      start_engine_thread("pydist-nccl-mem", [self = std::move(self)] {
+        try {
+          self->free();
+        } catch (const std::exception& error) {
+          log_line(LogLevel::kError, error.what());
+        }
+      }).detach();
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());
+    }
+  }
+};
+
+std::byte* NcclGroup::scratch() {
+  if (capture_) {
+    return scratch_of_graph();
+  }
+  if (scratch_ == nullptr) {
+    const cuda::RelaxedCapture relaxed;
+    scratch_ = static_cast<std::byte*>(cuda::Driver::get().allocate(kScratchBytes));
+  }
+  return scratch_;
+}
+
+std::byte* NcclGroup::scratch_of_graph() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = graph_scratch_.find(capture_->id); found != graph_scratch_.end()) {
+      return found->second;
+    }
+  }
+  const cuda::RelaxedCapture relaxed;
+  const cuda::Driver& driver = cuda::Driver::get();
+  auto* const memory = static_cast<std::byte*>(driver.allocate(kScratchBytes));
+  {
+    const std::lock_guard lock(mutex_);
+    graph_scratch_.emplace(capture_->id, memory);
+  }
+  // Kept if the graph does not take it, which fails the group.
+  driver.when_gone(capture_->graph, &GraphScratch::let_go,
+                   new GraphScratch{weak_from_this(), device_, capture_->id, memory});
   return memory;
 }
 
@@ -283,12 +335,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     throw InvalidUsage(pydist::join(to_string(launch.kind), " on the group '", control_->name(),
                                     "', which has been shut down."));
   }
-  const cuda::DeviceGuard guard(device_);
-  const cuda::Driver& driver = cuda::Driver::get();
-  is_capturing_ = std::any_of(launch.streams.begin(), launch.streams.end(),
-                              [&](nccl::StreamHandle each) { return driver.is_capturing(each); });
-  auto work = std::make_shared<LaunchedWork>(weak_from_this(), device_, is_capturing_);
-  UnderWay entry{work, launch.deadline, launch.kind, 0, std::move(launch.label), 0};
+  UnderWay entry{nullptr, launch.deadline, launch.kind, 0, std::move(launch.label), 0};
   {
     const std::lock_guard lock(mutex_);
     entry.sequence = ++sequence_;
@@ -306,7 +353,17 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   launching_until_ = launch.deadline;
   std::exception_ptr error;
   std::exception_ptr interruption;
+  std::shared_ptr<LaunchedWork> work;
+  capture_.reset();
   try {
+    const cuda::DeviceGuard guard(device_);
+    for (nccl::StreamHandle each : launch.streams) {
+      if (!capture_) {
+        capture_ = cuda::Driver::get().capture_of(each);
+      }
+    }
+    work = std::make_shared<LaunchedWork>(weak_from_this(), device_, capture_.has_value());
+    entry.work = work;
     for (nccl::StreamHandle each : launch.streams) {
       work->event().record(each);
       work->event().hold_back(stream());
@@ -325,7 +382,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
         make_error(ErrorKind::kAborted, pydist::join("rank ", rank(), " was interrupted in ",
                                                      entry.title(), " (", kWhatInterrupts, ")."));
   }
-  if (error == nullptr && is_capturing_) {
+  if (error == nullptr && capture_) {
     has_captured_ = true;
     close_journal(JournalState::kSucceeded);
     work->finish();
@@ -379,26 +436,47 @@ void* NcclGroup::register_memory(void* data, std::size_t bytes) {
   return result == Result::kSuccess || result == Result::kInProgress ? registration : nullptr;
 }
 
-// NCCL forgets what it has registered when it ends, so where there is no time it is left to that.
-void NcclGroup::deregister(void* registration) noexcept {
-  if (has_failed_ || is_closing_ || is_in_launch) {
+// Once nothing is launched any more.
+void NcclGroup::free_scratch() {
+  if (scratch_ == nullptr || is_launching_) {
     return;
   }
+  const std::lock_guard lock(mutex_);
+  freed_.emplace_back([memory = std::exchange(scratch_, nullptr)] {
+    cuda::Driver::get().free(memory);
+    return true;
+  });
+}
+
+bool NcclGroup::deregister(void* registration) noexcept {
+  if (has_ended_now()) {
+    return true;  // with the communicator, everything that it knew is forgotten
+  }
+  if (is_in_launch) {
+    return false;
+  }
+  // Another launch may take long, where it sets up connections.
   const Deadline patience = Deadline::in(kLaunchPatience);
   std::unique_lock order(launch_mutex(), std::defer_lock);
   while (!order.try_lock()) {
     if (patience.has_passed()) {
-      return;
+      return false;
     }
     std::this_thread::sleep_for(milliseconds(1));
   }
+  const LaunchMark mark(is_launching_);  // an abort waits for it
   const std::lock_guard calls(calls_mutex_);
-  if (!has_failed_ && !is_closing_) {
-    static_cast<void>(api_->functions().ncclCommDeregister(comm_, registration));
+  if (has_failed_ || is_closing_) {
+    return false;
   }
+  static_cast<void>(api_->functions().ncclCommDeregister(comm_, registration));
+  return true;
 }
 
-void NcclGroup::free_later(std::function<void()> free) noexcept {
+void NcclGroup::free_later(Free free) noexcept {
+  if (is_process_ending()) {
+    return;  // the driver takes back all that the process has
+  }
   try {
     {
       const std::lock_guard lock(mutex_);
@@ -425,7 +503,7 @@ void NcclGroup::free_now() {
     const std::lock_guard lock(mutex_);
     return std::pair(freed_.size(), under_way_.size());
   };
-  if (counts().first == 0) {
+  if (counts().first == 0 || (has_failed_ && !has_ended_now())) {
     return;
   }
   drain(Deadline::in(end_patience_));
@@ -437,7 +515,7 @@ void NcclGroup::free_now() {
   const cuda::RelaxedCapture relaxed;
   // Nobody tells which streams have used it, and not every way of freeing waits for them.
   cuda::Driver::get().synchronize();
-  std::vector<std::function<void()>> freed;
+  std::vector<Free> freed;
   {
     // Those that have come since may be in use.
     const std::lock_guard lock(mutex_);
@@ -445,9 +523,9 @@ void NcclGroup::free_now() {
     std::move(freed_.begin(), end, std::back_inserter(freed));
     freed_.erase(freed_.begin(), end);
   }
-  for (const std::function<void()>& free : freed) {
-    free();
-  }
+  std::erase_if(freed, [](const Free& free) { return free(); });
+  const std::lock_guard lock(mutex_);
+  std::move(freed.begin(), freed.end(), std::back_inserter(freed_));
 }
 
 }  // namespace pydist

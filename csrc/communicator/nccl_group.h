@@ -30,6 +30,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -42,6 +43,7 @@
 #include "communicator/communicator.h"
 #include "communicator/nccl_api.h"
 #include "communicator/work.h"
+#include "cuda/driver.h"
 #include "cuda/stream.h"
 #include "health/journal.h"
 
@@ -103,8 +105,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void check(nccl::Result result, const char* what);
   // Calls of `body` become one launch.
   void grouped(const std::function<void()>& body);
-  // Device memory for the time of one launch, reused by the next. What takes more is done in
-  // pieces.
+  // Device memory for the time of one launch, reused by the next; of its own for each CUDA graph,
+  // since a replay overlaps with other graphs and with launches. What takes more is done in pieces.
   [[nodiscard]] std::byte* scratch();
   static constexpr std::size_t kScratchBytes = std::size_t{16} << 20;
 
@@ -112,13 +114,15 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void agree(const std::string& complaint);
   // Makes memory known to NCCL; null where it does not want to know it.
   [[nodiscard]] void* register_memory(void* data, std::size_t bytes);
-  // Takes that back, if there still is a communicator.
-  void deregister(void* registration) noexcept;
+  // Takes that back. False while that cannot be done: what is registered must not be freed.
+  [[nodiscard]] bool deregister(void* registration) noexcept;
 
   // Note [Freed memory]
   // Whoever lets go of device memory may do so while kernels use it, and holding locks (the GIL,
   // for one) that others need to get on. So it is freed later: by the next allocation, or the end.
-  void free_later(std::function<void()> free) noexcept;
+  // `Free` returns whether it has freed; otherwise it is called again.
+  using Free = std::function<bool()>;
+  void free_later(Free free) noexcept;
   // Keeps what it cannot free yet, because the device does not come to an end.
   void free_now();
 
@@ -136,6 +140,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
 
  private:
   class LaunchedWork;
+  struct GraphScratch;
   struct UnderWay {
     std::shared_ptr<LaunchedWork> work;
     Deadline deadline;
@@ -151,10 +156,17 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void poll_until_ready(const char* what, Deadline deadline);
   void settle_done();
   void wait_for_launches() const noexcept;
+  [[nodiscard]] std::byte* scratch_of_graph();
+  void free_scratch();
+  // Whether what was replayed has come to its end; watches meanwhile.
+  [[nodiscard]] bool finish_replays(Deadline deadline);
+  void end_communicator();
   void finish_all() noexcept;
   // Runs `end` on a thread of its own, and what is under way finishes afterwards.
   void end_on_thread(std::function<void()> end) noexcept;
   [[nodiscard]] bool wait_for_end(Deadline deadline) noexcept;
+  // The same, and until memory has been freed.
+  [[nodiscard]] bool wait_for_memory(Deadline deadline) noexcept;
   [[nodiscard]] bool has_ended_now() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
@@ -172,11 +184,11 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   const std::chrono::milliseconds end_patience_;
   std::optional<cuda::OwnedStream> stream_;
   nccl::CommHandle comm_ = nullptr;
-  std::byte* scratch_ = nullptr;
-  std::byte* captured_scratch_ = nullptr;  // of graphs, which may outlive the group
-  bool is_capturing_ = false;              // by the launching thread
-  std::mutex calls_mutex_;                 // NCCL's functions, but for the question of errors
+  std::byte* scratch_ = nullptr;                  // by the launching thread, then by the end
+  std::optional<cuda::Capture> capture_;          // by the launching thread
   Deadline launching_until_ = Deadline::never();  // by the launching thread
+  std::mutex calls_mutex_;   // NCCL's functions, but for the question of errors
+  std::mutex settle_mutex_;  // for whoever asks events; before mutex_
 
   mutable std::mutex mutex_;
   std::deque<UnderWay> under_way_;  // guarded by mutex_; in order
@@ -184,10 +196,12 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::uint64_t sequence_ = 0;      // guarded by mutex_
   // Guarded by mutex_. Everybody gets an exception of its own: one is not to be shared by threads.
   std::optional<ErrorDescription> failure_;
-  std::vector<std::function<void()>> freed_;  // guarded by mutex_; what is to be freed
+  std::vector<Free> freed_;                            // guarded by mutex_; what is to be freed
+  std::map<std::uint64_t, std::byte*> graph_scratch_;  // guarded by mutex_; by capture
   std::optional<Deadline> ending_;      // guarded by mutex_; when the end under way is given up
   std::optional<Deadline> vain_until_;  // guarded by mutex_; once a rank has died or left
   bool has_ended_ = false;              // guarded by mutex_; NCCL's communicator
+  bool has_freed_ = false;              // guarded by mutex_; after its end
   std::condition_variable ended_;
   std::thread end_thread_;  // guarded by mutex_
   std::atomic<bool> is_launching_{false};

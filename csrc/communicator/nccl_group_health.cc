@@ -1,7 +1,9 @@
 // How an NCCL group is watched, fails and ends; see Note [How a group fails] in nccl_group.h.
 
 #include <algorithm>
+#include <atomic>
 #include <iterator>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -32,7 +34,7 @@ constexpr milliseconds kReplayInterval{50};
 }  // namespace
 
 std::exception_ptr NcclGroup::failure() const {
-  if (!has_failed_.load(std::memory_order_acquire)) {
+  if (!has_failed_) {
     return nullptr;
   }
   const std::lock_guard lock(mutex_);
@@ -49,7 +51,7 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
       return;
     }
     failure_ = describe(error);
-    has_failed_.store(true, std::memory_order_release);
+    has_failed_ = true;
   }
   try {
     const auto [kind, what] = describe(error);
@@ -95,11 +97,20 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
             self->ended_.notify_all();
           }
           self->finish_all();
+          try {
+            self->free_scratch();
+            self->free_now();
+          } catch (const std::exception& error) {
+            log_line(LogLevel::kError, error.what());
+          }
+          const std::lock_guard lock(self->mutex_);
+          self->has_freed_ = true;
+          self->ended_.notify_all();
         });
   } catch (const std::exception& error) {  // no thread to be had
     log_line(LogLevel::kError, error.what());
     ending_ = Deadline::in(milliseconds::zero());
-    has_ended_ = true;
+    has_ended_ = has_freed_ = true;
     ended_.notify_all();
   }
   if (watchdog_ != nullptr) {
@@ -117,12 +128,38 @@ bool NcclGroup::wait_for_end(Deadline deadline) noexcept {
   return ended_.wait_until(lock, deadline.when(), [this] { return has_ended_; });
 }
 
+bool NcclGroup::wait_for_memory(Deadline deadline) noexcept {
+  std::unique_lock lock(mutex_);
+  return ended_.wait_until(lock, deadline.when(), [this] { return has_freed_; });
+}
+
 void NcclGroup::settle_done() {
+  // One thread at a time asks, and without the lock of the group: the driver may keep it waiting,
+  // for as long as an operation hangs, and the others have to be able to end that.
+  std::unique_lock settling(settle_mutex_, std::try_to_lock);
+  if (!settling.owns_lock()) {
+    return;
+  }
   std::vector<UnderWay> done;
+  std::vector<Work::Notice> notices;
   std::exception_ptr broken;
   try {
-    const std::lock_guard lock(mutex_);
-    while (!failure_ && !under_way_.empty() && under_way_.front().work->event().is_done()) {
+    while (true) {
+      std::shared_ptr<LaunchedWork> first;
+      {
+        const std::lock_guard lock(mutex_);
+        if (failure_ || under_way_.empty()) {
+          break;
+        }
+        first = under_way_.front().work;
+      }
+      if (!first->event().is_done()) {
+        break;
+      }
+      const std::lock_guard lock(mutex_);
+      if (failure_ || under_way_.empty()) {
+        break;  // whoever ends the group finishes it
+      }
       done.push_back(std::move(under_way_.front()));
       under_way_.pop_front();
     }
@@ -133,7 +170,11 @@ void NcclGroup::settle_done() {
     if (journal_ != nullptr) {
       journal_->finish(each.ticket, JournalState::kSucceeded);
     }
-    each.work->finish();
+    notices.push_back(each.work->settle(nullptr));
+  }
+  settling.unlock();
+  for (const Work::Notice& notice : notices) {
+    notice.deliver();
   }
   if (broken != nullptr) {
     std::rethrow_exception(broken);
@@ -197,7 +238,7 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
         return under_way_.empty() ? kIdle : kWatchInterval;
       }
       // A graph may be replayed at any time.
-      if (under_way_.empty() && (!has_captured_ || is_ended_)) {
+      if (under_way_.empty() && !has_captured_) {
         return kIdle;
       }
       is_late = std::any_of(under_way_.begin(), under_way_.end(),
@@ -284,6 +325,54 @@ void NcclGroup::drain(Deadline deadline) {
   }
 }
 
+// Replays run on the callers' streams, so only the whole device tells. It is asked on a thread of
+// its own: that takes as long as a replay hangs.
+bool NcclGroup::finish_replays(Deadline deadline) {
+  const auto is_over = std::make_shared<std::atomic<bool>>(false);
+  start_engine_thread("pydist-nccl-syn", [device = device_, is_over] {
+    try {
+      const cuda::DeviceGuard guard(device);
+      cuda::Driver::get().synchronize();
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());
+    }
+    *is_over = true;
+  }).detach();
+  while (!*is_over && failure() == nullptr && !deadline.has_passed()) {
+    watch();
+    std::this_thread::sleep_for(microseconds(200));
+  }
+  return *is_over;
+}
+
+// Ends NCCL's communicator in good order, or aborts it where that does not come to an end.
+void NcclGroup::end_communicator() {
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  try {
+    free_now();
+  } catch (const std::exception& error) {
+    log_line(LogLevel::kError, error.what());
+  }
+  {
+    const std::lock_guard calls(calls_mutex_);
+    is_closing_ = true;
+  }
+  const nccl::Functions& nccl = api_->functions();
+  const Deadline patience = Deadline::in(end_patience_ / 2);
+  Result state = nccl.ncclCommFinalize(comm_);
+  while (state == Result::kInProgress && !patience.has_passed()) {
+    std::this_thread::sleep_for(microseconds(200));
+    const Result asked = nccl.ncclCommGetAsyncError(comm_, &state);
+    if (asked != Result::kSuccess) {
+      state = asked;
+    }
+  }
+  // One that has failed, or is busy, cannot be destroyed.
+  static_cast<void>(state == Result::kSuccess ? nccl.ncclCommDestroy(comm_)
+                                              : nccl.ncclCommAbort(comm_));
+}
+
 void NcclGroup::end() noexcept {
   if (is_ended_.exchange(true)) {
     return;
@@ -297,46 +386,43 @@ void NcclGroup::end() noexcept {
     watch();
     std::this_thread::sleep_for(microseconds(200));
   }
-  if (!is_quiet()) {
+  const auto give_up = [this](const char* what) {
     fail(make_error(ErrorKind::kAborted,
                     pydist::join("The group '", control_->name(), "' was shut down on rank ",
-                                 rank(), " while an operation was under way.")));
+                                 rank(), " while ", what, " was under way.")));
+  };
+  if (!is_quiet()) {
+    give_up("an operation");
+  }
+  if (has_captured_ && failure() == nullptr) {
+    try {
+      if (!finish_replays(deadline)) {
+        give_up("a CUDA graph with its operations");
+      }
+    } catch (const std::exception& error) {  // no thread to be had
+      log_line(LogLevel::kError, error.what());
+    }
   }
   if (failure() == nullptr && comm_ != nullptr && weak_from_this().lock() != nullptr) {
-    end_on_thread([this] {
-      const cuda::DeviceGuard guard(device_);
-      try {
-        free_now();
-      } catch (const std::exception& error) {
-        log_line(LogLevel::kError, error.what());
-      }
-      is_closing_ = true;
-      Result state = api_->functions().ncclCommFinalize(comm_);
-      while (state == Result::kInProgress) {
-        std::this_thread::sleep_for(microseconds(200));
-        if (api_->functions().ncclCommGetAsyncError(comm_, &state) != Result::kSuccess) {
-          break;
-        }
-      }
-      static_cast<void>(api_->functions().ncclCommDestroy(comm_));
-    });
+    end_on_thread([this] { end_communicator(); });
   }
   const std::optional<Deadline> until = [this] {
     const std::lock_guard lock(mutex_);
     return ending_;
   }();
   if (until && !wait_for_end(*until)) {
-    log_line(LogLevel::kWarning, pydist::join("NCCL's communicator of group '", control_->name(),
-                                              "' does not end; it is left to itself."));
+    log_line(LogLevel::kWarning,
+             pydist::join("NCCL's communicator of group '", control_->name(),
+                          "' does not end; it is left to itself.",
+                          has_captured_ ? " It waits for the CUDA graphs that hold its operations: "
+                                          "drop them before shutdown()."
+                                        : ""));
   }
   finish_all();
-  try {
-    if (has_ended_now()) {
-      free_now();
-    }
-  } catch (const std::exception& error) {
-    log_line(LogLevel::kError, error.what());
+  if (until && has_ended_now()) {
+    static_cast<void>(wait_for_memory(*until));
   }
+  has_captured_ = false;  // nobody asks for faults any more
   control_->shutdown();
 }
 

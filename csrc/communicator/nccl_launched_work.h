@@ -21,6 +21,7 @@ class NcclGroup::LaunchedWork : public Work {
       : group_(std::move(group)), device_(device), is_captured_(is_captured) {}
 
   [[nodiscard]] bool wait_on_stream(void* stream) override {
+    require_not_forked();
     if (const std::exception_ptr error = exception()) {
       std::rethrow_exception(error);
     }

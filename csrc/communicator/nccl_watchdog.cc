@@ -11,10 +11,8 @@
 #include "base/engine_thread.h"
 #include "base/fork.h"
 #include "communicator/nccl_group.h"
-#include "cuda/driver.h"
 
 namespace pydist {
-namespace {}  // namespace
 
 // The thread holds it, and may outlive the watchdog for a moment.
 struct NcclWatchdog::Shared {
@@ -74,7 +72,6 @@ void NcclWatchdog::wake() noexcept {
 }
 
 void NcclWatchdog::run(const std::shared_ptr<Shared>& shared) {
-  const cuda::RelaxedCapture relaxed;
   std::unique_lock lock(shared->mutex);
   while (!shared->is_stopping) {
     std::vector<std::shared_ptr<NcclGroup>> groups;

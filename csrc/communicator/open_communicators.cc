@@ -1,5 +1,6 @@
 #include "communicator/open_communicators.h"
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -18,6 +19,8 @@ Registry& registry() {
   return *the_registry;
 }
 
+std::atomic<bool> is_ending{false};
+
 }  // namespace
 
 void note_open(const CommunicatorPtr& communicator) {
@@ -27,7 +30,10 @@ void note_open(const CommunicatorPtr& communicator) {
   known.all.push_back(communicator);
 }
 
+bool is_process_ending() noexcept { return is_ending.load(std::memory_order_relaxed); }
+
 void shut_down_all() noexcept {
+  is_ending.store(true, std::memory_order_relaxed);
   std::vector<std::weak_ptr<Communicator>> all;
   {
     Registry& known = registry();

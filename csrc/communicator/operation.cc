@@ -142,9 +142,7 @@ class Validator {
       return;
     }
     const DType wire = *operation_.wire_dtype;
-    const auto& in = operation_.inputs;
-    const auto& out = operation_.outputs;
-    const Buffer* const buffer = !in.empty() ? in.data() : !out.empty() ? out.data() : nullptr;
+    const Buffer* const buffer = operation_.first_buffer();
     if (buffer != nullptr && wire == buffer->dtype) {
       return;
     }

@@ -59,6 +59,12 @@ struct Operation {
   std::optional<Deadline> deadline;
   // What the journal calls this operation beside its kind: "bucket 7, first parameter fc.weight".
   std::string label;
+
+  // Tells the dtype and the device of all; null where there is none.
+  [[nodiscard]] const Buffer* first_buffer() const noexcept {
+    const Buffers& buffers = inputs.empty() ? outputs : inputs;
+    return buffers.empty() ? nullptr : buffers.data();
+  }
 };
 
 // The types in which sums, means and premul_sums of float32 can travel: half the bytes, at the

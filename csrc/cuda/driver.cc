@@ -15,6 +15,12 @@ constexpr int kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr int kCaptureModeRelaxed = 2;
+constexpr unsigned kUserObjectNoDestructorSync = 1;
+constexpr unsigned kGraphUserObjectMove = 1;
+
+// CU_STREAM_LEGACY, the other name of the null stream.
+// NOLINTNEXTLINE(performance-no-int-to-ptr): the driver's own constant
+const Stream kStreamLegacy = reinterpret_cast<Stream>(1);
 
 }  // namespace
 
@@ -30,7 +36,8 @@ struct Driver::Functions {
   int (*cuGetErrorString)(int, const char**);
   int (*cuStreamCreateWithPriority)(void**, unsigned, int);
   int (*cuStreamDestroy_v2)(void*);
-  int (*cuStreamIsCapturing)(void*, int*);
+  int (*cuStreamGetCaptureInfo_v2)(void*, int*, std::uint64_t*, void**, const void***,
+                                   std::size_t*);
   int (*cuStreamQuery)(void*);
   int (*cuStreamWaitEvent)(void*, void*, unsigned);
   int (*cuEventCreate)(void**, unsigned);
@@ -41,6 +48,8 @@ struct Driver::Functions {
   int (*cuMemAlloc_v2)(std::size_t*, std::size_t);
   int (*cuMemFree_v2)(std::size_t);
   int (*cuThreadExchangeStreamCaptureMode)(int*);
+  int (*cuUserObjectCreate)(void**, void*, void (*)(void*), unsigned, unsigned);
+  int (*cuGraphRetainUserObject)(void*, void*, unsigned, unsigned);
 };
 
 struct Driver::Opened {
@@ -72,7 +81,7 @@ struct Driver::Opened {
     PYDIST_RESOLVE(cuGetErrorString);
     PYDIST_RESOLVE(cuStreamCreateWithPriority);
     PYDIST_RESOLVE(cuStreamDestroy_v2);
-    PYDIST_RESOLVE(cuStreamIsCapturing);
+    PYDIST_RESOLVE(cuStreamGetCaptureInfo_v2);
     PYDIST_RESOLVE(cuStreamQuery);
     PYDIST_RESOLVE(cuStreamWaitEvent);
     PYDIST_RESOLVE(cuEventCreate);
@@ -83,6 +92,8 @@ struct Driver::Opened {
     PYDIST_RESOLVE(cuMemAlloc_v2);
     PYDIST_RESOLVE(cuMemFree_v2);
     PYDIST_RESOLVE(cuThreadExchangeStreamCaptureMode);
+    PYDIST_RESOLVE(cuUserObjectCreate);
+    PYDIST_RESOLVE(cuGraphRetainUserObject);
 #undef PYDIST_RESOLVE
     if (!why_missing.empty()) {
       return;
@@ -130,12 +141,51 @@ Stream Driver::create_stream() const {
   return stream;
 }
 
-void Driver::destroy_stream(Stream stream) const noexcept { functions_.cuStreamDestroy_v2(stream); }
+namespace {
 
-bool Driver::is_capturing(Stream stream) const {
+// Calls `function` in a context; which one the thread had before, it has afterwards.
+template <typename Functions, typename Function>
+void in_context(const Functions& functions, Context context, const Function& function) noexcept {
+  Context previous = nullptr;
+  functions.cuCtxGetCurrent(&previous);
+  if (previous == context) {
+    function();
+    return;
+  }
+  if (functions.cuCtxSetCurrent(context) == kSuccess) {
+    function();
+    functions.cuCtxSetCurrent(previous);
+  }
+}
+
+}  // namespace
+
+void Driver::destroy_stream(Stream stream, Context context) const noexcept {
+  in_context(functions_, context, [&] { functions_.cuStreamDestroy_v2(stream); });
+}
+
+std::optional<Capture> Driver::capture_of(Stream stream) const {
+  // Not even asked: the answer is an error while a stream is captured that waits for the legacy
+  // one.
+  if (stream == nullptr || stream == kStreamLegacy) {
+    return std::nullopt;
+  }
   int status = 0;
-  check(functions_.cuStreamIsCapturing(stream, &status), "tell whether a stream is captured");
-  return status != 0;
+  Capture capture{};
+  check(functions_.cuStreamGetCaptureInfo_v2(stream, &status, &capture.id, &capture.graph, nullptr,
+                                             nullptr),
+        "tell whether a stream is captured");
+  return status == 0 ? std::nullopt : std::optional(capture);
+}
+
+void Driver::when_gone(Graph graph, HostFunction function, void* argument) const {
+  void* object = nullptr;
+  check(functions_.cuUserObjectCreate(&object, argument, function, 1, kUserObjectNoDestructorSync),
+        "make an object of a graph");
+  // The graph takes over the one reference. Where it does not, the object stays: to let go of it
+  // would call the function.
+  check(functions_.cuGraphRetainUserObject(graph, object, 1, kGraphUserObjectMove),
+        "give a graph an object");
 }
 
 bool Driver::is_idle(Stream stream) const {
@@ -153,7 +203,9 @@ Event Driver::create_event() const {
   return event;
 }
 
-void Driver::destroy_event(Event event) const noexcept { functions_.cuEventDestroy_v2(event); }
+void Driver::destroy_event(Event event, Context context) const noexcept {
+  in_context(functions_, context, [&] { functions_.cuEventDestroy_v2(event); });
+}
 
 void Driver::record(Event event, Stream stream) const {
   check(functions_.cuEventRecord(event, stream), "record an event");
@@ -178,6 +230,12 @@ void Driver::copy(void* to, const void* from, std::size_t bytes, Stream stream) 
                                    reinterpret_cast<std::size_t>(from), bytes, stream),
           "copy memory");
   }
+}
+
+Context Driver::current_context() const {
+  Context context = nullptr;
+  check(functions_.cuCtxGetCurrent(&context), "tell the current context");
+  return context;
 }
 
 void Driver::synchronize() const { check(functions_.cuCtxSynchronize(), "finish"); }
@@ -207,7 +265,7 @@ DeviceGuard::DeviceGuard(int device) {
     }
     context = known;
   }
-  driver.check(driver.functions_.cuCtxGetCurrent(&previous_), "tell the current context");
+  previous_ = driver.current_context();
   if (previous_ != context) {
     driver.check(driver.functions_.cuCtxSetCurrent(context), "choose a context");
     is_changed_ = true;

@@ -8,6 +8,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
 
 namespace pydist::cuda {
@@ -15,7 +17,15 @@ namespace pydist::cuda {
 // As the driver declares them; a null stream is the legacy default stream.
 using Stream = void*;
 using Event = void*;
+using Graph = void*;
+using Context = void*;
 using HostFunction = void (*)(void*);
+
+// A capture into a graph that is under way.
+struct Capture {
+  std::uint64_t id;  // no other of this process has it
+  Graph graph;       // for as long as the capture goes on
+};
 
 class Driver {
  public:
@@ -26,14 +36,20 @@ class Driver {
 
   // A stream that does not wait for the legacy default stream, with the highest priority.
   [[nodiscard]] Stream create_stream() const;
-  void destroy_stream(Stream stream) const noexcept;
-  [[nodiscard]] bool is_capturing(Stream stream) const;
+  // On any thread; `context` is the one that it was made in.
+  void destroy_stream(Stream stream, Context context) const noexcept;
+  // The legacy default stream is never captured.
+  [[nodiscard]] std::optional<Capture> capture_of(Stream stream) const;
+  [[nodiscard]] bool is_capturing(Stream stream) const { return capture_of(stream).has_value(); }
+  // Calls `function` once the graph of a capture, and all that was instantiated from it, is gone:
+  // on a thread of CUDA's, on which CUDA may not be called.
+  void when_gone(Graph graph, HostFunction function, void* argument) const;
   // Whether all that was put on the stream is done. Throws where some of it has failed.
   [[nodiscard]] bool is_idle(Stream stream) const;
 
   // Events carry no time.
   [[nodiscard]] Event create_event() const;
-  void destroy_event(Event event) const noexcept;
+  void destroy_event(Event event, Context context) const noexcept;
   void record(Event event, Stream stream) const;
   void wait(Stream stream, Event event) const;
   [[nodiscard]] bool is_done(Event event) const;
@@ -41,6 +57,7 @@ class Driver {
   // Between any two places, device or host, in stream order.
   void copy(void* to, const void* from, std::size_t bytes, Stream stream) const;
 
+  [[nodiscard]] Context current_context() const;
   // Waits on the host for everything on the current context.
   void synchronize() const;
 

@@ -1,8 +1,9 @@
-// A stream and an event that end with their owner. See cuda/driver.h; not thread safe by
-// themselves.
+// A stream and an event that end with their owner; in a forked child they are left alone, since
+// CUDA is the parent's. See cuda/driver.h; not thread safe by themselves.
 
 #pragma once
 
+#include "base/fork.h"
 #include "cuda/driver.h"
 
 namespace pydist::cuda {
@@ -14,11 +15,16 @@ class OwnedStream {
   OwnedStream(const OwnedStream&) = delete;
   OwnedStream& operator=(const OwnedStream&) = delete;
   // What was put on it is still done.
-  ~OwnedStream() { Driver::get().destroy_stream(stream_); }
+  ~OwnedStream() {
+    if (!in_forked_child()) {
+      Driver::get().destroy_stream(stream_, context_);
+    }
+  }
 
   [[nodiscard]] Stream get() const noexcept { return stream_; }
 
  private:
+  const Context context_ = Driver::get().current_context();
   Stream stream_;
 };
 
@@ -27,7 +33,11 @@ class OwnedEvent {
   OwnedEvent() : event_(Driver::get().create_event()) {}
   OwnedEvent(const OwnedEvent&) = delete;
   OwnedEvent& operator=(const OwnedEvent&) = delete;
-  ~OwnedEvent() { Driver::get().destroy_event(event_); }
+  ~OwnedEvent() {
+    if (!in_forked_child()) {
+      Driver::get().destroy_event(event_, context_);
+    }
+  }
 
   // Marks what has been put on `stream` so far.
   void record(Stream stream) const { Driver::get().record(event_, stream); }
@@ -36,6 +46,7 @@ class OwnedEvent {
   [[nodiscard]] bool is_done() const { return Driver::get().is_done(event_); }
 
  private:
+  const Context context_ = Driver::get().current_context();
   Event event_;
 };
 

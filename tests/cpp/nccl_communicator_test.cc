@@ -8,11 +8,13 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <optional>
 #include <thread>
 #include <vector>
 
 #include "../fakes/cuda_driver.h"
+#include "cuda/driver.h"
 #include "nccl_fakes.h"
 #include "ranks.h"
 
@@ -22,25 +24,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-Environment with_timeout_of(milliseconds timeout) {
-  Environment environment = test_environment();
-  environment.timeout = timeout;
-  return environment;
-}
-
-struct Rank {
-  explicit Rank(const RankOfTest& self, const Environment& environment = test_environment())
-      : group(join_nccl(self, environment)), device(self.rank), stream(device) {}
-
-  template <typename T>
-  Operation all_reduce(std::vector<T>& values, ReduceOp op = ReduceOp::kSum) const {
-    return on_device(testing::all_reduce(values, op), device, stream.get());
-  }
-
-  CommunicatorPtr group;
-  int device;
-  FakeStream stream;
-};
+using Rank = NcclRank;
 
 // The errors of a collective, of all ranks, where `faults` come up at some rank.
 std::vector<ErrorDescription> errors_of(const char* faults, milliseconds timeout = seconds(20)) {
@@ -169,6 +153,29 @@ TEST(NcclCommunicator, IsCapturedIntoAGraph) {
     rank.stream.synchronize();
     EXPECT_EQ(values[0], 4.0F);
     rank.group->run(barrier());
+    ::fake_driver_destroy_graph(graph);
+    rank.group->shutdown();
+  });
+}
+
+// Whether the legacy stream is captured cannot be asked during a capture of others; it never is.
+TEST(NcclCommunicator, RunsOnTheLegacyStreamWhileAnotherIsCaptured) {
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    const FakeStream captured(self.rank);
+    if (self.rank == 0) {
+      ::fake_driver_begin_capture(captured.get());
+    }
+    std::vector<float> values{1.0F};
+    Operation operation = rank.all_reduce(values);
+    operation.stream = nullptr;
+    rank.group->submit(std::move(operation))->wait();
+    EXPECT_EQ(values[0], 2.0F);
+    rank.group->run(barrier());
+    if (self.rank == 0) {
+      ::fake_driver_destroy_graph(::fake_driver_end_capture(captured.get()));
+    }
+    rank.group->run(barrier());
     rank.group->shutdown();
   });
 }
@@ -235,6 +242,22 @@ TEST(NcclFailure, OfJoiningIsTheSameOnAllRanks) {
   }
 }
 
+TEST(NcclFailure, OfADriverWithoutAGpuIsAnError) {
+  ::setenv("FAKE_CUDA_DEVICES", "0", 1);
+  use_fake_cuda();
+  const bool is_first = !cuda::Driver::why_missing().empty();
+  ::unsetenv("FAKE_CUDA_DEVICES");
+  if (!is_first) {
+    GTEST_SKIP() << "the process has seen GPUs";
+  }
+  run_ranks(2, [](RankOfTest& self) {
+    const auto [kind, message] =
+        error_of([&] { static_cast<void>(join_nccl(self, test_environment(), nullptr)); });
+    EXPECT_EQ(kind, ErrorKind::kTransport);
+    EXPECT_TRUE(contains(message, "the CUDA driver sees no GPU")) << message;
+  });
+}
+
 TEST(NcclFailure, OfJoiningLeavesTheHostAsItWas) {
   use_fake_cuda();
   const FakeFault fault("init_fail:0:0");
@@ -284,6 +307,17 @@ TEST(NcclFailure, DoesNotWaitForAnAbortThatHangs) {
     EXPECT_EQ(kind, ErrorKind::kPeerLost) << message;
   }
   EXPECT_LT(std::chrono::steady_clock::now() - began, seconds(15 * kSlowdown));
+}
+
+// The driver keeps whoever asks it waiting until the operation ends: an abort must not depend on
+// that.
+TEST(NcclFailure, IsSeenWhileTheDriverKeepsAThreadWaiting) {
+  use_fake_cuda();
+  ::fake_driver_queries_wait(true);
+  for (const auto& [kind, message] : errors_of("hang:1:2", milliseconds(1500))) {
+    EXPECT_EQ(kind, ErrorKind::kTimeout) << message;
+  }
+  ::fake_driver_queries_wait(false);
 }
 
 TEST(NcclFailure, OfARankThatLeavesEndsTheOthers) {

@@ -123,9 +123,7 @@ TEST_P(NcclConformance, MovesEveryTypeAndLayout) {
       Case what = make_case(kind, static_cast<DType>(dtype), ReduceOp::kSum,
                             kCounts[mix(seed) % std::size(kCounts)], seed);
       cases.push_back(what);
-      const bool can_be_ragged =
-          kind == OpKind::kAllGather || kind == OpKind::kGather || kind == OpKind::kAllToAll;
-      if (can_be_ragged && dtype % 4 == 0) {
+      if (has_blocks(kind) && dtype % 4 == 0) {
         what.counts = ragged_counts(kind, size(), 100, seed);
         what.is_flat = false;
         what.is_in_place = kind != OpKind::kAllToAll && dtype % 8 == 0;
@@ -136,8 +134,30 @@ TEST_P(NcclConformance, MovesEveryTypeAndLayout) {
   run(cases);
 }
 
+TEST_P(NcclConformance, ReducesAndScattersUnevenBlocks) {
+  std::vector<Case> cases;
+  std::uint64_t seed = 2 << 20;
+  for (const DType dtype : {DType::kInt8, DType::kInt16, DType::kInt64, DType::kFloat32}) {
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kPremulSum}) {
+      // Factors take uneven blocks to the ring, whose order is promised where it is asked for.
+      const bool has_other_order =
+          op == ReduceOp::kPremulSum && !is_integral(dtype) && size() > 2 && !is_ring();
+      if (is_supported(op, dtype) && !has_other_order) {
+        Case what = make_case(OpKind::kReduceScatter, dtype, op, 100, ++seed);
+        what.counts = ragged_counts(what.kind, size(), 100, seed);
+        what.is_flat = false;
+        cases.push_back(what);
+      }
+    }
+  }
+  run(cases);
+}
+
 // More than the scratch memory holds, and no multiple of anything.
 TEST_P(NcclConformance, CutsLargeBuffersIntoPieces) {
+  if (size() > 3) {
+    GTEST_SKIP() << "cut as for three ranks";
+  }
   std::vector<Case> cases;
   constexpr std::size_t kLarge = (std::size_t{16} << 20) / 4 + 1003;
   cases.push_back(make_case(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kPremulSum, kLarge, 7));
@@ -148,16 +168,16 @@ TEST_P(NcclConformance, CutsLargeBuffersIntoPieces) {
   run(cases);
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, NcclConformance,
-                         ::testing::Values(Parameters{1, AlgorithmChoice::kAuto},
-                                           Parameters{2, AlgorithmChoice::kAuto},
-                                           Parameters{2, AlgorithmChoice::kRing},
-                                           Parameters{3, AlgorithmChoice::kAuto},
-                                           Parameters{3, AlgorithmChoice::kRing}),
-                         [](const auto& info) {
-                           return "p" + std::to_string(std::get<0>(info.param)) + "_" +
-                                  std::string(to_string(std::get<1>(info.param)));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Ranks, NcclConformance,
+    ::testing::Values(Parameters{1, AlgorithmChoice::kAuto}, Parameters{2, AlgorithmChoice::kAuto},
+                      Parameters{2, AlgorithmChoice::kRing}, Parameters{3, AlgorithmChoice::kAuto},
+                      Parameters{3, AlgorithmChoice::kRing}, Parameters{4, AlgorithmChoice::kAuto},
+                      Parameters{4, AlgorithmChoice::kRing}),
+    [](const auto& info) {
+      return "p" + std::to_string(std::get<0>(info.param)) + "_" +
+             std::string(to_string(std::get<1>(info.param)));
+    });
 
 }  // namespace
 }  // namespace pydist::testing

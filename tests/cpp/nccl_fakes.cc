@@ -69,13 +69,23 @@ FakeStream::FakeStream(int device) : device_(device) {
   stream_ = cuda::Driver::get().create_stream();
 }
 
-FakeStream::~FakeStream() { cuda::Driver::get().destroy_stream(stream_); }
+FakeStream::~FakeStream() {
+  const cuda::DeviceGuard guard(device_);
+  const cuda::Driver& driver = cuda::Driver::get();
+  driver.destroy_stream(stream_, driver.current_context());
+}
 
 void FakeStream::synchronize() const {
   const cuda::DeviceGuard guard(device_);
   while (!cuda::Driver::get().is_idle(stream_)) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
+}
+
+Environment with_timeout_of(std::chrono::milliseconds timeout) {
+  Environment environment = test_environment();
+  environment.timeout = timeout;
+  return environment;
 }
 
 Operation on_device(Operation operation, int device, void* stream) {

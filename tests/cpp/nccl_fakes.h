@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <vector>
@@ -50,5 +51,22 @@ class FakeStream {
 
 // Turns an operation on host memory into one on a device.
 [[nodiscard]] Operation on_device(Operation operation, int device, void* stream);
+
+[[nodiscard]] Environment with_timeout_of(std::chrono::milliseconds timeout);
+
+// A rank with a stream that it computes on.
+struct NcclRank {
+  explicit NcclRank(const RankOfTest& self, const Environment& environment = test_environment())
+      : group(join_nccl(self, environment)), device(self.rank), stream(device) {}
+
+  template <typename T>
+  [[nodiscard]] Operation all_reduce(std::vector<T>& values, ReduceOp op = ReduceOp::kSum) const {
+    return on_device(testing::all_reduce(values, op), device, stream.get());
+  }
+
+  CommunicatorPtr group;
+  int device;
+  FakeStream stream;
+};
 
 }  // namespace pydist::testing

@@ -8,6 +8,7 @@
 #include "cuda_driver.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -38,11 +39,15 @@ constexpr int kInvalidContext = 201;
 constexpr int kNotReady = 600;
 constexpr int kCaptureUnsupported = 900;
 constexpr int kCaptureModeRelaxed = 2;
+constexpr int kCaptureImplicit = 906;
 
 using Job = std::function<void()>;
 
 std::atomic<int> longest_delay_us{0};
 std::atomic<int> faults{0};
+std::atomic<int> blocks{0};
+std::atomic<bool> queries_wait{false};
+const pid_t owner = ::getpid();
 thread_local void* current_context = nullptr;
 thread_local int capture_mode = 0;
 
@@ -123,10 +128,17 @@ struct Event {
   bool is_captured = false;
 };
 
+struct UserObject {
+  void (*destroy)(void*);
+  void* argument;
+};
+
 struct Capture {
+  std::uint64_t id = 0;
   std::set<void*> streams;
   std::vector<Job> jobs;
   bool is_broken = false;
+  std::vector<UserObject*> objects;
 };
 
 struct State {
@@ -134,8 +146,10 @@ struct State {
   std::mutex mutex;
   std::set<void*> streams;
   std::unique_ptr<Capture> capture;
+  std::uint64_t captures = 0;
   std::unique_ptr<Queue> legacy;
-  std::vector<void*> kept;  // queues and graphs, which are never destroyed
+  std::vector<void*> kept;  // queues, which are never destroyed
+  std::set<Capture*> graphs;
 };
 
 State& state() {
@@ -226,6 +240,13 @@ bool has_context() {
   return current_context != nullptr;
 }
 
+// In a forked child a driver may wait for threads of the parent's.
+void require_own_process() {
+  if (::getpid() != owner) {
+    ::_exit(99);
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -237,15 +258,15 @@ int fake_driver_faults() { return faults.load(); }
 void fake_driver_begin_capture(void* stream) {
   const std::lock_guard lock(state().mutex);
   state().capture = std::make_unique<Capture>();
+  state().capture->id = ++state().captures;
   state().capture->streams.insert(stream);
 }
 
 void* fake_driver_end_capture(void* /*stream*/) {
   const std::lock_guard lock(state().mutex);
-  const bool is_broken = state().capture->is_broken;
-  state().kept.push_back(state().capture.get());
   Capture* const capture = state().capture.release();
-  return is_broken ? nullptr : capture;
+  state().graphs.insert(capture);
+  return capture->is_broken ? nullptr : capture;
 }
 
 int fake_driver_permits_unsafe_call() { return permits_unsafe_call() ? 1 : 0; }
@@ -256,6 +277,22 @@ const void* fake_driver_capture() {
 }
 
 int fake_driver_record(void* stream, const Job* job) { return record(stream, *job) ? 1 : 0; }
+
+void fake_driver_destroy_graph(void* handle) {
+  auto* const graph = static_cast<Capture*>(handle);
+  {
+    const std::lock_guard lock(state().mutex);
+    state().graphs.erase(graph);
+  }
+  for (UserObject* const object : graph->objects) {
+    object->destroy(object->argument);
+    delete object;
+  }
+  delete graph;
+}
+
+void fake_driver_queries_wait(bool wait) { queries_wait = wait; }
+int fake_driver_blocks() { return blocks.load(); }
 
 void fake_driver_replay(void* graph, void* stream) {
   for (const Job& job : static_cast<Capture*>(graph)->jobs) {
@@ -337,6 +374,8 @@ int cuStreamCreateWithPriority(void** stream, unsigned, int) {
 }
 
 int cuStreamDestroy_v2(void* stream) {
+  require_own_process();
+  has_context();
   {
     const std::lock_guard lock(state().mutex);
     state().streams.erase(stream);
@@ -345,9 +384,32 @@ int cuStreamDestroy_v2(void* stream) {
   return kSuccess;
 }
 
-int cuStreamIsCapturing(void* stream, int* status) {
-  *status = is_captured(stream) ? 1 : 0;
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, std::uint64_t* id, void** graph,
+                              const void***, std::size_t*) {
+  const std::lock_guard lock(state().mutex);
+  Capture* const capture = state().capture.get();
+  // Every stream of the fake is one that the legacy stream waits for.
+  if (capture != nullptr && stream == nullptr) {
+    return kCaptureImplicit;
+  }
+  *status = is_captured_now(stream) ? 1 : 0;
+  if (*status != 0) {
+    *id = capture->id;
+    *graph = capture;
+  }
   return kSuccess;
+}
+
+int cuUserObjectCreate(void** object, void* argument, void (*destroy)(void*), unsigned count,
+                       unsigned flags) {
+  *object = new UserObject{destroy, argument};
+  return count == 1 && flags == 1 ? kSuccess : kInvalidValue;
+}
+
+int cuGraphRetainUserObject(void* graph, void* object, unsigned count, unsigned flags) {
+  const std::lock_guard lock(state().mutex);
+  static_cast<Capture*>(graph)->objects.push_back(static_cast<UserObject*>(object));
+  return count == 1 && flags == 1 ? kSuccess : kInvalidValue;
 }
 
 int cuStreamQuery(void* stream) {
@@ -363,6 +425,8 @@ int cuEventCreate(void** event, unsigned) {
 }
 
 int cuEventDestroy_v2(void* event) {
+  require_own_process();
+  has_context();
   delete static_cast<Event*>(event);
   return kSuccess;
 }
@@ -413,6 +477,9 @@ int cuEventQuery(void* handle) {
   if (event.mark == nullptr) {
     return kSuccess;
   }
+  if (queries_wait) {
+    event.mark->wait();
+  }
   const std::lock_guard mark_lock(event.mark->mutex);
   return event.mark->is_passed ? kSuccess : kNotReady;
 }
@@ -434,11 +501,13 @@ int cuMemAlloc_v2(std::size_t* data, std::size_t bytes) {
   void* const memory = std::malloc(bytes);
   std::memset(memory, 0xff, bytes);
   *data = reinterpret_cast<std::size_t>(memory);
+  ++blocks;
   return kSuccess;
 }
 
 int cuMemFree_v2(std::size_t data) {
   std::free(reinterpret_cast<void*>(data));
+  --blocks;
   return has_context() ? kSuccess : kInvalidContext;
 }
 

@@ -19,6 +19,15 @@ void fake_driver_begin_capture(void* stream);
 // Null if a call has broken the capture.
 void* fake_driver_end_capture(void* stream);
 void fake_driver_replay(void* graph, void* stream);
+// With what the graph was given; it must not be under way.
+void fake_driver_destroy_graph(void* graph);
+
+// Whether to ask an event is to wait for it, as it does on a thread that another one keeps from the
+// driver.
+void fake_driver_queries_wait(bool wait);
+
+// Blocks of memory that have been allocated and not freed.
+int fake_driver_blocks();
 
 // For a call that asks or allocates: whether the calling thread may make it. Not while anybody
 // captures, unless the thread has said that captures are not its own concern

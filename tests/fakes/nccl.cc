@@ -7,7 +7,8 @@
 //   fail        the call returns an error      async       an error comes up afterwards
 //   hang        the operation never ends       hang_abort  nor does the abort (n is of no matter)
 //   init_fail   joining fails                  init_hang   joining never ends
-//   exit        the process ends, at once
+//   exit        the process ends, at once      slow        the call is under way for two seconds
+//   hang_finalize  finalizing never ends       slow_deregister  takes a third of a second
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -22,7 +23,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <sstream>
 #include <string>
@@ -31,6 +34,7 @@
 #include <vector>
 
 #include "cuda_driver.h"
+#include "nccl.h"
 
 namespace {
 
@@ -87,9 +91,36 @@ struct Comm {
   std::atomic<int> async_error{kSuccess};
   std::atomic<int> slow_answers{0};
   std::atomic<bool> never_joins{false};
+  std::atomic<bool> never_finalizes{false};
+  std::atomic<std::int64_t> busy_until_ms{0};
+  std::atomic<int> calls{0};  // under way that an abort has to wait for
   int operations = 0;
-  int registered = 0;
 };
+
+// What is done to memory and communicators that NCCL does not forgive, and what there is of them.
+std::atomic<int> faults_seen{0};
+std::atomic<int> communicators{0};
+std::mutex memory_mutex;
+std::map<void*, int> memory;           // how often it is registered; guarded by memory_mutex
+std::map<void*, void*> registrations;  // memory by communicator; guarded by memory_mutex
+
+std::int64_t now_ms() {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// With a communicator go its registrations.
+void end(void* handle) {
+  --communicators;
+  const std::lock_guard lock(memory_mutex);
+  for (const auto& [data, comm] : registrations) {
+    if (comm == handle) {
+      memory[data] = 0;
+    }
+  }
+  std::erase_if(registrations, [&](const auto& each) { return each.second == handle; });
+}
 
 // What jobs hold; the handle of a communicator is a pointer to one of these.
 using CommPtr = std::shared_ptr<Comm>;
@@ -450,6 +481,9 @@ Result submit(void* handle, void* stream, Queued call) {
     return kSuccess;
   }
   comm.slow_answers = 1;
+  if (has_fault(comm, "slow", true)) {
+    comm.busy_until_ms = now_ms() + 2000;
+  }
   launch({std::move(call)});
   return kInProgress;
 }
@@ -498,6 +532,7 @@ int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, void*
   if (!comm->never_joins && ++comm->shared->joined == size) {
     ::shm_unlink(id.bytes);
   }
+  ++communicators;
   *handle = new CommPtr(std::move(comm));
   return kInProgress;
 }
@@ -505,7 +540,8 @@ int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, void*
 int ncclCommGetAsyncError(void* handle, int* state) {
   Comm& comm = **static_cast<CommPtr*>(handle);
   *state = comm.async_error;
-  if (comm.shared->joined < comm.size || comm.never_joins) {
+  if (comm.shared->joined < comm.size || comm.never_joins || comm.never_finalizes ||
+      now_ms() < comm.busy_until_ms) {
     *state = kInProgress;
   } else if (comm.slow_answers > 0) {
     --comm.slow_answers;
@@ -515,12 +551,15 @@ int ncclCommGetAsyncError(void* handle, int* state) {
 }
 
 int ncclCommFinalize(void* handle) {
-  (*static_cast<CommPtr*>(handle))->slow_answers = 2;
+  Comm& comm = **static_cast<CommPtr*>(handle);
+  comm.slow_answers = 2;
+  comm.never_finalizes = has_fault(comm, "hang_finalize", false);
   return kInProgress;
 }
 
 // Jobs may still hold the communicator; its memory stays mapped.
 int ncclCommDestroy(void* handle) {
+  end(handle);
   delete static_cast<CommPtr*>(handle);
   return kSuccess;
 }
@@ -531,6 +570,10 @@ int ncclCommAbort(void* handle) {
     std::this_thread::sleep_for(std::chrono::hours(1));
   }
   comm.is_aborted = true;
+  if (comm.calls != 0) {
+    ++faults_seen;  // of which it takes away the communicator
+  }
+  end(handle);
   delete static_cast<CommPtr*>(handle);
   return kSuccess;
 }
@@ -635,22 +678,46 @@ int ncclRecv(void* data, std::size_t count, int type, int peer, void* comm, void
 int ncclMemAlloc(void** data, std::size_t bytes) {
   *data = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
   std::memset(*data, 0xff, bytes);
+  const std::lock_guard lock(memory_mutex);
+  memory[*data] = 0;
   return kSuccess;
 }
 
 int ncclMemFree(void* data) {
+  const std::lock_guard lock(memory_mutex);
+  if (memory[data] != 0) {
+    ++faults_seen;  // a communicator would use it for whatever comes to lie there
+  }
+  memory.erase(data);
   std::free(data);
   return kSuccess;
 }
 
-int ncclCommRegister(void* comm, void*, std::size_t, void** handle) {
-  *handle = comm;
-  ++(*static_cast<CommPtr*>(comm))->registered;
+int ncclCommRegister(void* comm, void* data, std::size_t, void** handle) {
+  const std::lock_guard lock(memory_mutex);
+  *handle = data;
+  ++memory[data];
+  registrations[data] = comm;
   return kSuccess;
 }
 
-int ncclCommDeregister(void* comm, void*) {
-  --(*static_cast<CommPtr*>(comm))->registered;
+int ncclCommDeregister(void* handle, void* data) {
+  const CommPtr comm = *static_cast<CommPtr*>(handle);
+  ++comm->calls;
+  if (has_fault(*comm, "slow_deregister", false)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  }
+  --comm->calls;
+  const std::lock_guard lock(memory_mutex);
+  --memory[data];
+  registrations.erase(data);
   return kSuccess;
+}
+
+int fake_nccl_faults() { return faults_seen.load(); }
+int fake_nccl_communicators() { return communicators.load(); }
+int fake_nccl_blocks() {
+  const std::lock_guard lock(memory_mutex);
+  return static_cast<int>(memory.size());
 }
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import gpu_ranks
@@ -153,8 +154,51 @@ def death() -> float:
     return time.monotonic() - began
 
 
-def test_a_rank_that_dies_ends_the_others() -> None:
-    first, second = rank_outcomes(death, 2, env=NCCL, timeout=35)
+def death_on_another_host() -> float:
+    os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    return death()
+
+
+# NCCL's fake notices no death, so it is the group on the host that names the dead: with four ranks
+# on gloo, one of them from a rank that is no neighbour.
+@pytest.mark.parametrize(("body", "size"), [(death, 2), (death_on_another_host, 4)])
+def test_a_rank_that_dies_ends_the_others(body: Callable[[], float], size: int) -> None:
+    first, second, *others = rank_outcomes(body, size, env=NCCL, timeout=60)
     assert second.exit_code == 9
-    assert first.ok, first.describe()
-    assert first.value < 10, "seconds until the others knew, beside 20 that the operation had"
+    for each in (first, *others):
+        assert each.ok, each.describe()
+        assert each.value < 10, "seconds until the others knew, beside 20 that the operation had"
+
+
+def leaving() -> None:
+    os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    rank, _ = start()
+    tensor = torch.ones(1000, device="cuda")
+    pydist.all_reduce(tensor)
+    if rank == 1:
+        pydist.shutdown()
+        return
+    with pytest.raises(pydist.PeerLost, match="rank 1 has left"):
+        pydist.all_reduce(tensor, async_op=True).wait(timeout=20.0)
+
+
+def test_a_rank_of_another_host_that_leaves_is_named() -> None:
+    run_ranks(leaving, 2, env=NCCL, timeout=60)
+
+
+def on_four_ranks() -> None:
+    rank, size = start()
+    assert pydist.backend() == "nccl"
+    mine = torch.zeros(100_000, device="cuda").add_(rank + 1)
+    pydist.all_reduce(mine)
+    assert bool((mine == size * (size + 1) / 2).all())
+    gathered = torch.empty(size, 5, device="cuda")
+    dist.all_gather_into_tensor(gathered, torch.full((5,), float(rank), device="cuda"))
+    assert gathered[:, 0].tolist() == list(range(size))
+    largest = torch.full((3,), float(rank), device="cuda")
+    pydist.all_reduce(largest, "max")  # by the ring
+    assert largest.tolist() == [size - 1.0] * 3
+
+
+def test_four_ranks() -> None:
+    run_ranks(on_four_ranks, 4, env=NCCL, timeout=60)

@@ -1,0 +1,200 @@
+// What the NCCL backend gives back, when, and in which order: memory, registrations, graphs,
+// communicators; on an NCCL and a CUDA driver without a GPU (tests/fakes).
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "../fakes/cuda_driver.h"
+#include "../fakes/nccl.h"
+#include "cuda/stream.h"
+#include "nccl_fakes.h"
+#include "ranks.h"
+
+namespace pydist::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+bool comes_true(const std::function<bool()>& holds, seconds patience = seconds(10)) {
+  const Deadline deadline = Deadline::in(patience * kSlowdown);
+  while (!holds() && !deadline.has_passed()) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  return holds();
+}
+
+MemoryPtr allocate(const NcclRank& rank) {
+  return rank.group->allocate(1000, Device{DeviceType::kCuda, rank.device});
+}
+
+// A premul_sum passes through scratch memory.
+Operation scaled(const NcclRank& rank, std::vector<float>& values) {
+  Operation operation = rank.all_reduce(values, ReduceOp::kPremulSum);
+  operation.factor = 2.0;
+  return operation;
+}
+
+void* captured(const NcclRank& rank, const std::function<Operation()>& make) {
+  ::fake_driver_begin_capture(rank.stream.get());
+  const WorkPtr work = rank.group->submit(make());
+  EXPECT_TRUE(work->wait_on_stream(rank.stream.get()));
+  return ::fake_driver_end_capture(rank.stream.get());
+}
+
+TEST(NcclTeardown, GivesEverythingBack) {
+  run_ranks(2, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    MemoryPtr dropped_before = allocate(rank);
+    MemoryPtr dropped_after = allocate(rank);
+    rank.group->submit(scaled(rank, values))->wait();
+    EXPECT_EQ(values[0], 4.0F);
+    dropped_before.reset();
+    rank.group->shutdown();
+    dropped_after.reset();
+  });
+  EXPECT_TRUE(comes_true([] { return ::fake_nccl_blocks() == 0; }));
+  EXPECT_EQ(::fake_driver_blocks(), 0);
+  EXPECT_EQ(::fake_nccl_communicators(), 0);
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+  EXPECT_EQ(::fake_driver_faults(), 0) << "calls without a current context";
+}
+
+// What is replayed may overlap, so graphs share nothing.
+TEST(NcclTeardown, GivesEveryGraphScratchMemoryThatGoesWithIt) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    const auto make = [&] { return scaled(rank, values); };
+    const int before = ::fake_driver_blocks();
+    void* const first = captured(rank, make);
+    EXPECT_EQ(::fake_driver_blocks(), before + 1);
+    void* const second = captured(rank, make);
+    EXPECT_EQ(::fake_driver_blocks(), before + 2);
+    ::fake_driver_replay(first, rank.stream.get());
+    ::fake_driver_replay(second, rank.stream.get());
+    rank.stream.synchronize();
+    EXPECT_EQ(values[0], 4.0F);
+    ::fake_driver_destroy_graph(first);
+    EXPECT_TRUE(comes_true([&] { return ::fake_driver_blocks() == before + 1; }));
+    rank.group->shutdown();
+    ::fake_driver_destroy_graph(second);
+    EXPECT_TRUE(comes_true([&] { return ::fake_driver_blocks() == before; }));
+  });
+}
+
+TEST(NcclTeardown, DoesNotAbortWhileMemoryIsDeregistered) {
+  use_fake_cuda();
+  const FakeFault fault("slow_deregister:0:0");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    MemoryPtr memory = allocate(rank);
+    memory.reset();
+    std::thread other([&] {
+      std::this_thread::sleep_for(milliseconds(100));
+      rank.group->abort(Aborted("enough"));
+    });
+    // Frees what has been dropped.
+    EXPECT_EQ(error_of([&] { static_cast<void>(allocate(rank)); }).kind, ErrorKind::kAborted);
+    other.join();
+    rank.group->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+}
+
+TEST(NcclTeardown, KeepsMemoryThatCannotBeDeregisteredYet) {
+  use_fake_cuda();
+  const FakeFault fault("slow:0:1");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    MemoryPtr memory = allocate(rank);
+    memory.reset();
+    std::vector<float> values(10, 1.0F);
+    // Keeps everybody else from NCCL for two seconds.
+    std::thread other([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+    std::this_thread::sleep_for(milliseconds(100));
+    memory = allocate(rank);
+    EXPECT_EQ(::fake_nccl_faults(), 0);
+    other.join();
+    memory.reset();
+    rank.group->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+  EXPECT_TRUE(comes_true([] { return ::fake_nccl_blocks() == 0; }));
+}
+
+// A replay is nobody's operation, but a peer that is gone, or the end of the group, ends it too.
+TEST(NcclTeardown, EndsAReplayThatHangs) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:1");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    void* const graph = captured(rank, [&] { return rank.all_reduce(values); });
+    ::fake_driver_replay(graph, rank.stream.get());
+    rank.group->shutdown();
+    EXPECT_TRUE(comes_true([&] {
+      const cuda::DeviceGuard guard(rank.device);
+      return cuda::Driver::get().is_idle(rank.stream.get());
+    }));
+    EXPECT_EQ(describe(rank.group->failure()).kind, ErrorKind::kAborted);
+    ::fake_driver_destroy_graph(graph);
+  });
+}
+
+TEST(NcclTeardown, WaitsForReplays) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    void* const graph = captured(rank, [&] { return rank.all_reduce(values); });
+    bool is_late = false;
+    const std::function<void()> compute = [] { std::this_thread::sleep_for(milliseconds(300)); };
+    const std::function<void()> after = [&is_late] { is_late = true; };
+    ::fake_driver_enqueue(rank.stream.get(), &compute);
+    ::fake_driver_replay(graph, rank.stream.get());
+    ::fake_driver_enqueue(rank.stream.get(), &after);
+    rank.group->shutdown();
+    EXPECT_TRUE(is_late);
+    ::fake_driver_destroy_graph(graph);
+  });
+}
+
+TEST(NcclTeardown, AbortsACommunicatorThatDoesNotFinalize) {
+  use_fake_cuda();
+  const FakeFault fault("hang_finalize:0:0");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    rank.group->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_communicators(), 0);
+}
+
+// The driver of the fakes ends a child that calls it.
+TEST(NcclTeardown, LeavesTheDriverAloneInAForkedChild) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    WorkPtr work = rank.group->submit(rank.all_reduce(values));
+    work->wait();
+    const pid_t child = ::fork();
+    if (child == 0) {
+      work.reset();
+      ::_exit(0);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status));
+    EXPECT_EQ(WEXITSTATUS(status), 0);
+    rank.group->shutdown();
+  });
+}
+
+}  // namespace
+}  // namespace pydist::testing

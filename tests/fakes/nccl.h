@@ -1,0 +1,16 @@
+// What the fake NCCL (libnccl.so.2 of the tests) tells beside what NCCL does.
+
+#pragma once
+
+extern "C" {
+
+// Calls that NCCL does not forgive: memory freed while a communicator knows it, an abort while
+// another thread is inside of a call.
+int fake_nccl_faults();
+
+// Communicators that have been neither destroyed nor aborted.
+int fake_nccl_communicators();
+
+// Blocks of memory that have been allocated and not freed.
+int fake_nccl_blocks();
+}
