@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
@@ -387,7 +388,7 @@ class ShardedOptimizer(Optimizer):
         self.finish()
         self.note_written()
         for group, loaded in zip(self.param_groups, state.groups, strict=True):
-            group.update(options_of(loaded))
+            group.update(copy.deepcopy(options_of(loaded)))
         take_over(state, self._layout.buckets)
         for step in self._steps:
             step.forget_states()
@@ -410,25 +411,45 @@ class ShardedOptimizer(Optimizer):
         As in any optimizer, "param_groups" has the options and the parameters' numbers, and
         "state" is by number. What is there is a list of ranges: (begin, end, values), as in
         `sharded_state()`, whose shapes and orders of dimensions are in "parameters" with the
-        names. Every rank saves its own, or `consolidated_state_dict()` makes one for torch's class.
+        names. It is of use to `load_state_dict` on the same rank of as many, with the same buckets
+        (`bucket_cap_mb=`, which is measured otherwise); what `pydist.save` keeps loads anywhere.
         """
-        return to_state_dict(self.sharded_state(), self._layout.names)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict = to_state_dict(self.sharded_state(), self._layout.names)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a `state_dict()`, or one of an unsharded optimizer of the class. Copies it.
 
         Args:
-            state_dict: This rank's own, from as many ranks; or one of the wrapped class, from
-                torch, whole: every rank takes its part.
+            state_dict: This rank's own, from as many ranks with the same buckets; or one of the
+                wrapped class, from torch, whole: every rank takes its part.
 
         Raises:
             InvalidUsage: As for `load_sharded_state`.
         """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         if is_sharded(state_dict):
-            self.load_sharded_state(from_state_dict(state_dict))
-            return
-        ordered = [(self._name_of(p), p) for group in self.param_groups for p in group["params"]]
-        self.load_sharded_state(from_unsharded(state_dict, ordered))
+            state = from_state_dict(state_dict)
+        else:
+            named = [(self._name_of(p), p) for group in self.param_groups for p in group["params"]]
+            state = from_unsharded(state_dict, named)
+        self.load_sharded_state(state)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidUsage(
+            "a pydist.ShardedOptimizer can't be copied or pickled: its parameters and gradients are "
+            "in memory of its ranks' group; pydist.save keeps its state, and state_dict() is this "
+            "rank's part of it"
+        )
 
     def _name_of(self, parameter: Tensor) -> str:
         return self._layout.names[self._layout.indices[id(parameter)]]
