@@ -108,7 +108,7 @@ def _part(gradient: ShardedGradient) -> Tensor:
 def _convert(name: str, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> ShardedGradient:
     """For `module.to(...)`, where it changes nothing."""
     with torch._C.DisableTorchFunctionSubclass():
-        moved = getattr(gradient, name)(*args, **kwargs)
+        moved: Tensor = getattr(gradient, name)(*args, **kwargs)
     if moved is not gradient:
         raise InvalidUsage(
             f"the gradient of {_names([gradient])} can't be moved or converted: convert the model "

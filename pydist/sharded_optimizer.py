@@ -446,7 +446,7 @@ class ShardedOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidUsage(
-            "a pydist.ShardedOptimizer can't be copied or pickled: its parameters and gradients are "
+            "a pydist.ShardedOptimizer can't be copied or pickled: parameters and gradients are "
             "in memory of its ranks' group; pydist.save keeps its state, and state_dict() is this "
             "rank's part of it"
         )
