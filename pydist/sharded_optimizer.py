@@ -18,7 +18,7 @@ from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import InvalidUsage
 from pydist.module_agreement import check_same
 from pydist.parameter_audit import ParameterAudit
-from pydist.parameter_groups import groups_of, listed, model_of, options_of
+from pydist.parameter_groups import facts_of_options, groups_of, listed, model_of, options_of
 from pydist.reduced_gradients import ReducedGradients
 from pydist.segment_state import ranges_of, require_state_of, state_of, take_over
 from pydist.sharded_gradient import ShardedGradient
@@ -75,7 +75,9 @@ class ShardedOptimizer(Optimizer):
     Raises:
         InvalidUsage: The class is not element-wise, a gradient is sparse, a parameter has a
             gradient now or another optimizer, or an argument is not supported.
-        Mismatch: Parameters or arguments differ between ranks (on every rank).
+        Mismatch: Parameters, options or arguments differ between ranks (on every rank). Whether
+            options still agree later, when schedules have set them, `PYDIST_DEBUG=1` checks at
+            every step.
 
     Note:
         ZeRO: Rajbhandari et al., arXiv 1910.02054. Shards cut through parameters, so they are equal
@@ -109,8 +111,9 @@ class ShardedOptimizer(Optimizer):
         self._class = optimizer_class
         self._options = dict(defaults)
         self._is_one_copy = bool(share_parameters)
+        self._is_debugging = bool(_native.read_environment().debug)
         self._audit: ParameterAudit | None = None
-        if share_parameters and _native.read_environment().debug:
+        if share_parameters and self._is_debugging:
             self._audit = ParameterAudit()
         self._wrapper = model_of(model_or_params, param_groups)
         if self._wrapper is None and stage == 2:
@@ -141,6 +144,7 @@ class ShardedOptimizer(Optimizer):
             f"master_weights={master_weights!r}",
             f"share_parameters={share_parameters!r}",
             f"pydist.DataParallel model={self._wrapper is not None}",
+            *facts_of_options(self.param_groups),
         ]
         check_same(self._communicator, "pydist.ShardedOptimizer's setting", facts)
         self._is_ready = True
@@ -205,10 +209,22 @@ class ShardedOptimizer(Optimizer):
         self._prototype([dict(given)])
         super().add_param_group(given)
         try:
+            self._check_options(self.param_groups[-1:])
             self._take_up(self._layout.enter(self.param_groups[-1:]))
         except BaseException:
             self.param_groups.pop()
             raise
+
+    def _check_options(self, param_groups: list[dict[str, Any]]) -> None:
+        """Raises Mismatch where ranks would update their shards in different ways."""
+        facts = facts_of_options(param_groups)
+        check_same(
+            self._communicator,
+            "an option of pydist.ShardedOptimizer's groups",
+            facts,
+            "each rank updates a part of every parameter, so schedule by what all ranks have, such "
+            "as pydist.metrics.mean(loss)",
+        )
 
     def _take_up(self, new: list[Bucket]) -> None:
         """Makes new buckets ready to step."""
@@ -248,6 +264,8 @@ class ShardedOptimizer(Optimizer):
                 "can't train apart"
             )
         self.finish()
+        if self._is_debugging:
+            self._check_options(self.param_groups)
         self._take_up(self._layout.adopt_buckets())
         if self._is_one_copy:
             self._communicator.barrier(False, "before parameters are written")

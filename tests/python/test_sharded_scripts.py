@@ -220,3 +220,35 @@ def use_as_an_optimizer() -> list[str]:
 def test_it_is_an_optimizer(run: Runner) -> None:
     for called in run(use_as_an_optimizer):
         assert called == ["before saving", "saved", "before loading", "loaded"]
+
+
+# ---- options that ranks don't have alike --------------------------------------------------
+
+
+def disagree_on_options() -> None:
+    rank, _ = joined()
+    module = small_model()
+    model = pydist.DataParallel(module)
+    with pytest.raises(pydist.Mismatch, match=r"rank 0 has lr=0\.1 in group 0, where rank 1 has"):
+        pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1 * (1 + (rank == 1)))
+    optimizer = pydist.ShardedOptimizer(module[:2].parameters(), torch.optim.SGD, lr=0.1)
+    more = {"params": list(module[2:].parameters()), "lr": torch.tensor(0.1 + rank)}
+    with pytest.raises(pydist.Mismatch, match=r"lr=tensor\(0\.1000\) in group 0, where rank 1"):
+        optimizer.add_param_group(more)
+    optimizer.add_param_group({**more, "lr": 0.2})
+    # By a loss of its own, a rank's schedule comes to its own rate.
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for step in range(2):
+        model(batch(rank, 4, 10)).square().mean().backward()
+        optimizer.step()
+        schedule.step(1.0 if rank == 1 else -step)
+    model(batch(rank, 4, 10)).square().mean().backward()
+    with pytest.raises(pydist.Mismatch, match=r"rank 0 has lr=0\.1 in group 0.*schedule by what"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.1
+    optimizer.step()
+
+
+def test_options_differ_between_ranks() -> None:
+    with Ranks(2, {"PYDIST_BACKEND": "native", "PYDIST_DEBUG": "1"}) as ranks:
+        ranks.run(disagree_on_options, timeout=LIMIT_S)
