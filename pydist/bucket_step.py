@@ -77,9 +77,6 @@ class BucketStep:
                 left.append((part, gradients))
         if left:
             _step_by_class(bucket.optimizer, left)
-        if bucket.has_masters:
-            for segment in bucket.segments:
-                segment.version = segment.member.parameter._version
 
     def forget_states(self) -> None:
         """The state was replaced."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pydist import groups, process
+from pydist.batch_sampler import BatchSampler
 from pydist.data_loading import PreparedLoader
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.groups import Group
@@ -94,8 +95,8 @@ def evaluate(
         every rank.
 
     Raises:
-        InvalidUsage: an argument makes no sense; a sampler repeats samples or leaves some out, is
-            that of other ranks, or is in the middle of an epoch.
+        InvalidUsage: an argument makes no sense, on whichever rank; a sampler repeats samples or
+            leaves some out, or batches do, is that of other ranks, or is in the middle of an epoch.
         Mismatch: ranks have different metrics, or their samplers different orders.
         Error: another rank raised; the message names it and says what.
 
@@ -112,16 +113,24 @@ def evaluate(
     if group is None:
         process.init()
     communicator = groups.communicator_of(group)
-    given = dict(metrics or {})
+    given: dict[str, Any] = {}
     means: dict[str, Mean] = {}
+    batches: Iterable[Any] = ()
     share: _Share | None = None
     problem: Exception | None = None
     number = 0
-    modes = _modes_of(model)
     try:
+        given = _checked(metrics)
         for metric in given.values():
             metric.reset()
         batches, share = _batches(data, batch_size, communicator)
+    except Exception as error:
+        problem = error
+    # Before anybody measures for nothing.
+    kinds = {name: _kind(metric) for name, metric in sorted(given.items())}
+    _agree(communicator, {"metrics": kinds}, problem, number, timeout)
+    modes = _modes_of(model)
+    try:
         if isinstance(model, nn.Module):
             model.eval()
         with torch.no_grad():
@@ -135,24 +144,31 @@ def evaluate(
     finally:
         for module, training in modes:
             module.training = training
-    facts = {
-        "problem": "" if problem is None else f"{type(problem).__name__}: {problem}",
-        "batch": number,
-        "metrics": {name: _kind(metric) for name, metric in sorted(given.items())},
-        "means": sorted(means),
-        "order": "" if share is None else share.digest(),
-    }
-    try:
-        text = json.dumps(facts).encode()
-        told = exchange(communicator, text, timeout=timeout, label="evaluate")
-    except Error:
-        if problem is not None:
-            raise problem from None
-        raise
-    _check([json.loads(text) for text in told], problem)
-    names = sorted({name for text in told for name in json.loads(text)["means"]})
+    facts = {"means": sorted(means), "order": "" if share is None else share.digest()}
+    everybody = _agree(communicator, facts, problem, number, timeout)
+    names = sorted({name for told in everybody for name in told["means"]})
     every_mean = {name: means.get(name, Mean()) for name in names}
     return _results(given, every_mean, communicator, timeout, group)
+
+
+def _checked(metrics: object) -> dict[str, Any]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise InvalidUsage(
+            f"metrics= is a {type(metrics).__name__}; it must be a dict from names to metrics."
+        )
+    for name, metric in metrics.items():
+        if not isinstance(name, str):
+            raise InvalidUsage(f"metrics= has a name {name!r}, which is no str.")
+        lacks = [m for m in ("reset", "update", "compute") if not hasattr(metric, m)]
+        if lacks or isinstance(metric, type):
+            what = f"the class {metric.__name__}" if isinstance(metric, type) else repr(metric)
+            raise InvalidUsage(
+                f"metrics= has {what} for {name!r}; it must be a metric: an object with reset(), "
+                "update() and compute(), such as pydist.metrics.Accuracy()."
+            )
+    return dict(metrics)
 
 
 def _modes_of(model: Any) -> list[tuple[nn.Module, bool]]:
@@ -217,6 +233,7 @@ def _batches(
     for own in owns:
         if hasattr(own, "num_replicas"):
             _check_shares(own, data.dataset, communicator)
+            _check_batches(data, own)
             return data, None
     share = _Share(sampler, communicator.rank, communicator.size)
     # A copy and not a new one, so that it keeps all else: workers, collation, a subclass.
@@ -260,6 +277,28 @@ def _check_shares(sampler: Any, dataset: Any, communicator: Communicator) -> Non
         )
 
 
+def _check_batches(loader: DataLoader[Any], sampler: Any) -> None:
+    """Refuses to leave out a ragged last batch, whose samples depend on the number of ranks."""
+    batched: Any = loader.batch_sampler
+    if isinstance(loader, PreparedLoader):
+        batched = loader._source
+    if not getattr(batched, "drop_last", False) or batched is sampler:
+        return
+    dataset: Any = loader.dataset
+    samples = len(sampler.order) if isinstance(sampler, DistributedSampler) else len(dataset)
+    if isinstance(batched, BatchSampler):
+        together = batched.global_batch_size
+    else:
+        size = batched.batch_size
+        together = 1 if size == 1 else size * sampler.num_replicas
+    if samples % together:
+        raise InvalidUsage(
+            f"the loader has drop_last=True, so {samples % together} of {samples} samples would be "
+            f"left out: they make no batch of {together} over the {sampler.num_replicas} ranks. "
+            "Evaluate with drop_last=False, or give pydist.evaluate the loader of one process."
+        )
+
+
 def _update(
     measured: Any, metrics: Mapping[str, Any], means: dict[str, Mean], place: int | None
 ) -> None:
@@ -269,13 +308,21 @@ def _update(
             "what was measured."
         )
     for name, values in measured.items():
+        if not isinstance(name, str):
+            raise InvalidUsage(f"measure returned a name {name!r}, which is no str.")
         arguments = values if isinstance(values, tuple) else (values,)
         if name in metrics:
             metric = metrics[name]
-            if isinstance(metric, Rows) and place is not None and len(arguments) == 1:
+            is_rows = isinstance(metric, Rows) and isinstance(values, Tensor) and values.dim() > 0
+            if is_rows and place is not None:
                 rows = torch.arange(len(values), device=values.device)
                 arguments = (values, rows + (place << 32))
-            metric.update(*arguments)
+            try:
+                metric.update(*arguments)
+            except TypeError as error:
+                raise InvalidUsage(
+                    f"{name!r}: {type(metric).__name__} can't take what measure returned: {error}"
+                ) from error
             continue
         if len(arguments) == 1 and not (isinstance(values, Tensor) and values.dim() > 0):
             raise InvalidUsage(
@@ -294,6 +341,29 @@ def _update(
             raise InvalidUsage(f"{name!r}, which is not in metrics=, as a mean: {error}") from None
 
 
+def _agree(
+    communicator: Communicator,
+    facts: dict[str, Any],
+    problem: Exception | None,
+    number: int,
+    timeout: float | None,
+) -> list[dict[str, Any]]:
+    """Tells the other ranks some facts; returns those of all, or raises on all."""
+    said = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    is_usage = isinstance(problem, InvalidUsage)
+    mine = {**facts, "problem": said, "is_usage": is_usage, "batch": number}
+    try:
+        text = json.dumps(mine).encode()
+        told = exchange(communicator, text, timeout=timeout, label="evaluate")
+    except Error:
+        if problem is not None:
+            raise problem from None
+        raise
+    everybody = [json.loads(text) for text in told]
+    _check(everybody, problem)
+    return everybody
+
+
 def _check(everybody: list[dict[str, Any]], problem: Exception | None) -> None:
     """Raises on all ranks alike."""
     if problem is not None:
@@ -302,17 +372,18 @@ def _check(everybody: list[dict[str, Any]], problem: Exception | None) -> None:
     if failed:
         first = everybody[failed[0]]
         others = f" (so did ranks {failed[1:]})" if failed[1:] else ""
-        raise Error(
+        kind = InvalidUsage if first["is_usage"] else Error
+        raise kind(
             f"rank {failed[0]} raised in pydist.evaluate, after {first['batch']} batches{others}: "
             f"{first['problem']}"
         )
     for rank, facts in enumerate(everybody):
-        if facts["metrics"] != everybody[0]["metrics"]:
+        if facts.get("metrics") != everybody[0].get("metrics"):
             raise Mismatch(
                 f"pydist.evaluate got metrics {everybody[0]['metrics']} on rank 0 and "
                 f"{facts['metrics']} on rank {rank}; give the same on every rank."
             )
-        if facts["order"] != everybody[0]["order"]:
+        if facts.get("order") != everybody[0].get("order"):
             raise Mismatch(
                 f"the loader's order of samples differs between ranks 0 and {rank}, so they can't "
                 "share it out: don't shuffle what is evaluated, or seed the sampler's generator "

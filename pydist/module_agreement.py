@@ -34,13 +34,19 @@ def _layout(tensor: Tensor) -> str:
     return layout if tensor.is_contiguous() else f"{layout} with strides {tensor.stride()}"
 
 
-def check_same(communicator: Communicator, what: str, facts: list[str]) -> None:
+def check_same(
+    communicator: Communicator,
+    what: str,
+    facts: list[str],
+    remedy: str = "build the same module with the same arguments on every rank before training it",
+) -> None:
     """Compares some facts with the other ranks'. All ranks call it together.
 
     Args:
         communicator: The ranks.
         what: What the facts are about, for the error.
         facts: Sentences without a verb; the same on every rank.
+        remedy: What to do where they are not.
 
     Raises:
         Mismatch: They differ (on every rank, naming the first difference).
@@ -56,8 +62,7 @@ def check_same(communicator: Communicator, what: str, facts: list[str]) -> None:
     everybody = [json.loads(bytes(gathered.tolist())) for gathered in texts]
     other = next(rank for rank, lines in enumerate(everybody) if lines != everybody[0])
     raise Mismatch(
-        f"{what} differs between ranks 0 and {other}: {_difference(everybody, other)}; build the "
-        "same module with the same arguments on every rank before training it"
+        f"{what} differs between ranks 0 and {other}: {_difference(everybody, other)}; {remedy}"
     )
 
 

@@ -19,6 +19,17 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
+def facts_of_options(param_groups: Iterable[dict[str, Any]]) -> list[str]:
+    """What must be the same on all ranks: options that are numbers, or say what they are."""
+    plain = (bool, int, float, complex, str, tuple, type(None), Tensor)
+    return [
+        f"{key}={value!r} in group {number}"
+        for number, group in enumerate(param_groups)
+        for key, value in options_of(group).items()
+        if isinstance(value, plain)
+    ]
+
+
 def listed(params: Any) -> list[Any]:
     """A group's "params", which may be a single one."""
     return [params] if isinstance(params, Tensor) else list(params)

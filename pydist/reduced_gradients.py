@@ -41,13 +41,13 @@ class ReducedGradients:
         gradient = parameter.grad
         if gradient is None or not isinstance(gradient, ShardedGradient):
             return None if gradient is None else gradient.detach().clone()
-        member = next(m for b in self._layout.buckets for m in b.members if m.index == index)
+        self._layout.notice_buckets()
         flat = torch.zeros(parameter.numel(), dtype=parameter.dtype)
-        segment = self._layout.segments.get(index)
-        if segment is not None and segment.gradient is not None:
-            flat[segment.begin : segment.end] = segment.gradient
+        if index in self._layout.gradients:
+            begin, part = self._layout.gradients[index]
+            flat[begin : begin + part.numel()] = part
         self._communicator.all_reduce(flat, flat, "sum", False)
-        return flat.as_strided(parameter.shape, member.strides)
+        return flat.as_strided(parameter.shape, self._layout.members[index].strides)
 
     def all_norms(self, order: float) -> dict[int, Tensor]:
         """Of all gradients that are sharded, in one operation for as many as are asked for."""
@@ -67,10 +67,10 @@ class ReducedGradients:
 
     def part_of(self, index: int) -> Tensor:
         """This rank's part of a gradient: of one dimension, perhaps empty."""
-        segment = self._layout.segments.get(index)
-        if segment is None or segment.gradient is None:
+        self._layout.notice_buckets()
+        if index not in self._layout.gradients:
             return torch.zeros(0, dtype=self._layout.parameters[index].dtype)
-        return segment.gradient
+        return self._layout.gradients[index][1]
 
     def combine(self, tensor: Tensor, op: str) -> None:
         """Combines a tensor with the other ranks', in place. All ranks call it."""

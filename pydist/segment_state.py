@@ -108,8 +108,6 @@ def _take_over_segment(state: ShardedState, optimizer: Optimizer, segment: Segme
     master = values.pop(MASTER, None)
     if segment.has_master:
         segment.updated.copy_(segment.values if master is None else master)
-        if master is not None:
-            segment.values.copy_(segment.updated)
     count = segment.end - segment.begin
     own = optimizer.state[segment.updated]
     own.clear()

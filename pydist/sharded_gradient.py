@@ -65,6 +65,8 @@ class ShardedGradient(Tensor):
         if func in _NEED_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func == Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
+            return None
         name = getattr(func, "__name__", str(func))
         handler = _HANDLERS.get(name)
         if handler is None:
@@ -101,6 +103,18 @@ def _names(args: Iterable[Any]) -> str:
 
 def _part(gradient: ShardedGradient) -> Tensor:
     return gradient._parts.part(gradient._index)
+
+
+def _convert(name: str, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> ShardedGradient:
+    """For `module.to(...)`, where it changes nothing."""
+    with torch._C.DisableTorchFunctionSubclass():
+        moved: Tensor = getattr(gradient, name)(*args, **kwargs)
+    if moved is not gradient:
+        raise InvalidUsage(
+            f"the gradient of {_names([gradient])} can't be moved or converted: convert the model "
+            "first, then wrap it, and make pydist.ShardedOptimizer last"
+        )
+    return gradient
 
 
 def _check_operands(name: str, operands: Iterable[Any]) -> None:
@@ -205,12 +219,15 @@ _IN_PLACE = (
     "zero_",
 )
 
+_CONVERSIONS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to")
+
 _HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_IN_PLACE, _change),
     **{f"_foreach_{name}": _change_each for name in _IN_PLACE},
     "__imul__": lambda _name, *args: _change("mul_", *args),
     "__itruediv__": lambda _name, *args: _change("div_", *args),
     "linalg_vector_norm": _norm,
+    **dict.fromkeys(_CONVERSIONS, _convert),
     "norm": _norm,
     "_foreach_norm": _norm_of_each,
     "_amp_foreach_non_finite_check_and_unscale_": _check_finite_and_unscale,
@@ -248,6 +265,7 @@ _NEED_NO_VALUES: set[Any] = {
     Tensor.size,
     Tensor.__hash__,
     Tensor.__len__,
+    torch._has_compatible_shallow_copy_type,
 }
 
 

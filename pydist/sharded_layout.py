@@ -19,7 +19,10 @@ from pydist.data_parallel import DataParallel
 from pydist.errors import InvalidUsage
 from pydist.module_agreement import check_same
 from pydist.sharded_gradient import GradientParts, ShardedGradient
-from pydist.sharded_parameters import Bucket, Member, Segment, dense_strides, move_in
+from pydist.sharded_parameters import Bucket, Member, Segment, cut, dense_strides, move_in
+
+# Its label, how it is cut, what it has, and the shard of averaged gradients, if that is apart.
+_NewBucket = tuple[str, _native.ShardLayout, list[Member], Tensor | None]
 
 
 class ShardedLayout:
@@ -41,6 +44,9 @@ class ShardedLayout:
         shown: What stands for their gradients.
         buckets: What has a place, in the order in which it got one.
         segments: This rank's, by the number of the parameter.
+        members: Of all that the reducer averages into shards, by number: also of buckets that the
+            parameters have not moved into yet, as they do at the next step.
+        gradients: This rank's parts of their gradients, with where they begin.
         number: The optimizer's, among those of the model.
     """
 
@@ -61,6 +67,8 @@ class ShardedLayout:
         self.shown: list[ShardedGradient] = []
         self.buckets: list[Bucket] = []
         self.segments: dict[int, Segment] = {}
+        self.members: dict[int, Member] = {}
+        self.gradients: dict[int, tuple[int, Tensor]] = {}
         self.number = 0 if wrapper is None else wrapper.add_owner(owner)
         self._communicator = communicator
         self._wrapper = wrapper
@@ -71,6 +79,7 @@ class ShardedLayout:
         self._is_one_copy = is_one_copy
         self._seen_shardings = -1
         self._placed: set[int] = set()
+        self._noticed: list[_NewBucket] = []
 
     def enter(self, param_groups: list[dict[str, Any]]) -> list[Bucket]:
         """Takes up the parameters of groups that are new. All ranks call it.
@@ -147,7 +156,7 @@ class ShardedLayout:
             for index in reversed(entering)
             for p in [self.parameters[index]]
         ]
-        new: list[tuple[str, _native.ShardLayout, list[Member], Tensor | None]] = []
+        new: list[_NewBucket] = []
         for bucket in plan_buckets(planned, DEFAULT_CAP_BYTES):
             first = self.parameters[bucket[0]].dtype.to_real()
             counts = [
@@ -182,16 +191,15 @@ class ShardedLayout:
             self._wrapper.note_sharded(self.parameters[index] for index in present)
         return self.adopt_buckets()
 
-    def adopt_buckets(self) -> list[Bucket]:
-        """Takes up buckets that the reducer has made. Ranks notice them at the same step."""
+    def notice_buckets(self) -> None:
+        """Learns of buckets that the reducer has made, as of what was unfrozen. Talks to nobody."""
         if self._wrapper is None:
-            return []
+            return
         reducer = self._wrapper._reducer
         if reducer.shardings == self._seen_shardings:
-            return []
+            return
         self._seen_shardings = reducer.shardings
         parameters = reducer.parameters
-        new = []
         for made in reducer.sharded_buckets(self.number):
             if made["number"] in self._placed:
                 continue
@@ -201,12 +209,19 @@ class ShardedLayout:
                 index = self.indices[id(parameters[slot])]
                 parameter = self.parameters[index]
                 members.append(Member(index, self.names[index], parameter, offset, tuple(strides)))
-            new.append((made["label"], made["layout"], members, made["shard"]))
-        return self._move_in(new)
+            layout, shard = made["layout"], made["shard"]
+            self._noticed.append((made["label"], layout, members, shard))
+            self.members.update((member.index, member) for member in members)
+            for member, begin, part in cut(shard, layout, members, self._communicator.rank):
+                self.gradients[member.index] = (begin, part)
 
-    def _move_in(
-        self, new: Sequence[tuple[str, _native.ShardLayout, list[Member], Tensor | None]]
-    ) -> list[Bucket]:
+    def adopt_buckets(self) -> list[Bucket]:
+        """Moves parameters into what the reducer has made. All ranks call it, at the same step."""
+        self.notice_buckets()
+        noticed, self._noticed = self._noticed, []
+        return self._move_in(noticed) if noticed else []
+
+    def _move_in(self, new: Sequence[_NewBucket]) -> list[Bucket]:
         """Makes buckets. All ranks call it."""
         counts: dict[torch.dtype, int] = {}
         for _, layout, members, _ in new:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +18,7 @@ from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import InvalidUsage
 from pydist.module_agreement import check_same
 from pydist.parameter_audit import ParameterAudit
-from pydist.parameter_groups import groups_of, listed, model_of, options_of
+from pydist.parameter_groups import facts_of_options, groups_of, listed, model_of, options_of
 from pydist.reduced_gradients import ReducedGradients
 from pydist.segment_state import ranges_of, require_state_of, state_of, take_over
 from pydist.sharded_gradient import ShardedGradient
@@ -74,7 +75,9 @@ class ShardedOptimizer(Optimizer):
     Raises:
         InvalidUsage: The class is not element-wise, a gradient is sparse, a parameter has a
             gradient now or another optimizer, or an argument is not supported.
-        Mismatch: Parameters or arguments differ between ranks (on every rank).
+        Mismatch: Parameters, options or arguments differ between ranks (on every rank). Whether
+            options still agree later, when schedules have set them, `PYDIST_DEBUG=1` checks at
+            every step.
 
     Note:
         ZeRO: Rajbhandari et al., arXiv 1910.02054. Shards cut through parameters, so they are equal
@@ -108,8 +111,9 @@ class ShardedOptimizer(Optimizer):
         self._class = optimizer_class
         self._options = dict(defaults)
         self._is_one_copy = bool(share_parameters)
+        self._is_debugging = bool(_native.read_environment().debug)
         self._audit: ParameterAudit | None = None
-        if share_parameters and _native.read_environment().debug:
+        if share_parameters and self._is_debugging:
             self._audit = ParameterAudit()
         self._wrapper = model_of(model_or_params, param_groups)
         if self._wrapper is None and stage == 2:
@@ -140,6 +144,7 @@ class ShardedOptimizer(Optimizer):
             f"master_weights={master_weights!r}",
             f"share_parameters={share_parameters!r}",
             f"pydist.DataParallel model={self._wrapper is not None}",
+            *facts_of_options(self.param_groups),
         ]
         check_same(self._communicator, "pydist.ShardedOptimizer's setting", facts)
         self._is_ready = True
@@ -204,10 +209,22 @@ class ShardedOptimizer(Optimizer):
         self._prototype([dict(given)])
         super().add_param_group(given)
         try:
+            self._check_options(self.param_groups[-1:])
             self._take_up(self._layout.enter(self.param_groups[-1:]))
         except BaseException:
             self.param_groups.pop()
             raise
+
+    def _check_options(self, param_groups: list[dict[str, Any]]) -> None:
+        """Raises Mismatch where ranks would update their shards in different ways."""
+        facts = facts_of_options(param_groups)
+        check_same(
+            self._communicator,
+            "an option of pydist.ShardedOptimizer's groups",
+            facts,
+            "each rank updates a part of every parameter, so schedule by what all ranks have, such "
+            "as pydist.metrics.mean(loss)",
+        )
 
     def _take_up(self, new: list[Bucket]) -> None:
         """Makes new buckets ready to step."""
@@ -247,6 +264,8 @@ class ShardedOptimizer(Optimizer):
                 "can't train apart"
             )
         self.finish()
+        if self._is_debugging:
+            self._check_options(self.param_groups)
         self._take_up(self._layout.adopt_buckets())
         if self._is_one_copy:
             self._communicator.barrier(False, "before parameters are written")
@@ -387,7 +406,7 @@ class ShardedOptimizer(Optimizer):
         self.finish()
         self.note_written()
         for group, loaded in zip(self.param_groups, state.groups, strict=True):
-            group.update(options_of(loaded))
+            group.update(copy.deepcopy(options_of(loaded)))
         take_over(state, self._layout.buckets)
         for step in self._steps:
             step.forget_states()
@@ -410,25 +429,45 @@ class ShardedOptimizer(Optimizer):
         As in any optimizer, "param_groups" has the options and the parameters' numbers, and
         "state" is by number. What is there is a list of ranges: (begin, end, values), as in
         `sharded_state()`, whose shapes and orders of dimensions are in "parameters" with the
-        names. Every rank saves its own, or `consolidated_state_dict()` makes one for torch's class.
+        names. It is of use to `load_state_dict` on the same rank of as many, with the same buckets
+        (`bucket_cap_mb=`, which is measured otherwise); what `pydist.save` keeps loads anywhere.
         """
-        return to_state_dict(self.sharded_state(), self._layout.names)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict = to_state_dict(self.sharded_state(), self._layout.names)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a `state_dict()`, or one of an unsharded optimizer of the class. Copies it.
 
         Args:
-            state_dict: This rank's own, from as many ranks; or one of the wrapped class, from
-                torch, whole: every rank takes its part.
+            state_dict: This rank's own, from as many ranks with the same buckets; or one of the
+                wrapped class, from torch, whole: every rank takes its part.
 
         Raises:
             InvalidUsage: As for `load_sharded_state`.
         """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         if is_sharded(state_dict):
-            self.load_sharded_state(from_state_dict(state_dict))
-            return
-        ordered = [(self._name_of(p), p) for group in self.param_groups for p in group["params"]]
-        self.load_sharded_state(from_unsharded(state_dict, ordered))
+            state = from_state_dict(state_dict)
+        else:
+            named = [(self._name_of(p), p) for group in self.param_groups for p in group["params"]]
+            state = from_unsharded(state_dict, named)
+        self.load_sharded_state(state)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidUsage(
+            "a pydist.ShardedOptimizer can't be copied or pickled: parameters and gradients are "
+            "in memory of its ranks' group; pydist.save keeps its state, and state_dict() is this "
+            "rank's part of it"
+        )
 
     def _name_of(self, parameter: Tensor) -> str:
         return self._layout.names[self._layout.indices[id(parameter)]]

@@ -8,7 +8,7 @@ gathers the others'.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -90,7 +90,6 @@ class Segment:
         values: The parameter's own memory.
         updated: What the optimizer updates: `values`, or a float32 copy of them.
         gradient: Where the average of the gradient arrives; None if that is with the parameter.
-        version: The parameter's, as torch counts, after the last step.
     """
 
     member: Member
@@ -98,7 +97,6 @@ class Segment:
     values: Tensor
     updated: Tensor
     gradient: Tensor | None
-    version: int = 0
 
     @property
     def end(self) -> int:
@@ -109,8 +107,11 @@ class Segment:
         return self.updated is not self.values
 
     def refresh_master(self) -> None:
-        """Takes over what somebody has written into the parameter since the last step."""
-        if self.has_master and self.version != self.member.parameter._version:
+        """Takes over what somebody has written into the parameter since the last step.
+
+        By value: what is written through `parameter.data` leaves the version as it was.
+        """
+        if self.has_master:
             is_new = self.values != self.updated.to(self.values.dtype)
             torch.where(is_new, self.values.to(self.updated.dtype), self.updated, out=self.updated)
 
@@ -182,6 +183,25 @@ def _place(memory: Tensor, member: Member) -> Tensor:
     return flat.as_strided(parameter.shape, member.strides)
 
 
+def cut(
+    shard: Tensor, layout: _native.ShardLayout, members: list[Member], rank: int
+) -> Iterator[tuple[Member, int, Tensor]]:
+    """What a rank's shard has of each parameter: itself, where it begins in that, and its elements.
+
+    Args:
+        shard: Of the bucket's values, or of their gradients.
+        layout: Where they lie, and how they are cut.
+        members: In the order of their places.
+        rank: Whose shard it is.
+    """
+    for number, begin, count, offset in layout.segments(rank):
+        member = members[number]
+        part = shard.narrow(0, offset, count)
+        if member.parameter.is_complex():
+            part = torch.view_as_complex(part.view(-1, 2))
+        yield member, begin // member.factor, part
+
+
 def move_in(
     label: str,
     memory: Tensor,
@@ -217,18 +237,15 @@ def move_in(
         member.parameter.data = _place(memory, member)
         member.address = member.parameter.data_ptr()
     shard = memory.narrow(0, rank * layout.shard, layout.shard)
+    arriving: dict[int, Tensor] = {}
+    if gradients is not None:
+        arriving = {m.index: part for m, _, part in cut(gradients, layout, members, rank)}
     segments = []
-    for number, begin, count, offset in layout.segments(rank):
-        member = members[number]
-        values = shard.narrow(0, offset, count)
-        gradient = None if gradients is None else gradients.narrow(0, offset, count)
-        if member.parameter.is_complex():
-            values = torch.view_as_complex(values.view(-1, 2))
-            gradient = None if gradient is None else torch.view_as_complex(gradient.view(-1, 2))
+    for member, begin, values in cut(shard, layout, members, rank):
         updated = values
         if with_masters and needs_master(values):
             updated = values.float()
-        segments.append(Segment(member, begin // member.factor, values, updated, gradient))
+        segments.append(Segment(member, begin, values, updated, arriving.get(member.index)))
     return Bucket(label, memory, shard, members, segments)
 
 

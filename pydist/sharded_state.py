@@ -132,8 +132,10 @@ def cut_out(
         here = stop
     if here < end:
         raise InvalidUsage(
-            f"the state of parameter {name} lacks elements {here} to {end}: load the parts of all "
-            "ranks that saved it (pydist.ShardedState.merged puts them together)"
+            f"the state of parameter {name} lacks elements {here} to {end}, because it was cut "
+            "into other shards (of other buckets, or for other ranks): load the parts of all ranks "
+            "that saved it (pydist.ShardedState.merged puts them together), or use pydist.save and "
+            "pydist.load"
         )
     return values
 

@@ -2,24 +2,38 @@
 
 A save that goes on in a thread talks to the other ranks too, so it needs a communicator that nobody
 else uses, and saves follow each other.
+
+Note [Turns]: ranks exchange several messages in a save, and in a load. One that leaves in the
+middle of them, interrupted say, and comes back for another save, would give the others an answer to
+what they did not ask. So whoever leaves aborts the lane: the others raise at once, and so does
+every later save and load of these ranks. Errors that all ranks raise together leave nobody behind.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from torch.nn.parallel import DistributedDataParallel
+
 from pydist import groups, process
 from pydist.data_parallel import DataParallel
+from pydist.errors import CheckpointError, InvalidUsage, Mismatch
 from pydist.sharded_optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pydist._native import Communicator
+
+
+# What is being written in threads, or has failed there and nobody was told: also where the model
+# and its lane are gone.
+_under_way: set[Saving] = set()
 
 
 class Saving:
@@ -39,12 +53,14 @@ class Saving:
         if not asynchronous:
             work()
             return
+        _under_way.add(self)
         self._thread = threading.Thread(target=self._guarded, args=(work,), name="pydist save")
         self._thread.start()
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
+            _under_way.discard(self)
         except BaseException as error:
             self._error = error
 
@@ -66,6 +82,7 @@ class Saving:
         """Waits, and returns an error that nobody was told yet."""
         if self._thread is not None:
             self._thread.join()
+        _under_way.discard(self)
         error, self._error = self._error, None
         return error
 
@@ -82,6 +99,20 @@ class Lane:
         last, self.last = self.last, None
         return None if last is None else last.settle()
 
+    @contextmanager
+    def turn(self, doing: str) -> Iterator[None]:
+        """Around all that a rank says in a save or a load; see Note [Turns]."""
+        try:
+            yield
+        except (CheckpointError, InvalidUsage, Mismatch):
+            raise
+        except BaseException as error:
+            self.communicator.abort(
+                f"{doing} ended half-way on rank {self.communicator.rank}, with "
+                f"{type(error).__name__}: {error}"
+            )
+            raise
+
 
 _lanes: WeakKeyDictionary[Communicator, Lane] = WeakKeyDictionary()
 
@@ -94,6 +125,9 @@ def lane_of(model: Any, optimizer: Any, group: groups.Group | None) -> Lane:
         parent = model._communicator
     elif isinstance(optimizer, ShardedOptimizer):
         parent = optimizer._communicator
+    elif isinstance(model, DistributedDataParallel):
+        process.init()
+        parent = groups.communicator_of(model.process_group)
     else:
         process.init()
         parent = groups.communicator_of()
@@ -106,8 +140,8 @@ def lane_of(model: Any, optimizer: Any, group: groups.Group | None) -> Lane:
 
 
 def _finish_all() -> None:
-    for lane in list(_lanes.values()):
-        error = lane.settle()
+    for saving in list(_under_way):
+        error = saving.settle()
         if error is not None:
             warnings.warn(f"the last checkpoint was not written: {error}", stacklevel=2)
     _lanes.clear()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from pydist._native import Communicator
     from pydist.groups import Group
 
 
@@ -58,15 +59,29 @@ def load(
             passed (on every rank).
         Mismatch: Ranks pass different paths, or find different checkpoints there (on every rank).
     """
-    from pydist.checkpoint.dcp_files import Contents
-
     lane = lane_of(model, optimizer, process_group)
     communicator = lane.communicator
-    agree(communicator, "the asynchronous save before this load", lane.settle())
-    top = Path(os.path.abspath(path))
-    doing = f"loading the checkpoint {top}"
+    with lane.turn("pydist.load()"):
+        agree(communicator, "the asynchronous save before this load", lane.settle())
+        stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+        present = {name: value for name, value in stateful.items() if value is not None}
+        return _load(communicator, Path(os.path.abspath(path)), model, optimizer, present, random)
+
+
+def _load(
+    communicator: Communicator,
+    path: Path,
+    model: nn.Module | None,
+    optimizer: Optimizer | None,
+    stateful: dict[str, Any],
+    random: bool,
+) -> Any:
+    from pydist.checkpoint.dcp_files import Contents
+
+    doing = f"loading the checkpoint {path}"
     error: BaseException | None = None
-    folder = top
+    # Where links lead, which may be elsewhere on other hosts.
+    folder = top = Path(os.path.realpath(path))
     try:
         folder = find(top)
         files = sorted(read_manifest(folder).items())
@@ -74,19 +89,19 @@ def load(
             verify(folder, name, known)
     except Exception as raised:
         error = raised
-    agree(communicator, doing, error, f"a checkpoint in {folder}")
+    agree(communicator, doing, error, f"{path}, and a checkpoint in {folder.name}")
 
-    stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
-    stateful = {name: value for name, value in stateful.items() if value is not None}
-    names = optimizer_state.names_in(None if model is None else model_state.inner(model))
+    names: dict[int, str] = {}
     objects: dict[str, Any] = {}
+    own = f"random.{communicator.rank}"
     try:
+        if model is not None:
+            names = optimizer_state.names_in(model_state.inner(model))
         contents = Contents(folder)
         wanted = ["extra", *stateful, *(["optimizer"] if optimizer is not None else [])]
         for name in wanted:
             if name not in contents.names:
                 raise InvalidUsage(f"the checkpoint has no {name}: it was saved without one")
-        own = f"random.{communicator.rank}"
         if random and own in contents.names:
             wanted.append(own)
         objects = contents.read_objects(wanted)

@@ -37,7 +37,16 @@ class Taken:
 
 
 def inner(model: nn.Module) -> nn.Module:
-    """The module whose names are saved."""
+    """The module whose names are saved.
+
+    Raises:
+        InvalidUsage: It is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidUsage(
+            f"model is a {type(model).__name__}; it must be one module: put several into an "
+            "nn.ModuleDict, or into checkpoints of their own"
+        )
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         wrapped: nn.Module = model.module
         return wrapped
@@ -77,8 +86,7 @@ def take(model: nn.Module, rank: int, size: int) -> Taken:
             if rank == 0:
                 taken.objects[entry] = pack(f"{name} of the model's state", value)
             continue
-        if value.layout != torch.strided:
-            raise InvalidUsage(f"{name} is {value.layout}; a checkpoint holds dense tensors")
+        _require_plain(name, value)
         place = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
         if value.numel() and place in seen:
             taken.aliases[entry] = seen[place]
@@ -92,6 +100,19 @@ def take(model: nn.Module, rank: int, size: int) -> Taken:
     return taken
 
 
+def _require_plain(name: str, value: Tensor) -> None:
+    if hasattr(value, "__tensor_flatten__"):  # as DTensor and other tensors made of tensors have
+        raise InvalidUsage(
+            f"{name} is a {type(value).__name__}, and a checkpoint takes tensors that each rank "
+            "has whole: use torch.distributed.checkpoint for models that are sharded otherwise"
+        )
+    if value.layout != torch.strided or value.device.type == "meta":
+        raise InvalidUsage(
+            f"{name} is {value.layout} on {value.device}; a checkpoint holds dense tensors that "
+            "have values"
+        )
+
+
 def check_fits(model: nn.Module, contents: Contents) -> None:
     """Whether a model can take a state.
 
@@ -99,6 +120,9 @@ def check_fits(model: nn.Module, contents: Contents) -> None:
         InvalidUsage: It has other names or shapes.
     """
     state = inner(model).state_dict()
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            _require_plain(name, value)
     ours = {f"{PREFIX}{name}" for name in state}
     theirs = {name for name in contents.names if name.startswith(PREFIX)}
     if ours != theirs:

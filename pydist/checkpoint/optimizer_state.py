@@ -53,11 +53,26 @@ def names_in(model: nn.Module | None) -> dict[int, str]:
 
 def take(optimizer: Optimizer, names: dict[int, str], rank: int, size: int) -> Taken:
     """Looks at the state of an optimizer, of either kind. Talks to nobody, copies nothing."""
+    _require_optimizer(optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         local = _renamed(optimizer, names)
         return _outlined(local, lambda pieces: list(pieces), type_of(optimizer))
     state = _of_whole(optimizer, names)
     return _outlined(state, lambda pieces: share_out(pieces, rank, size), type_of(optimizer))
+
+
+def _require_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidUsage(
+            f"optimizer is a {type(optimizer).__name__}; it must be one optimizer: write several "
+            "into checkpoints of their own"
+        )
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        raise InvalidUsage(
+            "torch's ZeroRedundancyOptimizer has a part of its state on each rank, and does not "
+            "say which: pydist.checkpoint.from_torch takes the state_dict() that it has after "
+            "consolidate_state_dict(); pydist.ShardedOptimizer is saved as it is"
+        )
 
 
 def type_of(optimizer: Optimizer) -> str:
@@ -168,6 +183,7 @@ def check_fits(optimizer: Optimizer, names: dict[int, str], outline: Outline) ->
     Raises:
         InvalidUsage: It is of another class, or of other parameters or groups.
     """
+    _require_optimizer(optimizer)
     if outline["class"] != type_of(optimizer):
         raise InvalidUsage(
             f"the checkpoint is of {outline['class']}, and the optimizer is {type_of(optimizer)}"

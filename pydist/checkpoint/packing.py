@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ def pack(what: str, value: Any) -> bytes:
         torch.save(value, stream)
         unpack(stream.getvalue())
     except Exception as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        why = f"it holds a {found[1]}" if found else str(error).splitlines()[0]
         raise InvalidUsage(
-            f"{what} can't be saved: a checkpoint holds numbers, text, tensors, and lists, tuples "
-            f"and dictionaries of them ({str(error).splitlines()[0]})"
+            f"{what} can't be saved: {why}, and a checkpoint holds numbers of Python's, text, "
+            "tensors, and lists, tuples and dictionaries of them"
         ) from error
     return stream.getvalue()
 

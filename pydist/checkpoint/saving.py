@@ -16,7 +16,7 @@ import torch
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist._load import __version__
-from pydist.checkpoint.lanes import Saving, lane_of
+from pydist.checkpoint.lanes import Lane, Saving, lane_of
 from pydist.checkpoint.manifest import FileSum, sum_of, write_manifest
 from pydist.checkpoint.packing import pack, unpack
 from pydist.checkpoint.pieces import Piece
@@ -106,35 +106,40 @@ def save(
         {'epoch': 3}
     """
     lane = lane_of(model, optimizer, process_group)
-    communicator = lane.communicator
-    error = lane.settle()
-    agree(communicator, "the asynchronous save before this one", error)
-    top = Path(os.path.abspath(path))
-    stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
-    part = _Part()
-    try:
-        _check_numbers(step, keep)
-        part = _collect(communicator, model, optimizer, stateful, extra)
-        if asynchronous:
-            part.pieces = [piece.copy() for piece in part.pieces]
-    except Exception as raised:
-        error = raised
-    given = {"model": model, "optimizer": optimizer, **stateful}
-    present = [name for name, value in given.items() if value is not None]
-    facts = f"path={str(top)!r}, {step=}, {keep=}, {asynchronous=}, with {', '.join(present)}"
-    agree(communicator, "pydist.save()", error, facts)
-    place = top if step is None else step_folder(top, step)
+    with lane.turn("pydist.save()"):
+        error = lane.settle()
+        agree(lane.communicator, "the asynchronous save before this one", error)
+        stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+        given = {"model": model, "optimizer": optimizer, **stateful}
+        # A link stays where it is; what it leads to is replaced.
+        top = Path(os.path.realpath(path))
+        part = _Part()
+        try:
+            _check(top, step, keep)
+            part = _collect(lane.communicator, model, optimizer, stateful, extra)
+            if asynchronous:
+                part.pieces = [piece.copy() for piece in part.pieces]
+        except Exception as raised:
+            error = raised
+        present = [name for name, value in given.items() if value is not None]
+        facts = f"path={os.path.abspath(path)!r}, {step=}, {keep=}, {asynchronous=}"
+        agree(lane.communicator, "pydist.save()", error, f"{facts}, with {', '.join(present)}")
+        place = top if step is None else step_folder(top, step)
 
-    older = None
-    if keep is not None and step is not None:
-        older = functools.partial(forget_older, top, keep, step)
-    saving = Saving(place)
-    lane.last = saving
-    saving.run(lambda: _write(lane.communicator, place, part, older), asynchronous=asynchronous)
-    return saving
+        older = None
+        if keep is not None and step is not None:
+            older = functools.partial(forget_older, top, keep, step)
+        saving = Saving(place)
+        lane.last = saving
+        saving.run(lambda: _write(lane, place, part, older), asynchronous=asynchronous)
+        return saving
 
 
-def _check_numbers(step: int | None, keep: int | None) -> None:
+def _check(top: Path, step: int | None, keep: int | None) -> None:
+    if step is None and not top.name:
+        raise InvalidUsage(
+            f"path={str(top)!r} can't be replaced by a checkpoint: pass a folder in it"
+        )
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise InvalidUsage(f"step={step!r} is not valid; it must be a whole number >= 0")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
@@ -171,34 +176,37 @@ def _collect(
     return part
 
 
-def _write(
-    communicator: Communicator, place: Path, part: _Part, forget: Callable[[], None] | None
-) -> None:
+def _write(lane: Lane, place: Path, part: _Part, forget: Callable[[], None] | None) -> None:
+    communicator = lane.communicator
     rank = communicator.rank
     partial = partial_of(place)
-    try:
-        if part.outline is not None:
-            outlines = exchange(communicator, part.outline)
+    with lane.turn(f"writing the checkpoint {place}"):
+        try:
+            outlines = [] if part.outline is None else exchange(communicator, part.outline)
             if rank == 0:
-                whole = optimizer_state.merged([unpack(each) for each in outlines])
-                part.objects["optimizer"] = pack("the optimizer's state", whole)
-        if rank == 0:
-            _agreed(communicator, place, lambda: begin(place))
-        else:
-            _agreed(communicator, place)
-        own = _agreed(communicator, place, lambda: _write_own(partial, rank, part))
-        told = exchange(communicator, pickle.dumps(own))
-        if rank == 0:
-            everybody = [pickle.loads(each) for each in told]
-            _agreed(communicator, place, lambda: _complete(place, everybody, part.aliases))
-            _agreed(communicator, place, forget)
-        else:
-            _agreed(communicator, place)
-            _agreed(communicator, place)
-    except (CheckpointError, InvalidUsage):
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+                _agreed(communicator, place, lambda: _begin(place, part, outlines))
+            else:
+                _agreed(communicator, place)
+            own = _agreed(communicator, place, lambda: _write_own(partial, rank, part))
+            told = exchange(communicator, pickle.dumps(own))
+            if rank == 0:
+                everybody = [pickle.loads(each) for each in told]
+                _agreed(communicator, place, lambda: _complete(place, everybody, part.aliases))
+                _agreed(communicator, place, forget)
+            else:
+                _agreed(communicator, place)
+                _agreed(communicator, place)
+        except (CheckpointError, InvalidUsage):
+            if rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def _begin(place: Path, part: _Part, outlines: list[bytes]) -> None:
+    if outlines:
+        whole = optimizer_state.merged([unpack(each) for each in outlines])
+        part.objects["optimizer"] = pack("the optimizer's state", whole)
+    begin(place)
 
 
 def _write_own(partial: Path, rank: int, part: _Part) -> tuple[dcp_files.Written, FileSum]:
@@ -208,7 +216,14 @@ def _write_own(partial: Path, rank: int, part: _Part) -> tuple[dcp_files.Written
         raise CheckpointError(
             f"{partial}, which rank 0 has made, is not here: all ranks must see the same folder"
         )
-    written = dcp_files.write_file(partial, rank, part.pieces, part.objects)
+    try:
+        written = dcp_files.write_file(partial, rank, part.pieces, part.objects)
+    except RuntimeError as error:
+        # torch's writer of archives does not say what the system told it.
+        raise CheckpointError(
+            f"{partial / dcp_files.file_of(rank)} can't be written, with "
+            f"{shutil.disk_usage(partial).free} bytes free on its disk: {error}"
+        ) from error
     return written, sum_of(partial / dcp_files.file_of(rank))
 
 

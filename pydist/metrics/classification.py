@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pydist.errors import InvalidUsage
-from pydist.metrics.metric import Metric
+from pydist.metrics.metric import Metric, require_tensor
 
 __all__ = ["Accuracy", "ConfusionMatrix"]
 
@@ -73,6 +73,8 @@ class Accuracy(Metric[float]):
         Raises:
             InvalidUsage: shapes or dtypes do not fit; `top_k` without scores, or of fewer classes.
         """
+        require_tensor("predictions", predictions)
+        require_tensor("targets", targets)
         targets = targets.detach()
         if self.top_k == 1:
             right = _classes(predictions, targets) == targets
@@ -133,6 +135,8 @@ class ConfusionMatrix(Metric[Tensor]):
         Raises:
             InvalidUsage: shapes or dtypes do not fit, or a class is out of range.
         """
+        require_tensor("predictions", predictions)
+        require_tensor("targets", targets)
         targets = targets.detach()
         predicted = _classes(predictions, targets).reshape(-1).to(torch.int64)
         actual = targets.reshape(-1).to(torch.int64)

@@ -9,11 +9,18 @@ from torch import Tensor
 
 from pydist import groups, process
 from pydist._native import Communicator
+from pydist.errors import InvalidUsage
 from pydist.groups import Group
 
-__all__ = ["Metric", "compute_all"]
+__all__ = ["Metric", "compute_all", "require_tensor"]
 
 Result = TypeVar("Result", covariant=True)
+
+
+def require_tensor(name: str, value: object) -> None:
+    """Raises InvalidUsage where somebody passed something else."""
+    if not isinstance(value, Tensor):
+        raise InvalidUsage(f"{name} is a {type(value).__name__}; it must be a tensor.")
 
 
 class Metric(ABC, Generic[Result]):

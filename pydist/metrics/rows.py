@@ -5,6 +5,7 @@ from torch import Tensor
 
 from pydist.errors import InvalidUsage
 from pydist.groups import Group
+from pydist.metrics.metric import require_tensor
 from pydist.metrics.ragged import all_gather_ragged
 
 __all__ = ["Rows"]
@@ -39,6 +40,9 @@ class Rows:
         Raises:
             InvalidUsage: only some updates give positions.
         """
+        require_tensor("rows", rows)
+        if positions is not None:
+            require_tensor("positions", positions)
         if self._rows and (positions is None) != (not self._positions):
             raise InvalidUsage("Rows.update gets positions in some calls only; give them in all.")
         self._rows.append(rows.detach())

@@ -18,11 +18,14 @@ import torch
 from launch import Ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 from training import Tied, joined
 
 import pydist
+import pydist.checkpoint.dcp_files as dcp_files
 from pydist.bucket_plan import DEFAULT_CAP_BYTES
 from pydist.checkpoint.manifest import MANIFEST
 
@@ -149,9 +152,14 @@ def test_resume_in_16_bits_keeps_masters(four: Ranks, tmp_path: Path) -> None:
     four.run(resume, str(tmp_path), pairs, "bfloat16", 10, timeout=LIMIT_S)
 
 
-def test_resume_on_eight(tmp_path: Path) -> None:
-    pairs = [(8, STAGE_2, 8, STAGE_2), (8, STAGE_2, 3, STAGE_1), (2, STAGE_1, 8, STAGE_1)]
-    pairs += [(1, WHOLE, 8, STAGE_2), (8, STAGE_2, 4, WHOLE)]
+@pytest.mark.parametrize("is_from_eight", [True, False])
+def test_resume_from_and_on_eight(tmp_path: Path, is_from_eight: bool) -> None:
+    if is_from_eight:
+        pairs = [(8, STAGE_2, 8, STAGE_2), (8, STAGE_2, 4, WHOLE)]
+        pairs += [(8, STAGE_2, n, 1 + n % 2) for n in (1, 2, 3)]
+    else:
+        pairs = [(1, WHOLE, 8, STAGE_2)]
+        pairs += [(n, 2 - n % 2, 8, 1 + n % 2) for n in (2, 3, 4)]
     with Ranks(8, {"PYDIST_BACKEND": "native"}) as ranks:
         ranks.run(resume, str(tmp_path), pairs, "float64", 50, timeout=LIMIT_S)
 
@@ -247,6 +255,9 @@ def fail_together(folder: str) -> None:
         pydist.save(place if rank != 1 else f"{place}2", **training.parts)
     with pytest.raises(pydist.InvalidUsage, match=r"rank 0: extra can't be.*; rank 3: keep="):
         pydist.save(place, keep=1 if rank == 3 else None, extra=lambda: 1)
+    with pytest.raises(pydist.InvalidUsage, match=r"holds a numpy.*numbers of Python's"):
+        pydist.save(place, extra={"loss": np.float64(1.0)})
+    refuse_what_is_not_whole(place, training)
     # What does not fit, changes nothing.
     with pytest.raises(pydist.InvalidUsage, match="has no sampler"):
         pydist.load(place, sampler=training.scheduler)
@@ -269,6 +280,29 @@ def fail_together(folder: str) -> None:
         pydist.load(place, **training.parts)
     training.run(range(2, 3))
     pydist.barrier()
+
+
+def refuse_what_is_not_whole(place: Path, training: Training) -> None:
+    module = nn.Linear(4, 4)
+    zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW)
+    mesh = init_device_mesh("cpu", (pydist.world_size(),))
+    parted: Any = nn.Linear(4, 4)
+    parted.weight = nn.Parameter(distribute_tensor(parted.weight.detach(), mesh, [Shard(0)]))
+    several: list[Any] = [training.optimizer]
+    both: Any = {"model": module}
+    for arguments, match in (
+        ({"optimizer": several}, "optimizer is a list; it must be one optimizer"),
+        ({"model": both}, "model is a dict; it must be one module"),
+        ({"optimizer": zero}, "ZeroRedundancyOptimizer.*from_torch"),
+        ({"model": parted}, r"weight is a DTensor.*use torch\.distributed\.checkpoint"),
+        ({"model": nn.Linear(2, 2, device="meta")}, "weight is torch.strided on meta"),
+    ):
+        with pytest.raises(pydist.InvalidUsage, match=match):
+            pydist.save(place, **arguments)
+        with pytest.raises(pydist.InvalidUsage, match=match):
+            pydist.load(place, **arguments)
+    with pytest.raises(pydist.InvalidUsage, match="pass a folder in it"):
+        pydist.save("/", model=module)
 
 
 def test_everything_and_asynchronous(four: Ranks, tmp_path: Path) -> None:
@@ -479,6 +513,21 @@ def damage(folder: str) -> None:
     pydist.load(place, model=model, optimizer=optimizer)
     with pytest.raises(pydist.CheckpointError, match="exists and is no checkpoint"):
         pydist.save(folder, model=model)
+    # What torch's writer makes of a full disk.
+    full = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    with (
+        mock.patch.object(dcp_files, "write_file", side_effect=full),
+        pytest.raises(pydist.CheckpointError, match=r"__0_0\.distcp can't be.*\d bytes free.*pos"),
+    ):
+        pydist.save(place, model=model)
+    # A link stays one.
+    link = Path(folder) / "link"
+    link.symlink_to(place)
+    for _ in range(2):
+        pydist.save(link, model=model, optimizer=optimizer)
+        pydist.load(link, model=model, optimizer=optimizer)
+    assert link.is_symlink()
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["link", "whole"]
     with pytest.raises(pydist.CheckpointError, match="there is no checkpoint at"):
         pydist.load(Path(folder) / "nowhere", model=model)
 

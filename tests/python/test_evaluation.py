@@ -332,6 +332,35 @@ def fail_on_one_rank() -> Job:
     resumed = pydist.prepare(DataLoader(data(), 8), pad="none")
     resumed.load_state_dict({**resumed.state_dict(), "position": 24})
     attempt("resumed", resumed, measure, metrics=measures())
+    uneven: Any = DataLoader(data(), 8, drop_last=True)
+    attempt("last batch", pydist.prepare(uneven, pad="none"), measure, metrics=measures())
+    own = pydist.DistributedSampler(data(), pad="none")
+    uneven = DataLoader(data(), 8, sampler=own, drop_last=True)
+    attempt("last batch of each", uneven, measure, metrics=measures())
+    # Of one rank alone, before anybody measures.
+    forms: list[tuple[str, Any]] = [
+        ("a list", [metrics.Mean()]),
+        ("a class", {"x": metrics.Mean}),
+        ("no metric", {"x": 3}),
+        ("no name", {3: metrics.Mean()}),
+    ]
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("measured for nothing")
+
+    for name, form in forms:
+        wrong = form if rank == 1 else {"x": metrics.Mean()}
+        attempt(name, data(), never, metrics=wrong, batch_size=8)
+    for name, returned in (
+        ("lists", ([1], [1])),
+        ("arrays", (np.ones(2), torch.ones(2))),
+        ("too many", (torch.ones(2),) * 3),
+    ):
+        wrong_measure = {"x": returned if rank == 1 else (torch.ones(2).long(),) * 2}
+        accuracy = {"x": metrics.Accuracy()}
+        attempt(name, data(), lambda m, b, w=wrong_measure: w, metrics=accuracy, batch_size=40)
+    attempt("rows", data(), lambda m, b: {"x": [1]}, metrics={"x": metrics.Rows()}, batch_size=40)
+    attempt("numbers", data(), lambda m, b: {1: b[1]}, batch_size=40)
     attempt("one value", data(), lambda m, b: {"loss": b[0].mean()}, batch_size=8)
     attempt("no dict", data(), lambda m, b: b[0], batch_size=8)
     attempt("metric forgotten", data(), measure, batch_size=8)
@@ -418,6 +447,17 @@ def test_a_failure_on_one_rank_ends_all(misuses: list[Job]) -> None:
         ("all samples on each", "InvalidUsage", "that of rank 0 of 1, and this is rank"),
         ("shares of others", "InvalidUsage", "of 6, and this is rank"),
         ("left out", "InvalidUsage", "leaves out 1 of 103 samples"),
+        ("last batch", "InvalidUsage", "so 7 of 103 samples would be left out"),
+        ("last batch of each", "InvalidUsage", "so 7 of 103 samples would be left out"),
+        ("a list", "InvalidUsage", "metrics= is a list; it must be a dict"),
+        ("a class", "InvalidUsage", "has the class Mean for 'x'; it must be a metric"),
+        ("no metric", "InvalidUsage", "has 3 for 'x'; it must be a metric"),
+        ("no name", "InvalidUsage", "a name 3, which is no str"),
+        ("lists", "InvalidUsage", "predictions is a list; it must be a tensor"),
+        ("arrays", "InvalidUsage", "predictions is a ndarray; it must be a tensor"),
+        ("too many", "InvalidUsage", "'x': Accuracy can't take what measure returned"),
+        ("rows", "InvalidUsage", "rows is a list; it must be a tensor"),
+        ("numbers", "InvalidUsage", "a name 1, which is no str"),
         ("resumed", "InvalidUsage", "the 24 samples before would be missing"),
         ("one value", "InvalidUsage", "one value for 'loss'"),
         ("no dict", "InvalidUsage", "measure returned a Tensor"),
