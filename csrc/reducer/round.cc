@@ -210,10 +210,17 @@ bool Reducer::keeps_averages() const {
 
 // Sees to it that the slot holds what this rank contributes.
 void Reducer::fill(GradientSlot& slot) {
-  check_aside(slot);
   const bool has_gradient = slot.parameter.grad().defined();
-  if (has_gradient && !holds_gradient(slot) && !shows_shard(slot)) {
-    adopt(slot);  // somebody has moved it meanwhile, or it had no place to land
+  const auto lies_elsewhere = [&] {
+    return has_gradient && !holds_gradient(slot) && !shows_shard(slot);
+  };
+  if (lies_elsewhere() && is_untouched(slot)) {
+    adopt(slot);  // it had no place to land, and is what it was
+    note_seen(slot);
+  }
+  check_aside(slot);
+  if (lies_elsewhere()) {
+    adopt(slot);  // somebody has moved it meanwhile
   }
   if (slot.is_pending && has_gradient) {
     slot.contributes = true;
