@@ -445,10 +445,8 @@ void Reducer::break_off() {
 
 // For what follows on the current stream, or on the host.
 void Reducer::wait_for(Work& work) const {
-  const at::Tensor block = arena_.largest_block();
-  const bool is_on_device = block.defined() && !block.is_cpu();
-  if (!is_on_device ||
-      !work.wait_on_stream(current_stream(device_of(block.device())).native_handle())) {
+  const std::optional<Device> device = arena_.device();
+  if (!device || !work.wait_on_stream(current_stream(*device).native_handle())) {
     work.wait();
   }
 }
@@ -532,9 +530,8 @@ std::string Reducer::why_worthless() const {
 }
 
 bool Reducer::is_capturing() const {
-  const at::Tensor block = arena_.largest_block();
-  return block.defined() && !block.is_cpu() &&
-         pydist::is_capturing(current_stream(device_of(block.device())));
+  const std::optional<Device> device = arena_.device();
+  return device && pydist::is_capturing(current_stream(*device));
 }
 
 std::string Reducer::why_not_captured() const {
