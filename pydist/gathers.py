@@ -2,68 +2,97 @@
 
 Note [Whoever reads, waits]: until its gather is over, such a parameter is of the class `InFlight`,
 which torch asks before it does anything with it. So whatever reads or writes it through torch's
-functions, a layer's forward first of all, waits for the gather of its bucket, and goes on with an
-ordinary parameter; what asks for its shape only does not wait. Code that takes tensors past torch's
-dispatch, compiled graphs say, is waited for before forward (pydist.ShardedOptimizer sees to it).
+functions, a layer's forward first of all, waits for the gather of its bucket; what asks for its
+shape only does not wait. Code that takes tensors past torch's dispatch, compiled graphs say, is
+waited for before forward (pydist.ShardedOptimizer sees to it).
+
+Note [Each stream waits]: where the communicator lets streams of a GPU wait, a reader's stream does
+and the host does not. That says nothing of other streams, which may have been made to wait for the
+one that stepped, and for no other. So the parameter stays in flight, and each read makes the stream
+wait that is current there, until the host sees that the values have arrived. Only who takes over
+the order of all streams makes it ordinary before: `finish`. What shares a parameter's memory, its
+`detach()` say, is for the stream on which that was made, and those that wait for it.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from pydist._native import Work
+from pydist import _native
+
+# A wait that has a limit is the host's.
+_NEVER_S = 1e9
 
 _lock = threading.Lock()
-# By the parameter's id, as long as it is of the class InFlight.
-_gathers: dict[int, Gather] = {}
 
 
 class Gather:
     """One bucket's parameters, on their way.
 
     Args:
-        parameters: Of the class `nn.Parameter` itself.
+        parameters: Of the class `nn.Parameter` itself, on one device.
         work: What brings their values.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], work: Work) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[Tensor], work: _native.Work) -> None:
+        # Parameters have the gather, and nothing has them: a model that nobody reads again goes.
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._work = work
+        self._device = parameters[0].device
         self._is_over = False
-        for parameter in self._parameters:
-            _gathers[id(parameter)] = self
+        for parameter in parameters:
             parameter.__class__ = InFlight
+            cast(InFlight, parameter).gathered_by = self
 
     def wait(self) -> None:
-        """Returns once the values are there. Raises what went wrong on their way, every time."""
+        """Lets who reads next, on the current stream or the host, see the values.
+
+        Raises what went wrong on their way, every time.
+        """
         if self._is_over:
             return
-        self._work.wait()
+        self._hold_back()
+        if self._work.is_completed() and self._work.exception() is None:
+            self._end()
+
+    def wait_on_host(self) -> None:
+        """Returns once the values are there, for whatever stream."""
+        if not self._is_over:
+            self._work.wait(_NEVER_S)
+            self._end()
+
+    def finish(self) -> None:
+        """The same as `wait`, and nobody else waits: streams are in the caller's order."""
+        if not self._is_over:
+            self._hold_back()
+            self._end()
+
+    def _hold_back(self) -> None:
+        # A CUDA graph can't wait for what it doesn't hold.
+        self._work.wait(_NEVER_S if _native.is_capturing(self._device) else None)
+
+    def _end(self) -> None:
         with _lock:
             if self._is_over:
                 return
             self._is_over = True
-            for parameter in self._parameters:
-                parameter.__class__ = nn.Parameter
-                del _gathers[id(parameter)]
-
-
-def wait_for(parameters: Iterable[Tensor]) -> None:
-    """Waits for the values of some parameters."""
-    for parameter in parameters:
-        gather = _gathers.get(id(parameter))
-        if gather is not None:
-            gather.wait()
+            for reference in self._parameters:
+                if (parameter := reference()) is not None:
+                    del cast(InFlight, parameter).gathered_by
+                    parameter.__class__ = nn.Parameter
 
 
 class InFlight(nn.Parameter):
     """See Note [Whoever reads, waits]."""
+
+    gathered_by: Gather
 
     @classmethod
     def __torch_function__(
@@ -74,33 +103,42 @@ class InFlight(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func not in _NEED_NO_VALUES:
-            wait_for(_in_flight((args, kwargs)))
+            for gather in dict.fromkeys(_gathers_in((args, kwargs))):
+                gather.wait()
         # What is in flight still, is nested deeper than anybody looks, or not read.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        wait_for([self])
+        _wait_on_host(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        wait_for([self])
+        _wait_on_host(self)
         return self.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        wait_for([self])
+        _wait_on_host(self)
         return repr(self)
 
 
-def _in_flight(value: Any) -> Iterable[Tensor]:
+def _wait_on_host(parameter: InFlight) -> None:
+    for gather in _gathers_in(parameter):
+        gather.wait_on_host()
+
+
+def _gathers_in(value: Any) -> Iterable[Gather]:
     if isinstance(value, InFlight):
-        yield value
+        # Another thread may just have seen it arrive.
+        gather = getattr(value, "gathered_by", None)
+        if gather is not None:
+            yield gather
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _in_flight(item)
+            yield from _gathers_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _in_flight(item)
+            yield from _gathers_in(item)
 
 
 _FACTS = (

@@ -42,7 +42,7 @@ class ReducedGradients:
         if gradient is None or not isinstance(gradient, ShardedGradient):
             return None if gradient is None else gradient.detach().clone()
         self._layout.notice_buckets()
-        flat = torch.zeros(parameter.numel(), dtype=parameter.dtype)
+        flat = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
         if index in self._layout.gradients:
             begin, part = self._layout.gradients[index]
             flat[begin : begin + part.numel()] = part
@@ -50,7 +50,7 @@ class ReducedGradients:
         return flat.as_strided(parameter.shape, self._layout.members[index].strides)
 
     def all_norms(self, order: float) -> dict[int, Tensor]:
-        """Of all gradients that are sharded, in one operation for as many as are asked for."""
+        """Of all gradients that are sharded, in one operation for those on a device."""
         assert self._wrapper is not None
         key = (order, self._changes, self._wrapper._reducer.round)
         if self._norms[0] != key:
@@ -59,22 +59,33 @@ class ReducedGradients:
                 for index, parameter in enumerate(self._layout.parameters)
                 if isinstance(parameter.grad, ShardedGradient)
             ]
-            parts = [part_norm(self.part_of(index), order) for index in indices]
-            norms = torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64)
-            norms = whole_norms(norms, order, self.combine)
-            self._norms = (key, dict(zip(indices, norms.unbind(), strict=True)))
+            found: dict[int, Tensor] = {}
+            # In an order that all ranks have.
+            for device in dict.fromkeys(self._layout.parameters[i].device for i in indices):
+                here = [i for i in indices if self._layout.parameters[i].device == device]
+                parts = torch.stack([part_norm(self.part_of(i), order) for i in here])
+                norms = whole_norms(parts, order, self.combine)
+                found |= dict(zip(here, norms.unbind(), strict=True))
+            self._norms = (key, found)
         return self._norms[1]
 
     def part_of(self, index: int) -> Tensor:
         """This rank's part of a gradient: of one dimension, perhaps empty."""
         self._layout.notice_buckets()
         if index not in self._layout.gradients:
-            return torch.zeros(0, dtype=self._layout.parameters[index].dtype)
+            parameter = self._layout.parameters[index]
+            return torch.zeros(0, dtype=parameter.dtype, device=parameter.device)
         return self._layout.gradients[index][1]
 
     def combine(self, tensor: Tensor, op: str) -> None:
         """Combines a tensor with the other ranks', in place. All ranks call it."""
-        self._communicator.all_reduce(tensor, tensor, op, False)
+        if op == "sum":
+            self._communicator.all_reduce(tensor, tensor, op, False)
+            return
+        # Not every backend has a maximum of numbers that may be NaN on every device; torch has.
+        rows = tensor.new_empty([self._communicator.size, *tensor.shape])
+        self._communicator.all_gather(tensor, rows, False)
+        (torch.amax if op == "max" else torch.amin)(rows, 0, out=tensor)
 
     def note_change(self) -> None:
         """All ranks have changed their parts."""

@@ -109,16 +109,26 @@ def _take_over_segment(state: ShardedState, optimizer: Optimizer, segment: Segme
     if segment.has_master:
         segment.updated.copy_(segment.values if master is None else master)
     count = segment.end - segment.begin
+    group = next(
+        g for g in optimizer.param_groups if any(p is segment.updated for p in g["params"])
+    )
     own = optimizer.state[segment.updated]
     own.clear()
     for key, value in values.items():
-        if is_per_element(value, count) and value.dtype.is_floating_point:
-            wide = value.to(segment.updated.dtype)
-            own[key] = wide.clone() if wide is value else wide
-        else:
-            own[key] = value.clone() if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            own[key] = value
+            continue
+        is_converted = is_per_element(value, count) and value.dtype.is_floating_point
+        dtype = segment.updated.dtype if is_converted else value.dtype
+        own[key] = value.to(_place_of(key, group, segment), dtype, copy=True)
     if not own:
         del optimizer.state[segment.updated]
+
+
+def _place_of(key: str, group: dict[str, Any], segment: Segment) -> torch.device:
+    """Where torch's optimizers put what they load: the host has steps that no kernel counts."""
+    is_for_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return torch.device("cpu") if is_for_host else segment.updated.device
 
 
 def _lengths(names: list[list[str]]) -> str:

@@ -137,6 +137,14 @@ def _change_each(
     name: str, gradients: Sequence[Tensor], *args: Any, **kwargs: Any
 ) -> Sequence[Tensor]:
     """Such as `torch._foreach_mul_`, also with a factor for each."""
+    if gradients and not any(isinstance(value, (list, tuple)) for value in args):
+        _check_operands(name, [*args, *kwargs.values()])
+        parts = [_part(g) if isinstance(g, ShardedGradient) else g for g in gradients]
+        parts = [part for part in parts if part.numel() != 0]
+        if parts:
+            getattr(torch, name)(parts, *args, **kwargs)
+        next(g for g in gradients if isinstance(g, ShardedGradient))._parts.note_change()
+        return gradients
     single = name.removeprefix("_foreach_")
     for number, gradient in enumerate(gradients):
         own = [value[number] if isinstance(value, (list, tuple)) else value for value in args]
@@ -272,8 +280,8 @@ _NEED_NO_VALUES: set[Any] = {
 def part_norm(part: Tensor, order: float) -> Tensor:
     """What a rank adds to a norm: see `whole_norms`. In float64."""
     if part.numel() == 0:
-        nothing = 0.0 if not math.isinf(order) else math.copysign(math.inf, -order)
-        return torch.tensor(nothing, dtype=torch.float64)
+        nothing = math.inf if order == -math.inf else 0.0
+        return torch.full((), nothing, dtype=torch.float64, device=part.device)
     wide = torch.complex128 if part.is_complex() else torch.float64
     norm: Tensor = torch.linalg.vector_norm(part, order, dtype=wide)
     return norm if math.isinf(order) or order == 0 else norm.pow(order)

@@ -24,6 +24,9 @@ from pydist.sharded_parameters import Bucket, Member, Segment, cut, dense_stride
 # Its label, how it is cut, what it has, and the shard of averaged gradients, if that is apart.
 _NewBucket = tuple[str, _native.ShardLayout, list[Member], Tensor | None]
 
+# What parameters of one bucket have in common: the real dtype, and the device.
+_Kind = tuple[torch.dtype, torch.device]
+
 
 class ShardedLayout:
     """The parameters of an optimizer, by number, and their places.
@@ -100,7 +103,7 @@ class ShardedLayout:
                 self.shown.append(ShardedGradient.of(self._parts, index, parameter))
                 entering.append(index)
         facts = [
-            f"{self.names[index]}: {tuple(p.shape)} {p.dtype}, "
+            f"{self.names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}, "
             f"{'trained' if p.requires_grad else 'frozen'}, "
             f"gradient={'none' if p.grad is None else 'present'}, "
             f"strides {dense_strides(p)}"
@@ -123,10 +126,17 @@ class ShardedLayout:
 
     def _require_shardable(self, index: int) -> None:
         parameter, name = self.parameters[index], self.names[index]
-        if parameter.device.type != "cpu" or parameter.layout != torch.strided:
+        devices = self._communicator.capabilities()["devices"]
+        if parameter.device.type not in devices or parameter.layout != torch.strided:
             raise InvalidUsage(
                 f"parameter {name} is {parameter.layout} on {parameter.device}; "
-                "pydist.ShardedOptimizer trains dense parameters on the CPU"
+                "pydist.ShardedOptimizer trains dense parameters on what its group moves tensors "
+                f"of: {', '.join(devices)}"
+            )
+        if self._is_one_copy and parameter.device.type != "cpu":
+            raise InvalidUsage(
+                f"parameter {name} is on {parameter.device}, and share_parameters=True maps memory "
+                "of the host: leave it out, or train on the CPU"
             )
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise InvalidUsage(f"parameter {name} is {parameter.dtype}, which nothing can train")
@@ -146,13 +156,13 @@ class ShardedLayout:
     def _lay_out(self, entering: list[int]) -> list[Bucket]:
         """Without a reducer: the parameters from the last to the first, as backward would."""
         blocks = {
-            dtype: number
-            for number, dtype in enumerate(
-                dict.fromkeys(self.parameters[index].dtype.to_real() for index in entering)
+            kind: number
+            for number, kind in enumerate(
+                dict.fromkeys(_kind_of(self.parameters[index]) for index in entering)
             )
         }
         planned = [
-            PlannedParameter(index, self.names[index], p.nbytes, blocks[p.dtype.to_real()], True)
+            PlannedParameter(index, self.names[index], p.nbytes, blocks[_kind_of(p)], True)
             for index in reversed(entering)
             for p in [self.parameters[index]]
         ]
@@ -223,22 +233,23 @@ class ShardedLayout:
 
     def _move_in(self, new: Sequence[_NewBucket]) -> list[Bucket]:
         """Makes buckets. All ranks call it."""
-        counts: dict[torch.dtype, int] = {}
+        # Ranks have other devices, but they meet them in the same order.
+        counts: dict[_Kind, int] = {}
         for _, layout, members, _ in new:
-            dtype = members[0].parameter.dtype.to_real()
-            counts[dtype] = counts.get(dtype, 0) + layout.count
+            kind = _kind_of(members[0].parameter)
+            counts[kind] = counts.get(kind, 0) + layout.count
         blocks = {
-            dtype: self._communicator.one_copy(count, dtype)
+            (dtype, device): self._communicator.one_copy(count, dtype)
             if self._is_one_copy
-            else self._communicator.symmetric_empty([count], dtype)
-            for dtype, count in counts.items()
+            else self._communicator.symmetric_empty([count], dtype, device)
+            for (dtype, device), count in counts.items()
         }
         made = []
         with torch.no_grad():
             for label, layout, members, gradients in new:
-                dtype = members[0].parameter.dtype.to_real()
-                memory = blocks[dtype][: layout.count]
-                blocks[dtype] = blocks[dtype][layout.count :]
+                kind = _kind_of(members[0].parameter)
+                memory = blocks[kind][: layout.count]
+                blocks[kind] = blocks[kind][layout.count :]
                 bucket = move_in(
                     label,
                     memory,
@@ -254,6 +265,10 @@ class ShardedLayout:
                 for segment in bucket.segments:
                     self.segments[segment.member.index] = segment
         return made
+
+
+def _kind_of(parameter: Tensor) -> _Kind:
+    return parameter.dtype.to_real(), parameter.device
 
 
 def _names_in(wrapper: DataParallel) -> dict[int, str]:

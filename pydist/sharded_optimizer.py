@@ -50,9 +50,9 @@ class ShardedOptimizer(Optimizer):
     With parameters of anything else, gradients are expected to be averaged already when `step()` is
     called, and the same on all ranks: torch's DistributedDataParallel sees to that.
 
-    Parameters move into memory of the ranks' group. `step()` returns before all updates have
-    arrived; whoever reads a parameter waits for those of its bucket, so they travel while the next
-    forward runs.
+    Parameters, which may be on GPUs, move into memory of the ranks' group. `step()` returns before
+    all updates have arrived; whoever reads a parameter waits for those of its bucket, so they
+    travel while the next forward runs. By NCCL, the reader's stream waits.
 
     Args:
         model_or_params: A `pydist.DataParallel` model, or what any optimizer takes: parameters,
@@ -256,6 +256,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._require_sound()
+        self._refuse_capture()
         if self._wrapper is not None and self._wrapper._reducer.has_pending:
             raise InvalidUsage(
                 "ShardedOptimizer.step() would use gradients that were accumulated under no_sync() "
@@ -279,13 +280,27 @@ class ShardedOptimizer(Optimizer):
                 step.run(self.param_groups)
                 gather(step.bucket, self._communicator)
         except BaseException as error:
-            self._failed = f"{type(error).__name__}: {error}"
-            self._communicator.abort(
-                f"ShardedOptimizer.step() raised on rank {self._communicator.rank}, "
-                f"so the ranks' parameters are incomplete: {self._failed}"
-            )
+            self._give_up(error)
             raise
         return loss
+
+    def _refuse_capture(self) -> None:
+        """A graph would repeat neither what the host counts nor the wait for what travels."""
+        devices = {bucket.memory.device for bucket in self._layout.buckets}
+        if any(_native.is_capturing(device) for device in devices):
+            error = InvalidUsage(
+                "ShardedOptimizer.step() cannot be captured into a CUDA graph: leave it, and the "
+                "backward of its gradients, outside of the capture"
+            )
+            self._give_up(error)  # the others may not capture
+            raise error
+
+    def _give_up(self, error: BaseException) -> None:
+        self._failed = f"{type(error).__name__}: {error}"
+        self._communicator.abort(
+            f"ShardedOptimizer.step() raised on rank {self._communicator.rank}, "
+            f"so the ranks' parameters are incomplete: {self._failed}"
+        )
 
     def _check_writers(self) -> None:
         if self._audit is not None:
@@ -304,7 +319,10 @@ class ShardedOptimizer(Optimizer):
         self._communicator.barrier(False, "after parameters were written")
 
     def finish(self) -> None:
-        """Returns once all parameters have arrived that the last step has updated."""
+        """Returns once all parameters have arrived that the last step has updated.
+
+        Of those on a GPU, where NCCL brings them, the current stream waits in the host's place.
+        """
         for bucket in self._layout.buckets:
             bucket.wait()
 
@@ -347,7 +365,7 @@ class ShardedOptimizer(Optimizer):
             The norm before scaling, the same on every rank.
         """
         return torch.nn.utils.clip_grad_norm_(
-            self._layout.parameters, max_norm, norm_type, error_if_nonfinite, foreach=None
+            self._layout.parameters, max_norm, norm_type, error_if_nonfinite, foreach=True
         )
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:

@@ -149,9 +149,9 @@ class Bucket:
         self.has_masters = any(segment.has_master for segment in self.segments)
 
     def wait(self) -> None:
-        """Returns once all ranks' updates are in the parameters."""
+        """Lets what follows, on the current stream or the host, see all ranks' updates."""
         if self.gather is not None:
-            self.gather.wait()
+            self.gather.finish()
             self.gather = None
 
     def take_back_strays(self) -> None:
@@ -163,16 +163,20 @@ class Bucket:
             parameter = member.parameter
             if parameter.data_ptr() != member.address and parameter.numel() != 0:
                 place = _place(self.memory, member)
-                if parameter.shape != place.shape or parameter.dtype != place.dtype:
+                before, now = _kind_of(place), _kind_of(parameter)
+                if before != now:
                     raise InvalidUsage(
-                        f"parameter {member.name} was {tuple(place.shape)} {place.dtype} when "
-                        f"pydist.ShardedOptimizer was made and is {tuple(parameter.shape)} "
-                        f"{parameter.dtype} now: convert the model first, then make the optimizer"
+                        f"parameter {member.name} was {before} when pydist.ShardedOptimizer was "
+                        f"made and is {now} now: convert the model first, then make the optimizer"
                     )
                 for segment in self.segments:
                     if segment.member is member:
                         segment.values.copy_(segment.of(parameter.detach()))
                 parameter.data = place
+
+
+def _kind_of(parameter: Tensor) -> str:
+    return f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device}"
 
 
 def _place(memory: Tensor, member: Member) -> Tensor:

@@ -243,6 +243,10 @@ at::Tensor symmetric_empty(Communicator& self, const std::vector<std::int64_t>& 
   return tensor_over(self.allocate(bytes, place), shape, dtype, place);
 }
 
+bool is_device_capturing(at::Device device) {
+  return !device.is_cpu() && is_capturing(current_stream(device_of(device)));
+}
+
 at::Tensor one_copy(Communicator& self, std::size_t count, at::ScalarType dtype) {
   const ReleasedGil released;
   SharedSegment segment = allocate_one_copy(self, count * at::elementSize(dtype));
@@ -440,6 +444,8 @@ void bind_communicator(py::module_& module) {
       .def("capabilities", &capabilities, "What the backend can do and what it guarantees.")
       .def("why_unsupported", &why_unsupported, py::arg("kind"), py::arg("op"), py::arg("dtype"),
            "An empty text where the backend can run the operation; otherwise why not.");
+  module.def("is_capturing", &is_device_capturing, py::arg("device"),
+             "Whether the current stream of a device records a CUDA graph.");
   module.def("create_native", &create_native, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("name"), py::arg("timeout") = py::none(),
              "Joins a group on the native backend; all its ranks call. `store` is a torch store; "

@@ -196,7 +196,9 @@ void Reducer::settle(bool learns) {
   for (const Absent& absent : round_.absent) {
     GradientSlot& slot = arena_.slots()[absent.slot];
     if (closings_->used(absent.slot) != 0) {
-      if (!is_sharded(slot) && !holds_gradient(slot)) {
+      if (is_sharded(slot)) {
+        show_shard(slot);  // so that what was set aside is added to it
+      } else if (!holds_gradient(slot)) {
         expose(slot);
       }
     } else if (absent.before.defined()) {

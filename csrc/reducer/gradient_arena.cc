@@ -199,9 +199,13 @@ void GradientArena::arrange(const BucketPlan& plan) {
     bucket.memory = block.narrow(0, begin, filled[number] - begin);
   }
   for (const auto& [number, buckets] : uncut) {
-    cut(buckets, real_type(slots_[buckets.front()->slots.front()].parameter));
+    cut(buckets, slots_[buckets.front()->slots.front()].parameter);
   }
+  device_.reset();
   for (GradientSlot& slot : slots_) {
+    if (!device_ && has_place(slot) && !slot.view.is_cpu()) {
+      device_ = device_of(slot.view.device());
+    }
     if (!has_place(slot)) {
       slot.bucket = buckets_.empty() ? 0 : buckets_.size() - 1;
     } else if (!moving[slot.index].defined()) {
@@ -218,8 +222,10 @@ void GradientArena::arrange(const BucketPlan& plan) {
   }
 }
 
-// Gives buckets of one owner and dtype memory, places and shards.
-void GradientArena::cut(const std::vector<GradientBucket*>& buckets, at::ScalarType dtype) {
+// Gives buckets of one owner memory, places and shards, of the dtype and on the device of `first`.
+void GradientArena::cut(const std::vector<GradientBucket*>& buckets, const at::Tensor& first) {
+  const at::ScalarType dtype = real_type(first);
+  const Device device = device_of(first.device());
   const int owner = buckets.front()->owner;
   std::int64_t total = 0;
   std::int64_t shards = 0;
@@ -239,12 +245,12 @@ void GradientArena::cut(const std::vector<GradientBucket*>& buckets, at::ScalarT
   at::Tensor memory;
   std::vector<std::shared_ptr<Staging>> stagings;
   if (stages_.at(owner) == 1) {
-    memory = allocate_zeros(*communicator_, total, dtype, Device{});
+    memory = allocate_zeros(*communicator_, total, dtype, device);
   } else {
-    memory = at::zeros({shards}, dtype);
+    memory = at::zeros({shards}, first.options().dtype(dtype));
     for (std::size_t i = 0; i < std::min(kStagings, buckets.size()); ++i) {
       stagings.push_back(
-          std::make_shared<Staging>(allocate_zeros(*communicator_, largest, dtype, Device{})));
+          std::make_shared<Staging>(allocate_zeros(*communicator_, largest, dtype, device)));
     }
     for (const std::shared_ptr<Staging>& staging : stagings) {
       stagings_.emplace(owner, staging);
@@ -290,17 +296,36 @@ bool GradientArena::has_uncut() const {
 }
 
 bool GradientArena::bind(const GradientBucket& bucket, bool is_next) {
-  if (bucket.staging == nullptr || slots_[bucket.slots.front()].is_bound) {
+  if (bucket.staging == nullptr) {
     return true;
   }
-  if (is_next) {
-    bucket.staging->evict(slots_);
+  if (!slots_[bucket.slots.front()].is_bound) {
+    if (is_next) {
+      evict_from(*bucket.staging);
+    }
+    if (!bucket.staging->try_take(slots_, bucket.slots)) {
+      return false;
+    }
   }
-  if (!bucket.staging->is_free()) {
-    return false;
-  }
-  bucket.staging->take(slots_, bucket.slots);
+  bucket.staging->enter();
   return true;
+}
+
+// What a bucket that has yet to be launched has there moves out, on the current stream.
+void GradientArena::evict_from(Staging& staging) {
+  const std::optional<std::size_t> slot = staging.unlaunched();
+  if (!slot) {
+    return;
+  }
+  if (!staging.memory().is_cpu()) {
+    std::vector<c10::Stream>& streams = buckets_[slots_[*slot].bucket].streams;
+    const c10::Stream here = current_stream(device_of(staging.memory().device()));
+    for (const c10::Stream& stream : streams) {
+      wait_on_device(here, stream);
+    }
+    streams = {here};
+  }
+  staging.evict(slots_);
 }
 
 void GradientArena::release() {

@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -85,6 +86,8 @@ class GradientArena {
   [[nodiscard]] const std::vector<GradientBucket>& buckets() const noexcept { return buckets_; }
   // The largest block, to measure with; undefined where there is none.
   [[nodiscard]] at::Tensor largest_block() const;
+  // Where gradients lie that are not on the CPU; the first such device, if any.
+  [[nodiscard]] const std::optional<Device>& device() const noexcept { return device_; }
   // Of all memory that an optimizer's buckets share.
   [[nodiscard]] std::size_t staging_bytes(int owner) const;
   // Whether slots that are to have shards have no place yet.
@@ -93,7 +96,8 @@ class GradientArena {
   [[nodiscard]] std::size_t shardings() const noexcept { return shardings_; }
 
  private:
-  void cut(const std::vector<GradientBucket*>& buckets, at::ScalarType dtype);
+  void cut(const std::vector<GradientBucket*>& buckets, const at::Tensor& first);
+  void evict_from(Staging& staging);
 
   const CommunicatorPtr communicator_;
   std::vector<GradientSlot> slots_;
@@ -102,6 +106,7 @@ class GradientArena {
   std::map<int, int> stages_;       // of the owners of shards
   std::map<int, std::size_t> bucket_counts_;
   std::multimap<int, std::shared_ptr<Staging>> stagings_;  // by owner
+  std::optional<Device> device_;
   std::size_t shardings_ = 0;
   BucketPlan plan_;
   std::vector<GradientBucket> buckets_;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "c10d/device_streams.h"
 
 namespace pydist {
 
@@ -23,13 +24,41 @@ at::Tensor segment_of(const GradientSlot& slot, const at::Tensor& gradient) {
   return flat.narrow(0, slot.segment_begin, slot.segment.numel());
 }
 
-void Staging::take(std::vector<GradientSlot>& slots, const std::vector<std::size_t>& members) {
-  PYDIST_CHECK(is_free());
+bool Staging::try_take(std::vector<GradientSlot>& slots, const std::vector<std::size_t>& members) {
+  WorkPtr before;
+  if (!users_.empty()) {
+    if (work_ == nullptr) {
+      return false;
+    }
+    if (!work_->is_completed()) {
+      if (!does_stream_wait(*work_)) {
+        return false;
+      }
+      before = work_;
+    }
+  }
   release(slots);
   users_ = members;
+  before_ = std::move(before);
   for (const std::size_t index : members) {
     slots[index].is_bound = true;
   }
+  return true;
+}
+
+void Staging::enter() {
+  if (before_ != nullptr && !before_->is_completed()) {
+    PYDIST_CHECK(does_stream_wait(*before_));
+  }
+}
+
+bool Staging::does_stream_wait(Work& work) const {
+  return !memory_.is_cpu() &&
+         work.wait_on_stream(current_stream(device_of(memory_.device())).native_handle());
+}
+
+std::optional<std::size_t> Staging::unlaunched() const {
+  return users_.empty() || work_ != nullptr ? std::nullopt : std::optional(users_.front());
 }
 
 void Staging::wait() const {
@@ -40,9 +69,6 @@ void Staging::wait() const {
 }
 
 void Staging::evict(std::vector<GradientSlot>& slots) {
-  if (work_ != nullptr) {
-    return;
-  }
   for (const std::size_t index : std::exchange(users_, {})) {
     const GradientSlot& slot = slots[index];
     if (holds_gradient(slot)) {
@@ -61,6 +87,7 @@ void Staging::release(std::vector<GradientSlot>& slots) {
     slot.is_bound = false;
   }
   work_ = nullptr;
+  before_ = nullptr;
 }
 
 }  // namespace pydist

@@ -9,12 +9,16 @@
 // the first of its gradients arrives and none of an earlier bucket is in it any more, and leaves it
 // when it was reduced. Gradients that find none stay where autograd has put them until their bucket
 // is launched, and are freed then.
+//
+// On a device whose streams can wait for the reduction, a staging is free as soon as that is on its
+// way: every stream that writes there waits first, so the host, which is far ahead, does not.
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <optional>
 #include <vector>
 
 #include "communicator/work.h"
@@ -43,11 +47,15 @@ class Staging {
 
   [[nodiscard]] const at::Tensor& memory() const noexcept { return memory_; }
 
-  // Whether nobody has it, or whoever has is through with it.
-  [[nodiscard]] bool is_free() const { return users_.empty() || has_been_reduced(); }
+  // Gives it to a bucket if nobody has it, or whoever has is through with it.
+  [[nodiscard]] bool try_take(std::vector<GradientSlot>& slots,
+                              const std::vector<std::size_t>& members);
 
-  // Gives it to a bucket. Precondition: is_free().
-  void take(std::vector<GradientSlot>& slots, const std::vector<std::size_t>& members);
+  // Before the bucket that has it writes there: the current stream waits for whoever had it before.
+  void enter();
+
+  // The bucket that has it and has yet to be launched, by its first slot.
+  [[nodiscard]] std::optional<std::size_t> unlaunched() const;
 
   // The operation after which the bucket that has it doesn't need it any more.
   void set_work(WorkPtr work) { work_ = std::move(work); }
@@ -63,11 +71,12 @@ class Staging {
   void release(std::vector<GradientSlot>& slots);
 
  private:
-  [[nodiscard]] bool has_been_reduced() const { return work_ != nullptr && work_->is_completed(); }
+  [[nodiscard]] bool does_stream_wait(Work& work) const;
 
   at::Tensor memory_;
   std::vector<std::size_t> users_;  // slots
   WorkPtr work_;
+  WorkPtr before_;  // of the bucket that had it before, where streams wait for that
 };
 
 }  // namespace pydist

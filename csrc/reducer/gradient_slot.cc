@@ -8,6 +8,7 @@
 #include <c10/core/ScalarType.h>
 
 #include "base/error.h"
+#include "c10d/device_streams.h"
 #include "reducer/gradient_shard.h"
 
 namespace pydist {
@@ -79,6 +80,10 @@ void adopt(const GradientSlot& slot) {
   }
   const c10::AutoGradMode no_grad(false);
   slot.view.copy_(gradient);
+  if (!gradient.is_cpu()) {
+    // It may have come on another stream, whose memory it gives back now.
+    gradient.record_stream(current_stream(device_of(gradient.device())));
+  }
   expose(slot);
 }
 

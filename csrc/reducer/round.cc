@@ -210,10 +210,17 @@ bool Reducer::keeps_averages() const {
 
 // Sees to it that the slot holds what this rank contributes.
 void Reducer::fill(GradientSlot& slot) {
-  check_aside(slot);
   const bool has_gradient = slot.parameter.grad().defined();
-  if (has_gradient && !holds_gradient(slot) && !shows_shard(slot)) {
-    adopt(slot);  // somebody has moved it meanwhile, or it had no place to land
+  const auto lies_elsewhere = [&] {
+    return has_gradient && !holds_gradient(slot) && !shows_shard(slot);
+  };
+  if (lies_elsewhere() && is_untouched(slot)) {
+    adopt(slot);  // it had no place to land, and is what it was
+    note_seen(slot);
+  }
+  check_aside(slot);
+  if (lies_elsewhere()) {
+    adopt(slot);  // somebody has moved it meanwhile
   }
   if (slot.is_pending && has_gradient) {
     slot.contributes = true;
@@ -438,10 +445,8 @@ void Reducer::break_off() {
 
 // For what follows on the current stream, or on the host.
 void Reducer::wait_for(Work& work) const {
-  const at::Tensor block = arena_.largest_block();
-  const bool is_on_device = block.defined() && !block.is_cpu();
-  if (!is_on_device ||
-      !work.wait_on_stream(current_stream(device_of(block.device())).native_handle())) {
+  const std::optional<Device> device = arena_.device();
+  if (!device || !work.wait_on_stream(current_stream(*device).native_handle())) {
     work.wait();
   }
 }
@@ -525,9 +530,8 @@ std::string Reducer::why_worthless() const {
 }
 
 bool Reducer::is_capturing() const {
-  const at::Tensor block = arena_.largest_block();
-  return block.defined() && !block.is_cpu() &&
-         pydist::is_capturing(current_stream(device_of(block.device())));
+  const std::optional<Device> device = arena_.device();
+  return device && pydist::is_capturing(current_stream(*device));
 }
 
 std::string Reducer::why_not_captured() const {

@@ -69,7 +69,7 @@ class _Source(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         found = self._found[write_item.index]
-        return io.BytesIO(found) if isinstance(found, bytes) else found.values()
+        return io.BytesIO(found) if isinstance(found, bytes) else found.values().cpu()
 
 
 def file_of(rank: int) -> str:

@@ -110,7 +110,11 @@ def _outlined(state: ShardedState, choose: Any, kind: str) -> Taken:
             }
             if piece.begin == 0:
                 keys = list(per_element)
-                numbers = {k: v for k, v in piece.values.items() if k not in per_element}
+                numbers = {
+                    key: value.cpu() if isinstance(value, Tensor) else value
+                    for key, value in piece.values.items()
+                    if key not in per_element
+                }
             for key, value in per_element.items():
                 pieces += of_range(f"{PREFIX}{name}.{key}", count, piece.begin, value)
         parameters[name] = {

@@ -178,6 +178,17 @@ def train_branches(stage: int) -> None:
         twins.each(act)
     twins.check("branches")
 
+    # On top of what was averaged, also where this rank has no more of it.
+    def add_up(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        for step in range(2):
+            which = [[0, 1], [2]][(step + twins.rank) % 2]
+            model(batch(twins.rank, 4, 10, step=step), which).backward()
+        optimizer.step()
+
+    twins.each(add_up)
+    twins.check("branches that add up", exact=False)
+
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_unused_parameters(run: Runner, stage: int) -> None:
