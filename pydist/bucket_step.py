@@ -63,9 +63,6 @@ class BucketStep:
         """
         bucket = self.bucket
         bucket.take_back_strays()
-        if bucket.has_masters:
-            for segment in bucket.segments:
-                segment.refresh_master()
         torch.autograd.graph.increment_version(bucket.parameters)
         if bucket.optimizer is None:
             return
@@ -114,6 +111,7 @@ def _step_by_class(
             _bring_steps(optimizer, part.segments)
         for segment, gradient in zip(part.segments, gradients, strict=True):
             if gradient is not None:
+                segment.refresh_master()  # which the kernels do by themselves
                 segment.updated.grad = gradient.to(segment.updated.dtype)
                 stepping.append(segment)
     _unhooked_step(optimizer)

@@ -133,7 +133,6 @@ class Bucket:
         optimizer: Of the wrapped class, over the segments; None if there are none.
         gather: What brings the other ranks' shards, since the last step.
         parameters: Those of the members.
-        has_masters: Whether any segment has a float32 copy.
     """
 
     label: str
@@ -146,7 +145,6 @@ class Bucket:
 
     def __post_init__(self) -> None:
         self.parameters = [member.parameter for member in self.members]
-        self.has_masters = any(segment.has_master for segment in self.segments)
 
     def wait(self) -> None:
         """Lets what follows, on the current stream or the host, see all ranks' updates."""

@@ -300,8 +300,9 @@ void bind_optimizer_step(py::module_& module) {
              "One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on "
              "torch's threads, or on the current stream of the tensors' CUDA device. Contiguous "
              "tensors of one shape for each segment; masters only and always for 16-bit "
-             "parameters; max_exp_avg_sqs means amsgrad; step counts from 1, this one included, "
-             "or is CPU tensors of one element each that count the steps before and are counted "
+             "parameters, whose values count where they are not the master's, rounded; "
+             "max_exp_avg_sqs means amsgrad; step counts from 1, this one included, or is CPU "
+             "tensors of one element each that count the steps before and are counted "
              "on; the gradients are multiplied by gradient_scale first.");
   module.def("sgd_step", &sgd_step_on_tensors, py::arg("parameters"), py::arg("gradients"),
              py::arg("masters"), py::arg("momentum_buffers"), py::kw_only(), py::arg("begins"),
@@ -311,8 +312,8 @@ void bind_optimizer_step(py::module_& module) {
              "yet, and get the gradients.");
   module.def("step_traffic", &step_traffic_on_tensors, py::arg("parameters"), py::arg("gradients"),
              py::arg("masters"), py::arg("states"),
-             "Reads and writes what a step would, and changes nothing but 16-bit parameters: what "
-             "a step takes at least.");
+             "Reads and writes what a step would, and changes nothing, unless a 16-bit parameter "
+             "is not its master copy's: what a step takes at least.");
 }
 
 }  // namespace pydist

@@ -27,7 +27,7 @@
 #include "base/reduce_op.h"
 
 // Raised with every change of this header that an older caller or library would not understand.
-#define PYDIST_CUDA_ABI_VERSION 1
+#define PYDIST_CUDA_ABI_VERSION 2
 
 // The functions in the order of their declaration, for what treats them alike.
 #define PYDIST_CUDA_FUNCTIONS(apply)                                                          \
@@ -158,8 +158,10 @@ int pydist_cuda_find_non_finite(const PydistCudaNonFinite* check, void* stream);
 
 // ---- optimizer steps ----------------------------------------------------------------------
 
-// What Adam and SGD have in common. Arithmetic is in float32 throughout, without fused
-// multiply-adds; the gradient is widened, then multiplied by the scales.
+// What Adam and SGD have in common. A parameter apart from its master that holds another value than
+// the master's, rounded, has been written since the last step, which starts from it. Arithmetic is
+// in float32 throughout, without fused multiply-adds; the gradient is widened, then multiplied by
+// the scales.
 struct PydistCudaStep {
   double lr;
   double weight_decay;
@@ -175,7 +177,7 @@ struct PydistCudaAdamSegment {
   float* exp_avg;
   float* exp_avg_sq;
   float* max_exp_avg_sq;  // amsgrad only
-  void* parameter;        // gets the updated master in the model's dtype; null: the master is it
+  void* parameter;        // the master's values in the model's dtype; null: the master is it
   std::uint64_t count;
   pydist::DType gradient_dtype;   // float32, float16 or bfloat16
   pydist::DType parameter_dtype;  // float32, float16 or bfloat16
@@ -200,7 +202,7 @@ struct PydistCudaSgdSegment {
   const void* gradient;
   float* master;    // the parameter in float32
   float* momentum;  // the buffer; null where momentum is 0
-  void* parameter;  // gets the updated master in the model's dtype; null: the master is it
+  void* parameter;  // the master's values in the model's dtype; null: the master is it
   std::uint64_t count;
   pydist::DType gradient_dtype;   // float32, float16 or bfloat16
   pydist::DType parameter_dtype;  // float32, float16 or bfloat16

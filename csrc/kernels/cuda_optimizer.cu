@@ -114,6 +114,24 @@ struct Step {
     return aligned;
   }
 
+  // Values of the parameter that are not the master's, rounded.
+  template <int kWidth>
+  static PYDIST_DEVICE void take_what_was_written(DType dtype, const RawGroup& raw,
+                                                  float (&master)[kWidth]) {
+    float given[kWidth];
+    widen_group<kWidth>(dtype, raw, given);
+    PYDIST_UNROLL
+    for (int v = 0; v < kWidth; ++v) {
+      master[v] = given[v] == rounded_to(dtype, master[v]) ? master[v] : given[v];
+    }
+  }
+
+  static PYDIST_DEVICE float rounded_to(DType dtype, float value) {
+    return dtype == DType::kFloat16    ? widen_float16(narrow_float16(value))
+           : dtype == DType::kBFloat16 ? widen_bfloat16(narrow_bfloat16(value))
+                                       : value;
+  }
+
   template <int kWidth>
   static PYDIST_DEVICE void update(const Rule& rule, const Segment& segment, std::uint64_t element,
                                    float gradient_scale) {
@@ -121,6 +139,11 @@ struct Step {
     const RawGroup raw_gradient =
         load_group<kWidth>(segment.gradient, element, float_bytes(segment.gradient_dtype));
     const RawGroup raw_master = load_group<kWidth>(segment.master, element, 4);
+    RawGroup raw_parameter = {};
+    if (segment.parameter != nullptr) {
+      raw_parameter =
+          load_group<kWidth>(segment.parameter, element, float_bytes(segment.parameter_dtype));
+    }
     RawGroup raw_states[kStates] = {};
     PYDIST_UNROLL
     for (int state = 0; state < kStates; ++state) {
@@ -133,6 +156,9 @@ struct Step {
     float states[kStates][kWidth];
     widen_group<kWidth>(segment.gradient_dtype, raw_gradient, gradient);
     widen_group<kWidth>(DType::kFloat32, raw_master, master);
+    if (segment.parameter != nullptr) {
+      take_what_was_written<kWidth>(segment.parameter_dtype, raw_parameter, master);
+    }
     PYDIST_UNROLL
     for (int state = 0; state < kStates; ++state) {
       widen_group<kWidth>(DType::kFloat32, raw_states[state], states[state]);

@@ -2,10 +2,12 @@
 // values and the optimizer's states, and writes the parameter in the model's type.
 //
 // Values and states are float32 or float64. A parameter in 16 bits has a master copy in float32 and
-// gets its values rounded once (to nearest, ties to even); any other parameter holds the values
-// itself. The gradient may be float32, bfloat16 or float16 where the values are float32, and is
-// float64 where they are float64. It is widened exactly, then multiplied by the factor that the
-// caller gives: the inverse of a loss scale, a clipping coefficient, or their product.
+// gets its values rounded once (to nearest, ties to even). Where it holds another value than its
+// copy's, rounded, somebody has written that since the last step, and the step starts from it. Any
+// other parameter holds the values itself. The gradient may be float32, bfloat16 or float16 where
+// the values are float32, and is float64 where they are float64. It is widened exactly, then
+// multiplied by the factor that the caller gives: the inverse of a loss scale, a clipping
+// coefficient, or their product.
 //
 // Every element rounds as torch's unfused classes do, see Note [Torch's rounding], whatever the
 // instruction set, the alignment and the pieces into which a caller cuts a segment, which may
@@ -48,8 +50,9 @@ void require_step_types(DType parameter, DType gradient, bool has_master);
 void adam_step(const AdamFactors& factors, const StepSegment& segment);
 void sgd_step(const SgdFactors& factors, const StepSegment& segment);
 
-// Reads and writes all that a step of a rule with `state_count` states would, and changes nothing
-// but the rounded parameter: what the step would take if arithmetic were free.
+// Reads and writes all that a step of a rule with `state_count` states would, and changes no value
+// but that of a master copy whose parameter was written: what the step would take if arithmetic
+// were free.
 void step_traffic(std::size_t state_count, const StepSegment& segment);
 
 // With a given instruction set, for tests and benchmarks.

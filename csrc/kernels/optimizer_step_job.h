@@ -19,7 +19,8 @@ struct StepJob {
   DType gradient_dtype;
   void* values;          // the parameter, or its master copy
   const void* gradient;  //
-  // The rounded values, in float16 or bfloat16; null where `values` is the parameter itself.
+  // The parameter in float16 or bfloat16: the rounded values, unless written since; null where
+  // `values` is the parameter itself.
   void* rounded;
   DType rounded_dtype;
   // Adam: exp_avg, exp_avg_sq, and with amsgrad max_exp_avg_sq. SGD: the momentum buffer, if any.

@@ -91,11 +91,27 @@ struct Rounded {
   static PYDIST_INLINE void write(unsigned char* to, Two<F32> values, std::size_t count) {
     store_partial(to, InOrder::narrow({values.low, values.high}), count * kElementBytes);
   }
+
+  // The values of a parameter whose master copy is given: its own where they are not the copy's,
+  // rounded, because somebody has written them since.
+  template <typename... Count>
+  static PYDIST_INLINE Two<F32> current(const unsigned char* parameter, Two<F32> master,
+                                        Count... count) {
+    const Two<F32> given = read(parameter, count...);
+    const Two<F32> kept = widen(InOrder::narrow({master.low, master.high}));
+    return {given.low == kept.low ? master.low : given.low,
+            given.high == kept.high ? master.high : given.high};
+  }
 };
 
-// Where the values are the parameter, there is nothing else to write.
+// Where the values are the parameter, there is nothing else to read or write.
 struct Absent {
   static constexpr std::size_t kElementBytes = 0;
+
+  template <typename V, typename... Count>
+  static PYDIST_INLINE Two<V> current(const unsigned char*, Two<V> values, Count...) {
+    return values;
+  }
 
   template <typename V, typename... Count>
   static PYDIST_INLINE void write(unsigned char*, Two<V>, Count...) {}
@@ -238,7 +254,8 @@ PYDIST_INLINE void step_at(const Rule& rule, const StepJob& job, std::size_t at,
   V low[Rule::kStates + 1];
   V high[Rule::kStates + 1];
   const Two<V> slope = Gradient::read(gradient + at * Gradient::kElementBytes, count...);
-  Two<V> value = Values::read(values, count...);
+  auto* const parameter = static_cast<unsigned char*>(job.rounded) + at * Output::kElementBytes;
+  Two<V> value = Output::current(parameter, Values::read(values, count...), count...);
   for (std::size_t i = 0; i < Rule::kStates; ++i) {
     states[i] = static_cast<unsigned char*>(job.states[i]) + at * Values::kElementBytes;
     read[i] = Values::read(states[i], count...);
@@ -251,8 +268,7 @@ PYDIST_INLINE void step_at(const Rule& rule, const StepJob& job, std::size_t at,
   for (std::size_t i = 0; i < Rule::kStates; ++i) {
     Values::write(states[i], {low[i], high[i]}, count...);
   }
-  Output::write(static_cast<unsigned char*>(job.rounded) + at * Output::kElementBytes, value,
-                count...);
+  Output::write(parameter, value, count...);
 }
 
 template <typename V, typename Values, typename Gradient, typename Output, typename Rule>

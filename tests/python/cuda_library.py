@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REAL = Path(_native.__file__).with_name("libpydist_cuda.so")
 EMULATED = ROOT / "build" / "dev" / "tests" / "cpp" / "libpydist_emulated_cuda.so"
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 NORM_WORKSPACE_BYTES = 2048 * 16
 
 # In the order of csrc/base/dtype.h and csrc/base/reduce_op.h.

@@ -281,7 +281,7 @@ def test_adam_is_torchs(device: str, dtype: torch.dtype, options: dict[str, obje
         entries: list[dict[str, Tensor | None]] = [
             {
                 "master": master,
-                "parameter": torch.empty_like(master, dtype=dtype),
+                "parameter": master.to(dtype, copy=True),
                 **{
                     name: torch.zeros_like(master)
                     for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
