@@ -104,8 +104,11 @@ class ShardedLayout:
                 self.indices[id(parameter)] = index
                 self.shown.append(ShardedGradient.of(self._parts, index, parameter))
                 entering.append(index)
+        # Ranks have other devices, but they meet them in the same order.
+        devices = list(dict.fromkeys(self.parameters[index].device for index in entering))
         facts = [
             f"{self.names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}, "
+            f"device {devices.index(p.device)} of these, "
             f"{'trained' if p.requires_grad else 'frozen'}, "
             f"gradient={'none' if p.grad is None else 'present'}, "
             f"strides {dense_strides(p)}"

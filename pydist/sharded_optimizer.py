@@ -145,6 +145,7 @@ class ShardedOptimizer(Optimizer):
             f"master_weights={master_weights!r}",
             f"share_parameters={share_parameters!r}",
             f"pydist.DataParallel model={self._wrapper is not None}",
+            f"PYDIST_DEBUG={int(self._is_debugging)}",
             *facts_of_options(self.param_groups),
         ]
         check_same(self._communicator, "pydist.ShardedOptimizer's setting", facts)
@@ -353,8 +354,8 @@ class ShardedOptimizer(Optimizer):
     def _require_sound(self) -> None:
         if self._failed:
             raise InvalidUsage(
-                f"an earlier step or change of pydist.ShardedOptimizer failed ({self._failed}), so the "
-                "parameters are incomplete: load a checkpoint, and make the model and the "
+                f"an earlier step or change of pydist.ShardedOptimizer failed ({self._failed}), "
+                "so the parameters are incomplete: load a checkpoint, and make the model and the "
                 "optimizer anew"
             )
 

@@ -666,7 +666,7 @@ def run_out_of_memory(how: str) -> None:
         with mock.patch.object(sharded_layout, "move_in", raise_here), pytest.raises(MemoryError):
             change()
         for again in (optimizer.step, change):
-            with pytest.raises(pydist.InvalidUsage, match="earlier step or change.*no room"):
+            with pytest.raises(pydist.InvalidUsage, match=r"earlier step or change.*no room"):
                 again()
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         assert all(optimizer.owns(parameter) for parameter in owned)

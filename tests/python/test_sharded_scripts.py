@@ -1,9 +1,11 @@
 """What scripts do around the steps of `pydist.ShardedOptimizer`, beside the same in one process."""
 
 import copy
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -232,6 +234,11 @@ def disagree_on_options() -> None:
     model = pydist.DataParallel(module)
     with pytest.raises(pydist.Mismatch, match=r"rank 0 has lr=0\.1 in group 0, where rank 1 has"):
         pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1 * (1 + (rank == 1)))
+    with (
+        mock.patch.dict(os.environ, {"PYDIST_DEBUG": "01"[rank]}),
+        pytest.raises(pydist.Mismatch, match="rank 0 has PYDIST_DEBUG=0, where rank 1 has"),
+    ):
+        pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
     optimizer = pydist.ShardedOptimizer(module[:2].parameters(), torch.optim.SGD, lr=0.1)
     more = {"params": list(module[2:].parameters()), "lr": torch.tensor(0.1 + rank)}
     with pytest.raises(pydist.Mismatch, match=r"lr=tensor\(0\.1.*\) in group 0, where rank 1"):
