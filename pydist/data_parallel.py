@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
 from pydist import _native, groups, process
@@ -294,8 +295,12 @@ class DataParallel(nn.Module):
         for owner in self.shard_owners():
             owner.before_forward(self.module)
         if self._input_device is not None:
+            # A packed sequence moves whole: its sizes of batches stay on the CPU.
             args, kwargs = tree_map_only(
-                Tensor, lambda tensor: tensor.to(self._input_device), (args, kwargs)
+                (Tensor, PackedSequence),
+                lambda value: value.to(self._input_device),
+                (args, kwargs),
+                is_leaf=lambda value: isinstance(value, PackedSequence),
             )
         self._reducer.prepare_forward(self.module.training and torch.is_grad_enabled())
         with graphs_cut_at(self._graph_cap_bytes):

@@ -154,11 +154,13 @@ def evaluate(
 def _checked(metrics: object) -> dict[str, Any]:
     if metrics is None:
         return {}
-    if not isinstance(metrics, Mapping):
+    # As a collection of torchmetrics does, which is no Mapping.
+    if not hasattr(metrics, "keys"):
         raise InvalidUsage(
             f"metrics= is a {type(metrics).__name__}; it must be a dict from names to metrics."
         )
-    for name, metric in metrics.items():
+    named: dict[str, Any] = dict(metrics)  # type: ignore[call-overload]
+    for name, metric in named.items():
         if not isinstance(name, str):
             raise InvalidUsage(f"metrics= has a name {name!r}, which is no str.")
         lacks = [m for m in ("reset", "update", "compute") if not hasattr(metric, m)]
@@ -168,7 +170,7 @@ def _checked(metrics: object) -> dict[str, Any]:
                 f"metrics= has {what} for {name!r}; it must be a metric: an object with reset(), "
                 "update() and compute(), such as pydist.metrics.Accuracy()."
             )
-    return dict(metrics)
+    return named
 
 
 def _modes_of(model: Any) -> list[tuple[nn.Module, bool]]:
@@ -289,7 +291,8 @@ def _check_batches(loader: DataLoader[Any], sampler: Any) -> None:
     if isinstance(batched, BatchSampler):
         together = batched.global_batch_size
     else:
-        size = batched.batch_size
+        # A batch sampler of one's own may have batches of any size: those are its affair.
+        size = getattr(batched, "batch_size", 1)
         together = 1 if size == 1 else size * sampler.num_replicas
     if samples % together:
         raise InvalidUsage(

@@ -21,13 +21,27 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def facts_of_options(param_groups: Iterable[dict[str, Any]]) -> list[str]:
     """What must be the same on all ranks: options that are numbers, or say what they are."""
-    plain = (bool, int, float, complex, str, tuple, type(None), Tensor)
     return [
-        f"{key}={value!r} in group {number}"
+        f"{key}={said} in group {number}"
         for number, group in enumerate(param_groups)
         for key, value in options_of(group).items()
-        if isinstance(value, plain)
+        if (said := _said(value)) is not None
     ]
+
+
+def _said(value: Any) -> str | None:
+    """A value in full, whatever device it is on; None for what has no text of its own."""
+    if isinstance(value, Tensor):
+        return f"tensor({value.tolist()!r}, {value.dtype})"
+    if isinstance(value, (tuple, list)):
+        items = [_said(item) for item in value]
+        if any(item is None for item in items):
+            return None
+        # A checkpoint may have made a list of a tuple.
+        return f"({', '.join(map(str, items))})"
+    if isinstance(value, (bool, int, float, complex, str, type(None))):
+        return repr(value)
+    return None
 
 
 def listed(params: Any) -> list[Any]:

@@ -84,11 +84,13 @@ class ShardedLayout:
         self._placed: set[int] = set()
         self._noticed: list[_NewBucket] = []
 
-    def enter(self, param_groups: list[dict[str, Any]]) -> list[Bucket]:
+    def enter(self, param_groups: list[dict[str, Any]]) -> list[int]:
         """Takes up the parameters of groups that are new. All ranks call it.
 
+        Where it raises, nothing has changed.
+
         Returns:
-            The buckets that they got.
+            Their numbers.
         """
         names = {} if self._wrapper is None else _names_in(self._wrapper)
         entering: list[int] = []
@@ -102,8 +104,11 @@ class ShardedLayout:
                 self.indices[id(parameter)] = index
                 self.shown.append(ShardedGradient.of(self._parts, index, parameter))
                 entering.append(index)
+        # Ranks have other devices, but they meet them in the same order.
+        devices = list(dict.fromkeys(self.parameters[index].device for index in entering))
         facts = [
             f"{self.names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}, "
+            f"device {devices.index(p.device)} of these, "
             f"{'trained' if p.requires_grad else 'frozen'}, "
             f"gradient={'none' if p.grad is None else 'present'}, "
             f"strides {dense_strides(p)}"
@@ -120,6 +125,16 @@ class ShardedLayout:
                 for entries in (self.parameters, self.names, self.shown):
                     entries.pop()
             raise
+        return entering
+
+    def place(self, entering: list[int]) -> list[Bucket]:
+        """Gives parameters their places. All ranks call it.
+
+        Where it raises, places and parameters are of no use any more.
+
+        Returns:
+            The buckets that they got.
+        """
         if self._wrapper is None:
             return self._lay_out(entering)
         return self._shard_gradients(entering)
@@ -226,10 +241,14 @@ class ShardedLayout:
                 self.gradients[member.index] = (begin, part)
 
     def adopt_buckets(self) -> list[Bucket]:
-        """Moves parameters into what the reducer has made. All ranks call it, at the same step."""
+        """Moves parameters into what the reducer has made. All ranks call it, at the same step.
+
+        Where it raises, places and parameters are of no use any more.
+        """
         self.notice_buckets()
-        noticed, self._noticed = self._noticed, []
-        return self._move_in(noticed) if noticed else []
+        made = self._move_in(self._noticed) if self._noticed else []
+        self._noticed = []
+        return made
 
     def _move_in(self, new: Sequence[_NewBucket]) -> list[Bucket]:
         """Makes buckets. All ranks call it."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -144,6 +145,7 @@ class ShardedOptimizer(Optimizer):
             f"master_weights={master_weights!r}",
             f"share_parameters={share_parameters!r}",
             f"pydist.DataParallel model={self._wrapper is not None}",
+            f"PYDIST_DEBUG={int(self._is_debugging)}",
             *facts_of_options(self.param_groups),
         ]
         check_same(self._communicator, "pydist.ShardedOptimizer's setting", facts)
@@ -159,7 +161,7 @@ class ShardedOptimizer(Optimizer):
             is_one_copy=self._is_one_copy,
         )
         self._gradients = ReducedGradients(self._layout, self._communicator, self._wrapper)
-        self._take_up(self._layout.enter(self.param_groups))
+        self._place(self._layout.enter(self.param_groups))
 
     # -- what it is made of
 
@@ -206,14 +208,16 @@ class ShardedOptimizer(Optimizer):
                 + ("no" if found is None else "another")
                 + " pydist.DataParallel model, unlike those that the optimizer has"
             )
+        self._require_sound()
         self._prototype([dict(given)])
         super().add_param_group(given)
         try:
             self._check_options(self.param_groups[-1:])
-            self._take_up(self._layout.enter(self.param_groups[-1:]))
+            entering = self._layout.enter(self.param_groups[-1:])
         except BaseException:
             self.param_groups.pop()
             raise
+        self._place(entering)
 
     def _check_options(self, param_groups: list[dict[str, Any]]) -> None:
         """Raises Mismatch where ranks would update their shards in different ways."""
@@ -225,6 +229,10 @@ class ShardedOptimizer(Optimizer):
             "each rank updates a part of every parameter, so schedule by what all ranks have, such "
             "as pydist.metrics.mean(loss)",
         )
+
+    def _place(self, entering: list[int]) -> None:
+        with self._giving_up_for_all("placing parameters"):
+            self._take_up(self._layout.place(entering))
 
     def _take_up(self, new: list[Bucket]) -> None:
         """Makes new buckets ready to step."""
@@ -267,11 +275,12 @@ class ShardedOptimizer(Optimizer):
         self.finish()
         if self._is_debugging:
             self._check_options(self.param_groups)
-        self._take_up(self._layout.adopt_buckets())
+        with self._giving_up_for_all("step()"):
+            self._take_up(self._layout.adopt_buckets())
         if self._is_one_copy:
             self._communicator.barrier(False, "before parameters are written")
             self._check_writers()
-        try:
+        with self._giving_up_for_all("step()"):
             if self._is_one_copy:
                 self._step_one_copy()
                 return loss
@@ -279,9 +288,6 @@ class ShardedOptimizer(Optimizer):
             for step in reversed(self._steps):
                 step.run(self.param_groups)
                 gather(step.bucket, self._communicator)
-        except BaseException as error:
-            self._give_up(error)
-            raise
         return loss
 
     def _refuse_capture(self) -> None:
@@ -292,15 +298,21 @@ class ShardedOptimizer(Optimizer):
                 "ShardedOptimizer.step() cannot be captured into a CUDA graph: leave it, and the "
                 "backward of its gradients, outside of the capture"
             )
-            self._give_up(error)  # the others may not capture
-            raise error
+            with self._giving_up_for_all("step()"):  # the others may not capture
+                raise error
 
-    def _give_up(self, error: BaseException) -> None:
-        self._failed = f"{type(error).__name__}: {error}"
-        self._communicator.abort(
-            f"ShardedOptimizer.step() raised on rank {self._communicator.rank}, "
-            f"so the ranks' parameters are incomplete: {self._failed}"
-        )
+    @contextlib.contextmanager
+    def _giving_up_for_all(self, doing: str) -> Iterator[None]:
+        """Around what leaves parameters incomplete where it raises, perhaps on this rank alone."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            self._communicator.abort(
+                f"{doing} of pydist.ShardedOptimizer raised on rank {self._communicator.rank}, "
+                f"so the ranks' parameters are incomplete: {self._failed}"
+            )
+            raise
 
     def _check_writers(self) -> None:
         if self._audit is not None:
@@ -342,8 +354,8 @@ class ShardedOptimizer(Optimizer):
     def _require_sound(self) -> None:
         if self._failed:
             raise InvalidUsage(
-                f"an earlier step of pydist.ShardedOptimizer failed ({self._failed}), so the "
-                "parameters are incomplete: load a checkpoint, and make the model and the "
+                f"an earlier step or change of pydist.ShardedOptimizer failed ({self._failed}), "
+                "so the parameters are incomplete: load a checkpoint, and make the model and the "
                 "optimizer anew"
             )
 

@@ -11,7 +11,7 @@ import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist.checkpoint.lanes import lane_of
 from pydist.checkpoint.manifest import read_manifest, verify
 from pydist.checkpoint.random_states import restore_random_states
-from pydist.checkpoint.replacement import find
+from pydist.checkpoint.replacement import absolute, find
 from pydist.checkpoint.verdict import agree
 from pydist.errors import InvalidUsage
 
@@ -65,12 +65,12 @@ def load(
         agree(communicator, "the asynchronous save before this load", lane.settle())
         stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         present = {name: value for name, value in stateful.items() if value is not None}
-        return _load(communicator, Path(os.path.abspath(path)), model, optimizer, present, random)
+        return _load(communicator, path, model, optimizer, present, random)
 
 
 def _load(
     communicator: Communicator,
-    path: Path,
+    path: str | os.PathLike[str],
     model: nn.Module | None,
     optimizer: Optimizer | None,
     stateful: dict[str, Any],
@@ -80,16 +80,18 @@ def _load(
 
     doing = f"loading the checkpoint {path}"
     error: BaseException | None = None
-    # Where links lead, which may be elsewhere on other hosts.
-    folder = top = Path(os.path.realpath(path))
+    named = folder = Path()
     try:
-        folder = find(top)
+        named = absolute(path)
+        doing = f"loading the checkpoint {named}"
+        # Where links lead, which may be elsewhere on other hosts.
+        folder = find(Path(os.path.realpath(named)))
         files = sorted(read_manifest(folder).items())
         for name, known in files[communicator.rank :: communicator.size]:
             verify(folder, name, known)
     except Exception as raised:
         error = raised
-    agree(communicator, doing, error, f"{path}, and a checkpoint in {folder.name}")
+    agree(communicator, doing, error, f"{named}, and a checkpoint in {folder.name}")
 
     names: dict[int, str] = {}
     objects: dict[str, Any] = {}

@@ -13,9 +13,17 @@ import shutil
 from pathlib import Path
 
 from pydist.checkpoint.manifest import MANIFEST
-from pydist.errors import CheckpointError
+from pydist.errors import CheckpointError, InvalidUsage
 
 _STEP = re.compile(r"step-(\d+)")
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """A path that a user gave, from the root."""
+    try:
+        return Path(os.path.abspath(path))
+    except (TypeError, ValueError) as error:
+        raise InvalidUsage(f"path={path!r} is not valid: {error}") from error
 
 
 def step_folder(path: Path, step: int) -> Path:

@@ -22,6 +22,7 @@ from pydist.checkpoint.packing import pack, unpack
 from pydist.checkpoint.pieces import Piece
 from pydist.checkpoint.random_states import random_states
 from pydist.checkpoint.replacement import (
+    absolute,
     begin,
     forget_older,
     partial_of,
@@ -111,10 +112,12 @@ def save(
         agree(lane.communicator, "the asynchronous save before this one", error)
         stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         given = {"model": model, "optimizer": optimizer, **stateful}
-        # A link stays where it is; what it leads to is replaced.
-        top = Path(os.path.realpath(path))
+        named = top = Path()
         part = _Part()
         try:
+            named = absolute(path)
+            # A link stays where it is; what it leads to is replaced.
+            top = Path(os.path.realpath(named))
             _check(top, step, keep)
             part = _collect(lane.communicator, model, optimizer, stateful, extra)
             if asynchronous:
@@ -122,7 +125,7 @@ def save(
         except Exception as raised:
             error = raised
         present = [name for name, value in given.items() if value is not None]
-        facts = f"path={os.path.abspath(path)!r}, {step=}, {keep=}, {asynchronous=}"
+        facts = f"path={str(named)!r}, {step=}, {keep=}, {asynchronous=}"
         agree(lane.communicator, "pydist.save()", error, f"{facts}, with {', '.join(present)}")
         place = top if step is None else step_folder(top, step)
 

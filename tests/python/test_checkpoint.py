@@ -282,6 +282,24 @@ def fail_together(folder: str) -> None:
     pydist.barrier()
 
 
+def misname_the_path(folder: str) -> None:
+    """Whichever ranks do: the others are told, and saves go on."""
+    rank, _ = joined()
+    pydist.save(f"{folder}/named", extra=2)
+    for wrong in (None, b"bytes", 3):
+        for everywhere in (True, False):
+            path: Any = wrong if everywhere or rank == 1 else f"{folder}/named"
+            for act in (pydist.save, pydist.load):
+                with pytest.raises(pydist.InvalidUsage, match=r"path=.* is not valid"):
+                    act(path)
+    pydist.save(f"{folder}/named", extra=3)
+    assert pydist.load(f"{folder}/named") == 3
+
+
+def test_a_path_that_is_none(four: Ranks, tmp_path: Path) -> None:
+    four.run(misname_the_path, str(tmp_path), timeout=LIMIT_S)
+
+
 def refuse_what_is_not_whole(place: Path, training: Training) -> None:
     module = nn.Linear(4, 4)
     zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW)

@@ -519,6 +519,59 @@ def world_of_one() -> Iterator[None]:
     pydist.shutdown()
 
 
+class Held(nn.Module):
+    """A metric that is a module, as those of torchmetrics are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = metrics.Mean()
+
+    def reset(self) -> None:
+        self.mean.reset()
+
+    def update(self, values: Tensor) -> None:
+        self.mean.update(values)
+
+    def compute(self) -> Any:
+        return self.mean.compute()
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_collection_that_is_no_dict() -> None:
+    collection: Any = nn.ModuleDict({"held": Held()})
+    loader: Any = DataLoader(torch.arange(5.0), 2)  # type: ignore[arg-type]
+    found = pydist.evaluate(None, loader, lambda _, b: {"held": b}, metrics=collection)
+    assert found == {"held": 2.0}
+    if HAS_TORCHMETRICS:
+        import torchmetrics
+
+        collection = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric()})
+        found = pydist.evaluate(None, loader, lambda _, b: {"mean": b}, metrics=collection)
+        assert found["mean"] == 2.0
+
+
+class Pairs(torch.utils.data.Sampler[list[int]]):
+    """Batches of one's own, which say little of themselves."""
+
+    drop_last = True
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = list(self.sampler)
+        return (indices[i : i + 2] for i in range(0, len(indices), 2))
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_batch_sampler_without_a_size() -> None:
+    pydist.init()
+    own = Pairs(pydist.DistributedSampler(data(7), pad="none"))
+    loader: Any = DataLoader(data(7), batch_sampler=own)
+    found = pydist.evaluate(None, loader, lambda _, batch: {"count": (1.0, len(batch[0]))})
+    assert found == {"count": 1.0}
+
+
 class Numbers(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.arange(5.0))

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from training import Runner, Tied, batch, joined
 from twins import ManyKinds, Twins, assert_same, is_exact, small_model
 
 import pydist
+from pydist import sharded_layout
 from pydist.element_wise import ELEMENT_WISE
 
 LIMIT_S = 40.0
@@ -636,6 +638,47 @@ def fail_on_one_rank() -> None:
 
 def test_a_step_that_raises_on_one_rank(run: Runner) -> None:
     run(fail_on_one_rank)
+
+
+def run_out_of_memory(how: str) -> None:
+    """On one rank, where parameters that join are to move."""
+    rank, _ = joined()
+    module = nn.Sequential(nn.Linear(10, 40), nn.Linear(40, 1))
+    if how == "unfrozen":
+        module[0].requires_grad_(False)
+    model = pydist.DataParallel(module, bucket_cap_mb=0.0005)
+    parameters = model.parameters() if how == "unfrozen" else module[1].parameters()
+    optimizer = pydist.ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1)
+
+    def raise_here(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room")
+
+    def change() -> None:
+        if how == "added":
+            optimizer.add_param_group({"params": list(module[0].parameters())})
+        optimizer.step()
+        _ = [parameter + 1 for parameter in model.parameters()]
+
+    module[0].requires_grad_(True)
+    if how == "unfrozen":
+        model(torch.ones(2, 10)).sum().backward()
+    if rank == 1:
+        with mock.patch.object(sharded_layout, "move_in", raise_here), pytest.raises(MemoryError):
+            change()
+        for again in (optimizer.step, change):
+            with pytest.raises(pydist.InvalidUsage, match=r"earlier step or change.*no room"):
+                again()
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        assert all(optimizer.owns(parameter) for parameter in owned)
+    else:
+        with pytest.raises(pydist.Error, match="no room"):
+            change()
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+def test_no_memory_for_what_joins(how: str) -> None:
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        ranks.run(run_out_of_memory, how, timeout=LIMIT_S)
 
 
 def train_otherwise_wrapped() -> None:

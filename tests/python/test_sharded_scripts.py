@@ -1,9 +1,11 @@
 """What scripts do around the steps of `pydist.ShardedOptimizer`, beside the same in one process."""
 
 import copy
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from training import LIMIT_S, TIME_LIMIT, Runner, batch, joined
 
 import pydist
+from pydist.parameter_groups import facts_of_options
 
 pytestmark = TIME_LIMIT
 
@@ -231,10 +234,22 @@ def disagree_on_options() -> None:
     model = pydist.DataParallel(module)
     with pytest.raises(pydist.Mismatch, match=r"rank 0 has lr=0\.1 in group 0, where rank 1 has"):
         pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1 * (1 + (rank == 1)))
+    with (
+        mock.patch.dict(os.environ, {"PYDIST_DEBUG": "01"[rank]}),
+        pytest.raises(pydist.Mismatch, match="rank 0 has PYDIST_DEBUG=0, where rank 1 has"),
+    ):
+        pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
     optimizer = pydist.ShardedOptimizer(module[:2].parameters(), torch.optim.SGD, lr=0.1)
     more = {"params": list(module[2:].parameters()), "lr": torch.tensor(0.1 + rank)}
-    with pytest.raises(pydist.Mismatch, match=r"lr=tensor\(0\.1000\) in group 0, where rank 1"):
+    with pytest.raises(pydist.Mismatch, match=r"lr=tensor\(0\.1.*\) in group 0, where rank 1"):
         optimizer.add_param_group(more)
+    # Which torch prints alike.
+    more["lr"] = torch.tensor(0.00102 if rank == 1 else 0.00098)
+    with pytest.raises(pydist.Mismatch, match=r"lr=tensor\(0\.00098.*float32\) in group 0"):
+        optimizer.add_param_group(more)
+    other = pydist.DataParallel(small_model())
+    with pytest.raises(pydist.Mismatch, match=r"betas=\(0\.9, 0\.99\) in group 0, where rank 1"):
+        pydist.ShardedOptimizer(other, torch.optim.AdamW, betas=[0.9, 0.99 - 0.1 * (rank == 1)])
     optimizer.add_param_group({**more, "lr": 0.2})
     # By a loss of its own, a rank's schedule comes to its own rate.
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
@@ -252,3 +267,13 @@ def disagree_on_options() -> None:
 def test_options_differ_between_ranks() -> None:
     with Ranks(2, {"PYDIST_BACKEND": "native", "PYDIST_DEBUG": "1"}) as ranks:
         ranks.run(disagree_on_options, timeout=LIMIT_S)
+
+
+def test_options_are_compared_by_value() -> None:
+    """In full, and wherever tensors are: each rank has its own GPU."""
+    rate = torch.tensor([0.25], dtype=torch.float64)
+    groups = [{"params": [], "lr": rate, "betas": [0.9, rate], "hook": print, "hooks": (print,)}]
+    assert facts_of_options(groups) == [
+        "lr=tensor([0.25], torch.float64) in group 0",
+        "betas=(0.9, tensor([0.25], torch.float64)) in group 0",
+    ]

@@ -5,7 +5,7 @@ import io
 import pickle
 import sys
 from collections import OrderedDict
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -137,6 +137,26 @@ def let_go() -> None:
 
 def test_wrapper_lets_go_of_the_module(run: Runner) -> None:
     run(let_go)
+
+
+def move_a_packed_sequence() -> None:
+    joined()
+
+    class Kept(nn.Linear):
+        def forward(self, value: Tensor) -> Tensor:
+            kept.append(value)
+            return torch.zeros(1)
+
+    kept: list[Any] = []
+    model = pydist.DataParallel(Kept(2, 2))
+    model._input_device = torch.device("meta")
+    model(nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]))
+    assert kept[0].data.device.type == "meta"
+    assert kept[0].batch_sizes.tolist() == [2, 1, 1]
+
+
+def test_packed_sequences_move_whole(run: Runner) -> None:
+    run(move_a_packed_sequence)
 
 
 def average_in_a_subgroup() -> None:
