@@ -74,9 +74,10 @@ class BufferSync:
         where layers keep statistics: those have changed.
         """
         buffers = list(self._buffers())  # all of them must be as they were wrapped
-        pairs = zip(self._places, buffers, strict=True)
+        # They may have moved since.
+        pairs = [(p, b.to(p.device)) for p, b in zip(self._places, buffers, strict=True)]
         if not self.memory.is_cuda:
-            return any(not torch.equal(place, buffer.to(place.device)) for place, buffer in pairs)
+            return any(not torch.equal(place, buffer) for place, buffer in pairs)
         if any(_is_statistic(owner, name) and owner.training for _, owner, name in self._owners):
             return True
         return bool(torch.stack([(place != buffer).any() for place, buffer in pairs]).any())

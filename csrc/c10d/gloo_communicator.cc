@@ -103,19 +103,8 @@ class Group : public std::enable_shared_from_this<Group> {
     }
     channel.close();
     // For ranks that are in no operation of this group, and so notice no closed connection.
-    ElasticThreads::shared().post([store = store_, text = describe(error).message] {
-      try {
-        store->get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero()));
-        return;  // the first failure stays
-      } catch (const std::exception&) {
-        // None yet.
-      }
-      try {
-        store->set(kNewsKey, text);
-      } catch (const std::exception&) {
-        // Whoever hosts the store is gone; that is news as well.
-      }
-    });
+    ElasticThreads::shared().post(
+        [store = store_, text = describe(error).message] { tell_of_failure(*store, text); });
     return error;
   }
 
@@ -174,10 +163,15 @@ class Group : public std::enable_shared_from_this<Group> {
         return true;
       }
     }
-    try {
-      store_->set(farewell_key(channel.rank()), "left");
-    } catch (const std::exception&) {
-      // Whoever hosts the store is gone, and with it whoever would ask.
+    if (const std::exception_ptr error = failure()) {
+      // Neighbours that find a farewell before the reason take this rank for one that has left.
+      tell_of_failure(*store_, describe(error).message);
+    } else {
+      try {
+        store_->set(farewell_key(channel.rank()), "left");
+      } catch (const std::exception&) {
+        // Whoever hosts the store is gone, and with it whoever would ask.
+      }
     }
     channel.close();
     std::unique_lock lock(mutex_);
@@ -255,6 +249,21 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] bool is_over() const {
     const std::lock_guard lock(mutex_);
     return is_shut_down_ || failure_ != nullptr;
+  }
+
+  // Where others look for it.
+  static void tell_of_failure(KeyValueStore& store, const std::string& text) noexcept {
+    try {
+      static_cast<void>(store.get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero())));
+      return;  // the first failure stays
+    } catch (const std::exception&) {
+      // None yet.
+    }
+    try {
+      store.set(kNewsKey, text);
+    } catch (const std::exception&) {
+      // Whoever hosts the store is gone; that is news as well.
+    }
   }
 
   // Throws where the store does not answer.

@@ -137,9 +137,10 @@ void Reducer::launch(Closing::Status status) {
     for (const std::size_t index : bucket.slots) {
       fill(arena_.slots()[index]);
     }
-  } else if (is_capturing() && communicator_->capabilities().needs_host) {
+  } else if (!bucket.memory.is_cpu() && is_capturing() &&
+             communicator_->capabilities().needs_host) {
     // Nobody looks at the values, but the peers wait for them: beside the capture, which refuses.
-    beside.emplace(high_priority_stream(device_of(arena_.largest_block().device())));
+    beside.emplace(high_priority_stream(device_of(bucket.memory.device())));
   }
   round_.times->buckets[number].launched = now_ns();
   const auto note_done = [times = round_.times, number] { times->buckets[number].done = now_ns(); };

@@ -2,8 +2,10 @@
 
 import copy
 
+import gpu_ranks
 import pytest
 import torch
+from launch import run_ranks
 from torch import Tensor, nn
 from training import (
     TIME_LIMIT,
@@ -194,3 +196,21 @@ def go_back_twice() -> None:
 
 def test_a_graph_that_needs_a_replaced_buffer_is_refused(run: Runner) -> None:
     run(go_back_twice)
+
+
+def move_a_buffer() -> None:
+    gpu_ranks.install()
+    rank, _ = joined()
+    module = nn.Linear(3, 2).to("cuda")
+    module.register_buffer("count", torch.zeros(3, device="cuda"))
+    model = pydist.DataParallel(module)
+    module.count = torch.full((3,), rank + 1.0)
+    model(torch.ones(2, 3, device="cuda")).sum().backward()
+    model(torch.ones(2, 3, device="cuda")).sum().backward()
+    assert module.count.device.type == "cpu"
+    assert module.count.tolist() == [1.0] * 3
+
+
+@gpu_ranks.needs_gpu_ranks
+def test_a_buffer_may_move_off_its_device() -> None:
+    run_ranks(move_a_buffer, 2, env={"PYDIST_BACKEND": "nccl"}, timeout=35)

@@ -186,6 +186,23 @@ def test_a_rank_of_another_host_that_leaves_is_named() -> None:
     run_ranks(leaving, 2, env=NCCL, timeout=60)
 
 
+def failing_and_leaving() -> None:
+    os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    rank, _ = start()
+    tensor = torch.ones(1000, device="cuda")
+    pydist.all_reduce(tensor)
+    if rank == 1:
+        pydist.groups.communicator_of().abort("enough")
+        pydist.shutdown()
+        return
+    with pytest.raises(pydist.Error, match="enough"):
+        pydist.all_reduce(tensor, async_op=True).wait(timeout=20.0)
+
+
+def test_a_rank_that_fails_and_leaves_gives_its_reason() -> None:
+    run_ranks(failing_and_leaving, 2, env=NCCL, timeout=60)
+
+
 def on_four_ranks() -> None:
     rank, size = start()
     assert pydist.backend() == "nccl"

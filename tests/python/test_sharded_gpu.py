@@ -659,6 +659,44 @@ def test_captures_are_refused_on_all_ranks(who: str) -> None:
     run_ranks(refuse_capture, 2, who, env=ENVIRONMENTS["nccl"], timeout=LIMIT_S)
 
 
+def refuse_staged_capture(stage: int) -> None:
+    """What goes by the host can't be captured; whoever tries tells those that don't."""
+    gpu_ranks.install(delay_us=50)
+    rank, _ = joined()
+    torch.manual_seed(3)
+    # More buckets than stage 2 has buffers for.
+    layers = [nn.Linear(10, 10).to("cuda") for _ in range(6)]
+    model = pydist.DataParallel(nn.Sequential(*layers), bucket_cap_mb=0.0005)
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, stage=stage)
+    inputs = torch.ones(2, 10, device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+
+    step()
+    for captures in ([0, 1], [1]):
+        optimizer.zero_grad()
+        began = time.monotonic()
+        if rank in captures:
+            refused = pytest.raises(pydist.InvalidUsage, match="cannot be part of a CUDA graph")
+            with refused, Graph():
+                model(inputs).sum().backward()
+        else:
+            with pytest.raises(pydist.Error, match="backward raised on rank 1"):
+                model(inputs).sum().backward()
+        assert time.monotonic() - began < 10, "of 600 seconds that an operation has"
+        step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["native", "gloo"])
+@STAGES
+def test_staged_captures_leave_nobody_waiting(kind: str, stage: int) -> None:
+    run_ranks(refuse_staged_capture, 2, stage, env=ENVIRONMENTS[kind], timeout=LIMIT_S)
+
+
 def compare_calls() -> None:
     """With all checks on, which compare what the ranks call."""
     for stage in (1, 2):
