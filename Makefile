@@ -79,6 +79,8 @@ bench-save: build  ## the same, made the baseline of this hardware
 bench-readme: bench-peers  ## what README says: beside gloo, DDP and the MPIs
 	$(BIN)/pydist bench all_reduce -b 8 -e 256M -f 4 -p 2 --compare symmetric,gloo,openmpi,mpich,impi
 	$(BIN)/pydist bench step
+	$(BIN)/pydist bench sharded
+	$(BIN)/python bench/optimizer_step.py
 	$(BIN)/pydist bench overlap
 	$(BIN)/pydist bench startup
 
