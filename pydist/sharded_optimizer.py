@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +25,7 @@ from pydist.reduced_gradients import ReducedGradients
 from pydist.segment_state import ranges_of, require_state_of, state_of, take_over
 from pydist.sharded_gradient import ShardedGradient
 from pydist.sharded_layout import ShardedLayout
-from pydist.sharded_parameters import Bucket, gather
+from pydist.sharded_parameters import Bucket, gather, let_arrive
 from pydist.sharded_state import ParameterState, ShardedState, StateRange
 from pydist.state_dict_form import from_state_dict, from_unsharded, is_sharded, to_state_dict
 
@@ -32,6 +33,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["ParameterState", "ShardedOptimizer", "ShardedState", "StateRange"]
+
+# Of each optimizer that lives, what lets its parameters arrive before their group ends.
+_leaving: weakref.WeakKeyDictionary[ShardedOptimizer, weakref.finalize[..., ShardedOptimizer]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _let_all_arrive() -> None:
+    for leave in list(_leaving.values()):
+        leave()
 
 
 class ShardedOptimizer(Optimizer):
@@ -161,6 +172,15 @@ class ShardedOptimizer(Optimizer):
             is_one_copy=self._is_one_copy,
         )
         self._gradients = ReducedGradients(self._layout, self._communicator, self._wrapper)
+        # Peers need this rank until its shards have arrived: it does not go before, whoever
+        # forgets the optimizer.
+        leaving = weakref.finalize(
+            self, let_arrive, self._layout.buckets, self._communicator, os.getpid()
+        )
+        leaving.atexit = False  # by then the job is over
+        _leaving[self] = leaving
+        if _let_all_arrive not in groups.before_closing:
+            groups.before_closing.append(_let_all_arrive)
         self._place(self._layout.enter(self.param_groups))
 
     # -- what it is made of
