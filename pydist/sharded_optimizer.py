@@ -19,10 +19,17 @@ from pydist.compiled_graphs import compiles_anything
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import InvalidUsage
 from pydist.module_agreement import check_same
+from pydist.no_whole_state import NoWholeState, RanksPart, refuse_checkpoints
 from pydist.parameter_audit import ParameterAudit
 from pydist.parameter_groups import facts_of_options, groups_of, listed, model_of, options_of
 from pydist.reduced_gradients import ReducedGradients
-from pydist.segment_state import ranges_of, require_state_of, state_of, take_over
+from pydist.segment_state import (
+    ranges_of,
+    require_state_of,
+    state_of,
+    take_over,
+    waiting_state,
+)
 from pydist.sharded_gradient import ShardedGradient
 from pydist.sharded_layout import ShardedLayout
 from pydist.sharded_parameters import Bucket, gather, let_arrive
@@ -143,11 +150,13 @@ class ShardedOptimizer(Optimizer):
         else:
             parent = groups.communicator_of(process_group)
         self._steps: list[BucketStep] = []
-        self._loaded: ShardedState | None = None
+        # Loaded for parameters that have no place yet, because they are frozen.
+        self._waiting: dict[str, ParameterState] = {}
         self._failed = ""
         self._is_ready = False
         prototype = self._prototype([dict(group) for group in param_groups])
         super().__init__(param_groups, dict(prototype.defaults))
+        self.state = NoWholeState()
         # Not before all that a rank may refuse by itself.
         self._communicator = groups.split(parent, range(parent.size))
         facts = [
@@ -258,8 +267,9 @@ class ShardedOptimizer(Optimizer):
         """Makes new buckets ready to step."""
         for bucket in new:
             self._steps.append(BucketStep(bucket, self.param_groups, self._make))
-        if self._loaded is not None:
-            take_over(self._loaded, new)
+        take_over(self._waiting, new)
+        for member in (member for bucket in new for member in bucket.members):
+            self._waiting.pop(member.name, None)
 
     def _make(self, param_groups: list[dict[str, Any]]) -> Optimizer:
         return self._class(param_groups, **self._options)
@@ -428,7 +438,7 @@ class ShardedOptimizer(Optimizer):
         any that cover what the rank needs, whatever ranks and stage they come from.
         """
         self._require_sound()
-        return state_of(self._layout, self._named_groups())
+        return state_of(self._layout, self._named_groups(), self._waiting)
 
     def ranges(self) -> dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]]:
         """What of a state `load_sharded_state` needs on this rank. Talks to nobody.
@@ -453,16 +463,15 @@ class ShardedOptimizer(Optimizer):
         """
         self._require_sound()
         require_state_of(self._layout, self._named_groups(), state)
+        waiting = waiting_state(self._layout, state)
         self.finish()
         self.note_written()
         for group, loaded in zip(self.param_groups, state.groups, strict=True):
             group.update(copy.deepcopy(options_of(loaded)))
-        take_over(state, self._layout.buckets)
+        take_over(state.parameters, self._layout.buckets)
+        self._waiting = waiting
         for step in self._steps:
             step.forget_states()
-        # For parameters that have no place yet.
-        is_placed = {member.index for bucket in self._layout.buckets for member in bucket.members}
-        self._loaded = state if len(is_placed) < len(self._layout.parameters) else None
 
     def _named_groups(self) -> list[dict[str, Any]]:
         return [
@@ -481,10 +490,18 @@ class ShardedOptimizer(Optimizer):
         `sharded_state()`, whose shapes and orders of dimensions are in "parameters" with the
         names. It is of use to `load_state_dict` on the same rank of as many, with the same buckets
         (`bucket_cap_mb=`, which is measured otherwise); what `pydist.save` keeps loads anywhere.
+
+        Raises:
+            InvalidUsage: torch.distributed.checkpoint calls, which would keep one rank's for all.
         """
+        refuse_checkpoints()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state_dict = to_state_dict(self.sharded_state(), self._layout.names)
+        state_dict = to_state_dict(
+            self.sharded_state(),
+            self._layout.names,
+            RanksPart(self._communicator.rank, self._communicator.size),
+        )
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)
             state_dict = state_dict if changed is None else changed

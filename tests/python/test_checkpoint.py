@@ -45,6 +45,49 @@ def four() -> Iterator[Ranks]:
         yield ranks
 
 
+def keep_what_waits(folder: str) -> None:
+    """State of parameters that are frozen when it is loaded, saved on, and they train again."""
+    rank, _ = joined()
+    groups = {n: pydist.new_group(range(n)) for n in (2, 3)}
+    states = []
+    if rank < 2:
+        training = Training(groups[2], STAGE_1)
+        training.run(range(3))
+        pydist.save(f"{folder}/trained", **training.parts)
+        states.append(pydist.checkpoint.to_torch(f"{folder}/trained"))
+        again = Training(groups[2], STAGE_2, seed=1, frozen=("inside.weight", "image.weight"))
+        again.run(range(70, 71))
+        pydist.load(f"{folder}/trained", **again.parts)
+        pydist.save(f"{folder}/frozen", **again.parts)
+        # As one rank's part, too.
+        local = copy.deepcopy(again.optimizer.state_dict())
+        again.optimizer.load_state_dict(local)
+        pydist.save(f"{folder}/local", **again.parts)
+        for name in ("frozen", "local"):
+            states.append(pydist.checkpoint.to_torch(f"{folder}/{name}"))
+        expected = training.run(range(3, 6))
+        for parameter in again.model.parameters():
+            parameter.requires_grad_(parameter is not again.model.frozen)
+        assert_same(again.run(range(3, 6)), expected, "unfrozen", exact=False)
+        assert not again.optimizer._waiting  # type: ignore[attr-defined]
+        for other in states[1:]:
+            for number, values in states[0]["optimizer"]["state"].items():
+                found = other["optimizer"]["state"][number]
+                assert all(torch.equal(values[key], found[key]) for key in values)
+    pydist.barrier()
+    if rank < 3:
+        more = Training(groups[3], STAGE_1, seed=2)
+        pydist.load(f"{folder}/frozen", **more.parts)
+        found = more.run(range(3, 6))
+        if rank < 2:
+            assert_same(found, expected, "on more ranks", exact=False)
+    pydist.barrier()
+
+
+def test_state_of_what_is_frozen(four: Ranks, tmp_path: Path) -> None:
+    four.run(keep_what_waits, str(tmp_path), timeout=LIMIT_S)
+
+
 class Training:
     """A model, its optimizer and its schedule, on the first `size` ranks."""
 
@@ -56,10 +99,14 @@ class Training:
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
         optimizer_class: Any = torch.optim.AdamW,
+        frozen: tuple[str, ...] = (),
     ) -> None:
         torch.manual_seed(seed)
         self.rank, self.size, self.dtype = group.rank, group.size, dtype
-        self.model = pydist.DataParallel(Tied(dtype), process_group=group, bucket_cap_mb=0.0005)
+        module = Tied(dtype)
+        for name in frozen:
+            module.get_parameter(name).requires_grad_(False)
+        self.model = pydist.DataParallel(module, process_group=group, bucket_cap_mb=0.0005)
         named = list(self.model.named_parameters())
         groups: Any = [
             {"params": [n for n in named if n[1].dim() > 1], "weight_decay": 0.1},
