@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ from pydist import _native, groups, process
 from pydist.bucket_step import BucketStep
 from pydist.compiled_graphs import compiles_anything
 from pydist.element_wise import require_element_wise, require_plain_options
-from pydist.errors import InvalidUsage
+from pydist.errors import Error, InvalidUsage
 from pydist.module_agreement import check_same
 from pydist.no_whole_state import NoWholeState, RanksPart, refuse_checkpoints
 from pydist.parameter_audit import ParameterAudit
@@ -50,6 +51,24 @@ _leaving: weakref.WeakKeyDictionary[ShardedOptimizer, weakref.finalize[..., Shar
 def _let_all_arrive() -> None:
     for leave in list(_leaving.values()):
         leave()
+
+
+def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step with its hooks; one that raises on this rank alone leaves no other rank waiting."""
+    hooked_step = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def whole_step(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return hooked_step(self, *args, **kwargs)
+        except Error:
+            raise  # all ranks do, or their group has ended
+        except BaseException as error:
+            self._give_up_unless_known("step()", error)
+            raise
+
+    whole_step.hooked = True  # type: ignore[attr-defined]
+    return whole_step
 
 
 class ShardedOptimizer(Optimizer):
@@ -276,6 +295,7 @@ class ShardedOptimizer(Optimizer):
 
     # -- stepping
 
+    @_leaving_nobody
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's shard, and starts gathering the others'. All ranks call it.
@@ -288,11 +308,18 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             InvalidUsage: Gradients were accumulated under `no_sync()` and not averaged since.
+
+        What raises on one rank alone (the update, the closure, a hook of the step) ends the group:
+        the others get a `pydist.Error` that names the rank.
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except BaseException as error:
+                self._give_up_unless_known("the closure of step()", error)
+                raise
         self._require_sound()
         self._refuse_capture()
         if self._wrapper is not None and self._wrapper._reducer.has_pending:
@@ -337,12 +364,25 @@ class ShardedOptimizer(Optimizer):
         try:
             yield
         except BaseException as error:
-            self._failed = f"{type(error).__name__}: {error}"
-            self._communicator.abort(
-                f"{doing} of pydist.ShardedOptimizer raised on rank {self._communicator.rank}, "
-                f"so the ranks' parameters are incomplete: {self._failed}"
-            )
+            self._give_up(doing, error)
             raise
+
+    def _give_up(self, doing: str, error: BaseException) -> None:
+        """Tells whoever waits for this rank, in a step or in the backward of the next."""
+        self._failed = f"{type(error).__name__}: {error}"
+        reason = (
+            f"{doing} of pydist.ShardedOptimizer raised on rank {self._communicator.rank}, so the "
+            f"ranks' parameters are incomplete: {self._failed}"
+        )
+        self._communicator.abort(reason)
+        if self._wrapper is not None:
+            self._wrapper._communicator.abort(reason)
+
+    def _give_up_unless_known(self, doing: str, error: BaseException) -> None:
+        """After what has changed no parameter here."""
+        is_known = self._wrapper is not None and self._wrapper.others_know_of(error)
+        if self._communicator.size > 1 and not (self._failed or is_known):
+            self._give_up(doing, error)
 
     def _check_writers(self) -> None:
         if self._audit is not None:
