@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -345,6 +346,63 @@ def misname_the_path(folder: str) -> None:
 
 def test_a_path_that_is_none(four: Ranks, tmp_path: Path) -> None:
     four.run(misname_the_path, str(tmp_path), timeout=LIMIT_S)
+
+
+def save_from_several_models(folder: str) -> None:
+    """What is under way at a place comes first, whosever it is, and is told of if it failed."""
+    _, size = joined()
+    place = f"{folder}/shared"
+
+    def model(seed: float) -> Any:
+        module = nn.Linear(5, 3)
+        nn.init.constant_(module.weight, seed)
+        return pydist.DataParallel(module, process_group=pydist.new_group(range(size)))  # type: ignore[arg-type]
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        if fails:
+            raise OSError(28, "No space left on device")
+        return write_file(*arguments)
+
+    write_file, fails = dcp_files.write_file, False
+    first, second = model(1.0), model(2.0)
+    with mock.patch.object(dcp_files, "write_file", slowly):
+        pydist.save(place, model=first, asynchronous=True)
+        pydist.load(place, model=second)
+        assert float(second.weight[0, 0].detach()) == 1.0
+        pydist.save(place, model=first, asynchronous=True)
+        with torch.no_grad():
+            second.weight.fill_(3.0)
+        pydist.save(place, model=second)
+        assert float(pydist.checkpoint.to_torch(place)["model"]["weight"][0, 0]) == 3.0
+        pydist.save(place, model=first, asynchronous=True)
+        assert float(pydist.checkpoint.to_torch(place)["model"]["weight"][0, 0]) == 1.0
+        # Also of steps: what one leaves half-written is another's.
+        for step, each in enumerate((first, second)):
+            pydist.save(f"{folder}/steps", model=each, step=step, keep=2, asynchronous=True)
+        whole = pydist.checkpoint.to_torch(f"{folder}/steps")["model"]
+        assert float(whole["weight"][0, 0]) == 3.0
+        fails = True
+        for act in (
+            lambda: pydist.load(place, model=second),
+            lambda: pydist.save(place, model=second),
+            lambda: pydist.checkpoint.to_torch(place),
+        ):
+            pydist.save(place, model=first, asynchronous=True)
+            with pytest.raises(pydist.CheckpointError, match="No space left"):
+                act()
+    pydist.barrier()
+    # Steps do not go into what is replaced as a whole, nor the other way round.
+    for asynchronous in (False, True):
+        with pytest.raises(pydist.InvalidUsage, match=r"shared is a checkpoint itself.*another"):
+            pydist.save(place, model=first, step=3, asynchronous=asynchronous)
+    with pytest.raises(pydist.CheckpointError, match=r"steps exists and is no checkpoint.*step="):
+        pydist.save(f"{folder}/steps", model=first)
+    pydist.barrier()
+
+
+def test_several_models_save_at_one_place(four: Ranks, tmp_path: Path) -> None:
+    four.run(save_from_several_models, str(tmp_path), timeout=LIMIT_S)
 
 
 def refuse_what_is_not_whole(place: Path, training: Training) -> None:
