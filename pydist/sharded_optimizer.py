@@ -36,6 +36,7 @@ from pydist.sharded_layout import ShardedLayout
 from pydist.sharded_parameters import Bucket, gather, let_arrive
 from pydist.sharded_state import ParameterState, ShardedState, StateRange
 from pydist.state_dict_form import from_state_dict, from_unsharded, is_sharded, to_state_dict
+from pydist.trained_parameters import registrations
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -172,6 +173,8 @@ class ShardedOptimizer(Optimizer):
         # Loaded for parameters that have no place yet, because they are frozen.
         self._waiting: dict[str, ParameterState] = {}
         self._failed = ""
+        # Whether the model holds TorchScript, and when that was seen.
+        self._scripts: tuple[int, bool] | None = None
         self._is_ready = False
         prototype = self._prototype([dict(group) for group in param_groups])
         super().__init__(param_groups, dict(prototype.defaults))
@@ -286,6 +289,8 @@ class ShardedOptimizer(Optimizer):
         """Makes new buckets ready to step."""
         for bucket in new:
             self._steps.append(BucketStep(bucket, self.param_groups, self._make))
+        if self._audit is not None:
+            self._audit.note(new)
         take_over(self._waiting, new)
         for member in (member for bucket in new for member in bucket.members):
             self._waiting.pop(member.name, None)
@@ -397,6 +402,7 @@ class ShardedOptimizer(Optimizer):
         for step in self._steps:
             step.run(self.param_groups)
         if self._audit is not None:
+            self._audit.forget()
             self._audit.note(self._layout.buckets)
         self._communicator.barrier(False, "after parameters were written")
 
@@ -598,10 +604,16 @@ class ShardedOptimizer(Optimizer):
         """Waits for all parameters where forward may read some past torch's dispatch."""
         if not any(bucket.gather is not None for bucket in self._layout.buckets):
             return
-        if compiles_anything() or any(
-            isinstance(part, torch.jit.ScriptModule) for part in module.modules()
-        ):
+        if compiles_anything() or self._holds_scripts(module):
             self.finish()
+
+    def _holds_scripts(self, module: nn.Module) -> bool:
+        """Whether TorchScript is within a module; looks again only once that may have changed."""
+        count = registrations()
+        if self._scripts is None or self._scripts[0] != count:
+            held = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
+            self._scripts = (count, held)
+        return self._scripts[1]
 
 
 class _Parts:

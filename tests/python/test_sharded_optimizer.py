@@ -2,6 +2,7 @@
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -459,6 +460,67 @@ def share() -> None:
             twins.ours.step()
         with pytest.raises(pydist.InvalidUsage, match="earlier step"):
             twins.ours.step()
+        # Before the first step, also of what joins later; but for what all ranks load.
+        for loads in (True, False):
+            module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            module[0].requires_grad_(False)
+            model = pydist.DataParallel(module)
+            optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, share_parameters=True)
+            model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+            model(torch.ones(1, 4)).sum().backward()
+            if not loads:
+                optimizer.step()
+                module[0].requires_grad_(True)
+                model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            pydist.barrier()
+            if loads:
+                continue
+            if twins.rank == 0:
+                with torch.no_grad():
+                    module[0].bias[-1] += 1.0
+            with pytest.raises(pydist.InvalidUsage, match=r"0.bias was written.*before the first"):
+                optimizer.step()
+        model = pydist.DataParallel(nn.Linear(4, 4))
+        optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, share_parameters=True)
+        model(torch.ones(1, 4)).sum().backward()
+        pydist.barrier()
+        if twins.rank == 0:
+            with torch.no_grad():
+                model.bias[-1] += 1.0
+        with pytest.raises(pydist.InvalidUsage, match=r"bias was written.*before the first"):
+            optimizer.step()
+
+
+def look_for_scripts() -> None:
+    """Once, and again where modules have joined."""
+    joined()
+    module = nn.Sequential(nn.Linear(10, 10))
+    model = pydist.DataParallel(module)
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+
+    def step() -> int:
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+        with (
+            mock.patch.object(module, "modules", wraps=module.modules) as walks,
+            mock.patch.object(pydist.ShardedOptimizer, "finish", autospec=True) as finish,
+        ):
+            model(torch.ones(2, 10))
+        assert finish.called == (len(module) > 1)
+        return walks.call_count
+
+    step()
+    assert step() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module.append(torch.jit.script(nn.Tanh()))
+    step()
+    assert step() == 0
+
+
+def test_looking_for_torchscript(run_native: Runner) -> None:
+    run_native(look_for_scripts)
 
 
 @pytest.mark.parametrize("backend", ["native", "gloo"])
