@@ -423,7 +423,7 @@ class DataParallel(nn.Module):
             try:
                 yield
             except BaseException as error:
-                if not (self._reducer.others_know and _came_out_of_averaging(error)):
+                if not self.others_know_of(error):
                     self._reducer.fail_round()
                 raise
             while self._reducer.join_round():
@@ -596,6 +596,10 @@ class DataParallel(nn.Module):
                 return owner.entry_of(parameter)
         return ()
 
+    def others_know_of(self, error: BaseException) -> bool:
+        """Whether the other ranks know of an error, because it ended a backward."""
+        return self._reducer.others_know and _came_out_of_averaging(error)
+
     def add_owner(self, owner: weakref.ref[Any]) -> int:
         """Makes an optimizer known that updates shards, before it takes any. Returns its number."""
         self._owners.append(owner)
@@ -710,7 +714,7 @@ def _plan(
 
 
 def _came_out_of_averaging(error: BaseException) -> bool:
-    """Whether the other ranks know of an error, because it ended a backward."""
+    """Whether an error ended a backward."""
     names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     if names & {"_engine_run_backward", "sync_gradients"}:
         return True

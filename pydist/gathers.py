@@ -62,10 +62,10 @@ class Gather:
         if self._work.is_completed() and self._work.exception() is None:
             self._end()
 
-    def wait_on_host(self) -> None:
+    def wait_on_host(self, limit_s: float = _NEVER_S) -> None:
         """Returns once the values are there, for whatever stream."""
         if not self._is_over:
-            self._work.wait(_NEVER_S)
+            self._work.wait(limit_s)
             self._end()
 
     def finish(self) -> None:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from pydist.activations import saved_activation_bytes
 from pydist.bucket_plan import DEFAULT_CAP_BYTES, PlannedParameter, plan_buckets
 from pydist.data_parallel import DataParallel
+from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import InvalidUsage
 from pydist.trained_parameters import ids_of_sparse
 
@@ -203,7 +204,8 @@ def plan(
         Bytes with DataParallel and with a sharded optimizer in stages 1 and 2.
 
     Raises:
-        InvalidUsage: An argument makes no sense, or the optimizer can't step.
+        InvalidUsage: An argument makes no sense, a parameter or buffer has no shape yet, or the
+            optimizer is not element-wise, or can't step.
 
     Example:
         >>> with torch.device("meta"):
@@ -222,10 +224,16 @@ def plan(
         raise InvalidUsage(f"bucket_cap_mb is {bucket_cap_mb}; it must be greater than zero")
     if dtype is not None and not dtype.is_floating_point:
         raise InvalidUsage(f"dtype is {dtype}; it must be a floating-point type")
+    require_element_wise(optimizer)
+    require_plain_options(options)
     module = model.module if isinstance(model, DataParallel) else model
     named = list(module.named_parameters())
-    if lazy := [name for name, parameter in named if nn.parameter.is_lazy(parameter)]:
-        raise InvalidUsage(f"parameter {lazy[0]} has no shape yet: run one forward before planning")
+    for kind, tensors in (("parameter", named), ("buffer", module.named_buffers())):
+        for name, tensor in tensors:
+            if nn.parameter.is_lazy(tensor):
+                raise InvalidUsage(
+                    f"{kind} {name} has no shape yet: run one forward before planning"
+                )
     sparse = ids_of_sparse(module)
     trained = [
         _Trained.of(name, p, _dtype_of(p, dtype), optimizer, options, master_weights is not False)
@@ -353,7 +361,7 @@ def _state_of(
         try:
             probe = optimizer([parameter], **dict(options))
             probe.step()
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
             raise InvalidUsage(
                 f"plan: {optimizer.__name__} can't update a flat tensor of {dtype}: {error}"
             ) from error

@@ -15,21 +15,21 @@ from pydist.sharded_parameters import Bucket, Segment
 
 
 class ParameterAudit:
-    """Checksums of this rank's segments, between two steps."""
+    """Checksums of this rank's segments, between two steps and before the first."""
 
     def __init__(self) -> None:
         self._sums: dict[Segment, int] = {}
 
     def note(self, buckets: Sequence[Bucket]) -> None:
-        """Remembers what a step has left. Each rank looks at its own shard."""
-        self._sums = {s: _checksum(s.values) for bucket in buckets for s in bucket.segments}
+        """Remembers what there is, as a step has left it. Each rank looks at its own shard."""
+        self._sums |= {s: _checksum(s.values) for bucket in buckets for s in bucket.segments}
 
     def forget(self) -> None:
         """Somebody writes with good reason."""
         self._sums = {}
 
     def check(self, buckets: Sequence[Bucket], communicator: _native.Communicator) -> None:
-        """Compares with what the last step has left. All ranks call it.
+        """Compares with what was noted. All ranks call it.
 
         Raises:
             InvalidUsage: Something was written (on every rank, naming the same parameter).
@@ -46,9 +46,9 @@ class ParameterAudit:
         if worst.item() >= 0:
             raise InvalidUsage(
                 f"parameter {names[int(worst.item())]} was written between two steps of "
-                "pydist.ShardedOptimizer, and with share_parameters=True all ranks read the same "
-                "memory: write only through pydist.DataParallel.load_state_dict(), on all ranks, "
-                "or leave share_parameters out"
+                "pydist.ShardedOptimizer, or before the first, and with share_parameters=True all "
+                "ranks read the same memory: write only through "
+                "pydist.DataParallel.load_state_dict(), on all ranks, or leave share_parameters out"
             )
 
 

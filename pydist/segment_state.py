@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,28 +22,31 @@ from pydist.sharded_state import (
 )
 
 
-def state_of(layout: ShardedLayout, groups: list[dict[str, Any]]) -> ShardedState:
+def state_of(
+    layout: ShardedLayout, groups: list[dict[str, Any]], waiting: Mapping[str, ParameterState]
+) -> ShardedState:
     """This rank's part of the state; shares memory with it.
 
     Args:
         layout: The parameters.
         groups: Options, and names of parameters in "params".
+        waiting: The whole state of parameters that have no place yet.
     """
     states = {
         name: ParameterState(tuple(p.shape), tuple(range(p.dim())))
         for name, p in zip(layout.names, layout.parameters, strict=True)
-    }
+    } | dict(waiting)
     for bucket in layout.buckets:
         for member in bucket.members:
             states[member.name].dims = member.dims
+            states[member.name].is_part = True
         for segment in bucket.segments:
             assert bucket.optimizer is not None
             values = dict(bucket.optimizer.state.get(segment.updated, {}))
             if segment.has_master:
                 values[MASTER] = segment.updated
-            if values:
-                state = states[segment.member.name]
-                state.ranges.append(StateRange(segment.begin, segment.end, values))
+            state = states[segment.member.name]
+            state.ranges.append(StateRange(segment.begin, segment.end, values))
     return ShardedState(states, groups)
 
 
@@ -89,21 +92,39 @@ def require_state_of(
             )
 
 
-def take_over(state: ShardedState, buckets: Sequence[Bucket]) -> None:
-    """Gives the segments of some buckets what a state has for them. Copies it."""
+def waiting_state(layout: ShardedLayout, state: ShardedState) -> dict[str, ParameterState]:
+    """What a state has for parameters that have no place yet: all of each. Copies it.
+
+    Raises:
+        InvalidUsage: It lacks elements of one.
+    """
+    placed = {member.name for bucket in layout.buckets for member in bucket.members}
+    found = {}
+    for name in layout.names:
+        known = state.parameters[name]
+        if name in placed:
+            continue
+        values = cut_out(name, known, known.dims, 0, known.count)
+        if values is not None:
+            ranges = [StateRange(0, known.count, values)]
+            found[name] = ParameterState(known.shape, known.dims, ranges)
+    return found
+
+
+def take_over(states: Mapping[str, ParameterState], buckets: Sequence[Bucket]) -> None:
+    """Gives the segments of some buckets what there is for them. Copies it."""
     with torch.no_grad():
         for bucket in buckets:
             if bucket.optimizer is None:
                 continue
             for segment in bucket.segments:
-                _take_over_segment(state, bucket.optimizer, segment)
+                if (state := states.get(segment.member.name)) is not None:
+                    _take_over_segment(state, bucket.optimizer, segment)
 
 
-def _take_over_segment(state: ShardedState, optimizer: Optimizer, segment: Segment) -> None:
+def _take_over_segment(state: ParameterState, optimizer: Optimizer, segment: Segment) -> None:
     member = segment.member
-    values = cut_out(
-        member.name, state.parameters[member.name], member.dims, segment.begin, segment.end
-    )
+    values = cut_out(member.name, state, member.dims, segment.begin, segment.end)
     values = {} if values is None else values
     master = values.pop(MASTER, None)
     if segment.has_master:

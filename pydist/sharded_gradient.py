@@ -143,7 +143,7 @@ def _change_each(
         parts = [part for part in parts if part.numel() != 0]
         if parts:
             getattr(torch, name)(parts, *args, **kwargs)
-        next(g for g in gradients if isinstance(g, ShardedGradient))._parts.note_change()
+        _note_changes(gradients)
         return gradients
     single = name.removeprefix("_foreach_")
     for number, gradient in enumerate(gradients):
@@ -152,9 +152,15 @@ def _change_each(
     return gradients
 
 
+def _note_changes(gradients: Iterable[Tensor]) -> None:
+    """Of gradients that may be several optimizers'."""
+    for parts in {g._parts for g in gradients if isinstance(g, ShardedGradient)}:
+        parts.note_change()
+
+
 def _norm_of(gradient: ShardedGradient, order: Any, dtype: torch.dtype | None) -> Tensor:
     value = gradient._parts.norms(_order(order))[gradient._index]
-    return value.to(dtype or gradient.dtype.to_real())
+    return value.to(dtype or gradient.dtype.to_real(), copy=True)
 
 
 def _order(order: Any) -> float:
@@ -207,9 +213,10 @@ def _check_finite_and_unscale(
     parts = [part for part in parts if part.numel() != 0]
     if parts:
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
+    # Any optimizer's ranks are those of the others.
     first = next(g for g in gradients if isinstance(g, ShardedGradient))
     first._parts.combine(found_inf, "max")
-    first._parts.note_change()
+    _note_changes(gradients)
 
 
 _IN_PLACE = (

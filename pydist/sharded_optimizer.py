@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,22 +18,58 @@ from pydist import _native, groups, process
 from pydist.bucket_step import BucketStep
 from pydist.compiled_graphs import compiles_anything
 from pydist.element_wise import require_element_wise, require_plain_options
-from pydist.errors import InvalidUsage
+from pydist.errors import Error, InvalidUsage
 from pydist.module_agreement import check_same
+from pydist.no_whole_state import NoWholeState, RanksPart, refuse_checkpoints
 from pydist.parameter_audit import ParameterAudit
 from pydist.parameter_groups import facts_of_options, groups_of, listed, model_of, options_of
 from pydist.reduced_gradients import ReducedGradients
-from pydist.segment_state import ranges_of, require_state_of, state_of, take_over
+from pydist.segment_state import (
+    ranges_of,
+    require_state_of,
+    state_of,
+    take_over,
+    waiting_state,
+)
 from pydist.sharded_gradient import ShardedGradient
 from pydist.sharded_layout import ShardedLayout
-from pydist.sharded_parameters import Bucket, gather
+from pydist.sharded_parameters import Bucket, gather, let_arrive
 from pydist.sharded_state import ParameterState, ShardedState, StateRange
 from pydist.state_dict_form import from_state_dict, from_unsharded, is_sharded, to_state_dict
+from pydist.trained_parameters import registrations
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["ParameterState", "ShardedOptimizer", "ShardedState", "StateRange"]
+
+# Of each optimizer that lives, what lets its parameters arrive before their group ends.
+_leaving: weakref.WeakKeyDictionary[ShardedOptimizer, weakref.finalize[..., ShardedOptimizer]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _let_all_arrive() -> None:
+    for leave in list(_leaving.values()):
+        leave()
+
+
+def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step with its hooks; one that raises on this rank alone leaves no other rank waiting."""
+    hooked_step = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def whole_step(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return hooked_step(self, *args, **kwargs)
+        except Error:
+            raise  # all ranks do, or their group has ended
+        except BaseException as error:
+            self._give_up_unless_known("step()", error)
+            raise
+
+    whole_step.hooked = True  # type: ignore[attr-defined]
+    return whole_step
 
 
 class ShardedOptimizer(Optimizer):
@@ -132,11 +170,15 @@ class ShardedOptimizer(Optimizer):
         else:
             parent = groups.communicator_of(process_group)
         self._steps: list[BucketStep] = []
-        self._loaded: ShardedState | None = None
+        # Loaded for parameters that have no place yet, because they are frozen.
+        self._waiting: dict[str, ParameterState] = {}
         self._failed = ""
+        # Whether the model holds TorchScript, and when that was seen.
+        self._scripts: tuple[int, bool] | None = None
         self._is_ready = False
         prototype = self._prototype([dict(group) for group in param_groups])
         super().__init__(param_groups, dict(prototype.defaults))
+        self.state = NoWholeState()
         # Not before all that a rank may refuse by itself.
         self._communicator = groups.split(parent, range(parent.size))
         facts = [
@@ -161,6 +203,15 @@ class ShardedOptimizer(Optimizer):
             is_one_copy=self._is_one_copy,
         )
         self._gradients = ReducedGradients(self._layout, self._communicator, self._wrapper)
+        # Peers need this rank until its shards have arrived: it does not go before, whoever
+        # forgets the optimizer.
+        leaving = weakref.finalize(
+            self, let_arrive, self._layout.buckets, self._communicator, os.getpid()
+        )
+        leaving.atexit = False  # by then the job is over
+        _leaving[self] = leaving
+        if _let_all_arrive not in groups.before_closing:
+            groups.before_closing.append(_let_all_arrive)
         self._place(self._layout.enter(self.param_groups))
 
     # -- what it is made of
@@ -238,14 +289,18 @@ class ShardedOptimizer(Optimizer):
         """Makes new buckets ready to step."""
         for bucket in new:
             self._steps.append(BucketStep(bucket, self.param_groups, self._make))
-        if self._loaded is not None:
-            take_over(self._loaded, new)
+        if self._audit is not None:
+            self._audit.note(new)
+        take_over(self._waiting, new)
+        for member in (member for bucket in new for member in bucket.members):
+            self._waiting.pop(member.name, None)
 
     def _make(self, param_groups: list[dict[str, Any]]) -> Optimizer:
         return self._class(param_groups, **self._options)
 
     # -- stepping
 
+    @_leaving_nobody
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's shard, and starts gathering the others'. All ranks call it.
@@ -258,11 +313,18 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             InvalidUsage: Gradients were accumulated under `no_sync()` and not averaged since.
+
+        What raises on one rank alone (the update, the closure, a hook of the step) ends the group:
+        the others get a `pydist.Error` that names the rank.
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except BaseException as error:
+                self._give_up_unless_known("the closure of step()", error)
+                raise
         self._require_sound()
         self._refuse_capture()
         if self._wrapper is not None and self._wrapper._reducer.has_pending:
@@ -307,12 +369,25 @@ class ShardedOptimizer(Optimizer):
         try:
             yield
         except BaseException as error:
-            self._failed = f"{type(error).__name__}: {error}"
-            self._communicator.abort(
-                f"{doing} of pydist.ShardedOptimizer raised on rank {self._communicator.rank}, "
-                f"so the ranks' parameters are incomplete: {self._failed}"
-            )
+            self._give_up(doing, error)
             raise
+
+    def _give_up(self, doing: str, error: BaseException) -> None:
+        """Tells whoever waits for this rank, in a step or in the backward of the next."""
+        self._failed = f"{type(error).__name__}: {error}"
+        reason = (
+            f"{doing} of pydist.ShardedOptimizer raised on rank {self._communicator.rank}, so the "
+            f"ranks' parameters are incomplete: {self._failed}"
+        )
+        self._communicator.abort(reason)
+        if self._wrapper is not None:
+            self._wrapper._communicator.abort(reason)
+
+    def _give_up_unless_known(self, doing: str, error: BaseException) -> None:
+        """After what has changed no parameter here."""
+        is_known = self._wrapper is not None and self._wrapper.others_know_of(error)
+        if self._communicator.size > 1 and not (self._failed or is_known):
+            self._give_up(doing, error)
 
     def _check_writers(self) -> None:
         if self._audit is not None:
@@ -327,6 +402,7 @@ class ShardedOptimizer(Optimizer):
         for step in self._steps:
             step.run(self.param_groups)
         if self._audit is not None:
+            self._audit.forget()
             self._audit.note(self._layout.buckets)
         self._communicator.barrier(False, "after parameters were written")
 
@@ -408,7 +484,7 @@ class ShardedOptimizer(Optimizer):
         any that cover what the rank needs, whatever ranks and stage they come from.
         """
         self._require_sound()
-        return state_of(self._layout, self._named_groups())
+        return state_of(self._layout, self._named_groups(), self._waiting)
 
     def ranges(self) -> dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]]:
         """What of a state `load_sharded_state` needs on this rank. Talks to nobody.
@@ -433,16 +509,15 @@ class ShardedOptimizer(Optimizer):
         """
         self._require_sound()
         require_state_of(self._layout, self._named_groups(), state)
+        waiting = waiting_state(self._layout, state)
         self.finish()
         self.note_written()
         for group, loaded in zip(self.param_groups, state.groups, strict=True):
             group.update(copy.deepcopy(options_of(loaded)))
-        take_over(state, self._layout.buckets)
+        take_over(state.parameters, self._layout.buckets)
+        self._waiting = waiting
         for step in self._steps:
             step.forget_states()
-        # For parameters that have no place yet.
-        is_placed = {member.index for bucket in self._layout.buckets for member in bucket.members}
-        self._loaded = state if len(is_placed) < len(self._layout.parameters) else None
 
     def _named_groups(self) -> list[dict[str, Any]]:
         return [
@@ -461,10 +536,18 @@ class ShardedOptimizer(Optimizer):
         `sharded_state()`, whose shapes and orders of dimensions are in "parameters" with the
         names. It is of use to `load_state_dict` on the same rank of as many, with the same buckets
         (`bucket_cap_mb=`, which is measured otherwise); what `pydist.save` keeps loads anywhere.
+
+        Raises:
+            InvalidUsage: torch.distributed.checkpoint calls, which would keep one rank's for all.
         """
+        refuse_checkpoints()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state_dict = to_state_dict(self.sharded_state(), self._layout.names)
+        state_dict = to_state_dict(
+            self.sharded_state(),
+            self._layout.names,
+            RanksPart(self._communicator.rank, self._communicator.size),
+        )
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -521,10 +604,16 @@ class ShardedOptimizer(Optimizer):
         """Waits for all parameters where forward may read some past torch's dispatch."""
         if not any(bucket.gather is not None for bucket in self._layout.buckets):
             return
-        if compiles_anything() or any(
-            isinstance(part, torch.jit.ScriptModule) for part in module.modules()
-        ):
+        if compiles_anything() or self._holds_scripts(module):
             self.finish()
+
+    def _holds_scripts(self, module: nn.Module) -> bool:
+        """Whether TorchScript is within a module; looks again only once that may have changed."""
+        count = registrations()
+        if self._scripts is None or self._scripts[0] != count:
+            held = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
+            self._scripts = (count, held)
+        return self._scripts[1]
 
 
 class _Parts:

@@ -7,6 +7,7 @@ it is transposed or in channels-last layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ class StateRange:
         end: Behind the last one.
         values: By the name that the optimizer's class gives it: tensors of `end - begin` elements,
             and numbers (or tensors of none) that are the same for all elements, such as `step`.
+            Empty if there is none: the elements were never updated.
     """
 
     begin: int
@@ -48,11 +50,19 @@ class ParameterState:
         shape: Of the parameter.
         dims: How ranges are to be read; see above.
         ranges: In any order; of one rank, or of several.
+        is_part: Whether elements that are in no range are some other rank's. Otherwise nothing was
+            ever updated if there are no ranges.
     """
 
     shape: tuple[int, ...]
     dims: tuple[int, ...]
     ranges: list[StateRange] = field(default_factory=list)
+    is_part: bool = False
+
+    @property
+    def count(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
 
 
 @dataclass
@@ -60,7 +70,7 @@ class ShardedState:
     """The state of an optimizer, or of a part of it.
 
     Attributes:
-        parameters: By the parameters' names. A parameter that was never updated has no ranges.
+        parameters: By the parameters' names.
         groups: The parameter groups: their options, with the names of their parameters in "params".
     """
 
@@ -82,6 +92,7 @@ class ShardedState:
                         f"{known.dims} and of {part.shape} in order {part.dims}"
                     )
                 known.ranges += part.ranges
+                known.is_part |= part.is_part
         return ShardedState(parameters, groups)
 
 
@@ -108,19 +119,21 @@ def cut_out(
     Raises:
         InvalidUsage: No range has some of the elements.
     """
-    if not state.ranges:
-        return None
-    if dims != state.dims:
+    if dims != state.dims and state.ranges:
         state = _in_order(name, state, dims)
+    if not state.ranges and not state.is_part:
+        return None
     pieces = sorted((r for r in state.ranges if r.begin < end and r.end > begin), key=_begin)
     values: dict[str, Any] = {}
     here = begin
+    is_new: set[bool] = set()
     for piece in pieces:
         if piece.begin > here:
             break
         if piece.end <= here:
             continue
         stop = min(piece.end, end)
+        is_new.add(not piece.values)
         for key, value in piece.values.items():
             if not is_per_element(value, piece.end - piece.begin):
                 values.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
@@ -137,7 +150,12 @@ def cut_out(
             "that saved it (pydist.ShardedState.merged puts them together), or use pydist.save and "
             "pydist.load"
         )
-    return values
+    if len(is_new) > 1:
+        raise InvalidUsage(
+            f"the state of parameter {name} has elements that were updated beside others that "
+            "never were: its parts are of different steps, or of different optimizers"
+        )
+    return None if is_new == {True} else values
 
 
 def _begin(piece: StateRange) -> int:
@@ -146,11 +164,10 @@ def _begin(piece: StateRange) -> int:
 
 def _in_order(name: str, state: ParameterState, dims: tuple[int, ...]) -> ParameterState:
     """The whole state of a parameter, with its elements in another order."""
-    count = 1
-    for extent in state.shape:
-        count *= extent
+    count = state.count
     whole = cut_out(name, state, state.dims, 0, count)
-    assert whole is not None
+    if whole is None:
+        return ParameterState(state.shape, dims)
     extents = [state.shape[dim] for dim in state.dims]
     back = [state.dims.index(dim) for dim in range(len(extents))]
     values = {
@@ -179,9 +196,7 @@ def from_whole(parameter: Tensor, values: Mapping[str, Any]) -> ParameterState:
 
 def to_whole(name: str, state: ParameterState) -> dict[str, Any]:
     """The state of a whole parameter, as an unsharded optimizer of torch's has it."""
-    count = 1
-    for extent in state.shape:
-        count *= extent
+    count = state.count
     dims = tuple(range(len(state.shape)))
     values = cut_out(name, state, dims, 0, count) or {}
     return {

@@ -8,16 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from pydist.errors import InvalidUsage
+from pydist.no_whole_state import RanksPart
 from pydist.parameter_groups import options_of
 from pydist.sharded_state import ParameterState, ShardedState, StateRange, from_whole
 
 
-def to_state_dict(local: ShardedState, ordered: Sequence[str]) -> dict[str, Any]:
+def to_state_dict(local: ShardedState, ordered: Sequence[str], part: RanksPart) -> dict[str, Any]:
     """What `from_state_dict` takes; see `ShardedOptimizer.state_dict`.
 
     Args:
         local: A part of the state.
         ordered: The parameters' names, by number.
+        part: Whose it is.
     """
     numbers = {name: number for number, name in enumerate(ordered)}
     return {
@@ -31,8 +33,11 @@ def to_state_dict(local: ShardedState, ordered: Sequence[str]) -> dict[str, Any]
             for group in local.groups
         ],
         "parameters": [
-            (name, local.parameters[name].shape, local.parameters[name].dims) for name in ordered
+            (name, state.shape, state.dims, state.is_part)
+            for name in ordered
+            for state in [local.parameters[name]]
         ],
+        "part": part,
     }
 
 
@@ -48,10 +53,11 @@ def from_state_dict(state_dict: dict[str, Any]) -> ShardedState:
             tuple(shape),
             tuple(dims),
             [StateRange(*found) for found in state_dict["state"].get(number, [])],
+            is_part,
         )
-        for number, (name, shape, dims) in enumerate(state_dict["parameters"])
+        for number, (name, shape, dims, is_part) in enumerate(state_dict["parameters"])
     }
-    names = [name for name, _, _ in state_dict["parameters"]]
+    names = [name for name, *_ in state_dict["parameters"]]
     loaded = [
         {**group, "params": [names[number] for number in group["params"]]}
         for group in state_dict["param_groups"]

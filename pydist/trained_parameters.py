@@ -32,6 +32,14 @@ def _count_registrations() -> None:
         _is_counting = True
 
 
+def registrations() -> int:
+    """How often any module was given a parameter or a submodule, since the first wrapper was made.
+
+    Whoever has walked through a module at the present count need not do it again.
+    """
+    return _registrations
+
+
 class TrainedParameters:
     """The parameters of a module that require gradients.
 

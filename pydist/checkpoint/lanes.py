@@ -11,16 +11,18 @@ every later save and load of these ranks. Errors that all ranks raise together l
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch.nn.parallel import DistributedDataParallel
 
 from pydist import groups, process
+from pydist.checkpoint.replacement import real
 from pydist.data_parallel import DataParallel
 from pydist.errors import CheckpointError, InvalidUsage, Mismatch
 from pydist.sharded_optimizer import ShardedOptimizer
@@ -87,6 +89,15 @@ class Saving:
         return error
 
 
+def settle_at(path: Path) -> BaseException | None:
+    """Waits for saves under way at a place or within it, whoever's; returns what went wrong."""
+    error = None
+    for saving in list(_under_way):
+        if path in (saving.path, saving.path.parent):
+            error = saving.settle() or error
+    return error
+
+
 class Lane:
     """What saves of one group share."""
 
@@ -94,10 +105,16 @@ class Lane:
         self.communicator = communicator
         self.last: Saving | None = None
 
-    def settle(self) -> BaseException | None:
-        """Waits for the save under way, and returns an error that nobody was told yet."""
+    def settle(self, path: str | os.PathLike[str]) -> BaseException | None:
+        """Waits for the save under way, and for others at this place, say of another model.
+
+        Returns an error that nobody was told yet.
+        """
         last, self.last = self.last, None
-        return None if last is None else last.settle()
+        error = None if last is None else last.settle()
+        with suppress(InvalidUsage):  # which the caller finds as well
+            error = settle_at(real(path)) or error
+        return error
 
     @contextmanager
     def turn(self, doing: str) -> Iterator[None]:

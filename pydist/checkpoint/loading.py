@@ -11,7 +11,7 @@ import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist.checkpoint.lanes import lane_of
 from pydist.checkpoint.manifest import read_manifest, verify
 from pydist.checkpoint.random_states import restore_random_states
-from pydist.checkpoint.replacement import absolute, find
+from pydist.checkpoint.replacement import absolute, find, real
 from pydist.checkpoint.verdict import agree
 from pydist.errors import InvalidUsage
 
@@ -62,7 +62,7 @@ def load(
     lane = lane_of(model, optimizer, process_group)
     communicator = lane.communicator
     with lane.turn("pydist.load()"):
-        agree(communicator, "the asynchronous save before this load", lane.settle())
+        agree(communicator, "the asynchronous save before this load", lane.settle(path))
         stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         present = {name: value for name, value in stateful.items() if value is not None}
         return _load(communicator, path, model, optimizer, present, random)
@@ -85,7 +85,7 @@ def _load(
         named = absolute(path)
         doing = f"loading the checkpoint {named}"
         # Where links lead, which may be elsewhere on other hosts.
-        folder = find(Path(os.path.realpath(named)))
+        folder = find(real(named))
         files = sorted(read_manifest(folder).items())
         for name, known in files[communicator.rank :: communicator.size]:
             verify(folder, name, known)

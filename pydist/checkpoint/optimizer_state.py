@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,10 +56,10 @@ def take(optimizer: Optimizer, names: dict[int, str], rank: int, size: int) -> T
     """Looks at the state of an optimizer, of either kind. Talks to nobody, copies nothing."""
     _require_optimizer(optimizer)
     if isinstance(optimizer, ShardedOptimizer):
-        local = _renamed(optimizer, names)
-        return _outlined(local, lambda pieces: list(pieces), type_of(optimizer))
-    state = _of_whole(optimizer, names)
-    return _outlined(state, lambda pieces: share_out(pieces, rank, size), type_of(optimizer))
+        state = _renamed(optimizer, names)
+    else:
+        state = _of_whole(optimizer, names)
+    return _outlined(state, rank, size, type_of(optimizer))
 
 
 def _require_optimizer(optimizer: object) -> None:
@@ -95,11 +96,14 @@ def merged(outlines: list[Outline]) -> Outline:
     return whole
 
 
-def _outlined(state: ShardedState, choose: Any, kind: str) -> Taken:
+def _outlined(state: ShardedState, rank: int, size: int, kind: str) -> Taken:
     parameters: dict[str, Any] = {}
-    pieces: list[Piece] = []
+    own: list[Piece] = []
+    # Of parameters whose state all ranks have whole.
+    shared: list[Piece] = []
     for name, known in state.parameters.items():
-        count = _count(known.shape)
+        count = known.count
+        pieces = own if known.is_part else shared
         keys: list[str] = []
         numbers: dict[str, Any] = {}
         for piece in known.ranges:
@@ -123,7 +127,8 @@ def _outlined(state: ShardedState, choose: Any, kind: str) -> Taken:
             "keys": keys,
             "numbers": numbers,
         }
-    return Taken({"class": kind, "groups": state.groups, "parameters": parameters}, choose(pieces))
+    outline = {"class": kind, "groups": state.groups, "parameters": parameters}
+    return Taken(outline, own + share_out(shared, rank, size))
 
 
 def _renamed(optimizer: ShardedOptimizer, names: dict[int, str]) -> ShardedState:
@@ -172,13 +177,6 @@ def _of_whole(optimizer: Optimizer, names: dict[int, str]) -> ShardedState:
         },
         groups,
     )
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def check_fits(optimizer: Optimizer, names: dict[int, str], outline: Outline) -> None:
@@ -247,7 +245,7 @@ def whole_state(outline: Outline, contents: Contents) -> dict[str, Any]:
         number += len(numbers)
         for index, name in zip(numbers, group["params"], strict=True):
             entry = outline["parameters"][name]
-            count = _count(entry["shape"])
+            count = math.prod(entry["shape"])
             dims = tuple(range(len(entry["shape"])))
             values = to_whole(name, _read(contents, name, entry, dims, [(0, count)]))
             if values:
@@ -268,7 +266,7 @@ def _read(
         return ParameterState(shape, stored)
     if dims != stored and ranges:
         # The elements lie in another order: those of a range are all over the parameter.
-        ranges = [(0, _count(shape))]
+        ranges = [(0, math.prod(shape))]
     read = []
     for begin, end in ranges:
         values: dict[str, Any] = dict(entry["numbers"])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
+from pydist.checkpoint.lanes import settle_at
 from pydist.checkpoint.manifest import read_manifest, verify
-from pydist.checkpoint.replacement import find
+from pydist.checkpoint.replacement import find, real
 from pydist.errors import InvalidUsage
 from pydist.state_dict_names import without_prefix
 
@@ -35,11 +35,16 @@ def to_torch(path: str | os.PathLike[str]) -> dict[str, Any]:
         of parameters.
 
     Raises:
-        CheckpointError: There is none, or a file is damaged.
+        CheckpointError: There is none, a file is damaged, or an asynchronous save there, which this
+            waits for, has failed.
     """
     from pydist.checkpoint.dcp_files import Contents
 
-    folder = find(Path(os.path.abspath(path)))
+    place = real(path)
+    error = settle_at(place)
+    if error is not None:
+        raise error
+    folder = find(place)
     for name, known in read_manifest(folder).items():
         verify(folder, name, known)
     contents = Contents(folder)

@@ -26,6 +26,11 @@ def absolute(path: str | os.PathLike[str]) -> Path:
         raise InvalidUsage(f"path={path!r} is not valid: {error}") from error
 
 
+def real(path: str | os.PathLike[str]) -> Path:
+    """Where links lead: what a place is known by."""
+    return Path(os.path.realpath(absolute(path)))
+
+
 def step_folder(path: Path, step: int) -> Path:
     """Where the checkpoint of a step is, of those that `path` has."""
     return path / f"step-{step:06d}"
@@ -38,6 +43,15 @@ def partial_of(place: Path) -> Path:
 
 def _previous_of(place: Path) -> Path:
     return place.with_name(f".{place.name}.previous")
+
+
+def require_no_checkpoint(path: Path) -> None:
+    """Raises InvalidUsage where checkpoints of steps would lie within another one."""
+    if is_checkpoint(path) or is_checkpoint(_previous_of(path)):
+        raise InvalidUsage(
+            f"{path} is a checkpoint itself, and what is within it goes when it is replaced: pass "
+            "another path together with step="
+        )
 
 
 def begin(place: Path) -> Path:

@@ -27,6 +27,8 @@ from pydist.checkpoint.replacement import (
     forget_older,
     partial_of,
     publish,
+    real,
+    require_no_checkpoint,
     step_folder,
 )
 from pydist.checkpoint.verdict import agree, exchange
@@ -108,7 +110,7 @@ def save(
     """
     lane = lane_of(model, optimizer, process_group)
     with lane.turn("pydist.save()"):
-        error = lane.settle()
+        error = lane.settle(path)
         agree(lane.communicator, "the asynchronous save before this one", error)
         stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         given = {"model": model, "optimizer": optimizer, **stateful}
@@ -117,7 +119,7 @@ def save(
         try:
             named = absolute(path)
             # A link stays where it is; what it leads to is replaced.
-            top = Path(os.path.realpath(named))
+            top = real(named)
             _check(top, step, keep)
             part = _collect(lane.communicator, model, optimizer, stateful, extra)
             if asynchronous:
@@ -147,6 +149,8 @@ def _check(top: Path, step: int | None, keep: int | None) -> None:
         raise InvalidUsage(f"step={step!r} is not valid; it must be a whole number >= 0")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise InvalidUsage(f"keep={keep!r} is not valid; it must be a whole number >= 1")
+    if step is not None:
+        require_no_checkpoint(top)
     if keep is not None and step is None:
         raise InvalidUsage("keep= counts checkpoints of steps: pass step= as well")
 

@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,49 @@ def four() -> Iterator[Ranks]:
         yield ranks
 
 
+def keep_what_waits(folder: str) -> None:
+    """State of parameters that are frozen when it is loaded, saved on, and they train again."""
+    rank, _ = joined()
+    groups = {n: pydist.new_group(range(n)) for n in (2, 3)}
+    states = []
+    if rank < 2:
+        training = Training(groups[2], STAGE_1)
+        training.run(range(3))
+        pydist.save(f"{folder}/trained", **training.parts)
+        states.append(pydist.checkpoint.to_torch(f"{folder}/trained"))
+        again = Training(groups[2], STAGE_2, seed=1, frozen=("inside.weight", "image.weight"))
+        again.run(range(70, 71))
+        pydist.load(f"{folder}/trained", **again.parts)
+        pydist.save(f"{folder}/frozen", **again.parts)
+        # As one rank's part, too.
+        local = copy.deepcopy(again.optimizer.state_dict())
+        again.optimizer.load_state_dict(local)
+        pydist.save(f"{folder}/local", **again.parts)
+        for name in ("frozen", "local"):
+            states.append(pydist.checkpoint.to_torch(f"{folder}/{name}"))
+        expected = training.run(range(3, 6))
+        for parameter in again.model.parameters():
+            parameter.requires_grad_(parameter is not again.model.frozen)
+        assert_same(again.run(range(3, 6)), expected, "unfrozen", exact=False)
+        assert not again.optimizer._waiting  # type: ignore[attr-defined]
+        for other in states[1:]:
+            for number, values in states[0]["optimizer"]["state"].items():
+                found = other["optimizer"]["state"][number]
+                assert all(torch.equal(values[key], found[key]) for key in values)
+    pydist.barrier()
+    if rank < 3:
+        more = Training(groups[3], STAGE_1, seed=2)
+        pydist.load(f"{folder}/frozen", **more.parts)
+        found = more.run(range(3, 6))
+        if rank < 2:
+            assert_same(found, expected, "on more ranks", exact=False)
+    pydist.barrier()
+
+
+def test_state_of_what_is_frozen(four: Ranks, tmp_path: Path) -> None:
+    four.run(keep_what_waits, str(tmp_path), timeout=LIMIT_S)
+
+
 class Training:
     """A model, its optimizer and its schedule, on the first `size` ranks."""
 
@@ -56,10 +100,14 @@ class Training:
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
         optimizer_class: Any = torch.optim.AdamW,
+        frozen: tuple[str, ...] = (),
     ) -> None:
         torch.manual_seed(seed)
         self.rank, self.size, self.dtype = group.rank, group.size, dtype
-        self.model = pydist.DataParallel(Tied(dtype), process_group=group, bucket_cap_mb=0.0005)
+        module = Tied(dtype)
+        for name in frozen:
+            module.get_parameter(name).requires_grad_(False)
+        self.model = pydist.DataParallel(module, process_group=group, bucket_cap_mb=0.0005)
         named = list(self.model.named_parameters())
         groups: Any = [
             {"params": [n for n in named if n[1].dim() > 1], "weight_decay": 0.1},
@@ -298,6 +346,63 @@ def misname_the_path(folder: str) -> None:
 
 def test_a_path_that_is_none(four: Ranks, tmp_path: Path) -> None:
     four.run(misname_the_path, str(tmp_path), timeout=LIMIT_S)
+
+
+def save_from_several_models(folder: str) -> None:
+    """What is under way at a place comes first, whosever it is, and is told of if it failed."""
+    _, size = joined()
+    place = f"{folder}/shared"
+
+    def model(seed: float) -> Any:
+        module = nn.Linear(5, 3)
+        nn.init.constant_(module.weight, seed)
+        return pydist.DataParallel(module, process_group=pydist.new_group(range(size)))  # type: ignore[arg-type]
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        if fails:
+            raise OSError(28, "No space left on device")
+        return write_file(*arguments)
+
+    write_file, fails = dcp_files.write_file, False
+    first, second = model(1.0), model(2.0)
+    with mock.patch.object(dcp_files, "write_file", slowly):
+        pydist.save(place, model=first, asynchronous=True)
+        pydist.load(place, model=second)
+        assert float(second.weight[0, 0].detach()) == 1.0
+        pydist.save(place, model=first, asynchronous=True)
+        with torch.no_grad():
+            second.weight.fill_(3.0)
+        pydist.save(place, model=second)
+        assert float(pydist.checkpoint.to_torch(place)["model"]["weight"][0, 0]) == 3.0
+        pydist.save(place, model=first, asynchronous=True)
+        assert float(pydist.checkpoint.to_torch(place)["model"]["weight"][0, 0]) == 1.0
+        # Also of steps: what one leaves half-written is another's.
+        for step, each in enumerate((first, second)):
+            pydist.save(f"{folder}/steps", model=each, step=step, keep=2, asynchronous=True)
+        whole = pydist.checkpoint.to_torch(f"{folder}/steps")["model"]
+        assert float(whole["weight"][0, 0]) == 3.0
+        fails = True
+        for act in (
+            lambda: pydist.load(place, model=second),
+            lambda: pydist.save(place, model=second),
+            lambda: pydist.checkpoint.to_torch(place),
+        ):
+            pydist.save(place, model=first, asynchronous=True)
+            with pytest.raises(pydist.CheckpointError, match="No space left"):
+                act()
+    pydist.barrier()
+    # Steps do not go into what is replaced as a whole, nor the other way round.
+    for asynchronous in (False, True):
+        with pytest.raises(pydist.InvalidUsage, match=r"shared is a checkpoint itself.*another"):
+            pydist.save(place, model=first, step=3, asynchronous=asynchronous)
+    with pytest.raises(pydist.CheckpointError, match=r"steps exists and is no checkpoint.*step="):
+        pydist.save(f"{folder}/steps", model=first)
+    pydist.barrier()
+
+
+def test_several_models_save_at_one_place(four: Ranks, tmp_path: Path) -> None:
+    four.run(save_from_several_models, str(tmp_path), timeout=LIMIT_S)
 
 
 def refuse_what_is_not_whole(place: Path, training: Training) -> None:

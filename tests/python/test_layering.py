@@ -85,6 +85,7 @@ PYTHON_LAYERS = (
     "bucket_step",
     "sharded_state",
     "segment_state",
+    "no_whole_state",
     "state_dict_form",
     "sharded_optimizer",
     "checkpoint",

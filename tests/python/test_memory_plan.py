@@ -152,8 +152,15 @@ def test_what_makes_no_sense_is_refused() -> None:
         ("bucket_cap_mb is 0", lambda: pydist.plan(model, 8, bucket_cap_mb=0)),
         ("must be a floating-point type", lambda: pydist.plan(model, 8, dtype=torch.int8)),
         ("AdamW can't update a flat tensor.*nonsense", lambda: pydist.plan(model, 8, nonsense=1)),
-        ("Muon can't update a flat", lambda: pydist.plan(model, 8, optimizer=torch.optim.Muon)),
-        ("has no shape yet", lambda: pydist.plan(nn.LazyLinear(3), 8)),
+        ("Muon orthogonalises", lambda: pydist.plan(model, 8, optimizer=torch.optim.Muon)),
+        ("Adafactor factors", lambda: pydist.plan(model, 8, optimizer=torch.optim.Adafactor)),
+        ("LBFGS takes", lambda: pydist.plan(model, 8, optimizer=torch.optim.LBFGS)),
+        ("capturable=True is for", lambda: pydist.plan(model, 8, capturable=True)),
+        ("parameter weight has no shape yet", lambda: pydist.plan(nn.LazyLinear(3), 8)),
+        (
+            "buffer running_mean has no shape yet",
+            lambda: pydist.plan(nn.LazyBatchNorm1d(affine=False), 8),
+        ),
         (
             "forward of the sample.*RuntimeError",
             lambda: pydist.plan(model, 8, sample=torch.zeros(2, 3)),

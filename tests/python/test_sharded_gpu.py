@@ -615,6 +615,34 @@ def test_each_stream_that_reads_waits(run: Runner) -> None:
     run(read_on_streams)
 
 
+def step_and_leave() -> None:
+    """The ranks that go first wait for the others, and for what NCCL's stream has not done yet."""
+    rank, size = start()
+    for how in ("optimizer", "model and optimizer"):
+        module = NoLayer().to("cuda")
+        model = pydist.DataParallel(module)
+        optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.5)
+        model.weight.grad = torch.ones(1000, device="cuda")
+        model.sync_gradients()
+        synchronize()
+        pydist.barrier()
+        dawdle(100_000)
+        if rank == size - 1:
+            time.sleep(0.3)
+        optimizer.step()
+        dawdle(0)
+        if how == "model and optimizer":
+            del model
+        del optimizer
+        assert type(module.weight) is nn.Parameter
+        assert_halved(module.weight + 0)
+        pydist.barrier()
+
+
+def test_who_leaves_waits(run: Runner) -> None:
+    run(step_and_leave)
+
+
 def refuse_capture(who: str) -> None:
     rank, _ = start()
     torch.manual_seed(3)

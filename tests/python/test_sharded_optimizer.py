@@ -1,6 +1,8 @@
 """`pydist.ShardedOptimizer` beside the same optimizer on whole parameters."""
 
 import copy
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -458,6 +460,67 @@ def share() -> None:
             twins.ours.step()
         with pytest.raises(pydist.InvalidUsage, match="earlier step"):
             twins.ours.step()
+        # Before the first step, also of what joins later; but for what all ranks load.
+        for loads in (True, False):
+            module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            module[0].requires_grad_(False)
+            model = pydist.DataParallel(module)
+            optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, share_parameters=True)
+            model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+            model(torch.ones(1, 4)).sum().backward()
+            if not loads:
+                optimizer.step()
+                module[0].requires_grad_(True)
+                model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            pydist.barrier()
+            if loads:
+                continue
+            if twins.rank == 0:
+                with torch.no_grad():
+                    module[0].bias[-1] += 1.0
+            with pytest.raises(pydist.InvalidUsage, match=r"0.bias was written.*before the first"):
+                optimizer.step()
+        model = pydist.DataParallel(nn.Linear(4, 4))
+        optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, share_parameters=True)
+        model(torch.ones(1, 4)).sum().backward()
+        pydist.barrier()
+        if twins.rank == 0:
+            with torch.no_grad():
+                model.bias[-1] += 1.0
+        with pytest.raises(pydist.InvalidUsage, match=r"bias was written.*before the first"):
+            optimizer.step()
+
+
+def look_for_scripts() -> None:
+    """Once, and again where modules have joined."""
+    joined()
+    module = nn.Sequential(nn.Linear(10, 10))
+    model = pydist.DataParallel(module)
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+
+    def step() -> int:
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+        with (
+            mock.patch.object(module, "modules", wraps=module.modules) as walks,
+            mock.patch.object(pydist.ShardedOptimizer, "finish", autospec=True) as finish,
+        ):
+            model(torch.ones(2, 10))
+        assert finish.called == (len(module) > 1)
+        return walks.call_count
+
+    step()
+    assert step() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module.append(torch.jit.script(nn.Tanh()))
+    step()
+    assert step() == 0
+
+
+def test_looking_for_torchscript(run_native: Runner) -> None:
+    run_native(look_for_scripts)
 
 
 @pytest.mark.parametrize("backend", ["native", "gloo"])
@@ -629,6 +692,7 @@ def fail_on_one_rank() -> None:
     model = pydist.DataParallel(nn.Linear(50, 50))
     optimizer = pydist.ShardedOptimizer(model, Broken, lr=0.1)
     model(torch.ones(2, 50)).sum().backward()
+    pydist.barrier()
     error = ValueError if pydist.rank() == 1 else pydist.Error
     # gloo's own errors know who is missing, but not why.
     with pytest.raises(error, match="out of luck" if is_exact() else "rank 1|out of luck"):  # noqa: PT012
@@ -638,6 +702,68 @@ def fail_on_one_rank() -> None:
 
 def test_a_step_that_raises_on_one_rank(run: Runner) -> None:
     run(fail_on_one_rank)
+
+
+def fail_beside_others(where: str) -> None:
+    """The others may be in a backward that waits for this rank, or in the step."""
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50)))
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+
+    def fail(*_: Any) -> None:
+        if rank == 1:
+            raise ValueError("out of luck")
+
+    def closure() -> Tensor:
+        if where == "closure, before":
+            fail()
+        loss: Tensor = model(torch.ones(2, 50)).sum()
+        loss.backward()
+        if where == "closure, after":
+            fail()
+        return loss
+
+    hook = None
+    if where == "closure, in backward":
+        hook = model.get_submodule("1").register_full_backward_hook(fail)
+    elif where == "hook, before":
+        optimizer.register_step_pre_hook(fail)
+    elif where == "hook, after":
+        optimizer.register_step_post_hook(fail)
+    # Who fails ends what others are in, and they may be in what was before.
+    pydist.barrier()
+    began = time.monotonic()
+    error = ValueError if rank == 1 else pydist.Error
+    is_told = is_exact() and hook is None
+    with pytest.raises(error, match="out of luck" if is_told else "rank 1|out of luck"):  # noqa: PT012
+        for _ in range(3):
+            optimizer.step(closure)  # type: ignore[arg-type]
+    assert time.monotonic() - began < 10, "of the 600 seconds that an operation has"
+    if hook is not None:  # which all ranks know, and go on
+        hook.remove()
+        optimizer.step(closure)  # type: ignore[arg-type]
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+    elif rank == 1 and where != "hook, before":
+        with pytest.raises(pydist.InvalidUsage, match="earlier step or change"):
+            optimizer.step()
+
+
+FAILURES = ["closure, before", "closure, in backward", "closure, after"]
+FAILURES += ["hook, before", "hook, after"]
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_what_raises_on_one_rank_around_a_step(run: Runner, where: str) -> None:
+    run(fail_beside_others, where)
+
+
+def fail_alone() -> None:
+    """Without others, nobody waits."""
+    joined()
+    optimizer = pydist.ShardedOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)  # type: ignore[arg-type]
+    optimizer.step()
 
 
 def run_out_of_memory(how: str) -> None:
@@ -726,6 +852,7 @@ def be_alone() -> None:
         unfreeze(stage)
         save_and_load(stage)
     use_plain_parameters()
+    fail_alone()
 
 
 def test_one_rank() -> None:

@@ -277,3 +277,37 @@ def test_options_are_compared_by_value() -> None:
         "lr=tensor([0.25], torch.float64) in group 0",
         "betas=(0.9, tensor([0.25], torch.float64)) in group 0",
     ]
+
+
+# ---- several optimizers of one model ------------------------------------------------------
+
+
+def clip_twice() -> None:
+    """What one optimizer remembers of norms, changes with the other's gradients."""
+    rank, size = joined()
+    model, reference = pydist.DataParallel(small_model(), bucket_cap_mb=0.002), small_model()
+    split = list(model.parameters())
+    optimizers = [
+        pydist.ShardedOptimizer(parts, torch.optim.SGD, lr=0.1) for parts in (split[:2], split[2:])
+    ]
+    x = whole_batch(0, size, torch.float64)
+    model(x.view(size, -1, 10)[rank]).square().mean().backward()
+    reference(x).square().mean().backward()
+    for foreach in (True, False):
+        for limit in (0.1, 0.01, 0.001):
+            norms = [
+                torch.nn.utils.clip_grad_norm_(net.parameters(), limit, foreach=foreach)
+                for net in (model, reference)
+            ]
+            torch.testing.assert_close(*norms, rtol=1e-9, atol=0)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        norms = [ours.grad.norm(), theirs.grad.norm()]  # type: ignore[union-attr]
+        torch.testing.assert_close(*norms, rtol=1e-9, atol=0)
+        norms[0].zero_()  # somebody else's tensor
+        torch.testing.assert_close(ours.grad.norm(), norms[1], rtol=1e-9, atol=0)  # type: ignore[union-attr]
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_norms_of_several_optimizers(run: Runner) -> None:
+    run(clip_twice)

@@ -1,0 +1,84 @@
+"""Refuses a sharded optimizer's state to what would take a part of it for the whole.
+
+torch's distributed checkpoint asks any optimizer for its `state_dict()`, in which all ranks call
+what they have by the same names, and keeps one rank's of each; `pydist.save(extra=)` keeps rank
+0's. Whoever looks into `optimizer.state` expects tensors of the parameters' shapes.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import defaultdict
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pydist.errors import InvalidUsage
+
+_KEEP_ONE_RANKS = ("torch.distributed.checkpoint", "pydist.checkpoint")
+
+
+def refuse_checkpoints() -> None:
+    """Raises InvalidUsage where what keeps one rank's part for all is among the callers."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        keeper = next((k for k in _KEEP_ONE_RANKS if f"{name}.".startswith(f"{k}.")), None)
+        if keeper is not None:
+            raise InvalidUsage(
+                f"{keeper} would keep one rank's part of the state of a pydist.ShardedOptimizer "
+                "for all of it: use pydist.save(optimizer=) and pydist.load(optimizer=), which "
+                "write and read torch.distributed.checkpoint's format"
+            )
+        frame = frame.f_back
+
+
+class RanksPart:
+    """Marks a `state_dict()` as one rank's part, so that nothing of torch's takes it for the whole.
+
+    Pickled, by `torch.save` say, it becomes a plain pair of the rank and the number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_checkpoints()
+        # What torch.load(weights_only=True) knows.
+        return torch.Size, ((self.rank, self.size),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RanksPart:
+        return self
+
+    def __repr__(self) -> str:
+        return f"RanksPart(rank={self.rank}, size={self.size})"
+
+
+class NoWholeState(defaultdict[Tensor, Any]):
+    """`optimizer.state` of an optimizer of which each rank has a part: raises for who looks.
+
+    `get` alone finds nothing: torch's profiler calls it from C++.
+    """
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise InvalidUsage(
+            "optimizer.state of a pydist.ShardedOptimizer: each rank has the state of its shard "
+            "alone; optimizer.sharded_state() is this rank's part, by names and ranges, and "
+            "pydist.save keeps all of it"
+        )
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Nothing: `default`."""
+        return default
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+    __reduce_ex__ = __copy__ = copy = _refuse
+    items = keys = values = pop = popitem = setdefault = update = clear = _refuse
+
+    def __repr__(self) -> str:
+        return "NoWholeState()"
+
+    __str__ = __repr__
