@@ -382,6 +382,7 @@ CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   group.journal = std::shared_ptr<Journal>(options.endpoint, &options.endpoint->page().journal);
   group.watchdog = NcclWatchdog::of_process();
   group.end_patience = options.end_patience;
+  group.name_patience = options.name_patience;
   auto communicator =
       std::make_shared<NcclCommunicator>(options, NcclGroup::join(std::move(group), deadline));
   note_open(communicator);

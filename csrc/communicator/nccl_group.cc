@@ -91,7 +91,8 @@ NcclGroup::NcclGroup(Options options)
       journal_(std::move(options.journal)),
       fingerprint_(fingerprint_of(control_->name())),
       watchdog_(std::move(options.watchdog)),
-      end_patience_(options.end_patience) {}
+      end_patience_(options.end_patience),
+      name_patience_(options.name_patience) {}
 
 NcclGroup::~NcclGroup() {
   if (in_forked_child()) {
@@ -115,8 +116,8 @@ NcclGroup::~NcclGroup() {
 std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
   auto group = std::make_shared<NcclGroup>(std::move(options));
   try {
-    group->connect(deadline);
     group->control_->watch_peers();
+    group->connect(deadline);
     // The others' failures end this one too.
     group->agree(std::string());
   } catch (...) {
@@ -183,7 +184,7 @@ void NcclGroup::connect(Deadline deadline) {
       api_->functions().ncclCommInitRankConfig(&comm_, size(), invitation.id, rank(), &config);
   if (result != Result::kSuccess && result != Result::kInProgress) {
     comm_ = nullptr;
-    std::rethrow_exception(api_->error_of(result, "joining the group", nullptr));
+    throw_failure(result, "joining the group");
   }
   poll_until_ready("joining the group", deadline);
 }
@@ -207,7 +208,7 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline) {
       return;
     }
     if (state != Result::kInProgress) {
-      std::rethrow_exception(api_->error_of(state, what, comm_));
+      throw_failure(state, what);
     }
     if (const std::exception_ptr error = control_->failure()) {
       std::rethrow_exception(error);
@@ -216,11 +217,7 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline) {
       throw PeerLost(pydist::join(what, " in NCCL: ", vain, "."));
     }
     if (deadline.has_passed()) {
-      std::string text = pydist::join(what, " in NCCL did not end in time.");
-      for (const std::string& line : control_->whereabouts()) {
-        text += " " + line + ".";
-      }
-      throw Timeout(text);
+      throw Timeout(pydist::join(what, " in NCCL did not end in time.", places()));
     }
     if (slice.has_passed()) {
       check_interruption();
@@ -235,8 +232,42 @@ void NcclGroup::check(Result result, const char* what) {
   if (result == Result::kInProgress) {
     poll_until_ready(what, launching_until_);
   } else if (result != Result::kSuccess) {
-    std::rethrow_exception(api_->error_of(result, what, comm_));
+    throw_failure(result, what);
   }
+}
+
+void NcclGroup::throw_failure(Result result, const char* what) {
+  auto [kind, text] = describe(api_->error_of(result, what, comm_));
+  const Deadline patience = Deadline::in(name_patience_).earlier_of(launching_until_);
+  Deadline slice = Deadline::in(kInterruptionInterval);
+  while (may_be_of_a_peer(result)) {
+    if (const std::exception_ptr error = failure()) {
+      std::rethrow_exception(error);
+    }
+    if (const std::exception_ptr error = control_->failure()) {
+      std::rethrow_exception(error);
+    }
+    if (const std::string vain = control_->why_vain(); !vain.empty()) {
+      throw PeerLost(pydist::join(text, " The reason: ", vain, "."));
+    }
+    if (patience.has_passed()) {
+      break;
+    }
+    if (slice.has_passed()) {
+      check_interruption();
+      slice = Deadline::in(kInterruptionInterval);
+    }
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  std::rethrow_exception(make_error(kind, kind == ErrorKind::kTimeout ? text + places() : text));
+}
+
+std::string NcclGroup::places() const {
+  std::string text;
+  for (const std::string& line : control_->whereabouts()) {
+    text += " " + line + ".";
+  }
+  return text;
 }
 
 void NcclGroup::grouped(const std::function<void()>& body) {

@@ -205,14 +205,10 @@ std::exception_ptr NcclGroup::failure_of_others() const {
   return companion_ == nullptr ? nullptr : companion_->failure();
 }
 
-std::exception_ptr NcclGroup::timeout_of(const UnderWay& late,
-                                         const std::vector<std::string>& places) const {
-  std::string text = pydist::join(late.title(), " on rank ", rank(), " of ", size(), " of group '",
-                                  control_->name(), "' did not finish on the GPU in time.");
-  for (const std::string& line : places) {
-    text += " " + line + ".";
-  }
-  return make_error(ErrorKind::kTimeout, text);
+std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
+  return make_error(ErrorKind::kTimeout,
+                    pydist::join(late.title(), " on rank ", rank(), " of ", size(), " of group '",
+                                 control_->name(), "' did not finish on the GPU in time."));
 }
 
 std::chrono::milliseconds NcclGroup::watch() noexcept {
@@ -247,8 +243,6 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
     // Without the lock: others may have to wait for the answers.
     const std::exception_ptr told = failure_of_others();
     const std::string vain = control_->why_vain();
-    const std::vector<std::string> places =
-        is_late ? control_->whereabouts() : std::vector<std::string>();
     std::exception_ptr error;
     milliseconds pause = kWatchInterval;
     {
@@ -259,10 +253,14 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
       pause = under_way_.empty() ? kReplayInterval : kWatchInterval;
       error = find_fault(told, vain);
       if (error == nullptr && is_late && !under_way_.empty()) {
-        error = timeout_of(under_way_.front(), places);
+        error = timeout_of(under_way_.front());
       }
     }
     if (error != nullptr) {
+      // Where the others are, of a time-out that is this rank's own news.
+      if (const auto [kind, what] = describe(error); kind == ErrorKind::kTimeout && error != told) {
+        error = make_error(kind, what + places());
+      }
       fail(error);
     }
     return pause;
@@ -303,10 +301,18 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told, const s
   if (told != nullptr) {
     return told;
   }
-  if (!is_vain && state != Result::kSuccess && state != Result::kInProgress) {
-    return api_->error_of(state, says("a collective"), comm_);
+  if (state == Result::kSuccess || state == Result::kInProgress) {
+    name_until_.reset();
+    return nullptr;
   }
-  return nullptr;
+  if (!name_until_) {
+    name_until_ = Deadline::in(may_be_of_a_peer(state) ? name_patience_ : milliseconds::zero());
+    if (!under_way_.empty()) {
+      name_until_ = name_until_->earlier_of(under_way_.front().deadline);
+    }
+  }
+  return !is_vain && name_until_->has_passed() ? api_->error_of(state, says("a collective"), comm_)
+                                               : nullptr;
 }
 
 void NcclGroup::drain(Deadline deadline) {

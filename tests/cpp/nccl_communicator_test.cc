@@ -291,6 +291,37 @@ TEST(NcclFailure, ThatComesUpLaterReachesEverybody) {
   }
 }
 
+TEST(NcclFailure, OfNcclsOwnPatienceSaysWhereEverybodyIs) {
+  for (const auto& [kind, message] : errors_of("timeout:1:2")) {
+    EXPECT_EQ(kind, ErrorKind::kTimeout) << message;
+    EXPECT_TRUE(contains(message, "NCCL 2.30.7 says: timeout")) << message;
+    EXPECT_TRUE(contains(message, "rank 0 (")) << message;
+    EXPECT_TRUE(contains(message, "is in all_reduce #2")) << message;
+  }
+}
+
+// NCCL notices first that a peer is gone, and cannot say which.
+TEST(NcclFailure, WaitsForTheNameOfThePeerThatExplainsIt) {
+  for (const char* faults : {"async:0:2", "timeout:0:2", "fail:0:2"}) {
+    use_fake_cuda();
+    const FakeFault fault(faults);
+    run_ranks(2, [&](RankOfTest& self) {
+      const Rank rank(self, test_environment(), seconds(10));
+      std::vector<float> values(10);
+      rank.group->submit(rank.all_reduce(values))->wait();
+      if (self.rank == 1) {
+        std::this_thread::sleep_for(milliseconds(200));
+        rank.group->shutdown();
+        return;
+      }
+      const auto [kind, message] =
+          error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+      EXPECT_EQ(kind, ErrorKind::kPeerLost) << message;
+      EXPECT_TRUE(contains(message, "rank 1 (")) << message;
+    });
+  }
+}
+
 TEST(NcclFailure, OfAHangingOperationSaysWhereEverybodyIs) {
   for (const auto& [kind, message] : errors_of("hang:1:2", milliseconds(1500))) {
     EXPECT_EQ(kind, ErrorKind::kTimeout);
