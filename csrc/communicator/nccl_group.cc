@@ -71,6 +71,36 @@ Operation bytes_of_all(Notice& mine, std::vector<Notice>& all) {
   return operation;
 }
 
+// The streams of all groups of this process. Whatever a launch is captured into captures the
+// group's stream as well, until the capture ends.
+class GroupStreams {
+ public:
+  void add(nccl::StreamHandle stream, int device) {
+    const std::lock_guard lock(mutex_);
+    streams_.emplace_back(stream, device);
+  }
+  void remove(nccl::StreamHandle stream) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(streams_, [stream](const auto& each) { return each.first == stream; });
+  }
+  [[nodiscard]] bool are_captured() {
+    const std::lock_guard lock(mutex_);
+    return std::any_of(streams_.begin(), streams_.end(), [](const auto& each) {
+      const cuda::DeviceGuard guard(each.second);
+      return cuda::Driver::get().is_capturing(each.first);
+    });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::pair<nccl::StreamHandle, int>> streams_;  // guarded by mutex_; with the device
+};
+
+GroupStreams& group_streams() {
+  static auto* const streams = new GroupStreams;  // never destroyed: see open_communicators.cc
+  return *streams;
+}
+
 std::uint64_t fingerprint_of(const std::string& name) {
   Digest digest;
   digest.add(name);
@@ -103,6 +133,9 @@ NcclGroup::~NcclGroup() {
     return;
   }
   end();
+  if (stream_) {
+    group_streams().remove(stream());
+  }
   if (end_thread_.joinable()) {
     // Detached where it hangs, or where it is the one that drops the last reference.
     if (has_ended_ && end_thread_.get_id() != std::this_thread::get_id()) {
@@ -179,6 +212,7 @@ void NcclGroup::connect(Deadline deadline) {
   }
   const cuda::DeviceGuard guard(device_);
   stream_.emplace();
+  group_streams().add(stream(), device_);
   nccl::Config config;
   const Result result =
       api_->functions().ncclCommInitRankConfig(&comm_, size(), invitation.id, rank(), &config);
@@ -518,12 +552,22 @@ void NcclGroup::free_later(Free free) noexcept {
     }
     // Not here, whatever the caller holds: freeing waits for the device.
     start_engine_thread("pydist-nccl-mem", [self = shared_from_this()] {
-      try {
-        self->free_now();
-      } catch (const std::exception& error) {
-        log_line(LogLevel::kError, error.what());
-      }
+      self->free_after_captures();
     }).detach();
+  } catch (const std::exception& error) {
+    log_line(LogLevel::kError, error.what());
+  }
+}
+
+bool NcclGroup::is_any_captured() { return group_streams().are_captured(); }
+
+void NcclGroup::free_after_captures() noexcept {
+  try {
+    const Deadline patience = Deadline::in(end_patience_);
+    while (is_any_captured() && !patience.has_passed()) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    free_now();
   } catch (const std::exception& error) {
     log_line(LogLevel::kError, error.what());
   }
@@ -534,7 +578,7 @@ void NcclGroup::free_now() {
     const std::lock_guard lock(mutex_);
     return std::pair(freed_.size(), under_way_.size());
   };
-  if (counts().first == 0 || (has_failed_ && !has_ended_now())) {
+  if (counts().first == 0 || (has_failed_ && !has_ended_now()) || is_any_captured()) {
     return;
   }
   drain(Deadline::in(end_patience_));

@@ -127,7 +127,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // `Free` returns whether it has freed; otherwise it is called again.
   using Free = std::function<bool()>;
   void free_later(Free free) noexcept;
-  // Keeps what it cannot free yet, because the device does not come to an end.
+  // Keeps what it cannot free yet: because the device does not come to an end, or because a capture
+  // into a graph is under way, which would not survive that somebody waits for the device.
   void free_now();
 
   // -- health
@@ -175,6 +176,10 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] bool wait_for_end(Deadline deadline) noexcept;
   // The same, and until memory has been freed.
   [[nodiscard]] bool wait_for_memory(Deadline deadline) noexcept;
+  // Whether a launch of any group of this process is part of a capture that is under way.
+  [[nodiscard]] static bool is_any_captured();
+  // Once no capture is under way any more, for a thread that nobody waits for. Never throws.
+  void free_after_captures() noexcept;
   [[nodiscard]] bool has_ended_now() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,

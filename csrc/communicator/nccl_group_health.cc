@@ -69,8 +69,10 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
       const cuda::RelaxedCapture relaxed;
       static_cast<void>(api_->functions().ncclCommAbort(comm_));
       // The kernels have been told to end; whoever waits gets back the buffers that they use.
+      // A capture would not survive the question, and nothing of it runs.
       const Deadline patience = Deadline::in(end_patience_ / 2);
-      while (!cuda::Driver::get().is_idle(stream()) && !patience.has_passed()) {
+      while (!cuda::Driver::get().is_capturing(stream()) &&
+             !cuda::Driver::get().is_idle(stream()) && !patience.has_passed()) {
         std::this_thread::sleep_for(microseconds(100));
       }
     }
@@ -99,10 +101,10 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
           self->finish_all();
           try {
             self->free_scratch();
-            self->free_now();
           } catch (const std::exception& error) {
             log_line(LogLevel::kError, error.what());
           }
+          self->free_after_captures();
           const std::lock_guard lock(self->mutex_);
           self->has_freed_ = true;
           self->ended_.notify_all();
@@ -334,6 +336,12 @@ void NcclGroup::drain(Deadline deadline) {
 // Replays run on the callers' streams, so only the whole device tells. It is asked on a thread of
 // its own: that takes as long as a replay hangs.
 bool NcclGroup::finish_replays(Deadline deadline) {
+  while (is_any_captured()) {
+    if (deadline.has_passed()) {
+      return true;  // it cannot be known
+    }
+    std::this_thread::sleep_for(milliseconds(1));
+  }
   const auto is_over = std::make_shared<std::atomic<bool>>(false);
   start_engine_thread("pydist-nccl-syn", [device = device_, is_over] {
     try {
