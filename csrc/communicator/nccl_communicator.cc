@@ -293,7 +293,12 @@ class NcclCommunicator final : public Communicator {
         streams.push_back(operation.stream);
       }
     }
-    return group_->launch({first.kind, bytes, first.label, std::move(streams), deadline}, [&] {
+    std::string label = first.label;
+    if (needs_one_form(settings_, first, size())) {
+      // For a time-out: ranks that have given other forms wait for each other.
+      label += join(label.empty() ? "" : ", ", "blocks ", form_of_blocks(first, size()));
+    }
+    return group_->launch({first.kind, bytes, std::move(label), std::move(streams), deadline}, [&] {
       for (const Operation& operation : operations) {
         enqueue_on_nccl(*group_, settings_, operation);
       }
@@ -312,7 +317,8 @@ class NcclCommunicator final : public Communicator {
     };
     try {
       for (const Operation& operation : operations) {
-        check_agreement(operation, rank(), size(), all_gather);
+        check_agreement(operation, rank(), size(), all_gather,
+                        needs_one_form(settings_, operation, size()));
       }
     } catch (...) {
       group_->fail(std::current_exception());

@@ -233,6 +233,62 @@ TEST(NcclCommunicator, NamesBothSidesOfAMismatchInDebugMode) {
       environment);
 }
 
+// One rank gives its blocks as one tensor, the other as a list.
+Operation in_one_form(const Rank& rank, OpKind kind, std::vector<std::uint8_t>& own,
+                      std::vector<std::uint8_t>& all) {
+  Operation operation;
+  operation.kind = kind;
+  Buffers blocks{buffer_of(all)};
+  if (rank.device != 0) {
+    const std::size_t half = all.size() / 2;
+    blocks = {Buffer{all.data(), half, DType::kUInt8, {}},
+              Buffer{all.data() + half, half, DType::kUInt8, {}}};
+  }
+  const bool gathers = kind == OpKind::kAllGather;
+  operation.inputs = gathers ? Buffers{buffer_of(own)} : blocks;
+  operation.outputs = gathers ? blocks : Buffers{buffer_of(own)};
+  return on_device(std::move(operation), rank.device, rank.stream.get());
+}
+
+TEST(NcclCommunicator, TakesBlocksInOneTensorHereAndAListThere) {
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    const auto mine = static_cast<std::uint8_t>(self.rank);
+    std::vector<std::uint8_t> own(3000, mine);
+    std::vector<std::uint8_t> all(6000);
+    rank.group->submit(in_one_form(rank, OpKind::kAllGather, own, all))->wait();
+    EXPECT_EQ(all[2999], 0);
+    EXPECT_EQ(all[3000], 1);
+    std::fill(all.begin(), all.begin() + 3000, static_cast<std::uint8_t>(10 + mine));
+    std::fill(all.begin() + 3000, all.end(), static_cast<std::uint8_t>(20 + mine));
+    rank.group->submit(in_one_form(rank, OpKind::kReduceScatter, own, all))->wait();
+    EXPECT_EQ(own[2999], self.rank == 0 ? 21 : 41);
+    rank.group->shutdown();
+  });
+}
+
+// Then they are different calls of NCCL.
+TEST(NcclCommunicator, NamesBothFormsOfLargeBlocks) {
+  constexpr std::size_t kHalf = (std::size_t{8} << 20) + 1;
+  for (const bool debug : {false, true}) {
+    Environment environment = with_timeout_of(debug ? seconds(20) : seconds(2));
+    environment.debug = debug;
+    run_ranks(
+        2,
+        [&](RankOfTest& self) {
+          const Rank rank(self, environment);
+          std::vector<std::uint8_t> own(kHalf);
+          std::vector<std::uint8_t> all(2 * kHalf);
+          const auto [kind, message] = error_of(
+              [&] { rank.group->submit(in_one_form(rank, OpKind::kAllGather, own, all))->wait(); });
+          EXPECT_EQ(kind, debug ? ErrorKind::kMismatch : ErrorKind::kTimeout) << message;
+          EXPECT_TRUE(contains(message, "in one tensor")) << message;
+          EXPECT_TRUE(contains(message, "in a list")) << message;
+        },
+        environment);
+  }
+}
+
 // ---- failures -------------------------------------------------------------------------------
 
 TEST(NcclFailure, OfJoiningIsTheSameOnAllRanks) {
