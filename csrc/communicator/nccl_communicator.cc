@@ -316,6 +316,7 @@ class NcclCommunicator final : public Communicator {
       group_->control().run(std::move(exchange));
     };
     try {
+      compare_captures(operations.front(), all_gather);
       for (const Operation& operation : operations) {
         check_agreement(operation, rank(), size(), all_gather,
                         needs_one_form(settings_, operation, size()));
@@ -323,6 +324,21 @@ class NcclCommunicator final : public Communicator {
     } catch (...) {
       group_->fail(std::current_exception());
       throw;
+    }
+  }
+
+  // What one rank only records is what the GPUs of the others wait for.
+  void compare_captures(const Operation& operation, const AllGatherBytes& all_gather) const {
+    const cuda::DeviceGuard guard(options_.device);
+    const std::uint8_t mine = cuda::Driver::get().is_capturing(operation.stream) ? 1 : 0;
+    std::vector<std::uint8_t> all(static_cast<std::size_t>(size()));
+    all_gather(&mine, all.data(), sizeof mine);
+    const auto with = std::find(all.begin(), all.end(), 1);
+    const auto without = std::find(all.begin(), all.end(), 0);
+    if (with != all.end() && without != all.end()) {
+      throw InvalidUsage(join(to_string(operation.kind), ": rank ", with - all.begin(),
+                              " captures it into a CUDA graph, but rank ", without - all.begin(),
+                              " does not capture it; do so on all ranks or on none."));
     }
   }
 

@@ -289,6 +289,31 @@ TEST(NcclCommunicator, NamesBothFormsOfLargeBlocks) {
   }
 }
 
+TEST(NcclCommunicator, RefusesACaptureByOneRankInDebugMode) {
+  Environment environment = test_environment();
+  environment.debug = true;
+  run_ranks(
+      2,
+      [&](RankOfTest& self) {
+        const Rank rank(self, environment);
+        std::vector<float> values(10);
+        if (self.rank == 1) {
+          ::fake_driver_begin_capture(rank.stream.get());
+        }
+        const auto [kind, message] =
+            error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+        EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
+        EXPECT_TRUE(contains(message, "rank 1 captures it into a CUDA graph, but rank 0 does not"))
+            << message;
+        if (self.rank == 1) {
+          void* const graph = ::fake_driver_end_capture(rank.stream.get());
+          ASSERT_NE(graph, nullptr);
+          ::fake_driver_destroy_graph(graph);
+        }
+      },
+      environment);
+}
+
 // ---- failures -------------------------------------------------------------------------------
 
 TEST(NcclFailure, OfJoiningIsTheSameOnAllRanks) {
