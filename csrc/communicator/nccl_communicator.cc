@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <numeric>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -383,11 +386,23 @@ void use_kernels_of_all(Communicator& control, NcclOptions& options) {
   }
 }
 
+// NCCL takes its own variable before what it is configured with.
+void warn_of_blocking_communicators() {
+  static std::atomic<bool> has_warned{false};
+  const char* const text = std::getenv("NCCL_COMM_BLOCKING");
+  if (text != nullptr && std::string_view(text) == "1" && !has_warned.exchange(true)) {
+    log_line(LogLevel::kWarning,
+             "NCCL_COMM_BLOCKING=1 makes calls of NCCL wait for the other ranks: where one of them "
+             "fails or dies meanwhile, this rank may hang. Unset it.");
+  }
+}
+
 }  // namespace
 
 CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   require_not_forked();
   PYDIST_CHECK(options.api != nullptr && options.host != nullptr);
+  warn_of_blocking_communicators();
   const Deadline deadline = Deadline::in(options.host->timeout());
   if (options.endpoint == nullptr) {
     options.endpoint = Endpoint::of_process(options.environment);

@@ -314,6 +314,25 @@ TEST(NcclCommunicator, RefusesACaptureByOneRankInDebugMode) {
       environment);
 }
 
+// NCCL's own variable goes before its configuration.
+TEST(NcclCommunicator, WarnsOfCommunicatorsThatBlock) {
+  use_fake_cuda();
+  ::setenv("NCCL_COMM_BLOCKING", "1", 1);
+  ::testing::internal::CaptureStderr();
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    std::vector<float> values{1.0F};
+    rank.group->submit(rank.all_reduce(values))->wait();
+    EXPECT_EQ(values[0], 2.0F);
+    rank.group->shutdown();
+  });
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  ::unsetenv("NCCL_COMM_BLOCKING");
+  const std::size_t first = said.find("NCCL_COMM_BLOCKING=1");
+  EXPECT_NE(first, std::string::npos) << said;
+  EXPECT_EQ(said.find("NCCL_COMM_BLOCKING=1", first + 1), std::string::npos) << said;
+}
+
 // ---- failures -------------------------------------------------------------------------------
 
 TEST(NcclFailure, OfJoiningIsTheSameOnAllRanks) {
