@@ -100,6 +100,13 @@ std::shared_ptr<Reducer> create_reducer(
   options.checks_gradients = environment.debug;
   options.timeline = environment.timeline;
   options.timeline_rank = rank;
+  options.among_users = [](const std::function<void()>& function) {
+    if (Py_IsInitialized() == 0) {
+      return function();
+    }
+    const py::gil_scoped_acquire gil;
+    function();
+  };
   auto buffers = adapt_buffers(std::move(buffer_memory), std::move(has_changed), std::move(pack),
                                std::move(unpack), std::move(renew));
   return calling_python([&] {
@@ -313,8 +320,13 @@ void bind_reducer(py::module_& module) {
             return parameters;
           },
           "All that it averages.")
-      .def_property_readonly("has_pending", &Reducer::has_pending,
-                             "Whether a gradient was accumulated and not averaged.")
+      .def_property_readonly(
+          "has_pending",
+          [](Reducer& self) {
+            without_gil([&] { self.await_thrown(); });
+            return self.has_pending();
+          },
+          "Whether a gradient was accumulated and not averaged.")
       .def_property_readonly("pending", &Reducer::pending, "The parameters that hold one.")
       .def_property_readonly("buckets", &buckets_of,
                              "(label, bytes, indices of parameters), in the order of launching.")

@@ -100,6 +100,11 @@ void on_backward(const at::Tensor& tensor, std::function<void()> hook) {
   tensor.grad_fn()->add_tensor_pre_hook(std::make_unique<NoticeHook>(std::move(hook)));
 }
 
+bool is_within_backward() {
+  constexpr int kNone = -1;
+  return torch::autograd::get_current_graph_task_id() != kNone;
+}
+
 void at_end_of_backward(std::function<void()> callback) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
 }

@@ -46,6 +46,9 @@ class AccumulationHooks {
 // Calls `hook` when a backward reaches the tensor, which is not a leaf. Stays as long as the graph.
 void on_backward(const at::Tensor& tensor, std::function<void()> hook);
 
+// Whether this thread runs a part of a backward.
+[[nodiscard]] bool is_within_backward();
+
 // Calls `callback` at the end of the backward that runs on this thread. Dropped without a call
 // where that backward throws.
 void at_end_of_backward(std::function<void()> callback);

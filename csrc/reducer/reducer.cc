@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <utility>
 
@@ -35,12 +36,16 @@ class Reducer::Backward final : public EndingBackward,
       : synchronizes(synchronizes),
         accumulates(accumulates),
         weight(weight),
-        owner_(std::move(owner)) {}
+        owner_(std::move(owner)) {
+    const std::lock_guard lock(owner_->open_mutex_);
+    ++owner_->open_backwards_;
+  }
   Backward(const Backward&) = delete;
   Backward& operator=(const Backward&) = delete;
   ~Backward() override {
     if (!is_over_) {
       owner_->abandon(*this);
+      end();
     }
   }
 
@@ -49,14 +54,14 @@ class Reducer::Backward final : public EndingBackward,
     if (owner_->finish(*this)) {
       end_together(shared_from_this());
     } else {
-      is_over_ = true;
+      end();
     }
   }
 
   [[nodiscard]] std::uint64_t place() const override { return owner_->place_; }
 
   void close() noexcept override {
-    is_over_ = true;
+    end();
     try {
       owner_->close_or_give_up();
     } catch (...) {
@@ -80,6 +85,15 @@ class Reducer::Backward final : public EndingBackward,
   double factor = 1.0;                 // of its gradients in the arena
 
  private:
+  void end() {
+    is_over_ = true;
+    {
+      const std::lock_guard lock(owner_->open_mutex_);
+      --owner_->open_backwards_;
+    }
+    owner_->open_changed_.notify_all();
+  }
+
   const std::shared_ptr<Reducer> owner_;
   bool is_over_ = false;
   std::exception_ptr error_;
@@ -198,7 +212,23 @@ void Reducer::watch(const at::Tensor& output) {
               [self = shared_from_this()] { guarded_for_torch([&] { self->announce(); }); });
 }
 
+// Outside of backward, waits for the end of one that has thrown: what autograd still knows of it
+// would be taken for part of the next one.
+void Reducer::await_thrown() {
+  if (is_within_backward()) {
+    return;
+  }
+  // The thread that let the exception out is about to; if there is another backward under way, on a
+  // thread of the user's, nobody should wait for that.
+  constexpr std::chrono::seconds kLongEnough(5);
+  std::unique_lock lock(open_mutex_);
+  (void)open_changed_.wait_for(lock, kLongEnough, [this] { return open_backwards_ == 0; });
+}
+
 void Reducer::prepare_forward(bool is_for_training) {
+  if (is_for_training) {
+    await_thrown();
+  }
   forwards_ += is_for_training ? 1 : 0;
   if (current_.expired()) {
     drain();
@@ -490,6 +520,7 @@ void Reducer::synchronize() {
   if (!current_.expired()) {
     throw InvalidUsage("sync_gradients() is called after backward(), not within it");
   }
+  await_thrown();
   const c10::AutoGradMode no_grad(false);
   prepare_round(now_ns());
   round_.is_bare = false;
@@ -531,6 +562,7 @@ void Reducer::set_joining(Joining joining, bool throws_on_first) noexcept {
 }
 
 bool Reducer::join_round() {
+  await_thrown();
   const c10::AutoGradMode no_grad(false);
   is_present_ = false;
   // What was accumulated and never averaged is not part of anybody's step.

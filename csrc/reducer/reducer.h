@@ -46,6 +46,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -90,6 +91,10 @@ struct ReducerOptions {
   bool measures_link = true;
   // Compares the gradients of all ranks, bit by bit, after every round.
   bool checks_gradients = false;
+  // Calls a function while the module's users don't look at its gradients. They may do so again as
+  // soon as they have the exception of a backward, of which another thread may still let go.
+  std::function<void(const std::function<void()>&)> among_users =
+      [](const std::function<void()>& function) { function(); };
   // A path, and the rank in the job that the trace is of; empty for none.
   std::string timeline;
   int timeline_rank = 0;
@@ -115,6 +120,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
                                                        ReducerOptions options);
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
+
+  // Outside of backward: waits until autograd has let go of a backward that has thrown.
+  void await_thrown();
 
   // Before a forward: waits for what a backward that threw has left under way, and throws
   // InvalidUsage where a parameter has changed its type. Ranks that run different numbers of
@@ -278,6 +286,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // See Note [Capture].
   [[nodiscard]] bool is_capturing() const;
   [[nodiscard]] std::string why_not_captured() const;
+  void let_all_hear() noexcept;
   void do_the_rest();
   void send_late();
   void send_sparse();
@@ -323,6 +332,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Joining joining_ = Joining::kNot;
   bool throws_on_first_ = false;
   bool is_present_ = true;
+
+  // Backwards that are not over: with one on GPUs that has thrown, autograd's thread may let go of
+  // it after the exception has reached the caller.
+  std::mutex open_mutex_;
+  std::condition_variable open_changed_;
+  int open_backwards_ = 0;  // guarded by open_mutex_
 
   // Held by the hooks, which run on a thread for each device.
   std::recursive_mutex turn_;

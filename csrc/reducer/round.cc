@@ -362,6 +362,7 @@ void Reducer::conclude_round(bool learns) {
         common = make_error(ErrorKind::kInvalidUsage, why);
         if (!closings_->all(&Closing::is_captured)) {
           // The others' devices wait for buckets that are only recorded here: there is no way on.
+          let_all_hear();
           std::rethrow_exception(common);
         }
       }
@@ -442,6 +443,19 @@ void Reducer::break_off() {
       Aborted(join("rank ", communicator_->rank(), " left while it averaged gradients: ", what)));
   order_.drop_round();
   orphan();
+}
+
+// Before a group ends for what all ranks know: one that has not looked yet would find it ended.
+void Reducer::let_all_hear() noexcept {
+  try {
+    // Not a barrier, which waits for devices too.
+    Operation operation;
+    operation.kind = OpKind::kAllReduce;
+    const at::Tensor& memory = closings_->memory();
+    submit(std::move(operation), memory, memory, "all ranks have heard why a round failed")->wait();
+  } catch (const std::exception&) {
+    // Whoever is gone has heard, or never will.
+  }
 }
 
 // For what follows on the current stream, or on the host.
@@ -688,8 +702,12 @@ void Reducer::orphan() {
   for (GradientSlot& slot : arena_.slots()) {
     slot.is_pending = false;
     slot.aside.reset();
-    slot.parameter.mutable_grad().reset();
   }
+  options_.among_users([this] {
+    for (const GradientSlot& slot : arena_.slots()) {
+      slot.parameter.mutable_grad().reset();
+    }
+  });
   // Not before drain() will anybody take it.
   arena_.release();
 }

@@ -518,9 +518,8 @@ def step_on_the_gpu() -> None:
             torch.manual_seed(0)
             host = arrays_of(dtypes[0], rule.state_count, ordinary_values, dtypes[1])
             device = moved(host, "cuda")
+            gpu_ranks.synchronize()
             with torch.cuda.stream(other_stream) if other_stream else fake_cuda.Stream():
-                if other_stream:
-                    other_stream.wait_stream(torch.cuda.default_stream())
                 # Behind what the stream was given before, and before what it is given now.
                 device.gradient.mul_(2.0)
                 rule.ours(device, 0.37)
@@ -529,8 +528,7 @@ def step_on_the_gpu() -> None:
                     tensor.zero_()
             host.gradient.mul_(2.0)
             rule.ours(host, 0.37)
-            if other_stream:
-                other_stream.synchronize()
+            gpu_ranks.synchronize()
             assert_as_on_the_cpu(after, host, f"{rule}, {dtypes}")
 
     # Segments that are at steps of their own, and buffers of which some begin.

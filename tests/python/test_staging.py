@@ -199,6 +199,36 @@ class Pair(nn.Module):
         return first.cpu().sum() + second.cpu().sum()
 
 
+def backward_raises() -> None:
+    """The exception is here before autograd's thread for the device has let go of the backward."""
+    rank, _ = start()
+    model = pydist.DataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to("cuda"))
+    inputs = torch.ones(3, 4, device="cuda")
+    raises = False
+
+    def hook(_: Tensor) -> None:
+        if raises:
+            raise ValueError("of the user's")
+
+    model.module[0].weight.register_hook(hook)
+    expected: tuple[type[Exception], str] = (
+        (ValueError, "of the user's") if rank == 0 else (pydist.Error, "backward raised on rank 0")
+    )
+    for _ in range(8):
+        raises = rank == 0
+        with pytest.raises(expected[0], match=expected[1]):
+            model(inputs).sum().backward()
+        model.zero_grad()
+        raises = False
+        model(inputs).sum().backward()
+        assert bool((model.module[-1].bias.grad == 3).all())
+
+
+@BACKENDS
+def test_training_goes_on_after_a_backward_that_raised(backend: str) -> None:
+    on_device(backend, backward_raises)
+
+
 def bucket_of_another_thread() -> None:
     """A bucket that another device's thread launches waits for the stream of its own gradients."""
     rank, size = start()
