@@ -69,6 +69,9 @@ _GRACE_S = 15.0
 # How long ranks get to write their stacks.
 _DUMP_S = 2.0
 
+# PYDIST_TEST_OWN_GPUS=1: a rank sees a GPU of its own alone, if there are as many as ranks.
+_OWN_GPUS = os.environ.pop("PYDIST_TEST_OWN_GPUS", "0") == "1"
+
 _LAUNCHER_PREFIXES = ("PYDIST_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 _LAUNCHER_NAMES = (
     "RANK",
@@ -211,6 +214,10 @@ class Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
+        if _OWN_GPUS and torch.cuda.device_count() >= self.nprocs:
+            listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+            own = listed.split(",")[rank] if listed else str(rank)
+            variables.update(CUDA_VISIBLE_DEVICES=own, HAS_OWN_GPU="1")
         return clean_environment({**variables, **(env or {})})
 
     def _log(self, rank: int) -> Path:
