@@ -139,9 +139,16 @@ def clean_environment(env: Mapping[str, str | None] | None = None) -> dict[str, 
 
 def warm_up() -> None:
     """Starts the server that ranks are forked off, and waits until it has loaded torch."""
-    process = _context("forkserver").Process(target=int)
-    process.start()
-    process.join()
+    with _one_thread():
+        process = _context("forkserver").Process(target=int)
+        process.start()
+        process.join()
+
+
+def _one_thread() -> contextlib.AbstractContextManager[object]:
+    """What starts in it computes with one thread, unless the environment has a say."""
+    number = os.environ.get("OMP_NUM_THREADS", "1")
+    return mock.patch.dict(os.environ, {"OMP_NUM_THREADS": number})
 
 
 def _context(method: str) -> Any:
@@ -171,9 +178,7 @@ class Ranks:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         context = _context(method)
         try:
-            with mock.patch.dict(
-                os.environ, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-            ):
+            with _one_thread():
                 for rank in range(nprocs):
                     ours, theirs = context.Pipe()
                     process = context.Process(
