@@ -36,6 +36,8 @@ def seconds(work: Sequence[Callable[[], None]]) -> float:
     times = []
     for _ in range(REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # So that the device is at work while the host launches what counts.
+        graph.replay()
         begin.record()
         graph.replay()
         end.record()
@@ -44,20 +46,21 @@ def seconds(work: Sequence[Callable[[], None]]) -> float:
     return statistics.median(times[1:])
 
 
-def filled(bytes_each: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(bytes_each // dtype.itemsize, device="cuda").to(dtype)
-
-
 # Makes buffers; returns a call of a kernel on them and the bytes that it moves.
 Make = Callable[[], tuple[Callable[[], None], int]]
 
 
-def cases(library: CudaLibrary, size: int) -> list[tuple[str, Make]]:
+def cases(library: CudaLibrary, size: int, device: str = "cuda") -> list[tuple[str, Make]]:
+    """Of every kernel, on about `size` bytes an array of float32."""
+
+    def filled(bytes_each: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(bytes_each // dtype.itemsize, device=device).to(dtype)
+
     def reduction(dtypes: Sequence[torch.dtype], output: torch.dtype, op: str = "sum") -> Make:
         def make() -> tuple[Callable[[], None], int]:
             count = size // 4
             inputs = [filled(count * dtype.itemsize, dtype) for dtype in dtypes]
-            result = torch.empty(count, dtype=output, device="cuda")
+            result = torch.empty(count, dtype=output, device=device)
             moved = sum(tensor.nbytes for tensor in inputs) + result.nbytes
             return lambda: library.reduce(inputs, result, op, divisor=len(inputs)), moved
 
@@ -69,7 +72,7 @@ def cases(library: CudaLibrary, size: int) -> list[tuple[str, Make]]:
             pairs = [
                 (
                     filled(each * source.itemsize, source),
-                    torch.empty(each, dtype=target, device="cuda"),
+                    torch.empty(each, dtype=target, device=device),
                 )
                 for _ in range(count)
             ]
@@ -78,42 +81,62 @@ def cases(library: CudaLibrary, size: int) -> list[tuple[str, Make]]:
 
         return make
 
-    def reading(use: Callable[[list[Tensor]], object], dtype: torch.dtype) -> Make:
+    def reading(use: Callable[[list[Tensor]], Callable[[], object]], dtype: torch.dtype) -> Make:
         def make() -> tuple[Callable[[], None], int]:
             tensors = [filled(size // TENSORS, dtype) for _ in range(TENSORS)]
+            used = use(tensors)
 
             def call() -> None:
-                use(tensors)
+                used()
 
             return call, sum(tensor.nbytes for tensor in tensors)
 
         return make
 
-    def adam(gradient: torch.dtype, parameter: torch.dtype | None) -> Make:
+    def finding(tensors: list[Tensor]) -> Callable[[], object]:
+        found = library.find_non_finite(tensors)
+        return lambda: library.find_non_finite(tensors, found)
+
+    def step(
+        take: Callable[[list[dict[str, Tensor | None]]], None],
+        states: Sequence[str],
+        gradient: torch.dtype,
+        parameter: torch.dtype | None = None,
+    ) -> Make:
         def make() -> tuple[Callable[[], None], int]:
             count = size // 4 // TENSORS
             entries: list[dict[str, Tensor | None]] = []
             moved = 0
             for _ in range(TENSORS):
+                master = filled(4 * count, torch.float32)
                 entry: dict[str, Tensor | None] = {
-                    name: filled(4 * count, torch.float32).abs()
-                    for name in ("master", "exp_avg", "exp_avg_sq")
+                    name: filled(4 * count, torch.float32).abs() for name in states
                 }
+                entry["master"] = master
                 entry["gradient"] = filled(gradient.itemsize * count, gradient)
-                entry["parameter"] = None
-                if parameter is not None:
-                    entry["parameter"] = torch.empty(count, dtype=parameter, device="cuda")
-                moved += count * (2 * 12 + gradient.itemsize)
-                moved += count * parameter.itemsize if parameter is not None else 0
+                entry["parameter"] = None if parameter is None else master.to(parameter)
+                # All but the gradient are read and written.
+                read_and_written = 4 * (1 + len(states)) + (parameter.itemsize if parameter else 0)
+                moved += count * (2 * read_and_written + gradient.itemsize)
                 entries.append(entry)
-            return (
-                lambda: library.adam(entries, step=3, lr=1e-3, weight_decay=0.1, decoupled=True),
-                moved,
-            )
+            return lambda: take(entries), moved
 
         return make
 
+    def adam(*dtypes: torch.dtype) -> Make:
+        def take(entries: list[dict[str, Tensor | None]]) -> None:
+            library.adam(entries, step=3, lr=1e-3, weight_decay=0.1, decoupled=True)
+
+        return step(take, ("exp_avg", "exp_avg_sq"), *dtypes)
+
+    def sgd(*dtypes: torch.dtype) -> Make:
+        def take(entries: list[dict[str, Tensor | None]]) -> None:
+            library.sgd(entries, first_step=False, lr=1e-3, momentum=0.9)
+
+        return step(take, ("momentum",), *dtypes)
+
     f64, f32, f16, bf16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+    i32, i8 = torch.int32, torch.int8
     return [
         ("reduce 2 float32", reduction([f32, f32], f32)),
         ("reduce 2 float32, mean", reduction([f32, f32], f32, "mean")),
@@ -122,19 +145,24 @@ def cases(library: CudaLibrary, size: int) -> list[tuple[str, Make]]:
         ("reduce 2 float16, mean", reduction([f16, f16], f16, "mean")),
         ("reduce 8 bfloat16", reduction([bf16] * 8, bf16)),
         ("reduce 2 float64", reduction([f64, f64], f64)),
+        ("reduce 2 int32", reduction([i32, i32], i32)),
+        ("reduce 8 int8, max", reduction([i8] * 8, i8, "max")),
         ("ring step float32 + bfloat16", reduction([f32, bf16], f32)),
         ("ring step bfloat16 + float32", reduction([bf16, f32], bf16)),
+        ("float32, scaled", conversion(f32, f32, 1)),
         ("float32 to bfloat16, scaled", conversion(f32, bf16, 1)),
         ("bfloat16 to float32, scaled", conversion(bf16, f32, 1)),
         (f"pack {TENSORS} bfloat16 as float32", conversion(bf16, f32, TENSORS)),
         (f"unpack {TENSORS} float32 as float16", conversion(f32, f16, TENSORS)),
-        ("norm float32", reading(library.norm, f32)),
-        ("norm bfloat16", reading(library.norm, bf16)),
-        ("norm bfloat16, in float32", reading(lambda t: library.norm(t, f32), bf16)),
-        ("non-finite float32", reading(library.find_non_finite, f32)),
-        ("non-finite bfloat16", reading(library.find_non_finite, bf16)),
-        ("AdamW float32", adam(f32, None)),
+        ("norm float32", reading(lambda t: lambda: library.norm(t), f32)),
+        ("norm bfloat16", reading(lambda t: lambda: library.norm(t), bf16)),
+        ("norm bfloat16, in float32", reading(lambda t: lambda: library.norm(t, f32), bf16)),
+        ("non-finite float32", reading(finding, f32)),
+        ("non-finite bfloat16", reading(finding, bf16)),
+        ("AdamW float32", adam(f32)),
         ("AdamW bfloat16, float32 master", adam(bf16, bf16)),
+        ("SGD float32, momentum", sgd(f32)),
+        ("SGD bfloat16, float32 master", sgd(bf16, bf16)),
     ]
 
 
@@ -147,7 +175,7 @@ def main() -> int:
     size = int(sys.argv[1]) << 20 if len(sys.argv) > 1 else 256 << 20
     library.load_kernels()
 
-    sources = [filled(size, torch.float32) for _ in range(3)]
+    sources = [torch.randn(size // 4, device="cuda") for _ in range(3)]
     targets = [torch.empty_like(source) for source in sources]
     copy_time = seconds(
         [

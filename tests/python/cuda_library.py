@@ -272,11 +272,14 @@ class CudaLibrary:
         self._call("norm", descriptor, device)
         return result
 
-    def find_non_finite(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """One flag for each tensor, and how many are set."""
+    def find_non_finite(
+        self, tensors: Sequence[Tensor], found: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One flag for each tensor, and how many are set; into `found`, of an earlier call."""
         device = tensors[0].device
-        flags = torch.full((len(tensors),), 77, dtype=torch.int32, device=device)
-        count = torch.full((1,), 77, dtype=torch.int32, device=device)
+        flags, count = found or (
+            torch.full((n,), 77, dtype=torch.int32, device=device) for n in (len(tensors), 1)
+        )
         descriptor = _NonFinite(_values(tensors), len(tensors), flags.data_ptr(), count.data_ptr())
         self._call("find_non_finite", descriptor, device)
         return flags, count

@@ -6,7 +6,8 @@
 
 NCCL refuses ranks that share a GPU. It takes them for ranks of several hosts if their
 NCCL_HOSTIDs differ, and then talks to them by sockets: slow, since the GPU runs their kernels in
-turns, but right.
+turns, but right. With PYDIST_TEST_OWN_GPUS=1 (launch.py) each has one of its own, if there are so
+many.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ def install(delay_us: int = 20) -> None:
         fake_nccl.install()
         fake_cuda.set_delay_us(delay_us)
         return
+    torch.cuda.set_device(0)
+    if os.environ.get("HAS_OWN_GPU"):
+        return
     os.environ.update(
         NCCL_HOSTID=f"host{os.environ.get('RANK', '0')}",
         NCCL_SOCKET_IFNAME="lo",
         NCCL_NET="Socket",
         NCCL_MAX_CTAS="1",
     )
-    torch.cuda.set_device(0)
 
 
 def synchronize() -> None:

@@ -69,6 +69,9 @@ _GRACE_S = 15.0
 # How long ranks get to write their stacks.
 _DUMP_S = 2.0
 
+# PYDIST_TEST_OWN_GPUS=1: a rank sees a GPU of its own alone, if there are as many as ranks.
+_OWN_GPUS = os.environ.pop("PYDIST_TEST_OWN_GPUS", "0") == "1"
+
 _LAUNCHER_PREFIXES = ("PYDIST_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 _LAUNCHER_NAMES = (
     "RANK",
@@ -136,9 +139,16 @@ def clean_environment(env: Mapping[str, str | None] | None = None) -> dict[str, 
 
 def warm_up() -> None:
     """Starts the server that ranks are forked off, and waits until it has loaded torch."""
-    process = _context("forkserver").Process(target=int)
-    process.start()
-    process.join()
+    with _one_thread():
+        process = _context("forkserver").Process(target=int)
+        process.start()
+        process.join()
+
+
+def _one_thread() -> contextlib.AbstractContextManager[object]:
+    """What starts in it computes with one thread, unless the environment has a say."""
+    number = os.environ.get("OMP_NUM_THREADS", "1")
+    return mock.patch.dict(os.environ, {"OMP_NUM_THREADS": number})
 
 
 def _context(method: str) -> Any:
@@ -168,9 +178,7 @@ class Ranks:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         context = _context(method)
         try:
-            with mock.patch.dict(
-                os.environ, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-            ):
+            with _one_thread():
                 for rank in range(nprocs):
                     ours, theirs = context.Pipe()
                     process = context.Process(
@@ -211,6 +219,10 @@ class Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
+        if _OWN_GPUS and torch.cuda.device_count() >= self.nprocs:
+            listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+            own = listed.split(",")[rank] if listed else str(rank)
+            variables.update(CUDA_VISIBLE_DEVICES=own, HAS_OWN_GPU="1")
         return clean_environment({**variables, **(env or {})})
 
     def _log(self, rank: int) -> Path:

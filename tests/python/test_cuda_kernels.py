@@ -6,7 +6,9 @@ with the kernels of the CPU.
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import cuda_kernels
 import cuda_library
 import pytest
 import torch
@@ -427,3 +429,25 @@ def test_more_elements_than_32_bits_count(gpu: CudaLibrary) -> None:
     assert values[-1] == 10
     assert values[: 1 << 20].eq(2).all()
     assert values[-4099:-1].eq(2).all()
+
+
+# ---- the benchmark ------------------------------------------------------------------------
+
+
+def test_the_benchmark_calls_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = cuda_library.emulated()
+    if library is None:
+        pytest.skip(f"the C++ tests are not built ({cuda_library.EMULATED} does not exist)")
+    called: set[str] = set()
+    call = CudaLibrary._call
+
+    def note(self: CudaLibrary, name: str, *args: Any) -> None:
+        called.add(name)
+        call(self, name, *args)
+
+    monkeypatch.setattr(CudaLibrary, "_call", note)
+    for name, make in cuda_kernels.cases(library, 16 << 10, "cpu"):
+        work, moved = make()
+        work()
+        assert moved >= 16 << 10, name
+    assert called == {"reduce", "convert", "norm", "find_non_finite", "adam", "sgd"}

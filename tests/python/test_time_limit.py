@@ -4,8 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import launch
 import pytest
 
 HANGING = '''
@@ -80,3 +82,14 @@ def test_a_hang_in_c_ends_the_run_with_the_stacks(suite: Path) -> None:
     assert ended.returncode == 1
     assert "in test_hangs_without_returning_to_python" in ended.stderr
     assert "passed" not in ended.stdout
+
+
+def sleep_long() -> None:
+    time.sleep(60)
+
+
+def test_the_limit_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "PATIENCE", 0.25)
+    with pytest.raises(launch.ExpiredError, match=r"ranks \[0\] of 1 took more than 0.5 s") as said:
+        launch.run_ranks(sleep_long, 1, timeout=2.0)
+    assert "in sleep_long" in str(said.value)
