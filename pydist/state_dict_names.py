@@ -1,12 +1,49 @@
-"""The names in a state that torch's wrapper or ours has saved."""
+"""The names in a state that wrappers of torch's or ours have saved."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+# What torch.compile calls the module that it wraps.
+_COMPILED = "_orig_mod"
+
+
+def plain_name(name: str) -> str:
+    """A name without what `torch.compile` has put into it."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Names in a module's state, as if torch had wrapped nothing within it; by the module's own."""
+    wrapped = {
+        f"{at}.module".removeprefix(".")
+        for at, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, DistributedDataParallel)
+    }
+    return {name: plain_name(_without(name, wrapped)) for name in names}
+
+
+def _without(name: str, wrapped: Collection[str]) -> str:
+    parts = name.split(".")
+    return ".".join(
+        part for number, part in enumerate(parts) if ".".join(parts[: number + 1]) not in wrapped
+    )
+
+
+def uncompiled_state(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state without what `torch.compile` has put into its names."""
+    plain = OrderedDict((plain_name(name), value) for name, value in state_dict.items())
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        plain._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (plain_name(name), value) for name, value in metadata.items()
+        )
+    return plain
 
 
 def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
