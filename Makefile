@@ -4,6 +4,8 @@
 # later runs redo only what changed. Variables that may be given:
 #   PYTHON      the interpreter that .venv is made from         (python3)
 #   VENV        the virtual environment to work in              (.venv)
+#   VENV_FLAGS  for `python -m venv` where it makes that: --system-site-packages keeps to the torch,
+#               and all else, that PYTHON has already
 #   TORCH_SPEC  what is installed where torch is missing        (torch==2.13.0)
 #   PIP_FLAGS   more flags for pip, such as an index of CPU-only wheels
 #   WERROR      ON makes compiler warnings errors             (OFF; .ci/run sets it)
@@ -12,6 +14,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+VENV_FLAGS ?=
 TORCH_SPEC ?= torch==2.13.0
 PIP_FLAGS ?=
 WERROR ?= OFF
@@ -79,6 +82,8 @@ bench-save: build  ## the same, made the baseline of this hardware
 bench-readme: bench-peers  ## what README says: beside gloo, DDP and the MPIs
 	$(BIN)/pydist bench all_reduce -b 8 -e 256M -f 4 -p 2 --compare symmetric,gloo,openmpi,mpich,impi
 	$(BIN)/pydist bench step
+	$(BIN)/pydist bench sharded
+	$(BIN)/python bench/optimizer_step.py
 	$(BIN)/pydist bench overlap
 	$(BIN)/pydist bench startup
 
@@ -189,10 +194,14 @@ wheel: build/.tools  ## dist/*.whl for the torch minor and the Python of .venv
 clean:  ## remove what was built (not .venv)
 	rm -rf build dist
 
-# Stamps. build/.tools: the virtual environment with the pinned tools and a torch.
-build/.tools: pyproject.toml
+# Stamps. build/.tools: the virtual environment with the pinned tools and a torch; made again with an
+# environment that is newer.
+$(BIN)/python:
+	@echo "making $(VENV)"
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+
+build/.tools: pyproject.toml $(BIN)/python $(wildcard $(VENV)/pyvenv.cfg)
 	@mkdir -p build
-	@[ -x $(BIN)/python ] || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing the pinned tools into $(VENV)"
 	$(PIP) install --quiet $(PIP_FLAGS) 'pip>=25.1'
 	@# Before the tools: one of them needs a torch, and would bring the newest.

@@ -81,10 +81,10 @@ def choose_gpus(
     entries = visible()
     if not entries:
         raise InvalidUsage(f"{wish.text}: there is no GPU to take: {why_none()}.")
+    _check_count(wish, entries)
     if wish.is_idle:
         return _idle(wish, entries, installed())
     if wish.indices is None:
-        _check_count(wish, entries)
         return entries[: wish.count]
     outside = [index for index in wish.indices if index >= len(entries)]
     if outside:
@@ -119,10 +119,12 @@ def gpu_variables(chosen: tuple[str, ...]) -> dict[str, str]:
 
 
 def _parse(gpus: Gpus, where: str) -> _Wish:
-    text = f"{where}{gpus!r}" if where.endswith("=") else f"{where}{gpus}"
+    # What is empty shows nothing, and comes of a variable of the shell's that is not set.
+    is_typed = not where.endswith("=") and str(gpus).strip() != ""
+    text = f"{where}{gpus}" if is_typed else f"{where}{gpus!r}"
     if isinstance(gpus, str):
         return _parse_string(gpus.strip(), text)
-    if isinstance(gpus, bool):
+    if isinstance(gpus, bool | bytes):
         raise _no_form(text)
     if isinstance(gpus, Sequence):
         return _listing(gpus, text)
@@ -178,7 +180,8 @@ def _listing(gpus: Sequence[object], text: str) -> _Wish:
 
 
 def _no_form(text: str) -> InvalidUsage:
-    return InvalidUsage(f"{text} is not valid; use {_FORMS}.")
+    by_name = f" For GPUs by UUID set {VARIABLE}." if re.search("(GPU|MIG)-", text) else ""
+    return InvalidUsage(f"{text} is not valid; use {_FORMS}.{by_name}")
 
 
 def _visible(entries: tuple[str, ...]) -> str:
@@ -196,7 +199,6 @@ def _check_count(wish: _Wish, entries: tuple[str, ...]) -> None:
 
 def _idle(wish: _Wish, entries: tuple[str, ...], installed: list[InstalledGpu]) -> tuple[str, ...]:
     """The least loaded of those on which nothing runs, in the order in which they are listed."""
-    _check_count(wish, entries)
     is_listed = listed_gpus() is not None
     candidates = [(entry, _find(wish, entry, installed)) for entry in entries]
     idle = [(entry, gpu) for entry, gpu in candidates if gpu.is_idle]

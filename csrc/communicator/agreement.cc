@@ -1,6 +1,7 @@
 #include "communicator/agreement.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -38,9 +39,18 @@ struct Record {
   std::int32_t root = 0;
   std::uint64_t count = 0;   // elements of the buffer, or of all blocks together
   std::uint64_t blocks = 0;  // digest of the blocks' sizes
+  std::uint64_t form = 0;    // one tensor or a list, where that has to be the same
 
   friend bool operator==(const Record&, const Record&) = default;
 };
+
+constexpr std::array<std::string_view, 2> kForms{"in one tensor", "in a list"};
+
+std::size_t form_index(const Operation& operation, int size) {
+  const Buffers& blocks =
+      operation.kind == OpKind::kAllGather ? operation.outputs : operation.inputs;
+  return blocks.size() == static_cast<std::size_t>(size) ? 1 : 0;
+}
 
 std::uint64_t digest(const std::vector<std::uint64_t>& counts) {
   Digest digest;
@@ -85,6 +95,9 @@ std::string describe(const Record& record) {
   }
   if (!is_pairwise(kind)) {
     text += join(", ", record.count, " elements");
+  }
+  if (record.form != 0) {
+    text += join(" ", kForms.at(record.form - 1));
   }
   if (has_op(kind)) {
     text += join(", ", to_string(static_cast<ReduceOp>(record.op)));
@@ -134,13 +147,20 @@ std::vector<std::uint64_t> pairwise_counts(const Operation& operation, int rank,
 
 }  // namespace
 
+std::string_view form_of_blocks(const Operation& operation, int size) {
+  return kForms.at(form_index(operation, size));
+}
+
 void check_agreement(const Operation& operation, int rank, int size,
-                     const AllGatherBytes& all_gather) {
+                     const AllGatherBytes& all_gather, bool needs_one_form) {
   if (size == 1) {
     return;
   }
   const auto ranks = static_cast<std::size_t>(size);
-  const Record mine = make_record(operation, size);
+  Record mine = make_record(operation, size);
+  if (needs_one_form) {
+    mine.form = 1 + form_index(operation, size);
+  }
   std::vector<Record> all(ranks);
   all_gather(&mine, all.data(), sizeof mine);
   for (std::size_t other = 1; other < ranks; ++other) {

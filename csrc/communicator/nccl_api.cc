@@ -37,6 +37,18 @@ void* open_library(const std::string& path) {
 
 }  // namespace
 
+bool may_be_of_a_peer(Result result) noexcept {
+  switch (result) {
+    case Result::kSystemError:  // a connection that was reset, for one
+    case Result::kInternalError:
+    case Result::kRemoteError:
+    case Result::kTimeout:
+      return true;
+    default:
+      return false;
+  }
+}
+
 std::shared_ptr<const Api> Api::open(const std::string& path) {
   void* const library = open_library(path);  // never closed
   Functions functions{};
@@ -137,6 +149,7 @@ std::string Api::describe(Result result, CommHandle comm) const {
 
 std::exception_ptr Api::error_of(Result result, const std::string& what, CommHandle comm) const {
   const ErrorKind kind = result == Result::kRemoteError ? ErrorKind::kPeerLost
+                         : result == Result::kTimeout   ? ErrorKind::kTimeout
                          : result == Result::kInvalidArgument || result == Result::kInvalidUsage
                              ? ErrorKind::kInvalidUsage
                              : ErrorKind::kTransport;

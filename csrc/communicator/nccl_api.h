@@ -31,7 +31,11 @@ enum class Result : int {
   kInvalidUsage = 5,
   kRemoteError = 6,
   kInProgress = 7,
+  kTimeout = 8,  // of later versions
 };
+
+// Whether a peer that is gone may be the reason for a failure.
+[[nodiscard]] bool may_be_of_a_peer(Result result) noexcept;
 
 // ncclDataType_t
 enum class DataType : int {

@@ -93,6 +93,11 @@ bool is_converted(ReduceOp op, DType dtype, bool has_wire_dtype) {
          (op == ReduceOp::kMean && dtype == DType::kFloat16);
 }
 
+// Whether a list of blocks passes through scratch memory as one tensor.
+bool fits_as_one(const Blocks& blocks, std::size_t element_bytes) {
+  return !blocks.is_ragged() && blocks.total() * element_bytes <= NcclGroup::kScratchBytes;
+}
+
 class Enqueuing {
  public:
   Enqueuing(NcclGroup& group, const NcclSettings& settings, const Call& call)
@@ -178,7 +183,15 @@ class Enqueuing {
       reduction.op = RedOp::kAvg;
     }
     const Block out = call_.outputs.empty() ? Block{} : call_.outputs[0];
-    if (call_.kind == OpKind::kReduceScatter && !call_.inputs.is_contiguous()) {
+    const bool is_list = call_.kind == OpKind::kReduceScatter && !call_.inputs.is_contiguous();
+    if (is_list && fits_as_one(call_.inputs, bytes_)) {
+      std::byte* const scratch = group_.scratch();
+      for (int rank = 0; rank < group_.size(); ++rank) {
+        copy(scratch + static_cast<std::size_t>(rank) * call_.count * bytes_,
+             call_.inputs[rank].data, call_.count * bytes_);
+      }
+      reduce_with_nccl(reduction, scratch, out.data, call_.count);
+    } else if (is_list) {
       group_.grouped([&] {
         for (int rank = 0; rank < group_.size(); ++rank) {
           const Block block = call_.inputs[rank];
@@ -278,6 +291,17 @@ class Enqueuing {
       group_.check(nccl_.ncclAllGather(in.data, call_.outputs.buffers()[0].data, in.count * bytes_,
                                        DataType::kUint8, group_.comm(), group_.stream()),
                    "ncclAllGather");
+      return;
+    }
+    if (fits_as_one(call_.outputs, bytes_)) {
+      std::byte* const scratch = group_.scratch();
+      const std::size_t bytes = in.count * bytes_;
+      group_.check(nccl_.ncclAllGather(in.data, scratch, bytes, DataType::kUint8, group_.comm(),
+                                       group_.stream()),
+                   "ncclAllGather");
+      for (int rank = 0; rank < group_.size(); ++rank) {
+        copy(call_.outputs[rank].data, scratch + static_cast<std::size_t>(rank) * bytes, bytes);
+      }
       return;
     }
     group_.grouped([&] {
@@ -402,6 +426,24 @@ std::string why_not_on_nccl(const NcclSettings& settings, OpKind kind, ReduceOp 
                 settings.kernels == nullptr ? "they were not loaded" : settings.kernels->reason());
   }
   return {};
+}
+
+bool needs_one_form(const NcclSettings& settings, const Operation& operation, int size) {
+  if (settings.pins_ring || size == 1 ||
+      (operation.kind != OpKind::kAllGather && operation.kind != OpKind::kReduceScatter)) {
+    return false;
+  }
+  const Buffers& buffers =
+      operation.kind == OpKind::kAllGather ? operation.outputs : operation.inputs;
+  const DType dtype = buffers[0].dtype;
+  const Blocks blocks(buffers, size);
+  if (blocks.is_ragged() || fits_as_one(blocks, element_size(dtype))) {
+    return false;
+  }
+  const bool has_wire = operation.wire_dtype && *operation.wire_dtype != dtype;
+  return operation.kind == OpKind::kAllGather ||
+         (reduction_of(operation.op, dtype) &&
+          !(settings.has_kernels() && is_converted(operation.op, dtype, has_wire)));
 }
 
 void enqueue_on_nccl(NcclGroup& group, const NcclSettings& settings, const Operation& operation) {

@@ -12,7 +12,8 @@
 // clang-format on
 //
 // A mean divides once, after the sum, in float32 or the type's own precision if that is wider. The
-// choice depends on what all ranks must agree on, never on a rank's own buffers.
+// choice depends on what all ranks must agree on, never on a rank's own buffers; but for large
+// blocks, see needs_one_form().
 
 #pragma once
 
@@ -37,6 +38,12 @@ struct NcclSettings {
 // Why the operation cannot be run; empty where it can.
 [[nodiscard]] std::string why_not_on_nccl(const NcclSettings& settings, OpKind kind, ReduceOp op,
                                           DType dtype, bool has_wire_dtype);
+
+// Whether all ranks have to give the blocks in one form: one tensor, or a list of tensors. NCCL has
+// a call of its own for one tensor. Lists take it too, by way of the scratch memory, as far as that
+// goes; larger ones are one call for each block, which does not go together with the other.
+[[nodiscard]] bool needs_one_form(const NcclSettings& settings, const Operation& operation,
+                                  int size);
 
 // Puts a collective, validated and supported, on the group's stream.
 void enqueue_on_nccl(NcclGroup& group, const NcclSettings& settings, const Operation& operation);

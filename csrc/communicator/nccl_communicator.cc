@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <numeric>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -293,7 +296,12 @@ class NcclCommunicator final : public Communicator {
         streams.push_back(operation.stream);
       }
     }
-    return group_->launch({first.kind, bytes, first.label, std::move(streams), deadline}, [&] {
+    std::string label = first.label;
+    if (needs_one_form(settings_, first, size())) {
+      // For a time-out: ranks that have given other forms wait for each other.
+      label += join(label.empty() ? "" : ", ", "blocks ", form_of_blocks(first, size()));
+    }
+    return group_->launch({first.kind, bytes, std::move(label), std::move(streams), deadline}, [&] {
       for (const Operation& operation : operations) {
         enqueue_on_nccl(*group_, settings_, operation);
       }
@@ -311,12 +319,29 @@ class NcclCommunicator final : public Communicator {
       group_->control().run(std::move(exchange));
     };
     try {
+      compare_captures(operations.front(), all_gather);
       for (const Operation& operation : operations) {
-        check_agreement(operation, rank(), size(), all_gather);
+        check_agreement(operation, rank(), size(), all_gather,
+                        needs_one_form(settings_, operation, size()));
       }
     } catch (...) {
       group_->fail(std::current_exception());
       throw;
+    }
+  }
+
+  // What one rank only records is what the GPUs of the others wait for.
+  void compare_captures(const Operation& operation, const AllGatherBytes& all_gather) const {
+    const cuda::DeviceGuard guard(options_.device);
+    const std::uint8_t mine = cuda::Driver::get().is_capturing(operation.stream) ? 1 : 0;
+    std::vector<std::uint8_t> all(static_cast<std::size_t>(size()));
+    all_gather(&mine, all.data(), sizeof mine);
+    const auto with = std::find(all.begin(), all.end(), 1);
+    const auto without = std::find(all.begin(), all.end(), 0);
+    if (with != all.end() && without != all.end()) {
+      throw InvalidUsage(join(to_string(operation.kind), ": rank ", with - all.begin(),
+                              " captures it into a CUDA graph, but rank ", without - all.begin(),
+                              " does not capture it; do so on all ranks or on none."));
     }
   }
 
@@ -361,11 +386,23 @@ void use_kernels_of_all(Communicator& control, NcclOptions& options) {
   }
 }
 
+// NCCL takes its own variable before what it is configured with.
+void warn_of_blocking_communicators() {
+  static std::atomic<bool> has_warned{false};
+  const char* const text = std::getenv("NCCL_COMM_BLOCKING");
+  if (text != nullptr && std::string_view(text) == "1" && !has_warned.exchange(true)) {
+    log_line(LogLevel::kWarning,
+             "NCCL_COMM_BLOCKING=1 makes calls of NCCL wait for the other ranks: where one of them "
+             "fails or dies meanwhile, this rank may hang. Unset it.");
+  }
+}
+
 }  // namespace
 
 CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   require_not_forked();
   PYDIST_CHECK(options.api != nullptr && options.host != nullptr);
+  warn_of_blocking_communicators();
   const Deadline deadline = Deadline::in(options.host->timeout());
   if (options.endpoint == nullptr) {
     options.endpoint = Endpoint::of_process(options.environment);
@@ -382,6 +419,7 @@ CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   group.journal = std::shared_ptr<Journal>(options.endpoint, &options.endpoint->page().journal);
   group.watchdog = NcclWatchdog::of_process();
   group.end_patience = options.end_patience;
+  group.name_patience = options.name_patience;
   auto communicator =
       std::make_shared<NcclCommunicator>(options, NcclGroup::join(std::move(group), deadline));
   note_open(communicator);

@@ -32,6 +32,8 @@ struct NcclOptions {
   std::shared_ptr<Endpoint> endpoint = nullptr;
   // How long NCCL may take to abort, or to end, before it is left to itself.
   std::chrono::milliseconds end_patience{10'000};
+  // How long an error of NCCL's that a peer may be the reason for waits for its name.
+  std::chrono::milliseconds name_patience{3'000};
 };
 
 // Collective over the ranks of `host`, which then belongs to the new group. Succeeds on every rank,

@@ -71,6 +71,36 @@ Operation bytes_of_all(Notice& mine, std::vector<Notice>& all) {
   return operation;
 }
 
+// The streams of all groups of this process. Whatever a launch is captured into captures the
+// group's stream as well, until the capture ends.
+class GroupStreams {
+ public:
+  void add(nccl::StreamHandle stream, int device) {
+    const std::lock_guard lock(mutex_);
+    streams_.emplace_back(stream, device);
+  }
+  void remove(nccl::StreamHandle stream) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(streams_, [stream](const auto& each) { return each.first == stream; });
+  }
+  [[nodiscard]] bool are_captured() {
+    const std::lock_guard lock(mutex_);
+    return std::any_of(streams_.begin(), streams_.end(), [](const auto& each) {
+      const cuda::DeviceGuard guard(each.second);
+      return cuda::Driver::get().is_capturing(each.first);
+    });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::pair<nccl::StreamHandle, int>> streams_;  // guarded by mutex_; with the device
+};
+
+GroupStreams& group_streams() {
+  static auto* const streams = new GroupStreams;  // never destroyed: see open_communicators.cc
+  return *streams;
+}
+
 std::uint64_t fingerprint_of(const std::string& name) {
   Digest digest;
   digest.add(name);
@@ -91,7 +121,8 @@ NcclGroup::NcclGroup(Options options)
       journal_(std::move(options.journal)),
       fingerprint_(fingerprint_of(control_->name())),
       watchdog_(std::move(options.watchdog)),
-      end_patience_(options.end_patience) {}
+      end_patience_(options.end_patience),
+      name_patience_(options.name_patience) {}
 
 NcclGroup::~NcclGroup() {
   if (in_forked_child()) {
@@ -102,6 +133,9 @@ NcclGroup::~NcclGroup() {
     return;
   }
   end();
+  if (stream_) {
+    group_streams().remove(stream());
+  }
   if (end_thread_.joinable()) {
     // Detached where it hangs, or where it is the one that drops the last reference.
     if (has_ended_ && end_thread_.get_id() != std::this_thread::get_id()) {
@@ -115,8 +149,8 @@ NcclGroup::~NcclGroup() {
 std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
   auto group = std::make_shared<NcclGroup>(std::move(options));
   try {
-    group->connect(deadline);
     group->control_->watch_peers();
+    group->connect(deadline);
     // The others' failures end this one too.
     group->agree(std::string());
   } catch (...) {
@@ -178,12 +212,13 @@ void NcclGroup::connect(Deadline deadline) {
   }
   const cuda::DeviceGuard guard(device_);
   stream_.emplace();
+  group_streams().add(stream(), device_);
   nccl::Config config;
   const Result result =
       api_->functions().ncclCommInitRankConfig(&comm_, size(), invitation.id, rank(), &config);
   if (result != Result::kSuccess && result != Result::kInProgress) {
     comm_ = nullptr;
-    std::rethrow_exception(api_->error_of(result, "joining the group", nullptr));
+    throw_failure(result, "joining the group");
   }
   poll_until_ready("joining the group", deadline);
 }
@@ -207,7 +242,7 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline) {
       return;
     }
     if (state != Result::kInProgress) {
-      std::rethrow_exception(api_->error_of(state, what, comm_));
+      throw_failure(state, what);
     }
     if (const std::exception_ptr error = control_->failure()) {
       std::rethrow_exception(error);
@@ -216,11 +251,7 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline) {
       throw PeerLost(pydist::join(what, " in NCCL: ", vain, "."));
     }
     if (deadline.has_passed()) {
-      std::string text = pydist::join(what, " in NCCL did not end in time.");
-      for (const std::string& line : control_->whereabouts()) {
-        text += " " + line + ".";
-      }
-      throw Timeout(text);
+      throw Timeout(pydist::join(what, " in NCCL did not end in time.", places()));
     }
     if (slice.has_passed()) {
       check_interruption();
@@ -235,8 +266,42 @@ void NcclGroup::check(Result result, const char* what) {
   if (result == Result::kInProgress) {
     poll_until_ready(what, launching_until_);
   } else if (result != Result::kSuccess) {
-    std::rethrow_exception(api_->error_of(result, what, comm_));
+    throw_failure(result, what);
   }
+}
+
+void NcclGroup::throw_failure(Result result, const char* what) {
+  auto [kind, text] = describe(api_->error_of(result, what, comm_));
+  const Deadline patience = Deadline::in(name_patience_).earlier_of(launching_until_);
+  Deadline slice = Deadline::in(kInterruptionInterval);
+  while (may_be_of_a_peer(result)) {
+    if (const std::exception_ptr error = failure()) {
+      std::rethrow_exception(error);
+    }
+    if (const std::exception_ptr error = control_->failure()) {
+      std::rethrow_exception(error);
+    }
+    if (const std::string vain = control_->why_vain(); !vain.empty()) {
+      throw PeerLost(pydist::join(text, " The reason: ", vain, "."));
+    }
+    if (patience.has_passed()) {
+      break;
+    }
+    if (slice.has_passed()) {
+      check_interruption();
+      slice = Deadline::in(kInterruptionInterval);
+    }
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  std::rethrow_exception(make_error(kind, kind == ErrorKind::kTimeout ? text + places() : text));
+}
+
+std::string NcclGroup::places() const {
+  std::string text;
+  for (const std::string& line : control_->whereabouts()) {
+    text += " " + line + ".";
+  }
+  return text;
 }
 
 void NcclGroup::grouped(const std::function<void()>& body) {
@@ -487,12 +552,22 @@ void NcclGroup::free_later(Free free) noexcept {
     }
     // Not here, whatever the caller holds: freeing waits for the device.
     start_engine_thread("pydist-nccl-mem", [self = shared_from_this()] {
-      try {
-        self->free_now();
-      } catch (const std::exception& error) {
-        log_line(LogLevel::kError, error.what());
-      }
+      self->free_after_captures();
     }).detach();
+  } catch (const std::exception& error) {
+    log_line(LogLevel::kError, error.what());
+  }
+}
+
+bool NcclGroup::is_any_captured() { return group_streams().are_captured(); }
+
+void NcclGroup::free_after_captures() noexcept {
+  try {
+    const Deadline patience = Deadline::in(end_patience_);
+    while (is_any_captured() && !patience.has_passed()) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    free_now();
   } catch (const std::exception& error) {
     log_line(LogLevel::kError, error.what());
   }
@@ -503,7 +578,7 @@ void NcclGroup::free_now() {
     const std::lock_guard lock(mutex_);
     return std::pair(freed_.size(), under_way_.size());
   };
-  if (counts().first == 0 || (has_failed_ && !has_ended_now())) {
+  if (counts().first == 0 || (has_failed_ && !has_ended_now()) || is_any_captured()) {
     return;
   }
   drain(Deadline::in(end_patience_));

@@ -13,10 +13,12 @@
 // Note [How a group fails]
 // NCCL's kernels wait for their peers without limit, so a group is watched from outside
 // (nccl_watchdog.h): NCCL's own asynchronous errors, deadlines, and the health of `control`, a
-// group of the same ranks on a host backend, which knows of deaths and carries the news. The first
-// error stays. It is told to `control`, so that the peers stop too; then NCCL is aborted, on a
-// thread of its own because that may hang (NVIDIA/nccl#1013), and once that is over, or has taken
-// too long, what was under way finishes with the error. The process lives on.
+// group of the same ranks on a host backend, which knows of deaths and carries the news. NCCL often
+// notices first that a rank is gone, and cannot name it: so such an error of its own waits a while
+// for `control` to say who and why. The first error stays. It is told to `control`, so that the
+// peers stop too; then NCCL is aborted, on a thread of its own because that may hang
+// (NVIDIA/nccl#1013), and once that is over, or has taken too long, what was under way finishes
+// with the error. The process lives on.
 //
 // Thread safe. Launches of all groups of a process are ordered by one lock, since NCCL's kernels
 // must start in one order on all ranks.
@@ -65,6 +67,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     std::shared_ptr<NcclWatchdog> watchdog;
     // How long NCCL may take to abort, or to end, before it is left to itself.
     std::chrono::milliseconds end_patience{10'000};
+    // How long an error of NCCL's that a peer may be the reason for waits for its name.
+    std::chrono::milliseconds name_patience{3'000};
   };
 
   // Collective over `control`. Succeeds on every rank, or throws the same error on every rank.
@@ -123,7 +127,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // `Free` returns whether it has freed; otherwise it is called again.
   using Free = std::function<bool()>;
   void free_later(Free free) noexcept;
-  // Keeps what it cannot free yet, because the device does not come to an end.
+  // Keeps what it cannot free yet: because the device does not come to an end, or because a capture
+  // into a graph is under way, which would not survive that somebody waits for the device.
   void free_now();
 
   // -- health
@@ -154,6 +159,10 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
 
   void connect(Deadline deadline);
   void poll_until_ready(const char* what, Deadline deadline);
+  // Throws what NCCL has returned, or the loss of the peer that explains it.
+  [[noreturn]] void throw_failure(nccl::Result result, const char* what);
+  // Where every rank is, as far as is known: sentences that follow others.
+  [[nodiscard]] std::string places() const;
   void settle_done();
   void wait_for_launches() const noexcept;
   [[nodiscard]] std::byte* scratch_of_graph();
@@ -167,12 +176,15 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] bool wait_for_end(Deadline deadline) noexcept;
   // The same, and until memory has been freed.
   [[nodiscard]] bool wait_for_memory(Deadline deadline) noexcept;
+  // Whether a launch of any group of this process is part of a capture that is under way.
+  [[nodiscard]] static bool is_any_captured();
+  // Once no capture is under way any more, for a thread that nobody waits for. Never throws.
+  void free_after_captures() noexcept;
   [[nodiscard]] bool has_ended_now() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
                                               const std::string& vain);
-  [[nodiscard]] std::exception_ptr timeout_of(const UnderWay& late,
-                                              const std::vector<std::string>& places) const;
+  [[nodiscard]] std::exception_ptr timeout_of(const UnderWay& late) const;
 
   const nccl::ApiPtr api_;
   const CommunicatorPtr control_;
@@ -182,6 +194,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   const std::uint64_t fingerprint_;
   const std::shared_ptr<NcclWatchdog> watchdog_;
   const std::chrono::milliseconds end_patience_;
+  const std::chrono::milliseconds name_patience_;
   std::optional<cuda::OwnedStream> stream_;
   nccl::CommHandle comm_ = nullptr;
   std::byte* scratch_ = nullptr;                  // by the launching thread, then by the end
@@ -200,6 +213,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::map<std::uint64_t, std::byte*> graph_scratch_;  // guarded by mutex_; by capture
   std::optional<Deadline> ending_;      // guarded by mutex_; when the end under way is given up
   std::optional<Deadline> vain_until_;  // guarded by mutex_; once a rank has died or left
+  std::optional<Deadline> name_until_;  // guarded by mutex_; once NCCL has failed
   bool has_ended_ = false;              // guarded by mutex_; NCCL's communicator
   bool has_freed_ = false;              // guarded by mutex_; after its end
   std::condition_variable ended_;

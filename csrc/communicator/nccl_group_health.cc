@@ -69,8 +69,10 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
       const cuda::RelaxedCapture relaxed;
       static_cast<void>(api_->functions().ncclCommAbort(comm_));
       // The kernels have been told to end; whoever waits gets back the buffers that they use.
+      // A capture would not survive the question, and nothing of it runs.
       const Deadline patience = Deadline::in(end_patience_ / 2);
-      while (!cuda::Driver::get().is_idle(stream()) && !patience.has_passed()) {
+      while (!cuda::Driver::get().is_capturing(stream()) &&
+             !cuda::Driver::get().is_idle(stream()) && !patience.has_passed()) {
         std::this_thread::sleep_for(microseconds(100));
       }
     }
@@ -99,10 +101,10 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
           self->finish_all();
           try {
             self->free_scratch();
-            self->free_now();
           } catch (const std::exception& error) {
             log_line(LogLevel::kError, error.what());
           }
+          self->free_after_captures();
           const std::lock_guard lock(self->mutex_);
           self->has_freed_ = true;
           self->ended_.notify_all();
@@ -205,14 +207,10 @@ std::exception_ptr NcclGroup::failure_of_others() const {
   return companion_ == nullptr ? nullptr : companion_->failure();
 }
 
-std::exception_ptr NcclGroup::timeout_of(const UnderWay& late,
-                                         const std::vector<std::string>& places) const {
-  std::string text = pydist::join(late.title(), " on rank ", rank(), " of ", size(), " of group '",
-                                  control_->name(), "' did not finish on the GPU in time.");
-  for (const std::string& line : places) {
-    text += " " + line + ".";
-  }
-  return make_error(ErrorKind::kTimeout, text);
+std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
+  return make_error(ErrorKind::kTimeout,
+                    pydist::join(late.title(), " on rank ", rank(), " of ", size(), " of group '",
+                                 control_->name(), "' did not finish on the GPU in time."));
 }
 
 std::chrono::milliseconds NcclGroup::watch() noexcept {
@@ -247,8 +245,6 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
     // Without the lock: others may have to wait for the answers.
     const std::exception_ptr told = failure_of_others();
     const std::string vain = control_->why_vain();
-    const std::vector<std::string> places =
-        is_late ? control_->whereabouts() : std::vector<std::string>();
     std::exception_ptr error;
     milliseconds pause = kWatchInterval;
     {
@@ -259,10 +255,14 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
       pause = under_way_.empty() ? kReplayInterval : kWatchInterval;
       error = find_fault(told, vain);
       if (error == nullptr && is_late && !under_way_.empty()) {
-        error = timeout_of(under_way_.front(), places);
+        error = timeout_of(under_way_.front());
       }
     }
     if (error != nullptr) {
+      // Where the others are, of a time-out that is this rank's own news.
+      if (const auto [kind, what] = describe(error); kind == ErrorKind::kTimeout && error != told) {
+        error = make_error(kind, what + places());
+      }
       fail(error);
     }
     return pause;
@@ -303,10 +303,18 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told, const s
   if (told != nullptr) {
     return told;
   }
-  if (!is_vain && state != Result::kSuccess && state != Result::kInProgress) {
-    return api_->error_of(state, says("a collective"), comm_);
+  if (state == Result::kSuccess || state == Result::kInProgress) {
+    name_until_.reset();
+    return nullptr;
   }
-  return nullptr;
+  if (!name_until_) {
+    name_until_ = Deadline::in(may_be_of_a_peer(state) ? name_patience_ : milliseconds::zero());
+    if (!under_way_.empty()) {
+      name_until_ = name_until_->earlier_of(under_way_.front().deadline);
+    }
+  }
+  return !is_vain && name_until_->has_passed() ? api_->error_of(state, says("a collective"), comm_)
+                                               : nullptr;
 }
 
 void NcclGroup::drain(Deadline deadline) {
@@ -328,6 +336,12 @@ void NcclGroup::drain(Deadline deadline) {
 // Replays run on the callers' streams, so only the whole device tells. It is asked on a thread of
 // its own: that takes as long as a replay hangs.
 bool NcclGroup::finish_replays(Deadline deadline) {
+  while (is_any_captured()) {
+    if (deadline.has_passed()) {
+      return true;  // it cannot be known
+    }
+    std::this_thread::sleep_for(milliseconds(1));
+  }
   const auto is_over = std::make_shared<std::atomic<bool>>(false);
   start_engine_thread("pydist-nccl-syn", [device = device_, is_over] {
     try {

@@ -28,6 +28,7 @@ const Stream kStreamLegacy = reinterpret_cast<Stream>(1);
 struct Driver::Functions {
   int (*cuInit)(unsigned);
   int (*cuDeviceGetCount)(int*);
+  int (*cuDeviceGet)(int*, int);
   int (*cuDevicePrimaryCtxRetain)(void**, int);
   int (*cuCtxGetCurrent)(void**);
   int (*cuCtxSetCurrent)(void*);
@@ -73,6 +74,7 @@ struct Driver::Opened {
 #define PYDIST_RESOLVE(name) resolve(functions.name, #name)
     PYDIST_RESOLVE(cuInit);
     PYDIST_RESOLVE(cuDeviceGetCount);
+    PYDIST_RESOLVE(cuDeviceGet);
     PYDIST_RESOLVE(cuDevicePrimaryCtxRetain);
     PYDIST_RESOLVE(cuCtxGetCurrent);
     PYDIST_RESOLVE(cuCtxSetCurrent);
@@ -260,7 +262,9 @@ DeviceGuard::DeviceGuard(int device) {
     const std::lock_guard lock(mutex);
     void*& known = contexts[device];
     if (known == nullptr) {
-      driver.check(driver.functions_.cuDevicePrimaryCtxRetain(&known, device),
+      int handle = 0;  // the driver's, of the device that the process counts as `device`
+      driver.check(driver.functions_.cuDeviceGet(&handle, device), "find a device");
+      driver.check(driver.functions_.cuDevicePrimaryCtxRetain(&known, handle),
                    "open a device's context");
     }
     context = known;

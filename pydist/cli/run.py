@@ -88,12 +88,13 @@ def _check_script(options: argparse.Namespace) -> None:
 def _processes(options: argparse.Namespace) -> int:
     """How many processes to start on this host; lets them see the GPUs chosen, and no others."""
     asked = options.nproc_per_node
-    if options.gpus is None:
-        options.nproc_per_node = "1" if asked is None else asked
-        return int(torchrun.determine_local_world_size(options.nproc_per_node))
-    chosen = choose_gpus(from_command_line(options.gpus), "--gpus ")
-    os.environ.update(gpu_variables(chosen))
+    chosen: tuple[str, ...] = ()
+    if options.gpus is not None:
+        chosen = choose_gpus(from_command_line(options.gpus), "--gpus ")
+        os.environ.update(gpu_variables(chosen))
     count = None if asked is None else int(torchrun.determine_local_world_size(asked))
+    if count is not None and count < 1:
+        raise _UsageError(f"-n {asked}: at least one process is needed")
     if chosen:
         count = process_count(chosen, count, f"--gpus {options.gpus}", f"-n {asked}")
     options.nproc_per_node = str(1 if count is None else count)
@@ -116,8 +117,6 @@ def main(arguments: Sequence[str]) -> int:
         options = _parser().parse_args(list(arguments))
         _check_script(options)
         count = _processes(options)
-        if count < 1:
-            raise _UsageError(f"-n {count}: at least one process is needed")
     except (_UsageError, Error) as error:
         print(f"pydist run: {error}", file=sys.stderr)
         return 2

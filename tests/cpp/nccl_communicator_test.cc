@@ -233,6 +233,106 @@ TEST(NcclCommunicator, NamesBothSidesOfAMismatchInDebugMode) {
       environment);
 }
 
+// One rank gives its blocks as one tensor, the other as a list.
+Operation in_one_form(const Rank& rank, OpKind kind, std::vector<std::uint8_t>& own,
+                      std::vector<std::uint8_t>& all) {
+  Operation operation;
+  operation.kind = kind;
+  Buffers blocks{buffer_of(all)};
+  if (rank.device != 0) {
+    const std::size_t half = all.size() / 2;
+    blocks = {Buffer{all.data(), half, DType::kUInt8, {}},
+              Buffer{all.data() + half, half, DType::kUInt8, {}}};
+  }
+  const bool gathers = kind == OpKind::kAllGather;
+  operation.inputs = gathers ? Buffers{buffer_of(own)} : blocks;
+  operation.outputs = gathers ? blocks : Buffers{buffer_of(own)};
+  return on_device(std::move(operation), rank.device, rank.stream.get());
+}
+
+TEST(NcclCommunicator, TakesBlocksInOneTensorHereAndAListThere) {
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    const auto mine = static_cast<std::uint8_t>(self.rank);
+    std::vector<std::uint8_t> own(3000, mine);
+    std::vector<std::uint8_t> all(6000);
+    rank.group->submit(in_one_form(rank, OpKind::kAllGather, own, all))->wait();
+    EXPECT_EQ(all[2999], 0);
+    EXPECT_EQ(all[3000], 1);
+    std::fill(all.begin(), all.begin() + 3000, static_cast<std::uint8_t>(10 + mine));
+    std::fill(all.begin() + 3000, all.end(), static_cast<std::uint8_t>(20 + mine));
+    rank.group->submit(in_one_form(rank, OpKind::kReduceScatter, own, all))->wait();
+    EXPECT_EQ(own[2999], self.rank == 0 ? 21 : 41);
+    rank.group->shutdown();
+  });
+}
+
+// Then they are different calls of NCCL.
+TEST(NcclCommunicator, NamesBothFormsOfLargeBlocks) {
+  constexpr std::size_t kHalf = (std::size_t{8} << 20) + 1;
+  for (const bool debug : {false, true}) {
+    Environment environment = with_timeout_of(debug ? seconds(20) : seconds(2));
+    environment.debug = debug;
+    run_ranks(
+        2,
+        [&](RankOfTest& self) {
+          const Rank rank(self, environment);
+          std::vector<std::uint8_t> own(kHalf);
+          std::vector<std::uint8_t> all(2 * kHalf);
+          const auto [kind, message] = error_of(
+              [&] { rank.group->submit(in_one_form(rank, OpKind::kAllGather, own, all))->wait(); });
+          EXPECT_EQ(kind, debug ? ErrorKind::kMismatch : ErrorKind::kTimeout) << message;
+          EXPECT_TRUE(contains(message, "in one tensor")) << message;
+          EXPECT_TRUE(contains(message, "in a list")) << message;
+        },
+        environment);
+  }
+}
+
+TEST(NcclCommunicator, RefusesACaptureByOneRankInDebugMode) {
+  Environment environment = test_environment();
+  environment.debug = true;
+  run_ranks(
+      2,
+      [&](RankOfTest& self) {
+        const Rank rank(self, environment);
+        std::vector<float> values(10);
+        if (self.rank == 1) {
+          ::fake_driver_begin_capture(rank.stream.get());
+        }
+        const auto [kind, message] =
+            error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+        EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
+        EXPECT_TRUE(contains(message, "rank 1 captures it into a CUDA graph, but rank 0 does not"))
+            << message;
+        if (self.rank == 1) {
+          void* const graph = ::fake_driver_end_capture(rank.stream.get());
+          ASSERT_NE(graph, nullptr);
+          ::fake_driver_destroy_graph(graph);
+        }
+      },
+      environment);
+}
+
+// NCCL's own variable goes before its configuration.
+TEST(NcclCommunicator, WarnsOfCommunicatorsThatBlock) {
+  use_fake_cuda();
+  ::setenv("NCCL_COMM_BLOCKING", "1", 1);
+  ::testing::internal::CaptureStderr();
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    std::vector<float> values{1.0F};
+    rank.group->submit(rank.all_reduce(values))->wait();
+    EXPECT_EQ(values[0], 2.0F);
+    rank.group->shutdown();
+  });
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  ::unsetenv("NCCL_COMM_BLOCKING");
+  const std::size_t first = said.find("NCCL_COMM_BLOCKING=1");
+  EXPECT_NE(first, std::string::npos) << said;
+  EXPECT_EQ(said.find("NCCL_COMM_BLOCKING=1", first + 1), std::string::npos) << said;
+}
+
 // ---- failures -------------------------------------------------------------------------------
 
 TEST(NcclFailure, OfJoiningIsTheSameOnAllRanks) {
@@ -288,6 +388,37 @@ TEST(NcclFailure, ThatComesUpLaterReachesEverybody) {
     EXPECT_EQ(kind, ErrorKind::kPeerLost);
     EXPECT_TRUE(contains(message, "all_reduce #3 on rank 1 of 2")) << message;
     EXPECT_TRUE(contains(message, "remote process exited")) << message;
+  }
+}
+
+TEST(NcclFailure, OfNcclsOwnPatienceSaysWhereEverybodyIs) {
+  for (const auto& [kind, message] : errors_of("timeout:1:2")) {
+    EXPECT_EQ(kind, ErrorKind::kTimeout) << message;
+    EXPECT_TRUE(contains(message, "NCCL 2.30.7 says: timeout")) << message;
+    EXPECT_TRUE(contains(message, "rank 0 (")) << message;
+    EXPECT_TRUE(contains(message, "is in all_reduce #2")) << message;
+  }
+}
+
+// NCCL notices first that a peer is gone, and cannot say which.
+TEST(NcclFailure, WaitsForTheNameOfThePeerThatExplainsIt) {
+  for (const char* faults : {"async:0:2", "timeout:0:2", "fail:0:2"}) {
+    use_fake_cuda();
+    const FakeFault fault(faults);
+    run_ranks(2, [&](RankOfTest& self) {
+      const Rank rank(self, test_environment(), seconds(10));
+      std::vector<float> values(10);
+      rank.group->submit(rank.all_reduce(values))->wait();
+      if (self.rank == 1) {
+        std::this_thread::sleep_for(milliseconds(200));
+        rank.group->shutdown();
+        return;
+      }
+      const auto [kind, message] =
+          error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+      EXPECT_EQ(kind, ErrorKind::kPeerLost) << message;
+      EXPECT_TRUE(contains(message, "rank 1 (")) << message;
+    });
   }
 }
 

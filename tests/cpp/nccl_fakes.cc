@@ -49,7 +49,7 @@ const CudaLibrary& fake_kernels() {
 }
 
 CommunicatorPtr join_nccl(const RankOfTest& rank, const Environment& environment,
-                          const CudaLibrary* kernels) {
+                          const CudaLibrary* kernels, std::chrono::milliseconds name_patience) {
   NcclOptions options;
   options.api = fake_nccl();
   options.host = rank.communicator;
@@ -58,6 +58,7 @@ CommunicatorPtr join_nccl(const RankOfTest& rank, const Environment& environment
   options.environment = environment;
   options.endpoint = rank.endpoint;
   options.end_patience = std::chrono::seconds(2);
+  options.name_patience = name_patience;
   return create_nccl_communicator(std::move(options));
 }
 

@@ -20,9 +20,10 @@ void use_fake_cuda();
 [[nodiscard]] const CudaLibrary& fake_kernels();
 
 // For a rank of run_ranks(): an NCCL group over its native one, on the device of its rank.
-[[nodiscard]] CommunicatorPtr join_nccl(const RankOfTest& rank,
-                                        const Environment& environment = test_environment(),
-                                        const CudaLibrary* kernels = &fake_kernels());
+[[nodiscard]] CommunicatorPtr join_nccl(
+    const RankOfTest& rank, const Environment& environment = test_environment(),
+    const CudaLibrary* kernels = &fake_kernels(),
+    std::chrono::milliseconds name_patience = std::chrono::milliseconds(200));
 
 // FAKE_NCCL_FAULT as in tests/fakes/nccl.cc, for as long as it lives. Before the ranks start.
 class FakeFault {
@@ -56,8 +57,11 @@ class FakeStream {
 
 // A rank with a stream that it computes on.
 struct NcclRank {
-  explicit NcclRank(const RankOfTest& self, const Environment& environment = test_environment())
-      : group(join_nccl(self, environment)), device(self.rank), stream(device) {}
+  explicit NcclRank(const RankOfTest& self, const Environment& environment = test_environment(),
+                    std::chrono::milliseconds name_patience = std::chrono::milliseconds(200))
+      : group(join_nccl(self, environment, &fake_kernels(), name_patience)),
+        device(self.rank),
+        stream(device) {}
 
   template <typename T>
   [[nodiscard]] Operation all_reduce(std::vector<T>& values, ReduceOp op = ReduceOp::kSum) const {

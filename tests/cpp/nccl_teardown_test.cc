@@ -90,6 +90,51 @@ TEST(NcclTeardown, GivesEveryGraphScratchMemoryThatGoesWithIt) {
   });
 }
 
+// What waits for the device ends captures, so nothing is freed meanwhile.
+TEST(NcclTeardown, LeavesCapturesWhole) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    const CommunicatorPtr other = rank.group->split({0});
+    std::vector<float> values(10, 1.0F);
+    const auto own = Device{DeviceType::kCuda, rank.device};
+    MemoryPtr dropped = rank.group->allocate(1000, own);
+    MemoryPtr dropped_later = other->allocate(1000, own);
+    ::fake_driver_begin_capture(rank.stream.get());
+    EXPECT_TRUE(rank.group->submit(scaled(rank, values))->wait_on_stream(rank.stream.get()));
+    dropped.reset();
+    EXPECT_NE(rank.group->allocate(1000, own), nullptr);
+    other->abort(Aborted("enough"));
+    dropped_later.reset();
+    std::this_thread::sleep_for(milliseconds(200));
+    void* const graph = ::fake_driver_end_capture(rank.stream.get());
+    ASSERT_NE(graph, nullptr) << "the capture was broken";
+    ::fake_driver_replay(graph, rank.stream.get());
+    rank.stream.synchronize();
+    EXPECT_EQ(values[0], 2.0F);
+    ::fake_driver_destroy_graph(graph);
+    rank.group->shutdown();
+  });
+  EXPECT_TRUE(comes_true([] { return ::fake_nccl_blocks() == 0; }));
+  EXPECT_TRUE(comes_true([] { return ::fake_driver_blocks() == 0; }));
+}
+
+// Of its own group, while what is captured is on the group's stream.
+TEST(NcclTeardown, AbortsBesideACapture) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    ::fake_driver_begin_capture(rank.stream.get());
+    EXPECT_TRUE(rank.group->submit(scaled(rank, values))->wait_on_stream(rank.stream.get()));
+    rank.group->abort(Aborted("enough"));
+    std::this_thread::sleep_for(milliseconds(200));
+    void* const graph = ::fake_driver_end_capture(rank.stream.get());
+    ASSERT_NE(graph, nullptr) << "the capture was broken";
+    ::fake_driver_destroy_graph(graph);
+    rank.group->shutdown();
+  });
+  EXPECT_TRUE(comes_true([] { return ::fake_driver_blocks() == 0; }));
+}
+
 TEST(NcclTeardown, DoesNotAbortWhileMemoryIsDeregistered) {
   use_fake_cuda();
   const FakeFault fault("slow_deregister:0:0");

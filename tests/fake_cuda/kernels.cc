@@ -235,6 +235,12 @@ bool run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!fits || !is_full || !call.has_device()) {
     return false;
   }
+  if (is_copy && self.is_cuda() && arguments[1].toTensor().is_cuda() &&
+      arguments[1].toTensor().device() != self.device()) {
+    // Between devices CUDA waits for both streams, and both wait for the copy.
+    Queue::of(current_stream(arguments[1].toTensor().device().index())).drain();
+    is_awaited = true;
+  }
   Queue& queue = Queue::of(call.stream());
   // A replay runs it once more.
   const std::function<void()> job = [op, later = std::move(later)] {

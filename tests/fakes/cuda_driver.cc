@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -35,11 +36,15 @@ void move_bytes(void* to, const void* from, std::size_t bytes) {
 
 constexpr int kSuccess = 0;
 constexpr int kInvalidValue = 1;
+constexpr int kInvalidDevice = 101;
 constexpr int kInvalidContext = 201;
+constexpr int kInvalidHandle = 400;
 constexpr int kNotReady = 600;
 constexpr int kCaptureUnsupported = 900;
 constexpr int kCaptureModeRelaxed = 2;
 constexpr int kCaptureImplicit = 906;
+// Handles of devices are not what the process counts.
+constexpr int kFirstDevice = 40;
 
 using Job = std::function<void()>;
 
@@ -123,6 +128,7 @@ struct Mark {
 };
 
 struct Event {
+  void* context = nullptr;
   std::mutex mutex;
   std::shared_ptr<Mark> mark;
   bool is_captured = false;
@@ -144,7 +150,9 @@ struct Capture {
 struct State {
   std::set<void*> foreign;  // streams of torch's fake device
   std::mutex mutex;
-  std::set<void*> streams;
+  std::map<void*, void*> streams;  // with their contexts
+  std::set<void*> events;
+  std::set<void*> memory;
   std::unique_ptr<Capture> capture;
   std::uint64_t captures = 0;
   std::unique_ptr<Queue> legacy;
@@ -187,6 +195,18 @@ bool permits_unsafe_call() {
   }
   state().capture->is_broken = true;
   return false;
+}
+
+// Under the lock.
+int break_capture() {
+  state().capture->is_broken = true;
+  return kCaptureUnsupported;
+}
+
+// Whether it has been made, and not destroyed.
+bool is_event(void* handle) {
+  const std::lock_guard lock(state().mutex);
+  return state().events.count(handle) != 0;
 }
 
 void post(void* stream, const Job& job) {
@@ -269,6 +289,14 @@ void* fake_driver_end_capture(void* /*stream*/) {
   return capture->is_broken ? nullptr : capture;
 }
 
+const void* fake_driver_current_context() { return current_context; }
+
+const void* fake_driver_context_of(void* stream) {
+  const std::lock_guard lock(state().mutex);
+  const auto found = state().streams.find(stream);
+  return found == state().streams.end() ? nullptr : found->second;
+}
+
 int fake_driver_permits_unsafe_call() { return permits_unsafe_call() ? 1 : 0; }
 
 const void* fake_driver_capture() {
@@ -307,12 +335,17 @@ int cuDeviceGetCount(int* count) {
   return kSuccess;
 }
 
+int cuDeviceGet(int* device, int ordinal) {
+  *device = kFirstDevice + ordinal;
+  return ordinal < 0 || ordinal >= device_count() ? kInvalidDevice : kSuccess;
+}
+
 int cuDevicePrimaryCtxRetain(void** context, int device) {
-  if (device < 0 || device >= device_count()) {
-    return kInvalidValue;
+  if (device < kFirstDevice || device >= kFirstDevice + device_count()) {
+    return kInvalidDevice;
   }
   static char contexts[64];
-  *context = &contexts[device];
+  *context = &contexts[device - kFirstDevice];
   return kSuccess;
 }
 
@@ -330,10 +363,13 @@ int cuCtxSynchronize() {
   if (!has_context()) {
     return kInvalidContext;
   }
-  std::set<void*> own;
+  std::map<void*, void*> own;
   std::set<void*> foreign;
   {
     const std::lock_guard lock(state().mutex);
+    if (state().capture != nullptr) {
+      return break_capture();  // in any mode
+    }
     own = state().streams;
     foreign = state().foreign;
   }
@@ -343,8 +379,8 @@ int cuCtxSynchronize() {
   for (void* const stream : foreign) {
     finish(stream);
   }
-  for (void* const stream : own) {
-    while (!static_cast<Queue*>(stream)->is_idle()) {
+  for (const auto& [stream, context] : own) {
+    while (context == current_context && !static_cast<Queue*>(stream)->is_idle()) {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
@@ -368,7 +404,7 @@ int cuStreamCreateWithPriority(void** stream, unsigned, int) {
   }
   const std::lock_guard lock(state().mutex);
   *stream = new Queue;
-  state().streams.insert(*stream);
+  state().streams[*stream] = current_context;
   state().kept.push_back(*stream);
   return kSuccess;
 }
@@ -378,7 +414,9 @@ int cuStreamDestroy_v2(void* stream) {
   has_context();
   {
     const std::lock_guard lock(state().mutex);
-    state().streams.erase(stream);
+    if (state().streams.erase(stream) == 0) {
+      return kInvalidHandle;
+    }
   }
   static_cast<Queue*>(stream)->close();
   return kSuccess;
@@ -386,6 +424,9 @@ int cuStreamDestroy_v2(void* stream) {
 
 int cuStreamGetCaptureInfo_v2(void* stream, int* status, std::uint64_t* id, void** graph,
                               const void***, std::size_t*) {
+  if (!has_context()) {
+    return kInvalidContext;
+  }
   const std::lock_guard lock(state().mutex);
   Capture* const capture = state().capture.get();
   // Every stream of the fake is one that the legacy stream waits for.
@@ -413,6 +454,15 @@ int cuGraphRetainUserObject(void* graph, void* object, unsigned count, unsigned 
 }
 
 int cuStreamQuery(void* stream) {
+  {
+    const std::lock_guard lock(state().mutex);
+    if (state().streams.count(stream) == 0) {
+      return kInvalidHandle;
+    }
+    if (is_captured_now(stream)) {
+      return break_capture();  // in any mode
+    }
+  }
   if (!permits_unsafe_call()) {
     return kCaptureUnsupported;
   }
@@ -420,18 +470,38 @@ int cuStreamQuery(void* stream) {
 }
 
 int cuEventCreate(void** event, unsigned) {
-  *event = new Event;
-  return has_context() ? kSuccess : kInvalidContext;
+  if (!has_context()) {
+    return kInvalidContext;
+  }
+  auto* const made = new Event;
+  made->context = current_context;
+  *event = made;
+  const std::lock_guard lock(state().mutex);
+  state().events.insert(made);
+  return kSuccess;
 }
 
 int cuEventDestroy_v2(void* event) {
   require_own_process();
   has_context();
+  {
+    const std::lock_guard lock(state().mutex);
+    if (state().events.erase(event) == 0) {
+      return kInvalidHandle;
+    }
+  }
   delete static_cast<Event*>(event);
   return kSuccess;
 }
 
 int cuEventRecord(void* handle, void* stream) {
+  if (!is_event(handle)) {
+    return kInvalidHandle;
+  }
+  const void* const context = fake_driver_context_of(stream);
+  if (context != nullptr && context != static_cast<Event*>(handle)->context) {
+    return kInvalidHandle;
+  }
   auto& event = *static_cast<Event*>(handle);
   auto mark = std::make_shared<Mark>();
   {
@@ -444,6 +514,9 @@ int cuEventRecord(void* handle, void* stream) {
 }
 
 int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
+  if (!is_event(handle)) {
+    return kInvalidHandle;
+  }
   auto& event = *static_cast<Event*>(handle);
   std::shared_ptr<Mark> mark;
   bool joins_capture = false;
@@ -469,9 +542,16 @@ int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
 }
 
 int cuEventQuery(void* handle) {
+  if (!is_event(handle)) {
+    return kInvalidHandle;
+  }
   auto& event = *static_cast<Event*>(handle);
   const std::lock_guard lock(event.mutex);
-  if (event.is_captured || !permits_unsafe_call()) {
+  if (event.is_captured) {
+    const std::lock_guard state_lock(state().mutex);
+    return state().capture == nullptr ? kCaptureUnsupported : break_capture();
+  }
+  if (!permits_unsafe_call()) {
     return kCaptureUnsupported;
   }
   if (event.mark == nullptr) {
@@ -502,13 +582,27 @@ int cuMemAlloc_v2(std::size_t* data, std::size_t bytes) {
   std::memset(memory, 0xff, bytes);
   *data = reinterpret_cast<std::size_t>(memory);
   ++blocks;
+  const std::lock_guard lock(state().mutex);
+  state().memory.insert(memory);
   return kSuccess;
 }
 
 int cuMemFree_v2(std::size_t data) {
+  if (!has_context()) {
+    return kInvalidContext;
+  }
+  if (!permits_unsafe_call()) {
+    return kCaptureUnsupported;
+  }
+  {
+    const std::lock_guard lock(state().mutex);
+    if (state().memory.erase(reinterpret_cast<void*>(data)) == 0) {
+      return kInvalidValue;
+    }
+  }
   std::free(reinterpret_cast<void*>(data));
   --blocks;
-  return has_context() ? kSuccess : kInvalidContext;
+  return kSuccess;
 }
 
 int cuThreadExchangeStreamCaptureMode(int* mode) {

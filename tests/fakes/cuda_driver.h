@@ -37,6 +37,12 @@ int fake_driver_permits_unsafe_call();
 // The capture that is under way; null where there is none.
 const void* fake_driver_capture();
 
+// Of the calling thread; null where it has none.
+const void* fake_driver_current_context();
+
+// Of a stream of the driver's own; null of all others.
+const void* fake_driver_context_of(void* stream);
+
 // Whether `job` was recorded, because the stream is captured.
 int fake_driver_record(void* stream, const std::function<void()>* job);
 

@@ -1,10 +1,14 @@
 // A NCCL without a GPU: ranks are threads or processes of one host, which meet in shared memory;
 // what a call enqueues runs on the streams of the fake CUDA driver. It is as slow and as picky as
-// it may be: communicators do not block, so calls answer ncclInProgress now and then.
+// it may be: communicators do not block, so calls answer ncclInProgress now and then; what a call
+// may not be given is refused with NCCL's own code; and where ranks call different things, the
+// collective hangs, as it may.
 //
 // FAKE_NCCL_VERSION      what ncclGetVersion says                          (23007)
+// NCCL_COMM_BLOCKING=1   calls wait until they are done, as NCCL's do
 // FAKE_NCCL_FAULT        what:rank:n, at the n-th collective of that rank; several by commas. What:
-//   fail        the call returns an error      async       an error comes up afterwards
+//   fail        the call returns an error      async       an error comes up afterwards: of a peer,
+//                                              timeout     of NCCL's own patience
 //   hang        the operation never ends       hang_abort  nor does the abort (n is of no matter)
 //   init_fail   joining fails                  init_hang   joining never ends
 //   exit        the process ends, at once      slow        the call is under way for two seconds
@@ -27,6 +31,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -47,10 +52,13 @@ void move_bytes(void* to, const void* from, std::size_t bytes) {
 
 enum Result {
   kSuccess = 0,
+  kUnhandledCudaError = 1,
   kSystemError = 2,
   kInvalidArgument = 4,
+  kInvalidUsage = 5,
   kRemoteError = 6,
-  kInProgress = 7
+  kInProgress = 7,
+  kTimeout = 8
 };
 enum RedOp { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
 
@@ -67,6 +75,7 @@ struct Mailbox {
 struct Shared {
   std::atomic<int> joined;
   std::atomic<std::uint64_t> arrived[kMostRanks];
+  std::uint64_t calls[kMostRanks];  // what each rank's collective is, in short
   char chunks[kMostRanks][kChunk];
   Mailbox mail[kMostRanks][kMostRanks];  // from, to
 };
@@ -86,7 +95,11 @@ struct Comm {
   int rank = 0;
   int size = 1;
   Shared* shared = nullptr;
+  const void* context = nullptr;  // CUDA's, that it was made in
+  bool is_blocking = false;
+  bool is_finalized = false;
   std::uint64_t arrivals = 0;  // by the stream's thread
+  std::uint64_t call = 0;      // by the stream's thread
   std::atomic<bool> is_aborted{false};
   std::atomic<int> async_error{kSuccess};
   std::atomic<int> slow_answers{0};
@@ -99,7 +112,8 @@ struct Comm {
 
 // What is done to memory and communicators that NCCL does not forgive, and what there is of them.
 std::atomic<int> faults_seen{0};
-std::atomic<int> communicators{0};
+std::mutex communicators_mutex;
+std::set<void*> communicators;  // guarded by communicators_mutex
 std::mutex memory_mutex;
 std::map<void*, int> memory;           // how often it is registered; guarded by memory_mutex
 std::map<void*, void*> registrations;  // memory by communicator; guarded by memory_mutex
@@ -112,7 +126,10 @@ std::int64_t now_ms() {
 
 // With a communicator go its registrations.
 void end(void* handle) {
-  --communicators;
+  {
+    const std::lock_guard lock(communicators_mutex);
+    communicators.erase(handle);
+  }
   const std::lock_guard lock(memory_mutex);
   for (const auto& [data, comm] : registrations) {
     if (comm == handle) {
@@ -124,6 +141,12 @@ void end(void* handle) {
 
 // What jobs hold; the handle of a communicator is a pointer to one of these.
 using CommPtr = std::shared_ptr<Comm>;
+
+// Null where that is none, or has been destroyed.
+CommPtr find(void* handle) {
+  const std::lock_guard lock(communicators_mutex);
+  return communicators.count(handle) == 0 ? nullptr : *static_cast<CommPtr*>(handle);
+}
 
 std::vector<Fault> faults() {
   std::vector<Fault> all;
@@ -182,8 +205,15 @@ void show_all(
   for (std::size_t begin = 0; begin < bytes; begin += kChunk) {
     const std::size_t count = std::min(kChunk, bytes - begin);
     move_bytes(comm.shared->chunks[comm.rank], mine + begin, count);
+    comm.shared->calls[comm.rank] = comm.call;
     if (!meet(comm)) {
       return;
+    }
+    for (int rank = 0; rank < comm.size; ++rank) {
+      if (comm.shared->calls[rank] != comm.call) {
+        wait_for(comm, [] { return false; });
+        return;
+      }
     }
     for (int rank = 0; rank < comm.size; ++rank) {
       use(rank, begin, comm.shared->chunks[rank], count);
@@ -446,13 +476,14 @@ void launch(std::vector<Queued> calls) {
       return true;
     });
     const bool hangs = has_fault(*comm, "hang", true);
-    const bool fails = has_fault(*comm, "async", true);
+    const bool times_out = has_fault(*comm, "timeout", true);
+    const bool fails = times_out || has_fault(*comm, "async", true);
     if (has_fault(*comm, "exit", true)) {
       std::_Exit(9);
     }
-    enqueue(stream, [comm, messages, collectives, hangs, fails] {
+    enqueue(stream, [comm, messages, collectives, hangs, fails, times_out] {
       if (fails) {
-        comm->async_error = kRemoteError;
+        comm->async_error = times_out ? kTimeout : kRemoteError;
       }
       if (hangs || fails) {
         wait_for(*comm, [] { return false; });
@@ -466,10 +497,40 @@ void launch(std::vector<Queued> calls) {
   }
 }
 
+// What a communicator says before a call, and answers the question for errors.
+Result state_of(Comm& comm) {
+  if (comm.async_error != kSuccess) {
+    return static_cast<Result>(comm.async_error.load());
+  }
+  const bool is_busy = comm.shared->joined < comm.size || comm.never_joins ||
+                       comm.never_finalizes || now_ms() < comm.busy_until_ms ||
+                       comm.slow_answers > 0;
+  return is_busy ? kInProgress : kSuccess;
+}
+
+// In the words of NCCL's own check: what is under way has to be waited for.
+Result refusal_of(Comm& comm) {
+  const Result state = state_of(comm);
+  return state == kInProgress ? kInvalidArgument : state;
+}
+
 Result submit(void* handle, void* stream, Queued call) {
-  call.comm = *static_cast<CommPtr*>(handle);
+  call.comm = find(handle);
+  if (call.comm == nullptr) {
+    return kInvalidArgument;
+  }
   call.stream = stream;
   Comm& comm = *call.comm;
+  if (const Result refusal = refusal_of(comm); refusal != kSuccess) {
+    return refusal;
+  }
+  if (call.message.peer < 0 || call.message.peer >= comm.size) {
+    return kInvalidArgument;
+  }
+  const void* const context = fake_driver_context_of(stream);
+  if (context != nullptr && context != comm.context) {
+    return kUnhandledCudaError;
+  }
   if (group_depth == 0 || queued.empty()) {
     ++comm.operations;
   }
@@ -480,16 +541,46 @@ Result submit(void* handle, void* stream, Queued call) {
     queued.push_back(std::move(call));
     return kSuccess;
   }
-  comm.slow_answers = 1;
+  comm.slow_answers = comm.is_blocking ? 0 : 1;
   if (has_fault(comm, "slow", true)) {
     comm.busy_until_ms = now_ms() + 2000;
   }
   launch({std::move(call)});
-  return kInProgress;
+  return comm.is_blocking ? kSuccess : kInProgress;
 }
 
-Result collective(void* comm, void* stream, std::function<void(Comm&)> run) {
-  return submit(comm, stream, Queued{nullptr, nullptr, std::move(run), {}});
+// What ranks have to call alike.
+struct Shape {
+  int kind;
+  std::size_t count;
+  int type;
+  int op = 0;
+  int root = 0;
+
+  [[nodiscard]] bool is_valid(const Comm& comm) const {
+    return type >= 0 && type <= 9 && op >= 0 && op <= 4 && root >= 0 && root < comm.size;
+  }
+  [[nodiscard]] std::uint64_t in_short() const {
+    std::uint64_t value = count;
+    for (const int each : {kind, type, op, root}) {
+      value = value * 31 + static_cast<std::uint64_t>(each);
+    }
+    return value;
+  }
+};
+
+Result collective(void* comm, void* stream, Shape shape, std::function<void(Comm&)> run) {
+  if (const CommPtr known = find(comm); known != nullptr && !shape.is_valid(*known)) {
+    return kInvalidArgument;
+  }
+  return submit(comm, stream,
+                Queued{nullptr,
+                       nullptr,
+                       [shape, run = std::move(run)](Comm& self) {
+                         self.call = shape.in_short();
+                         run(self);
+                       },
+                       {}});
 }
 
 }  // namespace
@@ -514,8 +605,17 @@ int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, void*
   if (magic != 0xcafebeef || size > kMostRanks) {
     return kInvalidArgument;
   }
+  if (size < 1 || rank < 0 || rank >= size) {
+    return kInvalidArgument;
+  }
   auto comm = std::make_shared<Comm>();
   comm->faults = faults();
+  comm->context = fake_driver_current_context();
+  if (comm->context == nullptr) {
+    return kUnhandledCudaError;
+  }
+  const char* const blocking = std::getenv("NCCL_COMM_BLOCKING");
+  comm->is_blocking = blocking != nullptr && std::strcmp(blocking, "1") == 0;
   comm->rank = rank;
   comm->size = size;
   if (has_fault(*comm, "init_fail", false)) {
@@ -532,40 +632,62 @@ int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, void*
   if (!comm->never_joins && ++comm->shared->joined == size) {
     ::shm_unlink(id.bytes);
   }
-  ++communicators;
+  if (comm->is_blocking) {
+    wait_for(*comm, [&comm] { return state_of(*comm) == kSuccess; });
+  }
+  const Result result = comm->is_blocking ? kSuccess : kInProgress;
   *handle = new CommPtr(std::move(comm));
-  return kInProgress;
+  const std::lock_guard lock(communicators_mutex);
+  communicators.insert(*handle);
+  return result;
 }
 
 int ncclCommGetAsyncError(void* handle, int* state) {
-  Comm& comm = **static_cast<CommPtr*>(handle);
-  *state = comm.async_error;
-  if (comm.shared->joined < comm.size || comm.never_joins || comm.never_finalizes ||
-      now_ms() < comm.busy_until_ms) {
-    *state = kInProgress;
-  } else if (comm.slow_answers > 0) {
-    --comm.slow_answers;
-    *state = kInProgress;
+  const CommPtr comm = find(handle);
+  if (comm == nullptr) {
+    return kInvalidArgument;
+  }
+  *state = state_of(*comm);
+  if (comm->slow_answers > 0) {
+    --comm->slow_answers;
   }
   return kSuccess;
 }
 
 int ncclCommFinalize(void* handle) {
-  Comm& comm = **static_cast<CommPtr*>(handle);
-  comm.slow_answers = 2;
-  comm.never_finalizes = has_fault(comm, "hang_finalize", false);
-  return kInProgress;
+  const CommPtr comm = find(handle);
+  if (comm == nullptr || comm->is_finalized) {
+    return kInvalidArgument;
+  }
+  if (const Result refusal = refusal_of(*comm); refusal != kSuccess) {
+    return refusal;
+  }
+  comm->is_finalized = true;
+  comm->slow_answers = comm->is_blocking ? 0 : 2;
+  comm->never_finalizes = has_fault(*comm, "hang_finalize", false);
+  return comm->is_blocking ? kSuccess : kInProgress;
 }
 
 // Jobs may still hold the communicator; its memory stays mapped.
 int ncclCommDestroy(void* handle) {
+  const CommPtr comm = find(handle);
+  if (comm == nullptr) {
+    return kInvalidArgument;
+  }
+  if (const Result refusal = refusal_of(*comm); refusal != kSuccess) {
+    return refusal;
+  }
   end(handle);
   delete static_cast<CommPtr*>(handle);
   return kSuccess;
 }
 
 int ncclCommAbort(void* handle) {
-  Comm& comm = **static_cast<CommPtr*>(handle);
+  const CommPtr found = find(handle);
+  if (found == nullptr) {
+    return kInvalidArgument;
+  }
+  Comm& comm = *found;
   if (has_fault(comm, "hang_abort", false)) {
     std::this_thread::sleep_for(std::chrono::hours(1));
   }
@@ -579,8 +701,20 @@ int ncclCommAbort(void* handle) {
 }
 
 const char* ncclGetErrorString(int result) {
-  return result == kRemoteError ? "remote process exited or there was a network error"
-                                : "unhandled system error";
+  switch (result) {
+    case kUnhandledCudaError:
+      return "unhandled cuda error";
+    case kInvalidArgument:
+      return "invalid argument";
+    case kInvalidUsage:
+      return "invalid usage";
+    case kRemoteError:
+      return "remote process exited or there was a network error";
+    case kTimeout:
+      return "timeout";
+    default:
+      return "unhandled system error";
+  }
 }
 const char* ncclGetLastError(void*) { return "said by the fake"; }
 
@@ -590,22 +724,26 @@ int ncclGroupStart() {
 }
 
 int ncclGroupEnd() {
+  if (group_depth == 0) {
+    return kInvalidUsage;
+  }
   if (--group_depth > 0) {
     return kSuccess;
   }
   std::vector<Queued> calls;
   calls.swap(queued);
+  bool is_over = true;
   for (const Queued& call : calls) {
-    call.comm->slow_answers = 1;
+    call.comm->slow_answers = call.comm->is_blocking ? 0 : 1;
+    is_over &= call.comm->is_blocking;
   }
-  const bool is_empty = calls.empty();
   launch(std::move(calls));
-  return is_empty ? kSuccess : kInProgress;
+  return is_over ? kSuccess : kInProgress;
 }
 
 int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int op, void* comm,
                   void* stream) {
-  return collective(comm, stream, [=](Comm& self) {
+  return collective(comm, stream, {0, count, type, op}, [=](Comm& self) {
     const std::vector<char> total = reduced(self, in, count, type, op);
     if (!self.is_aborted) {
       move_bytes(out, total.data(), total.size());
@@ -615,7 +753,7 @@ int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int op
 
 int ncclReduce(const void* in, void* out, std::size_t count, int type, int op, int root, void* comm,
                void* stream) {
-  return collective(comm, stream, [=](Comm& self) {
+  return collective(comm, stream, {1, count, type, op, root}, [=](Comm& self) {
     const std::vector<char> total = reduced(self, in, count, type, op);
     if (!self.is_aborted && self.rank == root) {
       move_bytes(out, total.data(), total.size());
@@ -625,7 +763,7 @@ int ncclReduce(const void* in, void* out, std::size_t count, int type, int op, i
 
 int ncclReduceScatter(const void* in, void* out, std::size_t count, int type, int op, void* comm,
                       void* stream) {
-  return collective(comm, stream, [=](Comm& self) {
+  return collective(comm, stream, {2, count, type, op}, [=](Comm& self) {
     const std::size_t all = count * static_cast<std::size_t>(self.size);
     const std::vector<char> total = reduced(self, in, all, type, op);
     if (!self.is_aborted) {
@@ -637,7 +775,7 @@ int ncclReduceScatter(const void* in, void* out, std::size_t count, int type, in
 
 int ncclAllGather(const void* in, void* out, std::size_t count, int type, void* comm,
                   void* stream) {
-  return collective(comm, stream, [=](Comm& self) {
+  return collective(comm, stream, {3, count, type}, [=](Comm& self) {
     const std::size_t bytes = count * size_of(type);
     // The input may lie inside of the output.
     const std::vector<char> mine(static_cast<const char*>(in),
@@ -652,7 +790,7 @@ int ncclAllGather(const void* in, void* out, std::size_t count, int type, void* 
 
 int ncclBroadcast(const void* in, void* out, std::size_t count, int type, int root, void* comm,
                   void* stream) {
-  return collective(comm, stream, [=](Comm& self) {
+  return collective(comm, stream, {4, count, type, 0, root}, [=](Comm& self) {
     const char* const mine = static_cast<const char*>(self.rank == root ? in : out);
     show_all(self, mine, count * size_of(type),
              [&](int rank, std::size_t begin, const char* values, std::size_t length) {
@@ -685,6 +823,9 @@ int ncclMemAlloc(void** data, std::size_t bytes) {
 
 int ncclMemFree(void* data) {
   const std::lock_guard lock(memory_mutex);
+  if (memory.count(data) == 0) {
+    return kInvalidArgument;
+  }
   if (memory[data] != 0) {
     ++faults_seen;  // a communicator would use it for whatever comes to lie there
   }
@@ -694,6 +835,9 @@ int ncclMemFree(void* data) {
 }
 
 int ncclCommRegister(void* comm, void* data, std::size_t, void** handle) {
+  if (find(comm) == nullptr) {
+    return kInvalidArgument;
+  }
   const std::lock_guard lock(memory_mutex);
   *handle = data;
   ++memory[data];
@@ -702,7 +846,17 @@ int ncclCommRegister(void* comm, void* data, std::size_t, void** handle) {
 }
 
 int ncclCommDeregister(void* handle, void* data) {
-  const CommPtr comm = *static_cast<CommPtr*>(handle);
+  const CommPtr comm = find(handle);
+  if (comm == nullptr) {
+    return kInvalidArgument;
+  }
+  {
+    const std::lock_guard lock(memory_mutex);
+    if (const auto found = registrations.find(data);
+        found == registrations.end() || found->second != handle) {
+      return kInvalidUsage;
+    }
+  }
   ++comm->calls;
   if (has_fault(*comm, "slow_deregister", false)) {
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -715,7 +869,10 @@ int ncclCommDeregister(void* handle, void* data) {
 }
 
 int fake_nccl_faults() { return faults_seen.load(); }
-int fake_nccl_communicators() { return communicators.load(); }
+int fake_nccl_communicators() {
+  const std::lock_guard lock(communicators_mutex);
+  return static_cast<int>(communicators.size());
+}
 int fake_nccl_blocks() {
   const std::lock_guard lock(memory_mutex);
   return static_cast<int>(memory.size());

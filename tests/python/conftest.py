@@ -1,5 +1,7 @@
 """What pytest finds by itself: the time limit of each test, the fixtures of those that train."""
 
+import pytest
+from launch import warm_up
 from time_limit import pytest_configure, pytest_timeout_cancel_timer, pytest_timeout_set_timer
 from training import backend, ranks, run, run_on_each, three
 
@@ -13,3 +15,15 @@ __all__ = [
     "run_on_each",
     "three",
 ]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Loads torch for all ranks before the first test's limit counts: a slow disk takes long."""
+    if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):
+        warm_up()
+
+
+def _uses_ranks(item: pytest.Item) -> bool:
+    module = getattr(item, "module", None)
+    names = {"Ranks", "Runner", "rank_outcomes", "run_ranks"}
+    return not names.isdisjoint(vars(module) if module else ())

@@ -19,7 +19,8 @@
   unless the call before it left a process group behind, which then goes on. A rank that died stays
   dead: make new Ranks then. `method="spawn"` starts each rank as a fresh interpreter (about 1.5 s
   of processor time each); the default forks ranks off a server that has torch and numpy loaded.
-- When the limit passes, every rank prints the Python stack of each of its threads (this works
+- A call's limit counts from when all ranks are up, and is `timeout` times PATIENCE (time_limit.py).
+  When it passes, every rank prints the Python stack of each of its threads (this works
   within a blocking C++ call too), all are killed, and the test fails with `ExpiredError`, which
   shows the stacks. Ranks also end by themselves when the test process dies.
 - `run_command(argv, timeout=60, env=None)` does the same for a command and its descendants, and
@@ -57,9 +58,12 @@ from unittest import mock
 
 import psutil  # type: ignore[import-untyped]
 import torch
+from time_limit import PATIENCE
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 DEFAULT_TIMEOUT_S = 60.0
+# How long ranks may take until they can be called: a fresh interpreter imports torch from a disk.
+_START_S = 120.0
 # A rank whose parent no longer enforces the limit ends by itself this much later.
 _GRACE_S = 15.0
 # How long ranks get to write their stacks.
@@ -130,6 +134,21 @@ def clean_environment(env: Mapping[str, str | None] | None = None) -> dict[str, 
     return clean
 
 
+def warm_up() -> None:
+    """Starts the server that ranks are forked off, and waits until it has loaded torch."""
+    process = _context("forkserver").Process(target=int)
+    process.start()
+    process.join()
+
+
+def _context(method: str) -> Any:
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        # Every optimizer's first step imports torch._dynamo: seconds, in each rank.
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy"])
+    return context
+
+
 class Ranks:
     """N rank processes that live for several calls; see the module's docstring."""
 
@@ -147,10 +166,7 @@ class Ranks:
         self._seen = [0] * nprocs
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        context: Any = multiprocessing.get_context(method)
-        if method == "forkserver":
-            # Every optimizer's first step imports torch._dynamo: seconds, in each rank.
-            context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy"])
+        context = _context(method)
         try:
             with mock.patch.dict(
                 os.environ, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -173,6 +189,13 @@ class Ranks:
                     theirs.close()
                     self._connections.append(ours)
                     self._processes.append(process)
+            deadline = time.monotonic() + _START_S * PATIENCE
+            for connection in self._connections:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise ExpiredError(self._expire("starting", _START_S * PATIENCE, {}))
+                # A rank that has ended already is for `outcomes` to tell.
+                with contextlib.suppress(EOFError, ConnectionError):
+                    connection.recv()
         except BaseException:
             self.close()
             raise
@@ -215,6 +238,7 @@ class Ranks:
         self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT_S
     ) -> list[Outcome]:
         """Calls `function(*args)` on every rank; returns how it ended on each."""
+        timeout *= PATIENCE
         deadline = time.monotonic() + timeout
         if not self._store_is_used:
             self._store = _serve_store()
@@ -229,7 +253,7 @@ class Ranks:
                 list(pending), timeout=max(0.0, deadline - time.monotonic())
             )
             if not ready:
-                raise ExpiredError(self._expire(function, timeout, outcomes))
+                raise ExpiredError(self._expire(function.__name__, timeout, outcomes))
             for rank in [pending[connection] for connection in pending if connection in ready]:
                 outcomes[rank] = self._receive(rank, self._connections[rank])
         self._store_is_used = any(outcome.has_group for outcome in outcomes.values())
@@ -257,16 +281,14 @@ class Ranks:
         self._seen[rank] += len(text)
         return text.decode(errors="replace")
 
-    def _expire(
-        self, function: Callable[..., Any], timeout: float, outcomes: Mapping[int, Outcome]
-    ) -> str:
+    def _expire(self, what: str, timeout: float, outcomes: Mapping[int, Outcome]) -> str:
         late = [rank for rank in range(self.nprocs) if rank not in outcomes]
         for rank in late:
             self._signal(rank, signal.SIGCONT)
             self._signal(rank, signal.SIGUSR1)
         time.sleep(_DUMP_S)
         self.close(keep_logs=True)
-        parts = [f"{function.__name__}: ranks {late} of {self.nprocs} took more than {timeout} s."]
+        parts = [f"{what}: ranks {late} of {self.nprocs} took more than {timeout} s."]
         parts += [outcomes[rank].describe() for rank in sorted(outcomes)]
         parts += [f"--- rank {rank} hung here:\n{self._new_output(rank)}" for rank in late]
         self._folder.cleanup()
@@ -310,7 +332,7 @@ def _serve_store() -> TCPStore:
         0,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=DEFAULT_TIMEOUT_S),
+        timeout=timedelta(seconds=DEFAULT_TIMEOUT_S * PATIENCE),
     )
 
 
@@ -349,6 +371,7 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command; on expiry shows its descendants' Python stacks, kills all, fails."""
     variables = {"PYTHONFAULTHANDLER": "1", **(env or {})}
+    timeout *= PATIENCE
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             list(argv),
@@ -430,6 +453,7 @@ def _serve(
     _stacks.file = os.fdopen(descriptor, "w")
     faulthandler.enable(_stacks.file, all_threads=True)
     faulthandler.register(signal.SIGUSR1, _stacks.file, all_threads=True)
+    connection.send("ready")
     while True:
         try:
             port, limit_s, request = connection.recv()

@@ -10,9 +10,9 @@ import pytest
 from conformance.cases import CASES, run_cases
 from conformance.described import differences, reductions
 from conformance.suite import Report
-from fake_cuda import needs_fake_cuda
 from gpu_ranks import needs_gpu_ranks
 from launch import Ranks, run_ranks
+from staged_gpu import needs_gpu
 
 LIMIT_S = 90.0
 pytestmark = pytest.mark.timeout(LIMIT_S + 30)
@@ -25,7 +25,7 @@ BACKENDS: dict[str, dict[str, str | None]] = {
 }
 # Small cases then take many chunks, and results must not depend on it.
 SMALL_CHUNKS: dict[str, str | None] = {"PYDIST_CHUNK_BYTES": "16384"}
-# All tensors on the fake CUDA device, and in several parts; see Note [Device] in the suite.
+# All tensors on a CUDA device, and in several parts; see Note [Device] in the suite.
 DEVICE: dict[str, str | None] = {"CONFORMANCE_DEVICE": "cuda", "PYDIST_STAGING_BYTES": "65536"}
 # The same over NCCL; see gpu_ranks.
 NCCL: dict[str, str | None] = {"CONFORMANCE_DEVICE": "nccl"}
@@ -65,7 +65,7 @@ def pools() -> Iterator[object]:
         yield pytest.param((3, {**BACKENDS[name], **SMALL_CHUNKS}), id=f"{name}, small chunks-3")
     for name, size in (("native", 3), ("gloo", 2)):
         yield pytest.param(
-            (size, {**BACKENDS[name], **DEVICE}), id=f"{name}, device-{size}", marks=needs_fake_cuda
+            (size, {**BACKENDS[name], **DEVICE}), id=f"{name}, device-{size}", marks=needs_gpu
         )
     for name, algorithm, size in (("nccl", "auto", 2), ("nccl, ring", "ring", 3)):
         env = {"PYDIST_BACKEND": "nccl", "PYDIST_ALGORITHM": algorithm, **NCCL}

@@ -48,6 +48,9 @@ def behaves_as_cuda() -> None:
     fake_cuda.synchronize()
     assert pinned.tolist() == [1.0] * 3
     assert tensor.cpu().tolist() == [1.0] * 3, "a copy to ordinary memory waits"
+    for expected in range(2, 6):
+        copied = tensor.add_(1).to("cuda:1")
+        assert copied.tolist() == [expected] * 3, "a copy between devices waits for both"
     fake_cuda.set_delay_us(200)
     with fake_cuda.Stream() as stream:
         other = torch.zeros(3, device="cuda")

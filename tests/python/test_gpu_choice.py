@@ -80,15 +80,17 @@ def test_forms_of_the_command_line(text: str, chosen: tuple[str, ...]) -> None:
         (-2, "gpus=-2 is not valid; use a number"),
         (True, "gpus=True is not valid"),
         (0.5, "gpus=0.5 is not valid"),
+        (b"0", "gpus=b'0' is not valid"),
         ("", "gpus='' is not valid"),
         (",", "gpus=',' is not valid"),
         ("0,,1", "is not valid"),
         ("0;1", "is not valid"),
-        ("GPU-1", "is not valid"),
+        ("GPU-1", "is not valid.* For GPUs by UUID set CUDA_VISIBLE_DEVICES."),
         ("auto", "is not valid; use a number.*auto:2"),
         ("auto:two", "is not valid"),
         ("auto:0", "auto: takes the number of idle GPUs to use, 1 or more, or -1"),
         ("auto:-2", "1 or more"),
+        ("auto:5", "gpus='auto:5' asks for more GPUs than there are: 0 to 3 are visible"),
     ],
 )
 def test_what_is_refused(gpus: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +370,8 @@ def test_as_many_processes_as_gpus() -> None:
         (["--gpus", "0,2", "-n", "4"], "--gpus 0,2 takes 2 GPUs for a process each, but -n 4"),
         (["--gpus", "3,"], "--gpus 3,: there is no GPU 3: 0 to 2 are visible (by CUDA_VISIBLE_"),
         (["--gpus", "some"], "--gpus some is not valid; use a number"),
+        (["--gpus", ""], "--gpus '' is not valid; use a number"),
+        (["--gpus", "2", "-n", "0"], "-n 0: at least one process is needed"),
     ],
 )
 def test_pydist_run_gpus(

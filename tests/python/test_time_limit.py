@@ -40,8 +40,11 @@ def test_hangs_without_returning_to_python():
 """
 
 
-def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(
+    folder: Path, *arguments: str, patience: str = "1"
+) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    environment["PYDIST_TEST_PATIENCE"] = patience
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(folder)],
         cwd=folder,
@@ -62,7 +65,7 @@ def suite(tmp_path: Path) -> Path:
 
 def test_a_hang_shows_every_process_and_the_run_goes_on(suite: Path) -> None:
     (suite / "test_hanging.py").write_text(HANGING)
-    ended = run_pytest(suite, "--timeout=3")
+    ended = run_pytest(suite, "--timeout=30", patience="0.1")
     assert "1 failed, 1 passed" in ended.stdout
     assert "passed the limit of 3 s" in ended.stdout
     assert "in test_hangs" in ended.stdout

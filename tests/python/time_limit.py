@@ -2,7 +2,7 @@
 
 Note [Time limits]
 A hang must become a failure that shows where each rank is. At the limit (`timeout` in
-pyproject.toml, or `@pytest.mark.timeout(seconds)`):
+pyproject.toml, or `@pytest.mark.timeout(seconds)`; times `PATIENCE`):
 
 1. this process writes the stacks of all its threads;
 2. every descendant process gets SIGABRT: a Python one writes the stacks of all its threads
@@ -27,6 +27,9 @@ from typing import NoReturn
 
 import pytest
 
+# By what all limits of the tests are multiplied, those of `launch` too: more on a slow machine.
+# Taken out of the environment, where the engine would warn of a variable that it does not know.
+PATIENCE = float(os.environ.pop("PYDIST_TEST_PATIENCE", "") or 1)
 GRACE_S = 30.0
 # How long the aborted descendants get to write their stacks.
 _WRITING_S = 2.0
@@ -67,7 +70,7 @@ def _abort_descendants() -> list[int]:
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: object) -> bool:
     """Replaces pytest-timeout's own action at expiry (see Note [Time limits])."""
-    limit_s: float = settings.timeout  # type: ignore[attr-defined]
+    limit_s: float = settings.timeout * PATIENCE  # type: ignore[attr-defined]
     stderr_fd = item.config.stash[_stderr_fd]
 
     def on_expiry(signum: int, frame: FrameType | None) -> NoReturn:

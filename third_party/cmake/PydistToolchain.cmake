@@ -79,9 +79,10 @@ if(PYDIST_SANITIZE)
       "PYDIST_SANITIZE=${PYDIST_SANITIZE} cannot work: the address and thread sanitizers exclude "
       "each other, so build twice.")
   endif()
-  # -O1 keeps the instrumented tests quick and their stacks readable.
+  # -O1 keeps the instrumented tests quick and their stacks readable; -g1, which has lines and no
+  # variables, is all that a stack shows.
   target_compile_options(pydist_options INTERFACE
-    -fsanitize=${PYDIST_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1)
+    -fsanitize=${PYDIST_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1 -O1)
   target_link_options(pydist_options INTERFACE -fsanitize=${PYDIST_SANITIZE})
   if("thread" IN_LIST sanitizers AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # g++ warns that TSan does not model atomic_thread_fence; the code states where it relies on one.

@@ -1,9 +1,9 @@
 """How cases run inside a rank, and how results are compared.
 
 Note [Device]
-With CONFORMANCE_DEVICE=cuda, the tensors of all cases are on the fake CUDA device (fake_cuda), of
-which torch makes them by default; what a case says of the CPU is then said of the device. With
-CONFORMANCE_DEVICE=nccl every rank has a GPU for NCCL, a fake one too unless there is a real one.
+With CONFORMANCE_DEVICE=cuda, the tensors of all cases are on a CUDA device (staged_gpu), where
+torch makes them by default; what a case says of the CPU is then said of the device. With
+CONFORMANCE_DEVICE=nccl every rank has a GPU for NCCL. Both are fakes unless there is a real one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import fake_cuda
 import gpu_ranks
+import staged_gpu
 import torch
 from torch import Tensor
 
@@ -100,8 +100,7 @@ class Suite:
             if device == "nccl":
                 gpu_ranks.install()
             else:
-                fake_cuda.install()
-                fake_cuda.set_delay_us(20)
+                staged_gpu.install()
             torch.set_default_device("cuda")
         pydist.init(timeout=30)
         torch.set_num_threads(1)

@@ -1,0 +1,122 @@
+"""all_reduce of GPU tensors beside something else, in turns; for nccl_ring.py and staging.py.
+
+Every rank has a GPU of its own. Where there is one GPU, two ranks share it (gpu_ranks.py and
+staged_gpu.py in tests/python): the figures then say nothing of links between GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import gpu_ranks
+import staged_gpu
+import torch
+import torch.distributed as dist
+from launch import Ranks
+from turns import Pair, Times, take_turns
+
+import pydist
+from pydist.nccl_library import find_nccl
+from pydist.visible_gpus import why_none
+
+# Of one case, beside the seconds that it is given: NCCL takes some to join.
+_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured once, and the backend that carries it."""
+
+    backend: str
+    size_bytes: int
+    dtype: str
+    make_pair: Callable[[int, str], Pair]
+
+
+def why_not(backend: str) -> str:
+    """Why there is nothing to measure here; empty where there is."""
+    if not torch.cuda.is_available():
+        return why_none()
+    return find_nccl().problem if backend == "nccl" else ""
+
+
+def rank_count() -> int:
+    return max(2, torch.cuda.device_count())
+
+
+def are_sharing() -> bool:
+    """Whether ranks share a GPU (a fake counts as one)."""
+    return not torch.cuda.is_available() or torch.cuda.device_count() < rank_count()
+
+
+def measure(cases: Sequence[Case], nprocs: int, seconds: float) -> list[Times]:
+    """The times of each case; all have one backend."""
+    with Ranks(nprocs, {"PYDIST_BACKEND": cases[0].backend}) as ranks:
+        return [
+            ranks.run(take_case, case, are_sharing(), seconds, timeout=_LIMIT_S + seconds)[0]
+            for case in cases
+        ]
+
+
+def take_case(case: Case, is_sharing: bool, seconds: float) -> Times:
+    """On each rank."""
+    if is_sharing and not pydist.is_initialized():
+        gpu_ranks.install() if case.backend == "nccl" else staged_gpu.install()
+    pydist.init()
+    return take_turns(case.make_pair, (case.size_bytes, case.dtype), seconds)
+
+
+def zeros(size_bytes: int, dtype: str) -> torch.Tensor:
+    """On this rank's GPU; sums of them stay what they are."""
+    element: torch.dtype = getattr(torch, dtype)
+    return torch.zeros(size_bytes // element.itemsize, dtype=element, device="cuda")
+
+
+@functools.cache
+def ring_group() -> dist.ProcessGroup:
+    """All ranks; their all_reduce goes by our ring."""
+    before = os.environ.get("PYDIST_ALGORITHM")
+    # A group reads it when it is made.
+    os.environ["PYDIST_ALGORITHM"] = "ring"
+    try:
+        group = dist.new_group(backend="pydist")
+    finally:
+        os.environ.pop("PYDIST_ALGORITHM")
+        if before is not None:
+            os.environ["PYDIST_ALGORITHM"] = before
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def ring_beside_nccl(size_bytes: int, dtype: str) -> Pair:
+    tensor, ring = zeros(size_bytes, dtype), ring_group()
+
+    def by_ring() -> None:
+        pydist.all_reduce(tensor, group=ring)
+        gpu_ranks.synchronize()
+
+    def by_nccl() -> None:
+        pydist.all_reduce(tensor)
+        gpu_ranks.synchronize()
+
+    return Pair(by_ring, by_nccl, "NCCL's own")
+
+
+def staging_beside_copies(size_bytes: int, dtype: str) -> Pair:
+    """The reference moves the same bytes to pinned memory and back, at a time, and adds nothing."""
+    tensor = zeros(size_bytes, dtype)
+    arriving = torch.zeros_like(tensor)
+    down, up = (torch.zeros(tensor.shape, dtype=tensor.dtype).pin_memory() for _ in range(2))
+    device = str(tensor.device)
+
+    def copies() -> None:
+        with staged_gpu.stream(device):
+            down.copy_(tensor, non_blocking=True)
+        with staged_gpu.stream(device):
+            arriving.copy_(up, non_blocking=True)
+        staged_gpu.synchronize()
+
+    return Pair(lambda: pydist.all_reduce(tensor), copies, "plain copies")

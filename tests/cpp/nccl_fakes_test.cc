@@ -1,0 +1,127 @@
+// The fakes refuse what the real libraries refuse, with their codes: what passes on them is not to
+// fail on a GPU for a reason that they could have shown.
+
+#include "nccl_fakes.h"
+
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <thread>
+
+#include "../fakes/cuda_driver.h"
+#include "cuda/stream.h"
+
+namespace pydist::testing {
+namespace {
+
+using nccl::DataType;
+using nccl::RedOp;
+using nccl::Result;
+
+// A function of the fake driver.
+template <typename Function>
+Function driver(const char* name) {
+  use_fake_cuda();
+  return reinterpret_cast<Function>(::dlsym(RTLD_DEFAULT, name));  // NOLINT
+}
+
+constexpr int kSuccess = 0;
+constexpr int kInvalidDevice = 101;
+constexpr int kInvalidHandle = 400;
+constexpr int kCaptureUnsupported = 900;
+
+TEST(FakeDriver, RefusesADeviceByItsOrdinal) {
+  const auto retain = driver<int (*)(void**, int)>("cuDevicePrimaryCtxRetain");
+  void* context = nullptr;
+  EXPECT_EQ(retain(&context, 0), kInvalidDevice);
+  int handle = 0;
+  EXPECT_EQ(driver<int (*)(int*, int)>("cuDeviceGet")(&handle, 0), kSuccess);
+  EXPECT_EQ(retain(&context, handle), kSuccess);
+}
+
+TEST(FakeDriver, RefusesWhatIsDestroyedOrOfAnotherContext) {
+  const FakeStream stream(0);
+  const cuda::DeviceGuard guard(1);
+  const auto record = driver<int (*)(void*, void*)>("cuEventRecord");
+  const auto query = driver<int (*)(void*)>("cuEventQuery");
+  const cuda::Event event = cuda::Driver::get().create_event();
+  EXPECT_EQ(record(event, stream.get()), kInvalidHandle);
+  EXPECT_EQ(query(event), kSuccess);
+  cuda::Driver::get().destroy_event(event, cuda::Driver::get().current_context());
+  EXPECT_EQ(query(event), kInvalidHandle);
+  int nothing = 0;
+  EXPECT_EQ(driver<int (*)(void*)>("cuStreamQuery")(&nothing), kInvalidHandle);
+}
+
+// Nor do captures survive what is refused.
+TEST(FakeDriver, RefusesToWaitAndToFreeInACapture) {
+  const FakeStream stream(0);
+  const cuda::DeviceGuard guard(0);
+  void* const memory = cuda::Driver::get().allocate(100);
+  const auto is_broken_by = [&](const auto& call) {
+    ::fake_driver_begin_capture(stream.get());
+    EXPECT_EQ(call(), kCaptureUnsupported);
+    void* const graph = ::fake_driver_end_capture(stream.get());
+    if (graph != nullptr) {
+      ::fake_driver_destroy_graph(graph);
+    }
+    return graph == nullptr;
+  };
+  const auto free = driver<int (*)(std::size_t)>("cuMemFree_v2");
+  const auto address = reinterpret_cast<std::size_t>(memory);
+  EXPECT_TRUE(is_broken_by([&] { return free(address); }));
+  EXPECT_TRUE(is_broken_by([&] {
+    const cuda::RelaxedCapture relaxed;
+    return driver<int (*)()>("cuCtxSynchronize")();
+  }));
+  EXPECT_TRUE(is_broken_by([&] {
+    const cuda::RelaxedCapture relaxed;
+    return driver<int (*)(void*)>("cuStreamQuery")(stream.get());
+  }));
+  EXPECT_EQ(free(address), kSuccess);
+  EXPECT_NE(free(address), kSuccess);
+}
+
+TEST(FakeNccl, RefusesWhatNcclRefuses) {
+  const nccl::ApiPtr api = fake_nccl();
+  const nccl::Functions& functions = api->functions();
+  const FakeStream stream(0);
+  const FakeStream elsewhere(1);
+  const cuda::DeviceGuard guard(0);
+  nccl::UniqueId id{};
+  nccl::Config config;
+  nccl::CommHandle comm = nullptr;
+  ASSERT_EQ(functions.ncclGetUniqueId(&id), Result::kSuccess);
+  EXPECT_EQ(functions.ncclCommInitRankConfig(&comm, 1, id, 1, &config), Result::kInvalidArgument);
+  ASSERT_EQ(functions.ncclCommInitRankConfig(&comm, 1, id, 0, &config), Result::kInProgress);
+  const auto finish = [&] {
+    Result state = Result::kInProgress;
+    while (state == Result::kInProgress) {
+      EXPECT_EQ(functions.ncclCommGetAsyncError(comm, &state), Result::kSuccess);
+    }
+    return state;
+  };
+  EXPECT_EQ(finish(), Result::kSuccess);
+  std::vector<float> values(4);
+  const auto reduce = [&](DataType type, void* on) {
+    return functions.ncclAllReduce(values.data(), values.data(), values.size(), type, RedOp::kSum,
+                                   comm, on);
+  };
+  EXPECT_EQ(reduce(DataType::kFloat32, elsewhere.get()), Result::kUnhandledCudaError);
+  EXPECT_EQ(reduce(static_cast<DataType>(77), stream.get()), Result::kInvalidArgument);
+  EXPECT_EQ(reduce(DataType::kFloat32, stream.get()), Result::kInProgress);
+  EXPECT_EQ(reduce(DataType::kFloat32, stream.get()), Result::kInvalidArgument)
+      << "the call before is still in progress";
+  EXPECT_EQ(functions.ncclCommDestroy(comm), Result::kInvalidArgument);
+  EXPECT_EQ(finish(), Result::kSuccess);
+  EXPECT_EQ(functions.ncclCommDeregister(comm, values.data()), Result::kInvalidUsage);
+  EXPECT_EQ(functions.ncclGroupEnd(), Result::kInvalidUsage);
+  stream.synchronize();
+  EXPECT_EQ(functions.ncclCommDestroy(comm), Result::kSuccess);
+  EXPECT_EQ(reduce(DataType::kFloat32, stream.get()), Result::kInvalidArgument);
+  EXPECT_EQ(functions.ncclCommAbort(comm), Result::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace pydist::testing

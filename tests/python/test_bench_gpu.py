@@ -1,0 +1,60 @@
+"""What bench/ measures on GPUs: on fakes it says nothing, but has to run."""
+
+from __future__ import annotations
+
+import gpu_pairs
+import gpu_ranks
+import nccl_ring
+import pytest
+import staging
+import torch
+from gpu_ranks import needs_gpu_ranks
+from launch import run_ranks
+from staged_gpu import needs_gpu
+
+import pydist
+from pydist.benchmarks.noise import ratio_of
+
+pytestmark = pytest.mark.timeout(60)
+
+CASES = {
+    "nccl": gpu_pairs.Case("nccl", 4096, "bfloat16", gpu_pairs.ring_beside_nccl),
+    "native": gpu_pairs.Case("native", 4096, "float32", gpu_pairs.staging_beside_copies),
+}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("nccl", marks=needs_gpu_ranks), pytest.param("native", marks=needs_gpu)],
+)
+def test_both_take_turns(backend: str) -> None:
+    (times,) = gpu_pairs.measure([CASES[backend]], 2, 0.0)
+    assert ratio_of(times.subject_s, times.reference_s).low > 0
+
+
+def sums_by_both() -> tuple[float, float]:
+    """Of 256, 1 and 1 in bfloat16, which has no 257: rounded at every step, and once."""
+    gpu_ranks.install()
+    pydist.init()
+    term = 256.0 if pydist.rank() == 0 else 1.0
+    sums = []
+    for group in (None, gpu_pairs.ring_group()):
+        tensor = torch.full((64,), term, dtype=torch.bfloat16, device="cuda")
+        pydist.all_reduce(tensor, group=group)
+        sums.append(float(tensor[0]))
+    return sums[0], sums[1]
+
+
+@needs_gpu_ranks
+def test_only_one_of_them_is_the_ring() -> None:
+    for by_nccl, by_ring in run_ranks(sums_by_both, 3, env={"PYDIST_BACKEND": "nccl"}):
+        assert by_ring == 258.0
+        assert by_nccl in (256.0, 258.0) if gpu_ranks.IS_REAL else by_nccl == 256.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
+@pytest.mark.parametrize("script", [nccl_ring, staging], ids=["nccl_ring", "staging"])
+def test_without_a_gpu_they_say_why(script: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main([]) == 2  # type: ignore[attr-defined]
+    assert "measured" in (said := capsys.readouterr().out)
+    assert "is built without CUDA" in said or "CUDA finds none" in said
