@@ -304,7 +304,7 @@ def clip_and_scale(stage: int) -> None:
     assert other is not None
     torch.testing.assert_close(optimizer.gradient_of(first), other)
     torch.testing.assert_close(first.grad.norm(), other.norm())
-    assert "0.weight" in repr(first.grad)
+    assert "0.weight" in repr(first.grad) == str(first.grad) == f"{first.grad}"
     for misuse in (
         lambda gradient: gradient.sum(),
         lambda gradient: gradient.add_(gradient),
