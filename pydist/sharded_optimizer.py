@@ -60,8 +60,10 @@ def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def whole_step(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        # A subclass's own step has the hooks.
+        run = hooked_step if type(self).step is whole_step else step
         try:
-            return hooked_step(self, *args, **kwargs)
+            return run(self, *args, **kwargs)
         except Error:
             raise  # all ranks do, or their group has ended
         except BaseException as error:

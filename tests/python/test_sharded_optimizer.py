@@ -815,6 +815,30 @@ def test_what_raises_on_one_rank_around_a_step(run: Runner, where: str) -> None:
     run(fail_beside_others, where)
 
 
+class Counting(pydist.ShardedOptimizer):
+    """With a step of its own."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+def hook_once() -> None:
+    """Hooks of a step run once, in a subclass too."""
+    joined()
+    for kind in (pydist.ShardedOptimizer, Counting):
+        called: list[str] = []
+        optimizer = kind(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_, called=called: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_, called=called: called.append("after"))
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.step()
+        assert called == ["before", "after"]
+        assert getattr(optimizer, "steps", 1) == 1
+
+
 def fail_alone() -> None:
     """Without others, nobody waits."""
     joined()
@@ -911,6 +935,7 @@ def be_alone() -> None:
         save_and_load(stage)
     use_plain_parameters()
     fail_alone()
+    hook_once()
 
 
 def test_one_rank() -> None:
