@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pydist.compiled_graphs import uncompiled
+
 # What torch.compile calls the module that it wraps.
 _COMPILED = "_orig_mod"
 
@@ -35,7 +37,24 @@ def _without(name: str, wrapped: Collection[str]) -> str:
     )
 
 
-def uncompiled_state(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+def matched(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """A state under the names that a module has, whatever had wrapped or compiled either."""
+    own = module.state_dict()
+    if own.keys() == state_dict.keys():
+        return state_dict
+    given = _without_prefix(_uncompiled(state_dict), uncompiled(module))
+    names = {plain: name for name, plain in plain_names(module, own).items()}
+    found = OrderedDict((names.get(name, name), value) for name, value in given.items())
+    metadata = getattr(given, "_metadata", None)
+    if metadata is not None:
+        places = plain_names(module, (at for at, _ in module.named_modules()))
+        found._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (at, metadata[plain]) for at, plain in places.items() if plain in metadata
+        )
+    return found
+
+
+def _uncompiled(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state without what `torch.compile` has put into its names."""
     plain = OrderedDict((plain_name(name), value) for name, value in state_dict.items())
     metadata = getattr(state_dict, "_metadata", None)
@@ -46,7 +65,7 @@ def uncompiled_state(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     return plain
 
 
-def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """Takes `module.` off all names, unless it is the module that has them."""
     prefix = "module."
     if not state_dict or not all(name.startswith(prefix) for name in state_dict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from pydist.data_parallel import DataParallel, ShardOwner
 from pydist.errors import InvalidUsage
 from pydist.sharded_parameters import SHORT
 from pydist.sharded_state import MASTER
-from pydist.state_dict_names import plain_names, uncompiled_state, without_prefix
+from pydist.state_dict_names import matched, plain_names
 
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents
@@ -203,16 +202,8 @@ def load_torchs(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """
     note_writing(model)
     module = inner(model)
-    given = without_prefix(uncompiled_state(state_dict), module)
-    raw = {plain: name for name, plain in plain_names(module, module.state_dict()).items()}
-    renamed = OrderedDict((raw.get(name, name), value) for name, value in given.items())
-    if (metadata := getattr(given, "_metadata", None)) is not None:
-        places = plain_names(module, (at for at, _ in module.named_modules()))
-        renamed._metadata = OrderedDict(  # type: ignore[attr-defined]
-            (at, metadata[plain]) for at, plain in places.items() if plain in metadata
-        )
     try:
-        module.load_state_dict(renamed)
+        module.load_state_dict(matched(state_dict, module))
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         raise InvalidUsage(f"the state is of another model. {' '.join(lines)}") from error

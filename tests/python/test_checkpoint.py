@@ -757,6 +757,11 @@ def save_wrapped(folder: str) -> None:
         for state in states:
             pydist.checkpoint.from_torch({"model": state}, model=third)
             assert all(float(p.detach().mean()) == number for p in third.parameters())
+            if isinstance(third, pydist.DataParallel):
+                with torch.no_grad():
+                    next(third.parameters()).zero_()
+                third.load_state_dict(state)
+                assert float(next(third.parameters()).detach().mean()) == number
         pydist.barrier()
 
 
