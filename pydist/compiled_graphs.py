@@ -46,6 +46,14 @@ def compiles_anything() -> bool:
     return any(backend is not None for backend in backends.values())
 
 
+def uncompiled(module: Any) -> Any:
+    """What `torch.compile` was given, where it has wrapped a module; anything else as it is."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # without it, nothing is wrapped
+    while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        module = module._orig_mod
+    return module
+
+
 @dataclass
 class _Active:
     bucket_bytes_cap: int

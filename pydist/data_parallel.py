@@ -35,7 +35,7 @@ from pydist.gradient_sync import (
     outputs_with_graph,
 )
 from pydist.module_agreement import check_same, copy_from, facts_of
-from pydist.state_dict_names import without_prefix
+from pydist.state_dict_names import matched
 from pydist.step_guard import guard_steps
 from pydist.sync_batch_norm import refuse_under_join
 from pydist.trained_parameters import TrainedParameters, require_trainable
@@ -631,7 +631,7 @@ class DataParallel(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads a state saved with or without the `module.` prefix of torch's wrapper.
+        """Loads a state saved with or without torch's wrapper, and with or without `torch.compile`.
 
         All ranks load the same state: nothing is copied between them.
 
@@ -650,7 +650,7 @@ class DataParallel(nn.Module):
             )
         for owner in self.shard_owners():
             owner.note_written()
-        return self.module.load_state_dict(without_prefix(state_dict, self.module), strict)
+        return self.module.load_state_dict(matched(state_dict, self.module), strict)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self.module._load_from_state_dict(*args)

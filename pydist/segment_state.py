@@ -19,6 +19,7 @@ from pydist.sharded_state import (
     StateRange,
     cut_out,
     is_per_element,
+    require_elements,
 )
 
 
@@ -69,7 +70,7 @@ def ranges_of(
 def require_state_of(
     layout: ShardedLayout, groups: list[dict[str, Any]], state: ShardedState
 ) -> None:
-    """Raises InvalidUsage where a state is of other parameters or groups."""
+    """Raises InvalidUsage where a state is of other parameters or groups, or lacks elements."""
     unknown = sorted(set(state.parameters) ^ set(layout.names))
     if unknown:
         whose = "the optimizer" if unknown[0] in state.parameters else "the state"
@@ -90,6 +91,11 @@ def require_state_of(
                 f"the state of parameter {name} is of {state.parameters[name].shape}, where "
                 f"the parameter is {shape}"
             )
+    for bucket in layout.buckets:
+        for segment in bucket.segments:
+            name = segment.member.name
+            known = state.parameters[name]
+            require_elements(name, known, segment.member.dims, segment.begin, segment.end)
 
 
 def waiting_state(layout: ShardedLayout, state: ShardedState) -> dict[str, ParameterState]:

@@ -85,6 +85,9 @@ class ShardedGradient(Tensor):
             f"dtype={self.dtype}, {self._parts.part(self._index).numel()} elements here)"
         )
 
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise InvalidUsage(
             f"a copy of the gradient of {self._parts.name_of(self._index)}: each rank has its part "

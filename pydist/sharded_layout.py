@@ -20,6 +20,7 @@ from pydist.errors import InvalidUsage
 from pydist.module_agreement import check_same
 from pydist.sharded_gradient import GradientParts, ShardedGradient
 from pydist.sharded_parameters import Bucket, Member, Segment, cut, dense_strides, move_in
+from pydist.state_dict_names import plain_names
 
 # Its label, how it is cut, what it has, and the shard of averaged gradients, if that is apart.
 _NewBucket = tuple[str, _native.ShardLayout, list[Member], Tensor | None]
@@ -291,4 +292,6 @@ def _kind_of(parameter: Tensor) -> _Kind:
 
 
 def _names_in(wrapper: DataParallel) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in wrapper.named_parameters()}
+    named = dict(wrapper.named_parameters())
+    plain = plain_names(wrapper, named)
+    return {id(parameter): plain[name] for name, parameter in named.items()}

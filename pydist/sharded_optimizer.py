@@ -60,8 +60,10 @@ def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def whole_step(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        # A subclass's own step has the hooks.
+        run = hooked_step if type(self).step is whole_step else step
         try:
-            return hooked_step(self, *args, **kwargs)
+            return run(self, *args, **kwargs)
         except Error:
             raise  # all ranks do, or their group has ended
         except BaseException as error:
@@ -305,6 +307,10 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's shard, and starts gathering the others'. All ranks call it.
 
+        What raises on one rank alone (the update, the closure, a hook of the step) ends the group
+        of the optimizer, and that of its model: the others get a `pydist.Error` that names the
+        rank.
+
         Args:
             closure: Evaluates the model again and returns the loss, first of all.
 
@@ -313,9 +319,6 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             InvalidUsage: Gradients were accumulated under `no_sync()` and not averaged since.
-
-        What raises on one rank alone (the update, the closure, a hook of the step) ends the group:
-        the others get a `pydist.Error` that names the rank.
         """
         loss = None
         if closure is not None:
@@ -505,7 +508,7 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             InvalidUsage: Parameters or groups are not those of this optimizer, or elements of the
-                shard are missing.
+                shard are missing. Nothing has changed.
         """
         self._require_sound()
         require_state_of(self._layout, self._named_groups(), state)

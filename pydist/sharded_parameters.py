@@ -23,12 +23,12 @@ from pydist.errors import Error, InvalidUsage
 from pydist.gathers import Gather
 
 # What float32 copies are kept of.
-_SHORT = (torch.float16, torch.bfloat16)
+SHORT = (torch.float16, torch.bfloat16)
 
 
 def needs_master(parameter: Tensor) -> bool:
     """Whether so little precision loses small updates."""
-    return parameter.dtype in _SHORT
+    return parameter.dtype in SHORT
 
 
 @dataclass

@@ -121,28 +121,43 @@ def cut_out(
     """
     if dims != state.dims and state.ranges:
         state = _in_order(name, state, dims)
-    if not state.ranges and not state.is_part:
-        return None
-    pieces = sorted((r for r in state.ranges if r.begin < end and r.end > begin), key=_begin)
     values: dict[str, Any] = {}
-    here = begin
-    is_new: set[bool] = set()
-    for piece in pieces:
-        if piece.begin > here:
-            break
-        if piece.end <= here:
-            continue
-        stop = min(piece.end, end)
-        is_new.add(not piece.values)
+    for piece, first, stop in _pieces(name, state, begin, end):
         for key, value in piece.values.items():
             if not is_per_element(value, piece.end - piece.begin):
                 values.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
                 continue
             if key not in values:
                 values[key] = value.new_empty(end - begin)
-            part = value.reshape(-1)[here - piece.begin : stop - piece.begin]
-            values[key][here - begin : stop - begin] = part
-        here = stop
+            part = value.reshape(-1)[first - piece.begin : stop - piece.begin]
+            values[key][first - begin : stop - begin] = part
+    return values or None
+
+
+def require_elements(
+    name: str, state: ParameterState, dims: tuple[int, ...], begin: int, end: int
+) -> None:
+    """Raises where `cut_out` would, and copies nothing."""
+    if dims != state.dims and state.ranges:
+        begin, end = 0, state.count
+    _pieces(name, state, begin, end)
+
+
+def _pieces(
+    name: str, state: ParameterState, begin: int, end: int
+) -> list[tuple[StateRange, int, int]]:
+    """The ranges that have some elements, each with the first and behind the last of them."""
+    found: list[tuple[StateRange, int, int]] = []
+    if not state.ranges and not state.is_part:
+        return found
+    here = begin
+    for piece in sorted((r for r in state.ranges if r.begin < end and r.end > begin), key=_begin):
+        if piece.begin > here:
+            break
+        if piece.end > here:
+            stop = min(piece.end, end)
+            found.append((piece, here, stop))
+            here = stop
     if here < end:
         raise InvalidUsage(
             f"the state of parameter {name} lacks elements {here} to {end}, because it was cut "
@@ -150,12 +165,14 @@ def cut_out(
             "that saved it (pydist.ShardedState.merged puts them together), or use pydist.save and "
             "pydist.load"
         )
-    if len(is_new) > 1:
+    kinds = {frozenset(piece.values) for piece, _, _ in found}
+    if len(kinds) > 1:
+        said = " and ".join(sorted(", ".join(sorted(kind)) or "nothing" for kind in kinds))
         raise InvalidUsage(
-            f"the state of parameter {name} has elements that were updated beside others that "
-            "never were: its parts are of different steps, or of different optimizers"
+            f"the state of parameter {name} has {said} for different elements: its parts are of "
+            "different steps, or of different optimizers"
         )
-    return None if is_new == {True} else values
+    return found
 
 
 def _begin(piece: StateRange) -> int:
@@ -165,9 +182,7 @@ def _begin(piece: StateRange) -> int:
 def _in_order(name: str, state: ParameterState, dims: tuple[int, ...]) -> ParameterState:
     """The whole state of a parameter, with its elements in another order."""
     count = state.count
-    whole = cut_out(name, state, state.dims, 0, count)
-    if whole is None:
-        return ParameterState(state.shape, dims)
+    whole = cut_out(name, state, state.dims, 0, count) or {}
     extents = [state.shape[dim] for dim in state.dims]
     back = [state.dims.index(dim) for dim in range(len(extents))]
     values = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +41,7 @@ def to_state_dict(local: ShardedState, ordered: Sequence[str], part: RanksPart) 
     }
 
 
-def is_sharded(state_dict: dict[str, Any]) -> bool:
+def is_sharded(state_dict: Mapping[str, Any]) -> bool:
     """Whether it is of `to_state_dict`, rather than of a class of torch's."""
     return "parameters" in state_dict
 
@@ -66,7 +66,7 @@ def from_state_dict(state_dict: dict[str, Any]) -> ShardedState:
 
 
 def from_unsharded(
-    state_dict: dict[str, Any], ordered: Sequence[tuple[str, Tensor]]
+    state_dict: Mapping[str, Any], ordered: Sequence[tuple[str, Tensor]]
 ) -> ShardedState:
     """The state that a class of torch's has of whole parameters.
 
@@ -75,7 +75,7 @@ def from_unsharded(
         ordered: Names and parameters, in the order of the groups.
 
     Raises:
-        InvalidUsage: It is of another number of parameters.
+        InvalidUsage: It is of another number of parameters, or of other ones.
     """
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     if len(numbers) != len(ordered):
@@ -84,6 +84,21 @@ def from_unsharded(
             f"{len(ordered)}"
         )
     names = {number: name for number, (name, _) in zip(numbers, ordered, strict=True)}
+    shapes = {number: p.shape for number, (_, p) in zip(numbers, ordered, strict=True)}
+    for number, values in state_dict["state"].items():
+        if number not in names:
+            raise InvalidUsage(
+                f"the state has values for a parameter {number} that is in none of its groups: it "
+                "is a part of a state; ZeroRedundancyOptimizer has the whole one after "
+                "consolidate_state_dict()"
+            )
+        for key, value in values.items():
+            is_number = not isinstance(value, Tensor) or value.numel() == 1
+            if not is_number and value.shape != shapes[number]:
+                raise InvalidUsage(
+                    f"the state of parameter {names[number]} has {key} of shape "
+                    f"{tuple(value.shape)}, where the parameter is {tuple(shapes[number])}"
+                )
     parameters = {
         name: from_whole(parameter, state_dict["state"].get(number, {}))
         for number, (name, parameter) in zip(numbers, ordered, strict=True)

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pydist import groups, process
 from pydist.checkpoint.replacement import real
+from pydist.compiled_graphs import uncompiled
 from pydist.data_parallel import DataParallel
 from pydist.errors import CheckpointError, InvalidUsage, Mismatch
 from pydist.sharded_optimizer import ShardedOptimizer
@@ -136,6 +137,7 @@ _lanes: WeakKeyDictionary[Communicator, Lane] = WeakKeyDictionary()
 
 def lane_of(model: Any, optimizer: Any, group: groups.Group | None) -> Lane:
     """The lane of a model's ranks, an optimizer's, or a group's. All ranks call it."""
+    model = uncompiled(model)
     if group is not None:
         parent = groups.communicator_of(group)
     elif isinstance(model, DataParallel):

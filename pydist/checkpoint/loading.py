@@ -117,7 +117,10 @@ def _load(
 
     try:
         if model is not None:
-            model_state.put_back(model, contents)
+            masters = {}
+            if optimizer is not None:
+                masters = optimizer_state.masters_in(objects["optimizer"])
+            model_state.put_back(model, contents, masters)
         if optimizer is not None:
             optimizer_state.put_back(optimizer, names, objects["optimizer"], contents)
         for name, value in stateful.items():

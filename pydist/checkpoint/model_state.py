@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist.checkpoint.packing import pack
 from pydist.checkpoint.pieces import Piece, of_rows, share_out
-from pydist.data_parallel import DataParallel
+from pydist.compiled_graphs import uncompiled
+from pydist.data_parallel import DataParallel, ShardOwner
 from pydist.errors import InvalidUsage
+from pydist.sharded_parameters import SHORT
+from pydist.sharded_state import MASTER
+from pydist.state_dict_names import matched, plain_names
 
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents
@@ -47,25 +54,29 @@ def inner(model: nn.Module) -> nn.Module:
             f"model is a {type(model).__name__}; it must be one module: put several into an "
             "nn.ModuleDict, or into checkpoints of their own"
         )
-    if isinstance(model, (DataParallel, DistributedDataParallel)):
-        wrapped: nn.Module = model.module
-        return wrapped
-    return model
+    module: nn.Module = uncompiled(model)
+    while isinstance(module, (DataParallel, DistributedDataParallel)):
+        module = uncompiled(module.module)
+    return module
+
+
+def _owners(model: nn.Module) -> Iterator[ShardOwner]:
+    wrapper = uncompiled(model)
+    if isinstance(wrapper, DataParallel):
+        yield from wrapper.shard_owners()
 
 
 def arrive(model: nn.Module) -> None:
     """Waits for parameters that are on their way."""
-    if isinstance(model, DataParallel):
-        for owner in model.shard_owners():
-            owner.finish()
+    for owner in _owners(model):
+        owner.finish()
 
 
 def note_writing(model: nn.Module) -> None:
     """All ranks are about to write the same into the parameters."""
     arrive(model)
-    if isinstance(model, DataParallel):
-        for owner in model.shard_owners():
-            owner.note_written()
+    for owner in _owners(model):
+        owner.note_written()
 
 
 def take(model: nn.Module, rank: int, size: int) -> Taken:
@@ -76,12 +87,14 @@ def take(model: nn.Module, rank: int, size: int) -> Taken:
     """
     arrive(model)
     module = inner(model)
+    state = module.state_dict()
+    entries = _entries(module, state)
     trained = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     taken = Taken([], {}, {})
     shared: list[Piece] = []
     seen: dict[tuple[object, ...], str] = {}
-    for name, value in module.state_dict().items():
-        entry = f"{PREFIX}{name}"
+    for name, value in state.items():
+        entry = entries[name]
         if not isinstance(value, Tensor):
             if rank == 0:
                 taken.objects[entry] = pack(f"{name} of the model's state", value)
@@ -98,6 +111,12 @@ def take(model: nn.Module, rank: int, size: int) -> Taken:
             taken.pieces += of_rows(entry, value)
     taken.pieces += share_out(shared, rank, size)
     return taken
+
+
+def _entries(module: nn.Module, state: dict[str, Any]) -> dict[str, str]:
+    """What a checkpoint calls the tensors and objects of a module's state."""
+    plain = plain_names(module, state)
+    return {name: f"{PREFIX}{known}" for name, known in plain.items()}
 
 
 def _require_plain(name: str, value: Tensor) -> None:
@@ -119,11 +138,13 @@ def check_fits(model: nn.Module, contents: Contents) -> None:
     Raises:
         InvalidUsage: It has other names or shapes.
     """
-    state = inner(model).state_dict()
+    module = inner(model)
+    state = module.state_dict()
+    entries = _entries(module, state)
     for name, value in state.items():
         if isinstance(value, Tensor):
             _require_plain(name, value)
-    ours = {f"{PREFIX}{name}" for name in state}
+    ours = set(entries.values())
     theirs = {name for name in contents.names if name.startswith(PREFIX)}
     if ours != theirs:
         missing = sorted(name.removeprefix(PREFIX) for name in ours - theirs)
@@ -137,7 +158,7 @@ def check_fits(model: nn.Module, contents: Contents) -> None:
             )
         )
     for name, value in state.items():
-        entry = contents.tensor(f"{PREFIX}{name}")
+        entry = contents.tensor(entries[name])
         found = None if entry is None else tuple(entry.size)
         own = tuple(value.shape) if isinstance(value, Tensor) else None
         if found != own:
@@ -146,19 +167,71 @@ def check_fits(model: nn.Module, contents: Contents) -> None:
             )
 
 
-def put_back(model: nn.Module, contents: Contents) -> None:
-    """Reads a state into a model, which `check_fits`: tensors in place."""
+def put_back(model: nn.Module, contents: Contents, masters: Mapping[str, tuple[int, ...]]) -> None:
+    """Reads a state into a model, which `check_fits`: tensors in place.
+
+    Args:
+        model: Wrapped or not.
+        contents: Of the checkpoint.
+        masters: Parameters that have float32 copies there, and the order of dimensions of those: a
+            parameter in more than 16 bits takes the copy.
+    """
     note_writing(model)
     module = inner(model)
     state = module.state_dict()
+    entries = _entries(module, state)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     contents.read_tensors(
-        (f"{PREFIX}{name}", (0,) * value.dim(), value.detach()) for name, value in tensors.items()
+        (entries[name], (0,) * value.dim(), value.detach()) for name, value in tensors.items()
     )
-    objects = contents.read_objects(f"{PREFIX}{name}" for name in state if name not in tensors)
-    state.update({name.removeprefix(PREFIX): value for name, value in objects.items()})
+    for name, value in tensors.items():
+        known = entries[name].removeprefix(PREFIX)
+        if known in masters and value.dtype not in SHORT:
+            _widen(value.detach().permute(masters[known]), known, contents)
+    objects = contents.read_objects(entries[name] for name in state if name not in tensors)
+    state.update({name: objects[entries[name]] for name in state if name not in tensors})
     # What is in place stays there; the module's hooks get to see the rest.
     module.load_state_dict(state)
+
+
+def load_torchs(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Loads what a module's `state_dict()` was in plain torch, whatever had wrapped it there.
+
+    Raises:
+        InvalidUsage: It is of another model, which may be half-loaded: see `unchanged_by_errors`.
+    """
+    note_writing(model)
+    module = inner(model)
+    try:
+        module.load_state_dict(matched(state_dict, module))
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        raise InvalidUsage(f"the state is of another model. {' '.join(lines)}") from error
+
+
+@contextlib.contextmanager
+def unchanged_by_errors(model: nn.Module) -> Iterator[None]:
+    """Gives a model the values back that it had, where what is done to it raises."""
+    arrive(model)
+    state = {n: v for n, v in inner(model).state_dict().items() if isinstance(v, Tensor)}
+    before = {name: value.detach().clone() for name, value in state.items()}
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for name, value in before.items():
+                state[name].copy_(value)
+        raise
+
+
+def _widen(value: Tensor, name: str, contents: Contents) -> None:
+    """Takes the float32 copy of a parameter that was in 16 bits, where those are its rounding."""
+    rounded = contents.tensor(f"{PREFIX}{name}")
+    assert rounded is not None
+    master = torch.empty(value.numel(), dtype=torch.float32)
+    contents.read_tensors([(optimizer_state.entry_of(name, MASTER), (0,), master)])
+    wide = master.view(value.shape).to(value.device, value.dtype)
+    value.copy_(torch.where(wide.to(rounded.properties.dtype) == value, wide, value))
 
 
 def read_whole(contents: Contents) -> dict[str, object]:

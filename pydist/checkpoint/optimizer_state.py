@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from pydist.checkpoint.pieces import Piece, of_range, share_out
 from pydist.errors import InvalidUsage
 from pydist.sharded_optimizer import ShardedOptimizer
+from pydist.sharded_parameters import SHORT
 from pydist.sharded_state import (
+    MASTER,
     ParameterState,
     ShardedState,
     StateRange,
@@ -22,12 +24,17 @@ from pydist.sharded_state import (
     is_per_element,
     to_whole,
 )
+from pydist.state_dict_form import from_unsharded, is_sharded
+from pydist.state_dict_names import plain_name, plain_names
 
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents
 
 # What an entry of a checkpoint is called: `optimizer.state.NAME.KEY`.
 PREFIX = "optimizer.state."
+
+# What a checkpoint calls the parameter itself.
+_MODEL = "model."
 
 # Of an optimizer: the groups, with names of parameters; and of each parameter shape, order of
 # dimensions, names of what has a value for each element, and the values that are for all.
@@ -47,9 +54,27 @@ class Taken:
     pieces: list[Piece]
 
 
+def entry_of(name: str, key: str) -> str:
+    """What a checkpoint calls a part of the state of a parameter."""
+    return f"{PREFIX}{name}.{key}"
+
+
+def masters_in(outline: Outline) -> dict[str, tuple[int, ...]]:
+    """The parameters that have float32 copies, with the order of their dimensions."""
+    return {
+        name: tuple(entry["dims"])
+        for name, entry in outline["parameters"].items()
+        if MASTER in entry["keys"]
+    }
+
+
 def names_in(model: nn.Module | None) -> dict[int, str]:
     """What a model calls its parameters."""
-    return {} if model is None else {id(p): name for name, p in model.named_parameters()}
+    if model is None:
+        return {}
+    named = dict(model.named_parameters())
+    plain = plain_names(model, named)
+    return {id(parameter): plain[name] for name, parameter in named.items()}
 
 
 def take(optimizer: Optimizer, names: dict[int, str], rank: int, size: int) -> Taken:
@@ -120,7 +145,7 @@ def _outlined(state: ShardedState, rank: int, size: int, kind: str) -> Taken:
                     if key not in per_element
                 }
             for key, value in per_element.items():
-                pieces += of_range(f"{PREFIX}{name}.{key}", count, piece.begin, value)
+                pieces += of_range(entry_of(name, key), count, piece.begin, value)
         parameters[name] = {
             "shape": known.shape,
             "dims": known.dims,
@@ -158,7 +183,8 @@ def _named_groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str,
         given = group.get("param_names")
         own = []
         for position, parameter in enumerate(group["params"]):
-            name = names.get(id(parameter)) or (given[position] if given else str(number))
+            own_name = plain_name(given[position]) if given else str(number)
+            name = names.get(id(parameter)) or own_name
             own.append(name)
             number += 1
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -213,6 +239,31 @@ def check_fits(optimizer: Optimizer, names: dict[int, str], outline: Outline) ->
                 )
 
 
+def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Whether an optimizer can take what a class of torch's has for whole parameters.
+
+    Raises:
+        InvalidUsage: It is of other parameters, or of a part of them.
+    """
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise InvalidUsage(
+            f"the state of the optimizer has no {missing[0]!r}: pass the state_dict() of an "
+            "unsharded one, or ZeroRedundancyOptimizer's after consolidate_state_dict()"
+        )
+    theirs = [len(group["params"]) for group in state_dict["param_groups"]]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if ours != theirs:
+        raise InvalidUsage(
+            f"the state of the optimizer is of {theirs} parameters in its groups, where the "
+            f"optimizer has {ours}: pass all of it, ZeroRedundancyOptimizer's after "
+            "consolidate_state_dict()"
+        )
+    if not is_sharded(state_dict):
+        ordered = [p for group in optimizer.param_groups for p in group["params"]]
+        from_unsharded(state_dict, [(str(n), p) for n, p in enumerate(ordered)])
+
+
 def put_back(
     optimizer: Optimizer, names: dict[int, str], outline: Outline, contents: Contents
 ) -> None:
@@ -223,8 +274,11 @@ def put_back(
         renaming = _renaming(optimizer, local.groups, names)
         parameters = {}
         for own, (dims, ranges) in needed.items():
-            entry = outline["parameters"][renaming[own]]
-            parameters[own] = _read(contents, renaming[own], entry, dims, ranges)
+            name = renaming[own]
+            entry = outline["parameters"][name]
+            parameters[own] = _read(contents, name, entry, dims, ranges)
+            if any(MASTER in piece.values for piece in local.parameters[own].ranges):
+                _add_masters(contents, name, parameters[own], dims, ranges)
         back = {name: own for own, name in renaming.items()}
         groups = [
             {**group, "params": [back[name] for name in group["params"]]}
@@ -277,11 +331,34 @@ def _read(
     return ParameterState(shape, stored, read)
 
 
+def _add_masters(
+    contents: Contents,
+    name: str,
+    state: ParameterState,
+    dims: tuple[int, ...],
+    ranges: list[tuple[int, int]],
+) -> None:
+    """Of a parameter that had more than 16 bits, and so no float32 copy: itself is one."""
+    entry = contents.tensor(f"{_MODEL}{name}")
+    if entry is None or entry.properties.dtype in SHORT:
+        return
+    if any(MASTER in piece.values for piece in state.ranges):
+        return
+    whole = torch.empty(entry.size, dtype=torch.float32)
+    contents.read_tensors([(f"{_MODEL}{name}", (0,) * whole.dim(), whole)])
+    if not state.ranges:
+        state.dims = dims
+        state.ranges = [StateRange(begin, end, {}) for begin, end in ranges]
+    flat = whole.permute(state.dims).reshape(-1)
+    for piece in state.ranges:
+        piece.values[MASTER] = flat[piece.begin : piece.end].clone()
+
+
 def _wanted(
     contents: Contents, name: str, keys: list[str], begin: int, end: int
 ) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
     for key in keys:
-        entry = contents.tensor(f"{PREFIX}{name}.{key}")
+        entry = contents.tensor(entry_of(name, key))
         assert entry is not None
         box = torch.empty(end - begin, dtype=entry.properties.dtype)
-        yield f"{PREFIX}{name}.{key}", (begin,), box
+        yield entry_of(name, key), (begin,), box

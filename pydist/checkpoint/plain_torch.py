@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from pydist.checkpoint.lanes import settle_at
 from pydist.checkpoint.manifest import read_manifest, verify
 from pydist.checkpoint.replacement import find, real
 from pydist.errors import InvalidUsage
-from pydist.state_dict_names import without_prefix
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,15 +69,16 @@ def from_torch(
 
     Args:
         state: "model", with or without the `module.` that torch's DistributedDataParallel puts
-            before names; and "optimizer", of the unsharded class: `state_dict()`, which torch's
-            ZeroRedundancyOptimizer has after `consolidate_state_dict()`. Or a file of
-            `torch.save` with such a dictionary.
+            before names, and what `torch.compile` puts into them; and "optimizer", of the unsharded
+            class: `state_dict()`, which torch's ZeroRedundancyOptimizer has after
+            `consolidate_state_dict()`. Or a file of `torch.save` with such a dictionary.
         model: Wrapped or not.
         optimizer: Over the same groups of parameters, sharded or not. One of torch's takes tensors
             as they are, as in its `load_state_dict`, and will write into them.
 
     Raises:
-        InvalidUsage: The state lacks a part, or is of other parameters.
+        InvalidUsage: The state lacks a part, or is of other parameters, or a part of a state, as
+            ZeroRedundancyOptimizer has it before `consolidate_state_dict()`. Nothing has changed.
     """
     plain: Mapping[str, Any]
     if isinstance(state, Mapping):
@@ -90,9 +91,11 @@ def from_torch(
                 f"the state has no {name!r}, but {', '.join(map(repr, plain)) or 'nothing'}: pass "
                 "a dictionary of 'model' and 'optimizer'"
             )
-    if model is not None:
-        module = model_state.inner(model)
-        model_state.note_writing(model)
-        module.load_state_dict(without_prefix(plain["model"], module))
     if optimizer is not None:
-        optimizer.load_state_dict(plain["optimizer"])
+        optimizer_state.check_torchs(optimizer, plain["optimizer"])
+    with contextlib.ExitStack() as whole_or_not:
+        if model is not None:
+            whole_or_not.enter_context(model_state.unchanged_by_errors(model))
+            model_state.load_torchs(model, plain["model"])
+        if optimizer is not None:
+            optimizer.load_state_dict(plain["optimizer"])

@@ -130,6 +130,9 @@ class Training:
     def parts(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
+    def values(self) -> list[Tensor]:
+        return [value.detach().clone() for value in self.model.state_dict().values()]
+
     def run(self, steps: range) -> list[Tensor]:
         for step in steps:
             generator = torch.Generator().manual_seed(step)
@@ -690,3 +693,176 @@ def test_memory(tmp_path: Path) -> None:
         for now, later in ranks.run(weigh, str(tmp_path), timeout=LIMIT_S):
             assert now < 2
             assert later < 4.5 + 2  # a copy of what the rank writes
+
+
+# ---- wrappers, and other precision --------------------------------------------------------
+
+
+def deep_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Sequential(nn.Linear(6, 2)))
+
+
+def save_wrapped(folder: str) -> None:
+    """However torch has wrapped or compiled it, a model is saved under its own names."""
+    _, size = joined()
+    group: Any = pydist.new_group(range(size))
+
+    def compiled(module: nn.Module) -> Any:
+        return torch.compile(module, backend="eager")
+
+    def compiled_within() -> nn.Module:
+        module = deep_model()
+        module[2] = compiled(module[2])
+        return module
+
+    def ddp_within() -> nn.Module:
+        module = deep_model()
+        module[0] = nn.parallel.DistributedDataParallel(module[0])
+        return module
+
+    ddp: Any = nn.parallel.DistributedDataParallel
+    makers: list[Any] = [
+        lambda: pydist.DataParallel(deep_model(), process_group=group),
+        lambda: pydist.DataParallel(compiled(deep_model()), process_group=group),
+        lambda: compiled(pydist.DataParallel(deep_model(), process_group=group)),
+        lambda: pydist.DataParallel(compiled_within(), process_group=group),
+        lambda: ddp(compiled(deep_model())),
+        lambda: compiled(ddp(deep_model())),
+        ddp_within,
+    ]
+    names = [f"model.{name}" for name in deep_model().state_dict()]
+    for number, make in enumerate(makers):
+        model = make()
+        if number < 4:
+            optimizer: Any = pydist.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        else:
+            optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(number)
+        place = f"{folder}/wrapped-{number}"
+        pydist.save(place, model=model, optimizer=optimizer)
+        assert sorted(dcp_files.Contents(Path(place)).names & set(names)) == sorted(names)
+        other = makers[(number + 1) % len(makers)]()
+        second: Any = torch.optim.SGD(other.parameters(), lr=0.2)
+        pydist.load(place, model=other, optimizer=second)
+        assert all(float(p.detach().mean()) == number for p in other.parameters())
+        assert second.param_groups[0]["lr"] == 0.1
+        # From plain torch as well, with whatever has wrapped it there.
+        third = makers[(number + 2) % len(makers)]()
+        states = [pydist.checkpoint.to_torch(place)["model"]]
+        if number < 6:
+            states.append(model.state_dict())
+        for state in states:
+            pydist.checkpoint.from_torch({"model": state}, model=third)
+            assert all(float(p.detach().mean()) == number for p in third.parameters())
+            if isinstance(third, pydist.DataParallel):
+                with torch.no_grad():
+                    next(third.parameters()).zero_()
+                third.load_state_dict(state)
+                assert float(next(third.parameters()).detach().mean()) == number
+        pydist.barrier()
+
+
+def test_names_without_wrappers(four: Ranks, tmp_path: Path) -> None:
+    four.run(save_wrapped, str(tmp_path), timeout=LIMIT_S)
+
+
+def refuse_what_does_not_fit() -> None:
+    """Before anything has changed."""
+    _, size = joined()
+    world: Any = pydist.new_group(range(size))
+    for kind in (WHOLE, STAGE_1, STAGE_2):
+        training = Training(world, kind)
+        training.run(range(2))
+        before = training.values()
+        plain = Tied(torch.float64)
+        named = list(plain.named_parameters())
+        groups = [{"params": [p for _, p in named if (p.dim() > 1) == w]} for w in (True, False)]
+        adam: Any = torch.optim.AdamW(groups)
+        plain(torch.ones(SAMPLES, 8, dtype=torch.float64)).mean().backward()
+        adam.step()
+        model, state = plain.state_dict(), adam.state_dict()
+        zero = ZeroRedundancyOptimizer(copy.deepcopy(plain).parameters(), torch.optim.AdamW)
+
+        def changed(
+            state: dict[str, Any] = state, number: int = 0, **values: Any
+        ) -> dict[str, Any]:
+            return {**state, "state": {**state["state"], number: values}}
+
+        cases: list[tuple[str, dict[str, Any]]] = [
+            ("Missing key.*scale", {"model": {k: v for k, v in model.items() if k != "scale"}}),
+            ("Unexpected key.*more", {"model": {**model, "more": torch.ones(1)}}),
+            ("size mismatch for scale", {"model": {**model, "scale": torch.ones(3)}}),
+            ("no 'state'", {"optimizer": {"param_groups": state["param_groups"]}}),
+            ("all of it, Zero", {"optimizer": zero.optim.state_dict()}),
+            ("in none of its groups", {"optimizer": changed(number=99)}),
+            ("exp_avg of shape", {"optimizer": changed(exp_avg=torch.ones(2, 2))}),
+        ]
+        for match, wrong in cases:
+            with pytest.raises(pydist.InvalidUsage, match=match):
+                pydist.checkpoint.from_torch(
+                    {"model": model, "optimizer": state, **wrong},
+                    model=training.model,
+                    optimizer=training.optimizer,
+                )
+            for ours, theirs in zip(training.values(), before, strict=True):
+                assert torch.equal(ours, theirs), match
+        with pytest.raises(RuntimeError, match="consolidate"):
+            zero.state_dict()
+        training.run(range(2, 4))
+
+
+def test_what_does_not_fit_changes_nothing(four: Ranks) -> None:
+    four.run(refuse_what_does_not_fit, timeout=LIMIT_S)
+
+
+def change_precision(folder: str) -> None:
+    """From 16 bits with float32 copies to float32 and back: nothing is rounded on the way."""
+    _, size = joined()
+    world: Any = pydist.new_group(range(size))
+    first = Training(world, STAGE_1, dtype=torch.bfloat16)
+    first.run(range(4))
+    pydist.save(f"{folder}/short", **first.parts)
+    masters = dcp_files.Contents(Path(f"{folder}/short"))
+    for kind in (STAGE_2, WHOLE):
+        wide = Training(world, kind, seed=1, dtype=torch.float32)
+        wide.run(range(70, 71))
+        pydist.load(f"{folder}/short", **wide.parts)
+        for name, parameter in wide.model.named_parameters():
+            entry = masters.tensor(f"optimizer.state.{name}.master")
+            if entry is None:  # one that is frozen, or in float64
+                continue
+            flat = torch.empty(parameter.numel())
+            masters.read_tensors([(f"optimizer.state.{name}.master", (0,), flat)])
+            assert torch.equal(flat.sort().values, parameter.detach().reshape(-1).sort().values)
+            assert not torch.equal(flat, flat.bfloat16().float())
+        pydist.save(f"{folder}/wide", **wide.parts)
+        again = Training(world, STAGE_2, seed=2, dtype=torch.bfloat16)
+        again.run(range(70, 71))
+        pydist.load(f"{folder}/wide", **again.parts)
+        pydist.save(f"{folder}/again", **again.parts)
+        pydist.barrier()
+        before, after = (
+            dcp_files.Contents(Path(f"{folder}/{name}")) for name in ("short", "again")
+        )
+        assert before.names == after.names
+        for name in sorted(before.names):
+            if (entry := before.tensor(name)) is not None:
+                pair = [torch.empty(entry.size, dtype=entry.properties.dtype) for _ in range(2)]
+                for contents, box in zip((before, after), pair, strict=True):
+                    contents.read_tensors([(name, (0,) * box.dim(), box)])
+                assert torch.equal(*pair), name
+        pydist.barrier()
+    # What was written into a parameter since is no rounding of its copy.
+    with torch.no_grad():
+        first.model.inside.weight.mul_(2.0)
+    pydist.save(f"{folder}/written", **first.parts)
+    wide = Training(world, STAGE_2, seed=1, dtype=torch.float32)
+    pydist.load(f"{folder}/written", **wide.parts)
+    assert torch.equal(wide.model.inside.weight, first.model.inside.weight.float())
+
+
+def test_other_precision(four: Ranks, tmp_path: Path) -> None:
+    four.run(change_precision, str(tmp_path), timeout=LIMIT_S)

@@ -109,8 +109,12 @@ def ulp(values: Tensor) -> Tensor:
 
 
 def by_begin(state: pydist.ShardedState) -> dict[tuple[str, int], dict[str, Any]]:
+    """Copies, on the CPU."""
     return {
-        (name, part.begin): dict(part.values)
+        (name, part.begin): {
+            key: value.clone().cpu() if isinstance(value, Tensor) else value
+            for key, value in part.values.items()
+        }
         for name, known in state.parameters.items()
         for part in known.ranges
     }
@@ -156,11 +160,11 @@ def assert_step(before: Tensor, ours: Tensor, theirs: Tensor, is_sgd: bool, what
     return int(is_small.sum())
 
 
-def compare_steps(dtype: torch.dtype, stage: Any) -> None:
-    """Every step of every segment beside the unfused class's on copies of it."""
+def compare_steps(dtype: torch.dtype, stage: Any, device: str = "cpu") -> None:
+    """Every step of every segment beside the unfused class's on copies of it, on the CPU."""
     rank, _ = joined()
     for optimizer_class, options in CASES:
-        model = pydist.DataParallel(small_model(dtype), bucket_cap_mb=0.002)
+        model = pydist.DataParallel(small_model(dtype).to(device), bucket_cap_mb=0.002)
         optimizer = pydist.ShardedOptimizer(
             model, optimizer_class, stage=stage, fused=True, **options
         )
@@ -170,8 +174,8 @@ def compare_steps(dtype: torch.dtype, stage: Any) -> None:
             what = f"{optimizer_class.__name__} {options}, step {step}"
             optimizer.zero_grad()
             x = batch(rank, 6, 10, step=step, dtype=dtype)
-            model(x).square().mean().backward()
-            before = by_begin(copy.deepcopy(optimizer.sharded_state()))
+            model(x.to(device)).square().mean().backward()
+            before = by_begin(optimizer.sharded_state())
             olds = {n: p.detach().clone() for n, p in model.named_parameters()}
             whole = {n: optimizer.gradient_of(p) for n, p in model.named_parameters()}
             with counted_calls() as calls:
@@ -184,7 +188,7 @@ def compare_steps(dtype: torch.dtype, stage: Any) -> None:
                 for begin, end in ranges:
                     state, states = before.get((name, begin), {}), after.get((name, begin), {})
                     old, new, slope = (
-                        t.detach().permute(dims).reshape(-1)[begin:end].clone()
+                        t.detach().permute(dims).reshape(-1)[begin:end].clone().cpu()
                         for t in (olds[name], model.get_parameter(name), gradient)
                     )
                     if dtype != torch.float32:
@@ -210,6 +214,17 @@ def test_a_step_is_within_an_ulp_of_the_unfused_class(
     run: Runner, stage: int, dtype: torch.dtype
 ) -> None:
     run(compare_steps, dtype, stage)
+
+
+def compare_steps_on_the_gpu() -> None:
+    gpu_ranks.install()
+    for stage, dtype in ((1, torch.float32), (2, torch.bfloat16)):
+        compare_steps(dtype, stage, "cuda")
+
+
+@gpu_ranks.needs_gpu_ranks
+def test_a_step_on_a_gpu_is_within_an_ulp() -> None:
+    run_ranks(compare_steps_on_the_gpu, 2, env={"PYDIST_BACKEND": "nccl"}, timeout=LIMIT_S)
 
 
 # ---- training -----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from training import LIMIT_S, TIME_LIMIT, batch, joined
 
 import pydist
+from pydist.sharded_state import cut_out
 
 pytestmark = TIME_LIMIT
 
@@ -120,12 +121,18 @@ def save_one_ranks(of_rank: int) -> None:
         lambda: other.load_state_dict(one),
         lambda: other.load_sharded_state(one_state),
     ]
+    for loaded_group in (one["param_groups"][0], one_state.groups[0]):
+        loaded_group["lr"] = 7.0
     for load in loads:
         if rank == of_rank:
             load()
         else:
             with pytest.raises(pydist.InvalidUsage, match="lacks elements"):
                 load()
+            # Nothing has changed.
+            assert other.param_groups[0]["lr"] == 0.1
+            parts = other.sharded_state().parameters.values()
+            assert not any(part.values for known in parts for part in known.ranges)
     merged = pydist.ShardedState.merged(state for _, state in everybody)
     other.load_sharded_state(merged)
     # What lacks only such parameters is refused as well.
@@ -146,3 +153,21 @@ def save_one_ranks(of_rank: int) -> None:
 @pytest.mark.parametrize("of_rank", [0, 1])
 def test_one_ranks_part_for_all(two: Ranks, of_rank: int) -> None:
     two.run(save_one_ranks, of_rank, timeout=LIMIT_S)
+
+
+def test_parts_of_different_steps() -> None:
+    """Memory that nothing was written into is no state."""
+    ones = torch.ones(3)
+    kinds: list[dict[str, Any]] = [{"a": ones, "b": ones}, {"a": ones}, {}]
+    for first in kinds:
+        for second in kinds:
+            ranges = [pydist.StateRange(0, 3, first), pydist.StateRange(3, 6, second)]
+            state = pydist.ParameterState((2, 3), (1, 0), ranges)
+            for dims in ((1, 0), (0, 1)):
+                if first.keys() == second.keys():
+                    found = cut_out("weight", state, dims, 1, 6) or {}
+                    assert found.keys() == first.keys()
+                    assert all(torch.equal(value, torch.ones(5)) for value in found.values())
+                else:
+                    with pytest.raises(pydist.InvalidUsage, match=r"weight has .*a.* and .* for"):
+                        cut_out("weight", state, dims, 1, 6)

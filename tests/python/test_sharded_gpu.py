@@ -207,6 +207,24 @@ def test_training(run: Runner, stage: int) -> None:
     run(train, stage)
 
 
+def train_on_three() -> None:
+    """Shards that no power of two makes: the stages in turn, and what is called around a step."""
+    for stage, act in (
+        (2, accumulate),
+        (1, clip),
+        (2, scale),
+        (1, unfreeze),
+        (2, train_in_16_bits),
+    ):
+        act(stage)
+
+
+def test_three_ranks_on_nccl() -> None:
+    if gpu_ranks.IS_REAL:
+        pytest.skip("three ranks that share a real GPU by sockets take minutes")
+    run_ranks(train_on_three, 3, env=ENVIRONMENTS["nccl"], timeout=LIMIT_S)
+
+
 class Forked(nn.Module):
     """Half of it runs on a stream of its own, and so does its backward."""
 

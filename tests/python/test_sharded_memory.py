@@ -53,14 +53,17 @@ def is_shared(address: int) -> bool:
     return False
 
 
-def measure(dtype: torch.dtype, stage: Any, is_one_copy: bool) -> tuple[float, float, float]:
-    """Bytes per parameter of this rank; those of buckets in flight; what was planned for both."""
+def measure(dtype: torch.dtype, stage: Any, is_one_copy: bool) -> tuple[float, ...]:
+    """Bytes per parameter of this rank; those of buckets in flight; what was planned for both.
+
+    And those of gradients that stay, and what was planned for them.
+    """
     before, shared_before = storages(), shared_bytes()
     layers = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(LAYERS)]
     model = pydist.DataParallel(nn.Sequential(*layers), bucket_cap_mb=0.5)
     del layers
     plan = pydist.plan(model, pydist.world_size(), bucket_cap_mb=0.5, share_parameters=is_one_copy)
-    planned = plan.stage1.total if stage == 1 else plan.stage2.total
+    planned = plan.stage1 if stage == 1 else plan.stage2
     optimizer = pydist.ShardedOptimizer(
         model, torch.optim.AdamW, stage=stage, share_parameters=is_one_copy
     )
@@ -77,8 +80,15 @@ def measure(dtype: torch.dtype, stage: Any, is_one_copy: bool) -> tuple[float, f
     )
     shared = (shared_bytes() - shared_before) / pydist.world_size()
     in_flight = optimizer.bytes_in_flight()
+    # In shared memory are parameters and, in stage 1, gradients; shards of those alone are not.
+    parameters = sum(bucket.memory.nbytes for bucket in optimizer._layout.buckets)
+    gradients = shared - in_flight - parameters / (pydist.world_size() if is_one_copy else 1)
+    shards = [part.untyped_storage() for _, part in optimizer._layout.gradients.values()]
+    sizes = {shard.data_ptr(): shard.nbytes() for shard in shards}
+    gradients += sum(size for address, size in sizes.items() if not is_shared(address))
     pydist.barrier()
-    return (own + shared - in_flight) / count, in_flight / count, planned / count
+    found = (own + shared - in_flight, in_flight, planned.total, gradients, planned.gradients)
+    return tuple(size_bytes / count for size_bytes in found)
 
 
 Account = list[tuple[str, float, float]]
@@ -92,16 +102,18 @@ def account() -> Account:
     cases = [
         (torch.float32, 1, False, 8 + 8 / n),
         (torch.float32, 2, False, 4 + 12 / n),
+        (torch.bfloat16, 1, False, 4 + 12 / n),
         (torch.bfloat16, 2, False, 2 + 14 / n),
         (torch.float32, 2, True, 16 / n),
     ]
     if n == 2:
-        cases += [(torch.bfloat16, 1, False, 4 + 12 / n), (torch.bfloat16, 1, True, 2 + 14 / n)]
+        cases += [(torch.bfloat16, 1, True, 2 + 14 / n)]
     for dtype, stage, is_one_copy, expected in cases:
         what = f"{dtype}, stage {stage}, one copy: {is_one_copy}"
-        found, in_flight, planned = measure(dtype, stage, is_one_copy)
+        found, in_flight, planned, gradients, planned_gradients = measure(dtype, stage, is_one_copy)
         results.append((what, found, expected))
         results.append((f"{what}, planned with buckets in flight", found + in_flight, planned))
+        results.append((f"{what}, planned gradients", gradients, planned_gradients))
     return results
 
 

@@ -74,6 +74,64 @@ def test_every_class_is_what_it_is_on_whole_parameters(run: Runner) -> None:
     run(train_all_classes)
 
 
+def train_long() -> None:
+    """Beside one process on all ranks' batches, and with pydist's kernels in the class's place."""
+    rank, size = joined()
+    cases: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+        (kind, options)
+        for kind in ELEMENT_WISE
+        for options in (({}, {"fused": True}) if kind in FUSED else ({},))
+    ]
+    for number, (kind, own) in enumerate(cases):
+        # What takes roundings for signs, or divides by them, would not stay close for long.
+        options: dict[str, Any] = {"lr": 1e-3} if kind is torch.optim.SGD else {}
+        if kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam):
+            options = {"eps": 1e-5}
+        torch.manual_seed(5)
+        reference = nn.Sequential(nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 3)).double()
+        model = pydist.DataParallel(copy.deepcopy(reference), bucket_cap_mb=1.0)
+        ours = pydist.ShardedOptimizer(
+            model,
+            kind,
+            stage=1 + number % 2,  # type: ignore[arg-type]
+            **options,
+            **own,
+        )
+        theirs = kind(reference.parameters(), **options)
+        losses: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for step in range(50):
+            inputs = torch.stack([batch(r, 4, 10, step=step) for r in range(size)])
+            for net, optimizer, x in (
+                (model, ours, inputs[rank]),
+                (reference, theirs, inputs.view(-1, 10)),
+            ):
+                optimizer.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses[net is reference].append(loss.detach())
+        mean, whole = (torch.stack(each) for each in losses)
+        pydist.all_reduce(mean, "mean")
+        what = f"losses of {kind.__name__} {own}"
+        torch.testing.assert_close(
+            mean, whole, rtol=1e-9, atol=1e-9, msg=lambda text, what=what: f"{what}: {text}"
+        )
+        for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
+            what = f"{kind.__name__} {own}, {name}"
+            torch.testing.assert_close(
+                a, b, rtol=1e-9, atol=1e-9, msg=lambda text, what=what: f"{what}: {text}"
+            )
+
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def test_fifty_steps_of_every_class() -> None:
+    """On gloo; on native, steps are compared to the bit."""
+    with Ranks(2, {"PYDIST_BACKEND": "gloo"}) as ranks:
+        ranks.run(train_long, timeout=LIMIT_S)
+
+
 def train_many_kinds(stage: int) -> None:
     torch.manual_seed(1)
     for cap_mb in (1e-6, 0.002, 1.0):
@@ -246,7 +304,7 @@ def clip_and_scale(stage: int) -> None:
     assert other is not None
     torch.testing.assert_close(optimizer.gradient_of(first), other)
     torch.testing.assert_close(first.grad.norm(), other.norm())
-    assert "0.weight" in repr(first.grad)
+    assert "0.weight" in repr(first.grad) == str(first.grad) == f"{first.grad}"
     for misuse in (
         lambda gradient: gradient.sum(),
         lambda gradient: gradient.add_(gradient),
@@ -757,6 +815,30 @@ def test_what_raises_on_one_rank_around_a_step(run: Runner, where: str) -> None:
     run(fail_beside_others, where)
 
 
+class Counting(pydist.ShardedOptimizer):
+    """With a step of its own."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+def hook_once() -> None:
+    """Hooks of a step run once, in a subclass too."""
+    joined()
+    for kind in (pydist.ShardedOptimizer, Counting):
+        called: list[str] = []
+        optimizer = kind(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_, called=called: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_, called=called: called.append("after"))
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.step()
+        assert called == ["before", "after"]
+        assert getattr(optimizer, "steps", 1) == 1
+
+
 def fail_alone() -> None:
     """Without others, nobody waits."""
     joined()
@@ -853,6 +935,7 @@ def be_alone() -> None:
         save_and_load(stage)
     use_plain_parameters()
     fail_alone()
+    hook_once()
 
 
 def test_one_rank() -> None:
