@@ -112,8 +112,9 @@ def whole_step() -> None:
         torch.testing.assert_close(parameter.cpu(), reference.get_parameter(name))
 
 
-def test_a_step_with_its_optimizer_is_captured() -> None:
-    run_ranks(whole_step, 2, env=NCCL, timeout=35)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_step_with_its_optimizer_is_captured(size: int) -> None:
+    run_ranks(whole_step, size, env=NCCL, timeout=35)
 
 
 def one_rank_captures_alone() -> None:

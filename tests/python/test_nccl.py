@@ -245,6 +245,9 @@ def on_four_ranks() -> None:
     largest = torch.full((3,), float(rank), device="cuda")
     pydist.all_reduce(largest, "max")  # by the ring
     assert largest.tolist() == [size - 1.0] * 3
+    module, reference = Cut.with_reference("cuda", "cuda")
+    model = pydist.DataParallel(module, bucket_cap_mb=0.0005)
+    train_like_reference(model, reference, loss_of_cut, steps=range(2))
 
 
 def test_four_ranks() -> None:
