@@ -347,7 +347,11 @@ CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int
 CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string& library) {
   const ReleasedGil released;
   NcclOptions options;
-  options.api = nccl::Api::open(library);
+  try {
+    options.api = nccl::Api::open(library);
+  } catch (const TransportError& error) {
+    options.why_no_api = error.what();
+  }
   options.host = std::move(host);
   options.device = device;
   return for_python(create_nccl_communicator(std::move(options)));

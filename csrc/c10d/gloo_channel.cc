@@ -20,7 +20,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr std::uint64_t kCloseTag = 0x7ffffffe;
-constexpr std::uint64_t kLossTag = 0x7ffffffd;
+constexpr std::uint64_t kFarewellTag = 0x7ffffffd;
 
 // Zero means "the default" to gloo.
 milliseconds timeout_of(Deadline deadline) {
@@ -232,15 +232,27 @@ int GlooChannel::finish(const Message& message, Deadline deadline) {
   });
 }
 
-void GlooChannel::wait_for_loss(int peer) noexcept {
-  // gloo tells of it whoever waits for a message, and nobody sends this one.
+bool GlooChannel::wait_for_farewell(int peer) noexcept {
+  // gloo tells of a loss whoever waits for a message.
   std::uint8_t nothing = 0;
   Message message;
   try {
-    message = post_recv(&nothing, 1, peer, kLossTag);
+    message = post_recv(&nothing, 1, peer, kFarewellTag);
     finish(message, Deadline::never());
+    return true;
   } catch (const std::exception&) {
-    // As intended.
+    return false;
+  }
+}
+
+void GlooChannel::say_farewell(int peer, Deadline deadline) noexcept {
+  std::uint8_t nothing = 0;
+  Message message;
+  try {
+    message = post_send(&nothing, 1, peer, kFarewellTag);
+    finish(message, deadline);
+  } catch (const std::exception&) {
+    // It is gone itself, or has never listened.
   }
 }
 

@@ -57,8 +57,11 @@ class GlooChannel {
   // Returns the source of a receive.
   static int finish(const Message& message, Deadline deadline);
 
-  // Returns once the connection to `peer` is lost or has been cut. Only once for a peer.
-  void wait_for_loss(int peer) noexcept;
+  // Returns once `peer` has said farewell, true then, or the connection to it is lost or has been
+  // cut. Only once for a peer.
+  [[nodiscard]] bool wait_for_farewell(int peer) noexcept;
+  // To whom waits for it.
+  void say_farewell(int peer, Deadline deadline) noexcept;
 
   // Cuts all connections: whoever waits, here or at a peer, fails.
   void close() noexcept;

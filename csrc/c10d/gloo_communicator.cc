@@ -41,9 +41,8 @@ constexpr milliseconds kNewsInterval{500};
 constexpr std::chrono::seconds kReasonPatience{1};
 // After how many questions without an answer, of a second or so each, the store is gone.
 constexpr int kMostSilences = 20;
-
-// Under which a rank says that it has let the group go.
-std::string farewell_key(int rank) { return join("left/", rank); }
+// How long a farewell may take to be on its way.
+constexpr milliseconds kFarewellPatience{500};
 
 class OrdinaryMemory : public Memory {
  public:
@@ -121,16 +120,12 @@ class Group : public std::enable_shared_from_this<Group> {
   // Note [Neighbours]
   // A death cuts the connections of the dead, and gloo tells of that only who waits for a message
   // of it. So each rank waits for one from both of its neighbours, on a thread for each, for as
-  // long as the group lives. Who shuts the group down says so in the store first, and who fails
-  // gives its reason there; whose connection is lost without either has died, and whoever sees that
-  // tells the others through the store.
+  // long as the group lives: a farewell. Who shuts the group down says it first, by the connection
+  // itself, since the store may go with the rank; who fails gives its reason in the store. Whose
+  // connection is lost without either has died, and whoever sees that tells the others through the
+  // store.
   void watch_neighbours() {
-    const int size = channel.size();
-    std::vector<int> neighbours{(channel.rank() + 1) % size};
-    if (size > 2) {
-      neighbours.push_back((channel.rank() + size - 1) % size);
-    }
-    for (const int peer : neighbours) {
+    for (const int peer : neighbours()) {
       {
         const std::lock_guard lock(mutex_);
         if (is_shut_down_) {
@@ -141,8 +136,11 @@ class Group : public std::enable_shared_from_this<Group> {
       }
       try {
         start_engine_thread("pydist-gloo-ear", [self = shared_from_this(), peer] {
-          self->channel.wait_for_loss(peer);
-          self->explain_loss_of(peer);
+          if (self->channel.wait_for_farewell(peer)) {
+            self->note_loss(join("rank ", peer, " has left"));
+          } else {
+            self->explain_loss_of(peer);
+          }
           const std::lock_guard lock(self->mutex_);
           --self->listeners_;
           self->quiet_.notify_all();
@@ -164,13 +162,11 @@ class Group : public std::enable_shared_from_this<Group> {
       }
     }
     if (const std::exception_ptr error = failure()) {
-      // Neighbours that find a farewell before the reason take this rank for one that has left.
       tell_of_failure(*store_, describe(error).message);
     } else {
-      try {
-        store_->set(farewell_key(channel.rank()), "left");
-      } catch (const std::exception&) {
-        // Whoever hosts the store is gone, and with it whoever would ask.
+      const Deadline deadline = Deadline::in(kFarewellPatience);
+      for (const int peer : neighbours()) {
+        channel.say_farewell(peer, deadline);
       }
     }
     channel.close();
@@ -246,6 +242,20 @@ class Group : public std::enable_shared_from_this<Group> {
   }
 
  private:
+  [[nodiscard]] std::vector<int> neighbours() const {
+    const int size = channel.size();
+    std::vector<int> both{(channel.rank() + 1) % size};
+    if (size > 2) {
+      both.push_back((channel.rank() + size - 1) % size);
+    }
+    return both;
+  }
+
+  void note_loss(const std::string& loss) {
+    const std::lock_guard lock(news_mutex_);
+    loss_ = loss;
+  }
+
   [[nodiscard]] bool is_over() const {
     const std::lock_guard lock(mutex_);
     return is_shut_down_ || failure_ != nullptr;
@@ -279,21 +289,13 @@ class Group : public std::enable_shared_from_this<Group> {
   // What has become of a neighbour whose connection is lost.
   void explain_loss_of(int peer) {
     const Deadline patience = Deadline::in(kReasonPatience);
-    const auto note = [this](const std::string& loss) {
-      const std::lock_guard lock(news_mutex_);
-      loss_ = loss;
-    };
     try {
       // Until it is known that it was cut here, or why it was cut.
       while (!is_over() && !is_told(kNewsKey)) {
-        if (is_told(farewell_key(peer))) {
-          note(join("rank ", peer, " has left"));
-          return;
-        }
         if (patience.has_passed()) {
           const std::string loss = join("rank ", peer, " has died, or the network between rank ",
                                         channel.rank(), " and it");
-          note(loss);
+          note_loss(loss);
           store_->set(kNewsKey, loss);
           return;
         }
@@ -302,8 +304,11 @@ class Group : public std::enable_shared_from_this<Group> {
     } catch (const std::exception&) {
       // Others may have cut it because of a rank that hosted the store.
       if (!is_over()) {
-        note(join("the connection between rank ", channel.rank(), " and rank ", peer,
-                  " is lost, and the job's store does not answer"));
+        const std::lock_guard lock(news_mutex_);
+        if (loss_.empty()) {
+          loss_ = join("the connection between rank ", channel.rank(), " and rank ", peer,
+                       " is lost, and the job's store does not answer");
+        }
       }
     }
   }
@@ -627,7 +632,6 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     if (rank == 0) {
       asked->erase(kNewsKey);  // of a group of that name which has failed
     }
-    asked->erase(farewell_key(rank));
     const std::string key = join("here/", rank);
     asked->set(key, "1");
     (void)asked->get(key, Deadline::in(timeout));

@@ -352,19 +352,22 @@ class NcclCommunicator final : public Communicator {
   std::atomic<bool> is_closed_{false};
 };
 
-// Which way an operation takes depends on whether there are kernels, so all ranks have them or none
-// uses any. Collective.
-void use_kernels_of_all(Communicator& control, NcclOptions& options) {
+// What a rank can do, from the least.
+enum Means : std::uint8_t { kNoNccl, kNoKernels, kBoth };
+
+// Throws on all ranks where one has no NCCL. Which way an operation takes depends on whether there
+// are kernels, so all ranks have them or none uses any. Collective.
+void use_what_all_have(Communicator& control, NcclOptions& options) {
   std::string why = "they were not loaded";
-  std::uint8_t is_usable = 0;
-  if (options.kernels != nullptr) {
+  std::uint8_t mine = options.api == nullptr ? kNoNccl : kNoKernels;
+  if (options.api != nullptr && options.kernels != nullptr) {
     why = options.kernels->reason();
     try {
       if (options.kernels->is_loaded()) {
         // Before the first collective: CUDA may wait for running kernels when it loads one.
         const cuda::DeviceGuard guard(options.device);
         options.kernels->load_kernels();
-        is_usable = 1;
+        mine = kBoth;
       }
     } catch (const std::exception& error) {
       why = error.what();
@@ -373,15 +376,18 @@ void use_kernels_of_all(Communicator& control, NcclOptions& options) {
   Operation operation;
   operation.kind = OpKind::kAllReduce;
   operation.op = ReduceOp::kMin;
-  std::uint8_t are_usable = 0;
-  operation.inputs = {Buffer{&is_usable, 1, DType::kUInt8, {}}};
-  operation.outputs = {Buffer{&are_usable, 1, DType::kUInt8, {}}};
-  operation.label = "who has CUDA kernels";
+  std::uint8_t least = kNoNccl;
+  operation.inputs = {Buffer{&mine, 1, DType::kUInt8, {}}};
+  operation.outputs = {Buffer{&least, 1, DType::kUInt8, {}}};
+  operation.label = "who has NCCL and CUDA kernels";
   control.run(std::move(operation));
-  if (are_usable == 0) {
+  if (least == kNoNccl) {
+    NcclGroup::agree(control, options.why_no_api);
+  }
+  if (least != kBoth) {
     log_line(LogLevel::kWarning,
              join("group '", control.name(), "' does without pydist's CUDA kernels: ",
-                  is_usable != 0 ? "another rank cannot use them" : why));
+                  mine == kBoth ? "another rank cannot use them" : why));
     options.kernels = nullptr;
   }
 }
@@ -401,7 +407,7 @@ void warn_of_blocking_communicators() {
 
 CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   require_not_forked();
-  PYDIST_CHECK(options.api != nullptr && options.host != nullptr);
+  PYDIST_CHECK(options.host != nullptr && (options.api == nullptr) != options.why_no_api.empty());
   warn_of_blocking_communicators();
   const Deadline deadline = Deadline::in(options.host->timeout());
   if (options.endpoint == nullptr) {
@@ -413,7 +419,7 @@ CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   NcclGroup::Options group;
   group.api = options.api;
   group.control = options.host->split(everybody);
-  use_kernels_of_all(*group.control, options);
+  use_what_all_have(*group.control, options);
   group.companion = options.host;
   group.device = options.device;
   group.journal = std::shared_ptr<Journal>(options.endpoint, &options.endpoint->page().journal);

@@ -9,6 +9,7 @@
 
 #include <chrono>
 #include <memory>
+#include <string>
 
 #include "base/env.h"
 #include "communicator/communicator.h"
@@ -21,7 +22,9 @@ class Endpoint;
 class NcclWatchdog;
 
 struct NcclOptions {
+  // Null where this rank has no NCCL that will do, which all ranks are then told.
   nccl::ApiPtr api;
+  std::string why_no_api;
   // The group that this one extends, with its ranks, name and timeout.
   CommunicatorPtr host;
   // This rank's, as the process counts them.

@@ -173,11 +173,11 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
   return group;
 }
 
-void NcclGroup::agree(const std::string& complaint) {
+void NcclGroup::agree(Communicator& control, const std::string& complaint) {
   Notice mine{};
   std::copy_n(complaint.begin(), std::min(complaint.size(), mine.size() - 1), mine.begin());
-  std::vector<Notice> all(static_cast<std::size_t>(size()));
-  control_->run(bytes_of_all(mine, all));
+  std::vector<Notice> all(static_cast<std::size_t>(control.size()));
+  control.run(bytes_of_all(mine, all));
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank][0] != '\0') {
       throw TransportError(

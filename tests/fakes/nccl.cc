@@ -483,6 +483,7 @@ void launch(std::vector<Queued> calls) {
     }
     enqueue(stream, [comm, messages, collectives, hangs, fails, times_out] {
       if (fails) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));  // after the call
         comm->async_error = times_out ? kTimeout : kRemoteError;
       }
       if (hangs || fails) {

@@ -36,15 +36,19 @@ def folder() -> Path | None:
 _loaded: list[ctypes.CDLL] = []
 
 
-def install() -> None:
-    """Makes this rank see one GPU, another one than every other rank, and NCCL. Idempotent."""
+def install(nccl: str = "fake_nccl") -> None:
+    """Makes this rank see one GPU, another one than every other rank, and NCCL. Idempotent.
+
+    Args:
+        nccl: which of the fakes of NCCL; "fake_nccl_incomplete" lacks ncclCommAbort.
+    """
     fake_cuda.install(1)
     if _loaded:
         return
     libraries = folder()
     assert libraries is not None, "configure with -DPYDIST_BUILD_TESTS=ON"
     for name in _LIBRARIES:
-        path = str(libraries / name)
+        path = str(libraries / name.replace("fake_nccl/", f"{nccl}/"))
         _loaded.append(ctypes.CDLL(path, mode=os.RTLD_GLOBAL | os.RTLD_NOW))
     rank = int(os.environ.get("RANK", "0"))
     identity = types.SimpleNamespace(

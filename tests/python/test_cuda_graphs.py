@@ -112,8 +112,9 @@ def whole_step() -> None:
         torch.testing.assert_close(parameter.cpu(), reference.get_parameter(name))
 
 
-def test_a_step_with_its_optimizer_is_captured() -> None:
-    run_ranks(whole_step, 2, env=NCCL, timeout=35)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_step_with_its_optimizer_is_captured(size: int) -> None:
+    run_ranks(whole_step, size, env=NCCL, timeout=35)
 
 
 def one_rank_captures_alone() -> None:
@@ -143,16 +144,17 @@ def staged() -> None:
     model = pydist.DataParallel(nn.Linear(4, 2).to("cuda"))
     inputs = torch.full((3, 4), rank + 1.0, device="cuda")
 
-    def gradient_is_right() -> bool:
+    def check_gradient() -> None:
         model.zero_grad()
         model(inputs).sum().backward()
-        return bool((model.weight.grad == 3 * (size + 1) / 2).all())
+        gradient = model.weight.grad
+        assert bool((gradient == 3 * (size + 1) / 2).all()), gradient
 
-    assert gradient_is_right()
+    check_gradient()
     refused = pytest.raises(pydist.InvalidUsage, match="cannot be part of a CUDA graph")
     with refused, Graph():
         model(inputs).sum().backward()
-    assert gradient_is_right()
+    check_gradient()
     # Whoever doesn't capture is not left waiting for the one that does.
     began = time.monotonic()
     if rank == 0:
@@ -162,7 +164,7 @@ def staged() -> None:
         with pytest.raises(pydist.Error, match="backward raised on rank 0"):
             model(inputs).sum().backward()
     assert time.monotonic() - began < 15, "of 600 seconds that an operation has"
-    assert gradient_is_right()
+    check_gradient()
 
     # What is under way on our threads and what another thread captures don't mind each other.
     there, back = (torch.full((100_000,), rank + 1.0, device="cuda") for _ in range(2))

@@ -186,6 +186,36 @@ def test_a_rank_of_another_host_that_leaves_is_named() -> None:
     run_ranks(leaving, 2, env=NCCL, timeout=60)
 
 
+def leaving_with_the_store() -> None:
+    os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    gpu_ranks.install()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    meeting = dist.TCPStore(*address, is_master=False)
+    if rank == 1:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting.set("its store", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(meeting.get("its store")), is_master=False)
+    dist.init_process_group("pydist", store=store, rank=rank, world_size=size)
+    joined()
+    tensor = torch.ones(1000, device="cuda")
+    pydist.all_reduce(tensor)
+    if rank == 1:
+        pydist.shutdown()
+        dist.destroy_process_group()
+        os._exit(0)
+    with pytest.raises(pydist.PeerLost, match="rank 1 has left"):
+        pydist.all_reduce(tensor, async_op=True).wait(timeout=20.0)
+
+
+def test_a_rank_that_leaves_with_the_store_has_not_died() -> None:
+    first, second, third = rank_outcomes(leaving_with_the_store, 3, env=NCCL, timeout=35)
+    assert second.exit_code == 0
+    for each in (first, third):
+        assert each.ok, each.describe()
+
+
 def failing_and_leaving() -> None:
     os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
     rank, _ = start()
@@ -215,6 +245,9 @@ def on_four_ranks() -> None:
     largest = torch.full((3,), float(rank), device="cuda")
     pydist.all_reduce(largest, "max")  # by the ring
     assert largest.tolist() == [size - 1.0] * 3
+    module, reference = Cut.with_reference("cuda", "cuda")
+    model = pydist.DataParallel(module, bucket_cap_mb=0.0005)
+    train_like_reference(model, reference, loss_of_cut, steps=range(2))
 
 
 def test_four_ranks() -> None:

@@ -1,0 +1,145 @@
+"""How NCCL fails, as users see it: on the fakes, which fail as they are told (FAKE_NCCL_FAULT).
+
+Every detail is the C++ tests' (tests/cpp/nccl_communicator_test.cc).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import fake_nccl
+import gpu_ranks
+import pytest
+import torch
+from gpu_ranks import needs_gpu_ranks
+from launch import Ranks, rank_outcomes, run_ranks
+from training import LIMIT_S, TIME_LIMIT, joined
+
+import pydist
+
+pytestmark = [
+    needs_gpu_ranks,
+    pytest.mark.skipif(gpu_ranks.IS_REAL, reason="a real NCCL does not fail as it is told"),
+    TIME_LIMIT,
+]
+
+NCCL: dict[str, str | None] = {"PYDIST_BACKEND": "nccl"}
+AUTO: dict[str, str | None] = {"PYDIST_BACKEND": "auto"}
+
+
+class Seen(NamedTuple):
+    """What a rank saw of a failure."""
+
+    kind: type[BaseException]
+    message: str
+    seconds: float
+
+
+def three_collectives(fault: str, timeout_s: float) -> Seen:
+    """Joins, and reduces three times, while NCCL has a fault."""
+    os.environ["FAKE_NCCL_FAULT"] = fault
+    gpu_ranks.install()
+    began = time.monotonic()
+    try:
+        joined()
+        tensor = torch.ones(1000, device="cuda")
+        for _ in range(3):
+            pydist.all_reduce(tensor, async_op=True).wait(timeout=timeout_s)
+    except pydist.Error as error:
+        return Seen(type(error), str(error), time.monotonic() - began)
+    finally:
+        del os.environ["FAKE_NCCL_FAULT"]
+        pydist.shutdown()
+    raise AssertionError(f"nothing failed with {fault}")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, NCCL) as ranks:
+        yield ranks
+
+
+def fail(ranks: Ranks, fault: str, timeout_s: float = 20.0) -> list[Seen]:
+    seen: list[Seen] = ranks.run(three_collectives, fault, timeout_s, timeout=LIMIT_S)
+    return seen
+
+
+def test_joining_fails_alike_on_all_ranks(two: Ranks) -> None:
+    for seen in fail(two, "init_fail:1:0"):
+        assert seen.kind is pydist.TransportError
+        assert "Rank 1: joining the group: NCCL 2.30.7 says: unhandled system error" in seen.message
+        assert seen.seconds < 15
+
+
+def test_an_asynchronous_error_reaches_all_ranks(two: Ranks) -> None:
+    for seen in fail(two, "async:1:2"):
+        assert seen.kind is pydist.PeerLost
+        assert "all_reduce #2 on rank 1 of 2" in seen.message
+        assert "remote process exited" in seen.message
+        assert seen.seconds < 15
+
+
+def test_a_time_out_of_nccls_own_says_where_the_ranks_are(two: Ranks) -> None:
+    for seen in fail(two, "timeout:0:2"):
+        assert seen.kind is pydist.Timeout
+        assert "NCCL 2.30.7 says: timeout" in seen.message
+        assert "is in all_reduce #2" in seen.message
+        assert "rank 1 (" in seen.message
+
+
+def test_an_abort_that_hangs_is_left_to_itself() -> None:
+    # Ranks of their own: what hangs stays in the process.
+    fault = "async:1:1,hang_abort:0:0,hang_abort:1:0"
+    for seen in run_ranks(three_collectives, 2, fault, 20.0, env=NCCL, timeout=35):
+        assert seen.kind is pydist.PeerLost
+        assert seen.seconds < 20, "ten of them are the abort's"
+
+
+def test_a_version_that_is_too_old_is_named(two: Ranks) -> None:
+    env = {**NCCL, "FAKE_NCCL_VERSION": "21706"}
+    for outcome in rank_outcomes(everyday, 2, env=env, timeout=LIMIT_S):
+        assert outcome.error == "TransportError"
+        assert "is version 2.17.6; pydist needs 2.18.0" in outcome.message
+
+
+def everyday(nccl: str = "fake_nccl", *ranks: int) -> str:
+    """Joins and reduces; the given ranks, or all, on another NCCL."""
+    if not ranks or int(os.environ["RANK"]) in ranks:
+        fake_nccl.install(nccl)
+    gpu_ranks.install()
+    _, size = joined()
+    tensor = torch.ones(10, device="cuda")
+    pydist.all_reduce(tensor)
+    assert tensor[0].item() == size
+    return pydist.backend()
+
+
+@pytest.mark.parametrize("ranks", [(), (1,)])
+def test_a_library_that_lacks_something_is_named(ranks: tuple[int, ...]) -> None:
+    args = ("fake_nccl_incomplete", *ranks)
+    for outcome in rank_outcomes(everyday, 2, *args, env=NCCL, timeout=LIMIT_S):
+        assert outcome.error == "TransportError", outcome.describe()
+        assert "lacks ncclCommAbort: it is no complete NCCL" in outcome.message
+    # auto does without it, on all ranks.
+    assert run_ranks(everyday, 2, *args, env=AUTO, timeout=LIMIT_S) == ["native", "native"]
+
+
+def killed(on_hosts_of_their_own: bool) -> Seen:
+    if on_hosts_of_their_own:
+        os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    # Rank 2 is gone in the third collective, which the others have launched or do then.
+    return three_collectives("exit:2:3", 20.0)
+
+
+@pytest.mark.parametrize("on_hosts_of_their_own", [False, True])
+def test_a_rank_killed_in_a_collective_is_named(on_hosts_of_their_own: bool) -> None:
+    outcomes = rank_outcomes(killed, 4, on_hosts_of_their_own, env=NCCL, timeout=LIMIT_S)
+    assert outcomes.pop(2).exit_code == 9
+    for outcome in outcomes:
+        assert outcome.ok, outcome.describe()
+        assert outcome.value.kind is pydist.PeerLost
+        assert "rank 2 " in outcome.value.message
+        assert outcome.value.seconds < 10
