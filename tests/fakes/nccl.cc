@@ -113,7 +113,8 @@ struct Comm {
 // What is done to memory and communicators that NCCL does not forgive, and what there is of them.
 std::atomic<int> faults_seen{0};
 std::mutex communicators_mutex;
-std::set<void*> communicators;  // guarded by communicators_mutex
+// Guarded by communicators_mutex. Never destroyed: an abort may still be under way at exit.
+std::set<void*>& communicators = *new std::set<void*>;
 std::mutex memory_mutex;
 std::map<void*, int> memory;           // how often it is registered; guarded by memory_mutex
 std::map<void*, void*> registrations;  // memory by communicator; guarded by memory_mutex
