@@ -29,6 +29,11 @@ std::mutex& launch_mutex() {
   return *mutex;
 }
 
+// What NCCL's own thread takes for an ordinary launch: a wait without sleeping.
+constexpr microseconds kLaunchTime{200};
+// Between questions, where the answer may take seconds.
+constexpr microseconds kLongestJoiningPause{5'000};
+
 // How long an abort waits for a thread that is inside of NCCL. It sees the failure soon, unless
 // NCCL itself does not return.
 constexpr milliseconds kLaunchPatience{1'000};
@@ -220,11 +225,12 @@ void NcclGroup::connect(Deadline deadline) {
     comm_ = nullptr;
     throw_failure(result, "joining the group");
   }
-  poll_until_ready("joining the group", deadline);
+  poll_until_ready("joining the group", deadline, kLongestJoiningPause);
 }
 
-void NcclGroup::poll_until_ready(const char* what, Deadline deadline) {
+void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microseconds longest_pause) {
   microseconds pause{20};
+  const Deadline at_once = Deadline::in(kLaunchTime);
   Deadline slice = Deadline::in(kInterruptionInterval);
   while (true) {
     Result state = Result::kInProgress;
@@ -257,8 +263,12 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline) {
       check_interruption();
       slice = Deadline::in(kInterruptionInterval);
     }
+    if (!at_once.has_passed()) {
+      std::this_thread::yield();
+      continue;
+    }
     std::this_thread::sleep_for(pause);
-    pause = std::min(2 * pause, microseconds(5'000));
+    pause = std::min(2 * pause, longest_pause);
   }
 }
 
@@ -383,6 +393,24 @@ std::byte* NcclGroup::scratch_of_graph() {
   return memory;
 }
 
+// What a launch is captured into, if anything.
+void NcclGroup::find_capture(const Launch& launch) {
+  const cuda::DeviceGuard guard(device_);
+  const cuda::Driver& driver = cuda::Driver::get();
+  capture_.reset();
+  for (nccl::StreamHandle each : launch.streams) {
+    if (!capture_) {
+      capture_ = driver.capture_of(each);
+    }
+  }
+  if (!capture_ && driver.is_capturing(stream())) {
+    throw InvalidUsage(pydist::join(
+        to_string(launch.kind), " on the group '", control_->name(),
+        "', whose operations another stream captures into a CUDA graph: call it before or after "
+        "the capture, or on a group of its own (torch.distributed.new_group())."));
+  }
+}
+
 WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   if (const std::exception_ptr error = failure_of_others()) {
     fail(error);
@@ -400,6 +428,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     throw InvalidUsage(pydist::join(to_string(launch.kind), " on the group '", control_->name(),
                                     "', which has been shut down."));
   }
+  find_capture(launch);
   UnderWay entry{nullptr, launch.deadline, launch.kind, 0, std::move(launch.label), 0};
   {
     const std::lock_guard lock(mutex_);
@@ -419,14 +448,8 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   std::exception_ptr error;
   std::exception_ptr interruption;
   std::shared_ptr<LaunchedWork> work;
-  capture_.reset();
   try {
     const cuda::DeviceGuard guard(device_);
-    for (nccl::StreamHandle each : launch.streams) {
-      if (!capture_) {
-        capture_ = cuda::Driver::get().capture_of(each);
-      }
-    }
     work = std::make_shared<LaunchedWork>(weak_from_this(), device_, capture_.has_value());
     entry.work = work;
     for (nccl::StreamHandle each : launch.streams) {

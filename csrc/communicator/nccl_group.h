@@ -159,7 +159,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   };
 
   void connect(Deadline deadline);
-  void poll_until_ready(const char* what, Deadline deadline);
+  void poll_until_ready(const char* what, Deadline deadline,
+                        std::chrono::microseconds longest_pause = std::chrono::microseconds(200));
+  void find_capture(const Launch& launch);
   // Throws what NCCL has returned, or the loss of the peer that explains it.
   [[noreturn]] void throw_failure(nccl::Result result, const char* what);
   // Where every rank is, as far as is known: sentences that follow others.

@@ -45,6 +45,7 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
   if (in_forked_child()) {
     return;
   }
+  bool is_unheard = false;
   {
     const std::lock_guard lock(mutex_);
     if (failure_) {
@@ -52,9 +53,15 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
     }
     failure_ = describe(error);
     has_failed_ = true;
+    is_unheard = has_captured_ || !under_way_.empty();
   }
   try {
     const auto [kind, what] = describe(error);
+    if (is_unheard) {
+      // Streams go on with what is worth nothing, and the host may not ask for long.
+      log_line(LogLevel::kError,
+               pydist::join(what, " What the GPU computes from here on is worth nothing."));
+    }
     control_->abort(Error(kind, what));
     if (companion_ != nullptr && is_joined_) {
       companion_->abort(Error(kind, what));

@@ -25,10 +25,13 @@ class NcclGroup::LaunchedWork : public Work {
     if (const std::exception_ptr error = exception()) {
       std::rethrow_exception(error);
     }
-    // What was captured runs later, whatever the work says.
     if (is_captured_ || !is_completed()) {
       const cuda::DeviceGuard guard(device_);
-      event_.hold_back(stream);
+      // What was captured runs later, whatever the work says: that is for the capture to wait for,
+      // and for nobody once it is over.
+      if (!is_captured_ || cuda::Driver::get().is_capturing(stream)) {
+        event_.hold_back(stream);
+      }
     }
     return true;
   }

@@ -12,8 +12,10 @@ many.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 
 import fake_cuda
 import fake_nccl
@@ -48,6 +50,17 @@ def install(delay_us: int = 20) -> None:
 def synchronize() -> None:
     """Waits for the GPU."""
     torch.cuda.synchronize() if IS_REAL else fake_cuda.synchronize()
+
+
+@contextlib.contextmanager
+def stream() -> Iterator[None]:
+    """Another stream than the default one."""
+    if IS_REAL:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            yield
+    else:
+        with fake_cuda.Stream():
+            yield
 
 
 class Graph:

@@ -6,6 +6,7 @@ On a GPU that the ranks share, or on fakes.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 
 import gpu_ranks
@@ -187,3 +188,41 @@ def staged() -> None:
 
 def test_staged_operations_and_captures() -> None:
     run_ranks(staged, 2, env=STAGED, timeout=35)
+
+
+def beside_a_capture() -> None:
+    rank, size = start()
+    total = float(size * (size + 1) / 2)
+    captured = torch.zeros(4, device="cuda")
+    source = torch.full((4,), rank + 1.0, device="cuda")
+    other = torch.full((4,), rank + 1.0, device="cuda")
+    pydist.all_reduce(other)
+    gpu_ranks.synchronize()
+    refusals: list[str] = []
+
+    def on_another_stream() -> None:
+        with gpu_ranks.stream():
+            try:
+                pydist.all_reduce(other)
+            except pydist.InvalidUsage as error:
+                refusals.append(str(error))
+
+    with Graph() as graph:
+        captured.copy_(source)
+        work = pydist.all_reduce(captured, async_op=True)
+        thread = threading.Thread(target=on_another_stream)
+        thread.start()
+        thread.join()
+    work.wait()  # there is nothing to wait for, and no error
+    assert len(refusals) == 1
+    assert "whose operations another stream captures" in refusals[0]
+    # Neither the graph nor the group has come to harm.
+    graph.replay()
+    gpu_ranks.synchronize()
+    assert captured.tolist() == [total] * 4
+    pydist.all_reduce(other)
+    assert other.tolist() == [size * total] * 4
+
+
+def test_what_comes_beside_a_capture_is_refused_and_does_no_harm() -> None:
+    run_ranks(beside_a_capture, 2, env=NCCL, timeout=35)

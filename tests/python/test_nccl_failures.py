@@ -6,6 +6,7 @@ Every detail is the C++ tests' (tests/cpp/nccl_communicator_test.cc).
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from launch import Ranks, rank_outcomes, run_ranks
 from training import LIMIT_S, TIME_LIMIT, joined
 
 import pydist
+from pydist import groups
 
 pytestmark = [
     needs_gpu_ranks,
@@ -143,3 +145,31 @@ def test_a_rank_killed_in_a_collective_is_named(on_hosts_of_their_own: bool) -> 
         assert outcome.value.kind is pydist.PeerLost
         assert "rank 2 " in outcome.value.message
         assert outcome.value.seconds < 10
+
+
+def replay_beside_a_dead_rank() -> None:
+    gpu_ranks.install()
+    rank, _ = joined()
+    tensor = torch.ones(4, device="cuda")
+    pydist.all_reduce(tensor)
+    with gpu_ranks.Graph() as graph:
+        pydist.all_reduce(tensor)
+    graph.replay()
+    gpu_ranks.synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    graph.replay()
+    # Nothing is called that could raise.
+    deadline = time.monotonic() + 15
+    while groups.communicator_of(None).failure is None:
+        assert time.monotonic() < deadline, "nobody has noticed"
+        time.sleep(0.05)
+    with pytest.raises(pydist.PeerLost, match="rank 1"):
+        pydist.barrier()
+
+
+def test_a_graph_that_is_replayed_beside_a_dead_rank_is_told_of() -> None:
+    outcomes = rank_outcomes(replay_beside_a_dead_rank, 2, env=NCCL, timeout=LIMIT_S)
+    assert outcomes[0].ok, outcomes[0].describe()
+    told = outcomes[0].output.partition("rank 1 (pid")
+    assert "What the GPU computes from here on is worth nothing." in told[2]
