@@ -231,6 +231,7 @@ void NcclGroup::connect(Deadline deadline) {
 void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microseconds longest_pause) {
   microseconds pause{20};
   const Deadline at_once = Deadline::in(kLaunchTime);
+  std::optional<Deadline> vain_until;
   Deadline slice = Deadline::in(kInterruptionInterval);
   while (true) {
     Result state = Result::kInProgress;
@@ -253,7 +254,11 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     if (const std::exception_ptr error = control_->failure()) {
       std::rethrow_exception(error);
     }
-    if (const std::string vain = control_->why_vain(); !vain.empty()) {
+    if (const std::string vain = control_->why_vain(); vain.empty()) {
+      vain_until.reset();
+    } else if (!vain_until) {
+      vain_until = Deadline::in(kVainPatience);
+    } else if (vain_until->has_passed()) {
       throw PeerLost(pydist::join(what, " in NCCL: ", vain, "."));
     }
     if (deadline.has_passed()) {
@@ -489,7 +494,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     fail(error);
     close_journal(JournalState::kFailed);
     // The caller gets its buffers back, and some of it may be on the stream.
-    static_cast<void>(wait_for_end(Deadline::in(end_patience_)));
+    wait_for_abort(Deadline::in(end_patience_));
     if (interruption != nullptr) {
       std::rethrow_exception(interruption);
     }

@@ -135,8 +135,12 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // -- health
   [[nodiscard]] std::exception_ptr failure() const;
   void fail(const std::exception_ptr& error) noexcept;
-  // Looks at everything that may have happened. Returns when to look again; the maximum for never,
-  // unless something is launched.
+  // Note [Two threads that look]
+  // Whether an operation has finished, only the driver knows, and it may keep whoever asks waiting
+  // for as long as one hangs: where another thread frees memory meanwhile, say. So one thread asks
+  // it, and another, which asks it nothing, looks for what is wrong and ends the group. Both return
+  // when to look again; the maximum for never, unless something is launched.
+  std::chrono::milliseconds settle() noexcept;
   std::chrono::milliseconds watch() noexcept;
   // Returns once what is under way has finished, or `deadline` has passed.
   void drain(Deadline deadline);
@@ -145,6 +149,10 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void end() noexcept;
 
  private:
+  // How long an operation may go on after a rank has died or left: what that rank did its part of
+  // before still comes to its end.
+  static constexpr std::chrono::milliseconds kVainPatience{500};
+
   class LaunchedWork;
   struct GraphScratch;
   struct UnderWay {
@@ -167,6 +175,13 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Where every rank is, as far as is known: sentences that follow others.
   [[nodiscard]] std::string places() const;
   void settle_done();
+  [[nodiscard]] bool is_under_way() const;
+  // Once an abort has begun, what is under way is over as soon as its stream is idle: NCCL itself
+  // may not return before the graphs that hold its operations are gone.
+  [[nodiscard]] bool has_been_aborted() const;
+  // Whether the driver's word has been waited for, so that what has finished counts as that. Under
+  // the lock.
+  [[nodiscard]] bool has_word();
   void wait_for_launches() const noexcept;
   [[nodiscard]] std::byte* scratch_of_graph();
   void free_scratch();
@@ -179,6 +194,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] bool wait_for_end(Deadline deadline) noexcept;
   // The same, and until memory has been freed.
   [[nodiscard]] bool wait_for_memory(Deadline deadline) noexcept;
+  // Until nothing of a group that has failed is on its stream any more.
+  void wait_for_abort(Deadline deadline) noexcept;
   // Whether a launch of any group of this process is part of a capture that is under way.
   [[nodiscard]] static bool is_any_captured();
   // Once no capture is under way any more, for a thread that nobody waits for. Never throws.
@@ -214,11 +231,15 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::optional<ErrorDescription> failure_;
   std::vector<Free> freed_;                            // guarded by mutex_; what is to be freed
   std::map<std::uint64_t, std::byte*> graph_scratch_;  // guarded by mutex_; by capture
-  std::optional<Deadline> ending_;      // guarded by mutex_; when the end under way is given up
-  std::optional<Deadline> vain_until_;  // guarded by mutex_; once a rank has died or left
-  std::optional<Deadline> name_until_;  // guarded by mutex_; once NCCL has failed
-  bool has_ended_ = false;              // guarded by mutex_; NCCL's communicator
-  bool has_freed_ = false;              // guarded by mutex_; after its end
+  std::optional<Deadline> ending_;         // guarded by mutex_; when the end under way is given up
+  std::optional<Deadline> vain_until_;     // guarded by mutex_; once a rank has died or left
+  std::optional<Deadline> name_until_;     // guarded by mutex_; once NCCL has failed
+  std::optional<Deadline> word_until_;     // guarded by mutex_; once something is wrong
+  std::uint64_t word_after_ = 0;           // guarded by mutex_; of the times that events were asked
+  std::atomic<std::uint64_t> settled_{0};  // times that events were asked
+  std::atomic<bool> is_aborting_{false};
+  bool has_ended_ = false;  // guarded by mutex_; NCCL's communicator
+  bool has_freed_ = false;  // guarded by mutex_; after its end
   std::condition_variable ended_;
   std::thread end_thread_;  // guarded by mutex_
   std::atomic<bool> is_launching_{false};

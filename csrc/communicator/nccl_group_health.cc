@@ -22,9 +22,10 @@ using nccl::Result;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// How long an operation may go on after a rank has died or left: what that rank did its part of
-// before still comes to its end.
-constexpr milliseconds kVainPatience{500};
+// How long what is wrong waits for the driver to say what has finished.
+constexpr milliseconds kWordPatience{100};
+
+constexpr milliseconds kIdle = milliseconds::max();
 
 // How late an end is noticed, and so how long buffers are kept that nobody has waited for; and how
 // late a failure is, where only graphs are replayed.
@@ -74,6 +75,7 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
     if (comm_ != nullptr) {
       const cuda::DeviceGuard guard(device_);
       const cuda::RelaxedCapture relaxed;
+      is_aborting_ = true;
       static_cast<void>(api_->functions().ncclCommAbort(comm_));
       // The kernels have been told to end; whoever waits gets back the buffers that they use.
       // A capture would not survive the question, and nothing of it runs.
@@ -142,6 +144,32 @@ bool NcclGroup::wait_for_memory(Deadline deadline) noexcept {
   return ended_.wait_until(lock, deadline.when(), [this] { return has_freed_; });
 }
 
+bool NcclGroup::is_under_way() const {
+  const std::lock_guard lock(mutex_);
+  return !under_way_.empty();
+}
+
+bool NcclGroup::has_been_aborted() const {
+  if (!is_aborting_) {
+    return false;
+  }
+  // A capture would not survive the question.
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  const cuda::Driver& driver = cuda::Driver::get();
+  return !driver.is_capturing(stream()) && driver.is_idle(stream());
+}
+
+void NcclGroup::wait_for_abort(Deadline deadline) noexcept {
+  try {
+    while (!has_ended_now() && !has_been_aborted() && !deadline.has_passed()) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  } catch (const std::exception&) {
+    static_cast<void>(wait_for_end(deadline));  // CUDA itself has failed
+  }
+}
+
 void NcclGroup::settle_done() {
   // One thread at a time asks, and without the lock of the group: the driver may keep it waiting,
   // for as long as an operation hangs, and the others have to be able to end that.
@@ -172,6 +200,7 @@ void NcclGroup::settle_done() {
       done.push_back(std::move(under_way_.front()));
       under_way_.pop_front();
     }
+    ++settled_;
   } catch (...) {
     broken = std::current_exception();  // of CUDA, sticky; those before it have come to their end
   }
@@ -220,15 +249,40 @@ std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
                                  control_->name(), "' did not finish on the GPU in time."));
 }
 
-std::chrono::milliseconds NcclGroup::watch() noexcept {
-  constexpr milliseconds kIdle = milliseconds::max();
+std::chrono::milliseconds NcclGroup::settle() noexcept {
   if (in_forked_child()) {
     return kIdle;
   }
-  const cuda::RelaxedCapture relaxed;
   try {
     const cuda::DeviceGuard guard(device_);
+    const cuda::RelaxedCapture relaxed;
     settle_done();
+    if (is_under_way() && has_been_aborted()) {
+      finish_all();
+    }
+  } catch (...) {
+    // CUDA itself: an illegal address, a lost device.
+    fail(std::current_exception());
+  }
+  return is_under_way() ? kWatchInterval : kIdle;
+}
+
+bool NcclGroup::has_word() {
+  if (under_way_.empty()) {
+    return true;
+  }
+  if (!word_until_) {
+    word_until_ = Deadline::in(kWordPatience);
+    word_after_ = settled_ + 2;  // the next may be under way
+  }
+  return settled_ >= word_after_ || word_until_->has_passed();
+}
+
+std::chrono::milliseconds NcclGroup::watch() noexcept {
+  if (in_forked_child()) {
+    return kIdle;
+  }
+  try {
     bool is_late = false;
     {
       std::unique_lock lock(mutex_);
@@ -264,6 +318,11 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
       if (error == nullptr && is_late && !under_way_.empty()) {
         error = timeout_of(under_way_.front());
       }
+      if (error == nullptr) {
+        word_until_.reset();
+      } else if (!has_word()) {
+        return kWatchInterval;
+      }
     }
     if (error != nullptr) {
       // Where the others are, of a time-out that is this rank's own news.
@@ -274,7 +333,6 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
     }
     return pause;
   } catch (...) {
-    // CUDA itself: an illegal address, a lost device.
     fail(std::current_exception());
     return kWatchInterval;
   }
@@ -360,6 +418,7 @@ bool NcclGroup::finish_replays(Deadline deadline) {
     *is_over = true;
   }).detach();
   while (!*is_over && failure() == nullptr && !deadline.has_passed()) {
+    settle();
     watch();
     std::this_thread::sleep_for(microseconds(200));
   }
@@ -399,11 +458,9 @@ void NcclGroup::end() noexcept {
     return;
   }
   const Deadline deadline = Deadline::in(end_patience_);
-  const auto is_quiet = [this] {
-    const std::lock_guard lock(mutex_);
-    return under_way_.empty() && !is_launching_;
-  };
+  const auto is_quiet = [this] { return !is_under_way() && !is_launching_; };
   while (!is_quiet() && failure() == nullptr && !deadline.has_passed()) {
+    settle();
     watch();
     std::this_thread::sleep_for(microseconds(200));
   }

@@ -46,6 +46,7 @@ class NcclGroup::LaunchedWork : public Work {
     Deadline slice = Deadline::in(kInterruptionInterval);
     while (!is_completed() && !deadline.has_passed()) {
       if (const auto group = group_.lock()) {
+        group->settle();
         group->watch();
       }
       Work::block(deadline.earlier_of(Deadline::in(pause)));

@@ -1,6 +1,7 @@
 #include "communicator/nccl_watchdog.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -13,15 +14,30 @@
 #include "communicator/nccl_group.h"
 
 namespace pydist {
+namespace {
 
-// The thread holds it, and may outlive the watchdog for a moment.
+// How long the end of the threads is waited for: the driver may keep one of them.
+constexpr std::chrono::seconds kEndPatience{1};
+
+}  // namespace
+
+// The threads hold it, and may outlive the watchdog.
 struct NcclWatchdog::Shared {
+  struct Look {
+    const char* name;
+    std::chrono::milliseconds (NcclGroup::*at)() noexcept;
+    std::thread thread;
+    std::condition_variable wakened;
+    std::atomic<bool> is_idle{true};
+    bool has_ended = false;  // guarded by mutex
+  };
+
   std::mutex mutex;
-  std::condition_variable wakened;
+  std::condition_variable ended;
   std::vector<std::weak_ptr<NcclGroup>> groups;  // guarded by mutex
   bool is_stopping = false;                      // guarded by mutex
-  std::atomic<bool> is_idle{true};
-  std::thread thread;
+  std::array<Look, 2> looks{{{"pydist-nccl", &NcclGroup::watch, {}, {}},
+                             {"pydist-nccl-evt", &NcclGroup::settle, {}, {}}}};
 };
 
 std::shared_ptr<NcclWatchdog> NcclWatchdog::of_process() {
@@ -37,24 +53,35 @@ std::shared_ptr<NcclWatchdog> NcclWatchdog::of_process() {
 }
 
 NcclWatchdog::NcclWatchdog() : shared_(std::make_shared<Shared>()) {
-  shared_->thread = start_engine_thread("pydist-nccl", [shared = shared_] { run(shared); });
+  for (std::size_t i = 0; i < shared_->looks.size(); ++i) {
+    Shared::Look& look = shared_->looks[i];
+    look.thread = start_engine_thread(look.name, [shared = shared_, i] { run(shared, i); });
+  }
 }
 
 NcclWatchdog::~NcclWatchdog() {
   if (in_forked_child()) {
-    shared_->thread.detach();  // it runs in the parent
+    for (Shared::Look& look : shared_->looks) {
+      look.thread.detach();  // it runs in the parent
+    }
     return;
   }
-  {
-    const std::lock_guard lock(shared_->mutex);
-    shared_->is_stopping = true;
+  const auto patience = std::chrono::steady_clock::now() + kEndPatience;
+  std::unique_lock lock(shared_->mutex);
+  shared_->is_stopping = true;
+  for (Shared::Look& look : shared_->looks) {
+    look.wakened.notify_all();
   }
-  shared_->wakened.notify_all();
-  // The last group may end on the thread itself, which then ends by itself.
-  if (shared_->thread.get_id() == std::this_thread::get_id()) {
-    shared_->thread.detach();
-  } else {
-    shared_->thread.join();
+  for (Shared::Look& look : shared_->looks) {
+    // The last group may end on one of the threads, which then ends by itself.
+    const bool is_this_one = look.thread.get_id() == std::this_thread::get_id();
+    if (is_this_one || !shared_->ended.wait_until(lock, patience, [&] { return look.has_ended; })) {
+      look.thread.detach();
+    } else {
+      lock.unlock();
+      look.thread.join();
+      lock.lock();
+    }
   }
 }
 
@@ -64,14 +91,17 @@ void NcclWatchdog::watch(const std::shared_ptr<NcclGroup>& group) {
 }
 
 void NcclWatchdog::wake() noexcept {
-  if (shared_->is_idle.load(std::memory_order_seq_cst)) {
-    const std::lock_guard lock(shared_->mutex);
-    shared_->is_idle.store(false, std::memory_order_relaxed);
-    shared_->wakened.notify_all();
+  for (Shared::Look& look : shared_->looks) {
+    if (look.is_idle.load(std::memory_order_seq_cst)) {
+      const std::lock_guard lock(shared_->mutex);
+      look.is_idle.store(false, std::memory_order_relaxed);
+      look.wakened.notify_all();
+    }
   }
 }
 
-void NcclWatchdog::run(const std::shared_ptr<Shared>& shared) {
+void NcclWatchdog::run(const std::shared_ptr<Shared>& shared, std::size_t number) {
+  Shared::Look& look = shared->looks[number];
   std::unique_lock lock(shared->mutex);
   while (!shared->is_stopping) {
     std::vector<std::shared_ptr<NcclGroup>> groups;
@@ -82,24 +112,25 @@ void NcclWatchdog::run(const std::shared_ptr<Shared>& shared) {
       }
     }
     // Before the look: whatever is launched after it finds the thread idle, and wakes it.
-    shared->is_idle.store(true, std::memory_order_seq_cst);
+    look.is_idle.store(true, std::memory_order_seq_cst);
     lock.unlock();
     auto pause = std::chrono::milliseconds::max();
     for (const auto& group : groups) {
-      pause = std::min(pause, group->watch());
+      pause = std::min(pause, ((*group).*look.at)());
     }
     groups.clear();
     lock.lock();
+    const auto is_wanted = [&] {
+      return shared->is_stopping || !look.is_idle.load(std::memory_order_relaxed);
+    };
     if (pause != std::chrono::milliseconds::max()) {
-      shared->wakened.wait_for(lock, pause, [&] {
-        return shared->is_stopping || !shared->is_idle.load(std::memory_order_relaxed);
-      });
+      look.wakened.wait_for(lock, pause, is_wanted);
     } else {
-      shared->wakened.wait(lock, [&] {
-        return shared->is_stopping || !shared->is_idle.load(std::memory_order_relaxed);
-      });
+      look.wakened.wait(lock, is_wanted);
     }
   }
+  look.has_ended = true;
+  shared->ended.notify_all();
 }
 
 }  // namespace pydist

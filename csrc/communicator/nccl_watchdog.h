@@ -1,10 +1,12 @@
-// The thread that watches over all NCCL groups of a process; see Note [How a group fails] in
-// communicator/nccl_group.h. It never takes the GIL, and never ends the process.
+// The threads that watch over all NCCL groups of a process; see Note [How a group fails] and
+// Note [Two threads that look] in communicator/nccl_group.h. They never take the GIL, and never end
+// the process.
 //
-// It runs while any group is there and sleeps while nothing is under way. Thread safe.
+// They run while any group is there and sleep while nothing is under way. Thread safe.
 
 #pragma once
 
+#include <cstddef>
 #include <memory>
 
 namespace pydist {
@@ -19,7 +21,7 @@ class NcclWatchdog {
   NcclWatchdog();
   NcclWatchdog(const NcclWatchdog&) = delete;
   NcclWatchdog& operator=(const NcclWatchdog&) = delete;
-  // Joins the thread.
+  // Joins the threads, but for one that the driver does not give back.
   ~NcclWatchdog();
 
   // From now until it is gone; it is not kept alive.
@@ -29,7 +31,7 @@ class NcclWatchdog {
 
  private:
   struct Shared;
-  static void run(const std::shared_ptr<Shared>& shared);
+  static void run(const std::shared_ptr<Shared>& shared, std::size_t number);
 
   const std::shared_ptr<Shared> shared_;
 };

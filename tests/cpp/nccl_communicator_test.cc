@@ -451,6 +451,51 @@ TEST(NcclFailure, IsSeenWhileTheDriverKeepsAThreadWaiting) {
   ::fake_driver_queries_wait(false);
 }
 
+// Nor on somebody who waits on the host: streams do as a rule.
+TEST(NcclFailure, IsSeenWhileTheDriverAnswersNobody) {
+  use_fake_cuda();
+  ::fake_driver_queries_wait(true);
+  const FakeFault fault("hang:1:1");
+  const Environment environment = with_timeout_of(milliseconds(1'500));
+  const auto body = [&](RankOfTest& self) {
+    const Rank rank(self, environment);
+    // What an operation uses that never ends has to stay.
+    static auto& kept = *new std::array<std::vector<float>, 2>;
+    std::vector<float>& values = kept.at(static_cast<std::size_t>(self.rank));
+    values.resize(10);
+    const WorkPtr work = rank.group->submit(rank.all_reduce(values));
+    const Deadline deadline = Deadline::in(seconds(5 * kSlowdown));
+    while (rank.group->failure() == nullptr && !deadline.has_passed()) {
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+    ASSERT_NE(rank.group->failure(), nullptr);
+    EXPECT_EQ(describe(rank.group->failure()).kind, ErrorKind::kTimeout);
+  };
+  run_ranks(2, body, environment);
+  ::fake_driver_queries_wait(false);
+}
+
+// NCCL's own end waits for graphs that hold its operations.
+TEST(NcclFailure, DoesNotWaitForAnAbortThatHasEndedWhatItShould) {
+  use_fake_cuda();
+  const FakeFault fault("hang:1:2,late_abort:0:0,late_abort:1:0");
+  const Environment environment = with_timeout_of(milliseconds(1'500));
+  const auto body = [&](RankOfTest& self) {
+    const Rank rank(self, environment);
+    static auto& kept = *new std::array<std::vector<float>, 2>;
+    std::vector<float>& values = kept.at(static_cast<std::size_t>(self.rank));
+    values.resize(10);
+    rank.group->submit(rank.all_reduce(values))->wait();
+    const auto began = std::chrono::steady_clock::now();
+    const auto [kind, message] =
+        error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+    EXPECT_EQ(kind, ErrorKind::kTimeout) << message;
+    // The limit, and less than the two seconds more that an abort has here.
+    EXPECT_LT(std::chrono::steady_clock::now() - began, milliseconds(3'000));
+  };
+  run_ranks(2, body, environment);
+}
+
 TEST(NcclFailure, OfARankThatLeavesEndsTheOthers) {
   run_ranks(2, [](RankOfTest& self) {
     const Rank rank(self);

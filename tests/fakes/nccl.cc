@@ -13,6 +13,8 @@
 //   init_fail   joining fails                  init_hang   joining never ends
 //   exit        the process ends, at once      slow        the call is under way for two seconds
 //   hang_finalize  finalizing never ends       slow_deregister  takes a third of a second
+//   late_abort  the abort ends the operations, and does not return, as beside graphs (as
+//   hang_abort)
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -696,6 +698,9 @@ int ncclCommAbort(void* handle) {
   comm.is_aborted = true;
   if (comm.calls != 0) {
     ++faults_seen;  // of which it takes away the communicator
+  }
+  if (has_fault(comm, "late_abort", false)) {
+    std::this_thread::sleep_for(std::chrono::hours(1));
   }
   end(handle);
   delete static_cast<CommPtr*>(handle);
