@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from pydist.checkpoint.pieces import Piece, of_range, share_out
 from pydist.errors import InvalidUsage
 from pydist.sharded_optimizer import ShardedOptimizer
-from pydist.sharded_parameters import SHORT
+from pydist.sharded_parameters import SHORT, dense_strides
 from pydist.sharded_state import (
     MASTER,
     ParameterState,
@@ -114,6 +115,12 @@ def merged(outlines: list[Outline]) -> Outline:
     parameters: dict[str, Any] = {}
     for outline in outlines:
         for name, entry in outline["parameters"].items():
+            known = parameters.get(name, entry)
+            if known["keys"] and entry["keys"] and known["dims"] != entry["dims"]:
+                raise InvalidUsage(
+                    f"parameter {name} lies in memory otherwise on some ranks (dimensions in order "
+                    f"{entry['dims']} and {known['dims']}): give it one memory_format on all"
+                )
             # Whoever has the first element knows more than the others.
             if name not in parameters or entry["keys"] or entry["numbers"]:
                 parameters[name] = entry
@@ -286,7 +293,33 @@ def put_back(
         ]
         optimizer.load_sharded_state(ShardedState(parameters, groups))
         return
-    optimizer.load_state_dict(whole_state(outline, contents))
+    optimizer.load_state_dict(laid_out(optimizer, whole_state(outline, contents)))
+
+
+def laid_out(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an unsharded optimizer, each tensor with the strides that torch would give it.
+
+    torch's fused steps don't look at strides: they take it that state lies as its parameter does.
+    """
+    state = dict(state_dict["state"])
+    for group, known in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], known["params"], strict=True):
+            if number in state:
+                strides = dense_strides(parameter)
+                state[number] = {
+                    key: _strided(value, strides)
+                    if isinstance(value, Tensor) and value.shape == parameter.shape
+                    else value
+                    for key, value in state[number].items()
+                }
+    return {**state_dict, "state": state}
+
+
+def _strided(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if value.layout != torch.strided or value.stride() == strides:
+        return value
+    laid = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return laid.copy_(value.detach())
 
 
 def whole_state(outline: Outline, contents: Contents) -> dict[str, Any]:
@@ -300,12 +333,33 @@ def whole_state(outline: Outline, contents: Contents) -> dict[str, Any]:
         for index, name in zip(numbers, group["params"], strict=True):
             entry = outline["parameters"][name]
             count = math.prod(entry["shape"])
-            dims = tuple(range(len(entry["shape"])))
+            dims = tuple(entry["dims"])
             values = to_whole(name, _read(contents, name, entry, dims, [(0, count)]))
+            if count == 0 and not values:
+                values = _of_no_elements(entry["shape"], outline, group["params"], contents)
             if values:
                 state[index] = values
         groups.append({**group, "params": numbers})
     return {"state": state, "param_groups": groups}
+
+
+def _of_no_elements(
+    shape: tuple[int, ...], outline: Outline, group: list[str], contents: Contents
+) -> dict[str, Any]:
+    """What a parameter without elements has beside others of its group that have state.
+
+    Shards have none of it, and torch's fused steps need all or none.
+    """
+    known = ((name, outline["parameters"][name]) for name in group)
+    other, entry = next(((name, e) for name, e in known if e["keys"]), ("", None))
+    if entry is None:
+        return {}
+    values: dict[str, Any] = copy.deepcopy(entry["numbers"])
+    for key in entry["keys"]:
+        found = contents.tensor(entry_of(other, key))
+        if key != MASTER and found is not None:
+            values[key] = torch.empty(shape, dtype=found.properties.dtype)
+    return values
 
 
 def _read(

@@ -15,6 +15,7 @@ from pydist.checkpoint.lanes import settle_at
 from pydist.checkpoint.manifest import read_manifest, verify
 from pydist.checkpoint.replacement import find, real
 from pydist.errors import InvalidUsage
+from pydist.sharded_optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,4 +99,7 @@ def from_torch(
             whole_or_not.enter_context(model_state.unchanged_by_errors(model))
             model_state.load_torchs(model, plain["model"])
         if optimizer is not None:
-            optimizer.load_state_dict(plain["optimizer"])
+            theirs = plain["optimizer"]
+            if not isinstance(optimizer, ShardedOptimizer):
+                theirs = optimizer_state.laid_out(optimizer, theirs)
+            optimizer.load_state_dict(theirs)
