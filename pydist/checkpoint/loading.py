@@ -40,7 +40,8 @@ def load(
     before anything is changed.
 
     Args:
-        path: What `save` was given: of a checkpoint, or of those of steps; then the last is loaded.
+        path: What `save` was given: of a checkpoint, or of those of steps; then the one that was
+            saved last is loaded.
         model: Is changed in place, as is the rest; what is not passed is not looked at.
         optimizer: Of the class that was saved; sharded or not, in either stage.
         scheduler: Has `load_state_dict()`, as have the next two.

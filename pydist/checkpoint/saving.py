@@ -17,7 +17,7 @@ import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist._load import __version__
 from pydist.checkpoint.lanes import Lane, Saving, lane_of
-from pydist.checkpoint.manifest import FileSum, sum_of, write_manifest
+from pydist.checkpoint.manifest import SEQUENCE, FileSum, sum_of, write_manifest
 from pydist.checkpoint.packing import pack, unpack
 from pydist.checkpoint.pieces import Piece
 from pydist.checkpoint.random_states import random_states
@@ -25,6 +25,7 @@ from pydist.checkpoint.replacement import (
     absolute,
     begin,
     forget_older,
+    next_sequence,
     partial_of,
     publish,
     real,
@@ -86,7 +87,8 @@ def save(
         sampler: A prepared loader, or a sampler.
         extra: Numbers, text, tensors, and containers of them; that of rank 0 is saved.
         step: The number of the step after which it is.
-        keep: How many checkpoints of steps stay, this one among them; default: all.
+        keep: How many checkpoints of steps stay, those saved last, this one among them; default:
+            all.
         asynchronous: Whether to return once everything is copied, and to write in a thread. One
             save is under way at a time: the next one, `load` and the end of the process wait.
         process_group: The ranks; default: those of the model or the optimizer, or all.
@@ -244,6 +246,8 @@ def _complete(
     files = {dcp_files.file_of(rank): known for rank, (_, known) in enumerate(everybody)}
     files[dcp_files.METADATA] = sum_of(partial / dcp_files.METADATA)
     facts = {"pydist": __version__, "torch": str(torch.__version__), "ranks": len(everybody)}
+    if (sequence := next_sequence(place)) is not None:
+        facts[SEQUENCE] = sequence
     write_manifest(partial, files, facts)
     publish(place)
 
