@@ -129,7 +129,7 @@ def next_sequence(place: Path) -> int | None:
 
 
 def find(path: Path) -> Path:
-    """The folder of the checkpoint that is meant: at `path`, or of the step within that was saved last.
+    """The folder of the checkpoint that is meant: at `path`, or the one saved last of those within.
 
     Raises:
         CheckpointError: There is none.
