@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pydist._native import Communicator
     from pydist.groups import Group
 
+_CALL = "pydist.load()"
+
 
 def load(
     path: str | os.PathLike[str],
@@ -62,8 +64,8 @@ def load(
     """
     lane = lane_of(model, optimizer, process_group)
     communicator = lane.communicator
-    with lane.turn("pydist.load()"):
-        agree(communicator, "the asynchronous save before this load", lane.settle(path))
+    with lane.turn(_CALL):
+        agree(communicator, _CALL, "the asynchronous save before this load", lane.settle(path))
         stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         present = {name: value for name, value in stateful.items() if value is not None}
         return _load(communicator, path, model, optimizer, present, random)
@@ -92,7 +94,7 @@ def _load(
             verify(folder, name, known)
     except Exception as raised:
         error = raised
-    agree(communicator, doing, error, f"{named}, and a checkpoint in {folder.name}")
+    agree(communicator, _CALL, doing, error, f"{named}, and a checkpoint in {folder.name}")
 
     names: dict[int, str] = {}
     objects: dict[str, Any] = {}
@@ -114,7 +116,7 @@ def _load(
             optimizer_state.check_fits(optimizer, names, objects["optimizer"])
     except Exception as raised:
         error = raised
-    agree(communicator, doing, error, f"parts {', '.join(stateful)}")
+    agree(communicator, _CALL, doing, error, f"parts {', '.join(stateful)}")
 
     try:
         if model is not None:
@@ -130,5 +132,5 @@ def _load(
             restore_random_states(objects[own])
     except Exception as raised:
         error = raised
-    agree(communicator, f"{doing} half-way, so that what was loaded is of no use,", error)
+    agree(communicator, _CALL, f"{doing} half-way, so that what was loaded is of no use,", error)
     return objects["extra"]

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from pydist._native import Communicator
     from pydist.groups import Group
 
+_CALL = "pydist.save()"
+
 
 @dataclass
 class _Part:
@@ -111,9 +113,9 @@ def save(
         {'epoch': 3}
     """
     lane = lane_of(model, optimizer, process_group)
-    with lane.turn("pydist.save()"):
+    with lane.turn(_CALL):
         error = lane.settle(path)
-        agree(lane.communicator, "the asynchronous save before this one", error)
+        agree(lane.communicator, _CALL, "the asynchronous save before this one", error)
         stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         given = {"model": model, "optimizer": optimizer, **stateful}
         named = top = Path()
@@ -130,7 +132,7 @@ def save(
             error = raised
         present = [name for name, value in given.items() if value is not None]
         facts = f"path={str(named)!r}, {step=}, {keep=}, {asynchronous=}"
-        agree(lane.communicator, "pydist.save()", error, f"{facts}, with {', '.join(present)}")
+        agree(lane.communicator, _CALL, _CALL, error, f"{facts}, with {', '.join(present)}")
         place = top if step is None else step_folder(top, step)
 
         older = None
@@ -191,13 +193,13 @@ def _write(lane: Lane, place: Path, part: _Part, forget: Callable[[], None] | No
     partial = partial_of(place)
     with lane.turn(f"writing the checkpoint {place}"):
         try:
-            outlines = [] if part.outline is None else exchange(communicator, part.outline)
+            outlines = [] if part.outline is None else exchange(communicator, _CALL, part.outline)
             if rank == 0:
                 _agreed(communicator, place, lambda: _begin(place, part, outlines))
             else:
                 _agreed(communicator, place)
             own = _agreed(communicator, place, lambda: _write_own(partial, rank, part))
-            told = exchange(communicator, pickle.dumps(own))
+            told = exchange(communicator, _CALL, pickle.dumps(own))
             if rank == 0:
                 everybody = [pickle.loads(each) for each in told]
                 _agreed(communicator, place, lambda: _complete(place, everybody, part.aliases))
@@ -260,5 +262,5 @@ def _agreed(communicator: Communicator, place: Path, work: Callable[[], Any] | N
         done = None if work is None else work()
     except Exception as raised:
         error = raised
-    agree(communicator, f"writing the checkpoint {place}", error)
+    agree(communicator, _CALL, f"writing the checkpoint {place}", error)
     return done
