@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch.optim import SGD, AdamW
 from training import assert_near, batch, joined
 
 import pydist
+from pydist.bucket_plan import DEFAULT_CAP_BYTES
+from pydist.checkpoint.pieces import of_rows
 
 LIMIT_S = 20.0
 
@@ -99,12 +102,44 @@ def resume_in_layout(folder: str) -> None:
                 for ours, theirs in zip(again.parameters(), expected.parameters(), strict=True):
                     assert_near(ours, theirs)
 
+    # A tensor that is cut along another dimension than the first.
+    large = nn.ParameterList([torch.randn(1, 1200, 1024)])
+    pydist.save(f"{folder}/large", model=pydist.DataParallel(copy.deepcopy(large)))
+    again = nn.ParameterList([torch.zeros(1, 1200, 1024)])
+    pydist.load(f"{folder}/large", model=again)
+    assert torch.equal(again[0], large[0])
     # Ranks share out what all have, so all must have it alike.
     expected.to(memory_format=(torch.contiguous_format, torch.channels_last)[rank])
     parts: dict[str, Any] = {"optimizer": AdamW(expected.parameters())}
     train(expected, parts["optimizer"], range(1))
     with pytest.raises(pydist.InvalidUsage, match=r"parameter 2 lies in memory otherwise"):
         pydist.save(f"{folder}/otherwise", **parts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [
+        ((1, 2048, 1200), 3),
+        ((2, 1, 3, 1 << 20), 6),
+        ((1, (1 << 21) + 1), 3),
+        ((3, 1 << 20), 3),
+        ((1, 7, 9), 1),
+        ((), 1),
+        ((0, 5), 1),
+    ],
+)
+def test_no_piece_is_larger_than_half_a_bucket(shape: tuple[int, ...], count: int) -> None:
+    source = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    found = torch.full(shape, -1.0)
+    pieces = list(of_rows("weight", source))
+    assert len(pieces) == count
+    for piece in pieces:
+        assert piece.nbytes <= DEFAULT_CAP_BYTES // 2
+        assert piece.whole == shape
+        box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+        found[box] = piece.values()
+        assert torch.equal(piece.copy().values(), piece.values())
+    assert torch.equal(found, source)
 
 
 def test_fused_steps_go_on_in_any_layout(two: Ranks, tmp_path: Path) -> None:
