@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,16 @@ PREFIX = "optimizer.state."
 
 # What a checkpoint calls the parameter itself.
 _MODEL = "model."
+
+# What torch has given its classes since, and states of earlier versions lack.
+_LATER_OPTIONS = {
+    "foreach",
+    "maximize",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+}
 
 # Of an optimizer: the groups, with names of parameters; and of each parameter shape, order of
 # dimensions, names of what has a value for each element, and the values that are for all.
@@ -250,7 +261,7 @@ def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Whether an optimizer can take what a class of torch's has for whole parameters.
 
     Raises:
-        InvalidUsage: It is of other parameters, or of a part of them.
+        InvalidUsage: It is of another class, of other parameters, or of a part of them.
     """
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
@@ -266,9 +277,48 @@ def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
             f"optimizer has {ours}: pass all of it, ZeroRedundancyOptimizer's after "
             "consolidate_state_dict()"
         )
-    if not is_sharded(state_dict):
-        ordered = [p for group in optimizer.param_groups for p in group["params"]]
-        from_unsharded(state_dict, [(str(n), p) for n, p in enumerate(ordered)])
+    if is_sharded(state_dict):
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise InvalidUsage(
+                f"the state is one rank's part of a pydist.ShardedOptimizer's, where "
+                f"{type_of(optimizer)} needs all of it: use pydist.save and pydist.load"
+            )
+        return
+    for group in state_dict["param_groups"]:
+        _check_options(optimizer, group)
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    from_unsharded(state_dict, [(str(n), p) for n, p in enumerate(ordered)])
+
+
+def _check_options(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    """Tells by its options whether a group is of another class: torch does not say of which."""
+    ours = optimizer.defaults
+    missing = ours.keys() - group.keys() - _LATER_OPTIONS
+    # Whoever wraps an optimizer may have its options in groups alone.
+    known = ours.keys() | optimizer.param_groups[0].keys() | _LATER_OPTIONS
+    foreign = (group.keys() - known) & _torchs_options()
+    decoupled = "decoupled_weight_decay"  # as Adam is, or AdamW
+    differs = decoupled in ours and group.get(decoupled, ours[decoupled]) != ours[decoupled]
+    if missing or foreign or differs:
+        said = [f"it lacks {key}" for key in sorted(missing)]
+        said += [f"it has {key}" for key in sorted(foreign)]
+        said += [f"its {decoupled} is {group[decoupled]}"] if differs else []
+        raise InvalidUsage(
+            f"the state of the optimizer is of another class than {type_of(optimizer)}: "
+            f"{', '.join(said)}"
+        )
+
+
+def _torchs_options() -> set[str]:
+    """What the classes of torch.optim may have in groups, whichever of them."""
+    classes = (c for c in vars(torch.optim).values() if isinstance(c, type))
+    return {
+        key
+        for kind in classes
+        if issubclass(kind, Optimizer)
+        for key in inspect.signature(kind).parameters
+        if key not in ("params", "defaults")
+    }
 
 
 def put_back(

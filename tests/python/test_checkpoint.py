@@ -838,15 +838,26 @@ def refuse_what_does_not_fit() -> None:
         ) -> dict[str, Any]:
             return {**state, "state": {**state["state"], number: values}}
 
+        def of_class(name: str, given: Any = adam.param_groups) -> dict[str, Any]:
+            fresh = [{"params": group["params"]} for group in given]
+            found: dict[str, Any] = getattr(torch.optim, name)(fresh, lr=0.1).state_dict()
+            return found
+
         cases: list[tuple[str, dict[str, Any]]] = [
             ("Missing key.*scale", {"model": {k: v for k, v in model.items() if k != "scale"}}),
             ("Unexpected key.*more", {"model": {**model, "more": torch.ones(1)}}),
             ("size mismatch for scale", {"model": {**model, "scale": torch.ones(3)}}),
+            (r"class than AdamW: .*lacks amsgrad.*has momentum", {"optimizer": of_class("SGD")}),
+            ("lacks amsgrad", {"optimizer": of_class("RAdam")}),
+            ("its decoupled_weight_decay is False", {"optimizer": of_class("Adam")}),
             ("no 'state'", {"optimizer": {"param_groups": state["param_groups"]}}),
             ("all of it, Zero", {"optimizer": zero.optim.state_dict()}),
             ("in none of its groups", {"optimizer": changed(number=99)}),
             ("exp_avg of shape", {"optimizer": changed(exp_avg=torch.ones(2, 2))}),
         ]
+        if kind == WHOLE:
+            part = Training(world, STAGE_1).optimizer.state_dict()
+            cases.append(("one rank's part of a pydist", {"optimizer": part}))
         for match, wrong in cases:
             with pytest.raises(pydist.InvalidUsage, match=match):
                 pydist.checkpoint.from_torch(
