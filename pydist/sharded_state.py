@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pydist.errors import InvalidUsage
+from pydist.sharded_parameters import dense_strides, dims_in_memory
 
 # The float32 copy of a 16-bit parameter, beside what the optimizer's class calls its own.
 MASTER = "master"
@@ -150,6 +151,8 @@ def _pieces(
     found: list[tuple[StateRange, int, int]] = []
     if not state.ranges and not state.is_part:
         return found
+    if state.count == 0:
+        return [(piece, 0, 0) for piece in state.ranges[:1]]
     here = begin
     for piece in sorted((r for r in state.ranges if r.begin < end and r.end > begin), key=_begin):
         if piece.begin > here:
@@ -183,10 +186,8 @@ def _in_order(name: str, state: ParameterState, dims: tuple[int, ...]) -> Parame
     """The whole state of a parameter, with its elements in another order."""
     count = state.count
     whole = cut_out(name, state, state.dims, 0, count) or {}
-    extents = [state.shape[dim] for dim in state.dims]
-    back = [state.dims.index(dim) for dim in range(len(extents))]
     values = {
-        key: value.view(extents).permute(back).permute(dims).reshape(-1)
+        key: _shaped(state, value).permute(dims).reshape(-1)
         if is_per_element(value, count)
         else value
         for key, value in whole.items()
@@ -194,11 +195,17 @@ def _in_order(name: str, state: ParameterState, dims: tuple[int, ...]) -> Parame
     return ParameterState(state.shape, dims, [StateRange(0, count, values)])
 
 
+def _shaped(state: ParameterState, row: Tensor) -> Tensor:
+    """A row of all elements as a tensor of the parameter's shape: the same memory."""
+    extents = [state.shape[dim] for dim in state.dims]
+    return row.view(extents).permute([state.dims.index(dim) for dim in range(len(extents))])
+
+
 def from_whole(parameter: Tensor, values: Mapping[str, Any]) -> ParameterState:
     """The state that an unsharded optimizer of torch's has for a parameter."""
-    dims = tuple(range(parameter.dim()))
+    dims = dims_in_memory(parameter.shape, dense_strides(parameter))
     flat = {
-        key: value.detach().reshape(-1)
+        key: value.detach().permute(dims).reshape(-1)
         if isinstance(value, Tensor)
         and value.shape == parameter.shape
         and (parameter.dim() != 0 or key not in _NUMBERS)
@@ -210,12 +217,14 @@ def from_whole(parameter: Tensor, values: Mapping[str, Any]) -> ParameterState:
 
 
 def to_whole(name: str, state: ParameterState) -> dict[str, Any]:
-    """The state of a whole parameter, as an unsharded optimizer of torch's has it."""
+    """The state of a whole parameter, as an unsharded optimizer of torch's has it.
+
+    Tensors lie in memory as the parameter did: torch's fused steps read both as rows.
+    """
     count = state.count
-    dims = tuple(range(len(state.shape)))
-    values = cut_out(name, state, dims, 0, count) or {}
+    values = cut_out(name, state, state.dims, 0, count) or {}
     return {
-        key: value.reshape(state.shape) if is_per_element(value, count) else value
+        key: _shaped(state, value) if is_per_element(value, count) else value
         for key, value in values.items()
         if key != MASTER
     }

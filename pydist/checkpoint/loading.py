@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pydist._native import Communicator
     from pydist.groups import Group
 
+_CALL = "pydist.load()"
+
 
 def load(
     path: str | os.PathLike[str],
@@ -40,7 +42,8 @@ def load(
     before anything is changed.
 
     Args:
-        path: What `save` was given: of a checkpoint, or of those of steps; then the last is loaded.
+        path: What `save` was given: of a checkpoint, or of those of steps; then the one that was
+            saved last is loaded.
         model: Is changed in place, as is the rest; what is not passed is not looked at.
         optimizer: Of the class that was saved; sharded or not, in either stage.
         scheduler: Has `load_state_dict()`, as have the next two.
@@ -61,8 +64,8 @@ def load(
     """
     lane = lane_of(model, optimizer, process_group)
     communicator = lane.communicator
-    with lane.turn("pydist.load()"):
-        agree(communicator, "the asynchronous save before this load", lane.settle(path))
+    with lane.turn(_CALL):
+        agree(communicator, _CALL, "the asynchronous save before this load", lane.settle(path))
         stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         present = {name: value for name, value in stateful.items() if value is not None}
         return _load(communicator, path, model, optimizer, present, random)
@@ -91,7 +94,7 @@ def _load(
             verify(folder, name, known)
     except Exception as raised:
         error = raised
-    agree(communicator, doing, error, f"{named}, and a checkpoint in {folder.name}")
+    agree(communicator, _CALL, doing, error, f"{named}, and a checkpoint in {folder.name}")
 
     names: dict[int, str] = {}
     objects: dict[str, Any] = {}
@@ -113,7 +116,7 @@ def _load(
             optimizer_state.check_fits(optimizer, names, objects["optimizer"])
     except Exception as raised:
         error = raised
-    agree(communicator, doing, error, f"parts {', '.join(stateful)}")
+    agree(communicator, _CALL, doing, error, f"parts {', '.join(stateful)}")
 
     try:
         if model is not None:
@@ -129,5 +132,5 @@ def _load(
             restore_random_states(objects[own])
     except Exception as raised:
         error = raised
-    agree(communicator, f"{doing} half-way, so that what was loaded is of no use,", error)
+    agree(communicator, _CALL, f"{doing} half-way, so that what was loaded is of no use,", error)
     return objects["extra"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from pydist.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "pydist checkpoint 1"
+# The fact that says which of several checkpoints was saved later.
+SEQUENCE = "sequence"
 _BLOCK_BYTES = 1 << 20
+_SEQUENCE = re.compile(rf'"{SEQUENCE}": (\d+)'.encode())
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ def sum_of(path: Path) -> FileSum:
 
 
 def write_manifest(folder: Path, files: dict[str, FileSum], facts: dict[str, Any]) -> None:
-    """Lists the files of a checkpoint; `facts` are for people."""
+    """Lists the files of a checkpoint; `facts` are for people, but for `SEQUENCE`."""
     listed = {name: [known.bytes, known.sha256] for name, known in sorted(files.items())}
     content = {"format": FORMAT, **facts, "files": listed, "sha256": _digest(listed)}
     with (folder / MANIFEST).open("w") as file:
@@ -65,6 +69,20 @@ def read_manifest(folder: Path) -> dict[str, FileSum]:
     if not isinstance(listed, dict) or _digest(listed) != content.get("sha256"):
         raise CheckpointError(f"{path} is damaged: its checksum is not that of its list")
     return {name: FileSum(*known) for name, known in listed.items()}
+
+
+def sequence_of(folder: Path) -> int:
+    """The number that a checkpoint got when it was saved; 0 if none, as by earlier versions.
+
+    Also of a damaged list, where that can be: who loads the checkpoint is told of the damage.
+    """
+    try:
+        with (folder / MANIFEST).open("rb") as file:
+            # Facts come before files.
+            match = _SEQUENCE.search(file.read(4096))
+    except OSError:
+        return 0
+    return 0 if match is None else int(match[1])
 
 
 def verify(folder: Path, name: str, known: FileSum) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 from pydist.checkpoint.pieces import Piece, of_range, share_out
 from pydist.errors import InvalidUsage
 from pydist.sharded_optimizer import ShardedOptimizer
-from pydist.sharded_parameters import SHORT
+from pydist.sharded_parameters import SHORT, dense_strides
 from pydist.sharded_state import (
     MASTER,
     ParameterState,
@@ -35,6 +37,16 @@ PREFIX = "optimizer.state."
 
 # What a checkpoint calls the parameter itself.
 _MODEL = "model."
+
+# What torch has given its classes since, and states of earlier versions lack.
+_LATER_OPTIONS = {
+    "foreach",
+    "maximize",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+}
 
 # Of an optimizer: the groups, with names of parameters; and of each parameter shape, order of
 # dimensions, names of what has a value for each element, and the values that are for all.
@@ -114,6 +126,12 @@ def merged(outlines: list[Outline]) -> Outline:
     parameters: dict[str, Any] = {}
     for outline in outlines:
         for name, entry in outline["parameters"].items():
+            known = parameters.get(name, entry)
+            if known["keys"] and entry["keys"] and known["dims"] != entry["dims"]:
+                raise InvalidUsage(
+                    f"parameter {name} lies in memory otherwise on some ranks (dimensions in order "
+                    f"{entry['dims']} and {known['dims']}): give it one memory_format on all"
+                )
             # Whoever has the first element knows more than the others.
             if name not in parameters or entry["keys"] or entry["numbers"]:
                 parameters[name] = entry
@@ -243,7 +261,7 @@ def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Whether an optimizer can take what a class of torch's has for whole parameters.
 
     Raises:
-        InvalidUsage: It is of other parameters, or of a part of them.
+        InvalidUsage: It is of another class, of other parameters, or of a part of them.
     """
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
@@ -259,9 +277,48 @@ def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
             f"optimizer has {ours}: pass all of it, ZeroRedundancyOptimizer's after "
             "consolidate_state_dict()"
         )
-    if not is_sharded(state_dict):
-        ordered = [p for group in optimizer.param_groups for p in group["params"]]
-        from_unsharded(state_dict, [(str(n), p) for n, p in enumerate(ordered)])
+    if is_sharded(state_dict):
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise InvalidUsage(
+                f"the state is one rank's part of a pydist.ShardedOptimizer's, where "
+                f"{type_of(optimizer)} needs all of it: use pydist.save and pydist.load"
+            )
+        return
+    for group in state_dict["param_groups"]:
+        _check_options(optimizer, group)
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    from_unsharded(state_dict, [(str(n), p) for n, p in enumerate(ordered)])
+
+
+def _check_options(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    """Tells by its options whether a group is of another class: torch does not say of which."""
+    ours = optimizer.defaults
+    missing = ours.keys() - group.keys() - _LATER_OPTIONS
+    # Whoever wraps an optimizer may have its options in groups alone.
+    known = ours.keys() | optimizer.param_groups[0].keys() | _LATER_OPTIONS
+    foreign = (group.keys() - known) & _torchs_options()
+    decoupled = "decoupled_weight_decay"  # as Adam is, or AdamW
+    differs = decoupled in ours and group.get(decoupled, ours[decoupled]) != ours[decoupled]
+    if missing or foreign or differs:
+        said = [f"it lacks {key}" for key in sorted(missing)]
+        said += [f"it has {key}" for key in sorted(foreign)]
+        said += [f"its {decoupled} is {group[decoupled]}"] if differs else []
+        raise InvalidUsage(
+            f"the state of the optimizer is of another class than {type_of(optimizer)}: "
+            f"{', '.join(said)}"
+        )
+
+
+def _torchs_options() -> set[str]:
+    """What the classes of torch.optim may have in groups, whichever of them."""
+    classes = (c for c in vars(torch.optim).values() if isinstance(c, type))
+    return {
+        key
+        for kind in classes
+        if issubclass(kind, Optimizer)
+        for key in inspect.signature(kind).parameters
+        if key not in ("params", "defaults")
+    }
 
 
 def put_back(
@@ -286,7 +343,33 @@ def put_back(
         ]
         optimizer.load_sharded_state(ShardedState(parameters, groups))
         return
-    optimizer.load_state_dict(whole_state(outline, contents))
+    optimizer.load_state_dict(laid_out(optimizer, whole_state(outline, contents)))
+
+
+def laid_out(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an unsharded optimizer, each tensor with the strides that torch would give it.
+
+    torch's fused steps don't look at strides: they take it that state lies as its parameter does.
+    """
+    state = dict(state_dict["state"])
+    for group, known in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], known["params"], strict=True):
+            if number in state:
+                strides = dense_strides(parameter)
+                state[number] = {
+                    key: _strided(value, strides)
+                    if isinstance(value, Tensor) and value.shape == parameter.shape
+                    else value
+                    for key, value in state[number].items()
+                }
+    return {**state_dict, "state": state}
+
+
+def _strided(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if value.layout != torch.strided or value.stride() == strides:
+        return value
+    laid = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return laid.copy_(value.detach())
 
 
 def whole_state(outline: Outline, contents: Contents) -> dict[str, Any]:
@@ -300,12 +383,33 @@ def whole_state(outline: Outline, contents: Contents) -> dict[str, Any]:
         for index, name in zip(numbers, group["params"], strict=True):
             entry = outline["parameters"][name]
             count = math.prod(entry["shape"])
-            dims = tuple(range(len(entry["shape"])))
+            dims = tuple(entry["dims"])
             values = to_whole(name, _read(contents, name, entry, dims, [(0, count)]))
+            if count == 0 and not values:
+                values = _of_no_elements(entry["shape"], outline, group["params"], contents)
             if values:
                 state[index] = values
         groups.append({**group, "params": numbers})
     return {"state": state, "param_groups": groups}
+
+
+def _of_no_elements(
+    shape: tuple[int, ...], outline: Outline, group: list[str], contents: Contents
+) -> dict[str, Any]:
+    """What a parameter without elements has beside others of its group that have state.
+
+    Shards have none of it, and torch's fused steps need all or none.
+    """
+    known = ((name, outline["parameters"][name]) for name in group)
+    other, entry = next(((name, e) for name, e in known if e["keys"]), ("", None))
+    if entry is None:
+        return {}
+    values: dict[str, Any] = copy.deepcopy(entry["numbers"])
+    for key in entry["keys"]:
+        found = contents.tensor(entry_of(other, key))
+        if key != MASTER and found is not None:
+            values[key] = torch.empty(shape, dtype=found.properties.dtype)
+    return values
 
 
 def _read(

@@ -1,8 +1,8 @@
 """What of a state a rank writes: boxes of tensors, none of more than half a bucket.
 
 What all ranks have, they share out; what only one has, it writes. A box of a model's tensor is some
-of its rows, as torch's own checkpoints have them; one of an optimizer's state is a range of
-elements.
+of its rows, as torch's own checkpoints have them, or a part of a large row; one of an optimizer's
+state is a range of elements.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Piece:
         whole: The tensor's shape.
         offsets: Where the box begins.
         sizes: How large it is.
-        source: Where the values are.
-        first: The first row, or element, of `source` that is in the box.
+        source: The values; if `is_flat`, where they are.
+        first: The first element of `source` that is in the box, if `is_flat`.
         is_flat: Whether `source` is to be read as one row of elements.
     """
 
@@ -52,8 +52,8 @@ class Piece:
         """The box's values, in memory of the source where that is possible."""
         source = self.source.detach()
         if self.is_flat:
-            source = source.reshape(-1)
-        return source.narrow(0, self.first, self.sizes[0]) if self.sizes else source
+            return source.reshape(-1).narrow(0, self.first, self.sizes[0])
+        return source
 
     def copy(self) -> Piece:
         """The same, of values that nobody changes."""
@@ -62,15 +62,22 @@ class Piece:
 
 
 def of_rows(name: str, tensor: Tensor) -> Iterator[Piece]:
-    """Cuts a tensor into boxes of rows."""
-    whole = tuple(tensor.shape)
-    if not whole or tensor.nbytes <= _PIECE_BYTES:
-        yield Piece(name, whole, (0,) * len(whole), whole, tensor)
+    """Cuts a tensor into boxes of rows; rows that are too large, into boxes of theirs."""
+    yield from _boxes(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, 0)
+
+
+def _boxes(
+    name: str, whole: tuple[int, ...], offsets: tuple[int, ...], box: Tensor, dim: int
+) -> Iterator[Piece]:
+    """Cuts a box along a dimension, and what is still too large along those after it."""
+    if box.nbytes <= _PIECE_BYTES or dim == box.dim():
+        yield Piece(name, whole, offsets, tuple(box.shape), box)
         return
-    rows = max(1, _PIECE_BYTES * whole[0] // tensor.nbytes)
-    for begin in range(0, whole[0], rows):
-        sizes = (min(rows, whole[0] - begin), *whole[1:])
-        yield Piece(name, whole, (begin, *([0] * (len(whole) - 1))), sizes, tensor, begin)
+    rows = max(1, _PIECE_BYTES * box.shape[dim] // box.nbytes)
+    for begin in range(0, box.shape[dim], rows):
+        part = box.narrow(dim, begin, min(rows, box.shape[dim] - begin))
+        place = (*offsets[:dim], begin, *offsets[dim + 1 :])
+        yield from _boxes(name, whole, place, part, dim + 1)
 
 
 def of_range(name: str, count: int, begin: int, values: Tensor) -> Iterator[Piece]:

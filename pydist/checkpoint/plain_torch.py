@@ -15,6 +15,7 @@ from pydist.checkpoint.lanes import settle_at
 from pydist.checkpoint.manifest import read_manifest, verify
 from pydist.checkpoint.replacement import find, real
 from pydist.errors import InvalidUsage
+from pydist.sharded_optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +33,8 @@ def to_torch(path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         What was saved of "model", "optimizer", "scheduler", "scaler", "sampler" and "extra": for
         `load_state_dict` of an unwrapped module and of the unsharded optimizer over the same groups
-        of parameters.
+        of parameters. Without the float32 copies of parameters in 16 bits, which torch's classes
+        have no place for.
 
     Raises:
         CheckpointError: There is none, a file is damaged, or an asynchronous save there, which this
@@ -77,7 +79,8 @@ def from_torch(
             as they are, as in its `load_state_dict`, and will write into them.
 
     Raises:
-        InvalidUsage: The state lacks a part, or is of other parameters, or a part of a state, as
+        InvalidUsage: The state lacks a part, is of other parameters or, by the options of its
+            groups, of another class of optimizers; or it is a part of a state, as
             ZeroRedundancyOptimizer has it before `consolidate_state_dict()`. Nothing has changed.
     """
     plain: Mapping[str, Any]
@@ -98,4 +101,7 @@ def from_torch(
             whole_or_not.enter_context(model_state.unchanged_by_errors(model))
             model_state.load_torchs(model, plain["model"])
         if optimizer is not None:
-            optimizer.load_state_dict(plain["optimizer"])
+            theirs = plain["optimizer"]
+            if not isinstance(optimizer, ShardedOptimizer):
+                theirs = optimizer_state.laid_out(optimizer, theirs)
+            optimizer.load_state_dict(theirs)

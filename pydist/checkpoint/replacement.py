@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-from pydist.checkpoint.manifest import MANIFEST
+from pydist.checkpoint.manifest import MANIFEST, sequence_of
 from pydist.errors import CheckpointError, InvalidUsage
 
 _STEP = re.compile(r"step-(\d+)")
@@ -87,11 +88,18 @@ def publish(place: Path) -> None:
 
 
 def forget_older(path: Path, keep: int, newest: int) -> None:
-    """Removes all checkpoints of steps but the last `keep` up to `newest`, and halves of others."""
+    """Removes all checkpoints of steps but the `keep` saved last, and halves of others.
+
+    Args:
+        path: Where they are.
+        keep: How many stay.
+        newest: The step that was saved just now, which is one of them.
+    """
     for left in path.glob(".step-*.partial"):
         shutil.rmtree(left)
     steps = _steps(path)
-    for step in sorted(step for step in steps if step <= newest)[:-keep]:
+    others = sorted((step for step in steps if step != newest), key=_order_in(steps))
+    for step in others[: max(0, len(others) - (keep - 1))]:
         # Out of sight first: a folder that is half removed must not look like a checkpoint.
         doomed = partial_of(step_folder(path, step))
         steps[step].rename(doomed)
@@ -99,7 +107,9 @@ def forget_older(path: Path, keep: int, newest: int) -> None:
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint of the last step. Talks to nobody.
+    """The checkpoint of a step that was saved last. Talks to nobody.
+
+    That need not be of the largest step: one may go back to an earlier step, and on from there.
 
     Args:
         path: What `pydist.save` was given together with `step=`.
@@ -108,11 +118,18 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
         Its folder; None if there is none.
     """
     steps = _steps(Path(path))
-    return steps[max(steps)] if steps else None
+    return steps[max(steps, key=_order_in(steps))] if steps else None
+
+
+def next_sequence(place: Path) -> int | None:
+    """What tells that a checkpoint of a step is later than those beside it; None of other ones."""
+    if not _STEP.fullmatch(place.name):
+        return None
+    return 1 + max(map(sequence_of, _steps(place.parent).values()), default=0)
 
 
 def find(path: Path) -> Path:
-    """The folder of the checkpoint that is meant: at `path`, or the last step's within.
+    """The folder of the checkpoint that is meant: at `path`, or the one saved last of those within.
 
     Raises:
         CheckpointError: There is none.
@@ -126,6 +143,11 @@ def find(path: Path) -> Path:
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder was completely written."""
     return (folder / MANIFEST).is_file()
+
+
+def _order_in(steps: dict[int, Path]) -> Callable[[int], tuple[int, int]]:
+    """The order in which steps were saved."""
+    return lambda step: (sequence_of(steps[step]), step)
 
 
 def _steps(path: Path) -> dict[int, Path]:

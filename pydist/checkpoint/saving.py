@@ -17,7 +17,7 @@ import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist._load import __version__
 from pydist.checkpoint.lanes import Lane, Saving, lane_of
-from pydist.checkpoint.manifest import FileSum, sum_of, write_manifest
+from pydist.checkpoint.manifest import SEQUENCE, FileSum, sum_of, write_manifest
 from pydist.checkpoint.packing import pack, unpack
 from pydist.checkpoint.pieces import Piece
 from pydist.checkpoint.random_states import random_states
@@ -25,6 +25,7 @@ from pydist.checkpoint.replacement import (
     absolute,
     begin,
     forget_older,
+    next_sequence,
     partial_of,
     publish,
     real,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     import pydist.checkpoint.dcp_files as dcp_files
     from pydist._native import Communicator
     from pydist.groups import Group
+
+_CALL = "pydist.save()"
 
 
 @dataclass
@@ -86,7 +89,8 @@ def save(
         sampler: A prepared loader, or a sampler.
         extra: Numbers, text, tensors, and containers of them; that of rank 0 is saved.
         step: The number of the step after which it is.
-        keep: How many checkpoints of steps stay, this one among them; default: all.
+        keep: How many checkpoints of steps stay, those saved last, this one among them; default:
+            all.
         asynchronous: Whether to return once everything is copied, and to write in a thread. One
             save is under way at a time: the next one, `load` and the end of the process wait.
         process_group: The ranks; default: those of the model or the optimizer, or all.
@@ -109,9 +113,9 @@ def save(
         {'epoch': 3}
     """
     lane = lane_of(model, optimizer, process_group)
-    with lane.turn("pydist.save()"):
+    with lane.turn(_CALL):
         error = lane.settle(path)
-        agree(lane.communicator, "the asynchronous save before this one", error)
+        agree(lane.communicator, _CALL, "the asynchronous save before this one", error)
         stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         given = {"model": model, "optimizer": optimizer, **stateful}
         named = top = Path()
@@ -128,7 +132,7 @@ def save(
             error = raised
         present = [name for name, value in given.items() if value is not None]
         facts = f"path={str(named)!r}, {step=}, {keep=}, {asynchronous=}"
-        agree(lane.communicator, "pydist.save()", error, f"{facts}, with {', '.join(present)}")
+        agree(lane.communicator, _CALL, _CALL, error, f"{facts}, with {', '.join(present)}")
         place = top if step is None else step_folder(top, step)
 
         older = None
@@ -189,13 +193,13 @@ def _write(lane: Lane, place: Path, part: _Part, forget: Callable[[], None] | No
     partial = partial_of(place)
     with lane.turn(f"writing the checkpoint {place}"):
         try:
-            outlines = [] if part.outline is None else exchange(communicator, part.outline)
+            outlines = [] if part.outline is None else exchange(communicator, _CALL, part.outline)
             if rank == 0:
                 _agreed(communicator, place, lambda: _begin(place, part, outlines))
             else:
                 _agreed(communicator, place)
             own = _agreed(communicator, place, lambda: _write_own(partial, rank, part))
-            told = exchange(communicator, pickle.dumps(own))
+            told = exchange(communicator, _CALL, pickle.dumps(own))
             if rank == 0:
                 everybody = [pickle.loads(each) for each in told]
                 _agreed(communicator, place, lambda: _complete(place, everybody, part.aliases))
@@ -244,6 +248,8 @@ def _complete(
     files = {dcp_files.file_of(rank): known for rank, (_, known) in enumerate(everybody)}
     files[dcp_files.METADATA] = sum_of(partial / dcp_files.METADATA)
     facts = {"pydist": __version__, "torch": str(torch.__version__), "ranks": len(everybody)}
+    if (sequence := next_sequence(place)) is not None:
+        facts[SEQUENCE] = sequence
     write_manifest(partial, files, facts)
     publish(place)
 
@@ -256,5 +262,5 @@ def _agreed(communicator: Communicator, place: Path, work: Callable[[], Any] | N
         done = None if work is None else work()
     except Exception as raised:
         error = raised
-    agree(communicator, f"writing the checkpoint {place}", error)
+    agree(communicator, _CALL, f"writing the checkpoint {place}", error)
     return done

@@ -14,29 +14,37 @@ if TYPE_CHECKING:
     from pydist._native import Communicator
 
 
-def exchange(communicator: Communicator, mine: bytes) -> list[bytes]:
-    """Some bytes of each rank, in rank order. All ranks call it."""
+def exchange(communicator: Communicator, call: str, mine: bytes) -> list[bytes]:
+    """Some bytes of each rank, in rank order. All ranks call it.
+
+    `call` is what the user called, for the errors of ranks that wait for those that did not.
+    """
     if communicator.size == 1:
         return [mine]
     sizes = torch.empty(communicator.size, dtype=torch.int64)
-    communicator.all_gather(torch.tensor([len(mine)]), sizes, False)
+    communicator.all_gather(torch.tensor([len(mine)]), sizes, label=call)
     longest = max(1, int(sizes.max()))
     padded = torch.zeros(longest, dtype=torch.uint8)
     if mine:
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     gathered = torch.empty(communicator.size * longest, dtype=torch.uint8)
-    communicator.all_gather(padded, gathered, False)
+    communicator.all_gather(padded, gathered, label=call)
     rows = gathered.view(communicator.size, longest)
     return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
 def agree(
-    communicator: Communicator, doing: str, error: BaseException | None, facts: str = ""
+    communicator: Communicator,
+    call: str,
+    doing: str,
+    error: BaseException | None,
+    facts: str = "",
 ) -> None:
     """Raises on every rank what went wrong on any. All ranks call it.
 
     Args:
         communicator: The ranks.
+        call: What the user called.
         doing: What was tried, for the message.
         error: What went wrong here; None if nothing.
         facts: What must be the same on all ranks.
@@ -50,7 +58,7 @@ def agree(
     text = "" if error is None else _said(error)
     answers = [
         json.loads(answer)
-        for answer in exchange(communicator, json.dumps([kind, text, facts]).encode())
+        for answer in exchange(communicator, call, json.dumps([kind, text, facts]).encode())
     ]
     failed = [(rank, kind, text) for rank, (kind, text, _) in enumerate(answers) if kind]
     if failed:

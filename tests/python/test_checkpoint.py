@@ -4,6 +4,7 @@ import copy
 import os
 import random
 import re
+import shutil
 import sys
 import threading
 import time
@@ -439,6 +440,52 @@ def test_what_fails_on_one_rank_fails_on_all(four: Ranks, tmp_path: Path) -> Non
     four.run(fail_together, str(tmp_path), timeout=LIMIT_S)
 
 
+def abandon(folder: str) -> None:
+    """Goes on from an earlier step: what is saved then is the last, whatever its number."""
+    joined()
+
+    def left() -> list[int]:
+        return sorted(int(path.name[-6:]) for path in Path(folder).iterdir())
+
+    def save(step: int, **options: Any) -> None:
+        pydist.save(folder, step=step, extra=step, **options)
+
+    for step in (10, 20, 30):
+        save(step, keep=3)
+    assert pydist.load(f"{folder}/step-000010") == 10
+    save(15, keep=3)
+    assert pydist.load(folder) == 15
+    assert left() == [15, 20, 30]
+    save(20)  # once more
+    assert pydist.load(folder) == 20
+    save(16, keep=2)
+    assert left() == [16, 20]
+    save(17, keep=1)
+    assert left() == [17]
+    # Of earlier versions, which gave no number: older than the others, and by step.
+    for step in (18, 19):
+        save(step)
+        manifest = Path(folder) / f"step-0000{step}" / MANIFEST
+        text, count = re.subn(r'"sequence": \d+,', "", manifest.read_text())
+        assert count == 1
+        manifest.write_text(text)
+    assert pydist.load(folder) == 17
+    shutil.rmtree(f"{folder}/step-000017")
+    assert pydist.load(folder) == 19
+    save(12, keep=2)
+    assert left() == [12, 19]
+    # The last one's damage is named, rather than another one loaded.
+    manifest = Path(folder) / "step-000012" / MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    with pytest.raises(pydist.CheckpointError, match=r"step-000012/manifest.json is damaged"):
+        pydist.load(folder)
+
+
+def test_the_last_is_what_was_saved_last(tmp_path: Path) -> None:
+    with Ranks(1) as alone:
+        alone.run(abandon, str(tmp_path), timeout=LIMIT_S)
+
+
 def die_at_every_step(folder: str) -> tuple[int, list[int]]:
     """Saves in forked processes, of which the n-th dies at its n-th change of a file or folder."""
     changes = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
@@ -791,15 +838,26 @@ def refuse_what_does_not_fit() -> None:
         ) -> dict[str, Any]:
             return {**state, "state": {**state["state"], number: values}}
 
+        def of_class(name: str, given: Any = adam.param_groups) -> dict[str, Any]:
+            fresh = [{"params": group["params"]} for group in given]
+            found: dict[str, Any] = getattr(torch.optim, name)(fresh, lr=0.1).state_dict()
+            return found
+
         cases: list[tuple[str, dict[str, Any]]] = [
             ("Missing key.*scale", {"model": {k: v for k, v in model.items() if k != "scale"}}),
             ("Unexpected key.*more", {"model": {**model, "more": torch.ones(1)}}),
             ("size mismatch for scale", {"model": {**model, "scale": torch.ones(3)}}),
+            (r"class than AdamW: .*lacks amsgrad.*has momentum", {"optimizer": of_class("SGD")}),
+            ("lacks amsgrad", {"optimizer": of_class("RAdam")}),
+            ("its decoupled_weight_decay is False", {"optimizer": of_class("Adam")}),
             ("no 'state'", {"optimizer": {"param_groups": state["param_groups"]}}),
             ("all of it, Zero", {"optimizer": zero.optim.state_dict()}),
             ("in none of its groups", {"optimizer": changed(number=99)}),
             ("exp_avg of shape", {"optimizer": changed(exp_avg=torch.ones(2, 2))}),
         ]
+        if kind == WHOLE:
+            part = Training(world, STAGE_1).optimizer.state_dict()
+            cases.append(("one rank's part of a pydist", {"optimizer": part}))
         for match, wrong in cases:
             with pytest.raises(pydist.InvalidUsage, match=match):
                 pydist.checkpoint.from_torch(

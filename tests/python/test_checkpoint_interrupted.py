@@ -196,3 +196,26 @@ def save_of_some(folder: str) -> bool:
 def test_ranks_of_a_wrapper_of_torchs(tmp_path: Path) -> None:
     with Ranks(3, {"PYDIST_BACKEND": "native", "PYDIST_TIMEOUT": "10"}) as ranks:
         assert all(ranks.run(save_of_some, str(tmp_path), timeout=LIMIT_S))
+
+
+def call_alone(folder: str, act: Any) -> str:
+    """Rank 0 does what all must; says what it was told."""
+    torch.set_num_threads(1)
+    pydist.init(timeout=1)
+    path: Any = f"{folder}/place"
+    pydist.save(path)
+    if pydist.rank() == 0:
+        with pytest.raises(pydist.Timeout) as raised:
+            act(path)
+        pydist.barrier(timeout=10)
+        return str(raised.value)
+    pydist.barrier(timeout=10)
+    return ""
+
+
+@pytest.mark.parametrize("act", [pydist.save, pydist.load])
+def test_a_rank_alone_is_told_what_it_waits_in(tmp_path: Path, act: Any) -> None:
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        told, _ = ranks.run(call_alone, str(tmp_path), act, timeout=LIMIT_S)
+    assert f"(pydist.{act.__name__}())" in told
+    assert "rank 1" in told
