@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from pydist import _native, groups, process
 from pydist.bucket_step import BucketStep
-from pydist.compiled_graphs import compiles_anything
+from pydist.compiled_graphs import compiles_anything, scripts_any_function
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import Error, InvalidUsage
 from pydist.module_agreement import check_same
@@ -353,6 +353,9 @@ class ShardedOptimizer(Optimizer):
             for step in reversed(self._steps):
                 step.run(self.param_groups)
                 gather(step.bucket, self._communicator)
+        # Nobody knows what a scripted function reads, or when a graph runs outside of a wrapper.
+        if scripts_any_function() or (self._wrapper is None and compiles_anything()):
+            self.finish()
         return loss
 
     def _refuse_capture(self) -> None:
