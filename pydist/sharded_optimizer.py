@@ -318,7 +318,8 @@ class ShardedOptimizer(Optimizer):
             What `closure` returned.
 
         Raises:
-            InvalidUsage: Gradients were accumulated under `no_sync()` and not averaged since.
+            InvalidUsage: Gradients were accumulated under `no_sync()`, or put into
+                `parameter.grad` by hand, and not averaged since: `sync_gradients()` does that.
         """
         loss = None
         if closure is not None:

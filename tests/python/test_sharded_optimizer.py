@@ -836,6 +836,30 @@ def test_refusals(run: Runner) -> None:
     run(refuse)
 
 
+def put_gradients() -> None:
+    """By hand, on one rank: it updates with its own gradient, or not at all."""
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(50, 50))
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    for synchronized in (True, False):
+        for parameter in model.parameters():
+            if synchronized or rank == 1:
+                parameter.grad = torch.full_like(parameter, float(rank))
+        if synchronized:
+            model.sync_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+    kind = pydist.InvalidUsage if rank == 1 else pydist.Error
+    match = r"by hand.*sync_gradients\(\)" if rank == 1 or is_exact() else "rank 1|by hand"
+    with pytest.raises(kind, match=match):  # noqa: PT012
+        optimizer.step()
+        _ = model.weight + 1
+
+
+def test_gradients_put_by_hand(run: Runner) -> None:
+    run(put_gradients)
+
+
 class Broken(torch.optim.SGD):
     """Raises on one rank."""
 
