@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +20,7 @@ from pydist import _native, groups, process
 from pydist.bucket_step import BucketStep
 from pydist.compiled_graphs import compiles_anything, scripts_any_function
 from pydist.element_wise import require_element_wise, require_plain_options
-from pydist.errors import Error, InvalidUsage
+from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
 from pydist.module_agreement import check_same
 from pydist.no_whole_state import NoWholeState, RanksPart, refuse_checkpoints
 from pydist.parameter_audit import ParameterAudit
@@ -54,6 +56,24 @@ def _let_all_arrive() -> None:
         leave()
 
 
+# Where one rank raises them, so do the others, or their group has ended.
+_OF_ALL_RANKS = (Aborted, CheckpointError, Mismatch, PeerLost)
+
+
+def _came_out_of_step(error: BaseException, optimizer: ShardedOptimizer) -> bool:
+    """Whether it is one of pydist's that the step itself raises, which sees to the other ranks.
+
+    A hook, or the step of a subclass, may raise the same, on one rank alone.
+    """
+    if not isinstance(error, Error):
+        return False
+    code = inspect.unwrap(ShardedOptimizer.step).__code__
+    return any(
+        frame.f_code is code and frame.f_locals["self"] is optimizer
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
 def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step with its hooks; one that raises on this rank alone leaves no other rank waiting."""
     hooked_step = Optimizer.profile_hook_step(step)
@@ -64,10 +84,9 @@ def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
         run = hooked_step if type(self).step is whole_step else step
         try:
             return run(self, *args, **kwargs)
-        except Error:
-            raise  # all ranks do, or their group has ended
         except BaseException as error:
-            self._give_up_unless_known("step()", error)
+            if not isinstance(error, _OF_ALL_RANKS) and not _came_out_of_step(error, self):
+                self._give_up_unless_known("step()", error)
             raise
 
     whole_step.hooked = True  # type: ignore[attr-defined]
@@ -216,6 +235,11 @@ class ShardedOptimizer(Optimizer):
             groups.before_closing.append(_let_all_arrive)
         self._place(self._layout.enter(self.param_groups))
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "step" in cls.__dict__:
+            cls.step = _leaving_nobody(cls.step)  # type: ignore[method-assign]
+
     # -- what it is made of
 
     @property
@@ -307,9 +331,9 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's shard, and starts gathering the others'. All ranks call it.
 
-        What raises on one rank alone (the update, the closure, a hook of the step) ends the group
-        of the optimizer, and that of its model: the others get a `pydist.Error` that names the
-        rank.
+        What raises on one rank alone (the update, the closure, a hook of the step, a subclass's own
+        step) ends the group of the optimizer, and that of its model: the others get a
+        `pydist.Error` that names the rank.
 
         Args:
             closure: Evaluates the model again and returns the loss, first of all.

@@ -886,15 +886,32 @@ def test_a_step_that_raises_on_one_rank(run: Runner) -> None:
     run(fail_on_one_rank)
 
 
+class Failing(pydist.ShardedOptimizer):
+    """With a step of its own."""
+
+    before: Callable[[], Any]
+    after: Callable[[], Any]
+
+    def step(self, closure: Any = None) -> Any:
+        self.before()
+        loss = super().step(closure)
+        self.after()
+        return loss
+
+
 def fail_beside_others(where: str) -> None:
     """The others may be in a backward that waits for this rank, or in the step."""
     rank, _ = joined()
     model = pydist.DataParallel(nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50)))
-    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    kind = Failing if where.startswith("subclass") else pydist.ShardedOptimizer
+    optimizer = kind(model, torch.optim.SGD, lr=0.1)
 
     def fail(*_: Any) -> None:
         if rank == 1:
-            raise ValueError("out of luck")
+            raise of_kind("out of luck")
+
+    # One of pydist's own says nothing of the other ranks.
+    of_kind = pydist.InvalidUsage if where.startswith("hook") else ValueError
 
     def closure() -> Tensor:
         if where == "closure, before":
@@ -912,6 +929,10 @@ def fail_beside_others(where: str) -> None:
         optimizer.register_step_pre_hook(fail)
     elif where == "hook, after":
         optimizer.register_step_post_hook(fail)
+    elif isinstance(optimizer, Failing):
+        optimizer.before, optimizer.after = (
+            fail if where == f"subclass, {when}" else str for when in ("before", "after")
+        )
     # Who fails ends what others are in, and they may be in what was before.
     pydist.barrier()
     began = time.monotonic()
@@ -925,13 +946,13 @@ def fail_beside_others(where: str) -> None:
         hook.remove()
         optimizer.step(closure)  # type: ignore[arg-type]
         assert all(bool(p.isfinite().all()) for p in model.parameters())
-    elif rank == 1 and where != "hook, before":
+    elif rank == 1 and where not in ("hook, before", "subclass, before"):
         with pytest.raises(pydist.InvalidUsage, match="earlier step or change"):
             optimizer.step()
 
 
 FAILURES = ["closure, before", "closure, in backward", "closure, after"]
-FAILURES += ["hook, before", "hook, after"]
+FAILURES += ["hook, before", "hook, after", "subclass, before", "subclass, after"]
 
 
 @pytest.mark.parametrize("where", FAILURES)
