@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from pydist import _native, groups, process
 from pydist.bucket_step import BucketStep
-from pydist.compiled_graphs import compiles_anything, scripts_any_function
+from pydist.compiled_graphs import compiles_anything, runs_uncompiled, scripts_any_function
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
 from pydist.module_agreement import check_same
@@ -33,7 +33,7 @@ from pydist.segment_state import (
     take_over,
     waiting_state,
 )
-from pydist.sharded_gradient import ShardedGradient
+from pydist.sharded_gradient import ShardedGradient, without_gradients
 from pydist.sharded_layout import ShardedLayout
 from pydist.sharded_parameters import Bucket, gather, let_arrive
 from pydist.sharded_state import ParameterState, ShardedState, StateRange
@@ -637,6 +637,13 @@ class ShardedOptimizer(Optimizer):
             return
         if compiles_anything() or self._holds_scripts(module):
             self.finish()
+
+    @runs_uncompiled
+    def during_forward(self) -> contextlib.AbstractContextManager[None]:
+        """Hides gradients from dynamo, which describes those of all parameters that it meets."""
+        if compiles_anything():
+            return without_gradients(self._layout.parameters)
+        return contextlib.nullcontext()
 
     def _holds_scripts(self, module: nn.Module) -> bool:
         """Whether TorchScript is within a module; looks again only once that may have changed."""
