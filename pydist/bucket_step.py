@@ -60,8 +60,14 @@ class BucketStep:
 
         Args:
             param_groups: Of whole parameters, with the options for this step.
+
+        Raises:
+            InvalidUsage: A gradient is sparse, or was to be averaged and is not. Nothing of the
+                bucket has changed.
         """
         bucket = self.bucket
+        if bucket.averages_gradients:
+            _require_averaged(bucket)
         bucket.take_back_strays()
         torch.autograd.graph.increment_version(bucket.parameters)
         if bucket.optimizer is None:
@@ -141,6 +147,19 @@ def _gradient_of(segment: Segment) -> Tensor | None:
             "pydist.ShardedOptimizer takes dense ones: build the embedding with sparse=False"
         )
     return segment.of(whole)
+
+
+def _require_averaged(bucket: Bucket) -> None:
+    """Raises InvalidUsage where somebody has put a gradient of this rank's in place of the mean."""
+    for member in bucket.members:
+        gradient = member.parameter.grad
+        if gradient is not None and not isinstance(gradient, ShardedGradient):
+            raise InvalidUsage(
+                f"the gradient of parameter {member.name} was put there by hand, or replaced, and "
+                "is this rank's alone: each rank updates a part of every parameter, so call the "
+                "pydist.DataParallel model's sync_gradients() before step(), on all ranks, which "
+                "averages it"
+            )
 
 
 def _unhooked_step(optimizer: Optimizer) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._C._dynamo import eval_frame
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +45,11 @@ def compiles_anything() -> bool:
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     backends = getattr(dynamo, "cached_backends", {None: dynamo})
     return any(backend is not None for backend in backends.values())
+
+
+def scripts_any_function() -> bool:
+    """Whether this process has compiled a function with `torch.jit.script`."""
+    return bool(torch.jit._state._jit_caching_layer)
 
 
 def uncompiled(module: Any) -> Any:

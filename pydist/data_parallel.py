@@ -85,6 +85,9 @@ class ShardOwner(Protocol):
     def before_forward(self, module: nn.Module) -> None:
         """Waits for what the forward of this module would not wait for itself."""
 
+    def during_forward(self) -> contextlib.AbstractContextManager[None]:
+        """Hides from the forward what it can't do with."""
+
     def note_written(self) -> None:
         """All ranks have written the same into parameters, on purpose."""
 
@@ -303,7 +306,10 @@ class DataParallel(nn.Module):
                 is_leaf=lambda value: isinstance(value, PackedSequence),
             )
         self._reducer.prepare_forward(self.module.training and torch.is_grad_enabled())
-        with graphs_cut_at(self._graph_cap_bytes):
+        with contextlib.ExitStack() as during:
+            during.enter_context(graphs_cut_at(self._graph_cap_bytes))
+            for owner in self.shard_owners():
+                during.enter_context(owner.during_forward())
             outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             for tensor in outputs_with_graph(outputs):

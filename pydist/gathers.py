@@ -3,8 +3,9 @@
 Note [Whoever reads, waits]: until its gather is over, such a parameter is of the class `InFlight`,
 which torch asks before it does anything with it. So whatever reads or writes it through torch's
 functions, a layer's forward first of all, waits for the gather of its bucket; what asks for its
-shape only does not wait. Code that takes tensors past torch's dispatch, compiled graphs say, is
-waited for before forward (pydist.ShardedOptimizer sees to it).
+shape only does not wait. What takes tensors past torch's dispatch is waited for before it runs:
+`torch.func.vmap` and TorchScript in a module's forward by a hook of all modules, which waits for
+what the module itself has; compiled graphs and scripted functions by pydist.ShardedOptimizer.
 
 Note [Each stream waits]: where the communicator lets streams of a GPU wait, a reader's stream does
 and the host does not. That says nothing of other streams, which may have been made to wait for the
@@ -24,13 +25,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pydist import _native
+from pydist.compiled_graphs import compiles_anything
 
 # A wait that has a limit is the host's.
 _NEVER_S = 1e9
 
 _lock = threading.Lock()
+
+# What is not over, and lives; and the hook of all modules that there is as long as any is.
+_under_way: weakref.WeakSet[Gather] = weakref.WeakSet()
+_hook: RemovableHandle | None = None
 
 
 class Gather:
@@ -50,6 +57,9 @@ class Gather:
         for parameter in parameters:
             parameter.__class__ = InFlight
             cast(InFlight, parameter).gathered_by = self
+        with _lock:
+            _under_way.add(self)
+            _hook_modules()
 
     def wait(self) -> None:
         """Lets who reads next, on the current stream or the host, see the values.
@@ -87,6 +97,43 @@ class Gather:
                 if (parameter := reference()) is not None:
                     del cast(InFlight, parameter).gathered_by
                     parameter.__class__ = nn.Parameter
+            _under_way.discard(self)
+            _unhook_modules()
+
+
+def _hook_modules() -> None:
+    global _hook
+    # Dynamo would compile every module again for the hook; what it compiles is waited for anyway.
+    if _hook is None and not compiles_anything():
+        _hook = nn.modules.module.register_module_forward_pre_hook(_wait_for_own)
+
+
+def _unhook_modules() -> None:
+    global _hook
+    if _hook is not None and not _under_way:
+        _hook.remove()
+        _hook = None
+
+
+def _wait_for_own(module: nn.Module, _: Any) -> None:
+    """Before a module's forward: it may give what it has itself to code that doesn't wait."""
+    for parameter in _own_parameters(module):
+        for gather in _gathers_in(parameter):
+            gather.wait()
+    if not _under_way:  # models that nobody has any more ended nothing
+        with _lock:
+            _unhook_modules()
+
+
+def _own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
+    if isinstance(module, torch.jit.ScriptModule):
+        # The modules within it are run without their hooks.
+        yield from module.parameters()
+        return
+    yield from module._parameters.values()
+    for part in module._modules.values():
+        if isinstance(part, (nn.ParameterList, nn.ParameterDict)):
+            yield from part._parameters.values()
 
 
 class InFlight(nn.Parameter):

@@ -8,13 +8,15 @@ for values that are not finite. All others raise.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from pydist.compiled_graphs import runs_uncompiled
 from pydist.errors import InvalidUsage
 
 
@@ -93,6 +95,22 @@ class ShardedGradient(Tensor):
             f"a copy of the gradient of {self._parts.name_of(self._index)}: each rank has its part "
             "of it alone; optimizer.gradient_of(parameter) gathers the whole one"
         )
+
+
+@contextlib.contextmanager
+@runs_uncompiled
+def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Sets gradients that are sharded to None, and puts them back afterwards."""
+    with torch._C.DisableTorchFunctionSubclass():
+        hidden = [(p, p.grad) for p in parameters if isinstance(p.grad, ShardedGradient)]
+        for parameter, _ in hidden:
+            parameter.grad = None
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, gradient in hidden:
+                parameter.grad = gradient
 
 
 def _names(args: Iterable[Any]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,9 +18,9 @@ from torch.optim import Optimizer
 
 from pydist import _native, groups, process
 from pydist.bucket_step import BucketStep
-from pydist.compiled_graphs import compiles_anything
+from pydist.compiled_graphs import compiles_anything, runs_uncompiled, scripts_any_function
 from pydist.element_wise import require_element_wise, require_plain_options
-from pydist.errors import Error, InvalidUsage
+from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
 from pydist.module_agreement import check_same
 from pydist.no_whole_state import NoWholeState, RanksPart, refuse_checkpoints
 from pydist.parameter_audit import ParameterAudit
@@ -31,7 +33,7 @@ from pydist.segment_state import (
     take_over,
     waiting_state,
 )
-from pydist.sharded_gradient import ShardedGradient
+from pydist.sharded_gradient import ShardedGradient, without_gradients
 from pydist.sharded_layout import ShardedLayout
 from pydist.sharded_parameters import Bucket, gather, let_arrive
 from pydist.sharded_state import ParameterState, ShardedState, StateRange
@@ -54,6 +56,24 @@ def _let_all_arrive() -> None:
         leave()
 
 
+# Where one rank raises them, so do the others, or their group has ended.
+_OF_ALL_RANKS = (Aborted, CheckpointError, Mismatch, PeerLost)
+
+
+def _came_out_of_step(error: BaseException, optimizer: ShardedOptimizer) -> bool:
+    """Whether it is one of pydist's that the step itself raises, which sees to the other ranks.
+
+    A hook, or the step of a subclass, may raise the same, on one rank alone.
+    """
+    if not isinstance(error, Error):
+        return False
+    code = inspect.unwrap(ShardedOptimizer.step).__code__
+    return any(
+        frame.f_code is code and frame.f_locals["self"] is optimizer
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
 def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step with its hooks; one that raises on this rank alone leaves no other rank waiting."""
     hooked_step = Optimizer.profile_hook_step(step)
@@ -64,10 +84,9 @@ def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
         run = hooked_step if type(self).step is whole_step else step
         try:
             return run(self, *args, **kwargs)
-        except Error:
-            raise  # all ranks do, or their group has ended
         except BaseException as error:
-            self._give_up_unless_known("step()", error)
+            if not isinstance(error, _OF_ALL_RANKS) and not _came_out_of_step(error, self):
+                self._give_up_unless_known("step()", error)
             raise
 
     whole_step.hooked = True  # type: ignore[attr-defined]
@@ -216,6 +235,11 @@ class ShardedOptimizer(Optimizer):
             groups.before_closing.append(_let_all_arrive)
         self._place(self._layout.enter(self.param_groups))
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "step" in cls.__dict__:
+            cls.step = _leaving_nobody(cls.step)  # type: ignore[method-assign]
+
     # -- what it is made of
 
     @property
@@ -307,9 +331,9 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's shard, and starts gathering the others'. All ranks call it.
 
-        What raises on one rank alone (the update, the closure, a hook of the step) ends the group
-        of the optimizer, and that of its model: the others get a `pydist.Error` that names the
-        rank.
+        What raises on one rank alone (the update, the closure, a hook of the step, a subclass's own
+        step) ends the group of the optimizer, and that of its model: the others get a
+        `pydist.Error` that names the rank.
 
         Args:
             closure: Evaluates the model again and returns the loss, first of all.
@@ -318,7 +342,8 @@ class ShardedOptimizer(Optimizer):
             What `closure` returned.
 
         Raises:
-            InvalidUsage: Gradients were accumulated under `no_sync()` and not averaged since.
+            InvalidUsage: Gradients were accumulated under `no_sync()`, or put into
+                `parameter.grad` by hand, and not averaged since: `sync_gradients()` does that.
         """
         loss = None
         if closure is not None:
@@ -353,6 +378,9 @@ class ShardedOptimizer(Optimizer):
             for step in reversed(self._steps):
                 step.run(self.param_groups)
                 gather(step.bucket, self._communicator)
+        # Nobody knows what a scripted function reads, or when a graph runs outside of a wrapper.
+        if scripts_any_function() or (self._wrapper is None and compiles_anything()):
+            self.finish()
         return loss
 
     def _refuse_capture(self) -> None:
@@ -609,6 +637,13 @@ class ShardedOptimizer(Optimizer):
             return
         if compiles_anything() or self._holds_scripts(module):
             self.finish()
+
+    @runs_uncompiled
+    def during_forward(self) -> contextlib.AbstractContextManager[None]:
+        """Hides gradients from dynamo, which describes those of all parameters that it meets."""
+        if compiles_anything():
+            return without_gradients(self._layout.parameters)
+        return contextlib.nullcontext()
 
     def _holds_scripts(self, module: nn.Module) -> bool:
         """Whether TorchScript is within a module; looks again only once that may have changed."""

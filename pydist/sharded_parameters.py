@@ -134,6 +134,7 @@ class Bucket:
         members: In the order of their places.
         segments: What the shard has of them: at most one of each.
         optimizer: Of the wrapped class, over the segments; None if there are none.
+        averages_gradients: Whether a reducer averages gradients into a shard of their own.
         gather: What brings the other ranks' shards, since the last step.
         parameters: Those of the members.
     """
@@ -143,6 +144,7 @@ class Bucket:
     shard: Tensor
     members: list[Member]
     segments: list[Segment]
+    averages_gradients: bool
     optimizer: Optimizer | None = None
     gather: Gather | None = field(default=None, repr=False)
 
@@ -251,7 +253,7 @@ def move_in(
         if with_masters and needs_master(values):
             updated = values.float()
         segments.append(Segment(member, begin, values, updated, arriving.get(member.index)))
-    return Bucket(label, memory, shard, members, segments)
+    return Bucket(label, memory, shard, members, segments, gradients is not None)
 
 
 def gather(bucket: Bucket, communicator: _native.Communicator) -> None:

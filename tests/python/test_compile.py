@@ -89,6 +89,40 @@ def test_compiled_models(run: Runner, how: str) -> None:
     run(train_compiled, how, BACKEND)
 
 
+def train_sharded() -> None:
+    """Compiling again, for another batch, while parameters have gradients of shards."""
+    rank, size = joined()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.Tanh())
+    reference = copy.deepcopy(module)
+    model = wrap_compiled(module, "compiled, then wrapped", "eager")
+    ours = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step, count in enumerate((8, 5, 7)):
+        loss = model(batch(rank, count, 6, step=step)).square().mean()
+        ours.zero_grad()
+        loss.backward()
+        ours.step()
+        theirs.zero_grad()
+        losses = [reference(batch(r, count, 6, step=step)).square().mean() for r in range(size)]
+        (sum(losses) / size).backward()
+        theirs.step()
+    # What forward hides, it gives back.
+    before = ours.gradient_of(module[0].weight)
+    model.eval()
+    with torch.no_grad():
+        assert_near(model(batch(0, 4, 6)), reference(batch(0, 4, 6)))
+    assert_near(before, reference[0].weight.grad)
+    assert_near(ours.gradient_of(module[0].weight), reference[0].weight.grad)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
+
+
+def test_compiling_again_with_sharded_gradients(run: Runner) -> None:
+    run(train_sharded)
+
+
 # Generates C++ and compiles it, on both ranks.
 @pytest.mark.timeout(100)
 def test_inductor(tmp_path: Path) -> None:

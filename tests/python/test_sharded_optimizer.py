@@ -15,7 +15,7 @@ from training import Runner, Tied, batch, joined
 from twins import ManyKinds, Twins, assert_same, is_exact, small_model
 
 import pydist
-from pydist import sharded_layout
+from pydist import gathers, sharded_layout, sharded_optimizer
 from pydist.element_wise import ELEMENT_WISE
 
 LIMIT_S = 40.0
@@ -550,6 +550,105 @@ def share() -> None:
             optimizer.step()
 
 
+class Stacked(nn.Module):
+    """Layers beside each other, whose parameters pass by torch's dispatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(4, 64, 64) / 8)
+        self.more = nn.ParameterList([nn.Parameter(torch.zeros(4, 64))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.func.vmap(lambda w, b: x @ w + b)(self.weight, self.more[0])
+        return out
+
+
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    return x * factor
+
+
+class Scaled(nn.Module):
+    """Gives a scripted function the parameter of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.scaled = torch.jit.script(scaled)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x, self.inner.weight)
+
+
+def pass_dispatch_by(how: str) -> None:
+    """What the first reader after a step sees, where it takes parameters past torch's dispatch."""
+    rank, _ = joined()
+    warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript
+    module: nn.Module = {"vmap": Stacked, "scripted function": Scaled}.get(how, nn.Identity)()
+    if how.startswith("scripted module"):
+        module = nn.Sequential(nn.Linear(64, 64))
+    read: Any = module
+    if "copy" in how:
+        read = torch.jit.script(module)
+    model: Any
+    if "torch" in how:
+        read = model = nn.parallel.DistributedDataParallel(torch.jit.script(module))
+        optimizer = pydist.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=100.0)
+    else:
+        model = pydist.DataParallel(module)
+        optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=100.0)
+    x = torch.ones(64, 64)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        pydist.barrier()
+        if rank == 1:
+            time.sleep(0.05)
+        optimizer.step()
+        with torch.no_grad():
+            early = read(x).clone()
+            optimizer.finish()
+            torch.testing.assert_close(early, read(x), rtol=1e-4, atol=1e-6)
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+PAST_DISPATCH = ["vmap", "scripted function"]
+PAST_DISPATCH += ["scripted module, copy", "scripted module, torch's wrapper"]
+
+
+@pytest.mark.parametrize("how", PAST_DISPATCH)
+def test_readers_past_dispatch_wait(native_three: Ranks, how: str) -> None:
+    native_three.run(pass_dispatch_by, how, timeout=LIMIT_S)
+
+
+def no_functions() -> Any:
+    """As if no test had scripted one in this process."""
+    return mock.patch.object(sharded_optimizer, "scripts_any_function", return_value=False)
+
+
+def wait_for_own() -> None:
+    """A module's forward waits for the bucket of its own parameters, and for no other."""
+    joined()
+    module: Any = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200))
+    model = pydist.DataParallel(module, bucket_cap_mb=0.1)
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(1, 200)).sum().backward()
+    with no_functions():
+        optimizer.step()
+    waited: list[Any] = []
+    with mock.patch.object(gathers.Gather, "wait", lambda gather: waited.append(gather)):
+        for hook in nn.modules.module._global_forward_pre_hooks.values():
+            hook(module[1], ())
+    own = {module[1].weight.gathered_by, module[1].bias.gathered_by}
+    assert own == set(waited)
+    assert module[0].weight.gathered_by not in own
+    optimizer.finish()
+
+
+def test_a_forward_waits_for_its_own_parameters(run_native: Runner) -> None:
+    run_native(wait_for_own)
+
+
 def look_for_scripts() -> None:
     """Once, and again where modules have joined."""
     joined()
@@ -559,7 +658,8 @@ def look_for_scripts() -> None:
 
     def step() -> int:
         model(torch.ones(2, 10)).sum().backward()
-        optimizer.step()
+        with no_functions():
+            optimizer.step()
         with (
             mock.patch.object(module, "modules", wraps=module.modules) as walks,
             mock.patch.object(pydist.ShardedOptimizer, "finish", autospec=True) as finish,
@@ -736,6 +836,30 @@ def test_refusals(run: Runner) -> None:
     run(refuse)
 
 
+def put_gradients() -> None:
+    """By hand, on one rank: it updates with its own gradient, or not at all."""
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(50, 50))
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    for synchronized in (True, False):
+        for parameter in model.parameters():
+            if synchronized or rank == 1:
+                parameter.grad = torch.full_like(parameter, float(rank))
+        if synchronized:
+            model.sync_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+    kind = pydist.InvalidUsage if rank == 1 else pydist.Error
+    match = r"by hand.*sync_gradients\(\)" if rank == 1 or is_exact() else "rank 1|by hand"
+    with pytest.raises(kind, match=match):  # noqa: PT012
+        optimizer.step()
+        _ = model.weight + 1
+
+
+def test_gradients_put_by_hand(run: Runner) -> None:
+    run(put_gradients)
+
+
 class Broken(torch.optim.SGD):
     """Raises on one rank."""
 
@@ -762,15 +886,32 @@ def test_a_step_that_raises_on_one_rank(run: Runner) -> None:
     run(fail_on_one_rank)
 
 
+class Failing(pydist.ShardedOptimizer):
+    """With a step of its own."""
+
+    before: Callable[[], Any]
+    after: Callable[[], Any]
+
+    def step(self, closure: Any = None) -> Any:
+        self.before()
+        loss = super().step(closure)
+        self.after()
+        return loss
+
+
 def fail_beside_others(where: str) -> None:
     """The others may be in a backward that waits for this rank, or in the step."""
     rank, _ = joined()
     model = pydist.DataParallel(nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50)))
-    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    kind = Failing if where.startswith("subclass") else pydist.ShardedOptimizer
+    optimizer = kind(model, torch.optim.SGD, lr=0.1)
 
     def fail(*_: Any) -> None:
         if rank == 1:
-            raise ValueError("out of luck")
+            raise of_kind("out of luck")
+
+    # One of pydist's own says nothing of the other ranks.
+    of_kind = pydist.InvalidUsage if where.startswith("hook") else ValueError
 
     def closure() -> Tensor:
         if where == "closure, before":
@@ -788,6 +929,10 @@ def fail_beside_others(where: str) -> None:
         optimizer.register_step_pre_hook(fail)
     elif where == "hook, after":
         optimizer.register_step_post_hook(fail)
+    elif isinstance(optimizer, Failing):
+        optimizer.before, optimizer.after = (
+            fail if where == f"subclass, {when}" else str for when in ("before", "after")
+        )
     # Who fails ends what others are in, and they may be in what was before.
     pydist.barrier()
     began = time.monotonic()
@@ -801,13 +946,13 @@ def fail_beside_others(where: str) -> None:
         hook.remove()
         optimizer.step(closure)  # type: ignore[arg-type]
         assert all(bool(p.isfinite().all()) for p in model.parameters())
-    elif rank == 1 and where != "hook, before":
+    elif rank == 1 and where not in ("hook, before", "subclass, before"):
         with pytest.raises(pydist.InvalidUsage, match="earlier step or change"):
             optimizer.step()
 
 
 FAILURES = ["closure, before", "closure, in backward", "closure, after"]
-FAILURES += ["hook, before", "hook, after"]
+FAILURES += ["hook, before", "hook, after", "subclass, before", "subclass, after"]
 
 
 @pytest.mark.parametrize("where", FAILURES)
