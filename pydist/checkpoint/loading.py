@@ -130,4 +130,6 @@ def _load(
     except Exception as raised:
         error = raised
     agree(communicator, f"{doing} half-way, so that what was loaded is of no use,", error)
+    if model is not None:
+        model_state.note_settled(model)
     return objects["extra"]
