@@ -801,6 +801,7 @@ def refuse() -> None:
         (torch.optim.Adafactor, "Adafactor factors"),
         (torch.optim.SparseAdam, "SparseAdam takes sparse"),
         (getattr(torch.optim, "Muon", torch.optim.LBFGS), "whole matrices|inner products"),
+        *((type(n, (torch.optim.Adam,), {}), f"{n} scales by") for n in ("Lamb", "FusedLAMB")),
         (torch.optim.Adam(linear.parameters()), "not an instance"),
         (nn.Linear, "class of optimizers"),
     ):
