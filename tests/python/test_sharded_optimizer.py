@@ -727,6 +727,14 @@ def read_at_once() -> None:
         lambda model: torch.func.functional_call(
             nn.Linear(1000, 1, bias=False), {"weight": model.weight}, torch.eye(1000)
         ),
+        lambda model: torch.func.grad(
+            lambda weights: (
+                torch.func.functional_call(nn.Linear(1000, 1, bias=False), weights, torch.eye(1000))
+                .square()
+                .sum()
+                / 2
+            )
+        )(dict(model.named_parameters()))["weight"],
         read_dict,
         lambda model: torch.nn.utils.parameters_to_vector(model.parameters()),
     ]
