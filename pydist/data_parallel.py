@@ -89,7 +89,10 @@ class ShardOwner(Protocol):
         """Hides from the forward what it can't do with."""
 
     def note_written(self) -> None:
-        """All ranks have written the same into parameters, on purpose."""
+        """All ranks write the same into parameters, on purpose."""
+
+    def note_settled(self) -> None:
+        """What this rank has written, no rank changes any more."""
 
     def finish(self) -> None:
         """Returns once all parameters have arrived that the last step has updated."""
@@ -656,7 +659,11 @@ class DataParallel(nn.Module):
             )
         for owner in self.shard_owners():
             owner.note_written()
-        return self.module.load_state_dict(matched(state_dict, self.module), strict)
+        loaded = self.module.load_state_dict(matched(state_dict, self.module), strict)
+        for owner in self.shard_owners():
+            # Whoever is later, writes the same again.
+            owner.note_settled()
+        return loaded
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self.module._load_from_state_dict(*args)

@@ -22,11 +22,17 @@ ELEMENT_WISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
 )
 
+# By the names that they have wherever they are from, in lower case.
 _NEEDS_WHOLES = {
-    "Adafactor": "factors whole matrices and scales by their norms",
-    "LBFGS": "takes inner products over all parameters",
-    "Muon": "orthogonalises whole matrices",
-    "SparseAdam": "takes sparse gradients",
+    "adafactor": "factors whole matrices and scales by their norms",
+    "lamb": "scales by the norms of whole parameters",
+    "lars": "scales by the norms of whole parameters",
+    "lbfgs": "takes inner products over all parameters",
+    "muon": "orthogonalises whole matrices",
+    "novograd": "scales by the norms of whole gradients",
+    "shampoo": "preconditions whole matrices",
+    "soap": "preconditions whole matrices",
+    "sparseadam": "takes sparse gradients",
 }
 
 _REFUSED_OPTIONS = {
@@ -38,8 +44,8 @@ _REFUSED_OPTIONS = {
 def require_element_wise(optimizer_class: type[Optimizer]) -> None:
     """Raises InvalidUsage where an optimizer can't update pieces of parameters.
 
-    Classes of others are taken to be element-wise: nothing tells from outside. Subclasses of
-    torch's are what they derive from.
+    Classes of others are taken to be element-wise unless their name is known: nothing else tells
+    from outside. Subclasses are what they derive from.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         given = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
@@ -48,10 +54,11 @@ def require_element_wise(optimizer_class: type[Optimizer]) -> None:
             "torch.optim.AdamW, not an instance"
         )
     for base in optimizer_class.__mro__:
-        if base.__module__.startswith("torch.optim") and base.__name__ in _NEEDS_WHOLES:
+        name = base.__name__.lower().removeprefix("fused").removesuffix("8bit")
+        if name in _NEEDS_WHOLES:
             names = ", ".join(supported.__name__ for supported in ELEMENT_WISE)
             raise InvalidUsage(
-                f"{base.__name__} {_NEEDS_WHOLES[base.__name__]}, so it can't update shards: use "
+                f"{base.__name__} {_NEEDS_WHOLES[name]}, so it can't update shards: use "
                 f"one of {names}, or {base.__name__} without pydist.ShardedOptimizer"
             )
 

@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch
 from torch.utils.hooks import RemovableHandle
 
 from pydist import _native
@@ -118,6 +119,8 @@ def _unhook_modules() -> None:
 def _wait_for_own(module: nn.Module, _: Any) -> None:
     """Before a module's forward: it may give what it has itself to code that doesn't wait."""
     for parameter in _own_parameters(module):
+        while parameter is not None and _functorch.is_functorch_wrapped_tensor(parameter):
+            parameter = _functorch.get_unwrapped(parameter)  # of torch.func.functional_call
         for gather in _gathers_in(parameter):
             gather.wait()
     if not _under_way:  # models that nobody has any more ended nothing

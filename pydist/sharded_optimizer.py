@@ -542,7 +542,6 @@ class ShardedOptimizer(Optimizer):
         require_state_of(self._layout, self._named_groups(), state)
         waiting = waiting_state(self._layout, state)
         self.finish()
-        self.note_written()
         for group, loaded in zip(self.param_groups, state.groups, strict=True):
             group.update(copy.deepcopy(options_of(loaded)))
         take_over(state.parameters, self._layout.buckets)
@@ -627,9 +626,14 @@ class ShardedOptimizer(Optimizer):
         return self._layout.number, self._layout.shown[self._layout.indices[id(parameter)]]
 
     def note_written(self) -> None:
-        """All ranks have written the same into parameters, on purpose."""
+        """All ranks write the same into parameters, on purpose."""
         if self._audit is not None:
             self._audit.forget()
+
+    def note_settled(self) -> None:
+        """What this rank has written, no rank changes any more."""
+        if self._audit is not None:
+            self._audit.note(self._layout.buckets)
 
     def before_forward(self, module: nn.Module) -> None:
         """Waits for all parameters where forward may read some past torch's dispatch."""

@@ -79,6 +79,12 @@ def note_writing(model: nn.Module) -> None:
         owner.note_written()
 
 
+def note_settled(model: nn.Module) -> None:
+    """All ranks have written into the parameters, and met."""
+    for owner in _owners(model):
+        owner.note_settled()
+
+
 def take(model: nn.Module, rank: int, size: int) -> Taken:
     """Looks at a model's state. Talks to nobody, copies nothing.
 

@@ -4,6 +4,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -485,7 +486,7 @@ def test_state(run: Runner, stage: int) -> None:
     run(save_and_load, stage)
 
 
-def share() -> None:
+def share(folder: str) -> None:
     """One copy of the parameters: the same training, a fraction of the memory."""
     for dtype in (torch.float32, torch.bfloat16):
         twins = Twins(
@@ -519,7 +520,7 @@ def share() -> None:
         with pytest.raises(pydist.InvalidUsage, match="earlier step"):
             twins.ours.step()
         # Before the first step, also of what joins later; but for what all ranks load.
-        for loads in (True, False):
+        for loads in ("by itself", "from a checkpoint", ""):
             module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
             module[0].requires_grad_(False)
             model = pydist.DataParallel(module)
@@ -533,11 +534,22 @@ def share() -> None:
             optimizer.step()
             pydist.barrier()
             if loads:
-                continue
+                state = copy.deepcopy(optimizer.state_dict())
+                if loads == "by itself":
+                    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+                    optimizer.load_state_dict(state)
+                else:
+                    path = Path(folder, str(dtype))
+                    pydist.save(path, model=model, optimizer=optimizer)
+                    pydist.load(path, model=model, optimizer=optimizer)
+                pydist.barrier()
+            part = module[1] if loads else module[0]
             if twins.rank == 0:
                 with torch.no_grad():
-                    module[0].bias[-1] += 1.0
-            with pytest.raises(pydist.InvalidUsage, match=r"0.bias was written.*before the first"):
+                    part.bias[-1] += 1.0
+            with pytest.raises(
+                pydist.InvalidUsage, match=r"[01].bias was written.*before the first"
+            ):
                 optimizer.step()
         model = pydist.DataParallel(nn.Linear(4, 4))
         optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, share_parameters=True)
@@ -682,9 +694,9 @@ def test_looking_for_torchscript(run_native: Runner) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "gloo"])
-def test_one_copy_of_the_parameters(backend: str) -> None:
+def test_one_copy_of_the_parameters(backend: str, tmp_path: Path) -> None:
     with Ranks(3, {"PYDIST_BACKEND": backend, "PYDIST_DEBUG": "1"}) as ranks:
-        ranks.run(share, timeout=LIMIT_S)
+        ranks.run(share, str(tmp_path), timeout=LIMIT_S)
 
 
 class NoLayer(nn.Module):
@@ -715,6 +727,14 @@ def read_at_once() -> None:
         lambda model: torch.func.functional_call(
             nn.Linear(1000, 1, bias=False), {"weight": model.weight}, torch.eye(1000)
         ),
+        lambda model: torch.func.grad(
+            lambda weights: (
+                torch.func.functional_call(nn.Linear(1000, 1, bias=False), weights, torch.eye(1000))
+                .square()
+                .sum()
+                / 2
+            )
+        )(dict(model.named_parameters()))["weight"],
         read_dict,
         lambda model: torch.nn.utils.parameters_to_vector(model.parameters()),
     ]
@@ -789,6 +809,7 @@ def refuse() -> None:
         (torch.optim.Adafactor, "Adafactor factors"),
         (torch.optim.SparseAdam, "SparseAdam takes sparse"),
         (getattr(torch.optim, "Muon", torch.optim.LBFGS), "whole matrices|inner products"),
+        *((type(n, (torch.optim.Adam,), {}), f"{n} scales by") for n in ("Lamb", "FusedLAMB")),
         (torch.optim.Adam(linear.parameters()), "not an instance"),
         (nn.Linear, "class of optimizers"),
     ):
