@@ -231,7 +231,7 @@ void NcclGroup::connect(Deadline deadline) {
 void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microseconds longest_pause) {
   microseconds pause{20};
   const Deadline at_once = Deadline::in(kLaunchTime);
-  std::optional<Deadline> vain_until;
+  Deadline vain_until = Deadline::never();
   Deadline slice = Deadline::in(kInterruptionInterval);
   while (true) {
     Result state = Result::kInProgress;
@@ -255,10 +255,10 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
       std::rethrow_exception(error);
     }
     if (const std::string vain = control_->why_vain(); vain.empty()) {
-      vain_until.reset();
-    } else if (!vain_until) {
+      vain_until = Deadline::never();
+    } else if (vain_until.is_never()) {
       vain_until = Deadline::in(kVainPatience);
-    } else if (vain_until->has_passed()) {
+    } else if (vain_until.has_passed()) {
       throw PeerLost(pydist::join(what, " in NCCL: ", vain, "."));
     }
     if (deadline.has_passed()) {
