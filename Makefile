@@ -110,7 +110,9 @@ endif
 
 .PHONY: test-python
 test-python: build  ## the Python tests
-	$(BIN)/python -m pytest $(ARGS)
+# Most tests wait for processes that they start, so two files of them run at a time; without
+# pytest-benchmark, which says that it can't measure then.
+	$(BIN)/python -m pytest -n 2 --dist loadfile -p no:benchmark $(ARGS)
 
 SANITIZERS := address,undefined thread
 # The linker takes a comma in a path for the end of it.

@@ -46,7 +46,7 @@ def run_pytest(
     folder: Path, *arguments: str, patience: str = "1"
 ) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-    environment["PYDIST_TEST_PATIENCE"] = patience
+    environment["TEST_PATIENCE"] = patience
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(folder)],
         cwd=folder,

@@ -28,8 +28,8 @@ from typing import NoReturn
 import pytest
 
 # By what all limits of the tests are multiplied, those of `launch` too: more on a slow machine.
-# Taken out of the environment, where the engine would warn of a variable that it does not know.
-PATIENCE = float(os.environ.pop("PYDIST_TEST_PATIENCE", "") or 1)
+# Not a PYDIST_ name: the engine warns of those that it does not know.
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "") or 1)
 GRACE_S = 30.0
 # How long the aborted descendants get to write their stacks.
 _WRITING_S = 2.0
