@@ -22,6 +22,7 @@
 #include "c10d/store.h"
 #include "c10d/work.h"
 #include "communicator/endpoint.h"
+#include "communicator/late_ends.h"
 #include "communicator/native_communicator.h"
 #include "communicator/nccl_communicator.h"
 #include "communicator/one_copy.h"
@@ -357,6 +358,11 @@ CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string&
   return for_python(create_nccl_communicator(std::move(options)));
 }
 
+void release_process() {
+  LateEnds::of_process().join();
+  Endpoint::release_process();
+}
+
 void bind_operations(py::class_<Communicator, CommunicatorPtr>& type) {
   const auto op = py::arg_v("op", py::str("sum"), "'sum'");
   const auto async_op = py::arg("async_op") = false;
@@ -464,11 +470,11 @@ void bind_communicator(py::module_& module) {
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     const ReleasedGil released;
     shut_down_all();
-    Endpoint::release_process();
+    release_process();
   }));
-  module.def("release_process", &Endpoint::release_process, py::call_guard<ReleasedGil>(),
-             "Lets go of what this process keeps between its native groups: its threads, segments "
-             "and sockets end with the last group.");
+  module.def("release_process", &release_process, py::call_guard<ReleasedGil>(),
+             "Lets go of what this process keeps between its groups: its threads, segments and "
+             "sockets end with the last group. Waits for what is left of groups that have ended.");
   module.def(
       "create_gloo", &create_gloo, py::arg("store"), py::arg("rank"), py::arg("size"),
       py::arg("name"), py::arg("timeout"), py::arg("factory"),

@@ -131,23 +131,11 @@ NcclGroup::NcclGroup(Options options)
 
 NcclGroup::~NcclGroup() {
   if (in_forked_child()) {
-    // Threads, streams and communicators are the parent's.
-    if (end_thread_.joinable()) {
-      end_thread_.detach();
-    }
-    return;
+    return;  // streams and communicators are the parent's
   }
   end();
   if (stream_) {
     group_streams().remove(stream());
-  }
-  if (end_thread_.joinable()) {
-    // Detached where it hangs, or where it is the one that drops the last reference.
-    if (has_ended_ && end_thread_.get_id() != std::this_thread::get_id()) {
-      end_thread_.join();
-    } else {
-      end_thread_.detach();
-    }
   }
 }
 
@@ -494,7 +482,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     fail(error);
     close_journal(JournalState::kFailed);
     // The caller gets its buffers back, and some of it may be on the stream.
-    wait_for_abort(Deadline::in(end_patience_));
+    wait_until_quiet(Deadline::in(end_patience_));
     if (interruption != nullptr) {
       std::rethrow_exception(interruption);
     }

@@ -20,6 +20,11 @@
 // (NVIDIA/nccl#1013), and once that is over, or has taken too long, what was under way finishes
 // with the error. The process lives on.
 //
+// Note [How a group ends]
+// Whoever ends a group waits until NCCL has finalized the communicator: no operation of it is left.
+// To destroy it after that takes as long as its neighbours in the host go on, and so happens on a
+// thread that nobody but the end of the job waits for (late_ends.h), as does every abort.
+//
 // Thread safe. Launches of all groups of a process are ordered by one lock, since NCCL's kernels
 // must start in one order on all ranks.
 
@@ -27,7 +32,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
@@ -37,7 +41,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/deadline.h"
@@ -144,8 +147,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::chrono::milliseconds watch() noexcept;
   // Returns once what is under way has finished, or `deadline` has passed.
   void drain(Deadline deadline);
-  // Waits for what is under way, then for the end of NCCL's communicator; fails the group where
-  // that takes too long. Idempotent.
+  // Waits for what is under way, then until NCCL has finalized its communicator; fails the group
+  // where that takes too long. See Note [How a group ends]. Idempotent.
   void end() noexcept;
 
  private:
@@ -191,11 +194,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void finish_all() noexcept;
   // Runs `end` on a thread of its own, and what is under way finishes afterwards.
   void end_on_thread(std::function<void()> end) noexcept;
-  [[nodiscard]] bool wait_for_end(Deadline deadline) noexcept;
-  // The same, and until memory has been freed.
-  [[nodiscard]] bool wait_for_memory(Deadline deadline) noexcept;
-  // Until nothing of a group that has failed is on its stream any more.
-  void wait_for_abort(Deadline deadline) noexcept;
+  // Until nothing of a group that is ended is on its stream any more.
+  void wait_until_quiet(Deadline deadline) noexcept;
   // Whether a launch of any group of this process is part of a capture that is under way.
   [[nodiscard]] static bool is_any_captured();
   // Once no capture is under way any more, for a thread that nobody waits for. Never throws.
@@ -239,9 +239,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::atomic<std::uint64_t> settled_{0};  // times that events were asked
   std::atomic<bool> is_aborting_{false};
   bool has_ended_ = false;  // guarded by mutex_; NCCL's communicator
-  bool has_freed_ = false;  // guarded by mutex_; after its end
-  std::condition_variable ended_;
-  std::thread end_thread_;  // guarded by mutex_
+  std::atomic<bool> is_finalized_{false};
   std::atomic<bool> is_launching_{false};
   std::atomic<bool> is_closing_{false};    // NCCL's communicator ends, or has ended
   std::atomic<bool> has_captured_{false};  // something that replays, unseen

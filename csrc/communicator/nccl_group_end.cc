@@ -3,12 +3,15 @@
 #include <atomic>
 #include <iterator>
 #include <memory>
+#include <string>
+#include <thread>
 #include <utility>
 
 #include "base/engine_thread.h"
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
+#include "communicator/late_ends.h"
 #include "communicator/nccl_group.h"
 #include "communicator/nccl_launched_work.h"
 #include "communicator/nccl_watchdog.h"
@@ -82,35 +85,36 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
     return;  // whatever ends NCCL's communicator, it ends once
   }
   ending_ = Deadline::in(end_patience_);
+  std::string complaint = pydist::join("NCCL's communicator of group '", control_->name(),
+                                       "' does not end; it is left to itself.");
+  if (has_captured_) {
+    complaint +=
+        " It waits for the CUDA graphs that hold its operations: drop them before shutdown().";
+  }
+  auto run = [self = shared_from_this(), end = std::move(end)] {
+    try {
+      end();
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());
+    }
+    {
+      const std::lock_guard lock(self->mutex_);
+      self->has_ended_ = true;
+    }
+    self->finish_all();
+    try {
+      self->free_scratch();
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());
+    }
+    self->free_after_captures();
+  };
   try {
-    end_thread_ =
-        start_engine_thread("pydist-nccl-end", [self = shared_from_this(), end = std::move(end)] {
-          try {
-            end();
-          } catch (const std::exception& error) {
-            log_line(LogLevel::kError, error.what());
-          }
-          {
-            const std::lock_guard lock(self->mutex_);
-            self->has_ended_ = true;
-            self->ended_.notify_all();
-          }
-          self->finish_all();
-          try {
-            self->free_scratch();
-          } catch (const std::exception& error) {
-            log_line(LogLevel::kError, error.what());
-          }
-          self->free_after_captures();
-          const std::lock_guard lock(self->mutex_);
-          self->has_freed_ = true;
-          self->ended_.notify_all();
-        });
+    LateEnds::of_process().start("pydist-nccl-end", std::move(run), *ending_, std::move(complaint));
   } catch (const std::exception& error) {  // no thread to be had
     log_line(LogLevel::kError, error.what());
     ending_ = Deadline::in(milliseconds::zero());
-    has_ended_ = has_freed_ = true;
-    ended_.notify_all();
+    has_ended_ = true;
   }
   if (watchdog_ != nullptr) {
     watchdog_->wake();
@@ -120,16 +124,6 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
 bool NcclGroup::has_ended_now() const {
   const std::lock_guard lock(mutex_);
   return has_ended_;
-}
-
-bool NcclGroup::wait_for_end(Deadline deadline) noexcept {
-  std::unique_lock lock(mutex_);
-  return ended_.wait_until(lock, deadline.when(), [this] { return has_ended_; });
-}
-
-bool NcclGroup::wait_for_memory(Deadline deadline) noexcept {
-  std::unique_lock lock(mutex_);
-  return ended_.wait_until(lock, deadline.when(), [this] { return has_freed_; });
 }
 
 bool NcclGroup::is_under_way() const {
@@ -148,13 +142,17 @@ bool NcclGroup::has_been_aborted() const {
   return !driver.is_capturing(stream()) && driver.is_idle(stream());
 }
 
-void NcclGroup::wait_for_abort(Deadline deadline) noexcept {
-  try {
-    while (!has_ended_now() && !has_been_aborted() && !deadline.has_passed()) {
-      std::this_thread::sleep_for(milliseconds(1));
+void NcclGroup::wait_until_quiet(Deadline deadline) noexcept {
+  bool can_ask = true;
+  while (!has_ended_now() && !is_finalized_ && !deadline.has_passed()) {
+    try {
+      if (can_ask && has_been_aborted()) {
+        return;
+      }
+    } catch (const std::exception&) {
+      can_ask = false;  // CUDA itself has failed
     }
-  } catch (const std::exception&) {
-    static_cast<void>(wait_for_end(deadline));  // CUDA itself has failed
+    std::this_thread::sleep_for(milliseconds(1));
   }
 }
 
@@ -242,8 +240,13 @@ void NcclGroup::end_communicator() {
     }
   }
   // One that has failed, or is busy, cannot be destroyed.
-  static_cast<void>(state == Result::kSuccess ? nccl.ncclCommDestroy(comm_)
-                                              : nccl.ncclCommAbort(comm_));
+  if (state == Result::kSuccess) {
+    is_finalized_ = true;
+    static_cast<void>(nccl.ncclCommDestroy(comm_));
+  } else {
+    is_aborting_ = true;
+    static_cast<void>(nccl.ncclCommAbort(comm_));
+  }
 }
 
 void NcclGroup::end() noexcept {
@@ -281,18 +284,10 @@ void NcclGroup::end() noexcept {
     const std::lock_guard lock(mutex_);
     return ending_;
   }();
-  if (until && !wait_for_end(*until)) {
-    log_line(LogLevel::kWarning,
-             pydist::join("NCCL's communicator of group '", control_->name(),
-                          "' does not end; it is left to itself.",
-                          has_captured_ ? " It waits for the CUDA graphs that hold its operations: "
-                                          "drop them before shutdown()."
-                                        : ""));
+  if (until) {
+    wait_until_quiet(*until);
   }
   finish_all();
-  if (until && has_ended_now()) {
-    static_cast<void>(wait_for_memory(*until));
-  }
   has_captured_ = false;  // nobody asks for faults any more
   control_->shutdown();
 }

@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <thread>
@@ -12,6 +13,7 @@
 
 #include "../fakes/cuda_driver.h"
 #include "../fakes/nccl.h"
+#include "communicator/late_ends.h"
 #include "cuda/stream.h"
 #include "nccl_fakes.h"
 #include "ranks.h"
@@ -60,6 +62,7 @@ TEST(NcclTeardown, GivesEverythingBack) {
     rank.group->shutdown();
     dropped_after.reset();
   });
+  LateEnds::of_process().join();
   EXPECT_TRUE(comes_true([] { return ::fake_nccl_blocks() == 0; }));
   EXPECT_EQ(::fake_driver_blocks(), 0);
   EXPECT_EQ(::fake_nccl_communicators(), 0);
@@ -218,6 +221,47 @@ TEST(NcclTeardown, AbortsACommunicatorThatDoesNotFinalize) {
     const NcclRank rank(self);
     rank.group->shutdown();
   });
+  LateEnds::of_process().join();
+  EXPECT_EQ(::fake_nccl_communicators(), 0);
+}
+
+// NCCL destroys a communicator together with those of its neighbours.
+TEST(NcclTeardown, ReturnsWhileItsNeighboursGoOn) {
+  use_fake_cuda();
+  std::atomic<bool> has_left{false};
+  run_ranks(2, [&](RankOfTest& self) {
+    const NcclRank rank(self, test_environment(), {.end = kForTheEnd});
+    if (self.rank == 1) {
+      rank.group->shutdown();
+      has_left = true;
+      return;
+    }
+    EXPECT_TRUE(comes_true([&] { return has_left.load(); }));
+    EXPECT_EQ(::fake_nccl_communicators(), 2) << "the fake is to wait as NCCL does";
+    rank.group->shutdown();
+  });
+  LateEnds::of_process().join();
+  EXPECT_EQ(::fake_nccl_communicators(), 0);
+}
+
+// Nor does NCCL's abort return before the graphs that hold its operations are gone.
+TEST(NcclTeardown, EndsWaitersWhileAGraphHoldsTheAbortUp) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:2");
+  const Environment environment = with_timeout_of(milliseconds(1'500));
+  const auto body = [&](RankOfTest& self) {
+    const NcclRank rank(self, environment, {.end = kForTheEnd});
+    std::vector<float> values(10, 1.0F);
+    void* const graph = captured(rank, [&] { return rank.all_reduce(values); });
+    const auto [kind, message] =
+        error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+    EXPECT_EQ(kind, ErrorKind::kTimeout) << message;
+    rank.group->shutdown();
+    EXPECT_EQ(::fake_nccl_communicators(), 1) << "the fake is to wait as NCCL does";
+    ::fake_driver_destroy_graph(graph);
+  };
+  run_ranks(1, body, environment);
+  LateEnds::of_process().join();
   EXPECT_EQ(::fake_nccl_communicators(), 0);
 }
 

@@ -283,10 +283,17 @@ void fake_driver_begin_capture(void* stream) {
 }
 
 void* fake_driver_end_capture(void* /*stream*/) {
-  const std::lock_guard lock(state().mutex);
-  Capture* const capture = state().capture.release();
-  state().graphs.insert(capture);
-  return capture->is_broken ? nullptr : capture;
+  Capture* capture = nullptr;
+  {
+    const std::lock_guard lock(state().mutex);
+    capture = state().capture.release();
+    state().graphs.insert(capture);
+  }
+  if (capture->is_broken) {
+    fake_driver_destroy_graph(capture);
+    return nullptr;
+  }
+  return capture;
 }
 
 const void* fake_driver_current_context() { return current_context; }
