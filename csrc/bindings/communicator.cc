@@ -22,7 +22,6 @@
 #include "c10d/store.h"
 #include "c10d/work.h"
 #include "communicator/endpoint.h"
-#include "communicator/late_ends.h"
 #include "communicator/native_communicator.h"
 #include "communicator/nccl_communicator.h"
 #include "communicator/one_copy.h"
@@ -359,7 +358,7 @@ CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string&
 }
 
 void release_process() {
-  LateEnds::of_process().join();
+  let_go_of_nccl();
   Endpoint::release_process();
 }
 

@@ -2,16 +2,16 @@
 
 #include <algorithm>
 #include <array>
-#include <iterator>
 #include <utility>
 #include <vector>
 
 #include "base/digest.h"
-#include "base/engine_thread.h"
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/interruption.h"
 #include "base/log.h"
+#include "communicator/freed_device_memory.h"
+#include "communicator/late_ends.h"
 #include "communicator/nccl_launched_work.h"
 #include "communicator/nccl_watchdog.h"
 #include "communicator/open_communicators.h"
@@ -37,6 +37,9 @@ constexpr microseconds kLongestJoiningPause{5'000};
 // How long an abort waits for a thread that is inside of NCCL. It sees the failure soon, unless
 // NCCL itself does not return.
 constexpr milliseconds kLaunchPatience{1'000};
+
+// How long whoever leaves the job waits for the memory of a graph to be freed.
+constexpr milliseconds kFreePatience{10'000};
 
 // Whether this thread holds the launch mutex.
 thread_local bool is_in_launch = false;
@@ -342,13 +345,14 @@ struct NcclGroup::GraphScratch {
       if (is_process_ending()) {
         return;
       }
-      start_engine_thread("pydist-nccl-mem", [self = std::move(self)] {
+      const auto run = [self = std::move(self)] {
         try {
           self->free();
         } catch (const std::exception& error) {
           log_line(LogLevel::kError, error.what());
         }
-      }).detach();
+      };
+      LateEnds::of_process().start("pydist-nccl-mem", run, Deadline::in(kFreePatience), "");
     } catch (const std::exception& error) {
       log_line(LogLevel::kError, error.what());
     }
@@ -518,15 +522,14 @@ void* NcclGroup::register_memory(void* data, std::size_t bytes) {
 }
 
 // Once nothing is launched any more.
-void NcclGroup::free_scratch() {
-  if (scratch_ == nullptr || is_launching_) {
-    return;
+void NcclGroup::free_scratch() noexcept {
+  if (scratch_ != nullptr && !is_launching_) {
+    FreedDeviceMemory::of_process().free_later(device_,
+                                               [memory = std::exchange(scratch_, nullptr)] {
+                                                 cuda::Driver::get().free(memory);
+                                                 return true;
+                                               });
   }
-  const std::lock_guard lock(mutex_);
-  freed_.emplace_back([memory = std::exchange(scratch_, nullptr)] {
-    cuda::Driver::get().free(memory);
-    return true;
-  });
 }
 
 bool NcclGroup::deregister(void* registration) noexcept {
@@ -554,69 +557,17 @@ bool NcclGroup::deregister(void* registration) noexcept {
   return true;
 }
 
-void NcclGroup::free_later(Free free) noexcept {
-  if (is_process_ending()) {
-    return;  // the driver takes back all that the process has
-  }
-  try {
-    {
-      const std::lock_guard lock(mutex_);
-      freed_.push_back(std::move(free));
-      if (!has_ended_) {
-        return;
-      }
-    }
-    // Not here, whatever the caller holds: freeing waits for the device.
-    start_engine_thread("pydist-nccl-mem", [self = shared_from_this()] {
-      self->free_after_captures();
-    }).detach();
-  } catch (const std::exception& error) {
-    log_line(LogLevel::kError, error.what());
-  }
-}
-
 bool NcclGroup::is_any_captured() { return group_streams().are_captured(); }
 
-void NcclGroup::free_after_captures() noexcept {
-  try {
-    const Deadline patience = Deadline::in(end_patience_);
-    while (is_any_captured() && !patience.has_passed()) {
-      std::this_thread::sleep_for(milliseconds(1));
-    }
-    free_now();
-  } catch (const std::exception& error) {
-    log_line(LogLevel::kError, error.what());
-  }
-}
-
 void NcclGroup::free_now() {
-  const auto counts = [this] {
-    const std::lock_guard lock(mutex_);
-    return std::pair(freed_.size(), under_way_.size());
-  };
-  if (counts().first == 0 || (has_failed_ && !has_ended_now()) || is_any_captured()) {
+  FreedDeviceMemory& freed = FreedDeviceMemory::of_process();
+  if (freed.is_empty(device_) || (has_failed_ && !has_ended_now()) || is_any_captured()) {
     return;
   }
   drain(Deadline::in(end_patience_));
-  const auto [count, under_way] = counts();
-  if (under_way != 0) {
-    return;  // the device may never come to an end
+  if (!is_under_way()) {  // otherwise the device may never come to an end
+    freed.free_now(device_);
   }
-  const cuda::DeviceGuard guard(device_);
-  const cuda::RelaxedCapture relaxed;
-  // Nobody tells which streams have used it, and not every way of freeing waits for them.
-  cuda::Driver::get().synchronize();
-  std::vector<Free> freed;
-  {
-    // Those that have come since may be in use.
-    const std::lock_guard lock(mutex_);
-    const auto end = freed_.begin() + static_cast<std::ptrdiff_t>(std::min(count, freed_.size()));
-    std::move(freed_.begin(), end, std::back_inserter(freed));
-    freed_.erase(freed_.begin(), end);
-  }
-  std::erase_if(freed, [](const Free& free) { return free(); });
-  const std::lock_guard lock(mutex_);
-  std::move(freed.begin(), freed.end(), std::back_inserter(freed_));
 }
 
 }  // namespace pydist

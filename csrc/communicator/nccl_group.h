@@ -125,15 +125,11 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Takes that back. False while that cannot be done: what is registered must not be freed.
   [[nodiscard]] bool deregister(void* registration) noexcept;
 
-  // Note [Freed memory]
-  // Whoever lets go of device memory may do so while kernels use it, and holding locks (the GIL,
-  // for one) that others need to get on. So it is freed later: by the next allocation, or the end.
-  // `Free` returns whether it has freed; otherwise it is called again.
-  using Free = std::function<bool()>;
-  void free_later(Free free) noexcept;
-  // Keeps what it cannot free yet: because the device does not come to an end, or because a capture
-  // into a graph is under way, which would not survive that somebody waits for the device.
+  // Frees what this process has let go of on the device (freed_device_memory.h); keeps it where the
+  // device does not come to an end, or a capture that somebody knows of is under way.
   void free_now();
+  // Whether a launch of any group of this process is part of a capture that is under way.
+  [[nodiscard]] static bool is_any_captured();
 
   // -- health
   [[nodiscard]] std::exception_ptr failure() const;
@@ -187,7 +183,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] bool has_word();
   void wait_for_launches() const noexcept;
   [[nodiscard]] std::byte* scratch_of_graph();
-  void free_scratch();
+  void free_scratch() noexcept;
   // Whether what was replayed has come to its end; watches meanwhile.
   [[nodiscard]] bool finish_replays(Deadline deadline);
   void end_communicator();
@@ -196,10 +192,6 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void end_on_thread(std::function<void()> end) noexcept;
   // Until nothing of a group that is ended is on its stream any more.
   void wait_until_quiet(Deadline deadline) noexcept;
-  // Whether a launch of any group of this process is part of a capture that is under way.
-  [[nodiscard]] static bool is_any_captured();
-  // Once no capture is under way any more, for a thread that nobody waits for. Never throws.
-  void free_after_captures() noexcept;
   [[nodiscard]] bool has_ended_now() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
@@ -229,7 +221,6 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::uint64_t sequence_ = 0;      // guarded by mutex_
   // Guarded by mutex_. Everybody gets an exception of its own: one is not to be shared by threads.
   std::optional<ErrorDescription> failure_;
-  std::vector<Free> freed_;                            // guarded by mutex_; what is to be freed
   std::map<std::uint64_t, std::byte*> graph_scratch_;  // guarded by mutex_; by capture
   std::optional<Deadline> ending_;         // guarded by mutex_; when the end under way is given up
   std::optional<Deadline> vain_until_;     // guarded by mutex_; once a rank has died or left

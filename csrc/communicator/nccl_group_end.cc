@@ -7,7 +7,6 @@
 #include <thread>
 #include <utility>
 
-#include "base/engine_thread.h"
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
@@ -102,12 +101,7 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
       self->has_ended_ = true;
     }
     self->finish_all();
-    try {
-      self->free_scratch();
-    } catch (const std::exception& error) {
-      log_line(LogLevel::kError, error.what());
-    }
-    self->free_after_captures();
+    self->free_scratch();
   };
   try {
     LateEnds::of_process().start("pydist-nccl-end", std::move(run), *ending_, std::move(complaint));
@@ -189,8 +183,8 @@ void NcclGroup::drain(Deadline deadline) {
   }
 }
 
-// Replays run on the callers' streams, so only the whole device tells. It is asked on a thread of
-// its own: that takes as long as a replay hangs.
+// Replays run on the callers' streams, so only the whole device tells: no capture on another thread
+// survives it. It is asked on a thread of its own: that takes as long as a replay hangs.
 bool NcclGroup::finish_replays(Deadline deadline) {
   while (is_any_captured()) {
     if (deadline.has_passed()) {
@@ -199,7 +193,7 @@ bool NcclGroup::finish_replays(Deadline deadline) {
     std::this_thread::sleep_for(milliseconds(1));
   }
   const auto is_over = std::make_shared<std::atomic<bool>>(false);
-  start_engine_thread("pydist-nccl-syn", [device = device_, is_over] {
+  const auto ask = [device = device_, is_over] {
     try {
       const cuda::DeviceGuard guard(device);
       cuda::Driver::get().synchronize();
@@ -207,7 +201,8 @@ bool NcclGroup::finish_replays(Deadline deadline) {
       log_line(LogLevel::kError, error.what());
     }
     *is_over = true;
-  }).detach();
+  };
+  LateEnds::of_process().start("pydist-nccl-syn", ask, deadline, "");
   while (!*is_over && failure() == nullptr && !deadline.has_passed()) {
     settle();
     watch();
@@ -220,11 +215,6 @@ bool NcclGroup::finish_replays(Deadline deadline) {
 void NcclGroup::end_communicator() {
   const cuda::DeviceGuard guard(device_);
   const cuda::RelaxedCapture relaxed;
-  try {
-    free_now();
-  } catch (const std::exception& error) {
-    log_line(LogLevel::kError, error.what());
-  }
   {
     const std::lock_guard calls(calls_mutex_);
     is_closing_ = true;
