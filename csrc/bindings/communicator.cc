@@ -26,6 +26,7 @@
 #include "communicator/nccl_communicator.h"
 #include "communicator/one_copy.h"
 #include "communicator/open_communicators.h"
+#include "cuda/device_memory.h"
 
 namespace pydist {
 namespace {
@@ -346,6 +347,7 @@ CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int
 
 CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string& library) {
   const ReleasedGil released;
+  cuda::set_framework(torch_as_framework());
   NcclOptions options;
   try {
     options.api = nccl::Api::open(library);

@@ -19,6 +19,7 @@
 #include "communicator/nccl_group.h"
 #include "communicator/nccl_watchdog.h"
 #include "communicator/open_communicators.h"
+#include "cuda/device_memory.h"
 
 namespace pydist {
 namespace {
@@ -37,12 +38,14 @@ class NcclMemory final : public Memory {
     const cuda::DeviceGuard guard(group_->device());
     const cuda::RelaxedCapture relaxed;
     const nccl::Functions& functions = group_->api().functions();
-    is_nccls_ =
-        group_->api().has_registration() &&
-        functions.ncclMemAlloc(&data_, std::max(bytes, std::size_t{1})) == nccl::Result::kSuccess;
-    if (!is_nccls_) {
-      data_ = cuda::Driver::get().allocate(bytes_);
-    } else if (bytes != 0) {
+    data_ = cuda::allocate_memory(group_->device(), bytes, [&] {
+      void* data = nullptr;
+      is_nccls_ =
+          group_->api().has_registration() &&
+          functions.ncclMemAlloc(&data, std::max(bytes, std::size_t{1})) == nccl::Result::kSuccess;
+      return is_nccls_ ? data : cuda::Driver::get().try_allocate(bytes);
+    });
+    if (is_nccls_ && bytes != 0) {
       try {
         registration_ = group_->register_memory(data_, bytes);
       } catch (...) {

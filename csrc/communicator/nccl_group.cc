@@ -15,6 +15,7 @@
 #include "communicator/nccl_launched_work.h"
 #include "communicator/nccl_watchdog.h"
 #include "communicator/open_communicators.h"
+#include "cuda/device_memory.h"
 
 namespace pydist {
 namespace {
@@ -147,6 +148,7 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
   try {
     group->control_->watch_peers();
     group->connect(deadline);
+    group->allocate_scratch();
     // The others' failures end this one too.
     group->agree(std::string());
   } catch (...) {
@@ -363,11 +365,14 @@ std::byte* NcclGroup::scratch() {
   if (capture_) {
     return scratch_of_graph();
   }
-  if (scratch_ == nullptr) {
-    const cuda::RelaxedCapture relaxed;
-    scratch_ = static_cast<std::byte*>(cuda::Driver::get().allocate(kScratchBytes));
-  }
   return scratch_;
+}
+
+void NcclGroup::allocate_scratch() {
+  free_now();
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  scratch_ = static_cast<std::byte*>(cuda::allocate_memory(device_, kScratchBytes));
 }
 
 std::byte* NcclGroup::scratch_of_graph() {
@@ -379,7 +384,7 @@ std::byte* NcclGroup::scratch_of_graph() {
   }
   const cuda::RelaxedCapture relaxed;
   const cuda::Driver& driver = cuda::Driver::get();
-  auto* const memory = static_cast<std::byte*>(driver.allocate(kScratchBytes));
+  auto* const memory = static_cast<std::byte*>(cuda::allocate_memory(device_, kScratchBytes));
   {
     const std::lock_guard lock(mutex_);
     graph_scratch_.emplace(capture_->id, memory);
@@ -561,7 +566,8 @@ bool NcclGroup::is_any_captured() { return group_streams().are_captured(); }
 
 void NcclGroup::free_now() {
   FreedDeviceMemory& freed = FreedDeviceMemory::of_process();
-  if (freed.is_empty(device_) || (has_failed_ && !has_ended_now()) || is_any_captured()) {
+  if (freed.is_empty(device_) || (has_failed_ && !has_ended_now()) || is_any_captured() ||
+      cuda::is_thread_capturing(device_)) {
     return;
   }
   drain(Deadline::in(end_patience_));

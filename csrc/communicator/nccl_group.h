@@ -112,8 +112,10 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void check(nccl::Result result, const char* what);
   // Calls of `body` become one launch.
   void grouped(const std::function<void()>& body);
-  // Device memory for the time of one launch, reused by the next; of its own for each CUDA graph,
-  // since a replay overlaps with other graphs and with launches. What takes more is done in pieces.
+  // Device memory for the time of one launch, reused by the next, and there since the group was
+  // joined: a rank that finds no room for it in the middle of a launch would fail all. Of its own
+  // for each CUDA graph, since a replay overlaps with other graphs and with launches. What takes
+  // more is done in pieces.
   [[nodiscard]] std::byte* scratch();
   static constexpr std::size_t kScratchBytes = std::size_t{16} << 20;
 
@@ -182,6 +184,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // the lock.
   [[nodiscard]] bool has_word();
   void wait_for_launches() const noexcept;
+  void allocate_scratch();
   [[nodiscard]] std::byte* scratch_of_graph();
   void free_scratch() noexcept;
   // Whether what was replayed has come to its end; watches meanwhile.
@@ -209,7 +212,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   const std::chrono::milliseconds name_patience_;
   std::optional<cuda::OwnedStream> stream_;
   nccl::CommHandle comm_ = nullptr;
-  std::byte* scratch_ = nullptr;                  // by the launching thread, then by the end
+  std::byte* scratch_ = nullptr;                  // from joining on, until the end
   std::optional<cuda::Capture> capture_;          // by the launching thread
   Deadline launching_until_ = Deadline::never();  // by the launching thread
   std::mutex calls_mutex_;   // NCCL's functions, but for the question of errors

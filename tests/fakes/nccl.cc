@@ -121,6 +121,7 @@ std::mutex communicators_mutex;
 std::set<void*>& communicators = *new std::set<void*>;
 std::mutex memory_mutex;
 std::map<void*, int> memory;           // how often it is registered; guarded by memory_mutex
+std::map<void*, long> memory_bytes;    // guarded by memory_mutex
 std::map<void*, void*> registrations;  // memory by communicator; guarded by memory_mutex
 
 std::int64_t now_ms() {
@@ -844,10 +845,14 @@ int ncclRecv(void* data, std::size_t count, int type, int peer, void* comm, void
 }
 
 int ncclMemAlloc(void** data, std::size_t bytes) {
+  if (fake_driver_reserve(static_cast<long>(bytes)) == 0) {
+    return kUnhandledCudaError;
+  }
   *data = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
   std::memset(*data, 0xff, bytes);
   const std::lock_guard lock(memory_mutex);
   memory[*data] = 0;
+  memory_bytes[*data] = static_cast<long>(bytes);
   return kSuccess;
 }
 
@@ -860,6 +865,8 @@ int ncclMemFree(void* data) {
     ++faults_seen;  // a communicator would use it for whatever comes to lie there
   }
   memory.erase(data);
+  fake_driver_reserve(-memory_bytes[data]);
+  memory_bytes.erase(data);
   std::free(data);
   return kSuccess;
 }
