@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <exception>
 #include <iterator>
-#include <set>
 #include <utility>
 
 #include "base/fork.h"
@@ -42,6 +41,9 @@ void FreedDeviceMemory::free_now(int device) {
   std::vector<Freed> taken;
   {
     const std::lock_guard lock(mutex_);
+    if (given_up_.count(device) != 0) {
+      return;
+    }
     const auto first =
         std::stable_partition(freed_.begin(), freed_.end(),
                               [device](const Freed& each) { return each.device != device; });
@@ -65,6 +67,11 @@ void FreedDeviceMemory::free_now(int device) {
     throw;
   }
   keep();
+}
+
+void FreedDeviceMemory::give_up(int device) {
+  const std::lock_guard lock(mutex_);
+  given_up_.insert(device);
 }
 
 void FreedDeviceMemory::free_all(Deadline deadline) noexcept {

@@ -14,6 +14,7 @@
 
 #include <functional>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "base/deadline.h"
@@ -37,6 +38,9 @@ class FreedDeviceMemory {
   [[nodiscard]] bool is_empty(int device) const;
   // Waits for the device, if there is anything to free. The caller knows of no capture.
   void free_now(int device);
+  // Something hangs on the device, so nobody waits for it any more: what it holds is the driver's
+  // to take back when the process ends.
+  void give_up(int device);
   // That of all devices, on a thread that is given up at `deadline`: a device may hang.
   void free_all(Deadline deadline) noexcept;
 
@@ -48,6 +52,7 @@ class FreedDeviceMemory {
 
   mutable std::mutex mutex_;
   std::vector<Freed> freed_;  // guarded by mutex_
+  std::set<int> given_up_;    // guarded by mutex_; devices
 };
 
 }  // namespace pydist

@@ -317,5 +317,25 @@ TEST(NcclTeardown, LeavesTheDriverAloneInAForkedChild) {
   });
 }
 
+// What hangs there cannot be waited for. (The last, as this process has such a device from here
+// on.)
+TEST(NcclTeardown, AllocatesBesideAGroupThatHangsOnTheDevice) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:1,hang_abort:0:0");
+  const Environment environment = with_timeout_of(milliseconds(1'000));
+  const auto body = [&](RankOfTest& self) {
+    const NcclRank rank(self, environment);
+    const CommunicatorPtr other = rank.group->split({0});
+    MemoryPtr memory = allocate(rank);
+    static auto& kept = *new std::vector<float>(10);
+    EXPECT_EQ(error_of([&] { rank.group->submit(rank.all_reduce(kept))->wait(); }).kind,
+              ErrorKind::kTimeout);
+    memory.reset();
+    EXPECT_NE(other->allocate(1000, Device{DeviceType::kCuda, rank.device}), nullptr);
+    other->shutdown();
+  };
+  run_ranks(1, body, environment);
+}
+
 }  // namespace
 }  // namespace pydist::testing
