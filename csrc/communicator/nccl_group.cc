@@ -344,7 +344,7 @@ struct NcclGroup::GraphScratch {
   static void let_go(void* argument) noexcept {
     try {
       std::shared_ptr<GraphScratch> self(static_cast<GraphScratch*>(argument));
-      if (is_process_ending()) {
+      if (is_process_ending() || in_forked_child()) {
         return;
       }
       const auto run = [self = std::move(self)] {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../fakes/cuda_driver.h"
+#include "../fakes/nccl.h"
 #include "cuda/device_memory.h"
 #include "nccl_fakes.h"
 #include "ranks.h"
@@ -75,6 +76,22 @@ TEST(NcclMemory, LeavesTheCacheAloneInACapture) {
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(contains(message, "cannot be emptied during a capture")) << message;
     EXPECT_EQ(times_emptied, 0);
+    rank.group->shutdown();
+  });
+}
+
+TEST(NcclMemory, WaitsForNoDeviceOnAThreadThatCaptures) {
+  use_fake_cuda();
+  const Framework framework;
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    static_cast<void>(allocate(rank));
+    is_thread_capturing = true;
+    const MemoryPtr second = allocate(rank);
+    EXPECT_EQ(::fake_nccl_blocks(), 2);
+    is_thread_capturing = false;
+    const MemoryPtr third = allocate(rank);
+    EXPECT_EQ(::fake_nccl_blocks(), 2) << "the first has been freed";
     rank.group->shutdown();
   });
 }
