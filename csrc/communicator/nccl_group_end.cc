@@ -90,22 +90,22 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
     complaint +=
         " It waits for the CUDA graphs that hold its operations: drop them before shutdown().";
   }
-  auto run = [self = shared_from_this(), end = std::move(end)] {
-    try {
-      end();
-    } catch (const std::exception& error) {
-      log_line(LogLevel::kError, error.what());
-    }
-    {
-      const std::lock_guard lock(self->mutex_);
-      self->has_ended_ = true;
-    }
-    self->finish_all();
-    self->free_scratch();
-  };
   try {
+    auto run = [self = shared_from_this(), end = std::move(end)] {
+      try {
+        end();
+      } catch (const std::exception& error) {
+        log_line(LogLevel::kError, error.what());
+      }
+      {
+        const std::lock_guard lock(self->mutex_);
+        self->has_ended_ = true;
+      }
+      self->finish_all();
+      self->free_scratch();
+    };
     LateEnds::of_process().start("pydist-nccl-end", std::move(run), *ending_, std::move(complaint));
-  } catch (const std::exception& error) {  // no thread to be had
+  } catch (const std::exception& error) {  // no thread to be had, or nobody holds the group
     log_line(LogLevel::kError, error.what());
     ending_ = Deadline::in(milliseconds::zero());
     has_ended_ = true;
