@@ -1,4 +1,6 @@
-"""all_reduce of GPU tensors beside something else, in turns; for nccl_ring.py and staging.py.
+"""all_reduce of GPU tensors beside something else, in turns.
+
+For gpu_latency.py, nccl_ring.py and staging.py.
 
 Every rank has a GPU of its own. Where there is one GPU, two ranks share it (gpu_ranks.py and
 staged_gpu.py in tests/python): the figures then say nothing of links between GPUs.
@@ -89,6 +91,28 @@ def ring_group() -> dist.ProcessGroup:
             os.environ["PYDIST_ALGORITHM"] = before
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+@functools.cache
+def torchs_group() -> dist.ProcessGroup:
+    """All ranks, on torch's own NCCL; on fakes, which torch has none of, on pydist as well."""
+    group = dist.new_group(backend="nccl" if gpu_ranks.IS_REAL else "pydist")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def beside_torchs_nccl(size_bytes: int, dtype: str) -> Pair:
+    tensor, group = zeros(size_bytes, dtype), torchs_group()
+
+    def by_pydist() -> None:
+        pydist.all_reduce(tensor)
+        gpu_ranks.synchronize()
+
+    def by_torch() -> None:
+        dist.all_reduce(tensor, group=group)
+        gpu_ranks.synchronize()
+
+    return Pair(by_pydist, by_torch, "torch's NCCL")
 
 
 def ring_beside_nccl(size_bytes: int, dtype: str) -> Pair:

@@ -491,7 +491,7 @@ def read_environment() -> Environment:
     """
 def release_process() -> None:
     """
-    Lets go of what this process keeps between its native groups: its threads, segments and sockets end with the last group.
+    Lets go of what this process keeps between its groups: its threads, segments and sockets end with the last group. Waits for what is left of groups that have ended.
     """
 def set_log_rank(rank: typing.SupportsInt | typing.SupportsIndex) -> None:
     """

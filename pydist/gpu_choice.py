@@ -136,6 +136,11 @@ def _parse(gpus: Gpus, where: str) -> _Wish:
 
 
 def _parse_string(value: str, text: str) -> _Wish:
+    if "," in value and re.search(r"-\d", value):
+        raise InvalidUsage(
+            f"{text} is not valid: numbers of GPUs count from 0. For all of them write -1 alone, "
+            "without a comma."
+        )
     if idle := re.fullmatch(r"auto:([+-]?\d+)", value):
         count = int(idle[1])
         if count == 0 or count < -1:

@@ -26,6 +26,7 @@
 #include "communicator/nccl_communicator.h"
 #include "communicator/one_copy.h"
 #include "communicator/open_communicators.h"
+#include "cuda/device_memory.h"
 
 namespace pydist {
 namespace {
@@ -346,6 +347,7 @@ CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int
 
 CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string& library) {
   const ReleasedGil released;
+  cuda::set_framework(torch_as_framework());
   NcclOptions options;
   try {
     options.api = nccl::Api::open(library);
@@ -355,6 +357,11 @@ CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string&
   options.host = std::move(host);
   options.device = device;
   return for_python(create_nccl_communicator(std::move(options)));
+}
+
+void release_process() {
+  let_go_of_nccl();
+  Endpoint::release_process();
 }
 
 void bind_operations(py::class_<Communicator, CommunicatorPtr>& type) {
@@ -464,11 +471,11 @@ void bind_communicator(py::module_& module) {
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     const ReleasedGil released;
     shut_down_all();
-    Endpoint::release_process();
+    release_process();
   }));
-  module.def("release_process", &Endpoint::release_process, py::call_guard<ReleasedGil>(),
-             "Lets go of what this process keeps between its native groups: its threads, segments "
-             "and sockets end with the last group.");
+  module.def("release_process", &release_process, py::call_guard<ReleasedGil>(),
+             "Lets go of what this process keeps between its groups: its threads, segments and "
+             "sockets end with the last group. Waits for what is left of groups that have ended.");
   module.def(
       "create_gloo", &create_gloo, py::arg("store"), py::arg("rank"), py::arg("size"),
       py::arg("name"), py::arg("timeout"), py::arg("factory"),

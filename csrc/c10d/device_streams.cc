@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -16,6 +17,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/log.h"
 #include "c10d/memory_tensor.h"
 
 namespace pydist {
@@ -137,6 +139,25 @@ void copy_async(void* target, Device target_device, const void* source, Device s
   const c10::StreamGuard on_stream(stream);
   at::Tensor to = borrow_bytes(target, bytes, target_device);
   to.copy_(borrow_bytes(const_cast<void*>(source), bytes, source_device), /*non_blocking=*/true);
+}
+
+cuda::Framework torch_as_framework() noexcept {
+  cuda::Framework torch;
+  torch.empty_cache = [] {
+    try {
+      auto* const allocator =
+          dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(c10::DeviceType::CUDA));
+      if (allocator != nullptr && allocator->initialized()) {
+        allocator->emptyCache();
+      }
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kWarning, join("torch's cache of GPU memory: ", error.what()));
+    }
+  };
+  torch.is_capturing = [](int device) {
+    return pydist::is_capturing(current_stream({DeviceType::kCuda, device}));
+  };
+  return torch;
 }
 
 c10::DataPtr allocate_pinned(std::size_t bytes) {

@@ -23,6 +23,7 @@
 
 #include "base/buffer.h"
 #include "base/deadline.h"
+#include "cuda/device_memory.h"
 #include "cuda/driver.h"
 
 namespace pydist {
@@ -59,6 +60,9 @@ void wait_on_device(const c10::Stream& stream, const c10::Stream& other);
 // copy.
 void copy_async(void* target, Device target_device, const void* source, Device source_device,
                 std::size_t bytes, const c10::Stream& stream);
+
+// What the engine asks of torch (cuda/device_memory.h).
+[[nodiscard]] cuda::Framework torch_as_framework() noexcept;
 
 // Host memory that devices copy to and from at full speed, from torch's cache of such memory;
 // ordinary memory where torch has none.

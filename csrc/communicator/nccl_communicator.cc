@@ -13,15 +13,21 @@
 #include "base/log.h"
 #include "communicator/agreement.h"
 #include "communicator/endpoint.h"
+#include "communicator/freed_device_memory.h"
+#include "communicator/late_ends.h"
 #include "communicator/nccl_collectives.h"
 #include "communicator/nccl_group.h"
 #include "communicator/nccl_watchdog.h"
 #include "communicator/open_communicators.h"
+#include "cuda/device_memory.h"
 
 namespace pydist {
 namespace {
 
 using std::chrono::milliseconds;
+
+// How long whoever leaves the job waits for memory to be freed.
+constexpr milliseconds kFreePatience{10'000};
 
 // NCCL's own memory, which it moves without copies inside of it once it is registered; the device's
 // where NCCL has none. That is an optimisation: collectives on any memory are right.
@@ -32,12 +38,14 @@ class NcclMemory final : public Memory {
     const cuda::DeviceGuard guard(group_->device());
     const cuda::RelaxedCapture relaxed;
     const nccl::Functions& functions = group_->api().functions();
-    is_nccls_ =
-        group_->api().has_registration() &&
-        functions.ncclMemAlloc(&data_, std::max(bytes, std::size_t{1})) == nccl::Result::kSuccess;
-    if (!is_nccls_) {
-      data_ = cuda::Driver::get().allocate(bytes_);
-    } else if (bytes != 0) {
+    data_ = cuda::allocate_memory(group_->device(), bytes, [&] {
+      void* data = nullptr;
+      is_nccls_ =
+          group_->api().has_registration() &&
+          functions.ncclMemAlloc(&data, std::max(bytes, std::size_t{1})) == nccl::Result::kSuccess;
+      return is_nccls_ ? data : cuda::Driver::get().try_allocate(bytes);
+    });
+    if (is_nccls_ && bytes != 0) {
       try {
         registration_ = group_->register_memory(data_, bytes);
       } catch (...) {
@@ -50,13 +58,17 @@ class NcclMemory final : public Memory {
     if (data_ == nullptr || in_forked_child()) {
       return;
     }
-    group_->free_later(
-        [group = group_.get(), data = data_, registration = registration_, is_nccls = is_nccls_] {
-          if (registration != nullptr && !group->deregister(registration)) {
+    FreedDeviceMemory::of_process().free_later(
+        group_->device(),
+        [group = std::weak_ptr(group_), free_nccls = group_->api().functions().ncclMemFree,
+         data = data_, registration = registration_, is_nccls = is_nccls_] {
+          // A group that is gone has ended its communicator, and that has forgotten all it knew.
+          if (const auto known = group.lock();
+              known != nullptr && registration != nullptr && !known->deregister(registration)) {
             return false;
           }
           if (is_nccls) {
-            static_cast<void>(group->api().functions().ncclMemFree(data));
+            static_cast<void>(free_nccls(data));
           } else {
             cuda::Driver::get().free(data);
           }
@@ -404,6 +416,17 @@ void warn_of_blocking_communicators() {
 }
 
 }  // namespace
+
+void let_go_of_nccl() noexcept {
+  LateEnds::of_process().join();
+  try {
+    if (!NcclGroup::is_any_captured()) {
+      FreedDeviceMemory::of_process().free_all(Deadline::in(kFreePatience));
+    }
+  } catch (const std::exception& error) {
+    log_line(LogLevel::kError, error.what());
+  }
+}
 
 CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   require_not_forked();

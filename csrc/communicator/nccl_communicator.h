@@ -44,4 +44,8 @@ struct NcclOptions {
 // PeerLost.
 [[nodiscard]] CommunicatorPtr create_nccl_communicator(NcclOptions options);
 
+// For a process that leaves its job: waits for the communicators of groups that have ended
+// (late_ends.h), then for the GPU, and frees what they have left there (freed_device_memory.h).
+void let_go_of_nccl() noexcept;
+
 }  // namespace pydist

@@ -2,19 +2,20 @@
 
 #include <algorithm>
 #include <array>
-#include <iterator>
 #include <utility>
 #include <vector>
 
 #include "base/digest.h"
-#include "base/engine_thread.h"
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/interruption.h"
 #include "base/log.h"
+#include "communicator/freed_device_memory.h"
+#include "communicator/late_ends.h"
 #include "communicator/nccl_launched_work.h"
 #include "communicator/nccl_watchdog.h"
 #include "communicator/open_communicators.h"
+#include "cuda/device_memory.h"
 
 namespace pydist {
 namespace {
@@ -37,6 +38,9 @@ constexpr microseconds kLongestJoiningPause{5'000};
 // How long an abort waits for a thread that is inside of NCCL. It sees the failure soon, unless
 // NCCL itself does not return.
 constexpr milliseconds kLaunchPatience{1'000};
+
+// How long whoever leaves the job waits for the memory of a graph to be freed.
+constexpr milliseconds kFreePatience{10'000};
 
 // Whether this thread holds the launch mutex.
 thread_local bool is_in_launch = false;
@@ -131,23 +135,11 @@ NcclGroup::NcclGroup(Options options)
 
 NcclGroup::~NcclGroup() {
   if (in_forked_child()) {
-    // Threads, streams and communicators are the parent's.
-    if (end_thread_.joinable()) {
-      end_thread_.detach();
-    }
-    return;
+    return;  // streams and communicators are the parent's
   }
   end();
   if (stream_) {
     group_streams().remove(stream());
-  }
-  if (end_thread_.joinable()) {
-    // Detached where it hangs, or where it is the one that drops the last reference.
-    if (has_ended_ && end_thread_.get_id() != std::this_thread::get_id()) {
-      end_thread_.join();
-    } else {
-      end_thread_.detach();
-    }
   }
 }
 
@@ -156,6 +148,7 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
   try {
     group->control_->watch_peers();
     group->connect(deadline);
+    group->allocate_scratch();
     // The others' failures end this one too.
     group->agree(std::string());
   } catch (...) {
@@ -351,16 +344,17 @@ struct NcclGroup::GraphScratch {
   static void let_go(void* argument) noexcept {
     try {
       std::shared_ptr<GraphScratch> self(static_cast<GraphScratch*>(argument));
-      if (is_process_ending()) {
+      if (is_process_ending() || in_forked_child()) {
         return;
       }
-      start_engine_thread("pydist-nccl-mem", [self = std::move(self)] {
+      const auto run = [self = std::move(self)] {
         try {
           self->free();
         } catch (const std::exception& error) {
           log_line(LogLevel::kError, error.what());
         }
-      }).detach();
+      };
+      LateEnds::of_process().start("pydist-nccl-mem", run, Deadline::in(kFreePatience), "");
     } catch (const std::exception& error) {
       log_line(LogLevel::kError, error.what());
     }
@@ -371,11 +365,14 @@ std::byte* NcclGroup::scratch() {
   if (capture_) {
     return scratch_of_graph();
   }
-  if (scratch_ == nullptr) {
-    const cuda::RelaxedCapture relaxed;
-    scratch_ = static_cast<std::byte*>(cuda::Driver::get().allocate(kScratchBytes));
-  }
   return scratch_;
+}
+
+void NcclGroup::allocate_scratch() {
+  free_now();
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  scratch_ = static_cast<std::byte*>(cuda::allocate_memory(device_, kScratchBytes));
 }
 
 std::byte* NcclGroup::scratch_of_graph() {
@@ -387,7 +384,7 @@ std::byte* NcclGroup::scratch_of_graph() {
   }
   const cuda::RelaxedCapture relaxed;
   const cuda::Driver& driver = cuda::Driver::get();
-  auto* const memory = static_cast<std::byte*>(driver.allocate(kScratchBytes));
+  auto* const memory = static_cast<std::byte*>(cuda::allocate_memory(device_, kScratchBytes));
   {
     const std::lock_guard lock(mutex_);
     graph_scratch_.emplace(capture_->id, memory);
@@ -494,7 +491,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     fail(error);
     close_journal(JournalState::kFailed);
     // The caller gets its buffers back, and some of it may be on the stream.
-    wait_for_abort(Deadline::in(end_patience_));
+    wait_until_quiet(Deadline::in(end_patience_));
     if (interruption != nullptr) {
       std::rethrow_exception(interruption);
     }
@@ -530,15 +527,14 @@ void* NcclGroup::register_memory(void* data, std::size_t bytes) {
 }
 
 // Once nothing is launched any more.
-void NcclGroup::free_scratch() {
-  if (scratch_ == nullptr || is_launching_) {
-    return;
+void NcclGroup::free_scratch() noexcept {
+  if (scratch_ != nullptr && !is_launching_) {
+    FreedDeviceMemory::of_process().free_later(device_,
+                                               [memory = std::exchange(scratch_, nullptr)] {
+                                                 cuda::Driver::get().free(memory);
+                                                 return true;
+                                               });
   }
-  const std::lock_guard lock(mutex_);
-  freed_.emplace_back([memory = std::exchange(scratch_, nullptr)] {
-    cuda::Driver::get().free(memory);
-    return true;
-  });
 }
 
 bool NcclGroup::deregister(void* registration) noexcept {
@@ -566,69 +562,18 @@ bool NcclGroup::deregister(void* registration) noexcept {
   return true;
 }
 
-void NcclGroup::free_later(Free free) noexcept {
-  if (is_process_ending()) {
-    return;  // the driver takes back all that the process has
-  }
-  try {
-    {
-      const std::lock_guard lock(mutex_);
-      freed_.push_back(std::move(free));
-      if (!has_ended_) {
-        return;
-      }
-    }
-    // Not here, whatever the caller holds: freeing waits for the device.
-    start_engine_thread("pydist-nccl-mem", [self = shared_from_this()] {
-      self->free_after_captures();
-    }).detach();
-  } catch (const std::exception& error) {
-    log_line(LogLevel::kError, error.what());
-  }
-}
-
 bool NcclGroup::is_any_captured() { return group_streams().are_captured(); }
 
-void NcclGroup::free_after_captures() noexcept {
-  try {
-    const Deadline patience = Deadline::in(end_patience_);
-    while (is_any_captured() && !patience.has_passed()) {
-      std::this_thread::sleep_for(milliseconds(1));
-    }
-    free_now();
-  } catch (const std::exception& error) {
-    log_line(LogLevel::kError, error.what());
-  }
-}
-
 void NcclGroup::free_now() {
-  const auto counts = [this] {
-    const std::lock_guard lock(mutex_);
-    return std::pair(freed_.size(), under_way_.size());
-  };
-  if (counts().first == 0 || (has_failed_ && !has_ended_now()) || is_any_captured()) {
+  FreedDeviceMemory& freed = FreedDeviceMemory::of_process();
+  if (freed.is_empty(device_) || (has_failed_ && !has_ended_now()) || is_any_captured() ||
+      cuda::is_thread_capturing(device_)) {
     return;
   }
   drain(Deadline::in(end_patience_));
-  const auto [count, under_way] = counts();
-  if (under_way != 0) {
-    return;  // the device may never come to an end
+  if (!is_under_way()) {  // otherwise the device may never come to an end
+    freed.free_now(device_);
   }
-  const cuda::DeviceGuard guard(device_);
-  const cuda::RelaxedCapture relaxed;
-  // Nobody tells which streams have used it, and not every way of freeing waits for them.
-  cuda::Driver::get().synchronize();
-  std::vector<Free> freed;
-  {
-    // Those that have come since may be in use.
-    const std::lock_guard lock(mutex_);
-    const auto end = freed_.begin() + static_cast<std::ptrdiff_t>(std::min(count, freed_.size()));
-    std::move(freed_.begin(), end, std::back_inserter(freed));
-    freed_.erase(freed_.begin(), end);
-  }
-  std::erase_if(freed, [](const Free& free) { return free(); });
-  const std::lock_guard lock(mutex_);
-  std::move(freed.begin(), freed.end(), std::back_inserter(freed_));
 }
 
 }  // namespace pydist

@@ -20,6 +20,11 @@
 // (NVIDIA/nccl#1013), and once that is over, or has taken too long, what was under way finishes
 // with the error. The process lives on.
 //
+// Note [How a group ends]
+// Whoever ends a group waits until NCCL has finalized the communicator: no operation of it is left.
+// To destroy it after that takes as long as its neighbours in the host go on, and so happens on a
+// thread that nobody but the end of the job waits for (late_ends.h), as does every abort.
+//
 // Thread safe. Launches of all groups of a process are ordered by one lock, since NCCL's kernels
 // must start in one order on all ranks.
 
@@ -27,7 +32,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
@@ -37,7 +41,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/deadline.h"
@@ -109,8 +112,10 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void check(nccl::Result result, const char* what);
   // Calls of `body` become one launch.
   void grouped(const std::function<void()>& body);
-  // Device memory for the time of one launch, reused by the next; of its own for each CUDA graph,
-  // since a replay overlaps with other graphs and with launches. What takes more is done in pieces.
+  // Device memory for the time of one launch, reused by the next, and there since the group was
+  // joined: a rank that finds no room for it in the middle of a launch would fail all. Of its own
+  // for each CUDA graph, since a replay overlaps with other graphs and with launches. What takes
+  // more is done in pieces.
   [[nodiscard]] std::byte* scratch();
   static constexpr std::size_t kScratchBytes = std::size_t{16} << 20;
 
@@ -122,15 +127,11 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Takes that back. False while that cannot be done: what is registered must not be freed.
   [[nodiscard]] bool deregister(void* registration) noexcept;
 
-  // Note [Freed memory]
-  // Whoever lets go of device memory may do so while kernels use it, and holding locks (the GIL,
-  // for one) that others need to get on. So it is freed later: by the next allocation, or the end.
-  // `Free` returns whether it has freed; otherwise it is called again.
-  using Free = std::function<bool()>;
-  void free_later(Free free) noexcept;
-  // Keeps what it cannot free yet: because the device does not come to an end, or because a capture
-  // into a graph is under way, which would not survive that somebody waits for the device.
+  // Frees what this process has let go of on the device (freed_device_memory.h); keeps it where the
+  // device does not come to an end, or a capture that somebody knows of is under way.
   void free_now();
+  // Whether a launch of any group of this process is part of a capture that is under way.
+  [[nodiscard]] static bool is_any_captured();
 
   // -- health
   [[nodiscard]] std::exception_ptr failure() const;
@@ -144,8 +145,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::chrono::milliseconds watch() noexcept;
   // Returns once what is under way has finished, or `deadline` has passed.
   void drain(Deadline deadline);
-  // Waits for what is under way, then for the end of NCCL's communicator; fails the group where
-  // that takes too long. Idempotent.
+  // Waits for what is under way, then until NCCL has finalized its communicator; fails the group
+  // where that takes too long. See Note [How a group ends]. Idempotent.
   void end() noexcept;
 
  private:
@@ -183,23 +184,17 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // the lock.
   [[nodiscard]] bool has_word();
   void wait_for_launches() const noexcept;
+  void allocate_scratch();
   [[nodiscard]] std::byte* scratch_of_graph();
-  void free_scratch();
+  void free_scratch() noexcept;
   // Whether what was replayed has come to its end; watches meanwhile.
   [[nodiscard]] bool finish_replays(Deadline deadline);
   void end_communicator();
   void finish_all() noexcept;
   // Runs `end` on a thread of its own, and what is under way finishes afterwards.
   void end_on_thread(std::function<void()> end) noexcept;
-  [[nodiscard]] bool wait_for_end(Deadline deadline) noexcept;
-  // The same, and until memory has been freed.
-  [[nodiscard]] bool wait_for_memory(Deadline deadline) noexcept;
-  // Until nothing of a group that has failed is on its stream any more.
-  void wait_for_abort(Deadline deadline) noexcept;
-  // Whether a launch of any group of this process is part of a capture that is under way.
-  [[nodiscard]] static bool is_any_captured();
-  // Once no capture is under way any more, for a thread that nobody waits for. Never throws.
-  void free_after_captures() noexcept;
+  // Until nothing of a group that is ended is on its stream any more.
+  void wait_until_quiet(Deadline deadline) noexcept;
   [[nodiscard]] bool has_ended_now() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
@@ -217,7 +212,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   const std::chrono::milliseconds name_patience_;
   std::optional<cuda::OwnedStream> stream_;
   nccl::CommHandle comm_ = nullptr;
-  std::byte* scratch_ = nullptr;                  // by the launching thread, then by the end
+  std::byte* scratch_ = nullptr;                  // from joining on, until the end
   std::optional<cuda::Capture> capture_;          // by the launching thread
   Deadline launching_until_ = Deadline::never();  // by the launching thread
   std::mutex calls_mutex_;   // NCCL's functions, but for the question of errors
@@ -229,7 +224,6 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::uint64_t sequence_ = 0;      // guarded by mutex_
   // Guarded by mutex_. Everybody gets an exception of its own: one is not to be shared by threads.
   std::optional<ErrorDescription> failure_;
-  std::vector<Free> freed_;                            // guarded by mutex_; what is to be freed
   std::map<std::uint64_t, std::byte*> graph_scratch_;  // guarded by mutex_; by capture
   std::optional<Deadline> ending_;         // guarded by mutex_; when the end under way is given up
   std::optional<Deadline> vain_until_;     // guarded by mutex_; once a rank has died or left
@@ -239,9 +233,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::atomic<std::uint64_t> settled_{0};  // times that events were asked
   std::atomic<bool> is_aborting_{false};
   bool has_ended_ = false;  // guarded by mutex_; NCCL's communicator
-  bool has_freed_ = false;  // guarded by mutex_; after its end
-  std::condition_variable ended_;
-  std::thread end_thread_;  // guarded by mutex_
+  std::atomic<bool> is_finalized_{false};
   std::atomic<bool> is_launching_{false};
   std::atomic<bool> is_closing_{false};    // NCCL's communicator ends, or has ended
   std::atomic<bool> has_captured_{false};  // something that replays, unseen

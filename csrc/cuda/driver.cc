@@ -11,6 +11,7 @@ namespace pydist::cuda {
 namespace {
 
 constexpr int kSuccess = 0;
+constexpr int kOutOfMemory = 2;
 constexpr int kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
@@ -48,6 +49,7 @@ struct Driver::Functions {
   int (*cuMemcpyAsync)(std::size_t, std::size_t, std::size_t, void*);
   int (*cuMemAlloc_v2)(std::size_t*, std::size_t);
   int (*cuMemFree_v2)(std::size_t);
+  int (*cuMemGetInfo_v2)(std::size_t*, std::size_t*);
   int (*cuThreadExchangeStreamCaptureMode)(int*);
   int (*cuUserObjectCreate)(void**, void*, void (*)(void*), unsigned, unsigned);
   int (*cuGraphRetainUserObject)(void*, void*, unsigned, unsigned);
@@ -93,6 +95,7 @@ struct Driver::Opened {
     PYDIST_RESOLVE(cuMemcpyAsync);
     PYDIST_RESOLVE(cuMemAlloc_v2);
     PYDIST_RESOLVE(cuMemFree_v2);
+    PYDIST_RESOLVE(cuMemGetInfo_v2);
     PYDIST_RESOLVE(cuThreadExchangeStreamCaptureMode);
     PYDIST_RESOLVE(cuUserObjectCreate);
     PYDIST_RESOLVE(cuGraphRetainUserObject);
@@ -243,9 +246,26 @@ Context Driver::current_context() const {
 void Driver::synchronize() const { check(functions_.cuCtxSynchronize(), "finish"); }
 
 void* Driver::allocate(std::size_t bytes) const {
+  void* const data = try_allocate(bytes);
+  check(data == nullptr ? kOutOfMemory : kSuccess, "allocate memory");
+  return data;
+}
+
+void* Driver::try_allocate(std::size_t bytes) const {
   std::size_t data = 0;
-  check(functions_.cuMemAlloc_v2(&data, bytes == 0 ? 1 : bytes), "allocate memory");
+  const int code = functions_.cuMemAlloc_v2(&data, bytes == 0 ? 1 : bytes);
+  if (code == kOutOfMemory) {
+    return nullptr;
+  }
+  check(code, "allocate memory");
   return reinterpret_cast<void*>(data);  // NOLINT: the driver's addresses are numbers
+}
+
+Room Driver::room() const {
+  Room room;
+  check(functions_.cuMemGetInfo_v2(&room.free_bytes, &room.total_bytes),
+        "tell how much memory is free");
+  return room;
 }
 
 void Driver::free(void* data) const noexcept {

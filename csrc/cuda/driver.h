@@ -27,6 +27,11 @@ struct Capture {
   Graph graph;       // for as long as the capture goes on
 };
 
+struct Room {
+  std::size_t free_bytes = 0;
+  std::size_t total_bytes = 0;
+};
+
 class Driver {
  public:
   // The driver of this process. Throws TransportError where there is none, with the reason.
@@ -62,6 +67,10 @@ class Driver {
   void synchronize() const;
 
   [[nodiscard]] void* allocate(std::size_t bytes) const;
+  // Null where the device has no room; see cuda/device_memory.h.
+  [[nodiscard]] void* try_allocate(std::size_t bytes) const;
+  // Of the current context's device.
+  [[nodiscard]] Room room() const;
   void free(void* data) const noexcept;
 
  private:

@@ -7,6 +7,7 @@ several hosts or a meeting place.
 
 import argparse
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
         raise _UsageError(f"{message} (`pydist run --help` lists the flags)")
 
     parser.error = error  # type: ignore[method-assign]
+    # What begins as a negative number is a value, so that --gpus -1, gets an answer of its own.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
     return parser
 
 

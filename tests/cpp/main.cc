@@ -1,7 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <chrono>
-
 #include "rank_processes.h"
 #include "time_limit.h"
 
@@ -10,6 +8,6 @@ int main(int argc, char** argv) {
     return *status;
   }
   ::testing::InitGoogleTest(&argc, argv);
-  pydist::testing::install_time_limit(std::chrono::seconds(PYDIST_TEST_LIMIT_S));
+  pydist::testing::install_time_limit();
   return RUN_ALL_TESTS();
 }

@@ -1,6 +1,7 @@
 #include "nccl_fakes.h"
 
 #include <dlfcn.h>
+#include <gtest/gtest.h>
 
 #include <chrono>
 #include <cstdlib>
@@ -8,6 +9,7 @@
 #include <string>
 #include <thread>
 
+#include "communicator/late_ends.h"
 #include "communicator/nccl_communicator.h"
 #include "cuda/driver.h"
 #include "cuda/stream.h"
@@ -25,6 +27,15 @@ const std::string& folder() {
   static const std::string the_folder = PYDIST_FAKES;
   return the_folder;
 }
+
+// A process joins its threads before it ends; TSan insists. Some hang, as tests want them to.
+class JoinsEnds : public ::testing::Environment {
+ public:
+  void TearDown() override { LateEnds::of_process().join(Deadline::in(std::chrono::seconds(3))); }
+};
+
+[[maybe_unused]] const ::testing::Environment* const joins_ends =
+    ::testing::AddGlobalTestEnvironment(new JoinsEnds);
 
 }  // namespace
 
@@ -49,7 +60,7 @@ const CudaLibrary& fake_kernels() {
 }
 
 CommunicatorPtr join_nccl(const RankOfTest& rank, const Environment& environment,
-                          const CudaLibrary* kernels, std::chrono::milliseconds name_patience) {
+                          const CudaLibrary* kernels, Patience patience) {
   NcclOptions options;
   options.api = fake_nccl();
   options.host = rank.communicator;
@@ -57,8 +68,8 @@ CommunicatorPtr join_nccl(const RankOfTest& rank, const Environment& environment
   options.kernels = kernels;
   options.environment = environment;
   options.endpoint = rank.endpoint;
-  options.end_patience = std::chrono::seconds(2);
-  options.name_patience = name_patience;
+  options.end_patience = patience.end;
+  options.name_patience = patience.name;
   return create_nccl_communicator(std::move(options));
 }
 

@@ -19,11 +19,19 @@ void use_fake_cuda();
 [[nodiscard]] nccl::ApiPtr fake_nccl();
 [[nodiscard]] const CudaLibrary& fake_kernels();
 
+// As in NcclOptions.
+struct Patience {
+  std::chrono::milliseconds end{2'000};
+  std::chrono::milliseconds name{200};
+};
+// Longer than any test: whoever waits for an end of NCCL's that does not come hangs.
+inline constexpr std::chrono::hours kForTheEnd{1};
+
 // For a rank of run_ranks(): an NCCL group over its native one, on the device of its rank.
-[[nodiscard]] CommunicatorPtr join_nccl(
-    const RankOfTest& rank, const Environment& environment = test_environment(),
-    const CudaLibrary* kernels = &fake_kernels(),
-    std::chrono::milliseconds name_patience = std::chrono::milliseconds(200));
+[[nodiscard]] CommunicatorPtr join_nccl(const RankOfTest& rank,
+                                        const Environment& environment = test_environment(),
+                                        const CudaLibrary* kernels = &fake_kernels(),
+                                        Patience patience = {});
 
 // FAKE_NCCL_FAULT as in tests/fakes/nccl.cc, for as long as it lives. Before the ranks start.
 class FakeFault {
@@ -58,8 +66,8 @@ class FakeStream {
 // A rank with a stream that it computes on.
 struct NcclRank {
   explicit NcclRank(const RankOfTest& self, const Environment& environment = test_environment(),
-                    std::chrono::milliseconds name_patience = std::chrono::milliseconds(200))
-      : group(join_nccl(self, environment, &fake_kernels(), name_patience)),
+                    Patience patience = {})
+      : group(join_nccl(self, environment, &fake_kernels(), patience)),
         device(self.rank),
         stream(device) {}
 

@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <thread>
@@ -12,6 +13,8 @@
 
 #include "../fakes/cuda_driver.h"
 #include "../fakes/nccl.h"
+#include "communicator/late_ends.h"
+#include "communicator/nccl_communicator.h"
 #include "cuda/stream.h"
 #include "nccl_fakes.h"
 #include "ranks.h"
@@ -60,7 +63,8 @@ TEST(NcclTeardown, GivesEverythingBack) {
     rank.group->shutdown();
     dropped_after.reset();
   });
-  EXPECT_TRUE(comes_true([] { return ::fake_nccl_blocks() == 0; }));
+  let_go_of_nccl();
+  EXPECT_EQ(::fake_nccl_blocks(), 0);
   EXPECT_EQ(::fake_driver_blocks(), 0);
   EXPECT_EQ(::fake_nccl_communicators(), 0);
   EXPECT_EQ(::fake_nccl_faults(), 0);
@@ -114,8 +118,37 @@ TEST(NcclTeardown, LeavesCapturesWhole) {
     ::fake_driver_destroy_graph(graph);
     rank.group->shutdown();
   });
-  EXPECT_TRUE(comes_true([] { return ::fake_nccl_blocks() == 0; }));
-  EXPECT_TRUE(comes_true([] { return ::fake_driver_blocks() == 0; }));
+  let_go_of_nccl();
+  EXPECT_EQ(::fake_nccl_blocks(), 0);
+  EXPECT_EQ(::fake_driver_blocks(), 0);
+}
+
+// Of captures that hold nothing of pydist's, on another thread, it cannot know.
+TEST(NcclTeardown, LeavesCapturesOfOthersWhole) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    const FakeStream elsewhere(self.rank);
+    const CommunicatorPtr other = rank.group->split({0});
+    std::vector<float> values(10, 1.0F);
+    MemoryPtr dropped_before = allocate(rank);
+    MemoryPtr dropped_after = allocate(rank);
+    rank.group->submit(scaled(rank, values))->wait();
+    ::fake_driver_begin_capture(elsewhere.get());
+    dropped_before.reset();
+    rank.group->shutdown();
+    dropped_after.reset();
+    LateEnds::of_process().join();
+    void* const graph = ::fake_driver_end_capture(elsewhere.get());
+    ASSERT_NE(graph, nullptr) << "the capture was broken";
+    ::fake_driver_destroy_graph(graph);
+    EXPECT_EQ(::fake_nccl_blocks(), 2);
+    const int before = ::fake_driver_blocks();
+    const MemoryPtr next = other->allocate(1000, Device{DeviceType::kCuda, rank.device});
+    EXPECT_EQ(::fake_nccl_blocks(), 1) << "the next allocation frees what was left";
+    EXPECT_EQ(::fake_driver_blocks(), before - 1) << "and so it does with scratch memory";
+    other->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_faults(), 0);
 }
 
 // Of its own group, while what is captured is on the group's stream.
@@ -132,7 +165,8 @@ TEST(NcclTeardown, AbortsBesideACapture) {
     ::fake_driver_destroy_graph(graph);
     rank.group->shutdown();
   });
-  EXPECT_TRUE(comes_true([] { return ::fake_driver_blocks() == 0; }));
+  let_go_of_nccl();
+  EXPECT_EQ(::fake_driver_blocks(), 0);
 }
 
 TEST(NcclTeardown, DoesNotAbortWhileMemoryIsDeregistered) {
@@ -171,8 +205,9 @@ TEST(NcclTeardown, KeepsMemoryThatCannotBeDeregisteredYet) {
     memory.reset();
     rank.group->shutdown();
   });
+  let_go_of_nccl();
   EXPECT_EQ(::fake_nccl_faults(), 0);
-  EXPECT_TRUE(comes_true([] { return ::fake_nccl_blocks() == 0; }));
+  EXPECT_EQ(::fake_nccl_blocks(), 0);
 }
 
 // A replay is nobody's operation, but a peer that is gone, or the end of the group, ends it too.
@@ -218,6 +253,47 @@ TEST(NcclTeardown, AbortsACommunicatorThatDoesNotFinalize) {
     const NcclRank rank(self);
     rank.group->shutdown();
   });
+  LateEnds::of_process().join();
+  EXPECT_EQ(::fake_nccl_communicators(), 0);
+}
+
+// NCCL destroys a communicator together with those of its neighbours.
+TEST(NcclTeardown, ReturnsWhileItsNeighboursGoOn) {
+  use_fake_cuda();
+  std::atomic<bool> has_left{false};
+  run_ranks(2, [&](RankOfTest& self) {
+    const NcclRank rank(self, test_environment(), {.end = kForTheEnd});
+    if (self.rank == 1) {
+      rank.group->shutdown();
+      has_left = true;
+      return;
+    }
+    EXPECT_TRUE(comes_true([&] { return has_left.load(); }));
+    EXPECT_EQ(::fake_nccl_communicators(), 2) << "the fake is to wait as NCCL does";
+    rank.group->shutdown();
+  });
+  LateEnds::of_process().join();
+  EXPECT_EQ(::fake_nccl_communicators(), 0);
+}
+
+// Nor does NCCL's abort return before the graphs that hold its operations are gone.
+TEST(NcclTeardown, EndsWaitersWhileAGraphHoldsTheAbortUp) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:2");
+  const Environment environment = with_timeout_of(milliseconds(1'500));
+  const auto body = [&](RankOfTest& self) {
+    const NcclRank rank(self, environment, {.end = kForTheEnd});
+    std::vector<float> values(10, 1.0F);
+    void* const graph = captured(rank, [&] { return rank.all_reduce(values); });
+    const auto [kind, message] =
+        error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+    EXPECT_EQ(kind, ErrorKind::kTimeout) << message;
+    rank.group->shutdown();
+    EXPECT_EQ(::fake_nccl_communicators(), 1) << "the fake is to wait as NCCL does";
+    ::fake_driver_destroy_graph(graph);
+  };
+  run_ranks(1, body, environment);
+  LateEnds::of_process().join();
   EXPECT_EQ(::fake_nccl_communicators(), 0);
 }
 
@@ -239,6 +315,26 @@ TEST(NcclTeardown, LeavesTheDriverAloneInAForkedChild) {
     EXPECT_EQ(WEXITSTATUS(status), 0);
     rank.group->shutdown();
   });
+}
+
+// What hangs there cannot be waited for. (The last, as this process has such a device from here
+// on.)
+TEST(NcclTeardown, AllocatesBesideAGroupThatHangsOnTheDevice) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:1,hang_abort:0:0");
+  const Environment environment = with_timeout_of(milliseconds(1'000));
+  const auto body = [&](RankOfTest& self) {
+    const NcclRank rank(self, environment);
+    const CommunicatorPtr other = rank.group->split({0});
+    MemoryPtr memory = allocate(rank);
+    static auto& kept = *new std::vector<float>(10);
+    EXPECT_EQ(error_of([&] { rank.group->submit(rank.all_reduce(kept))->wait(); }).kind,
+              ErrorKind::kTimeout);
+    memory.reset();
+    EXPECT_NE(other->allocate(1000, Device{DeviceType::kCuda, rank.device}), nullptr);
+    other->shutdown();
+  };
+  run_ranks(1, body, environment);
 }
 
 }  // namespace

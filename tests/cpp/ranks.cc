@@ -13,17 +13,14 @@
 
 #include "communicator/native_communicator.h"
 #include "memory_store.h"
+#include "time_limit.h"
 
 namespace pydist::testing {
 namespace {
 
 // A little before the time limit of the test, which knows nothing of ranks.
 std::chrono::seconds run_limit() {
-  long limit_s = PYDIST_TEST_LIMIT_S;
-  if (const char* longer_s = std::getenv("PYDIST_TEST_LIMIT_S")) {
-    limit_s = std::atol(longer_s);
-  }
-  return std::chrono::seconds(std::max(1L, limit_s - 5));
+  return std::max(std::chrono::seconds(1), test_limit() - std::chrono::seconds(5));
 }
 
 // What the ranks of one run share. Outlives the threads.

@@ -8,6 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -121,17 +122,23 @@ void handle(int signal, void (*handler)(int)) {
 
 }  // namespace
 
-void install_time_limit(std::chrono::seconds limit) {
-  if (const char* longer_s = std::getenv("PYDIST_TEST_LIMIT_S")) {
-    limit = std::chrono::seconds(std::atol(longer_s));
+std::chrono::seconds test_limit() {
+  if (const char* const limit_s = std::getenv("PYDIST_TEST_LIMIT_S")) {
+    return std::chrono::seconds(std::atol(limit_s));
   }
+  const char* const patience = std::getenv("TEST_PATIENCE");
+  const double times = patience == nullptr ? 1.0 : std::max(1.0, std::atof(patience));
+  return std::chrono::seconds(static_cast<long>(times * PYDIST_TEST_LIMIT_S));
+}
+
+void install_time_limit() {
   void* warm_up[1];
   backtrace(warm_up, 1);  // the first call allocates, which a signal handler must not
   handle(kStackSignal, write_own_stack);
   handle(SIGALRM, on_expiry);
   // GoogleTest owns the listener.
   ::testing::UnitTest::GetInstance()->listeners().Append(
-      new TimeLimit(static_cast<unsigned>(limit.count())));
+      new TimeLimit(static_cast<unsigned>(test_limit().count())));
 }
 
 }  // namespace pydist::testing

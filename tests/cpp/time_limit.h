@@ -10,8 +10,11 @@
 
 namespace pydist::testing {
 
+// The limit of a test: PYDIST_TEST_LIMIT_S of the environment (a debugger wants a long one),
+// otherwise the build's, times TEST_PATIENCE of the environment (a slow machine).
+[[nodiscard]] std::chrono::seconds test_limit();
+
 // Limits each test from now on. Call once, before RUN_ALL_TESTS, from the main thread.
-// PYDIST_TEST_LIMIT_S in the environment overrides `limit` (a debugger wants a long one).
-void install_time_limit(std::chrono::seconds limit);
+void install_time_limit();
 
 }  // namespace pydist::testing

@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -92,12 +93,35 @@ c10::DataPtr hold(void* data, std::size_t bytes, c10::DeviceIndex device, c10::S
   return {data, block, &free_block, c10::Device(c10::DeviceType::CUDA, device)};
 }
 
-class DeviceAllocator final : public c10::Allocator {
+// What torch's cache has taken of the fake driver's memory (tests/fakes), and does not use.
+std::atomic<long> kept_bytes{0};
+
+void reserve_of_driver(long bytes) {
+  using Reserve = int (*)(long);
+  const auto reserve = reinterpret_cast<Reserve>(::dlsym(RTLD_DEFAULT, "fake_driver_reserve"));
+  if (reserve != nullptr) {
+    (void)reserve(bytes);
+  }
+}
+
+class DeviceAllocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override { return allocate_on_device(bytes); }
   void copy_data(void* target, const void* source, std::size_t bytes) const override {
     default_copy_data(target, source, bytes);
   }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t /*pool*/) override {
+    reserve_of_driver(-kept_bytes.exchange(0));
+  }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    record_stream(data, stream);
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex /*device*/) override {
+    return {};
+  }
+  void resetAccumulatedStats(c10::DeviceIndex /*device*/) override {}
+  void resetPeakStats(c10::DeviceIndex /*device*/) override {}
 };
 
 // Which memory is pinned: where each range begins, and its bytes.
@@ -210,6 +234,11 @@ bool is_of_capture(const c10::DataPtr& data) {
   const void* const capture = capture_now();
   return capture != nullptr && data.get_deleter() == &free_block &&
          static_cast<const Block*>(data.get_context())->capture == capture;
+}
+
+void keep_in_cache(long bytes) {
+  kept_bytes += bytes;
+  reserve_of_driver(bytes);
 }
 
 bool is_pinned(const void* data) { return pinned().contains(data) || registered().contains(data); }

@@ -26,6 +26,9 @@ void record_stream(const c10::DataPtr& data, const c10::Stream& stream);
 // Whether it was allocated while the capture that is under way was.
 [[nodiscard]] bool is_of_capture(const c10::DataPtr& data);
 
+// Makes torch's cache keep so much of the fake driver's memory (tests/fakes), until it is emptied.
+void keep_in_cache(long bytes);
+
 [[nodiscard]] bool is_pinned(const void* data);
 // Bytes that the pinned allocator has handed out and not got back, and those pinned in place.
 [[nodiscard]] std::size_t pinned_bytes();

@@ -69,6 +69,7 @@ PYBIND11_MODULE(_fake_cuda, module) {
   module.def("pinned_bytes", &fake_cuda::pinned_bytes);
   module.def("registered_bytes", &fake_cuda::registered_bytes);
   module.def("registering_devices", &fake_cuda::registering_devices);
+  module.def("keep_in_cache", &fake_cuda::keep_in_cache, py::arg("bytes"));
   module.def("refuse_to_register", &fake_cuda::refuse_to_register, py::arg("refuses"));
   module.def("last_error", &cudaGetLastError);
   module.def("current_device", [] { return int{fake_cuda::current_device()}; });

@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -17,6 +18,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,6 +38,7 @@ void move_bytes(void* to, const void* from, std::size_t bytes) {
 
 constexpr int kSuccess = 0;
 constexpr int kInvalidValue = 1;
+constexpr int kOutOfMemory = 2;
 constexpr int kInvalidDevice = 101;
 constexpr int kInvalidContext = 201;
 constexpr int kInvalidHandle = 400;
@@ -51,6 +54,8 @@ using Job = std::function<void()>;
 std::atomic<int> longest_delay_us{0};
 std::atomic<int> faults{0};
 std::atomic<int> blocks{0};
+std::atomic<long> limit_bytes{std::numeric_limits<long>::max()};
+std::atomic<long> used_bytes{0};
 std::atomic<bool> queries_wait{false};
 const pid_t owner = ::getpid();
 thread_local void* current_context = nullptr;
@@ -152,7 +157,7 @@ struct State {
   std::mutex mutex;
   std::map<void*, void*> streams;  // with their contexts
   std::set<void*> events;
-  std::set<void*> memory;
+  std::map<void*, long> memory;  // with the bytes
   std::unique_ptr<Capture> capture;
   std::uint64_t captures = 0;
   std::unique_ptr<Queue> legacy;
@@ -283,10 +288,17 @@ void fake_driver_begin_capture(void* stream) {
 }
 
 void* fake_driver_end_capture(void* /*stream*/) {
-  const std::lock_guard lock(state().mutex);
-  Capture* const capture = state().capture.release();
-  state().graphs.insert(capture);
-  return capture->is_broken ? nullptr : capture;
+  Capture* capture = nullptr;
+  {
+    const std::lock_guard lock(state().mutex);
+    capture = state().capture.release();
+    state().graphs.insert(capture);
+  }
+  if (capture->is_broken) {
+    fake_driver_destroy_graph(capture);
+    return nullptr;
+  }
+  return capture;
 }
 
 const void* fake_driver_current_context() { return current_context; }
@@ -321,6 +333,14 @@ void fake_driver_destroy_graph(void* handle) {
 
 void fake_driver_queries_wait(bool wait) { queries_wait = wait; }
 int fake_driver_blocks() { return blocks.load(); }
+void fake_driver_limit_memory(std::size_t bytes) { limit_bytes = static_cast<long>(bytes); }
+int fake_driver_reserve(long bytes) {
+  if ((used_bytes += bytes) > limit_bytes && bytes > 0) {
+    used_bytes -= bytes;
+    return 0;
+  }
+  return 1;
+}
 
 void fake_driver_replay(void* graph, void* stream) {
   for (const Job& job : static_cast<Capture*>(graph)->jobs) {
@@ -578,12 +598,15 @@ int cuMemAlloc_v2(std::size_t* data, std::size_t bytes) {
   if (!permits_unsafe_call()) {
     return kCaptureUnsupported;
   }
+  if (fake_driver_reserve(static_cast<long>(bytes)) == 0) {
+    return kOutOfMemory;
+  }
   void* const memory = std::malloc(bytes);
   std::memset(memory, 0xff, bytes);
   *data = reinterpret_cast<std::size_t>(memory);
   ++blocks;
   const std::lock_guard lock(state().mutex);
-  state().memory.insert(memory);
+  state().memory[memory] = static_cast<long>(bytes);
   return kSuccess;
 }
 
@@ -596,13 +619,22 @@ int cuMemFree_v2(std::size_t data) {
   }
   {
     const std::lock_guard lock(state().mutex);
-    if (state().memory.erase(reinterpret_cast<void*>(data)) == 0) {
+    const auto found = state().memory.find(reinterpret_cast<void*>(data));
+    if (found == state().memory.end()) {
       return kInvalidValue;
     }
+    used_bytes -= found->second;
+    state().memory.erase(found);
   }
   std::free(reinterpret_cast<void*>(data));
   --blocks;
   return kSuccess;
+}
+
+int cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
+  *total = static_cast<std::size_t>(limit_bytes);
+  *free = static_cast<std::size_t>(std::max(0L, limit_bytes - used_bytes));
+  return has_context() ? kSuccess : kInvalidContext;
 }
 
 int cuThreadExchangeStreamCaptureMode(int* mode) {

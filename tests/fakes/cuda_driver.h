@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <functional>
 
 extern "C" {
@@ -28,6 +29,11 @@ void fake_driver_queries_wait(bool wait);
 
 // Blocks of memory that have been allocated and not freed.
 int fake_driver_blocks();
+
+// How much memory all devices together have; no end of it by default.
+void fake_driver_limit_memory(std::size_t bytes);
+// Takes some for somebody else, or gives it back (bytes < 0). Returns 0 where there is no room.
+int fake_driver_reserve(long bytes);
 
 // For a call that asks or allocates: whether the calling thread may make it. Not while anybody
 // captures, unless the thread has said that captures are not its own concern

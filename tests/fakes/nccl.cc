@@ -2,7 +2,8 @@
 // what a call enqueues runs on the streams of the fake CUDA driver. It is as slow and as picky as
 // it may be: communicators do not block, so calls answer ncclInProgress now and then; what a call
 // may not be given is refused with NCCL's own code; and where ranks call different things, the
-// collective hangs, as it may.
+// collective hangs, as it may. A communicator is not finalized, nor its abort over, before the CUDA
+// graphs that hold its operations are gone, and not destroyed before its peers have ended theirs.
 //
 // FAKE_NCCL_VERSION      what ncclGetVersion says                          (23007)
 // NCCL_COMM_BLOCKING=1   calls wait until they are done, as NCCL's do
@@ -13,8 +14,7 @@
 //   init_fail   joining fails                  init_hang   joining never ends
 //   exit        the process ends, at once      slow        the call is under way for two seconds
 //   hang_finalize  finalizing never ends       slow_deregister  takes a third of a second
-//   late_abort  the abort ends the operations, and does not return, as beside graphs (as
-//   hang_abort)
+//   late_abort  the abort ends the operations, and does not return (as hang_abort)
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -76,6 +76,7 @@ struct Mailbox {
 
 struct Shared {
   std::atomic<int> joined;
+  std::atomic<int> left;  // have ended their communicators, or begun to
   std::atomic<std::uint64_t> arrived[kMostRanks];
   std::uint64_t calls[kMostRanks];  // what each rank's collective is, in short
   char chunks[kMostRanks][kChunk];
@@ -99,7 +100,7 @@ struct Comm {
   Shared* shared = nullptr;
   const void* context = nullptr;  // CUDA's, that it was made in
   bool is_blocking = false;
-  bool is_finalized = false;
+  std::atomic<bool> is_finalized{false};
   std::uint64_t arrivals = 0;  // by the stream's thread
   std::uint64_t call = 0;      // by the stream's thread
   std::atomic<bool> is_aborted{false};
@@ -108,7 +109,8 @@ struct Comm {
   std::atomic<bool> never_joins{false};
   std::atomic<bool> never_finalizes{false};
   std::atomic<std::int64_t> busy_until_ms{0};
-  std::atomic<int> calls{0};  // under way that an abort has to wait for
+  std::atomic<int> calls{0};   // under way that an abort has to wait for
+  std::atomic<int> graphs{0};  // operations that CUDA graphs hold
   int operations = 0;
 };
 
@@ -119,6 +121,7 @@ std::mutex communicators_mutex;
 std::set<void*>& communicators = *new std::set<void*>;
 std::mutex memory_mutex;
 std::map<void*, int> memory;           // how often it is registered; guarded by memory_mutex
+std::map<void*, long> memory_bytes;    // guarded by memory_mutex
 std::map<void*, void*> registrations;  // memory by communicator; guarded by memory_mutex
 
 std::int64_t now_ms() {
@@ -176,6 +179,16 @@ bool has_fault(const Comm& comm, const char* what, bool counts) {
     }
   }
   return false;
+}
+
+// What ends a communicator waits for that is not its own; a peer may have died.
+constexpr std::int64_t kEndPatienceMs = 60'000;
+
+void wait_at_the_end(const std::function<bool()>& holds) {
+  const std::int64_t until_ms = now_ms() + kEndPatienceMs;
+  while (!holds() && now_ms() < until_ms) {
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
 }
 
 // Waits for `holds`, or for the abort. Returns whether it holds.
@@ -484,7 +497,7 @@ void launch(std::vector<Queued> calls) {
     if (has_fault(*comm, "exit", true)) {
       std::_Exit(9);
     }
-    enqueue(stream, [comm, messages, collectives, hangs, fails, times_out] {
+    const std::function<void()> job = [comm, messages, collectives, hangs, fails, times_out] {
       if (fails) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));  // after the call
         comm->async_error = times_out ? kTimeout : kRemoteError;
@@ -497,7 +510,14 @@ void launch(std::vector<Queued> calls) {
         collective(*comm);
       }
       exchange(*comm, messages);
-    });
+    };
+    // A graph, and what is replayed of it, holds what it was given.
+    ++comm->graphs;
+    const std::shared_ptr<void> held(nullptr, [comm](void*) { --comm->graphs; });
+    const std::function<void()> captured = [job, held] { job(); };
+    if (fake_driver_record(stream, &captured) == 0) {
+      enqueue(stream, job);
+    }
   }
 }
 
@@ -507,8 +527,8 @@ Result state_of(Comm& comm) {
     return static_cast<Result>(comm.async_error.load());
   }
   const bool is_busy = comm.shared->joined < comm.size || comm.never_joins ||
-                       comm.never_finalizes || now_ms() < comm.busy_until_ms ||
-                       comm.slow_answers > 0;
+                       comm.never_finalizes || (comm.is_finalized && comm.graphs != 0) ||
+                       now_ms() < comm.busy_until_ms || comm.slow_answers > 0;
   return is_busy ? kInProgress : kSuccess;
 }
 
@@ -681,6 +701,8 @@ int ncclCommDestroy(void* handle) {
   if (const Result refusal = refusal_of(*comm); refusal != kSuccess) {
     return refusal;
   }
+  ++comm->shared->left;
+  wait_at_the_end([&comm] { return comm->shared->left >= comm->size; });
   end(handle);
   delete static_cast<CommPtr*>(handle);
   return kSuccess;
@@ -696,12 +718,14 @@ int ncclCommAbort(void* handle) {
     std::this_thread::sleep_for(std::chrono::hours(1));
   }
   comm.is_aborted = true;
+  ++comm.shared->left;
   if (comm.calls != 0) {
     ++faults_seen;  // of which it takes away the communicator
   }
   if (has_fault(comm, "late_abort", false)) {
     std::this_thread::sleep_for(std::chrono::hours(1));
   }
+  wait_at_the_end([&comm] { return comm.graphs == 0; });
   end(handle);
   delete static_cast<CommPtr*>(handle);
   return kSuccess;
@@ -821,10 +845,14 @@ int ncclRecv(void* data, std::size_t count, int type, int peer, void* comm, void
 }
 
 int ncclMemAlloc(void** data, std::size_t bytes) {
+  if (fake_driver_reserve(static_cast<long>(bytes)) == 0) {
+    return kUnhandledCudaError;
+  }
   *data = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
   std::memset(*data, 0xff, bytes);
   const std::lock_guard lock(memory_mutex);
   memory[*data] = 0;
+  memory_bytes[*data] = static_cast<long>(bytes);
   return kSuccess;
 }
 
@@ -837,6 +865,8 @@ int ncclMemFree(void* data) {
     ++faults_seen;  // a communicator would use it for whatever comes to lie there
   }
   memory.erase(data);
+  fake_driver_reserve(-memory_bytes[data]);
+  memory_bytes.erase(data);
   std::free(data);
   return kSuccess;
 }

@@ -91,6 +91,12 @@ class Graph:
         self._stream.__exit__(*error)
         assert self._jobs is not None, "a call that is not permitted has broken the capture"
 
+    def __del__(self) -> None:
+        # NCCL ends no communicator before the graphs that hold its operations are gone.
+        if jobs := getattr(self, "_jobs", None):
+            synchronize()
+            self._driver.fake_driver_destroy_graph(ctypes.c_void_p(jobs))
+
     def replay(self) -> None:
         if IS_REAL:
             self._graph.replay()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gpu_latency
 import gpu_pairs
 import gpu_ranks
 import nccl_ring
@@ -11,25 +12,49 @@ import torch
 from gpu_ranks import needs_gpu_ranks
 from launch import run_ranks
 from staged_gpu import needs_gpu
+from turns import Times
 
 import pydist
 from pydist.benchmarks.noise import ratio_of
 
 pytestmark = pytest.mark.timeout(60)
 
-CASES = {
-    "nccl": gpu_pairs.Case("nccl", 4096, "bfloat16", gpu_pairs.ring_beside_nccl),
-    "native": gpu_pairs.Case("native", 4096, "float32", gpu_pairs.staging_beside_copies),
-}
+RING = gpu_pairs.Case("nccl", 4096, "bfloat16", gpu_pairs.ring_beside_nccl)
+LATENCY = gpu_pairs.Case("nccl", 8, "float32", gpu_pairs.beside_torchs_nccl)
+STAGING = gpu_pairs.Case("native", 4096, "float32", gpu_pairs.staging_beside_copies)
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [pytest.param("nccl", marks=needs_gpu_ranks), pytest.param("native", marks=needs_gpu)],
+    "cases",
+    [
+        pytest.param([RING, LATENCY], marks=needs_gpu_ranks, id="nccl"),
+        pytest.param([STAGING], marks=needs_gpu, id="native"),
+    ],
 )
-def test_both_take_turns(backend: str) -> None:
-    (times,) = gpu_pairs.measure([CASES[backend]], 2, 0.0)
-    assert ratio_of(times.subject_s, times.reference_s).low > 0
+def test_both_take_turns(cases: list[gpu_pairs.Case]) -> None:
+    for times in gpu_pairs.measure(cases, 2, 0.0):
+        assert ratio_of(times.subject_s, times.reference_s).low > 0
+
+
+def test_the_latencys_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(cases: list[gpu_pairs.Case], nprocs: int, seconds: float) -> list[Times]:
+        assert (nprocs, seconds) == (gpu_pairs.rank_count(), 0.5)
+        assert [(case.size_bytes, case.dtype) for case in cases] == [
+            (8, "bfloat16"),
+            (65536, "bfloat16"),
+        ]
+        return [Times("torch's NCCL", [2e-5] * 20, [1e-5] * 20) for _ in cases]
+
+    monkeypatch.setattr(gpu_pairs, "measure", measure)
+    monkeypatch.setattr(gpu_pairs, "why_not", lambda backend: "")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    flags = ["--sizes", "8,64K", "--dtype", "bfloat16", "--seconds", "0.5"]
+    assert gpu_latency.main(flags) == 0
+    said = capsys.readouterr().out
+    assert "20.0" in said
+    assert "2.00" in said
 
 
 def sums_by_both() -> tuple[float, float]:
@@ -53,7 +78,7 @@ def test_only_one_of_them_is_the_ring() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
-@pytest.mark.parametrize("script", [nccl_ring, staging], ids=["nccl_ring", "staging"])
+@pytest.mark.parametrize("script", [gpu_latency, nccl_ring, staging], ids=lambda s: s.__name__)
 def test_without_a_gpu_they_say_why(script: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main([]) == 2  # type: ignore[attr-defined]
     assert "measured" in (said := capsys.readouterr().out)

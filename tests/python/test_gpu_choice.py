@@ -83,6 +83,8 @@ def test_forms_of_the_command_line(text: str, chosen: tuple[str, ...]) -> None:
         (b"0", "gpus=b'0' is not valid"),
         ("", "gpus='' is not valid"),
         (",", "gpus=',' is not valid"),
+        ("-1,", "gpus='-1,' is not valid: .*For all of them write -1 alone"),
+        ("0,-1", "gpus='0,-1' is not valid: numbers of GPUs count from 0"),
         ("0,,1", "is not valid"),
         ("0;1", "is not valid"),
         ("GPU-1", "is not valid.* For GPUs by UUID set CUDA_VISIBLE_DEVICES."),
@@ -371,6 +373,7 @@ def test_as_many_processes_as_gpus() -> None:
         (["--gpus", "3,"], "--gpus 3,: there is no GPU 3: 0 to 2 are visible (by CUDA_VISIBLE_"),
         (["--gpus", "some"], "--gpus some is not valid; use a number"),
         (["--gpus", ""], "--gpus '' is not valid; use a number"),
+        (["--gpus", "-1,"], "--gpus -1, is not valid: numbers of GPUs count from 0. For all of"),
         (["--gpus", "2", "-n", "0"], "-n 0: at least one process is needed"),
     ],
 )

@@ -5,11 +5,13 @@ What collectives compute is the conformance suite's, failures in every detail th
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import fake_cuda
 import gpu_ranks
 import pytest
 import torch
@@ -94,6 +96,30 @@ def everyday_use() -> None:
 
 def test_everyday_use() -> None:
     run_ranks(everyday_use, 2, env=NCCL, timeout=35)
+
+
+def no_room() -> None:
+    rank, _ = start()
+    pydist.all_reduce(torch.ones(3, device="cuda"))  # joins
+    driver = ctypes.CDLL("libcuda.so.1")
+    fake_cuda.keep_in_cache(1 << 30)
+    driver.fake_driver_limit_memory(ctypes.c_size_t(1 << 30))
+    memory = pydist.symmetric_empty(1000, device="cuda").fill_(rank + 1.0)
+    pydist.all_reduce(memory)
+    assert bool((memory == 3.0).all())
+    driver.fake_driver_limit_memory(ctypes.c_size_t(1000))
+    with pytest.raises(pydist.TransportError, match=r"no room for 4000 bytes.*torch's cache was"):
+        pydist.symmetric_empty(1000, device="cuda")
+    in_a_capture = pytest.raises(pydist.TransportError, match="cannot be emptied during a capture")
+    with gpu_ranks.Graph(), in_a_capture:
+        pydist.symmetric_empty(1000, device="cuda")
+    pydist.all_reduce(memory)
+    pydist.shutdown()
+
+
+@pytest.mark.skipif(gpu_ranks.IS_REAL, reason="a real GPU would have to be filled")
+def test_where_there_is_no_room_torchs_cache_is_emptied() -> None:
+    run_ranks(no_room, 2, env=NCCL, timeout=35)
 
 
 def training() -> None:

@@ -1,0 +1,285 @@
+// How an NCCL group fails and ends; see Note [How a group fails] in nccl_group.h.
+
+#include <atomic>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fork.h"
+#include "base/log.h"
+#include "communicator/late_ends.h"
+#include "communicator/nccl_group.h"
+#include "communicator/nccl_launched_work.h"
+#include "communicator/nccl_watchdog.h"
+
+namespace pydist {
+namespace {
+
+using nccl::Result;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+}  // namespace
+
+std::exception_ptr NcclGroup::failure() const {
+  if (!has_failed_) {
+    return nullptr;
+  }
+  const std::lock_guard lock(mutex_);
+  return make_error(failure_->kind, failure_->message);
+}
+
+void NcclGroup::fail(const std::exception_ptr& error) noexcept {
+  if (in_forked_child()) {
+    return;
+  }
+  bool is_unheard = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_) {
+      return;
+    }
+    failure_ = describe(error);
+    has_failed_ = true;
+    is_unheard = has_captured_ || !under_way_.empty();
+  }
+  try {
+    const auto [kind, what] = describe(error);
+    if (is_unheard) {
+      // Streams go on with what is worth nothing, and the host may not ask for long.
+      log_line(LogLevel::kError,
+               pydist::join(what, " What the GPU computes from here on is worth nothing."));
+    }
+    control_->abort(Error(kind, what));
+    if (companion_ != nullptr && is_joined_) {
+      companion_->abort(Error(kind, what));
+    }
+  } catch (const std::exception& other) {
+    log_line(LogLevel::kError, other.what());
+  }
+  end_on_thread([this] {
+    wait_for_launches();
+    if (comm_ != nullptr) {
+      const cuda::DeviceGuard guard(device_);
+      const cuda::RelaxedCapture relaxed;
+      is_aborting_ = true;
+      static_cast<void>(api_->functions().ncclCommAbort(comm_));
+      // The kernels have been told to end; whoever waits gets back the buffers that they use.
+      // A capture would not survive the question, and nothing of it runs.
+      const Deadline patience = Deadline::in(end_patience_ / 2);
+      while (!cuda::Driver::get().is_capturing(stream()) &&
+             !cuda::Driver::get().is_idle(stream()) && !patience.has_passed()) {
+        std::this_thread::sleep_for(microseconds(100));
+      }
+    }
+  });
+}
+
+void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (ending_) {
+    return;  // whatever ends NCCL's communicator, it ends once
+  }
+  ending_ = Deadline::in(end_patience_);
+  std::string complaint = pydist::join("NCCL's communicator of group '", control_->name(),
+                                       "' does not end; it is left to itself.");
+  if (has_captured_) {
+    complaint +=
+        " It waits for the CUDA graphs that hold its operations: drop them before shutdown().";
+  }
+  try {
+    auto run = [self = shared_from_this(), end = std::move(end)] {
+      try {
+        end();
+      } catch (const std::exception& error) {
+        log_line(LogLevel::kError, error.what());
+      }
+      {
+        const std::lock_guard lock(self->mutex_);
+        self->has_ended_ = true;
+      }
+      self->finish_all();
+      self->free_scratch();
+    };
+    LateEnds::of_process().start("pydist-nccl-end", std::move(run), *ending_, std::move(complaint));
+  } catch (const std::exception& error) {  // no thread to be had, or nobody holds the group
+    log_line(LogLevel::kError, error.what());
+    ending_ = Deadline::in(milliseconds::zero());
+    has_ended_ = true;
+  }
+  if (watchdog_ != nullptr) {
+    watchdog_->wake();
+  }
+}
+
+bool NcclGroup::has_ended_now() const {
+  const std::lock_guard lock(mutex_);
+  return has_ended_;
+}
+
+bool NcclGroup::is_under_way() const {
+  const std::lock_guard lock(mutex_);
+  return !under_way_.empty();
+}
+
+bool NcclGroup::has_been_aborted() const {
+  if (!is_aborting_) {
+    return false;
+  }
+  // A capture would not survive the question.
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  const cuda::Driver& driver = cuda::Driver::get();
+  return !driver.is_capturing(stream()) && driver.is_idle(stream());
+}
+
+void NcclGroup::wait_until_quiet(Deadline deadline) noexcept {
+  bool can_ask = true;
+  while (!has_ended_now() && !is_finalized_ && !deadline.has_passed()) {
+    try {
+      if (can_ask && has_been_aborted()) {
+        return;
+      }
+    } catch (const std::exception&) {
+      can_ask = false;  // CUDA itself has failed
+    }
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+void NcclGroup::finish_all() noexcept {
+  std::deque<UnderWay> all;
+  {
+    const std::lock_guard lock(mutex_);
+    all.swap(under_way_);
+  }
+  for (const UnderWay& each : all) {
+    if (journal_ != nullptr) {
+      journal_->finish(each.ticket, JournalState::kFailed);
+    }
+    each.work->finish(failure());
+  }
+  // Their waiters may be looking at the errors; the last to go lets go of them.
+  const std::lock_guard lock(mutex_);
+  std::move(all.begin(), all.end(), std::back_inserter(given_up_));
+}
+
+void NcclGroup::drain(Deadline deadline) {
+  while (true) {
+    std::shared_ptr<LaunchedWork> last;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!under_way_.empty()) {
+        last = under_way_.back().work;
+      }
+    }
+    if (last == nullptr || deadline.has_passed()) {
+      return;
+    }
+    last->wait_quietly(deadline);
+  }
+}
+
+// Replays run on the callers' streams, so only the whole device tells: no capture on another thread
+// survives it. It is asked on a thread of its own: that takes as long as a replay hangs.
+bool NcclGroup::finish_replays(Deadline deadline) {
+  while (is_any_captured()) {
+    if (deadline.has_passed()) {
+      return true;  // it cannot be known
+    }
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  const auto is_over = std::make_shared<std::atomic<bool>>(false);
+  const auto ask = [device = device_, is_over] {
+    try {
+      const cuda::DeviceGuard guard(device);
+      cuda::Driver::get().synchronize();
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());
+    }
+    *is_over = true;
+  };
+  LateEnds::of_process().start("pydist-nccl-syn", ask, deadline, "");
+  while (!*is_over && failure() == nullptr && !deadline.has_passed()) {
+    settle();
+    watch();
+    std::this_thread::sleep_for(microseconds(200));
+  }
+  return *is_over;
+}
+
+// Ends NCCL's communicator in good order, or aborts it where that does not come to an end.
+void NcclGroup::end_communicator() {
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  {
+    const std::lock_guard calls(calls_mutex_);
+    is_closing_ = true;
+  }
+  const nccl::Functions& nccl = api_->functions();
+  const Deadline patience = Deadline::in(end_patience_ / 2);
+  Result state = nccl.ncclCommFinalize(comm_);
+  while (state == Result::kInProgress && !patience.has_passed()) {
+    std::this_thread::sleep_for(microseconds(200));
+    const Result asked = nccl.ncclCommGetAsyncError(comm_, &state);
+    if (asked != Result::kSuccess) {
+      state = asked;
+    }
+  }
+  // One that has failed, or is busy, cannot be destroyed.
+  if (state == Result::kSuccess) {
+    is_finalized_ = true;
+    static_cast<void>(nccl.ncclCommDestroy(comm_));
+  } else {
+    is_aborting_ = true;
+    static_cast<void>(nccl.ncclCommAbort(comm_));
+  }
+}
+
+void NcclGroup::end() noexcept {
+  if (is_ended_.exchange(true)) {
+    return;
+  }
+  const Deadline deadline = Deadline::in(end_patience_);
+  const auto is_quiet = [this] { return !is_under_way() && !is_launching_; };
+  while (!is_quiet() && failure() == nullptr && !deadline.has_passed()) {
+    settle();
+    watch();
+    std::this_thread::sleep_for(microseconds(200));
+  }
+  const auto give_up = [this](const char* what) {
+    fail(make_error(ErrorKind::kAborted,
+                    pydist::join("The group '", control_->name(), "' was shut down on rank ",
+                                 rank(), " while ", what, " was under way.")));
+  };
+  if (!is_quiet()) {
+    give_up("an operation");
+  }
+  if (has_captured_ && failure() == nullptr) {
+    try {
+      if (!finish_replays(deadline)) {
+        give_up("a CUDA graph with its operations");
+      }
+    } catch (const std::exception& error) {  // no thread to be had
+      log_line(LogLevel::kError, error.what());
+    }
+  }
+  if (failure() == nullptr && comm_ != nullptr && weak_from_this().lock() != nullptr) {
+    end_on_thread([this] { end_communicator(); });
+  }
+  const std::optional<Deadline> until = [this] {
+    const std::lock_guard lock(mutex_);
+    return ending_;
+  }();
+  if (until) {
+    wait_until_quiet(*until);
+  }
+  finish_all();
+  has_captured_ = false;  // nobody asks for faults any more
+  control_->shutdown();
+}
+
+}  // namespace pydist
