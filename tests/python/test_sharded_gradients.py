@@ -1,6 +1,7 @@
 """What `pydist.ShardedOptimizer` steps with: accumulated, clipped, scaled, put by hand, or none."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -185,6 +186,56 @@ def scale(stage: int) -> None:
 def test_clipping_and_scaling(run_sharded: Runner, stage: int) -> None:
     run_sharded(clip_and_scale, stage)
     run_sharded(scale, stage)
+
+
+class Kinds(nn.Module):
+    """Parameters of each kind of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Parameter(torch.randn(31, 7))
+        self.short = nn.Parameter(torch.randn(50, dtype=torch.bfloat16))
+        self.pairs = nn.Parameter(torch.randn(21, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = sum(p.abs().square().sum().float() for p in self.parameters())
+        return x.sum() * total
+
+
+def read_past_dispatch(stage: Any) -> None:
+    """Nobody takes what stands for a gradient for one: there is NaN in it, and in no step."""
+    rank, _ = joined()
+    torch.manual_seed(1)
+    model = pydist.DataParallel(Kinds())
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, stage=stage, lr=1e-4)
+    for _ in range(2):
+        model(batch(rank, 3, dtype=torch.float32)).backward()
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, of copies
+                copied = torch.tensor(gradient)
+            seen = torch.func.vmap(lambda row: row * 1)(gradient)
+            assert copied.isnan().all(), name
+            assert seen.isnan().all(), name
+            with torch._C.DisableTorchFunctionSubclass():
+                assert gradient.untyped_storage().nbytes() == gradient.itemsize
+        optimizer.zero_grad(set_to_none=False)
+        model(batch(rank, 3, dtype=torch.float32)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        assert norm.isfinite()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        whole = optimizer.gradient_of(parameter)
+        assert whole is not None
+        assert whole.isfinite().all(), name
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stand_ins_past_dispatch_are_no_numbers(run_sharded: Runner, stage: int) -> None:
+    run_sharded(read_past_dispatch, stage)
 
 
 def put_gradients() -> None:
