@@ -23,8 +23,16 @@ from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
 from pydist.module_agreement import check_same
 from pydist.no_whole_state import NoWholeState, RanksPart, refuse_checkpoints
+from pydist.options_of_class import require_options_of
 from pydist.parameter_audit import ParameterAudit
-from pydist.parameter_groups import facts_of_options, groups_of, listed, model_of, options_of
+from pydist.parameter_groups import (
+    checked_group,
+    facts_of_options,
+    groups_of,
+    listed,
+    model_of,
+    options_of,
+)
 from pydist.reduced_gradients import ReducedGradients
 from pydist.segment_state import (
     ranges_of,
@@ -37,7 +45,13 @@ from pydist.sharded_gradient import ShardedGradient, without_gradients
 from pydist.sharded_layout import ShardedLayout
 from pydist.sharded_parameters import Bucket, gather, let_arrive
 from pydist.sharded_state import ParameterState, ShardedState, StateRange
-from pydist.state_dict_form import from_state_dict, from_unsharded, is_sharded, to_state_dict
+from pydist.state_dict_form import (
+    from_state_dict,
+    from_unsharded,
+    is_sharded,
+    require_form,
+    to_state_dict,
+)
 from pydist.trained_parameters import registrations
 
 if TYPE_CHECKING:
@@ -274,10 +288,10 @@ class ShardedOptimizer(Optimizer):
             InvalidUsage: As for the constructor.
             Mismatch: The parameters differ between ranks.
         """
-        given = dict(param_group)
         if not self._is_ready:
-            super().add_param_group(given)
+            super().add_param_group(dict(param_group))
             return
+        given = checked_group(param_group, len(self.param_groups))
         found = model_of(None, [given])
         if found is not self._wrapper:
             raise InvalidUsage(
@@ -591,11 +605,15 @@ class ShardedOptimizer(Optimizer):
                 wrapped class, from torch, whole: every rank takes its part.
 
         Raises:
-            InvalidUsage: As for `load_sharded_state`.
+            InvalidUsage: As for `load_sharded_state`; or it is, by the options of its groups, of
+                another class. Nothing has changed.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        require_form(state_dict)
+        for group in state_dict["param_groups"]:
+            require_options_of(self._class.__qualname__, self, group)
         if is_sharded(state_dict):
             state = from_state_dict(state_dict)
         else:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from training import Runner, joined
 from twins import TIME_LIMIT
 
@@ -32,8 +34,31 @@ def refuse() -> None:
         pydist.ShardedOptimizer(linear.parameters(), adam, stage=2)
     with pytest.raises(pydist.InvalidUsage, match=r"wrap it in pydist\.DataParallel"):
         pydist.ShardedOptimizer(linear, adam)
-    with pytest.raises(pydist.InvalidUsage, match="empty list"):
-        pydist.ShardedOptimizer([], adam)
+    weight = nn.Linear(2, 2).weight
+    for no_groups, match in (
+        ([], "empty list.*takes a pydist.DataParallel model, parameters"),
+        (5, "model_or_params is a int; pydist.ShardedOptimizer takes"),
+        ([1], "item 0 of model_or_params is a int"),
+        ([weight, {"params": [weight]}], "item 1 of model_or_params is a dict"),
+        ([{"lr": 1}], "parameter group 0 has no 'params', but 'lr'"),
+        ([{"params": weight}, {}], "parameter group 1 has no 'params', but nothing"),
+        ([{"params": weight}, weight], "parameter group 1 is a Parameter, where the first is"),
+        ([{"params": 5}], "'params' of parameter group 0 is a int; it must be a parameter"),
+        ([{"params": [("weight", 5)]}], "item 0 of 'params' of parameter group 0 is a int"),
+    ):
+        with pytest.raises(pydist.InvalidUsage, match=match):
+            pydist.ShardedOptimizer(no_groups, adam)  # type: ignore[arg-type]
+    plain = pydist.ShardedOptimizer([weight], adam)
+    for no_group, match in (
+        ({"lr": 1}, "parameter group 1 has no 'params'"),
+        ({"params": ["weight"]}, "item 0 of 'params' of parameter group 1 is a str"),
+    ):
+        with pytest.raises(pydist.InvalidUsage, match=match):
+            plain.add_param_group(no_group)
+    mesh = init_device_mesh("cpu", (pydist.world_size(),))
+    distributed = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+    with pytest.raises(pydist.InvalidUsage, match=r"parameter 0 is a DTensor.*distribute_tensor"):
+        pydist.ShardedOptimizer([distributed], adam)
     with pytest.raises(pydist.InvalidUsage, match="differentiable=True"):
         pydist.ShardedOptimizer(linear.parameters(), adam, differentiable=True)
     with pytest.raises(ValueError, match="Invalid learning rate"):

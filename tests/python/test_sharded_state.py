@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from training import Runner, batch
-from twins import TIME_LIMIT, ManyKinds, Twins, assert_same, is_exact
+from training import Runner, batch, joined
+from twins import TIME_LIMIT, ManyKinds, Twins, assert_same, is_exact, small_model
 
 import pydist
 
@@ -65,6 +65,43 @@ def save_and_load(stage: int) -> None:
         again.ours.load_sharded_state(whole)
     with pytest.raises(pydist.InvalidUsage, match="unknown to"):
         again.ours.load_sharded_state(pydist.ShardedState({}, []))
+
+
+def load_of_another_class() -> None:
+    """Named before anything has changed, whether whole or sharded."""
+    joined()
+    twins = Twins(small_model(), torch.optim.Adam)
+    twins.step(0)
+    before = copy.deepcopy(twins.ours.sharded_state())
+    for other, match in (
+        (torch.optim.SGD, "another class than Adam: it lacks amsgrad.*it has dampening"),
+        (torch.optim.AdamW, "another class than Adam: its decoupled_weight_decay is True"),
+        (torch.optim.RMSprop, "another class than Adam: it lacks"),
+    ):
+        others = Twins(small_model(), other, options={"lr": 7.0})
+        others.step(0)
+        for optimizer in others.optimizers:
+            with pytest.raises(pydist.InvalidUsage, match=match):
+                twins.ours.load_state_dict(optimizer.state_dict())
+    with pytest.raises(pydist.InvalidUsage, match="has no 'state'"):
+        twins.ours.load_state_dict({"param_groups": []})
+    after = twins.ours.sharded_state()
+    assert after.groups == before.groups
+    for name, known in before.parameters.items():
+        for old, new in zip(known.ranges, after.parameters[name].ranges, strict=True):
+            assert all(torch.equal(old.values[key], new.values[key]) for key in old.values)
+    # What torch has added to its classes since may be missing.
+    earlier = copy.deepcopy(twins.theirs.state_dict())
+    for group in earlier["param_groups"]:
+        for key in ("fused", "foreach", "decoupled_weight_decay"):
+            del group[key]
+    twins.ours.load_state_dict(earlier)
+    twins.step(1)
+    twins.check("of an earlier torch")
+
+
+def test_state_of_another_class(run_native: Runner) -> None:
+    run_native(load_of_another_class)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
