@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,6 +28,42 @@ def facts_of_options(param_groups: Iterable[dict[str, Any]]) -> list[str]:
         for key, value in options_of(group).items()
         if (said := _said(value)) is not None
     ]
+
+
+def values_of_step(
+    param_groups: Iterable[dict[str, Any]], options: Iterable[str]
+) -> list[list[Any]]:
+    """What a step uses of groups, as far as no device has to be asked: plain, or in text.
+
+    Args:
+        param_groups: The groups.
+        options: The keys.
+    """
+    return [
+        [value if type(value := group.get(key)) in _PLAIN else _on_host(value) for key in options]
+        for group in param_groups
+    ]
+
+
+def facts_of_values(values: Iterable[list[Any]], options: Iterable[str]) -> list[str]:
+    """Of `values_of_step`, for people."""
+    return [
+        f"{key}={value if isinstance(value, str) else repr(value)} in group {number}"
+        for number, own in enumerate(values)
+        for key, value in zip(options, own, strict=True)
+    ]
+
+
+def digest_of(values: list[list[Any]]) -> int:
+    """Of `values_of_step`: 64 bits, the same wherever those are."""
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "big")
+
+
+_PLAIN = (bool, int, float, type(None))
+
+
+def _on_host(value: Any) -> str | None:
+    return None if isinstance(value, Tensor) and not value.is_cpu else _said(value)
 
 
 def _said(value: Any) -> str | None:
