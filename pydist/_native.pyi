@@ -320,6 +320,10 @@ class Reducer:
         """
         Takes part in a round of the others; returns whether any rank still has batches.
         """
+    def note_step(self, owner: typing.SupportsInt | typing.SupportsIndex, options: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Tells what an optimizer has stepped with, as a digest of 64 bits, for the next round to compare.
+        """
     def prepare_forward(self, is_for_training: bool) -> None:
         """
         Waits for what a backward that raised left under way; raises pydist.InvalidUsage where a parameter has changed its type.
@@ -376,6 +380,11 @@ class Reducer:
     def has_pending(self) -> bool:
         """
         Whether a gradient was accumulated and not averaged.
+        """
+    @property
+    def has_stepped_alike(self) -> bool:
+        """
+        Whether what note_step() said before the last round was the same on all ranks.
         """
     @property
     def is_in_backward(self) -> bool:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import io
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from pydist.errors import InvalidUsage
 
 # Without a measurement. Small enough that most of the traffic is over when backward ends, large
 # enough that the cost of starting an operation does not show on any backend.
@@ -20,6 +23,23 @@ _LEAST_CAP_BYTES = 256 << 10
 # thread that moves it along where both share a core. Measured with 200 layers of 64x64.
 _HANDOVER_S = 50e-6
 _MOST_CAP_BYTES = 64 << 20
+
+
+def cap_bytes_of(bucket_cap_mb: float | None) -> int | None:
+    """A user's size of buckets, in bytes; None if there is none.
+
+    Raises:
+        InvalidUsage: It is no number of MiB.
+    """
+    if bucket_cap_mb is None:
+        return None
+    is_number = isinstance(bucket_cap_mb, numbers.Real) and not isinstance(bucket_cap_mb, bool)
+    if not (is_number and 0 < bucket_cap_mb < math.inf):
+        raise InvalidUsage(
+            f"bucket_cap_mb is {bucket_cap_mb!r}; it must be a number of MiB greater than zero, "
+            "such as 8, or None"
+        )
+    return int(bucket_cap_mb * 2**20)
 
 
 @dataclass(frozen=True)

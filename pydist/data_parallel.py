@@ -23,6 +23,7 @@ from pydist.bucket_plan import (
     PlannedBucket,
     PlannedParameter,
     best_cap_bytes,
+    cap_bytes_of,
     plan_buckets,
 )
 from pydist.buffer_sync import BufferSync
@@ -219,8 +220,7 @@ class DataParallel(nn.Module):
             if process_group is not None:
                 raise InvalidUsage("pass either process_group or device_mesh, not both")
             process_group = device_mesh.get_group()
-        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-            raise InvalidUsage(f"bucket_cap_mb is {bucket_cap_mb}; it must be greater than zero")
+        cap_bytes = cap_bytes_of(bucket_cap_mb)
         if reduction not in ("mean", "sum"):
             raise InvalidUsage(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
         if compress is not None and compress not in _WIRE_DTYPES:
@@ -251,7 +251,6 @@ class DataParallel(nn.Module):
         # A group of its own: the user's collectives can't be taken for these, or these for theirs.
         parent = groups.communicator_of(process_group)
         self._communicator = groups.split(parent, range(parent.size))
-        cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self._graph_cap_bytes = cap_bytes or DEFAULT_CAP_BYTES
         self._input_device = input_device
         averages_itself = type(self).average_bucket is not DataParallel.average_bucket

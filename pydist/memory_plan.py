@@ -6,8 +6,9 @@ Arithmetic on the shapes of parameters, which follows how memory is laid out:
   (csrc/reducer/gradient_arena.cc); buckets are parts of that memory.
 - `pydist.ShardedOptimizer` has parameters and gradients in buckets, each from a multiple of 128
   bytes on; a bucket is cut into equal shards that end at such multiples
-  (csrc/bucketing/shard_layout.h). In stage 2 only shards of gradients stay, and up to three buckets
-  are on their way at a time, in memory as large as the largest.
+  (csrc/bucketing/shard_layout.h). In stage 2 only shards of gradients stay. Up to three buckets are
+  on their way at a time, in as many buffers that buckets take in turns: each is as large as the
+  largest of every third bucket.
 
 What an optimizer keeps is found by a step of it on a parameter of a few elements.
 """
@@ -15,6 +16,7 @@ What an optimizer keeps is found by a step of it on a parameter of a few element
 from __future__ import annotations
 
 import io
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pydist.activations import saved_activation_bytes
-from pydist.bucket_plan import DEFAULT_CAP_BYTES, PlannedParameter, plan_buckets
+from pydist.bucket_plan import DEFAULT_CAP_BYTES, PlannedParameter, cap_bytes_of, plan_buckets
 from pydist.data_parallel import DataParallel
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import InvalidUsage
@@ -213,6 +215,15 @@ def plan(
         >>> pydist.plan(model, ranks=8, dtype=torch.bfloat16).stage1.total
         5772808
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidUsage(
+            f"plan: model is a {type(model).__name__}; it must be a torch.nn.Module, which "
+            'torch.device("meta") makes without memory (`pydist plan` takes the name of a file)'
+        )
+    for name, value in (("ranks", ranks), ("ranks_per_host", ranks_per_host)):
+        is_count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not (is_count or (value is None and name == "ranks_per_host")):
+            raise InvalidUsage(f"plan: {name} is {value!r}; it must be a whole number, such as 8")
     if ranks < 1 or (ranks_per_host is not None and not 1 <= ranks_per_host <= ranks):
         raise InvalidUsage(
             f"plan: ranks={ranks}, ranks_per_host={ranks_per_host}: there is at least one rank, "
@@ -220,10 +231,12 @@ def plan(
         )
     if master_weights not in (True, False, "auto"):
         raise InvalidUsage(f"master_weights is {master_weights!r}; it must be a bool or 'auto'")
-    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-        raise InvalidUsage(f"bucket_cap_mb is {bucket_cap_mb}; it must be greater than zero")
-    if dtype is not None and not dtype.is_floating_point:
-        raise InvalidUsage(f"dtype is {dtype}; it must be a floating-point type")
+    cap_bytes = cap_bytes_of(bucket_cap_mb)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidUsage(
+            f"dtype is {dtype!r}; it must be a floating-point type of torch's, such as "
+            "torch.bfloat16"
+        )
     require_element_wise(optimizer)
     require_plain_options(options)
     module = model.module if isinstance(model, DataParallel) else model
@@ -254,7 +267,7 @@ def plan(
         activations=activations,
         handover=handover,
     )
-    sharded = _Sharded.of(trained, ranks, bucket_cap_mb)
+    sharded = _Sharded.of(trained, ranks, cap_bytes or DEFAULT_CAP_BYTES)
     frozen = parameters - sum(t.count * t.dtype.itemsize for t in trained)
     copies = (ranks_per_host or ranks) if share_parameters else 1
     stage1, stage2 = (
@@ -392,8 +405,7 @@ class _Sharded:
     master: int
 
     @staticmethod
-    def of(trained: Sequence[_Trained], ranks: int, bucket_cap_mb: float | None) -> _Sharded:
-        cap_bytes = DEFAULT_CAP_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
+    def of(trained: Sequence[_Trained], ranks: int, cap_bytes: int) -> _Sharded:
         blocks = {t: number for number, t in enumerate(dict.fromkeys(t.dtype for t in trained))}
         planned = [
             PlannedParameter(index, t.name, t.count * t.dtype.itemsize, blocks[t.dtype], True)
@@ -416,7 +428,11 @@ class _Sharded:
         return _Sharded(
             whole,
             shards,
-            sum(min(_STAGINGS, len(sizes)) * max(sizes) for sizes in stagings.values()),
+            sum(
+                max(sizes[turn::_STAGINGS], default=0)
+                for sizes in stagings.values()
+                for turn in range(_STAGINGS)
+            ),
             state[most],
             master[most],
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from collections import defaultdict
 from typing import Any, NoReturn
 
@@ -38,7 +39,9 @@ def refuse_checkpoints() -> None:
 class RanksPart:
     """Marks a `state_dict()` as one rank's part, so that nothing of torch's takes it for the whole.
 
-    Pickled, by `torch.save` say, it becomes a plain pair of the rank and the number of ranks.
+    Pickled, by `torch.save` say, it becomes a plain pair of the rank and the number of ranks. Rank
+    0 warns then: it can't know whether the others keep their parts, and `if rank == 0:` is what
+    people write around `torch.save`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -47,6 +50,15 @@ class RanksPart:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_checkpoints()
+        if self.rank == 0 and self.size > 1:
+            warnings.warn(
+                f"this state_dict() of a pydist.ShardedOptimizer is rank 0's part of {self.size}, "
+                "of no use without the others: pydist.save(optimizer=), called on all ranks, keeps "
+                "the whole state; if every rank saves its own part, in a file of its own, ignore "
+                "this",
+                UserWarning,
+                stacklevel=2,
+            )
         # What torch.load(weights_only=True) knows.
         return torch.Size, ((self.rank, self.size),)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,6 +30,42 @@ def facts_of_options(param_groups: Iterable[dict[str, Any]]) -> list[str]:
     ]
 
 
+def values_of_step(
+    param_groups: Iterable[dict[str, Any]], options: Iterable[str]
+) -> list[list[Any]]:
+    """What a step uses of groups, as far as no device has to be asked: plain, or in text.
+
+    Args:
+        param_groups: The groups.
+        options: The keys.
+    """
+    return [
+        [value if type(value := group.get(key)) in _PLAIN else _on_host(value) for key in options]
+        for group in param_groups
+    ]
+
+
+def facts_of_values(values: Iterable[list[Any]], options: Iterable[str]) -> list[str]:
+    """Of `values_of_step`, for people."""
+    return [
+        f"{key}={value if isinstance(value, str) else repr(value)} in group {number}"
+        for number, own in enumerate(values)
+        for key, value in zip(options, own, strict=True)
+    ]
+
+
+def digest_of(values: list[list[Any]]) -> int:
+    """Of `values_of_step`: 64 bits, the same wherever those are."""
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "big")
+
+
+_PLAIN = (bool, int, float, type(None))
+
+
+def _on_host(value: Any) -> str | None:
+    return None if isinstance(value, Tensor) and not value.is_cpu else _said(value)
+
+
 def _said(value: Any) -> str | None:
     """A value in full, whatever device it is on; None for what has no text of its own."""
     if isinstance(value, Tensor):
@@ -44,6 +81,12 @@ def _said(value: Any) -> str | None:
     return None
 
 
+_WHAT_IT_TAKES = (
+    "pydist.ShardedOptimizer takes a pydist.DataParallel model, parameters, pairs of names and "
+    "parameters, or dictionaries of 'params' and options"
+)
+
+
 def listed(params: Any) -> list[Any]:
     """A group's "params", which may be a single one."""
     return [params] if isinstance(params, Tensor) else list(params)
@@ -53,7 +96,7 @@ def groups_of(model_or_params: nn.Module | Iterable[Any]) -> list[dict[str, Any]
     """The groups that an optimizer is given.
 
     Raises:
-        InvalidUsage: There are none, or a model that is not wrapped.
+        InvalidUsage: There are none, a model that is not wrapped, or what is no parameter.
     """
     if isinstance(model_or_params, nn.Module):
         if not isinstance(model_or_params, DataParallel):
@@ -66,12 +109,59 @@ def groups_of(model_or_params: nn.Module | Iterable[Any]) -> list[dict[str, Any]
         return [{"params": named}]
     if isinstance(model_or_params, Tensor):
         raise InvalidUsage("model_or_params is a tensor; pass a list of parameters")
+    if not isinstance(model_or_params, Iterable):
+        raise InvalidUsage(
+            f"model_or_params is a {type(model_or_params).__name__}; {_WHAT_IT_TAKES}"
+        )
     items = list(model_or_params)
     if not items:
-        raise InvalidUsage("pydist.ShardedOptimizer got an empty list of parameters")
+        raise InvalidUsage(
+            "pydist.ShardedOptimizer got an empty list of parameters, perhaps of an iterator that "
+            f"something has gone through before; {_WHAT_IT_TAKES}"
+        )
     if not isinstance(items[0], dict):
-        return [{"params": items}]
-    return [{**group, "params": listed(group["params"])} for group in items]
+        return [{"params": _checked(items, "model_or_params")}]
+    return [checked_group(group, number) for number, group in enumerate(items)]
+
+
+def checked_group(group: Any, number: int) -> dict[str, Any]:
+    """A group with its parameters listed.
+
+    Args:
+        group: As a user gave it.
+        number: Among the optimizer's, for errors.
+
+    Raises:
+        InvalidUsage: It is none.
+    """
+    if not isinstance(group, dict):
+        raise InvalidUsage(
+            f"parameter group {number} is a {type(group).__name__}, where the first is a "
+            f"dictionary; {_WHAT_IT_TAKES}"
+        )
+    if "params" not in group:
+        raise InvalidUsage(
+            f"parameter group {number} has no 'params', but "
+            f"{', '.join(map(repr, group)) or 'nothing'}: a group is a dictionary of 'params' and "
+            "options, and names are spelled as in torch"
+        )
+    what = f"'params' of parameter group {number}"
+    if not isinstance(group["params"], Iterable):
+        raise InvalidUsage(
+            f"{what} is a {type(group['params']).__name__}; it must be a parameter, or a list of "
+            "parameters or of pairs of names and parameters"
+        )
+    return {**group, "params": _checked(listed(group["params"]), what)}
+
+
+def _checked(items: list[Any], what: str) -> list[Any]:
+    for position, item in enumerate(items):
+        found = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+        if not isinstance(found, Tensor):
+            raise InvalidUsage(
+                f"item {position} of {what} is a {type(found).__name__}; {_WHAT_IT_TAKES}"
+            )
+    return items
 
 
 def _parameters_in(param_groups: Iterable[dict[str, Any]]) -> Iterator[Tensor]:

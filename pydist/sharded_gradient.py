@@ -40,7 +40,11 @@ class GradientParts(Protocol):
 
 
 class ShardedGradient(Tensor):
-    """A gradient of which this rank has a part; has the shape and dtype of the whole, no values."""
+    """A gradient of which this rank has a part; has the shape and dtype of the whole, no values.
+
+    What reads it past torch's dispatch, such as `torch.tensor(gradient)` or a transform of
+    `torch.func`, finds NaN in every element.
+    """
 
     _parts: GradientParts
     _index: int
@@ -48,8 +52,12 @@ class ShardedGradient(Tensor):
     @staticmethod
     def of(parts: GradientParts, index: int, parameter: Tensor) -> ShardedGradient:
         """Stands for the gradient of a parameter."""
-        # One zero, seen everywhere.
-        stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        # One element, seen everywhere. Who reads it past torch's functions sees that it is none.
+        is_known = parameter.is_floating_point() or parameter.is_complex()
+        nothing = complex(math.nan, math.nan) if parameter.is_complex() else math.nan
+        stand_in = torch.full(
+            (), nothing if is_known else 0, dtype=parameter.dtype, device=parameter.device
+        )
         itself = stand_in.expand(parameter.shape).as_subclass(ShardedGradient)
         itself._parts = parts
         itself._index = index

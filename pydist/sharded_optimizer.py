@@ -23,8 +23,19 @@ from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
 from pydist.module_agreement import check_same
 from pydist.no_whole_state import NoWholeState, RanksPart, refuse_checkpoints
+from pydist.options_of_class import require_options_of
 from pydist.parameter_audit import ParameterAudit
-from pydist.parameter_groups import facts_of_options, groups_of, listed, model_of, options_of
+from pydist.parameter_groups import (
+    checked_group,
+    digest_of,
+    facts_of_options,
+    facts_of_values,
+    groups_of,
+    listed,
+    model_of,
+    options_of,
+    values_of_step,
+)
 from pydist.reduced_gradients import ReducedGradients
 from pydist.segment_state import (
     ranges_of,
@@ -37,7 +48,13 @@ from pydist.sharded_gradient import ShardedGradient, without_gradients
 from pydist.sharded_layout import ShardedLayout
 from pydist.sharded_parameters import Bucket, gather, let_arrive
 from pydist.sharded_state import ParameterState, ShardedState, StateRange
-from pydist.state_dict_form import from_state_dict, from_unsharded, is_sharded, to_state_dict
+from pydist.state_dict_form import (
+    from_state_dict,
+    from_unsharded,
+    is_sharded,
+    require_form,
+    to_state_dict,
+)
 from pydist.trained_parameters import registrations
 
 if TYPE_CHECKING:
@@ -135,9 +152,7 @@ class ShardedOptimizer(Optimizer):
     Raises:
         InvalidUsage: The class is not element-wise, a gradient is sparse, a parameter has a
             gradient now or another optimizer, or an argument is not supported.
-        Mismatch: Parameters, options or arguments differ between ranks (on every rank). Whether
-            options still agree later, when schedules have set them, `PYDIST_DEBUG=1` checks at
-            every step.
+        Mismatch: Parameters, options or arguments differ between ranks (on every rank).
 
     Note:
         ZeRO: Rajbhandari et al., arXiv 1910.02054. Shards cut through parameters, so they are equal
@@ -194,6 +209,8 @@ class ShardedOptimizer(Optimizer):
         # Loaded for parameters that have no place yet, because they are frozen.
         self._waiting: dict[str, ParameterState] = {}
         self._failed = ""
+        # The options of the last step; empty: there was none, or ranks differed in it.
+        self._stepped_with: list[list[Any]] = []
         # Whether the model holds TorchScript, and when that was seen.
         self._scripts: tuple[int, bool] | None = None
         self._is_ready = False
@@ -274,10 +291,10 @@ class ShardedOptimizer(Optimizer):
             InvalidUsage: As for the constructor.
             Mismatch: The parameters differ between ranks.
         """
-        given = dict(param_group)
         if not self._is_ready:
-            super().add_param_group(given)
+            super().add_param_group(dict(param_group))
             return
+        given = checked_group(param_group, len(self.param_groups))
         found = model_of(None, [given])
         if found is not self._wrapper:
             raise InvalidUsage(
@@ -299,9 +316,33 @@ class ShardedOptimizer(Optimizer):
     def _check_options(self, param_groups: list[dict[str, Any]]) -> None:
         """Raises Mismatch where ranks would update their shards in different ways."""
         facts = facts_of_options(param_groups)
+        self._compare("an option of pydist.ShardedOptimizer's groups", facts)
+
+    def _check_last_options(self) -> None:
+        """Raises Mismatch where ranks took the last step with different options.
+
+        Costs no operation: a digest goes with the words of the next round of the wrapper, and all
+        ranks learn in that round whether theirs are the same.
+        """
+        if self._wrapper is None or self._communicator.size == 1:
+            return
+        reducer = self._wrapper._reducer
+        values = values_of_step(self.param_groups, self.defaults)
+        reducer.note_step(self._layout.number, digest_of(values))
+        last, self._stepped_with = self._stepped_with or values, values
+        if not reducer.has_stepped_alike:
+            # Said once, or who mends the options could not go on.
+            self._stepped_with = []
+            self._compare(
+                "an option that pydist.ShardedOptimizer last stepped with",
+                facts_of_values(last, self.defaults),
+            )
+            self._stepped_with = values
+
+    def _compare(self, what: str, facts: list[str]) -> None:
         check_same(
             self._communicator,
-            "an option of pydist.ShardedOptimizer's groups",
+            what,
             facts,
             "each rank updates a part of every parameter, so schedule by what all ranks have, such "
             "as pydist.metrics.mean(loss)",
@@ -344,6 +385,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             InvalidUsage: Gradients were accumulated under `no_sync()`, or put into
                 `parameter.grad` by hand, and not averaged since: `sync_gradients()` does that.
+            Mismatch: Ranks took the step before this one with different options (on every rank).
         """
         loss = None
         if closure is not None:
@@ -365,6 +407,7 @@ class ShardedOptimizer(Optimizer):
         self.finish()
         if self._is_debugging:
             self._check_options(self.param_groups)
+        self._check_last_options()
         with self._giving_up_for_all("step()"):
             self._take_up(self._layout.adopt_buckets())
         if self._is_one_copy:
@@ -591,11 +634,15 @@ class ShardedOptimizer(Optimizer):
                 wrapped class, from torch, whole: every rank takes its part.
 
         Raises:
-            InvalidUsage: As for `load_sharded_state`.
+            InvalidUsage: As for `load_sharded_state`; or it is, by the options of its groups, of
+                another class. Nothing has changed.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        require_form(state_dict)
+        for group in state_dict["param_groups"]:
+            require_options_of(self._class.__qualname__, self, group)
         if is_sharded(state_dict):
             state = from_state_dict(state_dict)
         else:

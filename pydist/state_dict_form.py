@@ -41,6 +41,16 @@ def to_state_dict(local: ShardedState, ordered: Sequence[str], part: RanksPart) 
     }
 
 
+def require_form(state_dict: Mapping[str, Any]) -> None:
+    """Raises InvalidUsage where it is of no optimizer."""
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise InvalidUsage(
+            f"the state of the optimizer has no {missing[0]!r}: pass the state_dict() of an "
+            "unsharded one, or ZeroRedundancyOptimizer's after consolidate_state_dict()"
+        )
+
+
 def is_sharded(state_dict: Mapping[str, Any]) -> bool:
     """Whether it is of `to_state_dict`, rather than of a class of torch's."""
     return "parameters" in state_dict

@@ -267,6 +267,13 @@ void bind_reducer(py::module_& module) {
           "staging_bytes",
           [](const Reducer& self, int owner) { return self.arena().staging_bytes(owner); },
           py::arg("owner"), "What an optimizer's buckets share, in stage 2.")
+      .def(
+          "note_step", &Reducer::note_step, py::arg("owner"), py::arg("options"),
+          "Tells what an optimizer has stepped with, as a digest of 64 bits, for the next round to "
+          "compare.")
+      .def_property_readonly("has_stepped_alike", &Reducer::has_stepped_alike,
+                             "Whether what note_step() said before the last round was the same on "
+                             "all ranks.")
       .def_property_readonly(
           "shardings", [](const Reducer& self) { return self.arena().shardings(); },
           "How often buckets were given to optimizers; more than before: there are new ones.")

@@ -229,8 +229,10 @@ void GradientArena::cut(const std::vector<GradientBucket*>& buckets, const at::T
   const int owner = buckets.front()->owner;
   std::int64_t total = 0;
   std::int64_t shards = 0;
-  std::int64_t largest = 0;
-  for (GradientBucket* bucket : buckets) {
+  // By turns: buckets that follow each other have different ones.
+  std::vector<std::int64_t> staging_counts(std::min(kStagings, buckets.size()), 0);
+  for (std::size_t i = 0; i < buckets.size(); ++i) {
+    GradientBucket* const bucket = buckets[i];
     std::vector<std::size_t> counts;
     for (const std::size_t index : bucket->slots) {
       counts.push_back(static_cast<std::size_t>(real_count(slots_[index].parameter)));
@@ -239,6 +241,7 @@ void GradientArena::cut(const std::vector<GradientBucket*>& buckets, const at::T
     bucket->number = bucket_counts_[owner]++;
     const auto count = static_cast<std::int64_t>(bucket->layout.count());
     total += count;
+    std::int64_t& largest = staging_counts[i % staging_counts.size()];
     largest = std::max(largest, count);
     shards += static_cast<std::int64_t>(bucket->layout.shard());
   }
@@ -248,12 +251,10 @@ void GradientArena::cut(const std::vector<GradientBucket*>& buckets, const at::T
     memory = allocate_zeros(*communicator_, total, dtype, device);
   } else {
     memory = at::zeros({shards}, first.options().dtype(dtype));
-    for (std::size_t i = 0; i < std::min(kStagings, buckets.size()); ++i) {
+    for (const std::int64_t largest : staging_counts) {
       stagings.push_back(
           std::make_shared<Staging>(allocate_zeros(*communicator_, largest, dtype, device)));
-    }
-    for (const std::shared_ptr<Staging>& staging : stagings) {
-      stagings_.emplace(owner, staging);
+      stagings_.emplace(owner, stagings.back());
     }
   }
   std::int64_t next = 0;

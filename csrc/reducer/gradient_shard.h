@@ -5,10 +5,10 @@
 // values: what is there besides the shard is this rank's own, and no average.
 //
 // In stage 1 a bucket has its place in the arena for good, and the shard is a part of it. In stage
-// 2 the shard has memory of its own, and the buckets share some *stagings*: a bucket takes one when
-// the first of its gradients arrives and none of an earlier bucket is in it any more, and leaves it
-// when it was reduced. Gradients that find none stay where autograd has put them until their bucket
-// is launched, and are freed then.
+// 2 the shard has memory of its own, and the buckets share some *stagings*, which they have by
+// turns: a bucket takes its own when the first of its gradients arrives and none of another bucket
+// is in it any more, and leaves it when it was reduced. Gradients that find none stay where
+// autograd has put them until their bucket is launched, and are freed then.
 //
 // On a device whose streams can wait for the reduction, a staging is free as soon as that is on its
 // way: every stream that writes there waits first, so the host, which is far ahead, does not.

@@ -18,7 +18,8 @@
 //
 // Note [Rounds]
 // What one synchronisation does, on every rank in the same order:
-//   1. an opening: who is present, each rank's share in the average, a digest of model and plan;
+//   1. an opening: who is present, each rank's share in the average, digests of model and plan and
+//      of what optimizers with shards last stepped with;
 //   2. every bucket, in the order of the plan, with zeros where this rank has nothing. So ranks
 //      that use different parameters never wait for each other;
 //   3. a closing: whether backward threw anywhere, who used which parameter, and what else there is
@@ -50,6 +51,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -143,6 +145,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // the other ranks' shards are not kept. What joins the model later may name its owner in add().
   void shard(int owner, int stage, const std::vector<std::size_t>& slots,
              const std::vector<at::Tensor>& shown);
+
+  // What the optimizer `owner` has stepped with, as a digest. The next round compares it.
+  void note_step(int owner, std::uint64_t options) { stepped_with_[owner] = options; }
+  // Whether all ranks' optimizers had stepped with the same when the last round began; the same
+  // answer on all of them.
+  [[nodiscard]] bool has_stepped_alike() const noexcept { return has_stepped_alike_; }
 
   // Lets `hook` average the buckets instead of an all-reduce of the communicator's. What does not
   // travel in buckets stays with the communicator. Once, before the first backward. Buckets then
@@ -354,6 +362,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool has_warned_ = false;
   bool others_know_ = false;  // that a round failed, since the last forward
   int last_root_ = 0;
+  std::map<int, std::uint64_t> stepped_with_;  // digests of options, by optimizer
+  bool has_stepped_alike_ = true;
   std::string out_of_step_;  // why nothing more can be averaged
   ReducerStats stats_;
 };

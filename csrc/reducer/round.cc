@@ -10,6 +10,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/digest.h"
 #include "base/error.h"
 #include "c10d/device_streams.h"
 #include "c10d/tensors.h"
@@ -75,6 +76,11 @@ void Reducer::open_round() {
   own.slots = arena_.slots().size();
   own.is_bare = round_.is_bare;
   own.forwards = std::exchange(forwards_, 0);
+  Digest stepped_with;
+  for (const auto& [owner, options] : stepped_with_) {
+    stepped_with.add(options);
+  }
+  own.stepped_with = stepped_with.value();
   openings_.write(own);
   Operation operation;
   operation.kind = OpKind::kAllGather;
@@ -338,6 +344,7 @@ void Reducer::conclude_round(bool learns) {
   bool is_agreed = false;
   try {
     wait();
+    has_stepped_alike_ = openings_.all_stepped_alike();
     if (const std::string why = why_worthless(); !why.empty()) {
       // All ranks know, and are in step.
       is_agreed = true;

@@ -8,7 +8,7 @@ namespace pydist {
 namespace {
 
 // Counts and flags are exact in float64, and so are digests of 53 bits.
-constexpr std::size_t kOpeningWords = 7;
+constexpr std::size_t kOpeningWords = 8;
 constexpr std::size_t kClosingWords = 4;
 constexpr std::uint64_t kDigestMask = (std::uint64_t{1} << 53) - 1;
 
@@ -33,6 +33,7 @@ void Openings::write(const Opening& own) {
   words[4] = own.is_present ? 1.0 : 0.0;
   words[5] = own.is_bare ? 1.0 : 0.0;
   words[6] = static_cast<double>(own.forwards);
+  words[7] = static_cast<double>(own.stepped_with & kDigestMask);
 }
 
 Opening Openings::of(int rank) const {
@@ -46,6 +47,7 @@ Opening Openings::of(int rank) const {
   opening.slots = static_cast<std::size_t>(words[3]);
   opening.is_bare = words[5] != 0;
   opening.forwards = static_cast<std::size_t>(words[6]);
+  opening.stepped_with = static_cast<std::uint64_t>(words[7]);
   return opening;
 }
 
@@ -72,6 +74,15 @@ int Openings::lowest_present() const {
     }
   }
   return -1;
+}
+
+bool Openings::all_stepped_alike() const {
+  for (int rank = 1; rank < size_; ++rank) {
+    if (of(rank).stepped_with != of(0).stepped_with) {
+      return false;
+    }
+  }
+  return true;
 }
 
 Closings::Closings(int rank, int size, std::size_t slots)

@@ -25,6 +25,8 @@ struct Opening {
   std::size_t slots = 0;
   std::size_t forwards = 0;  // since the last round
   bool is_bare = false;      // no gradients: all parameters are frozen at the time
+  // Of the options that sharded optimizers last stepped with: should be the same.
+  std::uint64_t stepped_with = 0;
 };
 
 // After the last bucket.
@@ -46,6 +48,7 @@ class Openings {
   [[nodiscard]] double total_share() const;
   [[nodiscard]] int present() const;         // how many
   [[nodiscard]] int lowest_present() const;  // -1: none
+  [[nodiscard]] bool all_stepped_alike() const;
   // The part of the buffer that is this rank's, and all of it.
   [[nodiscard]] const at::Tensor& own() const noexcept { return own_; }
   [[nodiscard]] const at::Tensor& all() const noexcept { return all_; }

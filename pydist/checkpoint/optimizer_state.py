@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from pydist.checkpoint.pieces import Piece, of_range, share_out
 from pydist.errors import InvalidUsage
+from pydist.options_of_class import require_options_of
 from pydist.sharded_optimizer import ShardedOptimizer
 from pydist.sharded_parameters import SHORT, dense_strides
 from pydist.sharded_state import (
@@ -26,7 +26,7 @@ from pydist.sharded_state import (
     is_per_element,
     to_whole,
 )
-from pydist.state_dict_form import from_unsharded, is_sharded
+from pydist.state_dict_form import from_unsharded, is_sharded, require_form
 from pydist.state_dict_names import plain_name, plain_names
 
 if TYPE_CHECKING:
@@ -37,16 +37,6 @@ PREFIX = "optimizer.state."
 
 # What a checkpoint calls the parameter itself.
 _MODEL = "model."
-
-# What torch has given its classes since, and states of earlier versions lack.
-_LATER_OPTIONS = {
-    "foreach",
-    "maximize",
-    "capturable",
-    "differentiable",
-    "fused",
-    "decoupled_weight_decay",
-}
 
 # Of an optimizer: the groups, with names of parameters; and of each parameter shape, order of
 # dimensions, names of what has a value for each element, and the values that are for all.
@@ -263,12 +253,7 @@ def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     Raises:
         InvalidUsage: It is of another class, of other parameters, or of a part of them.
     """
-    missing = [key for key in ("state", "param_groups") if key not in state_dict]
-    if missing:
-        raise InvalidUsage(
-            f"the state of the optimizer has no {missing[0]!r}: pass the state_dict() of an "
-            "unsharded one, or ZeroRedundancyOptimizer's after consolidate_state_dict()"
-        )
+    require_form(state_dict)
     theirs = [len(group["params"]) for group in state_dict["param_groups"]]
     ours = [len(group["params"]) for group in optimizer.param_groups]
     if ours != theirs:
@@ -285,40 +270,9 @@ def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
             )
         return
     for group in state_dict["param_groups"]:
-        _check_options(optimizer, group)
+        require_options_of(type_of(optimizer), optimizer, group)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     from_unsharded(state_dict, [(str(n), p) for n, p in enumerate(ordered)])
-
-
-def _check_options(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-    """Tells by its options whether a group is of another class: torch does not say of which."""
-    ours = optimizer.defaults
-    missing = ours.keys() - group.keys() - _LATER_OPTIONS
-    # Whoever wraps an optimizer may have its options in groups alone.
-    known = ours.keys() | optimizer.param_groups[0].keys() | _LATER_OPTIONS
-    foreign = (group.keys() - known) & _torchs_options()
-    decoupled = "decoupled_weight_decay"  # as Adam is, or AdamW
-    differs = decoupled in ours and group.get(decoupled, ours[decoupled]) != ours[decoupled]
-    if missing or foreign or differs:
-        said = [f"it lacks {key}" for key in sorted(missing)]
-        said += [f"it has {key}" for key in sorted(foreign)]
-        said += [f"its {decoupled} is {group[decoupled]}"] if differs else []
-        raise InvalidUsage(
-            f"the state of the optimizer is of another class than {type_of(optimizer)}: "
-            f"{', '.join(said)}"
-        )
-
-
-def _torchs_options() -> set[str]:
-    """What the classes of torch.optim may have in groups, whichever of them."""
-    classes = (c for c in vars(torch.optim).values() if isinstance(c, type))
-    return {
-        key
-        for kind in classes
-        if issubclass(kind, Optimizer)
-        for key in inspect.signature(kind).parameters
-        if key not in ("params", "defaults")
-    }
 
 
 def put_back(

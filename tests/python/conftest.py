@@ -2,17 +2,24 @@
 
 import pytest
 from launch import warm_up
+from saved_training import four
 from time_limit import pytest_configure, pytest_timeout_cancel_timer, pytest_timeout_set_timer
 from training import backend, ranks, run, run_on_each, three
+from twins import native_three, run_native, run_sharded, sharded_ranks
 
 __all__ = [
     "backend",
+    "four",
+    "native_three",
     "pytest_configure",
     "pytest_timeout_cancel_timer",
     "pytest_timeout_set_timer",
     "ranks",
     "run",
+    "run_native",
     "run_on_each",
+    "run_sharded",
+    "sharded_ranks",
     "three",
 ]
 

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from launch import Ranks
-from torch import Tensor, nn
+from saved_training import LIMIT_S, SAMPLES, STAGE_1, STAGE_2, WHOLE, Training, assert_same
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -31,20 +31,7 @@ import pydist.checkpoint.dcp_files as dcp_files
 from pydist.bucket_plan import DEFAULT_CAP_BYTES
 from pydist.checkpoint.manifest import MANIFEST
 
-LIMIT_S = 50.0
-
 pytestmark = pytest.mark.timeout(60)
-
-# How an optimizer is sharded.
-Kind = int
-WHOLE, STAGE_1, STAGE_2 = 0, 1, 2
-SAMPLES = 24
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4, {"PYDIST_BACKEND": "native"}) as ranks:
-        yield ranks
 
 
 def keep_what_waits(folder: str) -> None:
@@ -88,132 +75,6 @@ def keep_what_waits(folder: str) -> None:
 
 def test_state_of_what_is_frozen(four: Ranks, tmp_path: Path) -> None:
     four.run(keep_what_waits, str(tmp_path), timeout=LIMIT_S)
-
-
-class Training:
-    """A model, its optimizer and its schedule, on the first `size` ranks."""
-
-    def __init__(
-        self,
-        group: Any,
-        kind: Kind,
-        *,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float64,
-        optimizer_class: Any = torch.optim.AdamW,
-        frozen: tuple[str, ...] = (),
-    ) -> None:
-        torch.manual_seed(seed)
-        self.rank, self.size, self.dtype = group.rank, group.size, dtype
-        module = Tied(dtype)
-        for name in frozen:
-            module.get_parameter(name).requires_grad_(False)
-        self.model = pydist.DataParallel(module, process_group=group, bucket_cap_mb=0.0005)
-        named = list(self.model.named_parameters())
-        groups: Any = [
-            {"params": [n for n in named if n[1].dim() > 1], "weight_decay": 0.1},
-            {"params": [n for n in named if n[1].dim() <= 1]},
-        ]
-        options: Any = {"lr": 1e-2}
-        self.optimizer: torch.optim.Optimizer
-        if kind == WHOLE:
-            self.optimizer = optimizer_class(groups, **options)
-        else:
-            self.optimizer = pydist.ShardedOptimizer(
-                groups,
-                optimizer_class,
-                stage=kind,  # type: ignore[arg-type]
-                **options,
-            )
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-
-    def values(self) -> list[Tensor]:
-        return [value.detach().clone() for value in self.model.state_dict().values()]
-
-    def run(self, steps: range) -> list[Tensor]:
-        for step in steps:
-            generator = torch.Generator().manual_seed(step)
-            batch = torch.randn(SAMPLES, 8, generator=generator, dtype=torch.float64)
-            self.optimizer.zero_grad()
-            share = batch.to(self.dtype).view(self.size, -1, 8)[self.rank]
-            self.model(share).mean().backward()
-            self.optimizer.step()
-            self.scheduler.step()
-        return [p.detach().clone() for p in self.model.parameters()]
-
-
-def assert_same(ours: list[Tensor], theirs: list[Tensor], what: str, *, exact: bool) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        if exact:
-            assert torch.equal(a, b), f"{what}: {(a - b).abs().max()} apart"
-        else:
-            torch.testing.assert_close(
-                a, b, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}"
-            )
-
-
-def resume(
-    folder: str, pairs: list[tuple[int, Kind, int, Kind]], dtype_name: str, steps: int
-) -> int:
-    """Saves on N ranks, loads on M; trains on, and compares."""
-    rank, size = joined()
-    dtype = getattr(torch, dtype_name)
-    groups = {n: pydist.new_group(range(n)) for n in range(1, size + 1)}
-    saved: dict[tuple[int, Kind], list[Tensor]] = {}
-    compared = 0
-    for many, kind, other, other_kind in pairs:
-        path = f"{folder}/{dtype_name}-{many}-{kind}"
-        if (many, kind) not in saved:
-            saved[many, kind] = []
-            if rank < many:
-                training = Training(groups[many], kind, dtype=dtype)
-                training.run(range(5))
-                pydist.save(path, **training.parts, extra=[many])
-                saved[many, kind] = training.run(range(5, 5 + steps))
-            pydist.barrier()
-        if rank < other:
-            again = Training(groups[other], other_kind, seed=1, dtype=dtype)
-            again.run(range(70, 71))
-            assert pydist.load(path, **again.parts) == [many]
-            found = again.run(range(5, 5 + steps))
-            if rank < many:
-                exact = (many, kind) == (other, other_kind)
-                what = f"{many} ranks, stage {kind} to {other} ranks, stage {other_kind}"
-                assert_same(found, saved[many, kind], what, exact=exact)
-                compared += 1
-        pydist.barrier()
-    return compared
-
-
-def test_resume_on_other_ranks_and_stages(four: Ranks, tmp_path: Path) -> None:
-    counts = range(1, 5)
-    # For N = M the stage is the same, and the result to the bit.
-    pairs = [(n, 1 + n % 2, m, 1 + m % 2) for n in counts for m in counts]
-    pairs += [(3, a, 3, b) for a in range(3) for b in range(3)]
-    pairs += [(1, WHOLE, 4, STAGE_2), (4, STAGE_2, 1, WHOLE)]
-    compared = four.run(resume, str(tmp_path), pairs, "float64", 50, timeout=LIMIT_S)
-    assert compared[0] == len(pairs)
-
-
-def test_resume_in_16_bits_keeps_masters(four: Ranks, tmp_path: Path) -> None:
-    pairs = [(3, STAGE_1, 3, STAGE_1), (4, STAGE_2, 4, STAGE_2)]
-    four.run(resume, str(tmp_path), pairs, "bfloat16", 10, timeout=LIMIT_S)
-
-
-@pytest.mark.parametrize("is_from_eight", [True, False])
-def test_resume_from_and_on_eight(tmp_path: Path, is_from_eight: bool) -> None:
-    if is_from_eight:
-        pairs = [(8, STAGE_2, 8, STAGE_2), (8, STAGE_2, 4, WHOLE)]
-        pairs += [(8, STAGE_2, n, 1 + n % 2) for n in (1, 2, 3)]
-    else:
-        pairs = [(1, WHOLE, 8, STAGE_2)]
-        pairs += [(n, 2 - n % 2, 8, 1 + n % 2) for n in (2, 3, 4)]
-    with Ranks(8, {"PYDIST_BACKEND": "native"}) as ranks:
-        ranks.run(resume, str(tmp_path), pairs, "float64", 50, timeout=LIMIT_S)
 
 
 def save_everything(folder: str) -> None:

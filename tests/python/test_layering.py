@@ -86,6 +86,7 @@ PYTHON_LAYERS = (
     "sharded_state",
     "segment_state",
     "no_whole_state",
+    "options_of_class",
     "state_dict_form",
     "sharded_optimizer",
     "checkpoint",

@@ -1,5 +1,6 @@
 """`pydist.plan` and `pydist plan`: predictions held against what is allocated."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,17 @@ def test_what_makes_no_sense_is_refused() -> None:
     model = small_model()
     for match, call in (
         ("ranks=0", lambda: pydist.plan(model, 0)),
+        ("ranks is 2.5; it must be a whole number", lambda: pydist.plan(model, 2.5)),  # type: ignore[arg-type]
+        ("ranks is True", lambda: pydist.plan(model, True)),
+        ("ranks_per_host is '2'", lambda: pydist.plan(model, 8, ranks_per_host="2")),  # type: ignore[arg-type]
+        ("model is a str; it must be a torch.nn.Module", lambda: pydist.plan("model.py", 2)),  # type: ignore[arg-type]
+        ("dtype is 'bf16'.*such as torch.bfloat16", lambda: pydist.plan(model, 8, dtype="bf16")),  # type: ignore[arg-type]
+        (
+            "bucket_cap_mb is 'a'; it must be a number",
+            lambda: pydist.plan(model, 8, bucket_cap_mb="a"),
+        ),  # type: ignore[arg-type]
+        ("bucket_cap_mb is inf", lambda: pydist.plan(model, 8, bucket_cap_mb=float("inf"))),
+        ("bucket_cap_mb is 'a'", lambda: pydist.DataParallel(model, bucket_cap_mb="a")),  # type: ignore[arg-type]
         ("ranks_per_host=9", lambda: pydist.plan(model, 8, ranks_per_host=9)),
         ("master_weights is 'no'", lambda: pydist.plan(model, 8, master_weights="no")),  # type: ignore[arg-type]
         ("bucket_cap_mb is 0", lambda: pydist.plan(model, 8, bucket_cap_mb=0)),
@@ -232,10 +244,16 @@ def test_samples_take_keywords_and_the_dtype() -> None:
 # ---- the sharded optimizer itself ---------------------------------------------------------
 
 
-def allocated(stage: int, dtype: torch.dtype) -> dict[str, int]:
+def uneven_model() -> nn.Module:
+    """One layer of 1 MB among many of some KB."""
+    widths = [130, 40, 30, 500, 500, 30, 130, 60, 130, 60, 3]
+    return nn.Sequential(*[nn.Linear(*pair) for pair in itertools.pairwise(widths)])
+
+
+def allocated(make: Callable[[], nn.Module], stage: int, dtype: torch.dtype) -> dict[str, int]:
     """On each rank: bytes of each term, after some steps."""
     torch.manual_seed(0)
-    model = pydist.DataParallel(small_model().to(dtype), bucket_cap_mb=0.02)
+    model = pydist.DataParallel(make().to(dtype), bucket_cap_mb=0.02)
     sharded: Any = pydist.ShardedOptimizer(  # type: ignore[attr-defined]
         model, torch.optim.AdamW, stage=stage
     )
@@ -253,20 +271,30 @@ def allocated(stage: int, dtype: torch.dtype) -> dict[str, int]:
         "gradients": whole if stage == 1 else sum(bucket.shard.nbytes for bucket in buckets),
         "state": sum(v.nbytes for s in states for v in s.values() if isinstance(v, Tensor)),
         "master": sum(s.updated.nbytes for s in segments if s.has_master),
+        "buckets": sharded.bytes_in_flight(),
     }
 
 
 @pytest.mark.skipif(not hasattr(pydist, "ShardedOptimizer"), reason="no sharded optimizer here")
 def test_stages_take_what_was_predicted() -> None:
+    cases = itertools.product((small_model, uneven_model), (1, 2), (torch.float32, torch.bfloat16))
     with Ranks(3) as ranks:
-        for stage in (1, 2):
-            for dtype in (torch.float32, torch.bfloat16):
-                found = ranks.run(allocated, stage, dtype)
-                plan = pydist.plan(small_model(), 3, dtype=dtype, bucket_cap_mb=0.02)
-                predicted = plan.stage1 if stage == 1 else plan.stage2
-                for term in ("parameters", "gradients", "state", "master"):
-                    most = max(bytes_of[term] for bytes_of in found)
-                    assert getattr(predicted, term) == pytest.approx(most, rel=0.02), term
+        for make, stage, dtype in cases:
+            found = ranks.run(allocated, make, stage, dtype)
+            plan = pydist.plan(make(), 3, dtype=dtype, bucket_cap_mb=0.02)
+            predicted = plan.stage1 if stage == 1 else plan.stage2
+            for term in ("parameters", "gradients", "state", "master", "buckets"):
+                most = max(bytes_of[term] for bytes_of in found)
+                assert getattr(predicted, term) == pytest.approx(most, rel=0.02), term
+
+
+def test_buckets_share_memory_with_their_like() -> None:
+    """One large bucket does not make the memory of all others as large."""
+    plan = pydist.plan(uneven_model(), 3, bucket_cap_mb=0.02)
+    assert plan.stage2.handover < plan.stage2.buckets < 1.5 * plan.stage2.handover
+    # Up to three buckets, nothing is shared, and shards come on top.
+    few = pydist.plan(small_model(), 4, bucket_cap_mb=0.02)
+    assert few.stage2.total > few.stage1.total
 
 
 # ---- the command --------------------------------------------------------------------------

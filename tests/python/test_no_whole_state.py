@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,7 +108,15 @@ def save_one_ranks(of_rank: int) -> None:
     rank, _ = joined()
     _, optimizer = trained()
     stream = io.BytesIO()
-    torch.save(optimizer.state_dict(), stream)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        copy.deepcopy(optimizer.state_dict())
+        assert not caught
+        torch.save(optimizer.state_dict(), stream)
+    # The others, too, save only where every rank does.
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == (rank == 0)
+    assert all("rank 0's part of 2" in text and "pydist.save" in text for text in said)
     stream.seek(0)
     loaded = torch.load(stream, weights_only=True)
     everybody: list[Any] = [None, None]

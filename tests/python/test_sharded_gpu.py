@@ -1,7 +1,7 @@
 """`pydist.ShardedOptimizer` on GPUs, by NCCL and staged: on one GPU for all ranks, or on fakes.
 
 Everything is compared with the whole optimizer in one process, on the CPU. What is the same on the
-CPU (classes, options, layouts, refusals) is in test_sharded_optimizer.py.
+CPU (classes, options, layouts, refusals) is in the other test_sharded_*.py.
 """
 
 from __future__ import annotations

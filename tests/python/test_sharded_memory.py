@@ -1,6 +1,7 @@
 """Bytes that a sharded optimizer takes on each rank, as the system and torch count them."""
 
 import gc
+import itertools
 import os
 from typing import Any
 
@@ -53,13 +54,20 @@ def is_shared(address: int) -> bool:
     return False
 
 
-def measure(dtype: torch.dtype, stage: Any, is_one_copy: bool) -> tuple[float, ...]:
+EVEN = (WIDTH,) * (LAYERS + 1)
+# 8 MB in one layer, and 1.3 MB in the others.
+UNEVEN = (256, 64, 512, 4096, 64, 16)
+
+
+def measure(
+    dtype: torch.dtype, stage: Any, is_one_copy: bool, widths: tuple[int, ...] = EVEN
+) -> tuple[float, ...]:
     """Bytes per parameter of this rank; those of buckets in flight; what was planned for both.
 
     And those of gradients that stay, and what was planned for them.
     """
     before, shared_before = storages(), shared_bytes()
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(LAYERS)]
+    layers = [nn.Linear(*pair, bias=False, dtype=dtype) for pair in itertools.pairwise(widths)]
     model = pydist.DataParallel(nn.Sequential(*layers), bucket_cap_mb=0.5)
     del layers
     plan = pydist.plan(model, pydist.world_size(), bucket_cap_mb=0.5, share_parameters=is_one_copy)
@@ -68,7 +76,7 @@ def measure(dtype: torch.dtype, stage: Any, is_one_copy: bool) -> tuple[float, .
         model, torch.optim.AdamW, stage=stage, share_parameters=is_one_copy
     )
     for _ in range(2):
-        model(torch.ones(2, WIDTH, dtype=dtype)).sum().backward()
+        model(torch.ones(2, widths[0], dtype=dtype)).sum().backward()
         optimizer.step()
         optimizer.finish()
         optimizer.zero_grad()
@@ -105,12 +113,16 @@ def account() -> Account:
         (torch.bfloat16, 1, False, 4 + 12 / n),
         (torch.bfloat16, 2, False, 2 + 14 / n),
         (torch.float32, 2, True, 16 / n),
+        (torch.bfloat16, 2, True, 16 / n),
     ]
     if n == 2:
         cases += [(torch.bfloat16, 1, True, 2 + 14 / n)]
-    for dtype, stage, is_one_copy, expected in cases:
-        what = f"{dtype}, stage {stage}, one copy: {is_one_copy}"
-        found, in_flight, planned, gradients, planned_gradients = measure(dtype, stage, is_one_copy)
+    uneven = [(torch.float32, 2, False, 4 + 12 / n, UNEVEN)]
+    for dtype, stage, is_one_copy, expected, widths in [*((*c, EVEN) for c in cases), *uneven]:
+        what = f"{dtype}, stage {stage}, one copy: {is_one_copy}, layers of {widths}"
+        found, in_flight, planned, gradients, planned_gradients = measure(
+            dtype, stage, is_one_copy, widths
+        )
         results.append((what, found, expected))
         results.append((f"{what}, planned with buckets in flight", found + in_flight, planned))
         results.append((f"{what}, planned gradients", gradients, planned_gradients))

@@ -1,14 +1,44 @@
-"""Models with a sharded optimizer, beside doubles with an unsharded one."""
+"""Models with a sharded optimizer, beside doubles with an unsharded one; the ranks to train on."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
+from launch import Ranks
 from torch import Tensor, nn
-from training import batch, joined
+from training import Runner, batch, joined
 
 import pydist
+
+# Of a call on all ranks, and of a test: the first says more when it passes.
+LIMIT_S = 40.0
+TIME_LIMIT = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module", params=["native-2", "native-3", "gloo-3"])
+def sharded_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    backend, count = request.param.split("-")
+    with Ranks(int(count), {"PYDIST_BACKEND": backend}) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def run_sharded(sharded_ranks: Ranks) -> Runner:
+    """On each backend, on 2 and 3 ranks."""
+    return lambda function, *args: sharded_ranks.run(function, *args, timeout=LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def native_three() -> Iterator[Ranks]:
+    with Ranks(3, {"PYDIST_BACKEND": "native"}) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def run_native(native_three: Ranks) -> Runner:
+    return lambda function, *args: native_three.run(function, *args, timeout=LIMIT_S)
 
 
 def is_exact() -> bool:

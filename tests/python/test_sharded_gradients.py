@@ -1,0 +1,262 @@
+"""What `pydist.ShardedOptimizer` steps with: accumulated, clipped, scaled, put by hand, or none."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import Runner, batch, joined
+from twins import TIME_LIMIT, Twins, is_exact, small_model
+
+import pydist
+
+pytestmark = TIME_LIMIT
+
+
+def accumulate(stage: int) -> None:
+    """Under no_sync(), with and without zeros before; weights; an extra backward on averages."""
+    twins = Twins(small_model(torch.float64), torch.optim.SGD, options={"lr": 0.1}, stage=stage)
+
+    def act(model: Any, optimizer: Any) -> None:
+        for number in range(3):
+            for micro in range(3):
+                with model.no_sync(enabled=micro < 2):
+                    x = batch(twins.rank, 4, 10, step=10 * number + micro)
+                    model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number != 1)
+        for number in range(2):  # on top of what was averaged already
+            model(batch(twins.rank, 4, 10, step=40 + number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with model.weighted(twins.rank + 1):
+            model(batch(twins.rank, 4, 10, step=50)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(batch(twins.rank, 4, 10, step=51)).square().mean().backward()
+        model.sync_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    twins.each(act)
+    twins.check("accumulated", exact=False)
+    model, optimizer = twins.models[0], twins.ours
+    with model.no_sync():
+        model(batch(twins.rank, 4, 10)).sum().backward()
+    with pytest.raises(pydist.InvalidUsage, match="never averaged"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_accumulation(run_sharded: Runner, stage: int) -> None:
+    run_sharded(accumulate, stage)
+
+
+class Sometimes(nn.Module):
+    """Each rank uses other branches in other steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(10, 40, dtype=torch.float64) for _ in range(4))
+        self.out = nn.Linear(40, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor, which: list[int]) -> Tensor:
+        hidden: Tensor = sum(self.branches[i](x).tanh() for i in which)
+        out: Tensor = self.out(hidden)
+        return out.square().mean()
+
+
+def train_branches(stage: int) -> None:
+    torch.manual_seed(2)
+    twins = Twins(Sometimes(), torch.optim.Adam, cap_mb=0.002, stage=stage)
+    for step in range(8):
+        which = [[0, 1], [1], [2, 0], [3]][(step + twins.rank) % 4] if step < 6 else [0]
+
+        def act(model: Any, optimizer: Any, which: list[int] = which, step: int = step) -> None:
+            optimizer.zero_grad()
+            model(batch(twins.rank, 4, 10, step=step), which).backward()
+            optimizer.step()
+
+        twins.each(act)
+    twins.check("branches")
+
+    # On top of what was averaged, also where this rank has no more of it.
+    def add_up(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        for step in range(2):
+            which = [[0, 1], [2]][(step + twins.rank) % 2]
+            model(batch(twins.rank, 4, 10, step=step), which).backward()
+        optimizer.step()
+
+    twins.each(add_up)
+    twins.check("branches that add up", exact=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_unused_parameters(run_sharded: Runner, stage: int) -> None:
+    run_sharded(train_branches, stage)
+
+
+def clip_and_scale(stage: int) -> None:
+    """Stock calls see the whole gradient."""
+    twins = Twins(small_model(torch.float64), torch.optim.SGD, options={"lr": 0.1}, stage=stage)
+    for number, order in enumerate((2.0, 1.0, 3.5, float("inf"), 0.0)):
+        for own_method in (False, True):
+
+            def act(
+                model: Any,
+                optimizer: Any,
+                number: int = number,
+                own: bool = own_method,
+                order: float = order,
+            ) -> Tensor:
+                optimizer.zero_grad()
+                model(batch(twins.rank, 4, 10, step=number)).square().mean().backward()
+                limit = 0.05 if order else 1e9
+                if own and optimizer is twins.ours:
+                    norm = optimizer.clip_grad_norm_(limit, order)
+                else:
+                    norm = torch.nn.utils.clip_grad_norm_(
+                        model.parameters(), limit, order, foreach=bool(number % 2) or None
+                    )
+                optimizer.step()
+                return norm
+
+            torch.testing.assert_close(*twins.each(act), rtol=1e-12, atol=0)
+    twins.check("clipped by norm", exact=False)
+
+    def by_value(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(batch(twins.rank, 4, 10, step=9)).square().mean().backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        for parameter in model.parameters():
+            parameter.grad *= 0.5
+            parameter.grad.div_(2.0)
+        optimizer.step()
+
+    twins.each(by_value)
+    twins.check("clipped by value", exact=False)
+
+    model, optimizer = twins.models[0], twins.ours
+    first = next(model.parameters())
+    assert first.grad is not None
+    other = next(twins.models[1].parameters()).grad
+    assert other is not None
+    torch.testing.assert_close(optimizer.gradient_of(first), other)
+    torch.testing.assert_close(first.grad.norm(), other.norm())
+    assert "0.weight" in repr(first.grad) == str(first.grad) == f"{first.grad}"
+    for misuse in (
+        lambda gradient: gradient.sum(),
+        lambda gradient: gradient.add_(gradient),
+        lambda gradient: torch.stack([gradient]),
+        lambda gradient: gradient[0],
+        copy.deepcopy,
+    ):
+        with pytest.raises(pydist.InvalidUsage, match=r"0\.weight|numbers"):
+            misuse(first.grad)
+
+
+def scale(stage: int) -> None:
+    """A step that one rank's shard alone can't take is left out by all."""
+    twins = Twins(small_model(), torch.optim.SGD, options={"lr": 0.1}, stage=stage)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2)]
+    for step in range(6):
+        for model, optimizer, scaler in zip(twins.models, twins.optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            x = batch(twins.rank, 4, 10, step=step, dtype=torch.float32)
+            loss = model(x).square().mean()
+            if step == 2 and twins.rank == 1:
+                loss = loss + list(model.parameters())[-1].sum() * float("inf")
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        twins.check(f"step {step}", exact=False)
+    assert scalers[0].get_scale() != 2.0**8
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clipping_and_scaling(run_sharded: Runner, stage: int) -> None:
+    run_sharded(clip_and_scale, stage)
+    run_sharded(scale, stage)
+
+
+class Kinds(nn.Module):
+    """Parameters of each kind of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Parameter(torch.randn(31, 7))
+        self.short = nn.Parameter(torch.randn(50, dtype=torch.bfloat16))
+        self.pairs = nn.Parameter(torch.randn(21, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = sum(p.abs().square().sum().float() for p in self.parameters())
+        return x.sum() * total
+
+
+def read_past_dispatch(stage: Any) -> None:
+    """Nobody takes what stands for a gradient for one: there is NaN in it, and in no step."""
+    rank, _ = joined()
+    torch.manual_seed(1)
+    model = pydist.DataParallel(Kinds())
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, stage=stage, lr=1e-4)
+    for _ in range(2):
+        model(batch(rank, 3, dtype=torch.float32)).backward()
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, of copies
+                copied = torch.tensor(gradient)
+            seen = torch.func.vmap(lambda row: row * 1)(gradient)
+            assert copied.isnan().all(), name
+            assert seen.isnan().all(), name
+            with torch._C.DisableTorchFunctionSubclass():
+                assert gradient.untyped_storage().nbytes() == gradient.itemsize
+        optimizer.zero_grad(set_to_none=False)
+        model(batch(rank, 3, dtype=torch.float32)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        assert norm.isfinite()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        whole = optimizer.gradient_of(parameter)
+        assert whole is not None
+        assert whole.isfinite().all(), name
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stand_ins_past_dispatch_are_no_numbers(run_sharded: Runner, stage: int) -> None:
+    run_sharded(read_past_dispatch, stage)
+
+
+def put_gradients() -> None:
+    """By hand, on one rank: it updates with its own gradient, or not at all."""
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(50, 50))
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    for synchronized in (True, False):
+        for parameter in model.parameters():
+            if synchronized or rank == 1:
+                parameter.grad = torch.full_like(parameter, float(rank))
+        if synchronized:
+            model.sync_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+    kind = pydist.InvalidUsage if rank == 1 else pydist.Error
+    match = r"by hand.*sync_gradients\(\)" if rank == 1 or is_exact() else "rank 1|by hand"
+    with pytest.raises(kind, match=match):  # noqa: PT012
+        optimizer.step()
+        _ = model.weight + 1
+
+
+def test_gradients_put_by_hand(run_sharded: Runner) -> None:
+    run_sharded(put_gradients)

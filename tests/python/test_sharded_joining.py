@@ -1,0 +1,93 @@
+"""Parameters that join a `pydist.ShardedOptimizer`: unfrozen, or added in a group."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from launch import Ranks
+from torch import nn
+from training import Runner, joined
+from twins import LIMIT_S, TIME_LIMIT, Twins
+
+import pydist
+from pydist import sharded_layout
+
+pytestmark = TIME_LIMIT
+
+
+def unfreeze(stage: int) -> None:
+    """Parameters that join: unfrozen, or added to the module and then to the optimizer."""
+    torch.manual_seed(4)
+    module = nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 9), nn.Linear(9, 1))
+    module[0].requires_grad_(False)
+    twins = Twins(module, torch.optim.AdamW, options={"lr": 0.01}, stage=stage)
+    twins.step(0)
+    twins.models[0].get_submodule("0").requires_grad_(True)
+    twins.models[1].get_submodule("0").requires_grad_(True)
+    for step in range(1, 4):
+        twins.step(step)
+    twins.check("unfrozen", exact=False)
+    rows = twins.ours.sharded_state().parameters["0.weight"].ranges
+    assert sum(r.end - r.begin for r in rows) < 400 or twins.size == 1
+
+    def extend(model: Any, optimizer: Any) -> None:
+        torch.manual_seed(9)
+        model.module.append(nn.Linear(1, 3))
+        optimizer.zero_grad()
+        optimizer.add_param_group(
+            {"params": list(model.get_submodule("4").named_parameters("4")), "lr": 0.1}
+            if optimizer is twins.ours
+            else {"params": list(model.get_submodule("4").parameters()), "lr": 0.1}
+        )
+
+    twins.each(extend)
+    for step in range(4, 7):
+        twins.step(step)
+    twins.check("added", exact=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_that_join(run_sharded: Runner, stage: int) -> None:
+    run_sharded(unfreeze, stage)
+
+
+def run_out_of_memory(how: str) -> None:
+    """On one rank, where parameters that join are to move."""
+    rank, _ = joined()
+    module = nn.Sequential(nn.Linear(10, 40), nn.Linear(40, 1))
+    if how == "unfrozen":
+        module[0].requires_grad_(False)
+    model = pydist.DataParallel(module, bucket_cap_mb=0.0005)
+    parameters = model.parameters() if how == "unfrozen" else module[1].parameters()
+    optimizer = pydist.ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1)
+
+    def raise_here(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room")
+
+    def change() -> None:
+        if how == "added":
+            optimizer.add_param_group({"params": list(module[0].parameters())})
+        optimizer.step()
+        _ = [parameter + 1 for parameter in model.parameters()]
+
+    module[0].requires_grad_(True)
+    if how == "unfrozen":
+        model(torch.ones(2, 10)).sum().backward()
+    if rank == 1:
+        with mock.patch.object(sharded_layout, "move_in", raise_here), pytest.raises(MemoryError):
+            change()
+        for again in (optimizer.step, change):
+            with pytest.raises(pydist.InvalidUsage, match=r"earlier step or change.*no room"):
+                again()
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        assert all(optimizer.owns(parameter) for parameter in owned)
+    else:
+        with pytest.raises(pydist.Error, match="no room"):
+            change()
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+def test_no_memory_for_what_joins(how: str) -> None:
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        ranks.run(run_out_of_memory, how, timeout=LIMIT_S)
