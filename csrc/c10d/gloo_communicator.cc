@@ -638,6 +638,12 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
   }
   auto communicator = std::make_shared<GlooCommunicator>(
       std::move(store), rank, size, std::move(name), timeout, std::move(factory));
+  if (size > 1) {
+    // A rank that is connected may leave the group at once; to one that still connects, it is lost.
+    Operation barrier;
+    barrier.kind = OpKind::kBarrier;
+    communicator->submit(std::move(barrier))->wait();
+  }
   note_open(communicator);
   return communicator;
 }

@@ -315,6 +315,18 @@ def test_new_group(backend: str) -> None:
     assert values == [[3, [0, 2], True], [2], [1, [0, 2], False], [0]]
 
 
+def groups_dropped_at_once() -> int:
+    pydist.init()
+    for _ in range(60):
+        pydist.new_group(range(pydist.world_size()))
+    return pydist.world_size()
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_a_rank_may_leave_a_new_group_while_others_still_connect(backend: str) -> None:
+    assert run_ranks(groups_dropped_at_once, 4, env={"PYDIST_BACKEND": backend}) == [4] * 4
+
+
 @pytest.mark.parametrize("ranks", [[], [0, 0], [1], [-1]])
 def test_new_group_refuses(ranks: list[int]) -> None:
     pydist.init()
