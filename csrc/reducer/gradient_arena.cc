@@ -300,7 +300,7 @@ bool GradientArena::bind(const GradientBucket& bucket, bool is_next) {
   if (bucket.staging == nullptr) {
     return true;
   }
-  if (!slots_[bucket.slots.front()].is_bound) {
+  if (!bucket.staging->serves(bucket.slots)) {
     if (is_next) {
       evict_from(*bucket.staging);
     }

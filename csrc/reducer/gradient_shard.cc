@@ -9,6 +9,14 @@
 #include "c10d/device_streams.h"
 
 namespace pydist {
+namespace {
+
+// Whether a gradient came when the bucket had no memory, and was not averaged yet.
+bool waits_elsewhere(const GradientSlot& slot) {
+  return slot.is_pending && slot.parameter.grad().defined() && !shows_shard(slot);
+}
+
+}  // namespace
 
 at::Tensor segment_of(const GradientSlot& slot, const at::Tensor& gradient) {
   at::Tensor whole = gradient.detach();
@@ -22,6 +30,21 @@ at::Tensor segment_of(const GradientSlot& slot, const at::Tensor& gradient) {
     flat = at::view_as_real(flat).view({-1});
   }
   return flat.narrow(0, slot.segment_begin, slot.segment.numel());
+}
+
+void move_in(GradientSlot& slot) {
+  if (slot.is_bound) {
+    return;
+  }
+  slot.is_bound = true;
+  if (!slot.parameter.grad().defined() || shows_shard(slot)) {
+    return;
+  }
+  const bool was_untouched = is_untouched(slot);
+  adopt(slot);
+  if (was_untouched) {
+    note_seen(slot);
+  }
 }
 
 bool Staging::try_take(std::vector<GradientSlot>& slots, const std::vector<std::size_t>& members) {
@@ -41,9 +64,13 @@ bool Staging::try_take(std::vector<GradientSlot>& slots, const std::vector<std::
   users_ = members;
   before_ = std::move(before);
   for (const std::size_t index : members) {
-    slots[index].is_bound = true;
+    slots[index].is_bound = !waits_elsewhere(slots[index]);
   }
   return true;
+}
+
+bool Staging::serves(const std::vector<std::size_t>& members) const {
+  return !users_.empty() && users_.front() == members.front();
 }
 
 void Staging::enter() {
@@ -70,18 +97,18 @@ void Staging::wait() const {
 
 void Staging::evict(std::vector<GradientSlot>& slots) {
   for (const std::size_t index : std::exchange(users_, {})) {
-    const GradientSlot& slot = slots[index];
-    if (holds_gradient(slot)) {
+    GradientSlot& slot = slots[index];
+    if (slot.is_bound && holds_gradient(slot)) {
       slot.parameter.mutable_grad().set_data(slot.view.clone());
     }
-    slots[index].is_bound = false;
+    slot.is_bound = false;
   }
 }
 
 void Staging::release(std::vector<GradientSlot>& slots) {
   for (const std::size_t index : std::exchange(users_, {})) {
     GradientSlot& slot = slots[index];
-    if (holds_gradient(slot)) {
+    if (slot.is_bound && holds_gradient(slot)) {
       show_shard(slot);
     }
     slot.is_bound = false;

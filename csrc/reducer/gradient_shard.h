@@ -8,7 +8,8 @@
 // 2 the shard has memory of its own, and the buckets share some *stagings*, which they have by
 // turns: a bucket takes its own when the first of its gradients arrives and none of another bucket
 // is in it any more, and leaves it when it was reduced. Gradients that find none stay where
-// autograd has put them until their bucket is launched, and are freed then.
+// autograd has put them until their bucket has memory and the next one arrives, or until it is
+// launched, and are freed then.
 //
 // On a device whose streams can wait for the reduction, a staging is free as soon as that is on its
 // way: every stream that writes there waits first, so the host, which is far ahead, does not.
@@ -40,6 +41,9 @@ inline void show_shard(const GradientSlot& slot) { slot.parameter.mutable_grad()
 // This rank's part of a whole gradient, like slot.segment: a view of it, or of a copy.
 [[nodiscard]] at::Tensor segment_of(const GradientSlot& slot, const at::Tensor& gradient);
 
+// Moves a gradient that came when the bucket had no memory into that which it has now.
+void move_in(GradientSlot& slot);
+
 // Memory that one bucket at a time has.
 class Staging {
  public:
@@ -50,6 +54,9 @@ class Staging {
   // Gives it to a bucket if nobody has it, or whoever has is through with it.
   [[nodiscard]] bool try_take(std::vector<GradientSlot>& slots,
                               const std::vector<std::size_t>& members);
+
+  // Whether the bucket of these slots has it.
+  [[nodiscard]] bool serves(const std::vector<std::size_t>& members) const;
 
   // Before the bucket that has it writes there: the current stream waits for whoever had it before.
   void enter();

@@ -54,7 +54,8 @@ struct GradientSlot {
   // Which optimizer has shards of it; 0: its gradient is averaged as a whole. What follows is for
   // the others; see gradient_shard.h.
   int owner = 0;
-  // Whether the memory of the bucket is the bucket's at the time, so that gradients may land there.
+  // Whether the memory of the bucket is the bucket's at the time, so that gradients may land there,
+  // and no earlier one waits elsewhere: see move_in().
   bool is_bound = true;
   // What `parameter.grad` is once this rank's part is averaged: it holds no values of its own.
   at::Tensor shown;
@@ -65,8 +66,8 @@ struct GradientSlot {
 
 [[nodiscard]] inline bool has_place(const GradientSlot& slot) { return slot.view.defined(); }
 
-// Whether `parameter.grad` lies in the slot. For one without a place, or whose bucket has no memory
-// at the time: whether there is one.
+// Whether `parameter.grad` lies in the slot. For one without a place, or that is not bound: whether
+// there is one.
 [[nodiscard]] bool holds_gradient(const GradientSlot& slot);
 
 // Makes `parameter.grad` a view of the slot, whatever the slot holds.

@@ -277,8 +277,9 @@ at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
     slot.late = slot.late.defined() ? slot.late.add(counted) : counted.clone();
     return {};
   }
-  if (slot.owner != 0 && has_place(slot)) {
-    (void)arena_.bind(arena_.buckets()[slot.bucket], /*is_next=*/false);
+  if (is_sharded(slot) && arena_.bind(arena_.buckets()[slot.bucket], /*is_next=*/false)) {
+    const c10::AutoGradMode no_grad(false);
+    move_in(slot);
   }
   if (adds_up() || slot.owner != 0) {
     const c10::AutoGradMode no_grad(false);

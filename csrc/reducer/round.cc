@@ -217,6 +217,7 @@ bool Reducer::keeps_averages() const {
 
 // Sees to it that the slot holds what this rank contributes.
 void Reducer::fill(GradientSlot& slot) {
+  move_in(slot);
   const bool has_gradient = slot.parameter.grad().defined();
   const auto lies_elsewhere = [&] {
     return has_gradient && !holds_gradient(slot) && !shows_shard(slot);

@@ -1,6 +1,7 @@
 """What `pydist.ShardedOptimizer` steps with: accumulated, clipped, scaled, put by hand, or none."""
 
 import copy
+import time
 import warnings
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from training import Runner, batch, joined
-from twins import TIME_LIMIT, Twins, is_exact, small_model
+from twins import TIME_LIMIT, Twins, assert_same, is_exact, small_model
 
 import pydist
 
@@ -54,6 +55,68 @@ def accumulate(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_accumulation(run_sharded: Runner, stage: int) -> None:
     run_sharded(accumulate, stage)
+
+
+class Pause(torch.autograd.Function):
+    """In backward, until what is on its way has arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Pausing(nn.Module):
+    """More buckets than are on their way at a time, and time between them; with layers to skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.layers = nn.ModuleList(nn.Linear(10, 10, dtype=torch.float64) for _ in range(8))
+
+    def forward(self, x: Tensor, pause_s: float, skipped: tuple[int, ...] = ()) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number not in skipped:
+                x = Pause.apply(layer(x).tanh(), pause_s)
+        return x.square().mean()
+
+
+def accumulate_on_averages(stage: int) -> None:
+    """Gradients that came when their bucket had no memory, which it has when the next ones come."""
+    twins = Twins(Pausing(), torch.optim.SGD, cap_mb=0.0005, options={"lr": 0.1}, stage=stage)
+    assert len(twins.models[0].plan.buckets) >= 8
+    earlier, skipped = batch(twins.rank, 4, 10, step=1), (0, 2, 5)
+
+    def act(model: Any, optimizer: Any) -> list[Tensor]:
+        optimizer.zero_grad()
+        model(earlier, 0.0).backward()
+        for last in ((), skipped):  # each on top of what is there
+            with model.no_sync():
+                model(batch(twins.rank, 4, 10, step=2), 0.0).backward()
+                model(batch(twins.rank, 4, 10, step=3), 0.0, skipped[1:]).backward()
+            model(batch(twins.rank, 4, 10, step=4), 0.05, last).backward()
+        own = optimizer is twins.ours
+        gradients = [
+            optimizer.gradient_of(p) if own else p.grad.clone() for p in model.parameters()
+        ]
+        optimizer.step()
+        return gradients
+
+    for step in range(2):
+        names = [name for name, _ in twins.models[0].named_parameters()]
+        for name, ours, theirs in zip(names, *twins.each(act), strict=True):
+            assert_same(ours, theirs, f"gradient of {name} in step {step}", exact=False)
+    twins.check("accumulated on averages", exact=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_accumulation_on_averages(run_sharded: Runner, stage: int) -> None:
+    run_sharded(accumulate_on_averages, stage)
 
 
 class Sometimes(nn.Module):
