@@ -94,10 +94,10 @@ def test_resume_in_16_bits_keeps_masters(four: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_from_eight", [True, False])
 def test_resume_from_and_on_eight(tmp_path: Path, is_from_eight: bool) -> None:
     if is_from_eight:
-        pairs = [(8, STAGE_2, 8, STAGE_2), (8, STAGE_2, 4, WHOLE)]
+        pairs = [(8, STAGE_2, 8, STAGE_2), (8, STAGE_2, 4, WHOLE), (8, STAGE_2, 4, STAGE_1)]
         pairs += [(8, STAGE_2, n, 1 + n % 2) for n in (1, 2, 3)]
     else:
-        pairs = [(1, WHOLE, 8, STAGE_2)]
+        pairs = [(1, WHOLE, 8, STAGE_2), (1, STAGE_1, 8, STAGE_1)]
         pairs += [(n, 2 - n % 2, 8, 1 + n % 2) for n in (2, 3, 4)]
     with Ranks(8, {"PYDIST_BACKEND": "native"}) as ranks:
         ranks.run(resume, str(tmp_path), pairs, "float64", 50, timeout=LIMIT_S)
