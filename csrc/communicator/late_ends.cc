@@ -33,24 +33,25 @@ void LateEnds::start(const char* name, std::function<void()> end, Deadline until
   {
     const std::lock_guard lock(mutex_);
     over = take_over();
-    End& added = ends_.emplace_back();
-    added.until = until;
-    added.complaint = std::move(complaint);
-    try {
-      added.thread = start_engine_thread(name, [this, &added, end = std::move(end)]() mutable {
-        end();
-        end = nullptr;  // what it held may end here as well
-        const std::lock_guard done(mutex_);
-        added.is_over = true;
-        changed_.notify_all();
-      });
-    } catch (...) {
-      ends_.pop_back();
-      throw;
-    }
   }
   for (End& each : over) {
     each.thread.join();  // at once
+  }
+  const std::lock_guard lock(mutex_);
+  End& added = ends_.emplace_back();
+  added.until = until;
+  added.complaint = std::move(complaint);
+  try {
+    added.thread = start_engine_thread(name, [this, &added, end = std::move(end)]() mutable {
+      end();
+      end = nullptr;  // what it held may end here as well
+      const std::lock_guard done(mutex_);
+      added.is_over = true;
+      changed_.notify_all();
+    });
+  } catch (...) {
+    ends_.pop_back();
+    throw;
   }
 }
 

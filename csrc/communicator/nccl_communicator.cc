@@ -418,6 +418,9 @@ void warn_of_blocking_communicators() {
 }  // namespace
 
 void let_go_of_nccl() noexcept {
+  if (in_forked_child()) {
+    return;  // all of it is the parent's, and a driver may wait there for threads of the parent's
+  }
   LateEnds::of_process().join();
   try {
     if (!NcclGroup::is_any_captured()) {

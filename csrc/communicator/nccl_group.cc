@@ -99,6 +99,15 @@ class GroupStreams {
       return cuda::Driver::get().is_capturing(each.first);
     });
   }
+  // Whether none on the device has anything to do. None is captured.
+  [[nodiscard]] bool are_idle(int device) {
+    const std::lock_guard lock(mutex_);
+    const cuda::DeviceGuard guard(device);
+    const cuda::RelaxedCapture relaxed;
+    return std::all_of(streams_.begin(), streams_.end(), [device](const auto& each) {
+      return each.second != device || cuda::Driver::get().is_idle(each.first);
+    });
+  }
 
  private:
   std::mutex mutex_;
@@ -571,7 +580,8 @@ void NcclGroup::free_now() {
     return;
   }
   drain(Deadline::in(end_patience_));
-  if (!is_under_way()) {  // otherwise the device may never come to an end
+  // Otherwise the device may never come to an end, or not before the peers of another group come.
+  if (!is_under_way() && group_streams().are_idle(device_)) {
     freed.free_now(device_);
   }
 }

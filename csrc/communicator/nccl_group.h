@@ -21,9 +21,9 @@
 // with the error. The process lives on.
 //
 // Note [How a group ends]
-// Whoever ends a group waits until NCCL has finalized the communicator: no operation of it is left.
-// To destroy it after that takes as long as its neighbours in the host go on, and so happens on a
-// thread that nobody but the end of the job waits for (late_ends.h), as does every abort.
+// Whoever ends a group waits for its operations. To finalize NCCL's communicator (from NCCL 2.31 on)
+// and to destroy it takes as long as its neighbours in the host go on, and so happens on a thread
+// that nobody but the end of the job waits for (late_ends.h), as does every abort.
 //
 // Thread safe. Launches of all groups of a process are ordered by one lock, since NCCL's kernels
 // must start in one order on all ranks.
@@ -145,8 +145,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::chrono::milliseconds watch() noexcept;
   // Returns once what is under way has finished, or `deadline` has passed.
   void drain(Deadline deadline);
-  // Waits for what is under way, then until NCCL has finalized its communicator; fails the group
-  // where that takes too long. See Note [How a group ends]. Idempotent.
+  // Waits for what is under way; fails the group where that takes too long. See Note [How a group
+  // ends]. Idempotent.
   void end() noexcept;
 
  private:
@@ -233,7 +233,6 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::atomic<std::uint64_t> settled_{0};  // times that events were asked
   std::atomic<bool> is_aborting_{false};
   bool has_ended_ = false;  // guarded by mutex_; NCCL's communicator
-  std::atomic<bool> is_finalized_{false};
   std::atomic<bool> is_launching_{false};
   std::atomic<bool> is_closing_{false};    // NCCL's communicator ends, or has ended
   std::atomic<bool> has_captured_{false};  // something that replays, unseen

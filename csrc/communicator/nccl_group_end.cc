@@ -138,7 +138,7 @@ bool NcclGroup::has_been_aborted() const {
 
 void NcclGroup::wait_until_quiet(Deadline deadline) noexcept {
   bool can_ask = true;
-  while (!has_ended_now() && !is_finalized_ && !deadline.has_passed()) {
+  while (!has_ended_now() && !deadline.has_passed()) {
     try {
       if (can_ask && has_been_aborted()) {
         return;
@@ -231,7 +231,6 @@ void NcclGroup::end_communicator() {
   }
   // One that has failed, or is busy, cannot be destroyed.
   if (state == Result::kSuccess) {
-    is_finalized_ = true;
     static_cast<void>(nccl.ncclCommDestroy(comm_));
   } else {
     is_aborting_ = true;
@@ -270,12 +269,12 @@ void NcclGroup::end() noexcept {
   if (failure() == nullptr && comm_ != nullptr && weak_from_this().lock() != nullptr) {
     end_on_thread([this] { end_communicator(); });
   }
-  const std::optional<Deadline> until = [this] {
+  const std::optional<Deadline> aborted_by = [this] {
     const std::lock_guard lock(mutex_);
-    return ending_;
+    return has_failed_ ? ending_ : std::nullopt;
   }();
-  if (until) {
-    wait_until_quiet(*until);
+  if (aborted_by) {
+    wait_until_quiet(*aborted_by);
   }
   finish_all();
   has_captured_ = false;  // nobody asks for faults any more

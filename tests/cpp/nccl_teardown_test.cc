@@ -307,6 +307,7 @@ TEST(NcclTeardown, LeavesTheDriverAloneInAForkedChild) {
     const pid_t child = ::fork();
     if (child == 0) {
       work.reset();
+      let_go_of_nccl();  // as at the exit of a process
       ::_exit(0);
     }
     int status = 0;

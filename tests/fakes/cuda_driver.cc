@@ -444,6 +444,7 @@ int cuStreamDestroy_v2(void* stream) {
 
 int cuStreamGetCaptureInfo_v2(void* stream, int* status, std::uint64_t* id, void** graph,
                               const void***, std::size_t*) {
+  require_own_process();
   if (!has_context()) {
     return kInvalidContext;
   }

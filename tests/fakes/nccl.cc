@@ -76,7 +76,8 @@ struct Mailbox {
 
 struct Shared {
   std::atomic<int> joined;
-  std::atomic<int> left;  // have ended their communicators, or begun to
+  std::atomic<int> finalized;  // have begun to finalize their communicators, or have aborted them
+  std::atomic<int> left;       // have ended their communicators, or begun to
   std::atomic<std::uint64_t> arrived[kMostRanks];
   std::uint64_t calls[kMostRanks];  // what each rank's collective is, in short
   char chunks[kMostRanks][kChunk];
@@ -526,9 +527,10 @@ Result state_of(Comm& comm) {
   if (comm.async_error != kSuccess) {
     return static_cast<Result>(comm.async_error.load());
   }
-  const bool is_busy = comm.shared->joined < comm.size || comm.never_joins ||
-                       comm.never_finalizes || (comm.is_finalized && comm.graphs != 0) ||
-                       now_ms() < comm.busy_until_ms || comm.slow_answers > 0;
+  const bool is_busy =
+      comm.shared->joined < comm.size || comm.never_joins || comm.never_finalizes ||
+      (comm.is_finalized && (comm.graphs != 0 || comm.shared->finalized < comm.size)) ||
+      now_ms() < comm.busy_until_ms || comm.slow_answers > 0;
   return is_busy ? kInProgress : kSuccess;
 }
 
@@ -687,6 +689,7 @@ int ncclCommFinalize(void* handle) {
     return refusal;
   }
   comm->is_finalized = true;
+  ++comm->shared->finalized;
   comm->slow_answers = comm->is_blocking ? 0 : 2;
   comm->never_finalizes = has_fault(*comm, "hang_finalize", false);
   return comm->is_blocking ? kSuccess : kInProgress;
@@ -718,6 +721,9 @@ int ncclCommAbort(void* handle) {
     std::this_thread::sleep_for(std::chrono::hours(1));
   }
   comm.is_aborted = true;
+  if (!comm.is_finalized) {
+    ++comm.shared->finalized;
+  }
   ++comm.shared->left;
   if (comm.calls != 0) {
     ++faults_seen;  // of which it takes away the communicator

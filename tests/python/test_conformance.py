@@ -67,7 +67,11 @@ def pools() -> Iterator[object]:
         yield pytest.param(
             (size, {**BACKENDS[name], **DEVICE}), id=f"{name}, device-{size}", marks=needs_gpu
         )
-    for name, algorithm, size in (("nccl", "auto", 2), ("nccl, ring", "ring", 3)):
+    for name, algorithm, size in (
+        ("nccl", "auto", 2),
+        ("nccl", "auto", 4),
+        ("nccl, ring", "ring", 3),
+    ):
         env = {"PYDIST_BACKEND": "nccl", "PYDIST_ALGORITHM": algorithm, **NCCL}
         yield pytest.param((size, env), id=f"{name}, device-{size}", marks=needs_gpu_ranks)
 

@@ -259,6 +259,28 @@ def test_a_rank_that_fails_and_leaves_gives_its_reason() -> None:
     run_ranks(failing_and_leaving, 2, env=NCCL, timeout=60)
 
 
+def ending_first() -> None:
+    rank, size = start()
+    group = pydist.new_group(range(size))
+    mine = torch.ones(1000, device="cuda")
+    pydist.all_reduce(mine, group=group)
+    if rank == 0:
+        del group  # NCCL waits until the neighbours do the same
+        pydist.barrier()
+        pydist.barrier()
+    else:
+        pydist.barrier()
+        del group
+        pydist.barrier()
+    pydist.all_reduce(mine)
+    assert bool((mine == size * size).all())
+    pydist.shutdown()
+
+
+def test_a_rank_ends_a_group_before_its_neighbours() -> None:
+    run_ranks(ending_first, 2, env=NCCL)
+
+
 def on_four_ranks() -> None:
     rank, size = start()
     assert pydist.backend() == "nccl"

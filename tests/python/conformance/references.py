@@ -195,11 +195,14 @@ def combined(op: str, parts: Sequence[Tensor]) -> Tensor:
     return _from_accumulator(total, dtype)
 
 
-def bound(op: str, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def bound(
+    op: str, parts: Sequence[Tensor], *, rounds_every_step: bool = False
+) -> tuple[Tensor, Tensor]:
     """The result in float64, and how far from it one in any order may lie.
 
     Note [Bound]
-    Let u be half the machine epsilon of the type that accumulates (float32 for 16-bit types). A
+    Let u be half the machine epsilon of the type that accumulates: float32 for 16-bit types, unless
+    they are rounded at every step, which may then lose half of a subnormal number, too. A
     sum of p terms in any order and association is off by at most g(p-1) times the sum of their
     magnitudes, where g(n) = n u / (1 - n u) (Higham, Accuracy and Stability of Numerical
     Algorithms, 2nd ed., section 4.2). The factors of premul_sum, and the division of a mean, are
@@ -213,7 +216,7 @@ def bound(op: str, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     size = len(parts)
     wide = torch.float64
     accumulator = _accumulator(parts[0]).dtype
-    unit = torch.finfo(accumulator).eps / 2
+    unit = torch.finfo(dtype if rounds_every_step else accumulator).eps / 2
     unit_of_reference = torch.finfo(wide).eps / 2
     terms = [_accumulator(part).to(wide) for part in parts]
     if op == "prod":
@@ -235,5 +238,6 @@ def bound(op: str, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if dtype != accumulator and dtype not in COMPLEX:
         half_unit = torch.finfo(dtype).eps / 2
         half_subnormal = torch.finfo(dtype).tiny * half_unit
-        off = off + (total.abs() + off) * half_unit + half_subnormal
+        off = off + (total.abs() + off) * half_unit
+        off = off + half_subnormal * (size if rounds_every_step else 1)
     return total, off
