@@ -21,9 +21,9 @@
 // with the error. The process lives on.
 //
 // Note [How a group ends]
-// Whoever ends a group waits for its operations. To finalize NCCL's communicator (from NCCL 2.31 on)
-// and to destroy it takes as long as its neighbours in the host go on, and so happens on a thread
-// that nobody but the end of the job waits for (late_ends.h), as does every abort.
+// Whoever ends a group waits for its operations. To finalize NCCL's communicator (from NCCL 2.31
+// on) and to destroy it takes as long as its neighbours in the host go on, and so happens on a
+// thread that nobody but the end of the job waits for (late_ends.h), as does every abort.
 //
 // Thread safe. Launches of all groups of a process are ordered by one lock, since NCCL's kernels
 // must start in one order on all ranks.

@@ -36,15 +36,14 @@ void move_in(GradientSlot& slot) {
   if (slot.is_bound) {
     return;
   }
+  if (slot.parameter.grad().defined() && !shows_shard(slot)) {
+    const bool was_untouched = is_untouched(slot);
+    adopt(slot);
+    if (was_untouched) {
+      note_seen(slot);
+    }
+  }
   slot.is_bound = true;
-  if (!slot.parameter.grad().defined() || shows_shard(slot)) {
-    return;
-  }
-  const bool was_untouched = is_untouched(slot);
-  adopt(slot);
-  if (was_untouched) {
-    note_seen(slot);
-  }
 }
 
 bool Staging::try_take(std::vector<GradientSlot>& slots, const std::vector<std::size_t>& members) {
