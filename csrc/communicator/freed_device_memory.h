@@ -12,6 +12,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <mutex>
 #include <set>
@@ -20,6 +21,9 @@
 #include "base/deadline.h"
 
 namespace pydist {
+
+// How long whoever leaves the job waits for memory to be freed.
+inline constexpr std::chrono::milliseconds kFreePatience{10'000};
 
 class FreedDeviceMemory {
  public:

@@ -26,9 +26,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long whoever leaves the job waits for memory to be freed.
-constexpr milliseconds kFreePatience{10'000};
-
 // NCCL's own memory, which it moves without copies inside of it once it is registered; the device's
 // where NCCL has none. That is an optimisation: collectives on any memory are right.
 class NcclMemory final : public Memory {

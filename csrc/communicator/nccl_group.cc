@@ -39,9 +39,6 @@ constexpr microseconds kLongestJoiningPause{5'000};
 // NCCL itself does not return.
 constexpr milliseconds kLaunchPatience{1'000};
 
-// How long whoever leaves the job waits for the memory of a graph to be freed.
-constexpr milliseconds kFreePatience{10'000};
-
 // Whether this thread holds the launch mutex.
 thread_local bool is_in_launch = false;
 

@@ -264,14 +264,13 @@ def ending_first() -> None:
     group = pydist.new_group(range(size))
     mine = torch.ones(1000, device="cuda")
     pydist.all_reduce(mine, group=group)
+    groups = [group]
+    del group
     if rank == 0:
-        del group  # NCCL waits until the neighbours do the same
-        pydist.barrier()
-        pydist.barrier()
-    else:
-        pydist.barrier()
-        del group
-        pydist.barrier()
+        groups.clear()  # NCCL waits until the neighbours do the same
+    pydist.barrier()
+    groups.clear()
+    pydist.barrier()
     pydist.all_reduce(mine)
     assert bool((mine == size * size).all())
     pydist.shutdown()

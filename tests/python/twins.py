@@ -1,7 +1,7 @@
 """Models with a sharded optimizer, beside doubles with an unsharded one; the ranks to train on."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -100,6 +100,24 @@ class Twins:
 
         ours, theirs = self.each(act)
         assert_same(ours, theirs, f"loss of step {number}")
+
+    def scaled_step(
+        self, number: int, scalers: Sequence[torch.amp.GradScaler], *, overflows_on: int
+    ) -> None:
+        """With a scaler each. Every other step clips; that of number 2 overflows on a rank."""
+        for model, optimizer, scaler in zip(self.models, self.optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            x = batch(self.rank, 4, 10, step=number, dtype=torch.float32)
+            loss = model(x).square().mean()
+            if number == 2 and self.rank == overflows_on:
+                loss = loss + list(model.parameters())[-1].sum() * float("inf")
+            scaler.scale(loss).backward()
+            if number % 2:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
 
     def check(self, what: str, *, exact: bool | None = None) -> None:
         names = [name for name, _ in self.models[0].named_parameters()]
