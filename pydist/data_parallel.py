@@ -324,7 +324,7 @@ class DataParallel(nn.Module):
 
         The next backward outside averages what has been accumulated, also of parameters that it
         does not reach itself; so does `sync_gradients()`. All ranks do the same. An optimizer that
-        is to use gradients of this rank alone steps inside.
+        is to use gradients of this rank alone, or that were averaged by other means, steps inside.
 
         Args:
             enabled: If False, nothing changes: `with model.no_sync(enabled=step % 4 != 3)`.
@@ -376,6 +376,12 @@ class DataParallel(nn.Module):
 
         That is what was accumulated under `no_sync()`, and what was put into `parameter.grad` by
         hand, from `torch.autograd.grad` say, which accumulates nothing and so averages nothing.
+        A backward averages what was put by hand before it, too, with its own, and its weight.
+
+        Raises:
+            InvalidUsage: A gradient that accumulates on top of an averaged one was changed or
+                replaced in between (with sums, weights or a `pydist.ShardedOptimizer`; backward
+                raises it as well); or it was summed, and then changed in place.
         """
         self._reducer.synchronize()
 

@@ -397,13 +397,7 @@ class ShardedOptimizer(Optimizer):
                 raise
         self._require_sound()
         self._refuse_capture()
-        if self._wrapper is not None and self._wrapper._reducer.has_pending:
-            raise InvalidUsage(
-                "ShardedOptimizer.step() would use gradients that were accumulated under no_sync() "
-                "and never averaged: run the last backward outside of no_sync(), or call "
-                "sync_gradients() first; each rank updates a part of every parameter, so ranks "
-                "can't train apart"
-            )
+        self._refuse_pending()
         self.finish()
         if self._is_debugging:
             self._check_options(self.param_groups)
@@ -425,6 +419,17 @@ class ShardedOptimizer(Optimizer):
         if scripts_any_function() or (self._wrapper is None and compiles_anything()):
             self.finish()
         return loss
+
+    def _refuse_pending(self) -> None:
+        if self._wrapper is not None and self._wrapper._reducer.has_pending:
+            error = InvalidUsage(
+                "ShardedOptimizer.step() would use gradients that were accumulated under no_sync() "
+                "and never averaged: run the last backward outside of no_sync(), or call "
+                "sync_gradients() first; each rank updates a part of every parameter, so ranks "
+                "can't train apart"
+            )
+            with self._giving_up_for_all("step()"):  # the others may have averaged theirs
+                raise error
 
     def _refuse_capture(self) -> None:
         """A graph would repeat neither what the host counts nor the wait for what travels."""

@@ -315,7 +315,7 @@ bool GradientArena::bind(const GradientBucket& bucket, bool is_next) {
 // What a bucket that has yet to be launched has there moves out, on the current stream.
 void GradientArena::evict_from(Staging& staging) {
   const std::optional<std::size_t> slot = staging.unlaunched();
-  if (!slot) {
+  if (!slot || is_landing_in(buckets_[slots_[*slot].bucket].slots)) {
     return;
   }
   if (!staging.memory().is_cpu()) {
@@ -327,6 +327,11 @@ void GradientArena::evict_from(Staging& staging) {
     streams = {here};
   }
   staging.evict(slots_);
+}
+
+bool GradientArena::is_landing_in(const std::vector<std::size_t>& members) const {
+  return std::any_of(members.begin(), members.end(),
+                     [this](std::size_t index) { return slots_[index].is_landing; });
 }
 
 void GradientArena::release() {

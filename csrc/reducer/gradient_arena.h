@@ -71,8 +71,11 @@ class GradientArena {
   [[nodiscard]] BucketPlan feasible(const BucketPlan& wished) const;
 
   // Whether the bucket has its memory. Takes it where it is free, and, if the bucket `is_next` to
-  // be launched, from one that is launched later.
+  // be launched, from one that is launched later and in which nothing is landing.
   [[nodiscard]] bool bind(const GradientBucket& bucket, bool is_next);
+  // Whether a gradient is landing there: another device's thread may be between the hooks before
+  // and after, or this one, around a backward that a hook has begun.
+  [[nodiscard]] bool is_landing_in(const std::vector<std::size_t>& members) const;
   // Takes back all memory that buckets share.
   void release();
 

@@ -37,11 +37,7 @@ void move_in(GradientSlot& slot) {
     return;
   }
   if (slot.parameter.grad().defined() && !shows_shard(slot)) {
-    const bool was_untouched = is_untouched(slot);
-    adopt(slot);
-    if (was_untouched) {
-      note_seen(slot);
-    }
+    bring_in(slot);
   }
   slot.is_bound = true;
 }

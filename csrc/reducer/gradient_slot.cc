@@ -87,6 +87,18 @@ void adopt(const GradientSlot& slot) {
   expose(slot);
 }
 
+void bring_in(GradientSlot& slot) {
+  const bool was_seen = is_seen(slot);
+  const bool was_untouched = is_untouched(slot);
+  adopt(slot);
+  if (was_seen) {
+    note_seen(slot);
+  }
+  if (was_seen && !was_untouched) {
+    slot.parameter.grad().unsafeGetTensorImpl()->bump_version();
+  }
+}
+
 at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, double factor) {
   if (!has_place(slot) || !slot.is_bound || !gradient.defined() ||
       slot.parameter.grad().defined() || c10::GradMode::is_enabled() ||
@@ -114,14 +126,28 @@ at::Tensor scaled(const at::Tensor& gradient, double factor) {
   return factor == 0.0 ? at::zeros_like(gradient) : gradient.mul(factor);
 }
 
+bool is_averaged(const GradientSlot& slot) {
+  if (slot.is_pending) {
+    return false;
+  }
+  if (is_sharded(slot)) {
+    return shows_shard(slot);
+  }
+  // Converting the module moves what was seen; who holds the slot's memory may have wrapped it
+  // anew.
+  return is_seen(slot) || (has_place(slot) && holds_gradient(slot));
+}
+
+bool is_by_hand(const GradientSlot& slot) {
+  return slot.parameter.grad().defined() && !slot.is_pending && !is_averaged(slot);
+}
+
 void set_aside(GradientSlot& slot) {
   if (is_sharded(slot)) {
-    slot.aside =
-        (shows_shard(slot) ? slot.segment : segment_of(slot, slot.parameter.grad())).clone();
-    slot.parameter.mutable_grad().reset();
-    return;
+    slot.aside = slot.segment.clone();
+  } else {
+    slot.aside = has_place(slot) ? slot.parameter.grad().clone() : slot.parameter.grad();
   }
-  slot.aside = has_place(slot) ? slot.view.clone() : slot.parameter.grad();
   slot.parameter.mutable_grad().reset();
 }
 
@@ -158,10 +184,13 @@ void note_seen(GradientSlot& slot) {
   slot.seen_version = gradient.defined() ? gradient._version() : 0;
 }
 
-bool is_untouched(const GradientSlot& slot) {
+bool is_seen(const GradientSlot& slot) {
   const at::Tensor& gradient = slot.parameter.grad();
-  return gradient.defined() && slot.seen.lock().get() == gradient.unsafeGetTensorImpl() &&
-         gradient._version() == slot.seen_version;
+  return gradient.defined() && slot.seen.lock().get() == gradient.unsafeGetTensorImpl();
+}
+
+bool is_untouched(const GradientSlot& slot) {
+  return is_seen(slot) && slot.parameter.grad()._version() == slot.seen_version;
 }
 
 bool is_zero(const GradientSlot& slot) {
@@ -172,7 +201,8 @@ bool is_zero(const GradientSlot& slot) {
 }
 
 bool is_still_pending(const GradientSlot& slot) {
-  return slot.is_pending && holds_gradient(slot) && (is_untouched(slot) || !is_zero(slot));
+  return slot.is_pending && slot.parameter.grad().defined() && !shows_shard(slot) &&
+         (is_untouched(slot) || !is_zero(slot));
 }
 
 void check_aside(GradientSlot& slot) {

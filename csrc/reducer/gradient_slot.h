@@ -36,6 +36,8 @@ struct GradientSlot {
   bool contributes = false;
   // The gradient on its way into `parameter.grad` is one, not nothing.
   bool has_arrived = false;
+  // It may land in the slot, and has not become `parameter.grad` yet: the memory stays the slot's.
+  bool is_landing = false;
   // The round in which it last received a gradient; how often it did in that round, and in the one
   // before. It is complete when it has received as many.
   std::uint64_t fired_in = 0;
@@ -45,7 +47,7 @@ struct GradientSlot {
   at::Tensor late;
   // An averaged gradient that others are added to; see set_aside().
   at::Tensor aside;
-  // `parameter.grad` as it was when a gradient last came to it, or was averaged; see
+  // `parameter.grad` as it was when a gradient last came to it, or was averaged; see is_seen() and
   // is_untouched().
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> seen{
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
@@ -77,6 +79,10 @@ void expose(const GradientSlot& slot);
 // not fit.
 void adopt(const GradientSlot& slot);
 
+// The same, of a gradient that has no place in the slot for no fault of anybody's: it stays as seen
+// and as touched as it was.
+void bring_in(GradientSlot& slot);
+
 // Copies `factor` times a gradient that is about to become `parameter.grad` into the slot, and
 // returns an alias of the slot, which AccumulateGrad takes over instead of making a copy. Where
 // that cannot be done, returns `factor` times `gradient`; adopt() does the rest then.
@@ -84,6 +90,13 @@ void adopt(const GradientSlot& slot);
 
 // `factor` times a gradient. Zero times anything is zero.
 [[nodiscard]] at::Tensor scaled(const at::Tensor& gradient, double factor);
+
+// Whether `parameter.grad` is what an earlier round has left, scaled or clipped perhaps.
+[[nodiscard]] bool is_averaged(const GradientSlot& slot);
+
+// Whether somebody has put a gradient of this rank's into `parameter.grad`, or replaced what was
+// there: it counts like one that a backward has brought.
+[[nodiscard]] bool is_by_hand(const GradientSlot& slot);
 
 // Keeps an averaged gradient apart from what is going to be added to it, so that averaging counts
 // only the latter; put_back() adds it again. `parameter.grad` is undefined in between, until the
@@ -94,14 +107,17 @@ void put_back(GradientSlot& slot);
 // Remembers what `parameter.grad` is now.
 void note_seen(GradientSlot& slot);
 
-// Whether nobody has replaced `parameter.grad`, or written into it, since note_seen().
+// Whether nobody has replaced `parameter.grad` since note_seen().
+[[nodiscard]] bool is_seen(const GradientSlot& slot);
+
+// Nor written into it.
 [[nodiscard]] bool is_untouched(const GradientSlot& slot);
 
 // Whether `parameter.grad` is there and zero.
 [[nodiscard]] bool is_zero(const GradientSlot& slot);
 
-// Whether the parameter still holds what was accumulated and not averaged: nobody has set it to
-// zero or None since.
+// Whether the parameter may still hold what was accumulated and not averaged: nobody has set it to
+// zero or None since, or it has got something else since then.
 [[nodiscard]] bool is_still_pending(const GradientSlot& slot);
 
 // Forgets what was set aside if the gradient was set to zero or None since. Throws InvalidUsage

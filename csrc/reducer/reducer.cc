@@ -284,10 +284,11 @@ at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
   if (adds_up() || slot.owner != 0) {
     const c10::AutoGradMode no_grad(false);
     check_aside(slot);
-    if (!slot.is_pending && (holds_gradient(slot) || shows_shard(slot))) {
+    if (is_averaged(slot)) {
       set_aside(slot);
     }
   }
+  slot.is_landing = true;
   return land(slot, gradient, backward->factor);
 }
 
@@ -295,6 +296,7 @@ void Reducer::accumulated(std::size_t index) {
   const std::lock_guard turn(turn_);
   const std::shared_ptr<Backward> backward = require_backward();
   GradientSlot& slot = arena_.slots()[index];
+  slot.is_landing = false;
   if (backward->synchronizes && slot.fired_in != round_.number) {
     slot.fired_in = round_.number;
     slot.fires = 0;
@@ -321,10 +323,17 @@ void Reducer::accumulated(std::size_t index) {
     note_seen(slot);
     note_stream(slot);
   }
-  if (!backward->synchronizes || ++slot.fires != slot.expected_fires) {
+  if (!backward->synchronizes) {
     return;
   }
-  order_.note(index);
+  if (++slot.fires == slot.expected_fires) {
+    note_complete(slot);
+  }
+  launch_what_is_ready();
+}
+
+void Reducer::note_complete(const GradientSlot& slot) {
+  order_.note(slot.index);
   if (arena_.buckets().empty()) {
     return;
   }
@@ -332,7 +341,13 @@ void Reducer::accumulated(std::size_t index) {
   PYDIST_CHECK(missing > 0);
   if (--missing == 0) {
     round_.times->buckets[slot.bucket].ready = now_ns();
-    launch_what_is_ready();
+  }
+}
+
+// What was on its way when a hook threw came to nothing.
+void Reducer::end_landings() {
+  for (GradientSlot& slot : arena_.slots()) {
+    slot.is_landing = false;
   }
 }
 
@@ -352,6 +367,7 @@ void Reducer::note_stream(const GradientSlot& slot) {
 bool Reducer::finish(Backward& backward) {
   const std::lock_guard turn(turn_);
   current_.reset();
+  end_landings();
   if (backward.accumulates) {
     enter(backward);
   }
@@ -368,6 +384,7 @@ bool Reducer::finish(Backward& backward) {
 void Reducer::abandon(Backward& backward) noexcept {
   const std::lock_guard turn(turn_);
   current_.reset();
+  end_landings();
   const bool was_given_up = backward.round && *backward.round != round_.number;
   if (was_given_up || !begins_round(backward)) {
     return;
@@ -416,9 +433,14 @@ void Reducer::enter(Backward& backward) {
   backward.factor = weight == 0 ? 0.0 : weight / weights_.first;
 }
 
-// The gradients of earlier backwards, set to zero or None since, take their weights along.
+// The gradients of earlier backwards, set to zero or None since, take their weights along; so do
+// those that somebody has replaced, by what counts like the next backward then.
 void Reducer::forget_weights_of_nothing() {
-  if (weights_.has_gradients && !has_pending()) {
+  const auto is_weighted = [](const GradientSlot& slot) {
+    return is_still_pending(slot) && is_seen(slot);
+  };
+  if (weights_.has_gradients &&
+      std::none_of(arena_.slots().begin(), arena_.slots().end(), is_weighted)) {
     weights_ = {};
   }
 }
@@ -539,14 +561,15 @@ void Reducer::synchronize() {
 
 // A gradient that was put, or written, into `parameter.grad` by hand.
 void Reducer::take_over_by_hand(GradientSlot& slot) {
-  if (slot.is_pending || !slot.parameter.grad().defined() || is_untouched(slot)) {
+  if (slot.is_pending || !slot.parameter.grad().defined() || is_untouched(slot) ||
+      shows_shard(slot)) {
     return;
   }
   if (has_place(slot) && !holds_gradient(slot)) {
     adopt(slot);
   } else if (is_zero(slot)) {
     return;
-  } else if (options_.sums && slot.seen.lock() == slot.parameter.grad().getIntrusivePtr()) {
+  } else if (options_.sums && is_seen(slot)) {
     throw InvalidUsage(join("the gradient of parameter ", slot.name,
                             " was summed and then changed in place, so part of it may count once "
                             "for each rank: set it to None first, or replace it"));

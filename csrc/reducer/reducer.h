@@ -40,8 +40,9 @@
 // Note [Set aside]
 // The mean of gradients that all ranks share is what it was, so averaging what was averaged already
 // does no harm, and gradients may be added on top. Not so for sums, or where ranks count by share
-// or have joined: then what was averaged is set aside while new gradients come, and added to their
-// sum.
+// or have joined, or have shards of it: then what was averaged is set aside while new gradients
+// come, and added to their sum. A gradient that somebody has put into `parameter.grad` is this
+// rank's own, and so a part of the sum.
 
 #pragma once
 
@@ -249,6 +250,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool finish(Backward& backward);
   void abandon(Backward& backward) noexcept;
   void note_stream(const GradientSlot& slot);
+  void note_complete(const GradientSlot& slot);
+  void end_landings();
 
   // -- beginning
   std::shared_ptr<Backward> begin(bool accumulates);

@@ -192,8 +192,11 @@ void Reducer::start_hook(std::size_t bucket, Closing::Status status,
 
 void Reducer::launch_what_is_ready() {
   const std::vector<GradientBucket>& buckets = arena_.buckets();
-  while (round_.launched < buckets.size() && buckets[round_.launched].missing == 0 &&
-         may_launch() && has_memory(round_.launched)) {
+  const auto is_ready = [this](const GradientBucket& bucket) {
+    return bucket.missing == 0 && !arena_.is_landing_in(bucket.slots);
+  };
+  while (round_.launched < buckets.size() && is_ready(buckets[round_.launched]) && may_launch() &&
+         has_memory(round_.launched)) {
     launch(Closing::Status::kFine);
   }
 }
@@ -222,15 +225,15 @@ void Reducer::fill(GradientSlot& slot) {
   const auto lies_elsewhere = [&] {
     return has_gradient && !holds_gradient(slot) && !shows_shard(slot);
   };
-  if (lies_elsewhere() && is_untouched(slot)) {
-    adopt(slot);  // it had no place to land, and is what it was
-    note_seen(slot);
+  if (lies_elsewhere() && is_seen(slot)) {
+    bring_in(slot);  // it had no place to land, or was moved with the module
   }
   check_aside(slot);
+  const bool counts = is_present_ && has_gradient && (slot.is_pending || is_by_hand(slot));
   if (lies_elsewhere()) {
-    adopt(slot);  // somebody has moved it meanwhile
+    adopt(slot);
   }
-  if (slot.is_pending && has_gradient) {
+  if (counts) {
     slot.contributes = true;
     return;
   }
@@ -283,7 +286,8 @@ void Reducer::close_round(Closing::Status status) {
   for (GradientSlot& slot : arena_.slots()) {
     if (!has_place(slot) && status == Closing::Status::kFine) {
       check_aside(slot);
-      slot.contributes = slot.is_pending && holds_gradient(slot);
+      slot.contributes =
+          is_present_ && holds_gradient(slot) && (slot.is_pending || is_by_hand(slot));
     }
     if (slot.contributes) {
       closings_->set_used(slot.index);

@@ -1,5 +1,7 @@
 """Gradients that were not averaged: `sync_gradients()`, and optimizers that would use them."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -166,6 +168,32 @@ def synchronize_without_a_backward() -> None:
 
 def test_a_rank_without_a_backward_has_no_weight_in_sync_gradients(run: Runner) -> None:
     run(synchronize_without_a_backward)
+
+
+def add_to_what_was_put_by_hand(reduction: str) -> None:
+    rank, size = joined()
+    ranks = range(1, size + 1)
+    for weighted in (False, True):
+        model = pydist.DataParallel(
+            nn.ModuleDict({"used": nn.Linear(2, 1, bias=False), "unused": nn.Linear(2, 1)}),
+            reduction=reduction,
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 100.0 * (rank + 1))
+        x = torch.full((1, 2), rank + 1.0)
+        with model.weighted(rank + 2) if weighted else contextlib.nullcontext():
+            model.module["used"](x).sum().backward()
+        weights = [r + 1 if weighted else 1 for r in ranks]
+        total = sum(weights) if reduction == "mean" else 1
+        for name, parameter in model.module.named_parameters():
+            each = 101.0 if name.startswith("used") else 100.0
+            expected = sum(w * r * each for w, r in zip(weights, ranks, strict=True)) / total
+            torch.testing.assert_close(parameter.grad, torch.full_like(parameter, expected))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_backward_on_gradients_put_by_hand(run: Runner, reduction: str) -> None:
+    run(add_to_what_was_put_by_hand, reduction)
 
 
 def hand_over_a_graph() -> None:

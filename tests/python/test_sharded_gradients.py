@@ -1,5 +1,6 @@
 """What `pydist.ShardedOptimizer` steps with: accumulated, clipped, scaled, put by hand, or none."""
 
+import contextlib
 import copy
 import time
 import warnings
@@ -117,6 +118,117 @@ def accumulate_on_averages(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_accumulation_on_averages(run_sharded: Runner, stage: int) -> None:
     run_sharded(accumulate_on_averages, stage)
+
+
+def replace_between(stage: int) -> None:
+    """What is accumulated on an average, and replaced, has lost sight of it."""
+    rank, _ = joined()
+    for layer in (0, 7):  # one whose bucket has no memory in stage 2, one whose has
+        model = pydist.DataParallel(Pausing(), bucket_cap_mb=0.0005)
+        optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, stage=stage, lr=0.1)
+        match = rf"layers\.{layer}\.weight was changed between backward passes"
+        for refuses in (model, optimizer):
+            optimizer.zero_grad()
+            model(batch(rank, 4, 10, step=1), 0.0).backward()
+            with model.no_sync():
+                model(batch(rank, 4, 10, step=2), 0.0).backward()
+            weight = model.module.layers[layer].weight
+            assert weight.grad is not None
+            weight.grad = weight.grad * 0.5
+            if refuses is model:
+                with pytest.raises(pydist.InvalidUsage, match=match):
+                    model(batch(rank, 4, 10, step=3), 0.05).backward()
+            else:
+                with pytest.raises(pydist.InvalidUsage, match="never averaged"):
+                    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_that_were_replaced_in_between(run_sharded: Runner, stage: int) -> None:
+    run_sharded(replace_between, stage)
+
+
+def add_to_gradients_put_by_hand(stage: int, reduction: str) -> None:
+    """They are a part of what the next backward averages, wherever they lie, used or not."""
+    twins = Twins(
+        Pausing(),
+        torch.optim.SGD,
+        cap_mb=0.0005,
+        options={"lr": 0.1},
+        wrapping={"reduction": reduction},
+        stage=stage,
+    )
+    skipped = (1, 4, 7)
+
+    def act(model: Any, optimizer: Any) -> list[Tensor]:
+        gradients = []
+        for accumulates in (False, True):
+            for weight in (None, twins.rank + 1.0):
+                optimizer.zero_grad()
+                for number, parameter in enumerate(model.parameters()):
+                    parameter.grad = batch(twins.rank, *parameter.shape, step=number)
+                # Each alone would do; together they come to memory that others have had.
+                with model.weighted(weight) if weight else contextlib.nullcontext():
+                    with model.no_sync(enabled=accumulates):
+                        model(batch(twins.rank, 4, 10, step=5), 0.0, skipped[:2]).backward()
+                    if accumulates:
+                        model(batch(twins.rank, 4, 10, step=6), 0.05, skipped).backward()
+                own = optimizer is twins.ours
+                gradients += [
+                    optimizer.gradient_of(p) if own else p.grad.clone() for p in model.parameters()
+                ]
+                optimizer.step()
+        return gradients
+
+    ours, theirs = twins.each(act)
+    for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(our, their, f"gradient {number}", exact=False)
+    first = next(twins.models[1].parameters())
+    for rank in range(twins.size):
+        one = first.detach().clone()
+        pydist.broadcast(one, root=rank)
+        assert torch.equal(one, first), "and the ranks are the same"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_backward_on_gradients_put_by_hand(
+    run_sharded: Runner, stage: int, reduction: str
+) -> None:
+    run_sharded(add_to_gradients_put_by_hand, stage, reduction)
+
+
+def land_beside_a_launch(stage: int) -> None:
+    """A bucket wants its memory while a gradient of another lands there, as threads of other
+    devices bring it about; here, a backward within a hook does.
+    """
+    twins = Twins(Pausing(), torch.optim.SGD, cap_mb=0.0005, options={"lr": 0.1}, stage=stage)
+    first, other = 7, 4  # layers, whose buckets, 0 and 3, have the same memory in stage 2
+    places = [list(bucket.parameters) for bucket in twins.models[0].plan.buckets]
+    for layer, bucket in ((first, 0), (other, 3)):
+        assert places[bucket] == [f"layers.{layer}.bias", f"layers.{layer}.weight"]
+
+    def act(model: Any, optimizer: Any) -> list[Tensor]:
+        optimizer.zero_grad()
+        layers = model.module.layers
+        x = batch(twins.rank, 4, 10, step=1)
+        inner = layers[first](x).square().mean()
+        weight = layers[other].weight
+        accumulation = weight.view_as(weight).grad_fn.next_functions[0][0]
+        handle = accumulation.register_prehook(lambda _: inner.backward())
+        layers[other](x).square().mean().backward()
+        handle.remove()
+        own = optimizer is twins.ours
+        used = (*layers[first].parameters(), *layers[other].parameters())
+        return [optimizer.gradient_of(p) if own else p.grad.clone() for p in used]
+
+    for number, (ours, theirs) in enumerate(zip(*twins.each(act), strict=True)):
+        assert_same(ours, theirs, f"gradient {number}", exact=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_launch_while_a_gradient_lands(run_sharded: Runner, stage: int) -> None:
+    run_sharded(land_beside_a_launch, stage)
 
 
 class Sometimes(nn.Module):
@@ -287,6 +399,28 @@ def read_past_dispatch(stage: Any) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stand_ins_past_dispatch_are_no_numbers(run_sharded: Runner, stage: int) -> None:
     run_sharded(read_past_dispatch, stage)
+
+
+def synchronize_what_was_scaled(stage: int) -> None:
+    """An average that was changed in place is one still."""
+    twins = Twins(small_model(torch.float64), torch.optim.SGD, options={"lr": 0.1}, stage=stage)
+
+    def act(model: Any, optimizer: Any) -> None:
+        for number in range(2):
+            optimizer.zero_grad()
+            model(batch(twins.rank, 4, 10, step=number)).square().mean().backward()
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.5)
+            model.sync_gradients()
+            optimizer.step()
+
+    twins.each(act)
+    twins.check("scaled and synchronized", exact=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sync_gradients_of_scaled_ones(run_sharded: Runner, stage: int) -> None:
+    run_sharded(synchronize_what_was_scaled, stage)
 
 
 def put_gradients() -> None:

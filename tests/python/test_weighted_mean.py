@@ -148,9 +148,10 @@ def test_sums_of_what_not_every_rank_uses(run: Runner, micro_batches: int) -> No
     run(add_up_what_some_use, micro_batches)
 
 
-def change_between() -> None:
+def change_between(in_place: bool) -> None:
     joined()
     model = pydist.DataParallel(nn.Linear(2, 1), reduction="sum")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     size = pydist.world_size()
     x = torch.ones(1, 2)
     model(x).sum().backward()
@@ -162,16 +163,27 @@ def change_between() -> None:
     assert model.weight.grad.tolist() == [[float(size)] * 2]
     with model.no_sync():
         model(x).sum().backward()
-    model.weight.grad.mul_(0.5)
+    if in_place:
+        model.weight.grad.mul_(0.5)
+    else:
+        model.weight.grad = model.weight.grad * 0.5
+        with pytest.raises(pydist.InvalidUsage, match="never averaged"):
+            optimizer.step()
     with pytest.raises(pydist.InvalidUsage, match="weight was changed between backward passes"):
         model(x).sum().backward()
     model.zero_grad()
     model(x).sum().backward()
     assert model.weight.grad.tolist() == [[float(size)] * 2]
+    # Averaged, and changed then: it is what the next is added to.
+    if in_place:
+        model.weight.grad.mul_(0.5)
+        model(x).sum().backward()
+        assert model.weight.grad.tolist() == [[size * 1.5] * 2]
 
 
-def test_gradients_that_were_changed_in_between(run: Runner) -> None:
-    run(change_between)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_gradients_that_were_changed_in_between(run: Runner, in_place: bool) -> None:
+    run(change_between, in_place)
 
 
 def throw_away_weights() -> None:
