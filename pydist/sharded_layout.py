@@ -21,6 +21,7 @@ from pydist.module_agreement import check_same
 from pydist.sharded_gradient import GradientParts, ShardedGradient
 from pydist.sharded_parameters import Bucket, Member, Segment, cut, dense_strides, move_in
 from pydist.state_dict_names import plain_names
+from pydist.trained_parameters import require_plain
 
 # Its label, how it is cut, what it has, and the shard of averaged gradients, if that is apart.
 _NewBucket = tuple[str, _native.ShardLayout, list[Member], Tensor | None]
@@ -142,7 +143,12 @@ class ShardedLayout:
 
     def _require_shardable(self, index: int) -> None:
         parameter, name = self.parameters[index], self.names[index]
-        _require_plain(name, parameter)
+        require_plain(
+            f"parameter {name}",
+            parameter,
+            "pydist.ShardedOptimizer",
+            f", or use the optimizer's class on {name} without pydist.ShardedOptimizer",
+        )
         devices = self._communicator.capabilities()["devices"]
         if parameter.device.type not in devices or parameter.layout != torch.strided:
             raise InvalidUsage(
@@ -286,18 +292,6 @@ class ShardedLayout:
                 for segment in bucket.segments:
                     self.segments[segment.member.index] = segment
         return made
-
-
-def _require_plain(name: str, parameter: Tensor) -> None:
-    """Raises InvalidUsage where a parameter is made of other tensors, as DTensors are."""
-    if not hasattr(parameter, "__tensor_flatten__"):
-        return
-    raise InvalidUsage(
-        f"parameter {name} is a {type(parameter).__name__}, made of other tensors, and "
-        "pydist.ShardedOptimizer takes plain ones, which are whole on every rank: leave out what "
-        "makes it so (for a DTensor: fully_shard, parallelize_module or distribute_tensor), or use "
-        f"the optimizer's class on {name} without pydist.ShardedOptimizer"
-    )
 
 
 def _kind_of(parameter: Tensor) -> _Kind:

@@ -135,8 +135,19 @@ def require_trainable(module: nn.Module) -> None:
         )
 
 
+def require_plain(what: str, tensor: Tensor, taker: str, or_else: str = "") -> None:
+    """Raises InvalidUsage where a tensor is made of others, as DTensors are."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise InvalidUsage(
+            f"{what} is a {type(tensor).__name__}, made of other tensors, and {taker} takes plain "
+            "ones, which are whole on every rank: leave out what makes it so (for a DTensor: "
+            f"fully_shard, parallelize_module or distribute_tensor){or_else}"
+        )
+
+
 def require_ordinary(kind: str, name: str, tensor: Tensor) -> None:
-    """Raises InvalidUsage unless a parameter or buffer is dense and on the CPU or a CUDA device."""
+    """Raises InvalidUsage unless a tensor is plain, dense, and on the CPU or a CUDA device."""
+    require_plain(f"{kind} {name}", tensor, "pydist.DataParallel")
     if nn.parameter.is_lazy(tensor):
         raise InvalidUsage(
             f"{kind} {name} has no shape yet: run one forward before wrapping the module"

@@ -59,6 +59,10 @@ def refuse() -> None:
     distributed = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
     with pytest.raises(pydist.InvalidUsage, match=r"parameter 0 is a DTensor.*distribute_tensor"):
         pydist.ShardedOptimizer([distributed], adam)
+    parted = nn.Linear(4, 4)
+    parted.weight = distributed
+    with pytest.raises(pydist.InvalidUsage, match="parameter weight is a DTensor, made of other"):
+        pydist.DataParallel(parted)
     with pytest.raises(pydist.InvalidUsage, match="differentiable=True"):
         pydist.ShardedOptimizer(linear.parameters(), adam, differentiable=True)
     with pytest.raises(ValueError, match="Invalid learning rate"):
