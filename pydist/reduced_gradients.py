@@ -8,6 +8,7 @@ from torch import Tensor
 from pydist import _native
 from pydist.data_parallel import DataParallel
 from pydist.errors import InvalidUsage
+from pydist.module_agreement import check_same
 from pydist.sharded_gradient import ShardedGradient, part_norm, whole_norms
 from pydist.sharded_layout import ShardedLayout
 
@@ -39,6 +40,20 @@ class ReducedGradients:
         if index is None:
             raise InvalidUsage("gradient_of() was given a tensor that the optimizer does not have")
         gradient = parameter.grad
+        if self._wrapper is not None:
+            kind = (
+                "none"
+                if gradient is None
+                else "one that is averaged"
+                if isinstance(gradient, ShardedGradient)
+                else "one of its own"
+            )
+            check_same(
+                self._communicator,
+                f"the gradient of parameter {self._layout.names[index]}",
+                [kind],
+                "ask for it after a backward that averages it, or after sync_gradients()",
+            )
         if gradient is None or not isinstance(gradient, ShardedGradient):
             return None if gradient is None else gradient.detach().clone()
         self._layout.notice_buckets()

@@ -543,6 +543,10 @@ class ShardedOptimizer(Optimizer):
 
         Returns:
             A tensor of its own; None if there is no gradient.
+
+        Raises:
+            Mismatch: It was accumulated under `no_sync()`, put by hand or set to zero since it was
+                averaged, on some ranks (on every rank).
         """
         return self._gradients.gradient_of(parameter)
 

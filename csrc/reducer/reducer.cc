@@ -562,13 +562,11 @@ void Reducer::synchronize() {
 // A gradient that was put, or written, into `parameter.grad` by hand.
 void Reducer::take_over_by_hand(GradientSlot& slot) {
   if (slot.is_pending || !slot.parameter.grad().defined() || is_untouched(slot) ||
-      shows_shard(slot)) {
+      shows_shard(slot) || is_zero(slot)) {
     return;
   }
   if (has_place(slot) && !holds_gradient(slot)) {
     adopt(slot);
-  } else if (is_zero(slot)) {
-    return;
   } else if (options_.sums && is_seen(slot)) {
     throw InvalidUsage(join("the gradient of parameter ", slot.name,
                             " was summed and then changed in place, so part of it may count once "

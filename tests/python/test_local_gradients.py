@@ -196,6 +196,26 @@ def test_a_backward_on_gradients_put_by_hand(run: Runner, reduction: str) -> Non
     run(add_to_what_was_put_by_hand, reduction)
 
 
+def put_zeros_beside_weights() -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(
+        nn.ModuleDict({"used": nn.Linear(2, 1, bias=False), "unused": nn.Linear(2, 1)})
+    )
+    with model.no_sync(), model.weighted(rank + 2):
+        model.module["used"](torch.full((1, 2), rank + 1.0)).sum().backward()
+    for parameter in model.module["unused"].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    model.sync_gradients()
+    mean = sum((r + 2) * (r + 1) for r in range(size)) / sum(r + 2 for r in range(size))
+    for name, parameter in model.module.named_parameters():
+        expected = mean if name.startswith("used") else 0.0
+        torch.testing.assert_close(parameter.grad, torch.full_like(parameter, expected))
+
+
+def test_zeros_put_by_hand_have_no_weight(run: Runner) -> None:
+    run(put_zeros_beside_weights)
+
+
 def hand_over_a_graph() -> None:
     rank, size = joined()
     model = pydist.DataParallel(nn.Linear(2, 1, bias=False))

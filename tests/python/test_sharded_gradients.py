@@ -423,6 +423,29 @@ def test_sync_gradients_of_scaled_ones(run_sharded: Runner, stage: int) -> None:
     run_sharded(synchronize_what_was_scaled, stage)
 
 
+def ask_for_what_some_have() -> None:
+    """A gradient that some ranks have averaged and others hold for themselves."""
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(5, 1, dtype=torch.float64))
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(batch(rank, 4, 5)).sum().backward()
+    if rank == 1:
+        with model.no_sync():
+            model(batch(rank, 4, 5)).sum().backward()
+    for parameter in model.parameters():
+        with pytest.raises(pydist.Mismatch, match="averaged, where rank 1 has one of its own; ask"):
+            optimizer.gradient_of(parameter)
+    model.sync_gradients()
+    for parameter in model.parameters():
+        whole = optimizer.gradient_of(parameter)
+        assert whole is not None
+        assert whole.shape == parameter.shape
+
+
+def test_a_gradient_that_only_some_have_averaged(run_sharded: Runner) -> None:
+    run_sharded(ask_for_what_some_have)
+
+
 def put_gradients() -> None:
     """By hand, on one rank: it updates with its own gradient, or not at all."""
     rank, _ = joined()
