@@ -215,7 +215,8 @@ void check_aside(GradientSlot& slot) {
     throw InvalidUsage(
         join("the gradient of parameter ", slot.name,
              " was changed between backward passes that accumulate on top of an averaged "
-             "gradient: call zero_grad() before accumulating, or change it after averaging"));
+             "gradient: call zero_grad() before accumulating, or change it after averaging; to put "
+             "another in its place, call sync_gradients() after zero_grad() first"));
   }
 }
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import time
 import warnings
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from training import Runner, batch, joined
-from twins import TIME_LIMIT, Twins, assert_same, is_exact, small_model
+from twins import TIME_LIMIT, Pausing, Twins, assert_same, is_exact, small_model
 
 import pydist
 
@@ -56,35 +55,6 @@ def accumulate(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_accumulation(run_sharded: Runner, stage: int) -> None:
     run_sharded(accumulate, stage)
-
-
-class Pause(torch.autograd.Function):
-    """In backward, until what is on its way has arrived."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
-class Pausing(nn.Module):
-    """More buckets than are on their way at a time, and time between them; with layers to skip."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(8)
-        self.layers = nn.ModuleList(nn.Linear(10, 10, dtype=torch.float64) for _ in range(8))
-
-    def forward(self, x: Tensor, pause_s: float, skipped: tuple[int, ...] = ()) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            if number not in skipped:
-                x = Pause.apply(layer(x).tanh(), pause_s)
-        return x.square().mean()
 
 
 def accumulate_on_averages(stage: int) -> None:

@@ -1,6 +1,7 @@
 """Models with a sharded optimizer, beside doubles with an unsharded one; the ranks to train on."""
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -153,3 +154,32 @@ class ManyKinds(nn.Module):
             (self.transposed.t() @ torch.ones(9)).sin().mean() * x.sum() + self.frozen.sum(),
         ]
         return torch.stack([part.real for part in parts])
+
+
+class Pause(torch.autograd.Function):
+    """In backward, until what is on its way has arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Pausing(nn.Module):
+    """More buckets than are on their way at a time, and time between them; with layers to skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.layers = nn.ModuleList(nn.Linear(10, 10, dtype=torch.float64) for _ in range(8))
+
+    def forward(self, x: Tensor, pause_s: float, skipped: tuple[int, ...] = ()) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number not in skipped:
+                x = Pause.apply(layer(x).tanh(), pause_s)
+        return x.square().mean()
