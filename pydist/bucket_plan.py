@@ -108,6 +108,18 @@ def best_cap_bytes(total_bytes: int, latency_s: float, seconds_per_byte: float) 
     return int(2 ** round(math.log2(min(max(best, _LEAST_CAP_BYTES), _MOST_CAP_BYTES))))
 
 
+def typical_cap_bytes(total_bytes: int) -> int:
+    """The best size on a link of 10 GB/s and 10 us.
+
+    Of models with shards, whose sums and norms depend on how buckets are cut: the same in every
+    run, whatever the link is busy with when it would be measured.
+
+    Args:
+        total_bytes: Of all gradients.
+    """
+    return best_cap_bytes(total_bytes, latency_s=10e-6, seconds_per_byte=1e-10)
+
+
 @dataclass(frozen=True)
 class PlannedBucket:
     """One bucket.

@@ -24,6 +24,7 @@ from pydist.bucket_plan import (
     PlannedParameter,
     best_cap_bytes,
     cap_bytes_of,
+    typical_cap_bytes,
     plan_buckets,
 )
 from pydist.buffer_sync import BufferSync
@@ -495,7 +496,8 @@ class DataParallel(nn.Module):
         Args:
             parameters: Those with dense gradients, in the order in which backward is expected to
                 complete them: at first the reverse of registration.
-            bucket_cap_bytes: `bucket_cap_mb`, or what measurements found best.
+            bucket_cap_bytes: `bucket_cap_mb`, or what measurements found best; with a
+                `pydist.ShardedOptimizer`, what is best for a model of that size on a typical link.
 
         Returns:
             The buckets in the order of launching, each a list of `PlannedParameter.index`: every
@@ -725,7 +727,10 @@ def _plan(
 ) -> list[list[int]]:
     if cap_bytes is None:
         total_bytes = sum(parameter.size_bytes for parameter in parameters)
-        cap_bytes = best_cap_bytes(total_bytes, latency_s, seconds_per_byte)
+        if wrapper is not None and any(wrapper.shard_owners()):
+            cap_bytes = typical_cap_bytes(total_bytes)
+        else:
+            cap_bytes = best_cap_bytes(total_bytes, latency_s, seconds_per_byte)
     # Without the wrapper, a last backward of its graph is under way.
     plan = plan_buckets if wrapper is None else wrapper.plan_buckets
     return plan(parameters, cap_bytes)

@@ -26,7 +26,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pydist.activations import saved_activation_bytes
-from pydist.bucket_plan import DEFAULT_CAP_BYTES, PlannedParameter, cap_bytes_of, plan_buckets
+from pydist.bucket_plan import (
+    PlannedParameter,
+    cap_bytes_of,
+    plan_buckets,
+    typical_cap_bytes,
+)
 from pydist.data_parallel import DataParallel
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import InvalidUsage
@@ -196,8 +201,7 @@ def plan(
         share_parameters: Whether the sharded optimizer keeps one copy of the parameters a host; a
             rank's part of it counts.
         ranks_per_host: For `share_parameters`; default: all.
-        bucket_cap_mb: As for pydist.DataParallel. Default: 8, what it takes where the link was not
-            measured; up to 64 if it was. Only stage 2 depends on it.
+        bucket_cap_mb: As for pydist.DataParallel. Only stage 2 depends on it.
         sample: Input of one forward: a tensor, a tuple of arguments, or a dictionary of keywords.
             Its values are not read. Without it activations are not predicted.
         **options: Of the optimizer's class.
@@ -267,7 +271,8 @@ def plan(
         activations=activations,
         handover=handover,
     )
-    sharded = _Sharded.of(trained, ranks, cap_bytes or DEFAULT_CAP_BYTES)
+    total_bytes = sum(t.count * t.dtype.itemsize for t in trained)
+    sharded = _Sharded.of(trained, ranks, cap_bytes or typical_cap_bytes(total_bytes))
     frozen = parameters - sum(t.count * t.dtype.itemsize for t in trained)
     copies = (ranks_per_host or ranks) if share_parameters else 1
     stage1, stage2 = (

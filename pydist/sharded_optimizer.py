@@ -617,7 +617,7 @@ class ShardedOptimizer(Optimizer):
         "state" is by number. What is there is a list of ranges: (begin, end, values), as in
         `sharded_state()`, whose shapes and orders of dimensions are in "parameters" with the
         names. It is of use to `load_state_dict` on the same rank of as many, with the same buckets
-        (`bucket_cap_mb=`, which is measured otherwise); what `pydist.save` keeps loads anywhere.
+        (`bucket_cap_mb=`); what `pydist.save` keeps loads anywhere.
 
         Raises:
             InvalidUsage: torch.distributed.checkpoint calls, which would keep one rank's for all.

@@ -214,6 +214,7 @@ void GradientArena::arrange(const BucketPlan& plan) {
       // Averaged as a whole, in the round in which it joined.
       slot.segment.copy_(segment_of(slot, moving[slot.index]));
       show_shard(slot);
+      note_seen(slot);
     } else {
       // The same tensor, for those who hold it; and as touched as it was.
       slot.view.copy_(moving[slot.index]);

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 from launch import Ranks
-from torch import nn
-from training import Runner, joined
+from torch import Tensor, nn
+from training import Runner, batch, joined
 from twins import LIMIT_S, TIME_LIMIT, Twins
 
 import pydist
@@ -50,6 +50,46 @@ def unfreeze(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_that_join(run_sharded: Runner, stage: int) -> None:
     run_sharded(unfreeze, stage)
+
+
+class Grown(nn.Module):
+    """With a parameter that not every step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.always = nn.Linear(10, 3, dtype=torch.float64)
+        self.later = nn.Parameter(torch.randn(5, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        loss: Tensor = self.always(x).square().mean()
+        return loss + scale * self.later.square().sum() if scale else loss
+
+
+def synchronize_after_joining(stage: int) -> None:
+    """What was averaged in the round in which it joined is averaged."""
+    for accumulates in (False, True):
+        twins = Twins(Grown(), torch.optim.SGD, options={"lr": 0.01}, stage=stage)
+
+        def act(model: Any, optimizer: Any, accumulates: bool = accumulates) -> None:
+            model(batch(twins.rank, 4, 10), 0.0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.module.later.requires_grad_(True)
+            model(batch(twins.rank, 4, 10, step=1), twins.rank + 1.0).backward()
+            if accumulates:
+                with model.no_sync():
+                    model(batch(twins.rank, 4, 10, step=2), 0.0).backward()
+            model.sync_gradients()
+            optimizer.step()
+
+        twins.each(act)
+        twins.check("synchronized after joining", exact=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sync_gradients_of_what_joined(run_sharded: Runner, stage: int) -> None:
+    run_sharded(synchronize_after_joining, stage)
 
 
 def run_out_of_memory(how: str) -> None:
