@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -34,6 +35,9 @@ std::mutex& launch_mutex() {
 constexpr microseconds kLaunchTime{200};
 // Between questions, where the answer may take seconds.
 constexpr microseconds kLongestJoiningPause{5'000};
+
+// Of which no rank that has left has done its part: to join.
+constexpr std::uint64_t kAnyOperation = std::numeric_limits<std::uint64_t>::max();
 
 // How long an abort waits for a thread that is inside of NCCL. It sees the failure soon, unless
 // NCCL itself does not return.
@@ -161,10 +165,10 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
     // What `control` has heard of first is the error of all ranks.
     std::exception_ptr error = group->control_->failure();
     if (error == nullptr) {
-      const std::string vain = group->control_->why_vain();
+      const bool is_vain = group->control_->absence().has_value();
       const std::string what = describe(std::current_exception()).message;
       error = make_error(
-          vain.empty() ? ErrorKind::kTransport : ErrorKind::kPeerLost,
+          is_vain ? ErrorKind::kPeerLost : ErrorKind::kTransport,
           pydist::join("NCCL cannot serve these ranks. Rank ", group->rank(), ": ", what));
     }
     group->fail(error);
@@ -234,10 +238,14 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
   Deadline slice = Deadline::in(kInterruptionInterval);
   while (true) {
     Result state = Result::kInProgress;
+    std::uint64_t launching = kAnyOperation;
     {
       const std::lock_guard lock(mutex_);
       if (failure_) {
         std::rethrow_exception(make_error(failure_->kind, failure_->message));
+      }
+      if (is_joined_) {
+        launching = sequence_;
       }
       const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
       if (asked != Result::kSuccess) {
@@ -253,12 +261,12 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     if (const std::exception_ptr error = control_->failure()) {
       std::rethrow_exception(error);
     }
-    if (const std::string vain = control_->why_vain(); vain.empty()) {
+    if (const auto absence = control_->absence(); !absence || !absence->lacks(launching)) {
       vain_until = Deadline::never();
     } else if (vain_until.is_never()) {
       vain_until = Deadline::in(kVainPatience);
     } else if (vain_until.has_passed()) {
-      throw PeerLost(pydist::join(what, " in NCCL: ", vain, "."));
+      throw PeerLost(pydist::join(what, " in NCCL: ", absence->what, "."));
     }
     if (deadline.has_passed()) {
       throw Timeout(pydist::join(what, " in NCCL did not end in time.", places()));
@@ -295,8 +303,8 @@ void NcclGroup::throw_failure(Result result, const char* what) {
     if (const std::exception_ptr error = control_->failure()) {
       std::rethrow_exception(error);
     }
-    if (const std::string vain = control_->why_vain(); !vain.empty()) {
-      throw PeerLost(pydist::join(text, " The reason: ", vain, "."));
+    if (const auto absence = control_->absence()) {
+      throw PeerLost(pydist::join(text, " The reason: ", absence->what, "."));
     }
     if (patience.has_passed()) {
       break;

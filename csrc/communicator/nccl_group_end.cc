@@ -278,6 +278,12 @@ void NcclGroup::end() noexcept {
   }
   finish_all();
   has_captured_ = false;  // nobody asks for faults any more
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failure_) {
+      control_->set_farewell(sequence_);
+    }
+  }
   control_->shutdown();
 }
 

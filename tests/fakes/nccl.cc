@@ -15,6 +15,7 @@
 //   exit        the process ends, at once      slow        the call is under way for two seconds
 //   hang_finalize  finalizing never ends       slow_deregister  takes a third of a second
 //   late_abort  the abort ends the operations, and does not return (as hang_abort)
+//   late        the operation ends a second and a half after the other ranks'
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -493,12 +494,13 @@ void launch(std::vector<Queued> calls) {
       return true;
     });
     const bool hangs = has_fault(*comm, "hang", true);
+    const bool is_late = has_fault(*comm, "late", true);
     const bool times_out = has_fault(*comm, "timeout", true);
     const bool fails = times_out || has_fault(*comm, "async", true);
     if (has_fault(*comm, "exit", true)) {
       std::_Exit(9);
     }
-    const std::function<void()> job = [comm, messages, collectives, hangs, fails, times_out] {
+    const std::function<void()> job = [=] {
       if (fails) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));  // after the call
         comm->async_error = times_out ? kTimeout : kRemoteError;
@@ -511,6 +513,9 @@ void launch(std::vector<Queued> calls) {
         collective(*comm);
       }
       exchange(*comm, messages);
+      if (is_late) {
+        wait_for(*comm, [until_ms = now_ms() + 1500] { return now_ms() >= until_ms; });
+      }
     };
     // A graph, and what is replayed of it, holds what it was given.
     ++comm->graphs;
