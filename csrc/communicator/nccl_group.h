@@ -200,7 +200,11 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Whether what was replayed has come to its end; watches meanwhile.
   [[nodiscard]] bool finish_replays(Deadline deadline);
   void end_communicator();
+  void abort_communicator();
   void finish_all() noexcept;
+  // Whether it is the caller who ends NCCL's communicator, in whichever way: it ends once. Under
+  // the lock, in which a failure comes up: others may rely on the end as soon as they see it.
+  [[nodiscard]] bool begin_end();
   // Runs `end` on a thread of its own, and what is under way finishes afterwards.
   void end_on_thread(std::function<void()> end) noexcept;
   // Until nothing of a group that is ended is on its stream any more.

@@ -276,6 +276,46 @@ TEST(NcclTeardown, ReturnsWhileItsNeighboursGoOn) {
   EXPECT_EQ(::fake_nccl_communicators(), 0);
 }
 
+// Another thread may be about to abort, and called back meanwhile.
+TEST(NcclTeardown, WaitsForAnAbortThatAnotherThreadHasBegun) {
+  use_fake_cuda();
+  std::atomic<bool> is_joined{false};
+  run_ranks(2, [&](RankOfTest& self) {
+    const NcclRank rank(self);
+    if (self.rank == 1) {
+      is_joined = true;
+      EXPECT_TRUE(comes_true([&] { return rank.group->failure() != nullptr; }));
+      return;
+    }
+    EXPECT_TRUE(comes_true([&] { return is_joined.load(); }));
+    static auto& values = *new std::vector<float>(10);
+    std::vector<float> message(10);
+    const WorkPtr on_gpu = rank.group->submit(rank.all_reduce(values));  // rank 1 does not come
+    EXPECT_TRUE(on_gpu->wait_on_stream(rank.stream.get()));
+    std::atomic<bool> is_given_back{false};
+    on_gpu->on_completion([&](const Work::Outcome&) {
+      const cuda::DeviceGuard guard(rank.device);
+      EXPECT_TRUE(
+          comes_true([&] { return cuda::Driver::get().is_idle(rank.stream.get()); }, seconds(1)))
+          << "values are in use";
+      is_given_back = true;
+    });
+    std::atomic<bool> is_called{false};
+    std::atomic<bool> is_over{false};
+    const WorkPtr on_host = rank.group->submit(receive_from(1, 0, message));
+    on_host->on_completion([&](const Work::Outcome&) {
+      is_called = true;
+      EXPECT_TRUE(comes_true([&] { return is_given_back.load(); }));
+      is_over = true;
+    });
+    std::thread other([&] { rank.group->abort(Aborted("enough")); });
+    EXPECT_TRUE(comes_true([&] { return is_called.load(); }));
+    rank.group->shutdown();
+    other.join();
+    EXPECT_TRUE(comes_true([&] { return is_over.load(); }));
+  });
+}
+
 // Nor does NCCL's abort return before the graphs that hold its operations are gone.
 TEST(NcclTeardown, EndsWaitersWhileAGraphHoldsTheAbortUp) {
   use_fake_cuda();
