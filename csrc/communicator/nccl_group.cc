@@ -12,6 +12,7 @@
 #include "base/interruption.h"
 #include "base/log.h"
 #include "communicator/freed_device_memory.h"
+#include "communicator/group_streams.h"
 #include "communicator/late_ends.h"
 #include "communicator/nccl_launched_work.h"
 #include "communicator/nccl_watchdog.h"
@@ -81,45 +82,6 @@ Operation bytes_of_all(Notice& mine, std::vector<Notice>& all) {
   return operation;
 }
 
-// The streams of all groups of this process. Whatever a launch is captured into captures the
-// group's stream as well, until the capture ends.
-class GroupStreams {
- public:
-  void add(nccl::StreamHandle stream, int device) {
-    const std::lock_guard lock(mutex_);
-    streams_.emplace_back(stream, device);
-  }
-  void remove(nccl::StreamHandle stream) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(streams_, [stream](const auto& each) { return each.first == stream; });
-  }
-  [[nodiscard]] bool are_captured() {
-    const std::lock_guard lock(mutex_);
-    return std::any_of(streams_.begin(), streams_.end(), [](const auto& each) {
-      const cuda::DeviceGuard guard(each.second);
-      return cuda::Driver::get().is_capturing(each.first);
-    });
-  }
-  // Whether none on the device has anything to do. None is captured.
-  [[nodiscard]] bool are_idle(int device) {
-    const std::lock_guard lock(mutex_);
-    const cuda::DeviceGuard guard(device);
-    const cuda::RelaxedCapture relaxed;
-    return std::all_of(streams_.begin(), streams_.end(), [device](const auto& each) {
-      return each.second != device || cuda::Driver::get().is_idle(each.first);
-    });
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::pair<nccl::StreamHandle, int>> streams_;  // guarded by mutex_; with the device
-};
-
-GroupStreams& group_streams() {
-  static auto* const streams = new GroupStreams;  // never destroyed: see open_communicators.cc
-  return *streams;
-}
-
 std::uint64_t fingerprint_of(const std::string& name) {
   Digest digest;
   digest.add(name);
@@ -148,9 +110,8 @@ NcclGroup::~NcclGroup() {
     return;  // streams and communicators are the parent's
   }
   end();
-  if (stream_) {
-    group_streams().remove(stream());
-  }
+  stream_.reset();
+  GroupStreams::of_process().prune();
 }
 
 std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
@@ -219,8 +180,7 @@ void NcclGroup::connect(Deadline deadline) {
     throw TransportError(pydist::join("NCCL made no id: ", invitation.complaint.data()));
   }
   const cuda::DeviceGuard guard(device_);
-  stream_.emplace();
-  group_streams().add(stream(), device_);
+  stream_ = GroupStreams::of_process().make(device_);
   nccl::Config config;
   const Result result =
       api_->functions().ncclCommInitRankConfig(&comm_, size(), invitation.id, rank(), &config);
@@ -576,7 +536,7 @@ bool NcclGroup::deregister(void* registration) noexcept {
   return true;
 }
 
-bool NcclGroup::is_any_captured() { return group_streams().are_captured(); }
+bool NcclGroup::is_any_captured() { return GroupStreams::of_process().are_captured(); }
 
 void NcclGroup::free_now() {
   FreedDeviceMemory& freed = FreedDeviceMemory::of_process();
@@ -585,10 +545,7 @@ void NcclGroup::free_now() {
     return;
   }
   drain(Deadline::in(end_patience_));
-  // Otherwise the device may never come to an end, or not before the peers of another group come.
-  if (!is_under_way() && group_streams().are_idle(device_)) {
-    freed.free_now(device_);
-  }
+  static_cast<void>(freed.free_now(device_));
 }
 
 }  // namespace pydist

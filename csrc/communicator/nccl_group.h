@@ -137,8 +137,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Takes that back. False while that cannot be done: what is registered must not be freed.
   [[nodiscard]] bool deregister(void* registration) noexcept;
 
-  // Frees what this process has let go of on the device (freed_device_memory.h); keeps it where the
-  // device does not come to an end, or a capture that somebody knows of is under way.
+  // Frees what this process has let go of on the device (freed_device_memory.h); keeps it where a
+  // group is busy there for longer, or a capture that somebody knows of is under way.
   void free_now();
   // Whether a launch of any group of this process is part of a capture that is under way.
   [[nodiscard]] static bool is_any_captured();
@@ -224,7 +224,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   const std::shared_ptr<NcclWatchdog> watchdog_;
   const std::chrono::milliseconds end_patience_;
   const std::chrono::milliseconds name_patience_;
-  std::optional<cuda::OwnedStream> stream_;
+  std::shared_ptr<const cuda::OwnedStream> stream_;
   nccl::CommHandle comm_ = nullptr;
   std::byte* scratch_ = nullptr;                  // from joining on, until the end
   std::optional<cuda::Capture> capture_;          // by the launching thread

@@ -10,7 +10,6 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
-#include "communicator/freed_device_memory.h"
 #include "communicator/nccl_group.h"
 #include "communicator/nccl_launched_work.h"
 
@@ -136,7 +135,6 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
           lock.unlock();
           log_line(LogLevel::kError, pydist::join("NCCL did not abort group '", control_->name(),
                                                   "' in time; it is left to itself."));
-          FreedDeviceMemory::of_process().give_up(device_);
           finish_all();
           return kIdle;
         }

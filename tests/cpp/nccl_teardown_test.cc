@@ -358,8 +358,47 @@ TEST(NcclTeardown, LeavesTheDriverAloneInAForkedChild) {
   });
 }
 
-// What hangs there cannot be waited for. (The last, as this process has such a device from here
-// on.)
+TEST(NcclTeardown, FreesBesideAGroupThatIsBusyForAMoment) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    const CommunicatorPtr other = rank.group->split({0});
+    std::vector<float> values(10, 1.0F);
+    allocate(rank).reset();
+    const std::function<void()> compute = [] { std::this_thread::sleep_for(milliseconds(20)); };
+    ::fake_driver_enqueue(rank.stream.get(), &compute);
+    const WorkPtr work = other->submit(rank.all_reduce(values));
+    const MemoryPtr next = allocate(rank);
+    EXPECT_EQ(::fake_nccl_blocks(), 1);
+    work->wait();
+    other->shutdown();
+    rank.group->shutdown();
+  });
+}
+
+// Nobody waits for a device that hangs. Should it come to its end after all, it is as any other.
+TEST(NcclTeardown, FreesOnceAGroupHangsNoMore) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:1,slow_abort:0:0");
+  const Environment environment = with_timeout_of(milliseconds(500));
+  const auto body = [&](RankOfTest& self) {
+    const NcclRank rank(self, environment, {.end = milliseconds(200)});
+    const CommunicatorPtr other = rank.group->split({0});
+    static auto& kept = *new std::vector<float>(10);
+    allocate(rank).reset();
+    EXPECT_EQ(error_of([&] { rank.group->submit(rank.all_reduce(kept))->wait(); }).kind,
+              ErrorKind::kTimeout);
+    const Device device{DeviceType::kCuda, rank.device};
+    MemoryPtr next = other->allocate(1000, device);
+    EXPECT_TRUE(comes_true([&] {
+      next = other->allocate(1000, device);
+      return ::fake_nccl_blocks() == 2;  // this one, and the one before
+    }));
+    other->shutdown();
+  };
+  run_ranks(1, body, environment);
+}
+
+// The last, as this process has devices that hang from here on.
 TEST(NcclTeardown, AllocatesBesideAGroupThatHangsOnTheDevice) {
   use_fake_cuda();
   const FakeFault fault("hang:0:1,hang_abort:0:0");
@@ -374,6 +413,32 @@ TEST(NcclTeardown, AllocatesBesideAGroupThatHangsOnTheDevice) {
     memory.reset();
     EXPECT_NE(other->allocate(1000, Device{DeviceType::kCuda, rank.device}), nullptr);
     other->shutdown();
+  };
+  run_ranks(1, body, environment);
+}
+
+TEST(NcclTeardown, AllocatesAfterAGroupThatHangsOnTheDevice) {
+  use_fake_cuda();
+  const FakeFault fault("deaf:0:1");
+  const Environment environment = with_timeout_of(milliseconds(1'000));
+  const auto body = [&](RankOfTest& self) {
+    static auto& stream = *new FakeStream(self.rank);
+    static auto& kept = *new std::vector<float>(10);
+    CommunicatorPtr group = join_nccl(self, environment);
+    CommunicatorPtr other = group->split({0});
+    const Device device{DeviceType::kCuda, self.rank};
+    MemoryPtr memory = group->allocate(1000, device);
+    WorkPtr work = group->submit(on_device(all_reduce(kept), self.rank, stream.get()));
+    EXPECT_TRUE(work->wait_on_stream(stream.get()));
+    EXPECT_EQ(error_of([&] { work->wait(); }).kind, ErrorKind::kTimeout);
+    work.reset();
+    memory.reset();
+    group.reset();
+    LateEnds::of_process().join();
+    EXPECT_NE(other->allocate(1000, device), nullptr);
+    other->shutdown();
+    other.reset();
+    let_go_of_nccl();
   };
   run_ranks(1, body, environment);
 }

@@ -16,6 +16,8 @@
 //   hang_finalize  finalizing never ends       slow_deregister  takes a third of a second
 //   late_abort  the abort ends the operations, and does not return (as hang_abort)
 //   late        the operation ends a second and a half after the other ranks'
+//   deaf        the operation never ends, even where it is aborted
+//   slow_abort  the abort takes a second (as hang_abort)
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -494,6 +496,7 @@ void launch(std::vector<Queued> calls) {
       return true;
     });
     const bool hangs = has_fault(*comm, "hang", true);
+    const bool is_deaf = has_fault(*comm, "deaf", true);
     const bool is_late = has_fault(*comm, "late", true);
     const bool times_out = has_fault(*comm, "timeout", true);
     const bool fails = times_out || has_fault(*comm, "async", true);
@@ -505,8 +508,11 @@ void launch(std::vector<Queued> calls) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));  // after the call
         comm->async_error = times_out ? kTimeout : kRemoteError;
       }
-      if (hangs || fails) {
+      if (hangs || fails || is_deaf) {
         wait_for(*comm, [] { return false; });
+        if (is_deaf) {
+          std::this_thread::sleep_for(std::chrono::hours(1));
+        }
         return;
       }
       for (const auto& collective : collectives) {
@@ -724,6 +730,9 @@ int ncclCommAbort(void* handle) {
   Comm& comm = *found;
   if (has_fault(comm, "hang_abort", false)) {
     std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+  if (has_fault(comm, "slow_abort", false)) {
+    std::this_thread::sleep_for(std::chrono::seconds(1));
   }
   comm.is_aborted = true;
   if (!comm.is_finalized) {
