@@ -703,6 +703,9 @@ int ncclCommFinalize(void* handle) {
   ++comm->shared->finalized;
   comm->slow_answers = comm->is_blocking ? 0 : 2;
   comm->never_finalizes = has_fault(*comm, "hang_finalize", false);
+  if (comm->is_blocking) {
+    wait_for(*comm, [&comm] { return state_of(*comm) != kInProgress; });
+  }
   return comm->is_blocking ? kSuccess : kInProgress;
 }
 
