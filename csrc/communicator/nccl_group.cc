@@ -317,18 +317,25 @@ struct NcclGroup::GraphScratch {
   // As a graph calls it, on a thread that may not call CUDA.
   static void let_go(void* argument) noexcept {
     try {
-      std::shared_ptr<GraphScratch> self(static_cast<GraphScratch*>(argument));
+      const std::shared_ptr<GraphScratch> self(static_cast<GraphScratch*>(argument));
       if (is_process_ending() || in_forked_child()) {
         return;
       }
-      const auto run = [self = std::move(self)] {
+      const auto run = [self] {
         try {
           self->free();
         } catch (const std::exception& error) {
           log_line(LogLevel::kError, error.what());
         }
       };
-      LateEnds::of_process().start("pydist-nccl-mem", run, Deadline::in(kFreePatience), "");
+      try {
+        LateEnds::of_process().start("pydist-nccl-mem", run, Deadline::in(kFreePatience), "");
+      } catch (const std::exception&) {  // no thread to be had
+        FreedDeviceMemory::of_process().free_later(self->device, [self] {
+          self->free();
+          return true;
+        });
+      }
     } catch (const std::exception& error) {
       log_line(LogLevel::kError, error.what());
     }

@@ -121,9 +121,9 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
     };
     LateEnds::of_process().start("pydist-nccl-end", std::move(run), *ending_, std::move(complaint));
   } catch (const std::exception& error) {  // no thread to be had, or nobody holds the group
-    log_line(LogLevel::kError, error.what());
+    log_line(LogLevel::kError, pydist::join("NCCL's communicator of group '", control_->name(),
+                                            "' is left to itself: ", error.what()));
     ending_ = Deadline::in(milliseconds::zero());
-    has_ended_ = true;
   }
   if (watchdog_ != nullptr) {
     watchdog_->wake();

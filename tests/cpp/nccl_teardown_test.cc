@@ -398,7 +398,50 @@ TEST(NcclTeardown, FreesOnceAGroupHangsNoMore) {
   run_ranks(1, body, environment);
 }
 
+// What NCCL still knows, as nobody ends it, is not freed.
+TEST(NcclTeardown, EndsGroupsWhereNoThreadIsToBeHad) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank ending(self);
+    const CommunicatorPtr failing = ending.group->split({0});
+    const CommunicatorPtr other = ending.group->split({0});
+    const Device device{DeviceType::kCuda, self.rank};
+    MemoryPtr of_ending = ending.group->allocate(1000, device);
+    MemoryPtr of_failing = failing->allocate(1000, device);
+    std::vector<float> values(10, 1.0F);
+    void* const graph = captured(ending, [&] { return scaled(ending, values); });
+    const int before = ::fake_driver_blocks();
+    {
+      const NoThreads no_threads;
+      ::fake_driver_destroy_graph(graph);
+      ending.group->shutdown();
+      failing->abort(Aborted("enough"));
+      failing->shutdown();
+    }
+    of_ending.reset();
+    of_failing.reset();
+    EXPECT_NE(other->allocate(1000, device), nullptr);
+    EXPECT_EQ(::fake_driver_blocks(), before - 1) << "the graph's scratch memory is freed";
+    EXPECT_EQ(::fake_nccl_blocks(), 2) << "that of the group that has failed is kept";
+    other->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+}
+
 // The last, as this process has devices that hang from here on.
+TEST(NcclTeardown, EndsWaitersWhereNoThreadIsToBeHad) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:1");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self, test_environment(), {.end = kForTheEnd});
+    static auto& kept = *new std::vector<float>(10);
+    const WorkPtr work = rank.group->submit(rank.all_reduce(kept));
+    const NoThreads no_threads;
+    rank.group->abort(Aborted("enough"));
+    EXPECT_EQ(error_of([&] { work->wait(); }).message, "enough");
+    rank.group->shutdown();
+  });
+}
+
 TEST(NcclTeardown, AllocatesBesideAGroupThatHangsOnTheDevice) {
   use_fake_cuda();
   const FakeFault fault("hang:0:1,hang_abort:0:0");
