@@ -232,24 +232,23 @@ int GlooChannel::finish(const Message& message, Deadline deadline) {
   });
 }
 
-bool GlooChannel::wait_for_farewell(int peer) noexcept {
+std::optional<std::uint64_t> GlooChannel::wait_for_farewell(int peer) noexcept {
   // gloo tells of a loss whoever waits for a message.
-  std::uint8_t nothing = 0;
+  std::uint64_t number = 0;
   Message message;
   try {
-    message = post_recv(&nothing, 1, peer, kFarewellTag);
+    message = post_recv(&number, sizeof number, peer, kFarewellTag);
     finish(message, Deadline::never());
-    return true;
+    return number;
   } catch (const std::exception&) {
-    return false;
+    return std::nullopt;
   }
 }
 
-void GlooChannel::say_farewell(int peer, Deadline deadline) noexcept {
-  std::uint8_t nothing = 0;
+void GlooChannel::say_farewell(int peer, std::uint64_t number, Deadline deadline) noexcept {
   Message message;
   try {
-    message = post_send(&nothing, 1, peer, kFarewellTag);
+    message = post_send(&number, sizeof number, peer, kFarewellTag);
     finish(message, deadline);
   } catch (const std::exception&) {
     // It is gone itself, or has never listened.

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/deadline.h"
@@ -57,11 +58,11 @@ class GlooChannel {
   // Returns the source of a receive.
   static int finish(const Message& message, Deadline deadline);
 
-  // Returns once `peer` has said farewell, true then, or the connection to it is lost or has been
-  // cut. Only once for a peer.
-  [[nodiscard]] bool wait_for_farewell(int peer) noexcept;
+  // Returns once `peer` has said farewell, with the number that it said, or with nothing where the
+  // connection to it is lost or has been cut. Only once for a peer.
+  [[nodiscard]] std::optional<std::uint64_t> wait_for_farewell(int peer) noexcept;
   // To whom waits for it.
-  void say_farewell(int peer, Deadline deadline) noexcept;
+  void say_farewell(int peer, std::uint64_t number, Deadline deadline) noexcept;
 
   // Cuts all connections: whoever waits, here or at a peer, fails.
   void close() noexcept;

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -107,15 +108,18 @@ class Group : public std::enable_shared_from_this<Group> {
     return error;
   }
 
-  // What another rank has told of a failure. Never waits: the store is asked on another thread.
-  std::string why_vain() {
+  // What another rank has told of a failure, or has become of a neighbour. Never waits: the store
+  // is asked on another thread.
+  std::optional<Absence> absence() {
     const std::lock_guard lock(news_mutex_);
     if (!is_asking_ && next_question_.has_passed()) {
       is_asking_ = true;
       ElasticThreads::shared().post([self = shared_from_this()] { self->ask_for_news(); });
     }
-    return news_.empty() ? loss_ : news_;
+    return news_.empty() ? loss_ : Absence{.what = news_};
   }
+
+  void set_farewell(std::uint64_t done) noexcept { farewell_ = done; }
 
   // Note [Neighbours]
   // A death cuts the connections of the dead, and gloo tells of that only who waits for a message
@@ -136,8 +140,9 @@ class Group : public std::enable_shared_from_this<Group> {
       }
       try {
         start_engine_thread("pydist-gloo-ear", [self = shared_from_this(), peer] {
-          if (self->channel.wait_for_farewell(peer)) {
-            self->note_loss(join("rank ", peer, " has left"));
+          if (const auto done = self->channel.wait_for_farewell(peer)) {
+            self->note_loss(
+                {.what = join("rank ", peer, " has left"), .is_orderly = true, .done = *done});
           } else {
             self->explain_loss_of(peer);
           }
@@ -166,7 +171,7 @@ class Group : public std::enable_shared_from_this<Group> {
     } else {
       const Deadline deadline = Deadline::in(kFarewellPatience);
       for (const int peer : neighbours()) {
-        channel.say_farewell(peer, deadline);
+        channel.say_farewell(peer, farewell_, deadline);
       }
     }
     channel.close();
@@ -251,9 +256,11 @@ class Group : public std::enable_shared_from_this<Group> {
     return both;
   }
 
-  void note_loss(const std::string& loss) {
+  void note_loss(Absence loss) {
     const std::lock_guard lock(news_mutex_);
-    loss_ = loss;
+    if (!loss_ || loss.is_worse_than(*loss_)) {
+      loss_ = std::move(loss);
+    }
   }
 
   [[nodiscard]] bool is_over() const {
@@ -295,7 +302,7 @@ class Group : public std::enable_shared_from_this<Group> {
         if (patience.has_passed()) {
           const std::string loss = join("rank ", peer, " has died, or the network between rank ",
                                         channel.rank(), " and it");
-          note_loss(loss);
+          note_loss({.what = loss});
           store_->set(kNewsKey, loss);
           return;
         }
@@ -305,10 +312,10 @@ class Group : public std::enable_shared_from_this<Group> {
       // Others may have cut it because of a rank that hosted the store.
       if (!is_over()) {
         const std::lock_guard lock(news_mutex_);
-        if (loss_.empty()) {
-          loss_ = join("the connection between rank ", channel.rank(), " and rank ", peer,
-                       " is lost, and the job's store does not answer");
-        }
+        // Who left before is the likely reason.
+        loss_ = Absence{.what = join(loss_ ? loss_->what + ". Since then " : "",
+                                     "the connection between rank ", channel.rank(), " and rank ",
+                                     peer, " is lost, and the job's store does not answer")};
       }
     }
   }
@@ -346,7 +353,8 @@ class Group : public std::enable_shared_from_this<Group> {
 
   const StorePtr store_;
   const std::string name_;
-  std::uint64_t collectives_ = 0;  // by the queue's thread only
+  std::uint64_t collectives_ = 0;           // by the queue's thread only
+  std::atomic<std::uint64_t> farewell_{0};  // Absence::done
   mutable std::mutex mutex_;
   std::condition_variable quiet_;
   std::exception_ptr failure_;  // guarded by mutex_
@@ -355,10 +363,10 @@ class Group : public std::enable_shared_from_this<Group> {
   int listeners_ = 0;           // guarded by mutex_
   bool is_watching_ = false;    // guarded by mutex_
   std::mutex news_mutex_;
-  std::string news_;        // guarded by news_mutex_
-  std::string loss_;        // guarded by news_mutex_; of a neighbour
-  int silences_ = 0;        // guarded by news_mutex_; of the store, one after the other
-  bool is_asking_ = false;  // guarded by news_mutex_
+  std::string news_;             // guarded by news_mutex_
+  std::optional<Absence> loss_;  // guarded by news_mutex_; of a neighbour
+  int silences_ = 0;             // guarded by news_mutex_; of the store, one after the other
+  bool is_asking_ = false;       // guarded by news_mutex_
   Deadline next_question_ = Deadline::in(kNewsInterval);  // guarded by news_mutex_
 };
 
@@ -492,7 +500,10 @@ class GlooCommunicator : public Communicator {
     group_->channel.release();
   }
 
-  std::string why_vain() const override { return size_ == 1 ? std::string() : group_->why_vain(); }
+  std::optional<Absence> absence() const override {
+    return size_ == 1 ? std::nullopt : group_->absence();
+  }
+  void set_farewell(std::uint64_t done) noexcept override { group_->set_farewell(done); }
 
   void watch_peers() override {
     if (size_ > 1) {

@@ -89,6 +89,7 @@ struct RankControl {
   alignas(64) Counter ring_released;  // slots of the previous rank given back
   // Set when the rank lets go of the group.
   alignas(64) std::atomic<std::uint32_t> has_left;
+  std::atomic<std::uint64_t> farewell;  // Absence::done; written before `has_left` is
 };
 
 // The first error of the group; whoever meets it first writes it, everybody reads it.

@@ -3,15 +3,26 @@
 #include <algorithm>
 #include <exception>
 #include <iterator>
+#include <set>
 #include <utility>
 
 #include "base/fork.h"
 #include "base/log.h"
+#include "communicator/group_streams.h"
 #include "communicator/late_ends.h"
 #include "communicator/open_communicators.h"
 #include "cuda/driver.h"
 
 namespace pydist {
+namespace {
+
+// How long whoever could free waits for groups that are busy: most are so for a moment.
+constexpr std::chrono::milliseconds kBusyPatience{250};
+
+constexpr const char* kComplaint =
+    "A GPU does not come to an end; pydist's memory on it is not freed.";
+
+}  // namespace
 
 FreedDeviceMemory& FreedDeviceMemory::of_process() {
   static auto* const freed = new FreedDeviceMemory;  // memory may outlive static destructors
@@ -36,14 +47,14 @@ bool FreedDeviceMemory::is_empty(int device) const {
                       [device](const Freed& each) { return each.device == device; });
 }
 
-void FreedDeviceMemory::free_now(int device) {
+bool FreedDeviceMemory::free_now(int device) {
+  if (!GroupStreams::of_process().wait_until_idle(device, kBusyPatience)) {
+    return false;
+  }
   // Before the wait: what comes after it may be in use.
   std::vector<Freed> taken;
   {
     const std::lock_guard lock(mutex_);
-    if (given_up_.count(device) != 0) {
-      return;
-    }
     const auto first =
         std::stable_partition(freed_.begin(), freed_.end(),
                               [device](const Freed& each) { return each.device != device; });
@@ -51,7 +62,7 @@ void FreedDeviceMemory::free_now(int device) {
     freed_.erase(first, freed_.end());
   }
   if (taken.empty()) {
-    return;
+    return true;
   }
   const auto keep = [this, &taken] {
     const std::lock_guard lock(mutex_);
@@ -67,11 +78,7 @@ void FreedDeviceMemory::free_now(int device) {
     throw;
   }
   keep();
-}
-
-void FreedDeviceMemory::give_up(int device) {
-  const std::lock_guard lock(mutex_);
-  given_up_.insert(device);
+  return true;
 }
 
 void FreedDeviceMemory::free_all(Deadline deadline) noexcept {
@@ -94,13 +101,15 @@ void FreedDeviceMemory::free_all(Deadline deadline) noexcept {
         [this, devices] {
           for (const int device : devices) {
             try {
-              free_now(device);
+              if (!free_now(device)) {
+                log_line(LogLevel::kWarning, kComplaint);
+              }
             } catch (const std::exception& error) {
               log_line(LogLevel::kError, error.what());
             }
           }
         },
-        deadline, "A GPU does not come to an end; pydist's memory on it is not freed.");
+        deadline, kComplaint);
     LateEnds::of_process().join(deadline);
   } catch (const std::exception& error) {
     log_line(LogLevel::kError, error.what());

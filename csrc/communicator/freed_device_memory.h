@@ -15,7 +15,6 @@
 #include <chrono>
 #include <functional>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include "base/deadline.h"
@@ -40,11 +39,10 @@ class FreedDeviceMemory {
   void free_later(int device, Free free) noexcept;
 
   [[nodiscard]] bool is_empty(int device) const;
-  // Waits for the device, if there is anything to free. The caller knows of no capture.
-  void free_now(int device);
-  // Something hangs on the device, so nobody waits for it any more: what it holds is the driver's
-  // to take back when the process ends.
-  void give_up(int device);
+  // Waits for the device, if there is anything to free; not where a stream of a group does not come
+  // to an end (group_streams.h), then all is kept and it returns false. The caller knows of no
+  // capture.
+  [[nodiscard]] bool free_now(int device);
   // That of all devices, on a thread that is given up at `deadline`: a device may hang.
   void free_all(Deadline deadline) noexcept;
 
@@ -56,7 +54,6 @@ class FreedDeviceMemory {
 
   mutable std::mutex mutex_;
   std::vector<Freed> freed_;  // guarded by mutex_
-  std::set<int> given_up_;    // guarded by mutex_; devices
 };
 
 }  // namespace pydist

@@ -114,6 +114,10 @@ void GroupHealth::leave() noexcept {
   wake_everybody();
 }
 
+void GroupHealth::set_farewell(std::uint64_t done) noexcept {
+  segment_.control(rank_).farewell.store(done, std::memory_order_relaxed);
+}
+
 void GroupHealth::wake_everybody() noexcept {
   for (const PeerPtr& peer : peers_) {
     peer->page->doorbell.ring();
@@ -124,7 +128,7 @@ std::string GroupHealth::who(int rank) const {
   return join("rank ", rank, " (", peers_[static_cast<std::size_t>(rank)]->description, ")");
 }
 
-std::string GroupHealth::why_vain(int rank) const {
+std::string GroupHealth::death() const {
   if (endpoint_->deaths() != 0) {
     for (int peer = 0; peer < size(); ++peer) {
       if (peer != rank_ && peers_[static_cast<std::size_t>(peer)]->has_crashed()) {
@@ -132,21 +136,52 @@ std::string GroupHealth::why_vain(int rank) const {
       }
     }
   }
-  const auto has_gone = [this](int peer) {
-    return peer != rank_ &&
-           (segment_.control(peer).has_left.load(std::memory_order_acquire) != 0 ||
-            peers_[static_cast<std::size_t>(peer)]->is_dead.load(std::memory_order_acquire));
-  };
+  return {};
+}
+
+bool GroupHealth::has_left(int rank) const {
+  return rank != rank_ &&
+         (segment_.control(rank).has_left.load(std::memory_order_acquire) != 0 ||
+          peers_[static_cast<std::size_t>(rank)]->is_dead.load(std::memory_order_acquire));
+}
+
+std::string GroupHealth::departure_of(int rank) const {
+  return who(rank) + " has left the group (shutdown)";
+}
+
+std::string GroupHealth::why_vain(int rank) const {
+  if (std::string what = death(); !what.empty()) {
+    return what;
+  }
   if (rank >= 0) {
-    return has_gone(rank) ? who(rank) + " has left the group (shutdown)" : std::string();
+    return has_left(rank) ? departure_of(rank) : std::string();
   }
   // Waiting for anybody is vain once nobody else is left; alone, a rank waits for itself.
   for (int peer = 0; peer < size(); ++peer) {
-    if (size() == 1 || (peer != rank_ && !has_gone(peer))) {
+    if (size() == 1 || (peer != rank_ && !has_left(peer))) {
       return {};
     }
   }
   return "every other rank has left the group (shutdown)";
+}
+
+std::optional<Absence> GroupHealth::absence() const {
+  if (std::string what = death(); !what.empty()) {
+    return Absence{.what = std::move(what)};
+  }
+  std::optional<Absence> worst;
+  for (int peer = 0; peer < size(); ++peer) {
+    if (!has_left(peer)) {
+      continue;
+    }
+    Absence absence{.what = departure_of(peer),
+                    .is_orderly = true,
+                    .done = segment_.control(peer).farewell.load(std::memory_order_relaxed)};
+    if (!worst || absence.is_worse_than(*worst)) {
+      worst = std::move(absence);
+    }
+  }
+  return worst;
 }
 
 std::string GroupHealth::activity(int rank) const {

@@ -11,12 +11,14 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/error.h"
 #include "base/op_kind.h"
 #include "collectives/group_segment.h"
+#include "communicator/communicator.h"
 #include "communicator/endpoint.h"
 
 namespace pydist {
@@ -40,11 +42,15 @@ class GroupHealth {
   void fail(const std::exception_ptr& error) noexcept;
   // Fails this rank's side alone, and tells the peers that it is gone.
   void leave() noexcept;
+  // What it tells them with that: Absence::done.
+  void set_farewell(std::uint64_t done) noexcept;
 
   // -- the state of peers -------------------------------------------------------------------
   // What makes waiting for `rank` vain: it has left, or any rank of the group has crashed. An
   // empty string while there is hope. `rank` may be -1 for anybody.
   [[nodiscard]] std::string why_vain(int rank) const;
+  // As Communicator::absence().
+  [[nodiscard]] std::optional<Absence> absence() const;
   // "rank 3 (pid 71 on host b)".
   [[nodiscard]] std::string who(int rank) const;
   // Where a rank is, seen from collective `sequence`: "never entered all_reduce #812; it is in
@@ -65,6 +71,10 @@ class GroupHealth {
 
  private:
   void wake_everybody() noexcept;
+  // A rank that has died without having shut down; empty where none has.
+  [[nodiscard]] std::string death() const;
+  [[nodiscard]] bool has_left(int rank) const;
+  [[nodiscard]] std::string departure_of(int rank) const;
 
   const std::string name_;
   const int rank_;

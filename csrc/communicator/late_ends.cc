@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <memory>
 #include <utility>
 
 #include "base/engine_thread.h"
@@ -29,20 +30,16 @@ std::list<LateEnds::End> LateEnds::take_over() {
 
 void LateEnds::start(const char* name, std::function<void()> end, Deadline until,
                      std::string complaint) {
-  std::list<End> over;
-  {
-    const std::lock_guard lock(mutex_);
-    over = take_over();
-  }
-  for (End& each : over) {
-    each.thread.join();  // at once
-  }
   const std::lock_guard lock(mutex_);
+  const auto over = std::make_shared<std::list<End>>(take_over());
   End& added = ends_.emplace_back();
   added.until = until;
   added.complaint = std::move(complaint);
   try {
-    added.thread = start_engine_thread(name, [this, &added, end = std::move(end)]() mutable {
+    added.thread = start_engine_thread(name, [this, &added, over, end = std::move(end)]() mutable {
+      for (End& each : *over) {
+        each.thread.join();
+      }
       end();
       end = nullptr;  // what it held may end here as well
       const std::lock_guard done(mutex_);
@@ -51,6 +48,7 @@ void LateEnds::start(const char* name, std::function<void()> end, Deadline until
     });
   } catch (...) {
     ends_.pop_back();
+    ends_.splice(ends_.end(), *over);
     throw;
   }
 }

@@ -3,7 +3,7 @@
 // NCCL ends a communicator together with those of its neighbours in the host, and not before the
 // CUDA graphs that hold its operations are gone: that may take as long as another rank goes on.
 // Whoever ends a group waits for none of it. The thread that does belongs to this list; it is
-// joined by whoever leaves the job, or by the list itself once it is over, and never detached.
+// joined by whoever leaves the job, or once it is over by the next one, and never detached.
 //
 // Thread safe. Nothing is run, and nobody waited for, under the lock.
 
@@ -31,7 +31,8 @@ class LateEnds {
 
   // Runs `end`, which does not throw, on a thread of that name (of at most 15 characters), and
   // lets go of it there. `complaint` is what the log says if it is not over by `until`. Throws
-  // where no thread is to be had.
+  // where no thread is to be had. Waits for no thread, not even for one that is over: what ends
+  // with a thread may need what the caller keeps from it, as CUDA's callbacks do.
   void start(const char* name, std::function<void()> end, Deadline until, std::string complaint);
 
   // Waits for those that have begun: for each until its own deadline, and `deadline` at most. What

@@ -273,15 +273,8 @@ class NativeCommunicator final : public Communicator,
     return health_->has_failed() ? health_->failure() : nullptr;
   }
 
-  [[nodiscard]] std::string why_vain() const override {
-    for (int rank = 0; rank < size_; ++rank) {
-      if (std::string vain = rank == rank_ ? std::string() : health_->why_vain(rank);
-          !vain.empty()) {
-        return vain;
-      }
-    }
-    return {};
-  }
+  [[nodiscard]] std::optional<Absence> absence() const override { return health_->absence(); }
+  void set_farewell(std::uint64_t done) noexcept override { health_->set_farewell(done); }
 
   void shutdown() noexcept override {
     if (is_closed_.exchange(true) || in_forked_child()) {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -220,7 +221,7 @@ class NcclCommunicator final : public Communicator {
     return host_->failure();
   }
 
-  [[nodiscard]] std::string why_vain() const override { return host_->why_vain(); }
+  [[nodiscard]] std::optional<Absence> absence() const override { return host_->absence(); }
 
   void shutdown() noexcept override {
     if (is_closed_.exchange(true) || in_forked_child()) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "base/interruption.h"
 #include "base/log.h"
 #include "communicator/freed_device_memory.h"
+#include "communicator/group_streams.h"
 #include "communicator/late_ends.h"
 #include "communicator/nccl_launched_work.h"
 #include "communicator/nccl_watchdog.h"
@@ -34,6 +36,9 @@ std::mutex& launch_mutex() {
 constexpr microseconds kLaunchTime{200};
 // Between questions, where the answer may take seconds.
 constexpr microseconds kLongestJoiningPause{5'000};
+
+// Of which no rank that has left has done its part: to join.
+constexpr std::uint64_t kAnyOperation = std::numeric_limits<std::uint64_t>::max();
 
 // How long an abort waits for a thread that is inside of NCCL. It sees the failure soon, unless
 // NCCL itself does not return.
@@ -77,45 +82,6 @@ Operation bytes_of_all(Notice& mine, std::vector<Notice>& all) {
   return operation;
 }
 
-// The streams of all groups of this process. Whatever a launch is captured into captures the
-// group's stream as well, until the capture ends.
-class GroupStreams {
- public:
-  void add(nccl::StreamHandle stream, int device) {
-    const std::lock_guard lock(mutex_);
-    streams_.emplace_back(stream, device);
-  }
-  void remove(nccl::StreamHandle stream) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(streams_, [stream](const auto& each) { return each.first == stream; });
-  }
-  [[nodiscard]] bool are_captured() {
-    const std::lock_guard lock(mutex_);
-    return std::any_of(streams_.begin(), streams_.end(), [](const auto& each) {
-      const cuda::DeviceGuard guard(each.second);
-      return cuda::Driver::get().is_capturing(each.first);
-    });
-  }
-  // Whether none on the device has anything to do. None is captured.
-  [[nodiscard]] bool are_idle(int device) {
-    const std::lock_guard lock(mutex_);
-    const cuda::DeviceGuard guard(device);
-    const cuda::RelaxedCapture relaxed;
-    return std::all_of(streams_.begin(), streams_.end(), [device](const auto& each) {
-      return each.second != device || cuda::Driver::get().is_idle(each.first);
-    });
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::pair<nccl::StreamHandle, int>> streams_;  // guarded by mutex_; with the device
-};
-
-GroupStreams& group_streams() {
-  static auto* const streams = new GroupStreams;  // never destroyed: see open_communicators.cc
-  return *streams;
-}
-
 std::uint64_t fingerprint_of(const std::string& name) {
   Digest digest;
   digest.add(name);
@@ -144,9 +110,8 @@ NcclGroup::~NcclGroup() {
     return;  // streams and communicators are the parent's
   }
   end();
-  if (stream_) {
-    group_streams().remove(stream());
-  }
+  stream_.reset();
+  GroupStreams::of_process().prune();
 }
 
 std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
@@ -161,10 +126,10 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
     // What `control` has heard of first is the error of all ranks.
     std::exception_ptr error = group->control_->failure();
     if (error == nullptr) {
-      const std::string vain = group->control_->why_vain();
+      const bool is_vain = group->control_->absence().has_value();
       const std::string what = describe(std::current_exception()).message;
       error = make_error(
-          vain.empty() ? ErrorKind::kTransport : ErrorKind::kPeerLost,
+          is_vain ? ErrorKind::kPeerLost : ErrorKind::kTransport,
           pydist::join("NCCL cannot serve these ranks. Rank ", group->rank(), ": ", what));
     }
     group->fail(error);
@@ -215,8 +180,7 @@ void NcclGroup::connect(Deadline deadline) {
     throw TransportError(pydist::join("NCCL made no id: ", invitation.complaint.data()));
   }
   const cuda::DeviceGuard guard(device_);
-  stream_.emplace();
-  group_streams().add(stream(), device_);
+  stream_ = GroupStreams::of_process().make(device_);
   nccl::Config config;
   const Result result =
       api_->functions().ncclCommInitRankConfig(&comm_, size(), invitation.id, rank(), &config);
@@ -234,10 +198,14 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
   Deadline slice = Deadline::in(kInterruptionInterval);
   while (true) {
     Result state = Result::kInProgress;
+    std::uint64_t launching = kAnyOperation;
     {
       const std::lock_guard lock(mutex_);
       if (failure_) {
         std::rethrow_exception(make_error(failure_->kind, failure_->message));
+      }
+      if (is_joined_) {
+        launching = sequence_;
       }
       const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
       if (asked != Result::kSuccess) {
@@ -253,12 +221,12 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     if (const std::exception_ptr error = control_->failure()) {
       std::rethrow_exception(error);
     }
-    if (const std::string vain = control_->why_vain(); vain.empty()) {
+    if (const auto absence = control_->absence(); !absence || !absence->lacks(launching)) {
       vain_until = Deadline::never();
     } else if (vain_until.is_never()) {
       vain_until = Deadline::in(kVainPatience);
     } else if (vain_until.has_passed()) {
-      throw PeerLost(pydist::join(what, " in NCCL: ", vain, "."));
+      throw PeerLost(pydist::join(what, " in NCCL: ", absence->what, "."));
     }
     if (deadline.has_passed()) {
       throw Timeout(pydist::join(what, " in NCCL did not end in time.", places()));
@@ -295,8 +263,8 @@ void NcclGroup::throw_failure(Result result, const char* what) {
     if (const std::exception_ptr error = control_->failure()) {
       std::rethrow_exception(error);
     }
-    if (const std::string vain = control_->why_vain(); !vain.empty()) {
-      throw PeerLost(pydist::join(text, " The reason: ", vain, "."));
+    if (const auto absence = control_->absence()) {
+      throw PeerLost(pydist::join(text, " The reason: ", absence->what, "."));
     }
     if (patience.has_passed()) {
       break;
@@ -349,18 +317,25 @@ struct NcclGroup::GraphScratch {
   // As a graph calls it, on a thread that may not call CUDA.
   static void let_go(void* argument) noexcept {
     try {
-      std::shared_ptr<GraphScratch> self(static_cast<GraphScratch*>(argument));
+      const std::shared_ptr<GraphScratch> self(static_cast<GraphScratch*>(argument));
       if (is_process_ending() || in_forked_child()) {
         return;
       }
-      const auto run = [self = std::move(self)] {
+      const auto run = [self] {
         try {
           self->free();
         } catch (const std::exception& error) {
           log_line(LogLevel::kError, error.what());
         }
       };
-      LateEnds::of_process().start("pydist-nccl-mem", run, Deadline::in(kFreePatience), "");
+      try {
+        LateEnds::of_process().start("pydist-nccl-mem", run, Deadline::in(kFreePatience), "");
+      } catch (const std::exception&) {  // no thread to be had
+        FreedDeviceMemory::of_process().free_later(self->device, [self] {
+          self->free();
+          return true;
+        });
+      }
     } catch (const std::exception& error) {
       log_line(LogLevel::kError, error.what());
     }
@@ -568,7 +543,7 @@ bool NcclGroup::deregister(void* registration) noexcept {
   return true;
 }
 
-bool NcclGroup::is_any_captured() { return group_streams().are_captured(); }
+bool NcclGroup::is_any_captured() { return GroupStreams::of_process().are_captured(); }
 
 void NcclGroup::free_now() {
   FreedDeviceMemory& freed = FreedDeviceMemory::of_process();
@@ -577,10 +552,7 @@ void NcclGroup::free_now() {
     return;
   }
   drain(Deadline::in(end_patience_));
-  // Otherwise the device may never come to an end, or not before the peers of another group come.
-  if (!is_under_way() && group_streams().are_idle(device_)) {
-    freed.free_now(device_);
-  }
+  static_cast<void>(freed.free_now(device_));
 }
 
 }  // namespace pydist

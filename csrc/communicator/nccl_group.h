@@ -25,6 +25,16 @@
 // on) and to destroy it takes as long as its neighbours in the host go on, and so happens on a
 // thread that nobody but the end of the job waits for (late_ends.h), as does every abort.
 //
+// Whoever ends a group in order leaves `control` at once, too, with the number of its last
+// operation as a farewell (Absence::done). So a neighbour whose GPU is behind knows that the leaver
+// has done its whole part of what is still under way here, and lets that come to its end, for which
+// there is a deadline; whereas an operation with a greater number waits in vain, and fails soon,
+// with the leaver's name. To leave `control` only once NCCL's communicator is gone would tell one
+// from the other too late: an NCCL before 2.31 is gone before the neighbours have caught up, a
+// later one keeps whoever waits in vain from the news. All ranks launch alike, so the numbers
+// agree. A neighbour that is behind by more than half of Options::end_patience is left alone
+// nevertheless, by the leaver's NCCL, which is then aborted.
+//
 // Thread safe. Launches of all groups of a process are ordered by one lock, since NCCL's kernels
 // must start in one order on all ranks.
 
@@ -127,8 +137,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Takes that back. False while that cannot be done: what is registered must not be freed.
   [[nodiscard]] bool deregister(void* registration) noexcept;
 
-  // Frees what this process has let go of on the device (freed_device_memory.h); keeps it where the
-  // device does not come to an end, or a capture that somebody knows of is under way.
+  // Frees what this process has let go of on the device (freed_device_memory.h); keeps it where a
+  // group is busy there for longer, or a capture that somebody knows of is under way.
   void free_now();
   // Whether a launch of any group of this process is part of a capture that is under way.
   [[nodiscard]] static bool is_any_captured();
@@ -150,8 +160,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void end() noexcept;
 
  private:
-  // How long an operation may go on after a rank has died or left: what that rank did its part of
-  // before still comes to its end.
+  // How long an operation may go on after a rank has died, or has left that took no part in it: the
+  // others' own news of why may be on its way.
   static constexpr std::chrono::milliseconds kVainPatience{500};
 
   class LaunchedWork;
@@ -190,7 +200,11 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Whether what was replayed has come to its end; watches meanwhile.
   [[nodiscard]] bool finish_replays(Deadline deadline);
   void end_communicator();
+  void abort_communicator();
   void finish_all() noexcept;
+  // Whether it is the caller who ends NCCL's communicator, in whichever way: it ends once. Under
+  // the lock, in which a failure comes up: others may rely on the end as soon as they see it.
+  [[nodiscard]] bool begin_end();
   // Runs `end` on a thread of its own, and what is under way finishes afterwards.
   void end_on_thread(std::function<void()> end) noexcept;
   // Until nothing of a group that is ended is on its stream any more.
@@ -198,7 +212,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] bool has_ended_now() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
-                                              const std::string& vain);
+                                              const std::optional<Absence>& absence);
   [[nodiscard]] std::exception_ptr timeout_of(const UnderWay& late) const;
 
   const nccl::ApiPtr api_;
@@ -210,7 +224,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   const std::shared_ptr<NcclWatchdog> watchdog_;
   const std::chrono::milliseconds end_patience_;
   const std::chrono::milliseconds name_patience_;
-  std::optional<cuda::OwnedStream> stream_;
+  std::shared_ptr<const cuda::OwnedStream> stream_;
   nccl::CommHandle comm_ = nullptr;
   std::byte* scratch_ = nullptr;                  // from joining on, until the end
   std::optional<cuda::Capture> capture_;          // by the launching thread

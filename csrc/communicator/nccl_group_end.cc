@@ -37,6 +37,7 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
     return;
   }
   bool is_unheard = false;
+  bool has_to_abort = false;
   {
     const std::lock_guard lock(mutex_);
     if (failure_) {
@@ -45,45 +46,59 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
     failure_ = describe(error);
     has_failed_ = true;
     is_unheard = has_captured_ || !under_way_.empty();
+    has_to_abort = begin_end();
   }
-  try {
-    const auto [kind, what] = describe(error);
-    if (is_unheard) {
-      // Streams go on with what is worth nothing, and the host may not ask for long.
-      log_line(LogLevel::kError,
-               pydist::join(what, " What the GPU computes from here on is worth nothing."));
-    }
-    control_->abort(Error(kind, what));
-    if (companion_ != nullptr && is_joined_) {
-      companion_->abort(Error(kind, what));
-    }
-  } catch (const std::exception& other) {
-    log_line(LogLevel::kError, other.what());
+  const auto [kind, what] = describe(error);
+  if (is_unheard) {
+    // Streams go on with what is worth nothing, and the host may not ask for long.
+    log_line(LogLevel::kError,
+             pydist::join(what, " What the GPU computes from here on is worth nothing."));
   }
-  end_on_thread([this] {
-    wait_for_launches();
-    if (comm_ != nullptr) {
-      const cuda::DeviceGuard guard(device_);
-      const cuda::RelaxedCapture relaxed;
-      is_aborting_ = true;
-      static_cast<void>(api_->functions().ncclCommAbort(comm_));
-      // The kernels have been told to end; whoever waits gets back the buffers that they use.
-      // A capture would not survive the question, and nothing of it runs.
-      const Deadline patience = Deadline::in(end_patience_ / 2);
-      while (!cuda::Driver::get().is_capturing(stream()) &&
-             !cuda::Driver::get().is_idle(stream()) && !patience.has_passed()) {
-        std::this_thread::sleep_for(microseconds(100));
-      }
+  const auto tell = [reason = Error(kind, what)](Communicator& group) {
+    try {
+      group.abort(reason);
+    } catch (const std::exception& other) {
+      log_line(LogLevel::kError, other.what());
     }
-  });
+  };
+  tell(*control_);
+  if (has_to_abort) {
+    end_on_thread([this] { abort_communicator(); });
+  }
+  // Last: whoever is called back may wait for what NCCL has under way.
+  if (companion_ != nullptr && is_joined_) {
+    tell(*companion_);
+  }
+}
+
+void NcclGroup::abort_communicator() {
+  wait_for_launches();
+  if (comm_ == nullptr) {
+    return;
+  }
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  is_aborting_ = true;
+  static_cast<void>(api_->functions().ncclCommAbort(comm_));
+  // The kernels have been told to end; whoever waits gets back the buffers that they use.
+  // A capture would not survive the question, and nothing of it runs.
+  const Deadline patience = Deadline::in(end_patience_ / 2);
+  while (!cuda::Driver::get().is_capturing(stream()) && !cuda::Driver::get().is_idle(stream()) &&
+         !patience.has_passed()) {
+    std::this_thread::sleep_for(microseconds(100));
+  }
+}
+
+bool NcclGroup::begin_end() {
+  if (ending_) {
+    return false;
+  }
+  ending_ = Deadline::in(end_patience_);
+  return true;
 }
 
 void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
   const std::lock_guard lock(mutex_);
-  if (ending_) {
-    return;  // whatever ends NCCL's communicator, it ends once
-  }
-  ending_ = Deadline::in(end_patience_);
   std::string complaint = pydist::join("NCCL's communicator of group '", control_->name(),
                                        "' does not end; it is left to itself.");
   if (has_captured_) {
@@ -106,9 +121,9 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
     };
     LateEnds::of_process().start("pydist-nccl-end", std::move(run), *ending_, std::move(complaint));
   } catch (const std::exception& error) {  // no thread to be had, or nobody holds the group
-    log_line(LogLevel::kError, error.what());
+    log_line(LogLevel::kError, pydist::join("NCCL's communicator of group '", control_->name(),
+                                            "' is left to itself: ", error.what()));
     ending_ = Deadline::in(milliseconds::zero());
-    has_ended_ = true;
   }
   if (watchdog_ != nullptr) {
     watchdog_->wake();
@@ -266,18 +281,29 @@ void NcclGroup::end() noexcept {
       log_line(LogLevel::kError, error.what());
     }
   }
-  if (failure() == nullptr && comm_ != nullptr && weak_from_this().lock() != nullptr) {
-    end_on_thread([this] { end_communicator(); });
-  }
-  const std::optional<Deadline> aborted_by = [this] {
+  bool is_in_order = false;
+  std::optional<Deadline> aborted_by;
+  {
     const std::lock_guard lock(mutex_);
-    return has_failed_ ? ending_ : std::nullopt;
-  }();
-  if (aborted_by) {
+    if (failure_) {
+      aborted_by = ending_;  // by whoever told of the failure, or is about to
+    } else {
+      is_in_order = comm_ != nullptr && !weak_from_this().expired() && begin_end();
+    }
+  }
+  if (is_in_order) {
+    end_on_thread([this] { end_communicator(); });
+  } else if (aborted_by) {
     wait_until_quiet(*aborted_by);
   }
   finish_all();
   has_captured_ = false;  // nobody asks for faults any more
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failure_) {
+      control_->set_farewell(sequence_);
+    }
+  }
   control_->shutdown();
 }
 

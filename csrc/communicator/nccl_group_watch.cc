@@ -3,13 +3,13 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
-#include "communicator/freed_device_memory.h"
 #include "communicator/nccl_group.h"
 #include "communicator/nccl_launched_work.h"
 
@@ -135,7 +135,6 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
           lock.unlock();
           log_line(LogLevel::kError, pydist::join("NCCL did not abort group '", control_->name(),
                                                   "' in time; it is left to itself."));
-          FreedDeviceMemory::of_process().give_up(device_);
           finish_all();
           return kIdle;
         }
@@ -150,7 +149,7 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
     }
     // Without the lock: others may have to wait for the answers.
     const std::exception_ptr told = failure_of_others();
-    const std::string vain = control_->why_vain();
+    const std::optional<Absence> absence = control_->absence();
     std::exception_ptr error;
     milliseconds pause = kWatchInterval;
     {
@@ -159,7 +158,7 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
         return kWatchInterval;
       }
       pause = under_way_.empty() ? kReplayInterval : kWatchInterval;
-      error = find_fault(told, vain);
+      error = find_fault(told, absence);
       if (error == nullptr && is_late && !under_way_.empty()) {
         error = timeout_of(under_way_.front());
       }
@@ -184,7 +183,8 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
 }
 
 // What is wrong, under the lock; null if nothing.
-std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told, const std::string& vain) {
+std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told,
+                                         const std::optional<Absence>& absence) {
   const std::string title =
       under_way_.empty() ? std::string("a collective of a CUDA graph") : under_way_.front().title();
   const auto says = [&](const std::string& what) {
@@ -198,17 +198,19 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told, const s
       state = asked;
     }
   }
-  // A death explains what NCCL says, and names the rank. Who leaves while nothing is under way does
-  // no harm to what was replayed before.
+  // Whoever is gone explains what NCCL says, and has a name. Who has left in order does no harm to
+  // what it did its part of, nor to what was replayed before.
   const bool is_vain =
-      !vain.empty() && (!under_way_.empty() || vain.find("has left") == std::string::npos);
+      absence &&
+      (under_way_.empty() ? !absence->is_orderly
+                          : absence->lacks(under_way_.front().sequence) || may_be_of_a_peer(state));
   if (!is_vain) {
     vain_until_.reset();
   } else if (!vain_until_) {
     vain_until_ = Deadline::in(kVainPatience);
   }
   if (is_vain && vain_until_->has_passed()) {
-    return make_error(ErrorKind::kPeerLost, says(vain + "."));
+    return make_error(ErrorKind::kPeerLost, says(absence->what + "."));
   }
   if (told != nullptr) {
     return told;

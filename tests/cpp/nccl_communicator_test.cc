@@ -511,6 +511,31 @@ TEST(NcclFailure, OfARankThatLeavesEndsTheOthers) {
   });
 }
 
+// Whoever leaves has done its part of what the others are still at, and of nothing that follows.
+TEST(NcclFailure, IsNoneOfWhatARankDidBeforeItLeft) {
+  use_fake_cuda();
+  const FakeFault fault("late:0:2");
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    std::vector<float> values(10, 1.0F);
+    std::vector<float>& more = kept_values(self.rank);
+    rank.group->submit(rank.all_reduce(values))->wait();
+    const WorkPtr work = rank.group->submit(rank.all_reduce(values));
+    if (self.rank == 1) {
+      work->wait();
+      rank.group->shutdown();
+      return;
+    }
+    const WorkPtr next = rank.group->submit(rank.all_reduce(more));
+    work->wait();
+    EXPECT_EQ(values[0], 4.0F);
+    const auto [kind, message] = error_of([&] { next->wait(); });
+    EXPECT_EQ(kind, ErrorKind::kPeerLost);
+    EXPECT_TRUE(contains(message, "all_reduce #3 on rank 0 of 2")) << message;
+    EXPECT_TRUE(contains(message, "has left the group")) << message;
+  });
+}
+
 TEST(NcclFailure, AbortEndsEveryRank) {
   run_ranks(2, [](RankOfTest& self) {
     const Rank rank(self);

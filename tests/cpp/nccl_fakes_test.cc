@@ -6,6 +6,9 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 
@@ -121,6 +124,33 @@ TEST(FakeNccl, RefusesWhatNcclRefuses) {
   EXPECT_EQ(functions.ncclCommDestroy(comm), Result::kSuccess);
   EXPECT_EQ(reduce(DataType::kFloat32, stream.get()), Result::kInvalidArgument);
   EXPECT_EQ(functions.ncclCommAbort(comm), Result::kInvalidArgument);
+}
+
+TEST(FakeNccl, FinalizesTogetherWhereCallsBlock) {
+  const nccl::ApiPtr api = fake_nccl();
+  const nccl::Functions& functions = api->functions();
+  nccl::UniqueId id{};
+  ASSERT_EQ(functions.ncclGetUniqueId(&id), Result::kSuccess);
+  std::atomic<bool> is_second{false};
+  ::setenv("NCCL_COMM_BLOCKING", "1", 1);
+  const auto join_and_end = [&](int rank) {
+    const cuda::DeviceGuard guard(rank);
+    nccl::Config config;
+    nccl::CommHandle comm = nullptr;
+    EXPECT_EQ(functions.ncclCommInitRankConfig(&comm, 2, id, rank, &config), Result::kSuccess);
+    if (rank == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      is_second = true;
+    }
+    EXPECT_EQ(functions.ncclCommFinalize(comm), Result::kSuccess);
+    EXPECT_TRUE(is_second);
+    EXPECT_EQ(functions.ncclCommDestroy(comm), Result::kSuccess);
+  };
+  std::thread first(join_and_end, 0);
+  std::thread second(join_and_end, 1);
+  first.join();
+  second.join();
+  ::unsetenv("NCCL_COMM_BLOCKING");
 }
 
 }  // namespace

@@ -276,6 +276,46 @@ TEST(NcclTeardown, ReturnsWhileItsNeighboursGoOn) {
   EXPECT_EQ(::fake_nccl_communicators(), 0);
 }
 
+// Another thread may be about to abort, and called back meanwhile.
+TEST(NcclTeardown, WaitsForAnAbortThatAnotherThreadHasBegun) {
+  use_fake_cuda();
+  std::atomic<bool> is_joined{false};
+  run_ranks(2, [&](RankOfTest& self) {
+    const NcclRank rank(self);
+    if (self.rank == 1) {
+      is_joined = true;
+      EXPECT_TRUE(comes_true([&] { return rank.group->failure() != nullptr; }));
+      return;
+    }
+    EXPECT_TRUE(comes_true([&] { return is_joined.load(); }));
+    static auto& values = *new std::vector<float>(10);
+    std::vector<float> message(10);
+    const WorkPtr on_gpu = rank.group->submit(rank.all_reduce(values));  // rank 1 does not come
+    EXPECT_TRUE(on_gpu->wait_on_stream(rank.stream.get()));
+    std::atomic<bool> is_given_back{false};
+    on_gpu->on_completion([&](const Work::Outcome&) {
+      const cuda::DeviceGuard guard(rank.device);
+      EXPECT_TRUE(
+          comes_true([&] { return cuda::Driver::get().is_idle(rank.stream.get()); }, seconds(1)))
+          << "values are in use";
+      is_given_back = true;
+    });
+    std::atomic<bool> is_called{false};
+    std::atomic<bool> is_over{false};
+    const WorkPtr on_host = rank.group->submit(receive_from(1, 0, message));
+    on_host->on_completion([&](const Work::Outcome&) {
+      is_called = true;
+      EXPECT_TRUE(comes_true([&] { return is_given_back.load(); }));
+      is_over = true;
+    });
+    std::thread other([&] { rank.group->abort(Aborted("enough")); });
+    EXPECT_TRUE(comes_true([&] { return is_called.load(); }));
+    rank.group->shutdown();
+    other.join();
+    EXPECT_TRUE(comes_true([&] { return is_over.load(); }));
+  });
+}
+
 // Nor does NCCL's abort return before the graphs that hold its operations are gone.
 TEST(NcclTeardown, EndsWaitersWhileAGraphHoldsTheAbortUp) {
   use_fake_cuda();
@@ -318,8 +358,90 @@ TEST(NcclTeardown, LeavesTheDriverAloneInAForkedChild) {
   });
 }
 
-// What hangs there cannot be waited for. (The last, as this process has such a device from here
-// on.)
+TEST(NcclTeardown, FreesBesideAGroupThatIsBusyForAMoment) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    const CommunicatorPtr other = rank.group->split({0});
+    std::vector<float> values(10, 1.0F);
+    allocate(rank).reset();
+    const std::function<void()> compute = [] { std::this_thread::sleep_for(milliseconds(20)); };
+    ::fake_driver_enqueue(rank.stream.get(), &compute);
+    const WorkPtr work = other->submit(rank.all_reduce(values));
+    const MemoryPtr next = allocate(rank);
+    EXPECT_EQ(::fake_nccl_blocks(), 1);
+    work->wait();
+    other->shutdown();
+    rank.group->shutdown();
+  });
+}
+
+// Nobody waits for a device that hangs. Should it come to its end after all, it is as any other.
+TEST(NcclTeardown, FreesOnceAGroupHangsNoMore) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:1,slow_abort:0:0");
+  const Environment environment = with_timeout_of(milliseconds(500));
+  const auto body = [&](RankOfTest& self) {
+    const NcclRank rank(self, environment, {.end = milliseconds(200)});
+    const CommunicatorPtr other = rank.group->split({0});
+    static auto& kept = *new std::vector<float>(10);
+    allocate(rank).reset();
+    EXPECT_EQ(error_of([&] { rank.group->submit(rank.all_reduce(kept))->wait(); }).kind,
+              ErrorKind::kTimeout);
+    const Device device{DeviceType::kCuda, rank.device};
+    MemoryPtr next = other->allocate(1000, device);
+    EXPECT_TRUE(comes_true([&] {
+      next = other->allocate(1000, device);
+      return ::fake_nccl_blocks() == 2;  // this one, and the one before
+    }));
+    other->shutdown();
+  };
+  run_ranks(1, body, environment);
+}
+
+// What NCCL still knows, as nobody ends it, is not freed.
+TEST(NcclTeardown, EndsGroupsWhereNoThreadIsToBeHad) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank ending(self);
+    const CommunicatorPtr failing = ending.group->split({0});
+    const CommunicatorPtr other = ending.group->split({0});
+    const Device device{DeviceType::kCuda, self.rank};
+    MemoryPtr of_ending = ending.group->allocate(1000, device);
+    MemoryPtr of_failing = failing->allocate(1000, device);
+    std::vector<float> values(10, 1.0F);
+    void* const graph = captured(ending, [&] { return scaled(ending, values); });
+    const int before = ::fake_driver_blocks();
+    {
+      const NoThreads no_threads;
+      ::fake_driver_destroy_graph(graph);
+      ending.group->shutdown();
+      failing->abort(Aborted("enough"));
+      failing->shutdown();
+    }
+    of_ending.reset();
+    of_failing.reset();
+    EXPECT_NE(other->allocate(1000, device), nullptr);
+    EXPECT_EQ(::fake_driver_blocks(), before - 1) << "the graph's scratch memory is freed";
+    EXPECT_EQ(::fake_nccl_blocks(), 2) << "that of the group that has failed is kept";
+    other->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+}
+
+// The last, as this process has devices that hang from here on.
+TEST(NcclTeardown, EndsWaitersWhereNoThreadIsToBeHad) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:1");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self, test_environment(), {.end = kForTheEnd});
+    static auto& kept = *new std::vector<float>(10);
+    const WorkPtr work = rank.group->submit(rank.all_reduce(kept));
+    const NoThreads no_threads;
+    rank.group->abort(Aborted("enough"));
+    EXPECT_EQ(error_of([&] { work->wait(); }).message, "enough");
+    rank.group->shutdown();
+  });
+}
+
 TEST(NcclTeardown, AllocatesBesideAGroupThatHangsOnTheDevice) {
   use_fake_cuda();
   const FakeFault fault("hang:0:1,hang_abort:0:0");
@@ -334,6 +456,32 @@ TEST(NcclTeardown, AllocatesBesideAGroupThatHangsOnTheDevice) {
     memory.reset();
     EXPECT_NE(other->allocate(1000, Device{DeviceType::kCuda, rank.device}), nullptr);
     other->shutdown();
+  };
+  run_ranks(1, body, environment);
+}
+
+TEST(NcclTeardown, AllocatesAfterAGroupThatHangsOnTheDevice) {
+  use_fake_cuda();
+  const FakeFault fault("deaf:0:1");
+  const Environment environment = with_timeout_of(milliseconds(1'000));
+  const auto body = [&](RankOfTest& self) {
+    static auto& stream = *new FakeStream(self.rank);
+    static auto& kept = *new std::vector<float>(10);
+    CommunicatorPtr group = join_nccl(self, environment);
+    CommunicatorPtr other = group->split({0});
+    const Device device{DeviceType::kCuda, self.rank};
+    MemoryPtr memory = group->allocate(1000, device);
+    WorkPtr work = group->submit(on_device(all_reduce(kept), self.rank, stream.get()));
+    EXPECT_TRUE(work->wait_on_stream(stream.get()));
+    EXPECT_EQ(error_of([&] { work->wait(); }).kind, ErrorKind::kTimeout);
+    work.reset();
+    memory.reset();
+    group.reset();
+    LateEnds::of_process().join();
+    EXPECT_NE(other->allocate(1000, device), nullptr);
+    other->shutdown();
+    other.reset();
+    let_go_of_nccl();
   };
   run_ranks(1, body, environment);
 }

@@ -1,6 +1,7 @@
 #include "ranks.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <signal.h>
 
 #include <algorithm>
@@ -140,6 +141,23 @@ ErrorDescription error_of(const std::function<void()>& action) {
   }
   ADD_FAILURE() << "nothing was thrown";
   return {ErrorKind::kError, "nothing was thrown"};
+}
+
+NoThreads::NoThreads() : usual_bytes_(0) {
+  pthread_attr_t attributes;
+  ::pthread_getattr_default_np(&attributes);
+  ::pthread_attr_getstacksize(&attributes, &usual_bytes_);
+  ::pthread_attr_setstacksize(&attributes, std::size_t{1} << 47);
+  EXPECT_EQ(::pthread_setattr_default_np(&attributes), 0);
+  ::pthread_attr_destroy(&attributes);
+}
+
+NoThreads::~NoThreads() {
+  pthread_attr_t attributes;
+  ::pthread_getattr_default_np(&attributes);
+  ::pthread_attr_setstacksize(&attributes, usual_bytes_);
+  EXPECT_EQ(::pthread_setattr_default_np(&attributes), 0);
+  ::pthread_attr_destroy(&attributes);
 }
 
 bool contains(const std::string& text, const std::string& part) {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -57,6 +58,18 @@ void run_ranks(int size, const RankFunction& function,
 
 // Runs `action`, which has to throw an Error, and returns what it was.
 [[nodiscard]] ErrorDescription error_of(const std::function<void()>& action);
+
+// For as long as it lives, no thread is to be had: each would get more stack than there is memory.
+class NoThreads {
+ public:
+  NoThreads();
+  ~NoThreads();
+  NoThreads(const NoThreads&) = delete;
+  NoThreads& operator=(const NoThreads&) = delete;
+
+ private:
+  std::size_t usual_bytes_;
+};
 
 [[nodiscard]] bool contains(const std::string& text, const std::string& part);
 

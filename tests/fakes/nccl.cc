@@ -15,6 +15,9 @@
 //   exit        the process ends, at once      slow        the call is under way for two seconds
 //   hang_finalize  finalizing never ends       slow_deregister  takes a third of a second
 //   late_abort  the abort ends the operations, and does not return (as hang_abort)
+//   late        the operation ends a second and a half after the other ranks'
+//   deaf        the operation never ends, even where it is aborted
+//   slow_abort  the abort takes a second (as hang_abort)
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -493,24 +496,32 @@ void launch(std::vector<Queued> calls) {
       return true;
     });
     const bool hangs = has_fault(*comm, "hang", true);
+    const bool is_deaf = has_fault(*comm, "deaf", true);
+    const bool is_late = has_fault(*comm, "late", true);
     const bool times_out = has_fault(*comm, "timeout", true);
     const bool fails = times_out || has_fault(*comm, "async", true);
     if (has_fault(*comm, "exit", true)) {
       std::_Exit(9);
     }
-    const std::function<void()> job = [comm, messages, collectives, hangs, fails, times_out] {
+    const std::function<void()> job = [=] {
       if (fails) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));  // after the call
         comm->async_error = times_out ? kTimeout : kRemoteError;
       }
-      if (hangs || fails) {
+      if (hangs || fails || is_deaf) {
         wait_for(*comm, [] { return false; });
+        if (is_deaf) {
+          std::this_thread::sleep_for(std::chrono::hours(1));
+        }
         return;
       }
       for (const auto& collective : collectives) {
         collective(*comm);
       }
       exchange(*comm, messages);
+      if (is_late) {
+        wait_for(*comm, [until_ms = now_ms() + 1500] { return now_ms() >= until_ms; });
+      }
     };
     // A graph, and what is replayed of it, holds what it was given.
     ++comm->graphs;
@@ -692,6 +703,9 @@ int ncclCommFinalize(void* handle) {
   ++comm->shared->finalized;
   comm->slow_answers = comm->is_blocking ? 0 : 2;
   comm->never_finalizes = has_fault(*comm, "hang_finalize", false);
+  if (comm->is_blocking) {
+    wait_for(*comm, [&comm] { return state_of(*comm) != kInProgress; });
+  }
   return comm->is_blocking ? kSuccess : kInProgress;
 }
 
@@ -719,6 +733,9 @@ int ncclCommAbort(void* handle) {
   Comm& comm = *found;
   if (has_fault(comm, "hang_abort", false)) {
     std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+  if (has_fault(comm, "slow_abort", false)) {
+    std::this_thread::sleep_for(std::chrono::seconds(1));
   }
   comm.is_aborted = true;
   if (!comm.is_finalized) {

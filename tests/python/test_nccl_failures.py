@@ -92,6 +92,29 @@ def test_a_time_out_of_nccls_own_says_where_the_ranks_are(two: Ranks) -> None:
         assert "rank 1 (" in seen.message
 
 
+def behind_one_that_leaves(host: str) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if host == "gloo":
+        os.environ["PYDIST_HOST_ID"] = f"host {rank}"
+    os.environ["FAKE_NCCL_FAULT"] = "late:0:2"
+    gpu_ranks.install()
+    joined()
+    tensor = torch.ones(1000, device="cuda")
+    pydist.all_reduce(tensor)
+    work = pydist.all_reduce(tensor, async_op=True)
+    if rank == 0:
+        work.wait(timeout=20.0)  # a second and a half after the others have left
+        assert bool((tensor == size * size).all())
+        with pytest.raises(pydist.PeerLost, match=r"rank . .*has left"):
+            pydist.all_reduce(tensor, async_op=True).wait(timeout=20.0)
+    pydist.shutdown()  # waits for what is under way
+
+
+@pytest.mark.parametrize("host", ["native", "gloo"])
+def test_what_a_rank_did_before_it_left_comes_to_its_end(host: str) -> None:
+    run_ranks(behind_one_that_leaves, 3, host, env=NCCL)
+
+
 def test_an_abort_that_hangs_is_left_to_itself() -> None:
     # Ranks of their own: what hangs stays in the process.
     fault = "async:1:1,hang_abort:0:0,hang_abort:1:0"
