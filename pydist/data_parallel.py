@@ -24,8 +24,8 @@ from pydist.bucket_plan import (
     PlannedParameter,
     best_cap_bytes,
     cap_bytes_of,
-    typical_cap_bytes,
     plan_buckets,
+    typical_cap_bytes,
 )
 from pydist.buffer_sync import BufferSync
 from pydist.compiled_graphs import graphs_cut_at, runs_uncompiled
@@ -151,7 +151,8 @@ class DataParallel(nn.Module):
             to it that all ranks start from the same values is up to you.
         process_group: The ranks to average over; default: all.
         bucket_cap_mb: A bucket is closed once it holds at least so many MiB. Default: what a short
-            measurement of the connection between the ranks finds best.
+            measurement of the connection between the ranks finds best; with a
+            `pydist.ShardedOptimizer`, the same in every run of the same model.
         find_unused_parameters: Accepted for compatibility: they are always found.
         check_reduction: Accepted for compatibility.
         gradient_as_bucket_view: Accepted for compatibility: gradients always are.
@@ -270,6 +271,8 @@ class DataParallel(nn.Module):
             with_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
             copy_from(self._communicator, 0, module, with_buffers=with_buffers)
         self._trained = TrainedParameters(module)
+        self._owners: list[weakref.ref[Any]] = []
+        self._sharded_ids: set[int] = set()
         # The reducer must not keep the wrapper alive, which keeps the reducer.
         itself = weakref.ref(self)
         self._reducer = make_reducer(
@@ -283,8 +286,6 @@ class DataParallel(nn.Module):
             rank=process.rank(),
         )
         self._compresses = compress is not None
-        self._owners: list[weakref.ref[Any]] = []
-        self._sharded_ids: set[int] = set()
         _wrappers.add(self)
         guard_steps(self._reducer)
         if averages_itself:

@@ -206,8 +206,10 @@ void Reducer::settle(bool learns) {
     }
   }
   std::vector<bool> is_used_by_all;
+  all_use_all_ = true;
   for (GradientSlot& slot : arena_.slots()) {
     is_used_by_all.push_back(closings_->used(slot.index) == openings_.present());
+    all_use_all_ = all_use_all_ && (is_used_by_all.back() || !slot.parameter.requires_grad());
     if (slot.late.defined()) {
       if (is_sharded(slot)) {
         slot.segment.add_(segment_of(slot, slot.late));

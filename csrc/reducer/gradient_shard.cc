@@ -90,6 +90,11 @@ void Staging::wait() const {
   }
 }
 
+void Staging::wait_quietly(Deadline deadline) const {
+  PYDIST_CHECK(work_ != nullptr);
+  work_->wait_quietly(deadline);
+}
+
 void Staging::evict(std::vector<GradientSlot>& slots) {
   for (const std::size_t index : std::exchange(users_, {})) {
     GradientSlot& slot = slots[index];

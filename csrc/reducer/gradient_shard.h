@@ -7,9 +7,10 @@
 // In stage 1 a bucket has its place in the arena for good, and the shard is a part of it. In stage
 // 2 the shard has memory of its own, and the buckets share some *stagings*, which they have by
 // turns: a bucket takes its own when the first of its gradients arrives and none of another bucket
-// is in it any more, and leaves it when it was reduced. Gradients that find none stay where
-// autograd has put them until their bucket has memory and the next one arrives, or until it is
-// launched, and are freed then.
+// is in it any more, and leaves it when it was reduced. A rank that is ahead of the others waits
+// for that, see Reducer::take_memory(), or whole gradients would pile up. Gradients that find none
+// all the same stay where autograd has put them until their bucket has memory and the next one
+// arrives, or until it is launched, and are freed then.
 //
 // On a device whose streams can wait for the reduction, a staging is free as soon as that is on its
 // way: every stream that writes there waits first, so the host, which is far ahead, does not.
@@ -22,6 +23,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/deadline.h"
 #include "communicator/work.h"
 #include "reducer/gradient_slot.h"
 
@@ -69,6 +71,8 @@ class Staging {
 
   // Waits until it is free. Precondition: the bucket that has it was launched.
   void wait() const;
+  // The same until `deadline`, and without a look at errors.
+  void wait_quietly(Deadline deadline) const;
 
   // Takes it from a bucket that has yet to be launched, if such a one has it: gradients that have
   // landed move out.

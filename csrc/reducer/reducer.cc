@@ -22,6 +22,9 @@ namespace {
 
 constexpr std::uint64_t kFirstRound = 1;
 
+// How long a gradient waits for memory that other ranks have yet to give back.
+constexpr std::chrono::milliseconds kMemoryPatience{5'000};
+
 // Reducers are made in the same order on all of their ranks.
 std::atomic<std::uint64_t> next_place = 0;
 
@@ -277,7 +280,7 @@ at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
     slot.late = slot.late.defined() ? slot.late.add(counted) : counted.clone();
     return {};
   }
-  if (is_sharded(slot) && arena_.bind(arena_.buckets()[slot.bucket], /*is_next=*/false)) {
+  if (is_sharded(slot) && take_memory(*backward, arena_.buckets()[slot.bucket])) {
     const c10::AutoGradMode no_grad(false);
     move_in(slot);
   }
@@ -290,6 +293,23 @@ at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
   }
   slot.is_landing = true;
   return land(slot, gradient, backward->factor);
+}
+
+// For a gradient that is about to land in a bucket. Where the others have yet to launch what has
+// the memory, this rank waits for them: it would in the end, and whole gradients would pile up
+// until then. But nobody may wait for this rank meanwhile, in a collective of the user's within
+// backward, say: ranks that all use all parameters launch without one, and patience has an end.
+bool Reducer::take_memory(const Backward& backward, const GradientBucket& bucket) {
+  if (arena_.bind(bucket, /*is_next=*/false)) {
+    return true;
+  }
+  if (!backward.synchronizes || !all_use_all_ || joining_ != Joining::kNot ||
+      round_.has_waited_in_vain || bucket.staging->unlaunched()) {
+    return false;
+  }
+  bucket.staging->wait_quietly(Deadline::in(kMemoryPatience));
+  round_.has_waited_in_vain = !arena_.bind(bucket, /*is_next=*/false);
+  return !round_.has_waited_in_vain;
 }
 
 void Reducer::accumulated(std::size_t index) {

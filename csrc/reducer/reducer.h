@@ -222,6 +222,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::size_t fired = 0;     // parameters
     bool is_bare = false;      // without gradients: all parameters are frozen at the time
     bool is_closed = false;
+    bool has_waited_in_vain = false;  // for memory
     WorkPtr opening;
     std::optional<Combination> combination;  // once it is known
     std::vector<Absent> absent;
@@ -246,6 +247,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::shared_ptr<Backward> require_backward();
   void announce();
   [[nodiscard]] at::Tensor arriving(std::size_t index, const at::Tensor& gradient);
+  [[nodiscard]] bool take_memory(const Backward& backward, const GradientBucket& bucket);
   void accumulated(std::size_t index);
   [[nodiscard]] bool finish(Backward& backward);
   void abandon(Backward& backward) noexcept;
@@ -333,6 +335,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::optional<BucketHook> hook_;
   std::optional<BucketPlan> next_plan_;  // agreed, for the next round
   bool has_learned_ = false;             // the order of a backward
+  bool all_use_all_ = true;              // parameters, in the last round
   bool is_plan_fixed_ = false;           // by a graph that holds addresses
   std::optional<std::uint64_t> digest_;  // of the parameters and the plan, once computed
   std::size_t admitted_ = 0;             // slots that were there at construction or agreed on since

@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Sequence
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from training import TIME_LIMIT, Branches, Runner, assert_near, batch, joined
 
 import pydist
+from pydist import data_parallel
 from pydist.bucket_plan import _HANDOVER_S, PlannedParameter, best_cap_bytes, plan_buckets
 
 pytestmark = TIME_LIMIT
@@ -111,6 +113,24 @@ def learn_the_order(set_to_none: bool) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_plan_follows_the_order_of_backward(run_on_each: Runner, set_to_none: bool) -> None:
     run_on_each(learn_the_order, set_to_none)
+
+
+def shard_what_is_measured(measured_bytes: int) -> list[list[str]]:
+    joined()
+    with mock.patch.object(data_parallel, "best_cap_bytes", return_value=measured_bytes):
+        model = pydist.DataParallel(
+            nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(8)))
+        )
+        assert (len(model.plan.buckets) == 8) == (measured_bytes == 1)
+        pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        return names(model)
+
+
+def test_shards_are_cut_alike_whatever_was_measured(run: Runner) -> None:
+    """Sums and norms depend on it, and training goes on to the bit in another job."""
+    plans = [plan for cap_bytes in (1, 64 << 20) for plan in run(shard_what_is_measured, cap_bytes)]
+    assert all(plan == plans[0] for plan in plans)
+    assert 1 < len(plans[0]) < 8
 
 
 def keep_gradients_across_plans() -> None:

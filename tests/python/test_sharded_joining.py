@@ -66,30 +66,30 @@ class Grown(nn.Module):
         return loss + scale * self.later.square().sum() if scale else loss
 
 
-def synchronize_after_joining(stage: int) -> None:
+def synchronize_after_joining(stage: int, accumulates: bool) -> None:
     """What was averaged in the round in which it joined is averaged."""
-    for accumulates in (False, True):
-        twins = Twins(Grown(), torch.optim.SGD, options={"lr": 0.01}, stage=stage)
+    twins = Twins(Grown(), torch.optim.SGD, options={"lr": 0.01}, stage=stage)
 
-        def act(model: Any, optimizer: Any, accumulates: bool = accumulates) -> None:
-            model(batch(twins.rank, 4, 10), 0.0).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model.module.later.requires_grad_(True)
-            model(batch(twins.rank, 4, 10, step=1), twins.rank + 1.0).backward()
-            if accumulates:
-                with model.no_sync():
-                    model(batch(twins.rank, 4, 10, step=2), 0.0).backward()
-            model.sync_gradients()
-            optimizer.step()
+    def act(model: Any, optimizer: Any) -> None:
+        model(batch(twins.rank, 4, 10), 0.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.module.later.requires_grad_(True)
+        model(batch(twins.rank, 4, 10, step=1), twins.rank + 1.0).backward()
+        if accumulates:
+            with model.no_sync():
+                model(batch(twins.rank, 4, 10, step=2), 0.0).backward()
+        model.sync_gradients()
+        optimizer.step()
 
-        twins.each(act)
-        twins.check("synchronized after joining", exact=False)
+    twins.each(act)
+    twins.check("synchronized after joining", exact=False)
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_sync_gradients_of_what_joined(run_sharded: Runner, stage: int) -> None:
-    run_sharded(synchronize_after_joining, stage)
+def test_sync_gradients_of_what_joined(run_sharded: Runner, stage: int, accumulates: bool) -> None:
+    run_sharded(synchronize_after_joining, stage, accumulates)
 
 
 def run_out_of_memory(how: str) -> None:

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import time
 from typing import Any
 
 import pytest
@@ -135,3 +136,44 @@ def test_bytes_per_parameter(nprocs: int) -> None:
     for results in run_ranks(account, nprocs, timeout=60, env={"PYDIST_BACKEND": "native"}):
         for what, found, expected in results:
             assert found == pytest.approx(expected, rel=0.02), f"{what}, {nprocs} ranks"
+
+
+def hold_whole_gradients() -> None:
+    """Rank 0 is ahead of the others. Nor does it hang where those do without a parameter."""
+    torch.set_num_threads(1)
+    pydist.init()
+    rank = pydist.rank()
+    width, layers = 256, 16
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    each = width * width * 4
+    model = pydist.DataParallel(module, bucket_cap_mb=each / 2**20)
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, stage=2, lr=0.1)
+    held = []
+
+    def look(_: Tensor) -> None:
+        gradients = (p.grad for p in model.parameters())
+        with torch._C.DisableTorchFunctionSubclass():
+            held.append(sum(g.nbytes for g in gradients if type(g) is Tensor))
+
+    module[0].weight.register_hook(look)
+    for skipped in (None, None, 8, 8, None):
+        optimizer.zero_grad()
+        out = torch.ones(8, width)
+        for number, layer in enumerate(module):
+            if not (rank and number == skipped):
+                out = layer(out)
+        if rank:
+            time.sleep(0.2)
+        out.square().mean().backward()
+        optimizer.step()
+    in_flight = optimizer.bytes_in_flight()
+    assert in_flight < 4 * each
+    # Not where ranks do without a parameter: what comes behind it waits for the end of backward.
+    for step in (0, 1):
+        assert held[step] <= in_flight + each, f"{held[step] / each} gradients in step {step}"
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_whole_gradients_do_not_pile_up(backend: str) -> None:
+    run_ranks(hold_whole_gradients, 3, timeout=60, env={"PYDIST_BACKEND": backend})
