@@ -42,7 +42,7 @@ def wide_model() -> nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adam_takes_what_the_literature_says(dtype: torch.dtype, ranks: int) -> None:
     """Rajbhandari et al., arXiv 1910.02054: bytes for each parameter, with Adam."""
-    plan = pydist.plan(wide_model(), ranks, dtype=dtype)
+    plan = pydist.plan(wide_model(), ranks, dtype=dtype, bucket_cap_mb=8)
     whole, kept = (8, 8) if dtype is torch.float32 else (4, 12)
     half = whole // 2
     in_flight = plan.stage2.buckets
