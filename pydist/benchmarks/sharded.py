@@ -36,19 +36,15 @@ from pydist.benchmarks.machine import unpinned
 from pydist.benchmarks.models import MODELS
 from pydist.benchmarks.noise import Ratio, bootstrap_interval, is_noisy, spread_of
 from pydist.benchmarks.progress import Progress
-from pydist.benchmarks.step_times import Rounds, read_rounds, write_round
+from pydist.benchmarks.step_times import Rounds, in_turns, read_rounds, write_round
 from pydist.errors import InvalidUsage
 
 __all__ = ["add_arguments", "main", "summarize"]
 
 ALONE, WHOLE = "alone", "pydist, whole"
 SHARDED = ("pydist, stage 1", "pydist, stage 2", "pydist, one copy")
-# By arm: DDP's knobs, and whether ZeRO's parameters are views of its buckets.
-ZERO: dict[str, tuple[str, bool]] = {
-    "ZeRO": (ddp_knobs.DEFAULT, False),
-    "ZeRO, 25 MiB": ("DDP, 25 MiB", True),
-    "ZeRO, 200 MiB": ("DDP, 200 MiB", True),
-}
+# By arm: DDP's knobs. With all but the default ones, ZeRO's parameters are views of its buckets.
+ZERO = {knobs.replace("DDP", "ZeRO"): knobs for knobs in ddp_knobs.KNOBS}
 
 _DEFAULT_MODELS = ("gpt", "wide", "resnet")
 _WARM_ROUNDS = 5
@@ -84,13 +80,13 @@ def _make_arms(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Callab
         gloo = dist.new_group(backend="gloo")
     adamw = torch.optim.AdamW
     arms = {ALONE: _arm(deepcopy(model), None, inputs)}
-    for arm, (knobs, has_views) in ZERO.items():
+    for arm, knobs in ZERO.items():
         ddp = DistributedDataParallel(deepcopy(model), process_group=gloo, **ddp_knobs.KNOBS[knobs])
         zero = ZeroRedundancyOptimizer(
             ddp.parameters(),
             adamw,
             process_group=gloo,
-            parameters_as_bucket_view=has_views,
+            parameters_as_bucket_view=knobs != ddp_knobs.DEFAULT,
             **_OPTIONS,
         )
         arms[arm] = _arm(ddp, zero, inputs)
@@ -135,7 +131,7 @@ def _run_rounds(name: str, seconds: float, journal: str) -> None:
     more = torch.ones(1, dtype=torch.int32)
     with open(journal if pydist.rank() == 0 else "/dev/null", "w") as file:
         while more[0]:
-            write_round(file, {arm: time_arm(step) for arm, step in arms.items()})
+            write_round(file, {arm: time_arm(step) for arm, step in in_turns(arms, rounds)})
             rounds += 1
             past_s = time.perf_counter() - start_s
             progress.detail(f"round {rounds}, {past_s:.0f} of {seconds:g} s")

@@ -8,11 +8,11 @@ that it adds to a step, the difference of an arm and `alone` within a round.
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,18 @@ from pydist.benchmarks.noise import (
 )
 from pydist.benchmarks.progress import Progress
 
-__all__ = ["ALONE", "OURS", "Rounds", "read_rounds", "run_rounds", "summarize", "write_round"]
+__all__ = [
+    "ALONE",
+    "OURS",
+    "Rounds",
+    "in_turns",
+    "read_rounds",
+    "run_rounds",
+    "summarize",
+    "write_round",
+]
+
+T = TypeVar("T")
 
 ALONE, OURS = "alone", "pydist"
 # Beside the arms: what pydist's own counters say of its step.
@@ -72,6 +83,12 @@ def _time_step(model: nn.Module, inputs: tuple[Tensor, ...], slowest: Tensor) ->
     return {**taken, "exposed": float(slowest[1])} if ours else taken
 
 
+def in_turns(arms: Mapping[str, T], number: int) -> list[tuple[str, T]]:
+    """The arms in the order of a round: A B C, C B A, and so on, so that none follows one alone."""
+    order = list(arms.items())
+    return order if number % 2 == 0 else order[::-1]
+
+
 def run_rounds(name: str, seconds: float, journal: str) -> None:
     """On each rank: rounds for so many seconds, 10 at least.
 
@@ -97,7 +114,7 @@ def run_rounds(name: str, seconds: float, journal: str) -> None:
     with open(journal if pydist.rank() == 0 else "/dev/null", "w") as file:
         while more[0]:
             times: dict[str, float] = {}
-            for arm, module in arms.items():
+            for arm, module in in_turns(arms, rounds):
                 taken = _time_step(module, inputs, slowest)
                 times[arm] = taken["step"]
                 if "exposed" in taken:
