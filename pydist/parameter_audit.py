@@ -32,24 +32,29 @@ class ParameterAudit:
         """Compares with what was noted. All ranks call it.
 
         Raises:
-            InvalidUsage: Something was written (on every rank, naming the same parameter).
+            InvalidUsage: Something was written, or given other memory on some ranks (on every
+                rank, naming the same parameter).
         """
+        members = [member for bucket in buckets for member in bucket.members]
         written = {
-            segment.member.index: segment.member.name
+            segment.member.index
             for bucket in buckets
             for segment in bucket.segments
             if self._sums.get(segment, None) not in (None, _checksum(segment.values))
         }
-        names = {member.index: member.name for bucket in buckets for member in bucket.members}
-        worst = torch.tensor([max(written, default=-1)])
-        communicator.all_reduce(worst, worst, "max", False)
-        if worst.item() >= 0:
-            raise InvalidUsage(
-                f"parameter {names[int(worst.item())]} was written between two steps of "
-                "pydist.ShardedOptimizer, or before the first, and with share_parameters=True all "
-                "ranks read the same memory: write only through "
-                "pydist.DataParallel.load_state_dict(), on all ranks, or leave share_parameters out"
-            )
+        strays = {member.index for bucket in buckets for member in bucket.strays()}
+        seen = torch.tensor([[m.index in written, m.index in strays] for m in members]).int()
+        communicator.all_reduce(seen, seen, "sum", False)
+        for member, (writers, replacers) in zip(members, seen.tolist(), strict=True):
+            if writers or 0 < replacers < communicator.size:
+                done = "written" if writers else f"given other memory on {replacers} rank(s)"
+                raise InvalidUsage(
+                    f"parameter {member.name} was {done} between two steps of "
+                    "pydist.ShardedOptimizer, or before the first, and with share_parameters=True "
+                    "all ranks read the same memory: write only through "
+                    "pydist.DataParallel.load_state_dict(), on all ranks, or leave "
+                    "share_parameters out"
+                )
 
 
 def _checksum(values: Tensor) -> int:

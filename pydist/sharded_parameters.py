@@ -157,25 +157,32 @@ class Bucket:
             self.gather.finish()
             self.gather = None
 
+    def strays(self) -> list[Member]:
+        """Those whose memory was replaced, by `parameter.data = ...`."""
+        return [
+            member
+            for member in self.members
+            if member.parameter.data_ptr() != member.address and member.parameter.numel() != 0
+        ]
+
     def take_back_strays(self) -> None:
-        """Parameters whose memory was replaced, by `parameter.data = ...`, move in again.
+        """Strays move in again.
 
         Of their values, this rank's part does; the others' come when they are gathered.
         """
-        for member in self.members:
+        for member in self.strays():
             parameter = member.parameter
-            if parameter.data_ptr() != member.address and parameter.numel() != 0:
-                place = _place(self.memory, member)
-                before, now = _kind_of(place), _kind_of(parameter)
-                if before != now:
-                    raise InvalidUsage(
-                        f"parameter {member.name} was {before} when pydist.ShardedOptimizer was "
-                        f"made and is {now} now: convert the model first, then make the optimizer"
-                    )
-                for segment in self.segments:
-                    if segment.member is member:
-                        segment.values.copy_(segment.of(parameter.detach()))
-                parameter.data = place
+            place = _place(self.memory, member)
+            before, now = _kind_of(place), _kind_of(parameter)
+            if before != now:
+                raise InvalidUsage(
+                    f"parameter {member.name} was {before} when pydist.ShardedOptimizer was "
+                    f"made and is {now} now: convert the model first, then make the optimizer"
+                )
+            for segment in self.segments:
+                if segment.member is member:
+                    segment.values.copy_(segment.of(parameter.detach()))
+            parameter.data = place
 
 
 def _kind_of(parameter: Tensor) -> str:

@@ -90,6 +90,29 @@ def share(folder: str) -> None:
             optimizer.step()
 
 
+def give_other_memory() -> None:
+    """On all ranks, which means what it does without sharing; and on one alone."""
+    twins = Twins(small_model(), torch.optim.SGD, options={"lr": 0.1}, share_parameters=True)
+    twins.step(0)
+    for model in twins.models:
+        weight = next(model.parameters())
+        weight.data = weight.detach() * 2
+    twins.step(1)
+    twins.check("other memory")
+    first = next(twins.models[0].parameters())
+    if twins.rank == 1:
+        first.data = first.detach() * 2
+    match = r"0\.weight was given other memory on 1 rank\(s\) between two steps"
+    with pytest.raises(pydist.InvalidUsage, match=match):
+        twins.ours.step()
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_other_memory_on_some_ranks(backend: str) -> None:
+    with Ranks(3, {"PYDIST_BACKEND": backend, "PYDIST_DEBUG": "1"}) as ranks:
+        ranks.run(give_other_memory, timeout=LIMIT_S)
+
+
 @pytest.mark.parametrize("backend", ["native", "gloo"])
 def test_one_copy_of_the_parameters(backend: str, tmp_path: Path) -> None:
     with Ranks(3, {"PYDIST_BACKEND": backend, "PYDIST_DEBUG": "1"}) as ranks:
