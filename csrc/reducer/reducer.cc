@@ -22,9 +22,6 @@ namespace {
 
 constexpr std::uint64_t kFirstRound = 1;
 
-// How long a gradient waits for memory that other ranks have yet to give back.
-constexpr std::chrono::milliseconds kMemoryPatience{5'000};
-
 // Reducers are made in the same order on all of their ranks.
 std::atomic<std::uint64_t> next_place = 0;
 
@@ -297,8 +294,9 @@ at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
 
 // For a gradient that is about to land in a bucket. Where the others have yet to launch what has
 // the memory, this rank waits for them: it would in the end, and whole gradients would pile up
-// until then. But nobody may wait for this rank meanwhile, in a collective of the user's within
-// backward, say: ranks that all use all parameters launch without one, and patience has an end.
+// until then. But somebody may wait for this rank meanwhile, in a collective of the user's, or for
+// memory of another model's in the same backward: so patience has an end, and is the shorter the
+// oftener it was in vain. Where ranks do without parameters, others don't wait at all.
 bool Reducer::take_memory(const Backward& backward, const GradientBucket& bucket) {
   if (arena_.bind(bucket, /*is_next=*/false)) {
     return true;
@@ -307,9 +305,12 @@ bool Reducer::take_memory(const Backward& backward, const GradientBucket& bucket
       round_.has_waited_in_vain || bucket.staging->unlaunched()) {
     return false;
   }
-  bucket.staging->wait_quietly(Deadline::in(kMemoryPatience));
-  round_.has_waited_in_vain = !arena_.bind(bucket, /*is_next=*/false);
-  return !round_.has_waited_in_vain;
+  bucket.staging->wait_quietly(Deadline::in(patience_));
+  const bool is_vain = !arena_.bind(bucket, /*is_next=*/false);
+  round_.has_waited_in_vain = is_vain;
+  patience_ =
+      is_vain ? std::max(patience_ / 2, kLeastPatience) : std::min(patience_ * 2, kMostPatience);
+  return !is_vain;
 }
 
 void Reducer::accumulated(std::size_t index) {

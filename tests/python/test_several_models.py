@@ -1,7 +1,7 @@
 """Several wrapped models in one backward, and one through the other: GANs."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -151,6 +151,37 @@ def test_two_models_in_one_backward(run: Runner, order: str) -> None:
 def test_two_models_in_another_order_on_each_rank(backend: str) -> None:
     with Ranks(2, {"PYDIST_BACKEND": backend, "PYDIST_TIMEOUT": "3"}) as ranks:
         ranks.run(train_two_in_one_backward, "different", timeout=LIMIT_S)
+
+
+def train_two_with_shards() -> None:
+    """More buckets than there is memory for: each rank waits in the model it comes to first."""
+    rank, size = joined()
+    torch.manual_seed(0)
+    references = [
+        nn.Sequential(*(nn.Linear(9, 9, dtype=torch.float64) for _ in range(8))) for _ in range(2)
+    ]
+    models = [pydist.DataParallel(copy.deepcopy(r), bucket_cap_mb=1e-6) for r in references]
+    optimizers = [pydist.ShardedOptimizer(m, torch.optim.SGD, stage=2, lr=0.1) for m in models]
+
+    def loss(nets: Sequence[nn.Module], r: int, step: int) -> Tensor:
+        x = batch(r, 5, 9, step=step)
+        order = nets if r % 2 == 0 else nets[::-1]
+        return torch.stack([net(x).sin().mean() for net in order]).sum()
+
+    for step in range(3):
+        for one in (*optimizers, *references):
+            one.zero_grad()
+        loss(models, rank, step).backward()
+        for r in range(size):
+            (loss(references, r, step) / size).backward()
+        for model, reference, optimizer in zip(models, references, optimizers, strict=True):
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                assert_near(optimizer.gradient_of(ours), theirs.grad)
+
+
+def test_two_models_with_shards_in_another_order_on_each_rank(backend: str) -> None:
+    with Ranks(2, {"PYDIST_BACKEND": backend}) as ranks:
+        ranks.run(train_two_with_shards, timeout=LIMIT_S)
 
 
 class Experts(nn.Module):
