@@ -69,8 +69,11 @@ class BucketStep:
         bucket = self.bucket
         if bucket.averages_gradients:
             _require_averaged(bucket)
-        bucket.take_back_strays()
-        torch.autograd.graph.increment_version(bucket.parameters)
+        changing = bucket.take_back_strays()
+        changing += [p for p in bucket.parameters if p.grad is not None]
+        # The same on all ranks, as gradients are. A backward that has saved one of the others may
+        # still use it.
+        torch.autograd.graph.increment_version(changing)
         if bucket.optimizer is None:
             return
         left = []

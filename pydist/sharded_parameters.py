@@ -157,11 +157,15 @@ class Bucket:
             self.gather.finish()
             self.gather = None
 
-    def take_back_strays(self) -> None:
+    def take_back_strays(self) -> list[Tensor]:
         """Parameters whose memory was replaced, by `parameter.data = ...`, move in again.
 
         Of their values, this rank's part does; the others' come when they are gathered.
+
+        Returns:
+            Which they were.
         """
+        strays = []
         for member in self.members:
             parameter = member.parameter
             if parameter.data_ptr() != member.address and parameter.numel() != 0:
@@ -176,6 +180,8 @@ class Bucket:
                     if segment.member is member:
                         segment.values.copy_(segment.of(parameter.detach()))
                 parameter.data = place
+                strays.append(parameter)
+        return strays
 
 
 def _kind_of(parameter: Tensor) -> str:
