@@ -119,8 +119,11 @@ def _instead_of(optimizer_class: type[Optimizer]) -> str:
     return f"use one of {names}, or {optimizer_class.__name__} without pydist.ShardedOptimizer"
 
 
-def require_plain_options(group: dict[str, object]) -> None:
-    """Raises InvalidUsage where a parameter group asks for what shards can't give."""
+def require_plain_options(group: Mapping[str, Any]) -> None:
+    """Raises InvalidUsage where a group, of a loaded state too, asks for what shards can't give."""
     for name, why in _REFUSED_OPTIONS.items():
         if group.get(name):
-            raise InvalidUsage(f"{name}=True {why}: leave it out with pydist.ShardedOptimizer")
+            raise InvalidUsage(
+                f"{name}=True {why}: pydist.ShardedOptimizer is made without it, and loads states "
+                f"whose groups have {name}=False"
+            )

@@ -590,11 +590,13 @@ class ShardedOptimizer(Optimizer):
                 that is not looked at. Copied.
 
         Raises:
-            InvalidUsage: Parameters or groups are not those of this optimizer, or elements of the
-                shard are missing. Nothing has changed.
+            InvalidUsage: Parameters or groups are not those of this optimizer, elements of the
+                shard are missing, or options are not supported. Nothing has changed.
         """
         self._require_sound()
         require_state_of(self._layout, self._named_groups(), state)
+        for group in state.groups:
+            require_plain_options(group)
         waiting = waiting_state(self._layout, state)
         self.finish()
         for group, loaded in zip(self.param_groups, state.groups, strict=True):
