@@ -218,7 +218,7 @@ class ShardedOptimizer(Optimizer):
         self._is_ready = False
         prototype = self._prototype([dict(group) for group in param_groups])
         super().__init__(param_groups, dict(prototype.defaults))
-        self.state = NoWholeState()
+        self.state: NoWholeState = NoWholeState()
         # Not before all that a rank may refuse by itself.
         self._communicator = groups.split(parent, range(parent.size))
         facts = [
@@ -405,6 +405,7 @@ class ShardedOptimizer(Optimizer):
         if self._is_debugging:
             self._check_options(self.param_groups)
         self._check_last_options()
+        self.state.note_state()
         with self._giving_up_for_all("step()"):
             self._take_up(self._layout.adopt_buckets())
         if self._is_one_copy:
@@ -599,6 +600,7 @@ class ShardedOptimizer(Optimizer):
             require_plain_options(group)
         waiting = waiting_state(self._layout, state)
         self.finish()
+        self.state.note_state()
         for group, loaded in zip(self.param_groups, state.groups, strict=True):
             group.update(copy.deepcopy(options_of(loaded)))
         take_over(state.parameters, self._layout.buckets)
