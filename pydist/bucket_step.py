@@ -15,6 +15,7 @@ from pydist.fused_step import FusedStep, fused_step
 from pydist.parameter_groups import options_of
 from pydist.sharded_gradient import ShardedGradient
 from pydist.sharded_parameters import Bucket, Segment
+from pydist.unhooked_step import unhooked_step
 
 
 class BucketStep:
@@ -68,8 +69,11 @@ class BucketStep:
         bucket = self.bucket
         if bucket.averages_gradients:
             _require_averaged(bucket)
-        bucket.take_back_strays()
-        torch.autograd.graph.increment_version(bucket.parameters)
+        changing = bucket.take_back_strays()
+        changing += [p for p in bucket.parameters if p.grad is not None]
+        # The same on all ranks, as gradients are. A backward that has saved one of the others may
+        # still use it.
+        torch.autograd.graph.increment_version(changing)
         if bucket.optimizer is None:
             return
         left = []
@@ -120,7 +124,7 @@ def _step_by_class(
                 segment.refresh_master()  # which the kernels do by themselves
                 segment.updated.grad = gradient.to(segment.updated.dtype)
                 stepping.append(segment)
-    _unhooked_step(optimizer)
+    unhooked_step(optimizer)
     for segment in stepping:
         if segment.has_master:
             segment.values.copy_(segment.updated)
@@ -160,11 +164,3 @@ def _require_averaged(bucket: Bucket) -> None:
                 "pydist.DataParallel model's sync_gradients() before step(), on all ranks, which "
                 "averages it"
             )
-
-
-def _unhooked_step(optimizer: Optimizer) -> None:
-    """Steps without the hooks and profiles of an optimizer of its own: it is a part of one."""
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    step(optimizer)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
+from pydist.optimizer_trial import try_in_pieces
 
 # Each is held to the bits of the same class on whole parameters, by a test.
 ELEMENT_WISE: tuple[type[Optimizer], ...] = (
@@ -22,14 +26,17 @@ ELEMENT_WISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
 )
 
-# By the names that they have wherever they are from, in lower case.
+# By the names that they have wherever they are from, in lower case. Trying them out may tell
+# nothing: some need a closure, draw random numbers, or are element-wise with some options.
 _NEEDS_WHOLES = {
     "adafactor": "factors whole matrices and scales by their norms",
     "lamb": "scales by the norms of whole parameters",
     "lars": "scales by the norms of whole parameters",
     "lbfgs": "takes inner products over all parameters",
     "muon": "orthogonalises whole matrices",
+    "kron": "preconditions whole matrices",
     "novograd": "scales by the norms of whole gradients",
+    "psgd": "preconditions whole matrices",
     "shampoo": "preconditions whole matrices",
     "soap": "preconditions whole matrices",
     "sparseadam": "takes sparse gradients",
@@ -41,11 +48,20 @@ _REFUSED_OPTIONS = {
 }
 
 
-def require_element_wise(optimizer_class: type[Optimizer]) -> None:
+def require_element_wise(
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    group_options: Sequence[Mapping[str, Any]] = ({},),
+) -> None:
     """Raises InvalidUsage where an optimizer can't update pieces of parameters.
 
-    Classes of others are taken to be element-wise unless their name is known: nothing else tells
-    from outside. Subclasses are what they derive from.
+    Classes that are not in `ELEMENT_WISE` are tried out on small parameters, so it takes some
+    milliseconds. All ranks come to the same verdict, without a word.
+
+    Args:
+        optimizer_class: The class.
+        options: That it is given.
+        group_options: The own ones of each parameter group.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         given = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
@@ -53,18 +69,61 @@ def require_element_wise(optimizer_class: type[Optimizer]) -> None:
             f"optimizer_class is {given}; it must be a class of optimizers, such as "
             "torch.optim.AdamW, not an instance"
         )
+    if optimizer_class in ELEMENT_WISE:
+        return
     for base in optimizer_class.__mro__:
         name = base.__name__.lower().removeprefix("fused").removesuffix("8bit")
         if name in _NEEDS_WHOLES:
-            names = ", ".join(supported.__name__ for supported in ELEMENT_WISE)
             raise InvalidUsage(
-                f"{base.__name__} {_NEEDS_WHOLES[name]}, so it can't update shards: use "
-                f"one of {names}, or {base.__name__} without pydist.ShardedOptimizer"
+                f"{base.__name__} {_NEEDS_WHOLES[name]}, so it can't update shards: "
+                + _instead_of(base)
             )
+    _try_out(optimizer_class, options, group_options)
 
 
-def require_plain_options(group: dict[str, object]) -> None:
-    """Raises InvalidUsage where a parameter group asks for what shards can't give."""
+def _try_out(
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    group_options: Sequence[Mapping[str, Any]],
+) -> None:
+    verdict = try_in_pieces(optimizer_class, options, group_options)
+    name, instead = optimizer_class.__name__, _instead_of(optimizer_class)
+    if verdict.error is not None:
+        raise InvalidUsage(
+            f"{name} can't update shards, which are flat pieces of parameters: a small one, cut, "
+            f"made it raise {type(verdict.error).__name__}: {verdict.error}; {instead}"
+        ) from verdict.error
+    if verdict.is_torn:
+        raise InvalidUsage(
+            f"{name} can't update shards: with these options, a small parameter that is cut into "
+            "pieces gets other values than the whole one, so it uses norms, products or shapes "
+            f"of whole parameters; {instead}"
+        )
+    if verdict.changed_option is not None:
+        raise InvalidUsage(
+            f"{name} keeps state in its parameter groups, where its step() changes "
+            f"{verdict.changed_option!r}: ranks whose shards have nothing of a group can't know "
+            "that, and checkpoints hold state by parameters; use a class that keeps it in "
+            f"optimizer.state[parameter], or {name} without pydist.ShardedOptimizer"
+        )
+    if verdict.keeps_common_state:
+        raise InvalidUsage(
+            f"{name} keeps state in optimizer.state that is of no parameter, which checkpoints of "
+            "a pydist.ShardedOptimizer don't hold: use a class that keeps it in "
+            f"optimizer.state[parameter], or {name} without pydist.ShardedOptimizer"
+        )
+
+
+def _instead_of(optimizer_class: type[Optimizer]) -> str:
+    names = ", ".join(supported.__name__ for supported in ELEMENT_WISE)
+    return f"use one of {names}, or {optimizer_class.__name__} without pydist.ShardedOptimizer"
+
+
+def require_plain_options(group: Mapping[str, Any]) -> None:
+    """Raises InvalidUsage where a group, of a loaded state too, asks for what shards can't give."""
     for name, why in _REFUSED_OPTIONS.items():
         if group.get(name):
-            raise InvalidUsage(f"{name}=True {why}: leave it out with pydist.ShardedOptimizer")
+            raise InvalidUsage(
+                f"{name}=True {why}: pydist.ShardedOptimizer is made without it, and loads states "
+                f"whose groups have {name}=False"
+            )

@@ -35,6 +35,7 @@ from pydist.bucket_plan import (
 from pydist.data_parallel import DataParallel
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import InvalidUsage
+from pydist.optimizer_trial import Trial, apart
 from pydist.trained_parameters import ids_of_sparse
 
 __all__ = ["MemoryPlan", "RankMemory", "plan"]
@@ -241,7 +242,7 @@ def plan(
             f"dtype is {dtype!r}; it must be a floating-point type of torch's, such as "
             "torch.bfloat16"
         )
-    require_element_wise(optimizer)
+    require_element_wise(optimizer, options)
     require_plain_options(options)
     module = model.module if isinstance(model, DataParallel) else model
     named = list(module.named_parameters())
@@ -374,11 +375,11 @@ def _state_of(
 ) -> _State:
     key = (optimizer, dtype, repr(options))
     if key not in _states:
-        parameter = nn.Parameter(torch.zeros(_PROBED, dtype=dtype))
-        parameter.grad = torch.ones_like(parameter)
+        ones = torch.ones(_PROBED, dtype=dtype, device="cpu")
+        parameter = nn.Parameter(torch.zeros_like(ones))
         try:
-            probe = optimizer([parameter], **dict(options))
-            probe.step()
+            with apart():
+                probe = Trial(optimizer, dict(options), [([parameter], {})], [[ones]]).optimizer
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
             raise InvalidUsage(
                 f"plan: {optimizer.__name__} can't update a flat tensor of {dtype}: {error}"

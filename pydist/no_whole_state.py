@@ -11,6 +11,7 @@ import sys
 import types
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -72,8 +73,18 @@ class RanksPart:
 class NoWholeState(defaultdict[Tensor, Any]):
     """`optimizer.state` of an optimizer of which each rank has a part: raises for who looks.
 
-    `get` alone finds nothing: torch's profiler calls it from C++.
+    Before there is any, it reads as empty, for what goes through the state of any optimizer, to
+    move it to a device say. `get` alone finds nothing at all times: torch's profiler calls it from
+    C++.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_empty = True
+
+    def note_state(self) -> None:
+        """From now on there is some, on some rank."""
+        self._is_empty = False
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise InvalidUsage(
@@ -86,9 +97,38 @@ class NoWholeState(defaultdict[Tensor, Any]):
         """Nothing: `default`."""
         return default
 
-    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+    def _nothing(self) -> dict[Tensor, Any]:
+        """All that there is; raises once there may be more.
+
+        And for torch's distributed checkpoint, which would step an optimizer that has no state.
+        """
+        if not self._is_empty:
+            self._refuse()
+        refuse_checkpoints()
+        return {}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._nothing())
+
+    def __len__(self) -> int:
+        return len(self._nothing())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._nothing()
+
+    def keys(self) -> Any:
+        """None, as long as there is no state; likewise the next two."""
+        return self._nothing().keys()
+
+    def values(self) -> Any:
+        return self._nothing().values()
+
+    def items(self) -> Any:
+        return self._nothing().items()
+
+    __getitem__ = __setitem__ = __delitem__ = _refuse
     __reduce_ex__ = __copy__ = copy = _refuse
-    items = keys = values = pop = popitem = setdefault = update = clear = _refuse
+    pop = popitem = setdefault = update = clear = _refuse
 
     def __repr__(self) -> str:
         return "NoWholeState()"

@@ -135,7 +135,8 @@ class ShardedOptimizer(Optimizer):
         model_or_params: A `pydist.DataParallel` model, or what any optimizer takes: parameters,
             named parameters, or groups with options; of a `pydist.DataParallel` model or of none.
             Frozen parameters may be among them: they train once they are unfrozen.
-        optimizer_class: An element-wise class, such as `torch.optim.AdamW`.
+        optimizer_class: An element-wise class, such as `torch.optim.AdamW`. Others than torch's are
+            tried out on small parameters first.
         stage: 1 shards the optimizer's state, 2 the gradients as well: what is outside of the shard
             is freed as soon as its bucket was reduced. 2 needs a `pydist.DataParallel` model.
         master_weights: Whether to update float32 copies of float16 and bfloat16 shards; "auto":
@@ -150,8 +151,9 @@ class ShardedOptimizer(Optimizer):
             torch's Adam, AdamW and SGD themselves, wherever they can (docs/sharding.md).
 
     Raises:
-        InvalidUsage: The class is not element-wise, a gradient is sparse, a parameter has a
-            gradient now or another optimizer, or an argument is not supported.
+        InvalidUsage: The class is not element-wise or keeps state in its groups, a gradient is
+            sparse, a parameter has a gradient now or another optimizer, or an argument is not
+            supported.
         Mismatch: Parameters, options or arguments differ between ranks (on every rank).
 
     Note:
@@ -177,12 +179,12 @@ class ShardedOptimizer(Optimizer):
         process_group: ProcessGroup | None = None,
         **defaults: Any,
     ) -> None:
-        require_element_wise(optimizer_class)
         if stage not in (1, 2):
             raise InvalidUsage(f"stage is {stage!r}; it must be 1 or 2")
         if master_weights not in (True, False, "auto"):
             raise InvalidUsage(f"master_weights is {master_weights!r}; it must be a bool or 'auto'")
         param_groups = groups_of(model_or_params)
+        require_element_wise(optimizer_class, defaults, [options_of(g) for g in param_groups])
         self._class = optimizer_class
         self._options = dict(defaults)
         self._is_one_copy = bool(share_parameters)
@@ -216,7 +218,7 @@ class ShardedOptimizer(Optimizer):
         self._is_ready = False
         prototype = self._prototype([dict(group) for group in param_groups])
         super().__init__(param_groups, dict(prototype.defaults))
-        self.state = NoWholeState()
+        self.state: NoWholeState = NoWholeState()
         # Not before all that a rank may refuse by itself.
         self._communicator = groups.split(parent, range(parent.size))
         facts = [
@@ -303,6 +305,7 @@ class ShardedOptimizer(Optimizer):
                 + " pydist.DataParallel model, unlike those that the optimizer has"
             )
         self._require_sound()
+        require_element_wise(self._class, self._options, [options_of(given)])
         self._prototype([dict(given)])
         super().add_param_group(given)
         try:
@@ -402,6 +405,7 @@ class ShardedOptimizer(Optimizer):
         if self._is_debugging:
             self._check_options(self.param_groups)
         self._check_last_options()
+        self.state.note_state()
         with self._giving_up_for_all("step()"):
             self._take_up(self._layout.adopt_buckets())
         if self._is_one_copy:
@@ -587,13 +591,16 @@ class ShardedOptimizer(Optimizer):
                 that is not looked at. Copied.
 
         Raises:
-            InvalidUsage: Parameters or groups are not those of this optimizer, or elements of the
-                shard are missing. Nothing has changed.
+            InvalidUsage: Parameters or groups are not those of this optimizer, elements of the
+                shard are missing, or options are not supported. Nothing has changed.
         """
         self._require_sound()
         require_state_of(self._layout, self._named_groups(), state)
+        for group in state.groups:
+            require_plain_options(group)
         waiting = waiting_state(self._layout, state)
         self.finish()
+        self.state.note_state()
         for group, loaded in zip(self.param_groups, state.groups, strict=True):
             group.update(copy.deepcopy(options_of(loaded)))
         take_over(state.parameters, self._layout.buckets)

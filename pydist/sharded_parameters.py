@@ -165,12 +165,16 @@ class Bucket:
             if member.parameter.data_ptr() != member.address and member.parameter.numel() != 0
         ]
 
-    def take_back_strays(self) -> None:
+    def take_back_strays(self) -> list[Tensor]:
         """Strays move in again.
 
         Of their values, this rank's part does; the others' come when they are gathered.
+
+        Returns:
+            Which they were.
         """
-        for member in self.strays():
+        strays = self.strays()
+        for member in strays:
             parameter = member.parameter
             place = _place(self.memory, member)
             before, now = _kind_of(place), _kind_of(parameter)
@@ -183,6 +187,7 @@ class Bucket:
                 if segment.member is member:
                     segment.values.copy_(segment.of(parameter.detach()))
             parameter.data = place
+        return [member.parameter for member in strays]
 
 
 def _kind_of(parameter: Tensor) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pydist.checkpoint.pieces import Piece, of_range, share_out
+from pydist.element_wise import require_plain_options
 from pydist.errors import InvalidUsage
 from pydist.options_of_class import require_options_of
 from pydist.sharded_optimizer import ShardedOptimizer
@@ -217,7 +218,8 @@ def check_fits(optimizer: Optimizer, names: dict[int, str], outline: Outline) ->
     """Whether an optimizer can take a state.
 
     Raises:
-        InvalidUsage: It is of another class, or of other parameters or groups.
+        InvalidUsage: It is of another class, of other parameters or groups, or has options that the
+            optimizer does not take.
     """
     _require_optimizer(optimizer)
     if outline["class"] != type_of(optimizer):
@@ -227,6 +229,8 @@ def check_fits(optimizer: Optimizer, names: dict[int, str], outline: Outline) ->
     groups = _named_groups(optimizer, names)
     if isinstance(optimizer, ShardedOptimizer):
         groups = _renamed(optimizer, names).groups
+        for group in outline["groups"]:
+            require_plain_options(group)
     ours = [group["params"] for group in groups]
     theirs = [group["params"] for group in outline["groups"]]
     if ours != theirs:

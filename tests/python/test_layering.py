@@ -73,6 +73,8 @@ PYTHON_LAYERS = (
     "state_dict_names",
     "sync_batch_norm",
     "data_parallel",
+    "unhooked_step",
+    "optimizer_trial",
     "element_wise",
     "parameter_groups",
     "gathers",

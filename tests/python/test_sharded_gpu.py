@@ -758,10 +758,12 @@ def test_debug_mode(kind: str) -> None:
 
 
 class Dying(torch.optim.SGD):
-    """Ends one rank's process in a step."""
+    """Ends one rank's process in a step, once it is to."""
+
+    is_armed = False
 
     def step(self, closure: Any = None) -> Any:
-        if pydist.rank() == 1:
+        if self.is_armed and pydist.rank() == 1:
             os._exit(9)
         return super().step(closure)
 
@@ -770,6 +772,7 @@ def die() -> float:
     start()
     model = pydist.DataParallel(nn.Linear(50, 50).to("cuda"))
     optimizer = pydist.ShardedOptimizer(model, Dying, lr=0.1)
+    Dying.is_armed = True
     model(torch.ones(2, 50, device="cuda")).sum().backward()
     began = time.monotonic()
     with pytest.raises(pydist.Error, match=r"rank 1|peer|closed"):  # noqa: PT012

@@ -191,6 +191,63 @@ def test_master_weights(run_native: Runner, stage: int) -> None:
     run_native(train_with_masters, stage, torch.float16)
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [head(x).square().mean() for head in self.heads]
+
+
+def step_between_backwards(stage: int) -> None:
+    """What a step leaves alone, a later backward of the same forward may still use."""
+    torch.manual_seed(3)
+    # In one bucket.
+    twins = Twins(TwoHeads(), torch.optim.AdamW, cap_mb=1, stage=stage, options={"lr": 0.1})
+    for number in range(3):
+        for model, optimizer in zip(twins.models, twins.optimizers, strict=True):
+            for loss in model(batch(twins.rank, 6, 10, step=number, dtype=torch.float32)):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        twins.check("a step for each head")
+    # What the step changes, it still may not.
+    for model, optimizer in zip(twins.models, twins.optimizers, strict=True):
+        optimizer.zero_grad()
+        loss, _ = model(batch(twins.rank, 6, 10, dtype=torch.float32))
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_between_backwards(run_sharded: Runner, stage: int) -> None:
+    run_sharded(step_between_backwards, stage)
+
+
+def take_back_a_stray() -> None:
+    """Whose values the step gathers, without a gradient: what was saved of them is of no use."""
+    torch.manual_seed(3)
+    model = pydist.DataParallel(TwoHeads(), bucket_cap_mb=1)
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    first, second = model(batch(joined()[0], 6, 10, dtype=torch.float32))
+    first.backward()
+    weight = model.module.heads[1][2].weight
+    weight.data = torch.ones(1, 8)
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(1, 8))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
+def test_a_stray_between_backwards(run_native: Runner) -> None:
+    run_native(take_back_a_stray)
+
+
 def use_plain_parameters() -> None:
     """Gradients that something else has averaged: torch's wrapper, or nobody."""
     rank, _ = joined()

@@ -1,6 +1,7 @@
 """The state of a `pydist.ShardedOptimizer` in its own forms and in torch's, without files."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,53 @@ def save_and_load(stage: int) -> None:
         again.ours.load_sharded_state(whole)
     with pytest.raises(pydist.InvalidUsage, match="unknown to"):
         again.ours.load_sharded_state(pydist.ShardedState({}, []))
+
+
+def load_refused_options(folder: str) -> None:
+    """What the constructor refuses, loading refuses as well, before anything has changed."""
+    joined()
+    twins = Twins(small_model(), torch.optim.AdamW)
+    twins.step(0)
+    model, optimizer = twins.models[0], twins.ours
+    plain = copy.deepcopy(twins.theirs.state_dict())
+    before = copy.deepcopy(optimizer.sharded_state())
+    for key in ("capturable", "differentiable"):
+        theirs, ours = copy.deepcopy((plain, optimizer.state_dict()))
+        named = copy.deepcopy(before)
+        for group in (theirs["param_groups"][0], ours["param_groups"][0], named.groups[0]):
+            group.update({key: True, "lr": 7.0})
+        values = {name: torch.zeros_like(v) for name, v in model.module.state_dict().items()}
+        other = small_model()
+        other.load_state_dict(values)
+        path = f"{folder}/{key}"
+        pydist.save(
+            path, model=other, optimizer=torch.optim.AdamW(other.parameters(), **{key: True})
+        )
+        loads: list[Callable[[], Any]] = [
+            functools.partial(optimizer.load_state_dict, theirs),
+            functools.partial(optimizer.load_state_dict, ours),
+            functools.partial(optimizer.load_sharded_state, named),
+            functools.partial(
+                pydist.checkpoint.from_torch,
+                {"model": values, "optimizer": theirs},
+                model=model,
+                optimizer=optimizer,
+            ),
+            functools.partial(pydist.load, path, model=model, optimizer=optimizer),
+        ]
+        for load in loads:
+            with pytest.raises(pydist.InvalidUsage, match=f"{key}=True .*{key}=False"):
+                load()
+            assert optimizer.param_groups[0]["lr"] != 7.0
+    after = optimizer.sharded_state()
+    assert after.groups == before.groups
+    twins.check("nothing has changed")
+    twins.step(1)
+    twins.check("nothing has changed")
+
+
+def test_options_that_are_refused(run_sharded: Runner, tmp_path: Any) -> None:
+    run_sharded(load_refused_options, str(tmp_path))
 
 
 def load_of_another_class() -> None:
