@@ -22,6 +22,13 @@ from pydist.sharded_parameters import Segment
 
 _Gradients = Sequence[Tensor | None]
 
+# Whose steps the kernels know.
+FUSED_CLASSES: tuple[type[Optimizer], ...] = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+)
+
 
 def fused_step(
     optimizer: Optimizer, group: dict[str, Any], segments: Sequence[Segment]
@@ -36,15 +43,10 @@ def fused_step(
     Returns:
         None where no kernel takes the class or the segments.
     """
-    steps: dict[type[Optimizer], type[FusedStep]] = {
-        torch.optim.Adam: _AdamStep,
-        torch.optim.AdamW: _AdamStep,
-        torch.optim.SGD: _SgdStep,
-    }
-    kind = steps.get(type(optimizer))
     dtypes = _gradient_dtypes(segments)
-    if kind is None or not dtypes:
+    if type(optimizer) not in FUSED_CLASSES or not dtypes:
         return None
+    kind = _SgdStep if type(optimizer) is torch.optim.SGD else _AdamStep
     return kind(optimizer, group, segments, dtypes)
 
 

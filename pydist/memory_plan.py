@@ -10,11 +10,13 @@ Arithmetic on the shapes of parameters, which follows how memory is laid out:
   on their way at a time, in as many buffers that buckets take in turns: each is as large as the
   largest of every third bucket.
 
-What an optimizer keeps is found by a step of it on a parameter of a few elements.
+What an optimizer keeps, and what its step makes meanwhile, is found by steps of it on a few
+elements (pydist/step_memory.py).
 """
 
 from __future__ import annotations
 
+import inspect
 import io
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +37,8 @@ from pydist.bucket_plan import (
 from pydist.data_parallel import DataParallel
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import InvalidUsage
-from pydist.optimizer_trial import Trial, apart
+from pydist.fused_step import FUSED_CLASSES
+from pydist.step_memory import StepMemory, step_memory, temporaries
 from pydist.trained_parameters import ids_of_sparse
 
 __all__ = ["MemoryPlan", "RankMemory", "plan"]
@@ -47,6 +50,8 @@ _STAGINGS = 3
 
 _SHORT = (torch.float16, torch.bfloat16)
 _MASTER_BYTES = 4
+# Before its step, a float32 copy is compared with the parameter: another one, and truth values.
+_COMPARISON_BYTES = _MASTER_BYTES + 1
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,10 @@ class RankMemory:
         master: float32 copies of 16-bit parameters.
         buckets: Memory in which gradients travel and do not stay.
         activations: What forward saves for backward; None without a sample.
-        handover: The largest gradient, which autograd makes before it lands in its place.
+        handover: The largest gradient, which autograd makes before it lands in its place. In stage
+            2 the largest bucket of them, which wait where all buffers travel.
+        step: What the optimizer's step makes and frees again: its temporaries, and float32 copies
+            of gradients whose parameters have such copies.
     """
 
     parameters: int
@@ -72,6 +80,7 @@ class RankMemory:
     buckets: int
     activations: int | None
     handover: int
+    step: int
 
     @property
     def total(self) -> int:
@@ -87,8 +96,12 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """When backward begins: everything, and the activations if they are known."""
-        return self.total + (self.activations or 0) + self.handover
+        """During backward or during the step, whichever takes more.
+
+        When backward begins: what is there all the time, the activations if they are known, and
+        gradients on their way to their places. During the step, activations are gone.
+        """
+        return self.total + max((self.activations or 0) + self.handover, self.step)
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,7 +166,8 @@ class MemoryPlan:
             ("buckets on their way", "buckets"),
             ("all the time", "total"),
             ("activations", "activations"),
-            ("largest gradient", "handover"),
+            ("gradients being made", "handover"),
+            ("temporaries of the step", "step"),
             (peak, "peak"),
         ):
             if label in ("all the time", "activations", peak):
@@ -202,10 +216,13 @@ def plan(
         share_parameters: Whether the sharded optimizer keeps one copy of the parameters a host; a
             rank's part of it counts.
         ranks_per_host: For `share_parameters`; default: all.
-        bucket_cap_mb: As for pydist.DataParallel. Only stage 2 depends on it.
+        bucket_cap_mb: As for pydist.DataParallel. Buffers of stage 2 depend on it, and what the
+            step of a sharded optimizer makes.
         sample: Input of one forward: a tensor, a tuple of arguments, or a dictionary of keywords.
             Its values are not read. Without it activations are not predicted.
-        **options: Of the optimizer's class.
+        **options: Of the optimizer's class, `foreach` and `fused` too. Without either, its step is
+            that for the model's device: on GPUs torch's classes take `foreach=True`, elsewhere
+            (and on "meta") they update one tensor after the other.
 
     Returns:
         Bytes with DataParallel and with a sharded optimizer in stages 1 and 2.
@@ -253,6 +270,10 @@ def plan(
                     f"{kind} {name} has no shape yet: run one forward before planning"
                 )
     sparse = ids_of_sparse(module)
+    has_choice = _has_choice(optimizer, options)
+    if has_choice and any(p.device.type == "cuda" for _, p in named):
+        options["foreach"] = True
+        has_choice = False
     trained = [
         _Trained.of(name, p, _dtype_of(p, dtype), optimizer, options, master_weights is not False)
         for name, p in named
@@ -271,9 +292,13 @@ def plan(
         buckets=0,
         activations=activations,
         handover=handover,
+        step=_step_bytes([(t, t.count) for t in trained]),
     )
+    # pydist's kernels read gradients in their own dtype.
+    has_kernel = bool(options.get("fused")) and optimizer in FUSED_CLASSES
     total_bytes = sum(t.count * t.dtype.itemsize for t in trained)
-    sharded = _Sharded.of(trained, ranks, cap_bytes or typical_cap_bytes(total_bytes))
+    cap_bytes = cap_bytes or typical_cap_bytes(total_bytes)
+    sharded = _Sharded.of(trained, ranks, cap_bytes, has_kernel)
     frozen = parameters - sum(t.count * t.dtype.itemsize for t in trained)
     copies = (ranks_per_host or ranks) if share_parameters else 1
     stage1, stage2 = (
@@ -285,11 +310,20 @@ def plan(
             master=sharded.master,
             buckets=buckets,
             activations=activations,
-            handover=handover,
+            handover=on_their_way,
+            step=sharded.step,
         )
-        for gradients, buckets in ((sharded.whole, 0), (sharded.shards, sharded.stagings))
+        for gradients, buckets, on_their_way in (
+            (sharded.whole, 0, handover),
+            (sharded.shards, sharded.stagings, sharded.largest),
+        )
     )
     notes = []
+    if has_choice:
+        notes.append(
+            "the step updates one tensor after the other, as it does on the CPU; on GPUs torch "
+            "takes foreach=True, which makes more at a time: give the option for a plan of that"
+        )
     if sparse:
         notes.append(
             f"{len(sparse)} embeddings with sparse gradients: neither those nor their optimizer's "
@@ -322,14 +356,6 @@ def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
 
 
 @dataclass(frozen=True)
-class _State:
-    """What an optimizer keeps: bytes for each element, and for each tensor that it updates."""
-
-    per_element: int
-    per_tensor: int
-
-
-@dataclass(frozen=True)
 class _Trained:
     """A trained parameter: `count` elements of the real `dtype`, `factor` for each of its own."""
 
@@ -338,7 +364,7 @@ class _Trained:
     dtype: torch.dtype
     factor: int
     has_master: bool
-    state: _State
+    memory: StepMemory
 
     @staticmethod
     def of(
@@ -352,44 +378,48 @@ class _Trained:
         has_master = with_masters and dtype in _SHORT
         updated = torch.float32 if has_master else dtype
         factor = 2 if dtype.is_complex else 1
-        state = _state_of(optimizer, updated, tuple(sorted(options.items())))
+        memory = step_memory(optimizer, updated, options)
         return _Trained(
-            name, parameter.numel() * factor, dtype.to_real(), factor, has_master, state
+            name, parameter.numel() * factor, dtype.to_real(), factor, has_master, memory
         )
 
     def state_bytes(self, count: int, segments: int) -> int:
-        return count // self.factor * self.state.per_element + segments * self.state.per_tensor
+        return count // self.factor * self.memory.per_element + segments * self.memory.per_tensor
 
     def master_bytes(self, count: int) -> int:
         return count * _MASTER_BYTES if self.has_master else 0
 
 
-# Such tensors have no other reason to have as many elements.
-_PROBED = 3
+def _step_bytes(updated: Sequence[tuple[_Trained, int]]) -> int:
+    """What one step of the class makes meanwhile.
 
-_states: dict[tuple[object, ...], _State] = {}
+    Args:
+        updated: What it updates, in its order: the parameter, and how many of its real elements.
+    """
+    gradients = sum(trained.master_bytes(count) for trained, count in updated)
+    return gradients + temporaries((t.memory, count // t.factor) for t, count in updated)
 
 
-def _state_of(
-    optimizer: type[Optimizer], dtype: torch.dtype, options: tuple[tuple[str, Any], ...]
-) -> _State:
-    key = (optimizer, dtype, repr(options))
-    if key not in _states:
-        ones = torch.ones(_PROBED, dtype=dtype, device="cpu")
-        parameter = nn.Parameter(torch.zeros_like(ones))
-        try:
-            with apart():
-                probe = Trial(optimizer, dict(options), [([parameter], {})], [[ones]]).optimizer
-        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-            raise InvalidUsage(
-                f"plan: {optimizer.__name__} can't update a flat tensor of {dtype}: {error}"
-            ) from error
-        kept = [v for v in probe.state[parameter].values() if isinstance(v, Tensor)]
-        _states[key] = _State(
-            per_element=sum(v.itemsize for v in kept if v.numel() == _PROBED),
-            per_tensor=sum(v.nbytes for v in kept if v.numel() != _PROBED),
-        )
-    return _states[key]
+def _sharded_step_bytes(updated: Sequence[tuple[_Trained, int]]) -> int:
+    """What the step of one bucket makes meanwhile on a rank.
+
+    Args:
+        updated: The rank's segments, as for `_step_bytes`.
+    """
+    most = gradients = 0
+    for trained, count in updated:
+        if trained.has_master:
+            most = max(most, gradients + count * _COMPARISON_BYTES)
+        gradients += trained.master_bytes(count)
+    return max(most, _step_bytes(updated))
+
+
+def _has_choice(optimizer: type[Optimizer], options: Mapping[str, Any]) -> bool:
+    """Whether the class looks at the device to choose between its ways to step."""
+    if options.get("foreach") is not None or options.get("fused") is not None:
+        return False
+    known = inspect.signature(optimizer).parameters.get("foreach")
+    return known is not None and known.default is None
 
 
 @dataclass(frozen=True)
@@ -399,25 +429,30 @@ class _Sharded:
     Attributes:
         whole: Of all buckets.
         shards: Of one rank's shards.
+        largest: Of the largest bucket.
         stagings: Of the buckets that are on their way in stage 2.
+        step: What a step makes meanwhile, on the rank that has the most. It goes from bucket to
+            bucket.
         state: Of the optimizer on the rank that has the most.
         master: Likewise.
     """
 
     whole: int
     shards: int
+    largest: int
     stagings: int
+    step: int
     state: int
     master: int
 
     @staticmethod
-    def of(trained: Sequence[_Trained], ranks: int, cap_bytes: int) -> _Sharded:
+    def of(trained: Sequence[_Trained], ranks: int, cap_bytes: int, has_kernel: bool) -> _Sharded:
         blocks = {t: number for number, t in enumerate(dict.fromkeys(t.dtype for t in trained))}
         planned = [
             PlannedParameter(index, t.name, t.count * t.dtype.itemsize, blocks[t.dtype], True)
             for index, t in reversed(list(enumerate(trained)))
         ]
-        whole = shards = 0
+        whole = shards = step = 0
         stagings: dict[torch.dtype, list[int]] = {}
         state, master = [0] * ranks, [0] * ranks
         for bucket in plan_buckets(planned, cap_bytes):
@@ -427,18 +462,24 @@ class _Sharded:
             whole += shard * ranks * dtype.itemsize
             shards += shard * dtype.itemsize
             stagings.setdefault(dtype, []).append(shard * ranks * dtype.itemsize)
+            updated: list[list[tuple[_Trained, int]]] = [[] for _ in range(ranks)]
             for member, rank, count in segments:
                 state[rank] += members[member].state_bytes(count, segments=1)
                 master[rank] += members[member].master_bytes(count)
+                updated[rank].append((members[member], count))
+            if not has_kernel:
+                step = max(step, *(_sharded_step_bytes(own) for own in updated))
         most = max(range(ranks), key=lambda rank: state[rank] + master[rank])
         return _Sharded(
             whole,
             shards,
+            max((size for sizes in stagings.values() for size in sizes), default=0),
             sum(
                 max(sizes[turn::_STAGINGS], default=0)
                 for sizes in stagings.values()
                 for turn in range(_STAGINGS)
             ),
+            step,
             state[most],
             master[most],
         )

@@ -93,6 +93,7 @@ PYTHON_LAYERS = (
     "sharded_optimizer",
     "checkpoint",
     "activations",
+    "step_memory",
     "memory_plan",
     "__init__",
     "benchmarks",
