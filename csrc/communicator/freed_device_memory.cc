@@ -72,7 +72,14 @@ bool FreedDeviceMemory::free_now(int device) {
     const cuda::DeviceGuard guard(device);
     const cuda::RelaxedCapture relaxed;
     cuda::Driver::get().synchronize();
-    std::erase_if(taken, [](const Freed& each) { return each.free(); });
+    std::erase_if(taken, [](const Freed& each) {
+      try {
+        return each.free();
+      } catch (const std::exception& error) {
+        log_line(LogLevel::kError, error.what());
+        return false;
+      }
+    });
   } catch (...) {
     keep();
     throw;

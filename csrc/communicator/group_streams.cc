@@ -37,12 +37,14 @@ std::shared_ptr<const cuda::OwnedStream> GroupStreams::make(int device) {
 
 void GroupStreams::prune() noexcept {
   const std::lock_guard lock(mutex_);
-  try {
-    std::erase_if(streams_,
-                  [](const Entry& each) { return each.stream.use_count() == 1 && each.is_idle(); });
-  } catch (const std::exception& error) {
-    log_line(LogLevel::kError, error.what());  // CUDA has failed, and takes them with it
-  }
+  std::erase_if(streams_, [](const Entry& each) {
+    try {
+      return each.stream.use_count() == 1 && each.is_idle();
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());  // CUDA has failed, and takes them with it
+      return false;
+    }
+  });
 }
 
 bool GroupStreams::are_captured() {

@@ -37,11 +37,12 @@ void LateEnds::start(const char* name, std::function<void()> end, Deadline until
   added.complaint = std::move(complaint);
   try {
     added.thread = start_engine_thread(name, [this, &added, over, end = std::move(end)]() mutable {
+      end();
+      end = nullptr;  // what it held may end here as well
+      // Not before: the end of a thread may wait for what `end` brings about.
       for (End& each : *over) {
         each.thread.join();
       }
-      end();
-      end = nullptr;  // what it held may end here as well
       const std::lock_guard done(mutex_);
       added.is_over = true;
       changed_.notify_all();

@@ -205,7 +205,7 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
         std::rethrow_exception(make_error(failure_->kind, failure_->message));
       }
       if (is_joined_) {
-        launching = sequence_;
+        launching = launching_turn_;
       }
       const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
       if (asked != Result::kSuccess) {
@@ -412,10 +412,13 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
                                     "', which has been shut down."));
   }
   find_capture(launch);
-  UnderWay entry{nullptr, launch.deadline, launch.kind, 0, std::move(launch.label), 0};
+  UnderWay entry{nullptr, launch.deadline, launch.kind, 0, 0, std::move(launch.label), 0};
   {
     const std::lock_guard lock(mutex_);
     entry.sequence = ++sequence_;
+    turn_ += capture_ ? 0 : 1;
+    entry.turn = turn_;
+    launching_turn_ = capture_ ? turn_ + 1 : turn_;
   }
   if (journal_ != nullptr) {
     entry.ticket =

@@ -31,9 +31,10 @@
 // there is a deadline; whereas an operation with a greater number waits in vain, and fails soon,
 // with the leaver's name. To leave `control` only once NCCL's communicator is gone would tell one
 // from the other too late: an NCCL before 2.31 is gone before the neighbours have caught up, a
-// later one keeps whoever waits in vain from the news. All ranks launch alike, so the numbers
-// agree. A neighbour that is behind by more than half of Options::end_patience is left alone
-// nevertheless, by the leaver's NCCL, which is then aborted.
+// later one keeps whoever waits in vain from the news. All ranks launch alike, but for what they
+// record into graphs, which is not counted (turn_), so the numbers agree. A neighbour that is behind
+// by more than half of Options::end_patience is left alone nevertheless, by the leaver's NCCL, which
+// is then aborted.
 //
 // Thread safe. Launches of all groups of a process are ordered by one lock, since NCCL's kernels
 // must start in one order on all ranks.
@@ -171,6 +172,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     Deadline deadline;
     OpKind kind;
     std::uint64_t sequence;
+    std::uint64_t turn;
     std::string label;
     Journal::Ticket ticket;
 
@@ -236,6 +238,10 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::deque<UnderWay> under_way_;  // guarded by mutex_; in order
   std::deque<UnderWay> given_up_;   // guarded by mutex_
   std::uint64_t sequence_ = 0;      // guarded by mutex_
+  // Of those, the ones that were not captured: the number of one in which all ranks take part when
+  // it is launched, whatever they have recorded. And that of the one that is being launched.
+  std::uint64_t turn_ = 0;            // guarded by mutex_
+  std::uint64_t launching_turn_ = 0;  // guarded by mutex_
   // Guarded by mutex_. Everybody gets an exception of its own: one is not to be shared by threads.
   std::optional<ErrorDescription> failure_;
   std::map<std::uint64_t, std::byte*> graph_scratch_;  // guarded by mutex_; by capture

@@ -258,7 +258,8 @@ void NcclGroup::end() noexcept {
     return;
   }
   const Deadline deadline = Deadline::in(end_patience_);
-  const auto is_quiet = [this] { return !is_under_way() && !is_launching_; };
+  // In this order: what is launched is under way before its launch is over.
+  const auto is_quiet = [this] { return !is_launching_ && !is_under_way(); };
   while (!is_quiet() && failure() == nullptr && !deadline.has_passed()) {
     settle();
     watch();
@@ -301,7 +302,7 @@ void NcclGroup::end() noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (!failure_) {
-      control_->set_farewell(sequence_);
+      control_->set_farewell(turn_);
     }
   }
   control_->shutdown();

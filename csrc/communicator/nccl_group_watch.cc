@@ -200,10 +200,9 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told,
   }
   // Whoever is gone explains what NCCL says, and has a name. Who has left in order does no harm to
   // what it did its part of, nor to what was replayed before.
-  const bool is_vain =
-      absence &&
-      (under_way_.empty() ? !absence->is_orderly
-                          : absence->lacks(under_way_.front().sequence) || may_be_of_a_peer(state));
+  const bool is_vain = absence && (under_way_.empty() ? !absence->is_orderly
+                                                      : absence->lacks(under_way_.front().turn) ||
+                                                            may_be_of_a_peer(state));
   if (!is_vain) {
     vain_until_.reset();
   } else if (!vain_until_) {

@@ -40,8 +40,9 @@ void shut_down_all() noexcept {
     const std::lock_guard lock(known.mutex);
     all.swap(known.all);
   }
-  for (const auto& each : all) {
-    if (const CommunicatorPtr communicator = each.lock()) {
+  // The newest first: those that others are built on outlive them.
+  for (auto each = all.rbegin(); each != all.rend(); ++each) {
+    if (const CommunicatorPtr communicator = each->lock()) {
       communicator->shutdown();
     }
   }

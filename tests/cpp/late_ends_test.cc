@@ -39,6 +39,7 @@ TEST(LateEnds, StartWithoutWaitingForThoseThatAreOver) {
   wait_for(is_ending);
   std::atomic<bool> has_run{false};
   ends.start("second", [&] { has_run = true; }, Deadline::never(), "");
+  wait_for(has_run);  // while the end of the first thread still takes its time
   may_end = true;
   ends.join();
   EXPECT_TRUE(has_run);

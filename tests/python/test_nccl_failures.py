@@ -5,16 +5,19 @@ Every detail is the C++ tests' (tests/cpp/nccl_communicator_test.cc).
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import NamedTuple
 
 import fake_nccl
 import gpu_ranks
 import pytest
 import torch
+import torch.distributed as dist
 from gpu_ranks import needs_gpu_ranks
 from launch import Ranks, rank_outcomes, run_ranks
 from training import LIMIT_S, TIME_LIMIT, joined
@@ -113,6 +116,30 @@ def behind_one_that_leaves(host: str) -> None:
 @pytest.mark.parametrize("host", ["native", "gloo"])
 def test_what_a_rank_did_before_it_left_comes_to_its_end(host: str) -> None:
     run_ranks(behind_one_that_leaves, 3, host, env=NCCL)
+
+
+def behind_one_that_ends(host: str) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if host == "gloo":
+        os.environ["PYDIST_HOST_ID"] = f"host {rank}"
+    os.environ["FAKE_NCCL_FAULT"] = "late:0:2"
+    gpu_ranks.install()
+    dist.init_process_group("pydist", timeout=timedelta(seconds=20))
+    tensor = torch.ones(1000, device="cuda")
+    dist.all_reduce(tensor)
+    gpu_ranks.synchronize()
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.wait()
+    if rank == 0:
+        assert bool((tensor == size * size).all())
+    else:
+        atexit._run_exitfuncs()  # a script that ends without destroy_process_group()
+
+
+@pytest.mark.parametrize("host", ["native", "gloo"])
+def test_what_a_rank_did_before_its_script_ended_comes_to_its_end(host: str) -> None:
+    run_ranks(behind_one_that_ends, 3, host, env=NCCL)
 
 
 def test_an_abort_that_hangs_is_left_to_itself() -> None:
