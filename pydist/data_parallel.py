@@ -378,12 +378,14 @@ class DataParallel(nn.Module):
 
         That is what was accumulated under `no_sync()`, and what was put into `parameter.grad` by
         hand, from `torch.autograd.grad` say, which accumulates nothing and so averages nothing.
-        A backward averages what was put by hand before it, too, with its own, and its weight.
+        A backward averages what was put by hand before it, too, with its own, for the weight of
+        the first backward that the step accumulates.
 
         Raises:
             InvalidUsage: A gradient that accumulates on top of an averaged one was changed or
-                replaced in between (with sums, weights or a `pydist.ShardedOptimizer`; backward
-                raises it as well); or it was summed, and then changed in place.
+                replaced in between (with sums, weights or a `pydist.ShardedOptimizer`), or one that
+                accumulates with weights was replaced (backward raises both as well); or it was
+                summed, and then changed in place.
         """
         self._reducer.synchronize()
 

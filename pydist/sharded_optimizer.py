@@ -425,7 +425,10 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _refuse_pending(self) -> None:
-        if self._wrapper is not None and self._wrapper._reducer.has_pending:
+        if self._wrapper is None:
+            return
+        owned = self._layout.indices
+        if any(id(parameter) in owned for parameter in self._wrapper._reducer.pending):
             error = InvalidUsage(
                 "ShardedOptimizer.step() would use gradients that were accumulated under no_sync() "
                 "and never averaged: run the last backward outside of no_sync(), or call "

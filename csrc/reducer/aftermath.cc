@@ -206,10 +206,11 @@ void Reducer::settle(bool learns) {
     }
   }
   std::vector<bool> is_used_by_all;
-  all_use_all_ = true;
+  bool all_use_alike = true;
   for (GradientSlot& slot : arena_.slots()) {
-    is_used_by_all.push_back(closings_->used(slot.index) == openings_.present());
-    all_use_all_ = all_use_all_ && (is_used_by_all.back() || !slot.parameter.requires_grad());
+    const int users = closings_->used(slot.index);
+    is_used_by_all.push_back(users == openings_.present());
+    all_use_alike = all_use_alike && (is_used_by_all.back() || users == 0);
     if (slot.late.defined()) {
       if (is_sharded(slot)) {
         slot.segment.add_(segment_of(slot, slot.late));
@@ -231,6 +232,7 @@ void Reducer::settle(bool learns) {
   }
   arena_.release();
   if (learns) {
+    all_use_alike_ = all_use_alike;
     order_.close_round(is_used_by_all);
     has_learned_ = true;
   }

@@ -31,7 +31,7 @@ class BackwardEnd {
     std::exception_ptr error;
     for (const auto& ending : endings) {
       try {
-        ending->conclude();
+        ending->conclude(endings.size() == 1);
       } catch (...) {
         error = error != nullptr ? error : std::current_exception();
       }

@@ -24,8 +24,8 @@ class EndingBackward {
   [[nodiscard]] virtual std::uint64_t place() const = 0;
   // Waits for nobody who is still in an earlier step. Throws nothing.
   virtual void close() noexcept = 0;
-  // Throws what went wrong since the beginning.
-  virtual void conclude() = 0;
+  // Throws what went wrong since the beginning. `is_alone`: no other reducer ends with it.
+  virtual void conclude(bool is_alone) = 0;
 };
 
 // For the callback at the end of the backward that runs on this thread: lets `ending` close and

@@ -332,7 +332,7 @@ void GradientArena::evict_from(Staging& staging) {
 
 bool GradientArena::is_landing_in(const std::vector<std::size_t>& members) const {
   return std::any_of(members.begin(), members.end(),
-                     [this](std::size_t index) { return slots_[index].is_landing; });
+                     [this](std::size_t index) { return slots_[index].landing != 0; });
 }
 
 void GradientArena::release() {

@@ -100,7 +100,7 @@ void bring_in(GradientSlot& slot) {
 }
 
 at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, double factor) {
-  if (!has_place(slot) || !slot.is_bound || !gradient.defined() ||
+  if (!has_place(slot) || !slot.is_bound || slot.landing != 0 || !gradient.defined() ||
       slot.parameter.grad().defined() || c10::GradMode::is_enabled() ||
       gradient.layout() != at::kStrided || gradient.device() != slot.view.device() ||
       gradient.scalar_type() != slot.view.scalar_type() || gradient.sizes() != slot.view.sizes()) {

@@ -36,8 +36,9 @@ struct GradientSlot {
   bool contributes = false;
   // The gradient on its way into `parameter.grad` is one, not nothing.
   bool has_arrived = false;
-  // It may land in the slot, and has not become `parameter.grad` yet: the memory stays the slot's.
-  bool is_landing = false;
+  // How many are: one may have landed in the slot and not be `parameter.grad` yet, so the memory
+  // stays the slot's, and nothing else goes there.
+  int landing = 0;
   // The round in which it last received a gradient; how often it did in that round, and in the one
   // before. It is complete when it has received as many.
   std::uint64_t fired_in = 0;

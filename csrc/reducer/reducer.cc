@@ -22,6 +22,9 @@ namespace {
 
 constexpr std::uint64_t kFirstRound = 1;
 
+// How long a gradient waits for memory that other ranks have yet to give back.
+constexpr std::chrono::milliseconds kMemoryPatience{2'000};
+
 // Reducers are made in the same order on all of their ranks.
 std::atomic<std::uint64_t> next_place = 0;
 
@@ -69,7 +72,8 @@ class Reducer::Backward final : public EndingBackward,
     }
   }
 
-  void conclude() override {
+  void conclude(bool is_alone) override {
+    owner_->ends_alone_ = owner_->ends_alone_ && is_alone;
     if (error_ != nullptr) {
       std::rethrow_exception(error_);
     }
@@ -230,10 +234,15 @@ void Reducer::prepare_forward(bool is_for_training) {
     await_thrown();
   }
   forwards_ += is_for_training ? 1 : 0;
-  if (current_.expired()) {
+  const bool is_outside = current_.expired();
+  if (is_outside) {
     drain();
   }
-  for (const GradientSlot& slot : arena_.slots()) {
+  for (GradientSlot& slot : arena_.slots()) {
+    if (is_outside && !slot.parameter.grad().defined()) {
+      slot.is_pending = false;  // whatever is put there next is another one
+      slot.aside.reset();
+    }
     require_unchanged(slot);
     std::unique_ptr<AccumulationHooks>& hooks = hooks_[slot.index];
     // Converting a parameter, there and back, costs it what accumulates its gradient. And on
@@ -288,36 +297,39 @@ at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
       set_aside(slot);
     }
   }
-  slot.is_landing = true;
-  return land(slot, gradient, backward->factor);
+  at::Tensor landed = land(slot, gradient, backward->factor);
+  ++slot.landing;
+  return landed;
 }
 
 // For a gradient that is about to land in a bucket. Where the others have yet to launch what has
 // the memory, this rank waits for them: it would in the end, and whole gradients would pile up
-// until then. But somebody may wait for this rank meanwhile, in a collective of the user's, or for
-// memory of another model's in the same backward: so patience has an end, and is the shorter the
-// oftener it was in vain. Where ranks do without parameters, others don't wait at all.
+// until then.
+//
+// Nobody may wait for this rank meanwhile, in a collective of the user's within backward, say. Of
+// the memory's bucket nobody does: all launch in one order, and whoever has a complete bucket
+// launches it. Not so where ranks hear each other first, where some do without a parameter, or
+// where they may come to several models in another order; there, nobody waits. Patience has an end
+// for what is left: the ranks of one step may differ from those of the last.
 bool Reducer::take_memory(const Backward& backward, const GradientBucket& bucket) {
   if (arena_.bind(bucket, /*is_next=*/false)) {
     return true;
   }
-  if (!backward.synchronizes || !all_use_all_ || joining_ != Joining::kNot ||
-      round_.has_waited_in_vain || bucket.staging->unlaunched()) {
+  const bool may_wait = backward.synchronizes && !weights_.has_weighted &&
+                        joining_ == Joining::kNot && all_use_alike_ && ends_alone_;
+  if (!may_wait || round_.has_waited_in_vain || bucket.staging->unlaunched()) {
     return false;
   }
-  bucket.staging->wait_quietly(Deadline::in(patience_));
-  const bool is_vain = !arena_.bind(bucket, /*is_next=*/false);
-  round_.has_waited_in_vain = is_vain;
-  patience_ =
-      is_vain ? std::max(patience_ / 2, kLeastPatience) : std::min(patience_ * 2, kMostPatience);
-  return !is_vain;
+  bucket.staging->wait_quietly(Deadline::in(kMemoryPatience));
+  round_.has_waited_in_vain = !arena_.bind(bucket, /*is_next=*/false);
+  return !round_.has_waited_in_vain;
 }
 
 void Reducer::accumulated(std::size_t index) {
   const std::lock_guard turn(turn_);
   const std::shared_ptr<Backward> backward = require_backward();
   GradientSlot& slot = arena_.slots()[index];
-  slot.is_landing = false;
+  slot.landing = std::max(slot.landing - 1, 0);
   if (backward->synchronizes && slot.fired_in != round_.number) {
     slot.fired_in = round_.number;
     slot.fires = 0;
@@ -336,7 +348,7 @@ void Reducer::accumulated(std::size_t index) {
       }
       return;
     }
-    if (!holds_gradient(slot)) {
+    if (!holds_gradient(slot) && slot.landing == 0) {
       adopt(slot);
     }
     slot.is_pending = true;
@@ -368,7 +380,7 @@ void Reducer::note_complete(const GradientSlot& slot) {
 // What was on its way when a hook threw came to nothing.
 void Reducer::end_landings() {
   for (GradientSlot& slot : arena_.slots()) {
-    slot.is_landing = false;
+    slot.landing = 0;
   }
 }
 
@@ -454,15 +466,26 @@ void Reducer::enter(Backward& backward) {
   backward.factor = weight == 0 ? 0.0 : weight / weights_.first;
 }
 
-// The gradients of earlier backwards, set to zero or None since, take their weights along; so do
-// those that somebody has replaced, by what counts like the next backward then.
+// The gradients of earlier backwards, set to zero or None since, take their weights along.
 void Reducer::forget_weights_of_nothing() {
-  const auto is_weighted = [](const GradientSlot& slot) {
-    return is_still_pending(slot) && is_seen(slot);
-  };
-  if (weights_.has_gradients &&
-      std::none_of(arena_.slots().begin(), arena_.slots().end(), is_weighted)) {
+  if (!weights_.has_gradients) {
+    return;
+  }
+  if (!has_pending()) {
     weights_ = {};
+    return;
+  }
+  if (!weights_.has_weighted) {
+    return;
+  }
+  for (const GradientSlot& slot : arena_.slots()) {
+    if (is_still_pending(slot) && !is_seen(slot)) {
+      throw InvalidUsage(join(
+          "the gradient of parameter ", slot.name,
+          " was replaced between backward passes with weights, so how much it counts cannot be "
+          "known: change it in place, or after averaging; to put another in its place, call "
+          "sync_gradients() after zero_grad() first"));
+    }
   }
 }
 

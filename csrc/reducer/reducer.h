@@ -48,7 +48,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -206,9 +205,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
  private:
   class Backward;
-  // How long gradients of a round wait for memory that other ranks have yet to give back.
-  static constexpr std::chrono::milliseconds kMostPatience{2'000};
-  static constexpr std::chrono::milliseconds kLeastPatience{1};
   // A parameter without a gradient of its own in a round.
   struct Absent {
     std::size_t slot;
@@ -339,8 +335,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::optional<BucketHook> hook_;
   std::optional<BucketPlan> next_plan_;  // agreed, for the next round
   bool has_learned_ = false;             // the order of a backward
-  bool all_use_all_ = true;              // parameters, in the last round
-  std::chrono::milliseconds patience_ = kMostPatience;
+  // In the last backward, each parameter was used by all ranks, or by none.
+  bool all_use_alike_ = true;
+  bool ends_alone_ = true;               // no backward ever came through another reducer as well
   bool is_plan_fixed_ = false;           // by a graph that holds addresses
   std::optional<std::uint64_t> digest_;  // of the parameters and the plan, once computed
   std::size_t admitted_ = 0;             // slots that were there at construction or agreed on since

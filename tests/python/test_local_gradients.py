@@ -1,6 +1,7 @@
 """Gradients that were not averaged: `sync_gradients()`, and optimizers that would use them."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -142,6 +143,7 @@ def write_gradients_in_place(reduction: str) -> None:
     with model.no_sync(), model.weighted(1 if rank else 9):
         model(x).sum().backward()
     model.zero_grad()
+    model.sync_gradients()
     model.weight.grad = gradient
     model.sync_gradients()
     assert model.weight.grad.tolist() == [[(size + 1) / 2] * 2]
@@ -194,6 +196,86 @@ def add_to_what_was_put_by_hand(reduction: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_backward_on_gradients_put_by_hand(run: Runner, reduction: str) -> None:
     run(add_to_what_was_put_by_hand, reduction)
+
+
+def replace_between_weights() -> None:
+    """Nobody can tell what the new one counts: its own, or what it replaces."""
+    rank, size = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False, dtype=torch.float64))
+    x = torch.full((1, 2), rank + 1.0, dtype=torch.float64)
+    for in_place in (False, True):
+        with model.no_sync(), model.weighted(rank + 1):
+            model(x).sum().backward()
+        if in_place:
+            model.weight.grad.mul_(0.5)
+        else:
+            model.weight.grad = model.weight.grad * 0.5
+            loss = model(x).sum()
+            match = "weight was replaced between backward"
+            with pytest.raises(pydist.InvalidUsage, match=match), model.weighted(2 * rank + 3):
+                loss.backward()
+            model.zero_grad()
+    with model.weighted(2 * rank + 3):
+        model(x).sum().backward()
+    parts = [(r + 1) * 0.5 * (r + 1) + (2 * r + 3) * (r + 1) for r in range(size)]
+    mean = sum(parts) / sum(3 * r + 4 for r in range(size))
+    torch.testing.assert_close(
+        model.weight.grad, torch.full((1, 2), mean, dtype=torch.float64), rtol=1e-12, atol=0
+    )
+
+
+def test_gradients_replaced_between_weights(run: Runner) -> None:
+    run(replace_between_weights)
+
+
+def update_by_hand() -> None:
+    """What was accumulated once, and thrown away, is no part of what is put there later."""
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.full((1, 2), rank + 1.0)
+    with model.no_sync():
+        model(x).sum().backward()
+    for _ in range(2):
+        optimizer.zero_grad()
+        (gradient,) = torch.autograd.grad(model(x).sum(), model.weight)
+        pydist.all_reduce(gradient)
+        model.weight.grad = gradient
+        optimizer.step()
+
+
+def test_updates_by_hand_after_no_sync(run: Runner) -> None:
+    run(update_by_hand)
+
+
+def nest_a_backward() -> None:
+    """Of the same parameter, while its gradient lands."""
+    rank, _ = joined()
+    wrapped = pydist.DataParallel(nn.Linear(2, 1, bias=False))
+    plain = copy.deepcopy(wrapped.module)
+    x = torch.full((1, 2), rank + 1.0)
+    gradients = []
+    for model in (wrapped, plain):
+        inner = 3 * model(x).sum()
+        weight = next(model.parameters())
+        accumulation = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        done: list[int] = []
+
+        def within(_: object, inner: torch.Tensor = inner, done: list[int] = done) -> None:
+            if not done:
+                done.append(1)
+                inner.backward()
+
+        handle = accumulation.register_prehook(within)
+        with wrapped.no_sync():
+            model(x).sum().backward()
+        handle.remove()
+        gradients.append(weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_backward_within_the_landing_of_a_gradient(run: Runner) -> None:
+    run(nest_a_backward)
 
 
 def put_zeros_beside_weights() -> None:
