@@ -34,13 +34,14 @@ class StateRange:
         begin: The first element.
         end: Behind the last one.
         values: By the name that the optimizer's class gives it: tensors of `end - begin` elements,
-            and numbers (or tensors of none) that are the same for all elements, such as `step`.
-            Empty if there is none: the elements were never updated.
+            which may be read when they are asked for, and numbers (or tensors of none) that are the
+            same for all elements, such as `step`. Empty if there is none: the elements were never
+            updated.
     """
 
     begin: int
     end: int
-    values: dict[str, Any]
+    values: Mapping[str, Any]
 
 
 @dataclass

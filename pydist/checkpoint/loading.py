@@ -39,7 +39,8 @@ def load(
     """Reads a checkpoint of `pydist.save`, of any number of ranks. All ranks call it.
 
     Every file is compared with its checksum, and everything with the model and the optimizer,
-    before anything is changed.
+    before anything is changed. A sharded optimizer's state is read and replaced one parameter's
+    part at a time, so that no rank has its share twice (docs/checkpoints.md).
 
     Args:
         path: What `save` was given: of a checkpoint, or of those of steps; then the one that was

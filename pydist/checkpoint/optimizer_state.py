@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -282,17 +283,25 @@ def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 def put_back(
     optimizer: Optimizer, names: dict[int, str], outline: Outline, contents: Contents
 ) -> None:
-    """Reads what this rank needs of a state into an optimizer, which `check_fits`."""
+    """Reads what this rank needs of a state into an optimizer, which `check_fits`.
+
+    A sharded one takes it over segment by segment; where reading fails, it has taken a part.
+    """
     if isinstance(optimizer, ShardedOptimizer):
-        needed = optimizer.ranges()
         local = optimizer.sharded_state()
         renaming = _renaming(optimizer, local.groups, names)
+        with_masters = {
+            own
+            for own, known in local.parameters.items()
+            if any(MASTER in piece.values for piece in known.ranges)
+        }
+        # What is replaced is to be freed at once.
+        del local
         parameters = {}
-        for own, (dims, ranges) in needed.items():
+        for own, (dims, ranges) in optimizer.ranges().items():
             name = renaming[own]
-            entry = outline["parameters"][name]
-            parameters[own] = _read(contents, name, entry, dims, ranges)
-            if any(MASTER in piece.values for piece in local.parameters[own].ranges):
+            parameters[own] = _read(contents, name, outline["parameters"][name], dims, ranges)
+            if own in with_masters:
                 _add_masters(contents, name, parameters[own], dims, ranges)
         back = {name: own for own, name in renaming.items()}
         groups = [
@@ -383,14 +392,34 @@ def _read(
     if dims != stored and ranges:
         # The elements lie in another order: those of a range are all over the parameter.
         ranges = [(0, math.prod(shape))]
-    read = []
-    for begin, end in ranges:
-        values: dict[str, Any] = dict(entry["numbers"])
-        wanted = list(_wanted(contents, name, entry["keys"], begin, end))
-        contents.read_tensors(wanted)
-        values |= {key: box for key, (_, _, box) in zip(entry["keys"], wanted, strict=True)}
-        read.append(StateRange(begin, end, values))
-    return ParameterState(shape, stored, read)
+    return ParameterState(
+        shape,
+        stored,
+        [
+            StateRange(
+                begin,
+                end,
+                _Values(
+                    {key: _reader(contents, name, key, begin, end) for key in entry["keys"]},
+                    entry["numbers"],
+                ),
+            )
+            for begin, end in ranges
+        ],
+    )
+
+
+def _reader(contents: Contents, name: str, key: str, begin: int, end: int) -> Callable[[], Tensor]:
+    stored = entry_of(name, key)
+    entry = contents.tensor(stored)
+    assert entry is not None
+
+    def read() -> Tensor:
+        box = torch.empty(end - begin, dtype=entry.properties.dtype)
+        contents.read_tensors([(stored, (begin,), box)])
+        return box
+
+    return read
 
 
 def _add_masters(
@@ -406,21 +435,47 @@ def _add_masters(
         return
     if any(MASTER in piece.values for piece in state.ranges):
         return
-    whole = torch.empty(entry.size, dtype=torch.float32)
-    contents.read_tensors([(f"{_MODEL}{name}", (0,) * whole.dim(), whole)])
     if not state.ranges:
         state.dims = dims
-        state.ranges = [StateRange(begin, end, {}) for begin, end in ranges]
-    flat = whole.permute(state.dims).reshape(-1)
+        state.ranges = [StateRange(begin, end, _Values({}, {})) for begin, end in ranges]
+
+    def read(begin: int, end: int) -> Tensor:
+        whole = torch.empty(entry.size, dtype=torch.float32)
+        contents.read_tensors([(f"{_MODEL}{name}", (0,) * whole.dim(), whole)])
+        return whole.permute(state.dims).reshape(-1)[begin:end].clone()
+
     for piece in state.ranges:
-        piece.values[MASTER] = flat[piece.begin : piece.end].clone()
+        assert isinstance(piece.values, _Values)
+        piece.values.add(MASTER, partial(read, piece.begin, piece.end))
 
 
-def _wanted(
-    contents: Contents, name: str, keys: list[str], begin: int, end: int
-) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    for key in keys:
-        entry = contents.tensor(entry_of(name, key))
-        assert entry is not None
-        box = torch.empty(end - begin, dtype=entry.properties.dtype)
-        yield entry_of(name, key), (begin,), box
+class _Values(Mapping[str, Any]):
+    """What a StateRange holds; tensors are read whenever they are asked for, and not kept.
+
+    So nobody has more of a state than the optimizer that takes it over, tensor by tensor.
+
+    Args:
+        readers: Of what has a value for each element.
+        numbers: The rest.
+    """
+
+    def __init__(
+        self, readers: Mapping[str, Callable[[], Tensor]], numbers: dict[str, Any]
+    ) -> None:
+        self._readers = dict(readers)
+        self._numbers = numbers
+
+    def add(self, key: str, reader: Callable[[], Tensor]) -> None:
+        self._readers[key] = reader
+
+    def __getitem__(self, key: str) -> Any:
+        return self._readers[key]() if key in self._readers else self._numbers[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._numbers, **self._readers})
+
+    def __len__(self) -> int:
+        return len({**self._numbers, **self._readers})
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._readers or key in self._numbers

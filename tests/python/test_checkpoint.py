@@ -1,6 +1,7 @@
 """Checkpoints: saved on some ranks, loaded on others; killed, damaged, and at fault."""
 
 import copy
+import itertools
 import os
 import random
 import re
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 from training import Tied, joined
 
@@ -593,6 +595,60 @@ def weigh(folder: str) -> list[float]:
         taken.append((peak_bytes() - before) / DEFAULT_CAP_BYTES)
     pydist.barrier()
     return taken
+
+
+def weigh_loading(folder: str) -> float:
+    """What torch allocates at most, in buckets: for the state, and for loading it anew."""
+    joined()
+    layers = [layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.Tanh())]
+    model = pydist.DataParallel(nn.Sequential(*layers), bucket_cap_mb=8)
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, stage=2)
+    model(torch.ones(1, 1024)).sum().backward()
+    # From before there is a state: what was allocated earlier is not counted when it is freed.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        optimizer.step()
+        pydist.save(folder, model=model, optimizer=optimizer)
+        pydist.load(folder, model=model, optimizer=optimizer)
+    result: Any = profiled.profiler
+    events = [event for event in result.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes)) / DEFAULT_CAP_BYTES
+
+
+def fail_half_way(folder: str) -> None:
+    rank, size = joined()
+    training = Training(pydist.new_group(range(size)), STAGE_2)
+    training.run(range(2))
+    pydist.save(folder, **training.parts)
+    read = dcp_files.Contents.read_tensors
+    calls = 0
+
+    def fail_at_the_fourth(self: dcp_files.Contents, wanted: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == 4:
+            raise OSError(5, "Input/output error")
+        read(self, wanted)
+
+    with mock.patch.object(dcp_files.Contents, "read_tensors", fail_at_the_fourth):
+        with pytest.raises(pydist.CheckpointError, match=r"half-way, .*rank 1: .*Input/output"):
+            pydist.load(folder, **training.parts)
+        assert calls >= 4
+        pydist.load(folder, **training.parts)
+    training.run(range(1))
+
+
+def test_loading_that_fails_half_way_says_so(tmp_path: Path) -> None:
+    """On all ranks; and what is loaded then is whole."""
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        ranks.run(fail_half_way, str(tmp_path / "it"), timeout=LIMIT_S)
+
+
+def test_memory_of_loading(tmp_path: Path) -> None:
+    """A rank's state is 6 buckets, and loading it anew takes about three more at a time."""
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        for taken in ranks.run(weigh_loading, str(tmp_path / "it"), timeout=LIMIT_S):
+            assert 6 < taken < 6 + 3.5
 
 
 def test_memory(tmp_path: Path) -> None:

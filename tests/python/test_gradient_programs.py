@@ -16,7 +16,7 @@ import pydist
 
 pytestmark = TIME_LIMIT
 
-PROGRAMS = 15
+PROGRAMS = 8
 LAYERS = 8
 
 Gradients = dict[str, Tensor]
