@@ -32,9 +32,9 @@
 // with the leaver's name. To leave `control` only once NCCL's communicator is gone would tell one
 // from the other too late: an NCCL before 2.31 is gone before the neighbours have caught up, a
 // later one keeps whoever waits in vain from the news. All ranks launch alike, but for what they
-// record into graphs, which is not counted (turn_), so the numbers agree. A neighbour that is behind
-// by more than half of Options::end_patience is left alone nevertheless, by the leaver's NCCL, which
-// is then aborted.
+// record into graphs, which is not counted (turn_), so the numbers agree. A neighbour that is
+// behind by more than half of Options::end_patience is left alone nevertheless, by the leaver's
+// NCCL, which is then aborted.
 //
 // Thread safe. Launches of all groups of a process are ordered by one lock, since NCCL's kernels
 // must start in one order on all ranks.
