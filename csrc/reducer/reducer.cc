@@ -239,8 +239,8 @@ void Reducer::prepare_forward(bool is_for_training) {
     drain();
   }
   for (GradientSlot& slot : arena_.slots()) {
-    if (is_outside && !slot.parameter.grad().defined()) {
-      slot.is_pending = false;  // whatever is put there next is another one
+    if (is_outside && !slot.parameter.grad().defined() && slot.seen.expired()) {
+      slot.is_pending = false;  // nobody has it, so what is put there next is another one
       slot.aside.reset();
     }
     require_unchanged(slot);
@@ -591,8 +591,8 @@ void Reducer::synchronize() {
   const c10::AutoGradMode no_grad(false);
   prepare_round(now_ns());
   round_.is_bare = false;
-  forget_weights_of_nothing();
   try {
+    forget_weights_of_nothing();
     for (GradientSlot& slot : arena_.slots()) {
       take_over_by_hand(slot);
     }

@@ -228,6 +228,48 @@ def test_gradients_replaced_between_weights(run: Runner) -> None:
     run(replace_between_weights)
 
 
+def replace_what_weighs_nothing_on_a_rank() -> None:
+    """All ranks hear of it, also one whose gradients are zero."""
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False))
+    x = torch.full((1, 2), rank + 1.0)
+    with model.no_sync(), model.weighted(0 if rank == 1 else 2):
+        model(x).sum().backward()
+    model.weight.grad = model.weight.grad * 0.5
+    with pytest.raises(pydist.Error, match=r"was replaced between backward|raised on rank 0"):
+        model.sync_gradients()
+    for step in range(2):
+        model.zero_grad()
+        model(torch.full((1, 2), 10.0 * step)).sum().backward()
+        assert model.weight.grad.tolist() == [[10.0 * step] * 2]
+
+
+def test_a_replaced_gradient_is_refused_on_all_ranks(run: Runner) -> None:
+    run(replace_what_weighs_nothing_on_a_rank)
+
+
+def put_back_what_was_saved() -> None:
+    """Gradients that were not averaged, taken away while the model is looked at."""
+    rank, size = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False))
+    x = torch.full((1, 2), rank + 1.0)
+    with model.no_sync():
+        model(x).sum().backward()
+    saved = model.weight.grad
+    model.zero_grad()
+    with torch.no_grad():
+        model(x)
+    model.weight.grad = saved
+    with pytest.raises(pydist.InvalidUsage, match="never averaged"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.sync_gradients()
+    assert model.weight.grad.tolist() == [[(size + 1) / 2] * 2]
+
+
+def test_gradients_that_come_back_are_not_averaged_yet(run: Runner) -> None:
+    run(put_back_what_was_saved)
+
+
 def update_by_hand() -> None:
     """What was accumulated once, and thrown away, is no part of what is put there later."""
     rank, _ = joined()
