@@ -109,7 +109,8 @@ class FusedStep:
         return True
 
     def forget(self) -> None:
-        """Somebody may have put other tensors into the optimizer's state."""
+        """Somebody puts other tensors into the optimizer's state: keeps none of the old ones."""
+        self._parameters, self._masters, self._states = [], None, []
         self._key = None
 
     def _gather(self, chosen: Sequence[int], names: Sequence[str]) -> None:

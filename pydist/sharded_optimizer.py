@@ -606,10 +606,10 @@ class ShardedOptimizer(Optimizer):
         self.state.note_state()
         for group, loaded in zip(self.param_groups, state.groups, strict=True):
             group.update(copy.deepcopy(options_of(loaded)))
-        take_over(state.parameters, self._layout.buckets)
-        self._waiting = waiting
         for step in self._steps:
             step.forget_states()
+        take_over(state.parameters, self._layout.buckets)
+        self._waiting = waiting
 
     def _named_groups(self) -> list[dict[str, Any]]:
         return [

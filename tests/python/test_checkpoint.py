@@ -597,12 +597,12 @@ def weigh(folder: str) -> list[float]:
     return taken
 
 
-def weigh_loading(folder: str) -> float:
+def weigh_loading(folder: str, fused: bool) -> float:
     """What torch allocates at most, in buckets: for the state, and for loading it anew."""
     joined()
     layers = [layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.Tanh())]
     model = pydist.DataParallel(nn.Sequential(*layers), bucket_cap_mb=8)
-    optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, stage=2)
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, stage=2, fused=fused)
     model(torch.ones(1, 1024)).sum().backward()
     # From before there is a state: what was allocated earlier is not counted when it is freed.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -644,10 +644,11 @@ def test_loading_that_fails_half_way_says_so(tmp_path: Path) -> None:
         ranks.run(fail_half_way, str(tmp_path / "it"), timeout=LIMIT_S)
 
 
-def test_memory_of_loading(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_memory_of_loading(fused: bool, tmp_path: Path) -> None:
     """A rank's state is 6 buckets, and loading it anew takes about three more at a time."""
     with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
-        for taken in ranks.run(weigh_loading, str(tmp_path / "it"), timeout=LIMIT_S):
+        for taken in ranks.run(weigh_loading, str(tmp_path / "it"), fused, timeout=LIMIT_S):
             assert 6 < taken < 6 + 3.5
 
 
