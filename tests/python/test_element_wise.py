@@ -120,6 +120,14 @@ class Single(Plain):
         p.sub_(p.grad / p.grad.norm(), alpha=float(group["lr"]))
 
 
+class NoNumbers(Plain):
+    """Of which pieces make no numbers."""
+
+    def update(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        ratio = torch.tensor(float(p.dim() - 1))
+        p.sub_(p.grad * (ratio / ratio), alpha=float(group["lr"]))
+
+
 class TrainedOnly(Plain):
     """Leaves what does not require a gradient, as no shard does."""
 
@@ -138,7 +146,17 @@ class OneOfTwo(Plain):
             super().update(p, state, group)
 
 
-TORN = (TrustRatio, Clipping, RowsAndColumns, Centred, Projected, Distance, Single, TrainedOnly)
+TORN = (
+    TrustRatio,
+    Clipping,
+    RowsAndColumns,
+    Centred,
+    Projected,
+    Distance,
+    Single,
+    NoNumbers,
+    TrainedOnly,
+)
 
 
 @pytest.mark.parametrize("kind", TORN)
@@ -206,6 +224,25 @@ def test_state_in_groups(how: Callable[[dict[str, Any]], None], key: str) -> Non
         pydist.plan(nn.Linear(3, 3), 2, optimizer=Counting, **given)
     assert torch.equal(given["tensor"], torch.zeros(2))
     assert given["nested"] == {"list": [[]]}
+
+
+class HasModes(Counting):
+    """As schedule-free classes: steps in the mode for training only."""
+
+    is_training = False
+
+    def train(self) -> None:
+        self.is_training = True
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.is_training:
+            raise RuntimeError("call train() first")
+        super().step()
+
+
+def test_state_in_groups_of_classes_with_modes() -> None:
+    with pytest.raises(pydist.InvalidUsage, match="HasModes keeps state in its parameter groups"):
+        require_element_wise(HasModes, {"how": count_in_defaults, "count": 0})
 
 
 class CommonState(Plain):
