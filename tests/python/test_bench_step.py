@@ -19,6 +19,7 @@ import pydist
 from pydist.benchmarks import ddp_knobs, memory, startup, step_times
 from pydist.benchmarks.fresh_job import FreshJob, step_job
 from pydist.benchmarks.models import DEFAULT_MODELS, MODELS
+from pydist.benchmarks.sharded import SHARDED
 from pydist.benchmarks.slow_link import Bucket, Round
 
 PARAMETERS = {
@@ -227,7 +228,9 @@ def test_ranks_of_a_launcher_are_used_and_the_first_one_reports(tmp_path: Path) 
         json.loads((tmp_path / f"report-{name}").read_text()) for name in COMMANDS
     )
     assert sharded["complete"]
-    assert sharded["results"]["tiny"]["over_whole"]["pydist, stage 2"]["median"] > 0
+    # How they compare on so small a model may be lost in noise.
+    assert sharded["results"]["tiny"]["over_whole"].keys() == set(SHARDED)
+    assert all(ms > 0 for ms in sharded["results"]["tiny"]["median_ms"].values())
     assert overlap["complete"]
     assert overlap["settings"]["ranks"] == 2
     assert overlap["results"]["tiny"]["steps"] >= 5
