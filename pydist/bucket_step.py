@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pydist.element_wise import ELEMENT_WISE, groups_unchanged
 from pydist.errors import InvalidUsage
 from pydist.fused_step import FusedStep, fused_step
 from pydist.parameter_groups import options_of
@@ -124,7 +126,9 @@ def _step_by_class(
                 segment.refresh_master()  # which the kernels do by themselves
                 segment.updated.grad = gradient.to(segment.updated.dtype)
                 stepping.append(segment)
-    unhooked_step(optimizer)
+    is_new = not any(optimizer.state.values()) and type(optimizer) not in ELEMENT_WISE
+    with groups_unchanged(optimizer) if is_new else contextlib.nullcontext():
+        unhooked_step(optimizer)
     for segment in stepping:
         if segment.has_master:
             segment.values.copy_(segment.updated)

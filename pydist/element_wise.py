@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
-from pydist.optimizer_trial import try_in_pieces
+from pydist.optimizer_trial import changed_key, copy_of, try_in_pieces, without_tensors
 
 # Each is held to the bits of the same class on whole parameters, by a test.
 ELEMENT_WISE: tuple[type[Optimizer], ...] = (
@@ -100,18 +101,36 @@ def _try_out(
             f"of whole parameters; {instead}"
         )
     if verdict.changed_option is not None:
-        raise InvalidUsage(
-            f"{name} keeps state in its parameter groups, where its step() changes "
-            f"{verdict.changed_option!r}: ranks whose shards have nothing of a group can't know "
-            "that, and checkpoints hold state by parameters; use a class that keeps it in "
-            f"optimizer.state[parameter], or {name} without pydist.ShardedOptimizer"
-        )
+        raise _state_in_groups(name, verdict.changed_option)
     if verdict.keeps_common_state:
         raise InvalidUsage(
             f"{name} keeps state in optimizer.state that is of no parameter, which checkpoints of "
             "a pydist.ShardedOptimizer don't hold: use a class that keeps it in "
             f"optimizer.state[parameter], or {name} without pydist.ShardedOptimizer"
         )
+
+
+def _state_in_groups(name: str, key: str) -> InvalidUsage:
+    return InvalidUsage(
+        f"{name} keeps state in its parameter groups, where its step() changes {key!r}: ranks "
+        "whose shards have nothing of a group can't know that, and checkpoints hold state by "
+        "parameters; use a class that keeps it in optimizer.state[parameter], or "
+        f"{name} without pydist.ShardedOptimizer"
+    )
+
+
+@contextlib.contextmanager
+def groups_unchanged(optimizer: Optimizer) -> Iterator[None]:
+    """Around a step: for classes that could not be tried out, on GPUs alone, say.
+
+    Raises:
+        InvalidUsage: The step has changed a parameter group, which is state that nobody keeps.
+    """
+    before = [copy_of(without_tensors(group)) for group in optimizer.param_groups]
+    yield
+    for old, group in zip(before, optimizer.param_groups, strict=True):
+        if (key := changed_key(old, without_tensors(group))) is not None:
+            raise _state_in_groups(type(optimizer).__name__, key)
 
 
 def _instead_of(optimizer_class: type[Optimizer]) -> str:

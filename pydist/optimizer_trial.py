@@ -65,13 +65,13 @@ class Trial:
             train()  # classes that average parameters only step in this mode
         for group in self.optimizer.param_groups:
             _let_it_move(group)
-        before = [copy_of(_without_tensors(g)) for g in self.optimizer.param_groups]
+        before = [copy_of(without_tensors(g)) for g in self.optimizer.param_groups]
         for given in gradients:
             for tensors, _ in groups:
                 for tensor, gradient in zip(tensors, given, strict=True):
                     tensor.grad = gradient.clone()
             unhooked_step(self.optimizer)
-        after = [_without_tensors(g) for g in self.optimizer.param_groups]
+        after = [without_tensors(g) for g in self.optimizer.param_groups]
         changed = (changed_key(*pair) for pair in zip(before, after, strict=True))
         self.changed_option = next((key for key in changed if key is not None), None)
 
@@ -103,7 +103,8 @@ def _same(before: Any, after: Any) -> bool:
     return before is after or (type(before) is type(after) and bool(before == after))
 
 
-def _without_tensors(group: Mapping[str, Any]) -> dict[str, Any]:
+def without_tensors(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group, but for its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 

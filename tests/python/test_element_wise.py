@@ -245,6 +245,17 @@ def test_state_in_groups_of_classes_with_modes() -> None:
         require_element_wise(HasModes, {"how": count_in_defaults, "count": 0})
 
 
+class CountsOnDevice(Counting):
+    """That cannot be tried out."""
+
+    is_there = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.is_there:
+            raise RuntimeError("on the GPU, please")
+        super().step()
+
+
 class CommonState(Plain):
     def step(self, closure: Any = None) -> Any:
         super().step()
@@ -323,7 +334,7 @@ def test_that_tested_classes_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> N
 
 def refuse_and_train() -> None:
     """On all ranks, before they talk: whoever is refused may go on."""
-    joined()
+    rank, _ = joined()
     parameter = nn.Parameter(torch.ones(3))
     for kind in (TrustRatio, Distance, Counting):
         with pytest.raises(pydist.InvalidUsage, match=f"{kind.__name__} "):
@@ -339,6 +350,14 @@ def refuse_and_train() -> None:
     for number in range(3):
         twins.step(number)
     twins.check("plain")
+    # What could not be tried out is refused at its first step, by the rank that has it.
+    optimizer = pydist.ShardedOptimizer([parameter], CountsOnDevice, how=count_unannounced)
+    CountsOnDevice.is_there = True
+    parameter.grad = torch.ones(3)
+    match = "CountsOnDevice keeps state in its parameter groups" + ("" if rank == 0 else "|rank 0")
+    with pytest.raises(pydist.Error, match=match):  # noqa: PT012
+        optimizer.step()
+        _ = parameter + 1
 
 
 def test_on_ranks(run: Runner) -> None:
