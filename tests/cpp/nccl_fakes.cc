@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -98,6 +99,14 @@ Environment with_timeout_of(std::chrono::milliseconds timeout) {
   Environment environment = test_environment();
   environment.timeout = timeout;
   return environment;
+}
+
+bool comes_true(const std::function<bool()>& holds, std::chrono::seconds patience) {
+  const Deadline deadline = Deadline::in(patience * kSlowdown);
+  while (!holds() && !deadline.has_passed()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return holds();
 }
 
 Operation on_device(Operation operation, int device, void* stream) {

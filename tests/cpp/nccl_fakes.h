@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -62,6 +63,10 @@ class FakeStream {
 [[nodiscard]] Operation on_device(Operation operation, int device, void* stream);
 
 [[nodiscard]] Environment with_timeout_of(std::chrono::milliseconds timeout);
+
+// Waits for that.
+[[nodiscard]] bool comes_true(const std::function<bool()>& holds,
+                              std::chrono::seconds patience = std::chrono::seconds(10));
 
 // A rank with a stream that it computes on.
 struct NcclRank {

@@ -4,9 +4,12 @@
 // may not be given is refused with NCCL's own code; and where ranks call different things, the
 // collective hangs, as it may. A communicator is not finalized, nor its abort over, before the CUDA
 // graphs that hold its operations are gone, and not destroyed before its peers have ended theirs.
+// The first collective of each kind is under way until all ranks have called it, since NCCL, from
+// 2.22 on, connects them then.
 //
 // FAKE_NCCL_VERSION      what ncclGetVersion says                          (23007)
 // NCCL_COMM_BLOCKING=1   calls wait until they are done, as NCCL's do
+// NCCL_RUNTIME_CONNECT=0 connections are there from the beginning, as NCCL's are
 // FAKE_NCCL_FAULT        what:rank:n, at the n-th collective of that rank; several by commas. What:
 //   fail        the call returns an error      async       an error comes up afterwards: of a peer,
 //                                              timeout     of NCCL's own patience
@@ -68,6 +71,7 @@ enum Result {
 enum RedOp { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
 
 constexpr int kMostRanks = 8;
+constexpr std::size_t kKinds = 5;  // of collectives
 constexpr std::size_t kChunk = 1 << 15;
 
 struct Mailbox {
@@ -81,6 +85,7 @@ struct Shared {
   std::atomic<int> joined;
   std::atomic<int> finalized;  // have begun to finalize their communicators, or have aborted them
   std::atomic<int> left;       // have ended their communicators, or begun to
+  std::atomic<int> connecting[kKinds];  // ranks that have called a collective of the kind
   std::atomic<std::uint64_t> arrived[kMostRanks];
   std::uint64_t calls[kMostRanks];  // what each rank's collective is, in short
   char chunks[kMostRanks][kChunk];
@@ -104,6 +109,8 @@ struct Comm {
   Shared* shared = nullptr;
   const void* context = nullptr;  // CUDA's, that it was made in
   bool is_blocking = false;
+  bool connects_at_first_use = true;
+  std::atomic<bool> has_connected[kKinds]{};  // or is doing so
   std::atomic<bool> is_finalized{false};
   std::uint64_t arrivals = 0;  // by the stream's thread
   std::uint64_t call = 0;      // by the stream's thread
@@ -428,6 +435,7 @@ struct Queued {
   void* stream;
   std::function<void(Comm&)> collective;  // or
   Message message;
+  std::size_t kind = 0;  // of the collective
 };
 
 thread_local int group_depth = 0;
@@ -533,6 +541,23 @@ void launch(std::vector<Queued> calls) {
   }
 }
 
+void connect_for(const Queued& call) {
+  Comm& comm = *call.comm;
+  if (call.collective && comm.connects_at_first_use &&
+      !comm.has_connected[call.kind].exchange(true)) {
+    ++comm.shared->connecting[call.kind];
+  }
+}
+
+bool is_connecting(const Comm& comm) {
+  for (std::size_t kind = 0; kind < kKinds; ++kind) {
+    if (comm.has_connected[kind] && comm.shared->connecting[kind] < comm.size) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // What a communicator says before a call, and answers the question for errors.
 Result state_of(Comm& comm) {
   if (comm.async_error != kSuccess) {
@@ -541,7 +566,7 @@ Result state_of(Comm& comm) {
   const bool is_busy =
       comm.shared->joined < comm.size || comm.never_joins || comm.never_finalizes ||
       (comm.is_finalized && (comm.graphs != 0 || comm.shared->finalized < comm.size)) ||
-      now_ms() < comm.busy_until_ms || comm.slow_answers > 0;
+      now_ms() < comm.busy_until_ms || comm.slow_answers > 0 || is_connecting(comm);
   return is_busy ? kInProgress : kSuccess;
 }
 
@@ -549,6 +574,13 @@ Result state_of(Comm& comm) {
 Result refusal_of(Comm& comm) {
   const Result state = state_of(comm);
   return state == kInProgress ? kInvalidArgument : state;
+}
+
+// Calls of a communicator that blocks return once they are connected.
+void finish_connecting(Comm& comm) {
+  if (comm.is_blocking) {
+    wait_for(comm, [&comm] { return !is_connecting(comm); });
+  }
 }
 
 Result submit(void* handle, void* stream, Queued call) {
@@ -578,11 +610,13 @@ Result submit(void* handle, void* stream, Queued call) {
     queued.push_back(std::move(call));
     return kSuccess;
   }
+  connect_for(call);
   comm.slow_answers = comm.is_blocking ? 0 : 1;
   if (has_fault(comm, "slow", true)) {
     comm.busy_until_ms = now_ms() + 2000;
   }
   launch({std::move(call)});
+  finish_connecting(comm);
   return comm.is_blocking ? kSuccess : kInProgress;
 }
 
@@ -617,7 +651,8 @@ Result collective(void* comm, void* stream, Shape shape, std::function<void(Comm
                          self.call = shape.in_short();
                          run(self);
                        },
-                       {}});
+                       {},
+                       static_cast<std::size_t>(shape.kind)});
 }
 
 }  // namespace
@@ -653,6 +688,8 @@ int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, void*
   }
   const char* const blocking = std::getenv("NCCL_COMM_BLOCKING");
   comm->is_blocking = blocking != nullptr && std::strcmp(blocking, "1") == 0;
+  const char* const connect = std::getenv("NCCL_RUNTIME_CONNECT");
+  comm->connects_at_first_use = connect == nullptr || std::strcmp(connect, "0") != 0;
   comm->rank = rank;
   comm->size = size;
   if (has_fault(*comm, "init_fail", false)) {
@@ -787,11 +824,17 @@ int ncclGroupEnd() {
   std::vector<Queued> calls;
   calls.swap(queued);
   bool is_over = true;
+  std::set<CommPtr> comms;
   for (const Queued& call : calls) {
     call.comm->slow_answers = call.comm->is_blocking ? 0 : 1;
     is_over &= call.comm->is_blocking;
+    connect_for(call);
+    comms.insert(call.comm);
   }
   launch(std::move(calls));
+  for (const CommPtr& comm : comms) {
+    finish_connecting(*comm);
+  }
   return is_over ? kSuccess : kInProgress;
 }
 

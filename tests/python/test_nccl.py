@@ -98,6 +98,38 @@ def test_everyday_use() -> None:
     run_ranks(everyday_use, 2, env=NCCL, timeout=35)
 
 
+def crossed() -> None:
+    rank, _ = start()
+    tensor = torch.ones(4, device="cuda")
+    word = torch.full((3,), 7.0 if rank == 0 else 0.0, device="cuda")
+    if rank == 0:
+        work = pydist.all_reduce(tensor, async_op=True)
+        pydist.send(word, 1)
+        work.wait()
+    else:
+        pydist.recv(word, 0)
+        pydist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 4
+    assert word.tolist() == [7.0] * 3
+
+
+def test_the_first_collective_keeps_nobody_waiting() -> None:
+    run_ranks(crossed, 2, env=NCCL, timeout=35)
+
+
+def late_for_the_first_call() -> None:
+    rank, _ = start()
+    tensor = torch.ones(4, device="cuda")
+    time.sleep(0.3 * rank)
+    pydist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 4
+
+
+def test_connections_may_be_made_at_first_use() -> None:
+    env = {**NCCL, "NCCL_RUNTIME_CONNECT": "1"}
+    run_ranks(late_for_the_first_call, 2, env=env, timeout=35)
+
+
 def no_room() -> None:
     rank, _ = start()
     pydist.all_reduce(torch.ones(3, device="cuda"))  # joins
