@@ -272,9 +272,12 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
     }
   };
   // Where streams can wait, so can those of the callbacks: the future is complete as soon as the
-  // operation is on its way.
+  // operation is on its way. What is captured stays on the caller's stream, which has joined the
+  // operation: a graph can't wait for what happens outside of it.
   if (const auto devices = devices_of(results_); devices.size() == 1) {
-    const c10::Stream stream = high_priority_stream(device_of(devices[0]));
+    const Device device = device_of(devices[0]);
+    const c10::Stream current = current_stream(device);
+    const c10::Stream stream = is_capturing(current) ? current : high_priority_stream(device);
     const c10::StreamGuard guard(stream);
     try {
       if (work_->wait_on_stream(stream.native_handle())) {

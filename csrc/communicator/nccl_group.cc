@@ -386,7 +386,8 @@ void NcclGroup::find_capture(const Launch& launch) {
       capture_ = driver.capture_of(each);
     }
   }
-  if (!capture_ && driver.is_capturing(stream())) {
+  const std::optional<cuda::Capture> own = driver.capture_of(stream());
+  if (own && (!capture_ || capture_->id != own->id)) {
     throw InvalidUsage(pydist::join(
         to_string(launch.kind), " on the group '", control_->name(),
         "', whose operations another stream captures into a CUDA graph: call it before or after "

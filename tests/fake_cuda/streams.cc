@@ -52,6 +52,25 @@ std::shared_ptr<Recording>& recording_of(void* event) {
   return *static_cast<std::shared_ptr<Recording>*>(event);
 }
 
+// A question to the fake driver about captures, if it is there; otherwise 0.
+int ask_driver(const char* name, const c10::Stream& stream) {
+  const auto function = reinterpret_cast<int (*)(void*)>(::dlsym(RTLD_DEFAULT, name));
+  return function == nullptr ? 0 : function(&Queue::of(stream));
+}
+
+bool is_captured(const c10::Stream& stream) {
+  return ask_driver("fake_driver_is_captured", stream) != 0;
+}
+
+// In CUDA's words. In a graph the order of recording is kept, so nothing has to wait.
+void join_capture(const c10::Stream& stream, const Recording& recording) {
+  TORCH_CHECK(recording.is_captured(),
+              "CUDA error: dependency created on uncaptured work in another stream");
+  TORCH_CHECK(ask_driver("fake_driver_join_capture", stream) != 0,
+              "CUDA error: operation not permitted on an event last recorded in a capturing "
+              "stream");
+}
+
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
@@ -90,8 +109,14 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     recording_of(*event) = fake_cuda::record(stream);
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) {
-      make_wait(stream, recording_of(event));
+    if (event == nullptr) {
+      return;
+    }
+    if (const auto& recording = recording_of(event);
+        recording->is_captured() || is_captured(stream)) {
+      join_capture(stream, *recording);
+    } else {
+      make_wait(stream, recording);
     }
   }
   bool queryEvent(void* event) const override {
@@ -187,7 +212,7 @@ bool Recording::has_passed() {
 }
 
 std::shared_ptr<Recording> record(const c10::Stream& stream) {
-  auto recording = std::make_shared<Recording>();
+  auto recording = std::make_shared<Recording>(is_captured(stream));
   Queue::of(stream).post([recording] { recording->pass(); });
   return recording;
 }

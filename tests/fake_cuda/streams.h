@@ -41,11 +41,16 @@ class Queue {
 // A point in a stream's work.
 class Recording {
  public:
+  explicit Recording(bool is_captured = false) : is_captured_(is_captured) {}
+
+  // Whether the stream was captured into a graph (tests/fakes).
+  [[nodiscard]] bool is_captured() const { return is_captured_; }
   void pass();
   void wait();
   [[nodiscard]] bool has_passed();
 
  private:
+  const bool is_captured_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool has_passed_ = false;  // guarded by mutex_

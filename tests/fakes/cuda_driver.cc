@@ -44,6 +44,7 @@ constexpr int kInvalidContext = 201;
 constexpr int kInvalidHandle = 400;
 constexpr int kNotReady = 600;
 constexpr int kCaptureUnsupported = 900;
+constexpr int kCaptureIsolation = 905;
 constexpr int kCaptureModeRelaxed = 2;
 constexpr int kCaptureImplicit = 906;
 // Handles of devices are not what the process counts.
@@ -285,6 +286,17 @@ void fake_driver_begin_capture(void* stream) {
   state().capture = std::make_unique<Capture>();
   state().capture->id = ++state().captures;
   state().capture->streams.insert(stream);
+}
+
+int fake_driver_is_captured(void* stream) { return is_captured(stream) ? 1 : 0; }
+
+int fake_driver_join_capture(void* stream) {
+  const std::lock_guard lock(state().mutex);
+  if (state().capture == nullptr) {
+    return 0;
+  }
+  state().capture->streams.insert(stream);
+  return 1;
 }
 
 void* fake_driver_end_capture(void* /*stream*/) {
@@ -550,13 +562,13 @@ int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
     return kSuccess;  // never recorded
   }
   if (joins_capture) {
-    const std::lock_guard lock(state().mutex);
-    if (state().capture == nullptr) {
-      return kCaptureUnsupported;
-    }
     // In a graph the order of recording is kept, which is more than enough.
-    state().capture->streams.insert(stream);
-    return kSuccess;
+    return fake_driver_join_capture(stream) != 0 ? kSuccess : kCaptureUnsupported;
+  }
+  if (is_captured(stream)) {
+    const std::lock_guard lock(state().mutex);
+    break_capture();
+    return kCaptureIsolation;
   }
   post(stream, [mark] { mark->wait(); });
   return kSuccess;

@@ -43,6 +43,11 @@ int fake_driver_permits_unsafe_call();
 // The capture that is under way; null where there is none.
 const void* fake_driver_capture();
 
+// Whether the stream is part of it; and makes it one, as a wait for a captured event does: 0 where
+// nothing is captured any more.
+int fake_driver_is_captured(void* stream);
+int fake_driver_join_capture(void* stream);
+
 // Of the calling thread; null where it has none.
 const void* fake_driver_current_context();
 

@@ -118,6 +118,26 @@ def test_a_step_with_its_optimizer_is_captured(size: int) -> None:
     run_ranks(whole_step, size, env=NCCL, timeout=35)
 
 
+def future_in_a_capture() -> None:
+    rank, size = start()
+    tensor = torch.zeros(4, device="cuda")
+    seen = torch.zeros(4, device="cuda")
+    dist.all_reduce(tensor)
+    with Graph() as graph:
+        tensor.fill_(rank + 1.0)
+        # As DDP does with its buckets.
+        (result,) = dist.all_reduce(tensor, async_op=True).get_future().wait()
+        seen.copy_(result)
+    tensor.zero_()
+    graph.replay()
+    gpu_ranks.synchronize()
+    assert seen.tolist() == [size * (size + 1) / 2] * 4
+
+
+def test_futures_are_captured() -> None:
+    run_ranks(future_in_a_capture, 2, env=NCCL, timeout=35)
+
+
 def one_rank_captures_alone() -> None:
     rank, _ = start()
     model = pydist.DataParallel(nn.Linear(4, 2).to("cuda"))
