@@ -7,11 +7,13 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/digest.h"
 #include "base/error.h"
+#include "c10d/device_streams.h"
 #include "c10d/elastic_threads.h"
 #include "c10d/tensors.h"
 
@@ -149,6 +151,10 @@ WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, 
         }
         ElasticThreads::shared().post([work, parts, target, op, size] {
           try {
+            std::optional<OutsideCaptures> outside;
+            if (target.is_cuda()) {
+              outside.emplace();
+            }
             add_up(*parts, target, op, size);
             work->finish();
           } catch (...) {
