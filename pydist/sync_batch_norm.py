@@ -264,12 +264,14 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, variance = ctx.saved_tensors
+        inverse_std = (variance + ctx.eps).rsqrt()
         sum_dy, sum_dy_x = torch.zeros_like(mean), torch.zeros_like(mean)
         if input.numel() > 0:
             # What evaluation's backward gives for bias and weight are these two sums, in one pass.
+            # CUDA's wants a weight, and the statistics a second time; the CPU's ignores them.
             _, sum_dy_x, sum_dy = torch.ops.aten.native_batch_norm_backward(
-                grad_output, input, None, mean, variance, None, None, False, ctx.eps,
-                [False, True, True],
+                grad_output, input, torch.ones_like(mean), mean, variance, mean, inverse_std,
+                False, ctx.eps, [False, True, True],
             )  # fmt: skip
         grad_input = grad_weight = grad_bias = None
         # Autograd converts these two to the dtype of the parameters.
@@ -282,9 +284,7 @@ class _Normalize(torch.autograd.Function):
             message = torch.cat([sum_dy, sum_dy_x]).to("cpu", torch.float64)
             ctx.communicator.all_reduce(message, message, label="SyncBatchNorm backward")
             mean_dy, mean_dy_x = (message / max(ctx.count, 1)).to(mean).chunk(2)
-            scale = (variance + ctx.eps).rsqrt()
-            if weight is not None:
-                scale = scale * weight
+            scale = inverse_std if weight is None else inverse_std * weight
             # The terms without dy are a normalisation too: x^ with another weight and bias.
             rest = F.batch_norm(
                 input.to(mean.dtype),

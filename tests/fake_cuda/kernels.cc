@@ -288,6 +288,27 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, torch::jit
   }
 }
 
+bool is_there(const c10::IValue& tensor) {
+  return tensor.isTensor() && tensor.toTensor().defined();
+}
+
+// CUDA's kernel asserts what the CPU's does without. (Its fused form, which has the gradient of the
+// input too, asks for less.)
+void batch_norm_backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                         torch::jit::Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  constexpr std::size_t kWeight = 2;
+  constexpr std::size_t kSaveMean = 5;
+  constexpr std::size_t kSaveInvstd = 6;
+  constexpr std::size_t kOutputMask = 9;
+  TORCH_CHECK(is_there(arguments[kSaveMean]), "save_mean should always be defined");
+  TORCH_CHECK(is_there(arguments[kSaveInvstd]), "save_invstd should always be defined");
+  const c10::List<bool> mask = arguments[kOutputMask].toBoolList();
+  TORCH_CHECK(is_there(arguments[kWeight]) || !(mask[1] || mask[2]),
+              "without a weight there are no gradients of weight and bias");
+  run(op, keys, stack);
+}
+
 void record_stream_of_storage(at::Tensor& self, c10::Stream stream) {
   record_stream(self.storage().data_ptr(), stream);
 }
@@ -296,6 +317,8 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", &record_stream_of_storage);
+  m.impl("native_batch_norm_backward",
+         torch::CppFunction::makeFromBoxedFunction<&batch_norm_backward>());
   // Those that torch has written for all devices, and that then look for the device's own.
   for (const char* const name : {"copy_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());

@@ -11,8 +11,8 @@
 Tensors, autograd, modules and optimizers work; kernels are those of the CPU. Copies, and the usual
 operators that write in place, run on the current stream later, as on a real device; all others run
 at once, when the stream has done what it was given. Freed memory is overwritten. What there is not:
-`torch.cuda` itself (`is_available()` stays False), cuDNN, and sparse tensors. The sources are in
-tests/fake_cuda.
+`torch.cuda` itself (`is_available()` stays False), cuDNN, Triton, and sparse tensors. The sources
+are in tests/fake_cuda.
 """
 
 from __future__ import annotations

@@ -59,6 +59,18 @@ def behaves_as_cuda() -> None:
     assert other.tolist() == [2.0] * 3
     for actual, expected in zip(train("cuda"), train("cpu"), strict=True):
         torch.testing.assert_close(actual, expected)
+    # What CUDA's kernel asserts, and the CPU's does not use.
+    x, one = torch.ones(4, 3, device="cuda"), torch.ones(3, device="cuda")
+    for given, lacks in (
+        ((None, one, one), "weight"),
+        ((one, None, one), "save_mean"),
+        ((one, one, None), "save_invstd"),
+    ):
+        weight, *saved = given
+        with pytest.raises(RuntimeError, match=lacks):
+            torch.ops.aten.native_batch_norm_backward(
+                x, x, weight, one, one, *saved, False, 1e-5, [False, True, True]
+            )
 
 
 def test_it_behaves_as_cuda() -> None:
