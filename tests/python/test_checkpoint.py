@@ -853,6 +853,7 @@ def refuse_blocks(folder: str) -> None:
     for known in (state, turned, held):
         one = pydist.StateRange(0, 1000, {"scales": scales})
         known.parameters["weight"].ranges = [one]
+        known.groups[0]["lr"] = 7.0
     for load in (
         lambda: ours.load_sharded_state(state),
         lambda: ours.load_sharded_state(turned),
@@ -860,6 +861,7 @@ def refuse_blocks(folder: str) -> None:
     ):
         with pytest.raises(pydist.InvalidUsage, match="keeps 'scales' for 1000 elements"):
             load()
+    assert ours.param_groups[0]["lr"] == waiting.param_groups[0]["lr"] == 0.1
     (again,) = ours.sharded_state().parameters["weight"].ranges
     assert torch.equal(again.values["scales"], part.values["scales"])
     for old, new in zip(before, model.parameters(), strict=True):
