@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,8 @@ ELEMENT_WISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
 )
 
-# By the names that they have wherever they are from, in lower case. Trying them out may tell
-# nothing: some need a closure, draw random numbers, or are element-wise with some options.
+# By the names that they have wherever they are from, or begin with, in lower case. Trying them out
+# may tell nothing: some need a closure, draw random numbers, or are element-wise with some options.
 _NEEDS_WHOLES = {
     "adafactor": "factors whole matrices and scales by their norms",
     "lamb": "scales by the norms of whole parameters",
@@ -42,6 +43,8 @@ _NEEDS_WHOLES = {
     "soap": "preconditions whole matrices",
     "sparseadam": "takes sparse gradients",
 }
+# AdafactorBigVision and FusedLAMB are such; Lambda is another word.
+_NAMED_SO = re.compile(rf"(?i:(?:fused_?)?({'|'.join(_NEEDS_WHOLES)}))(?![a-z])")
 
 _REFUSED_OPTIONS = {
     "differentiable": "differentiates through the step, which leaves the ranks' shards apart",
@@ -56,8 +59,8 @@ def require_element_wise(
 ) -> None:
     """Raises InvalidUsage where an optimizer can't update pieces of parameters.
 
-    Classes that are not in `ELEMENT_WISE` are tried out on small parameters, so it takes some
-    milliseconds. All ranks come to the same verdict, without a word.
+    Classes that are not in `ELEMENT_WISE` are tried out on small parameters, so it takes a
+    fraction of a second. All ranks come to the same verdict, without a word.
 
     Args:
         optimizer_class: The class.
@@ -73,10 +76,9 @@ def require_element_wise(
     if optimizer_class in ELEMENT_WISE:
         return
     for base in optimizer_class.__mro__:
-        name = base.__name__.lower().removeprefix("fused").removesuffix("8bit")
-        if name in _NEEDS_WHOLES:
+        if named := _NAMED_SO.match(base.__name__):
             raise InvalidUsage(
-                f"{base.__name__} {_NEEDS_WHOLES[name]}, so it can't update shards: "
+                f"{base.__name__} {_NEEDS_WHOLES[named[1].lower()]}, so it can't update shards: "
                 + _instead_of(base)
             )
     _try_out(optimizer_class, options, group_options)
@@ -94,6 +96,13 @@ def _try_out(
             f"{name} can't update shards, which are flat pieces of parameters: a small one, cut, "
             f"made it raise {type(verdict.error).__name__}: {verdict.error}; {instead}"
         ) from verdict.error
+    if verdict.undivided_state is not None:
+        raise InvalidUsage(
+            f"{name} can't update shards: of a small parameter it keeps "
+            f"{verdict.undivided_state!r} in its state, which is neither a value for each element "
+            "nor one number for all, such as scales of blocks of elements, so shards for another "
+            f"number of ranks can't be given their part of it; {instead}"
+        )
     if verdict.is_torn:
         raise InvalidUsage(
             f"{name} can't update shards: with these options, a small parameter that is cut into "

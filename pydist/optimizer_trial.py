@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pydist.state_values import is_of_range
 from pydist.unhooked_step import unhooked_step
 
 # Schedules may begin with none at all, which would show nothing; and estimates of how far to go,
@@ -119,14 +120,17 @@ def _let_it_move(group: dict[str, Any]) -> None:
 # -- whole parameters, and the same in pieces
 
 # The second shape of the second set is for classes that treat convolutions otherwise; one that
-# takes matrices alone raises there, and was tried with the first set.
+# takes matrices alone raises there, and was tried with the first set. The third set is for what
+# classes do only from some size on: factors from 16 or 128 rows, 8 bits from 4096 elements.
 _SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((8, 12), (12, 8)),
     ((8, 12), (6, 4, 2, 2)),
+    ((160, 136), (136, 160)),
 )
-# As shards have them: number of the parameter, begin and end, for each optimizer. Multiples of 32,
-# as vector code rounds the ends of arrays in its own way.
-_PIECES = (((0, 0, 32),), ((0, 32, 96), (1, 0, 32)), ((1, 32, 96),))
+# Where pieces end: vector code rounds the ends of arrays in its own way.
+_PIECE_MULTIPLE = 32
+# Number of the parameter, begin and end.
+_Piece = tuple[int, int, int]
 # Of the gradients, step by step: bounds on norms, and on ratios to earlier norms, come into play.
 _SCALES = (1.0, 0.5, 2.0, 100.0, 1.0, 0.1)
 # Element-wise classes differ by rounding at most: in float64 by 1e-15 of how far a parameter moves,
@@ -142,6 +146,8 @@ class Verdict:
     Attributes:
         changed_option: A key of its parameter groups that its step changes.
         keeps_common_state: Whether it keeps state that is of no parameter.
+        undivided_state: A key of the state of pieces whose value is neither of their shape nor one
+            number.
         is_torn: Whether pieces get other values than whole parameters.
         error: What pieces make it raise, and whole parameters don't.
     """
@@ -149,8 +155,14 @@ class Verdict:
     def __init__(self) -> None:
         self.changed_option: str | None = None
         self.keeps_common_state = False
+        self.undivided_state: str | None = None
         self.is_torn = False
         self.error: Exception | None = None
+
+    @property
+    def is_against(self) -> bool:
+        """Whether pieces are no good, so that no further trial is needed."""
+        return self.is_torn or self.undivided_state is not None or self.error is not None
 
 
 def try_in_pieces(
@@ -171,6 +183,8 @@ def try_in_pieces(
     verdict = Verdict()
     with apart():
         for shapes in _SHAPES:
+            if verdict.is_against:
+                break  # what multiplies matrices of all elements takes long with larger ones
             for dtype in _TOLERANCES:
                 starts, given = _problem(shapes, dtype)
                 if _try_problem(verdict, optimizer_class, options, group_options, starts, given):
@@ -204,12 +218,16 @@ def _try_problem(
     verdict.keeps_common_state |= any(not isinstance(k, Tensor) for k in trial.optimizer.state)
     if not _all_near(starts, whole, again):
         return True
+    layout = _pieces_of(starts)
     try:
-        cuts = [run(functools.partial(_cut, pieces))[1] for pieces in _PIECES]
+        cuts = [run(functools.partial(_cut, pieces)) for pieces in layout]
     except Exception as error:
         verdict.error = error
         return True
-    joined = [_joined(parts, starts) for parts in zip(*cuts, strict=True)]
+    undivided = (_undivided_state(trial.optimizer) for trial, _ in cuts)
+    verdict.undivided_state = next((key for key in undivided if key is not None), None)
+    of_groups = zip(*(tensors for _, tensors in cuts), strict=True)
+    joined = [_joined(layout, parts, starts) for parts in of_groups]
     verdict.is_torn |= not _all_near(starts, whole, joined)
     return True
 
@@ -252,14 +270,37 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [nn.Parameter(tensor.clone()) for tensor in tensors]
 
 
-def _cut(pieces: Sequence[tuple[int, int, int]], tensors: Sequence[Tensor]) -> list[Tensor]:
+def _pieces_of(tensors: Sequence[Tensor]) -> list[list[_Piece]]:
+    """Two tensors in three optimizers, as shards have them."""
+    first, second = (tensor.numel() for tensor in tensors)
+    one, two = (count // 3 // _PIECE_MULTIPLE * _PIECE_MULTIPLE for count in (first, second))
+    return [[(0, 0, one)], [(0, one, first), (1, 0, two)], [(1, two, second)]]
+
+
+def _undivided_state(optimizer: Optimizer) -> str | None:
+    """What can't be cut or put together with the pieces that it is of."""
+    for parameter, values in optimizer.state.items():
+        if isinstance(parameter, Tensor) and isinstance(values, Mapping):
+            for key, value in values.items():
+                is_tensor = isinstance(value, Tensor) and value.numel() > 1
+                is_odd = is_tensor and value.shape != parameter.shape
+                if is_odd or is_of_range(value, parameter.numel()):
+                    return str(key)
+    return None
+
+
+def _cut(pieces: Sequence[_Piece], tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensors[number].flatten()[begin:end].clone() for number, begin, end in pieces]
 
 
-def _joined(parts: Sequence[Sequence[Tensor]], starts: Sequence[Tensor]) -> list[Tensor]:
+def _joined(
+    layout: Sequence[Sequence[_Piece]],
+    parts: Sequence[Sequence[Tensor]],
+    starts: Sequence[Tensor],
+) -> list[Tensor]:
     """Whole tensors again, of the pieces that every optimizer has of one group."""
     joined = [torch.empty_like(start) for start in starts]
-    for pieces, tensors in zip(_PIECES, parts, strict=True):
+    for pieces, tensors in zip(layout, parts, strict=True):
         for (number, begin, end), tensor in zip(pieces, tensors, strict=True):
             joined[number].view(-1)[begin:end] = tensor
     return joined

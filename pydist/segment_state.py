@@ -18,9 +18,9 @@ from pydist.sharded_state import (
     ShardedState,
     StateRange,
     cut_out,
-    is_per_element,
     require_elements,
 )
+from pydist.state_values import is_per_element, require_divisible
 
 
 def state_of(
@@ -102,7 +102,7 @@ def waiting_state(layout: ShardedLayout, state: ShardedState) -> dict[str, Param
     """What a state has for parameters that have no place yet: all of each. Copies it.
 
     Raises:
-        InvalidUsage: It lacks elements of one.
+        InvalidUsage: It lacks elements of one, or can't be cut into shards.
     """
     placed = {member.name for bucket in layout.buckets for member in bucket.members}
     found = {}
@@ -112,6 +112,7 @@ def waiting_state(layout: ShardedLayout, state: ShardedState) -> dict[str, Param
             continue
         values = cut_out(name, known, known.dims, 0, known.count)
         if values is not None:
+            require_divisible(name, values, known.count)
             ranges = [StateRange(0, known.count, values)]
             found[name] = ParameterState(known.shape, known.dims, ranges)
     return found

@@ -151,9 +151,9 @@ class ShardedOptimizer(Optimizer):
             torch's Adam, AdamW and SGD themselves, wherever they can (docs/sharding.md).
 
     Raises:
-        InvalidUsage: The class is not element-wise or keeps state in its groups, a gradient is
-            sparse, a parameter has a gradient now or another optimizer, or an argument is not
-            supported.
+        InvalidUsage: The class is not element-wise, keeps state in its groups or state that can't
+            be cut, a gradient is sparse, a parameter has a gradient now or another optimizer, or an
+            argument is not supported.
         Mismatch: Parameters, options or arguments differ between ranks (on every rank).
 
     Note:
@@ -595,7 +595,8 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             InvalidUsage: Parameters or groups are not those of this optimizer, elements of the
-                shard are missing, or options are not supported. Nothing has changed.
+                shard are missing, values can't be cut for it (`pydist.save` says the same), or
+                options are not supported. Nothing has changed.
         """
         self._require_sound()
         require_state_of(self._layout, self._named_groups(), state)

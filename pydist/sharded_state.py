@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pydist.errors import InvalidUsage
 from pydist.sharded_parameters import dense_strides, dims_in_memory
+from pydist.state_values import is_per_element, require_divisible
 
 # The float32 copy of a 16-bit parameter, beside what the optimizer's class calls its own.
 MASTER = "master"
@@ -98,11 +99,6 @@ class ShardedState:
         return ShardedState(parameters, groups)
 
 
-def is_per_element(value: Any, count: int) -> bool:
-    """Whether a value of a range's state has an element for each of the parameter's."""
-    return isinstance(value, Tensor) and value.dim() != 0 and value.numel() == count
-
-
 def cut_out(
     name: str, state: ParameterState, dims: tuple[int, ...], begin: int, end: int
 ) -> dict[str, Any] | None:
@@ -119,13 +115,15 @@ def cut_out(
         What a StateRange holds; None if the parameter was never updated.
 
     Raises:
-        InvalidUsage: No range has some of the elements.
+        InvalidUsage: No range has some of the elements, or one has what can't be cut.
     """
     if dims != state.dims and state.ranges:
         state = _in_order(name, state, dims)
     values: dict[str, Any] = {}
     for piece, first, stop in _pieces(name, state, begin, end):
         for key, value in piece.values.items():
+            if (piece.begin, piece.end) != (begin, end):
+                require_divisible(name, {key: value}, piece.end - piece.begin)
             if not is_per_element(value, piece.end - piece.begin):
                 values.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
                 continue
@@ -140,9 +138,14 @@ def require_elements(
     name: str, state: ParameterState, dims: tuple[int, ...], begin: int, end: int
 ) -> None:
     """Raises where `cut_out` would, and copies nothing."""
-    if dims != state.dims and state.ranges:
+    is_reordered = dims != state.dims and bool(state.ranges)
+    if is_reordered:
         begin, end = 0, state.count
-    _pieces(name, state, begin, end)
+    for piece, _, _ in _pieces(name, state, begin, end):
+        # What is read when it is asked for, of a checkpoint, was looked at when that was opened.
+        is_here = isinstance(piece.values, dict)
+        if is_here and (is_reordered or (piece.begin, piece.end) != (begin, end)):
+            require_divisible(name, piece.values, piece.end - piece.begin)
 
 
 def _pieces(
@@ -187,6 +190,7 @@ def _in_order(name: str, state: ParameterState, dims: tuple[int, ...]) -> Parame
     """The whole state of a parameter, with its elements in another order."""
     count = state.count
     whole = cut_out(name, state, state.dims, 0, count) or {}
+    require_divisible(name, whole, count)
     values = {
         key: _shaped(state, value).permute(dims).reshape(-1)
         if is_per_element(value, count)

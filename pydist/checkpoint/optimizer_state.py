@@ -25,11 +25,11 @@ from pydist.sharded_state import (
     ShardedState,
     StateRange,
     from_whole,
-    is_per_element,
     to_whole,
 )
 from pydist.state_dict_form import from_unsharded, is_sharded, require_form
 from pydist.state_dict_names import plain_name, plain_names
+from pydist.state_values import is_per_element, require_divisible
 
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents
@@ -142,6 +142,8 @@ def _outlined(state: ShardedState, rank: int, size: int, kind: str) -> Taken:
         keys: list[str] = []
         numbers: dict[str, Any] = {}
         for piece in known.ranges:
+            if known.is_part:
+                require_divisible(name, piece.values, piece.end - piece.begin, kind)
             per_element = {
                 key: value
                 for key, value in piece.values.items()
@@ -220,7 +222,7 @@ def check_fits(optimizer: Optimizer, names: dict[int, str], outline: Outline) ->
 
     Raises:
         InvalidUsage: It is of another class, of other parameters or groups, or has options that the
-            optimizer does not take.
+            optimizer does not take, or values that can't be cut into shards.
     """
     _require_optimizer(optimizer)
     if outline["class"] != type_of(optimizer):
@@ -232,6 +234,9 @@ def check_fits(optimizer: Optimizer, names: dict[int, str], outline: Outline) ->
         groups = _renamed(optimizer, names).groups
         for group in outline["groups"]:
             require_plain_options(group)
+        for name, entry in outline["parameters"].items():
+            count = math.prod(entry["shape"])
+            require_divisible(name, entry["numbers"], count, outline["class"])
     ours = [group["params"] for group in groups]
     theirs = [group["params"] for group in outline["groups"]]
     if ours != theirs:

@@ -794,6 +794,84 @@ def test_what_does_not_fit_changes_nothing(four: Ranks) -> None:
     four.run(refuse_what_does_not_fit, timeout=LIMIT_S)
 
 
+class Blocks(torch.optim.Optimizer):
+    """Keeps what is of blocks of elements, and cannot be tried out."""
+
+    is_there = False
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if not self.is_there:
+            raise RuntimeError("on the GPU, please")
+        for p in (p for group in self.param_groups for p in group["params"]):
+            blocks = p.flatten().split(240)
+            self.state[p]["scales"] = torch.stack([block.abs().max() for block in blocks])
+            p.sub_(p.grad, alpha=0.1)
+
+
+def refuse_blocks(folder: str) -> None:
+    """What can't be cut is not saved, where some ranks have it, nor loaded into other shards."""
+    rank, _ = joined()
+    Blocks.is_there = False
+
+    model = pydist.DataParallel(nn.Linear(10, 100, bias=False))
+    linear = nn.Linear(10, 100)
+    linear.weight.requires_grad_(False)
+    frozen = pydist.DataParallel(linear)
+    ours, waiting = (pydist.ShardedOptimizer(each, Blocks) for each in (model, frozen))
+    whole = nn.Linear(10, 100, bias=False)
+    theirs = Blocks(whole.parameters())
+    Blocks.is_there = True
+    for module, optimizer in ((model, ours), (whole, theirs)):
+        module(torch.ones(1, 10)).sum().backward()
+        optimizer.step()
+    (part,) = ours.sharded_state().parameters["weight"].ranges
+    assert part.values["scales"].numel() == (1 if rank == 3 else 2)
+    text = r"Blocks keeps 'scales' for \d+ elements of parameter weight.*; use"
+    for asynchronous in (False, True):
+        with pytest.raises(pydist.InvalidUsage, match=text):
+            pydist.save(f"{folder}/ours", model=model, optimizer=ours, asynchronous=asynchronous)
+    assert not Path(folder, "ours").exists()
+
+    # As it was cut, it stays good; and so it does where it is whole.
+    ours.load_state_dict(copy.deepcopy(ours.state_dict()))
+    (again,) = ours.sharded_state().parameters["weight"].ranges
+    assert torch.equal(again.values["scales"], part.values["scales"])
+    pydist.save(f"{folder}/theirs", model=whole, optimizer=theirs)
+    scales = theirs.state[whole.weight].pop("scales")
+    pydist.load(f"{folder}/theirs", model=whole, optimizer=theirs)
+    assert torch.equal(theirs.state[whole.weight]["scales"], scales)
+
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(pydist.InvalidUsage, match=text):
+        pydist.load(f"{folder}/theirs", model=model, optimizer=ours)
+    state, turned, held = ours.sharded_state(), ours.sharded_state(), waiting.sharded_state()
+    turned.parameters["weight"].dims = (1, 0)
+    for known in (state, turned, held):
+        one = pydist.StateRange(0, 1000, {"scales": scales})
+        known.parameters["weight"].ranges = [one]
+        known.groups[0]["lr"] = 7.0
+    for load in (
+        lambda: ours.load_sharded_state(state),
+        lambda: ours.load_sharded_state(turned),
+        lambda: waiting.load_sharded_state(held),
+    ):
+        with pytest.raises(pydist.InvalidUsage, match="keeps 'scales' for 1000 elements"):
+            load()
+    assert ours.param_groups[0]["lr"] == waiting.param_groups[0]["lr"] == 0.1
+    (again,) = ours.sharded_state().parameters["weight"].ranges
+    assert torch.equal(again.values["scales"], part.values["scales"])
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, new.detach())
+
+
+def test_state_that_cannot_be_cut(four: Ranks, tmp_path: Path) -> None:
+    four.run(refuse_blocks, str(tmp_path), timeout=LIMIT_S)
+
+
 def change_precision(folder: str) -> None:
     """From 16 bits with float32 copies to float32 and back: nothing is rounded on the way."""
     _, size = joined()

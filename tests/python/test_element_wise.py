@@ -66,6 +66,16 @@ class RowsAndColumns(Plain):
         p.sub_(p.grad / square.view_as(p).sqrt(), alpha=float(group["lr"]))
 
 
+class FactorsLarge(RowsAndColumns):
+    """As others do from 16 or 128 rows on."""
+
+    def update(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if min(p.shape) < 128:
+            Plain.update(self, p, state, group)
+        else:
+            super().update(p, state, group)
+
+
 class Centred(Plain):
     """As gradient centralisation, of convolutions alone."""
 
@@ -150,6 +160,7 @@ TORN = (
     TrustRatio,
     Clipping,
     RowsAndColumns,
+    FactorsLarge,
     Centred,
     Projected,
     Distance,
@@ -166,6 +177,67 @@ def test_wholes(kind: type[Plain]) -> None:
             require_element_wise(kind, {"lr": lr})
     with pytest.raises(pydist.InvalidUsage, match=rf"{kind.__name__} can't update shards"):
         pydist.plan(nn.Linear(3, 3), 2, optimizer=kind)
+
+
+class Scales(Plain):
+    """As 8-bit classes keep for each block, of what has 4096 elements or more."""
+
+    def update(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(p, state, group)
+        if p.numel() >= 4096:
+            blocks = p.flatten().split(256)
+            state["scales"] = group["form"]([block.abs().max() for block in blocks])
+
+
+class Columns(Plain):
+    """A state of as many elements, which a flat one can't replace."""
+
+    def update(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(p, state, group)
+        state["column"] = p.reshape(-1, 1).clone()
+
+
+def in_one_list(values: list[Tensor]) -> list[Tensor]:
+    return [torch.stack(values)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "key"),
+    [
+        (Scales, {"form": torch.stack}, "scales"),
+        (Scales, {"form": in_one_list}, "scales"),
+        (Columns, {}, "column"),
+    ],
+)
+def test_state_of_no_element(kind: type[Plain], options: dict[str, Any], key: str) -> None:
+    text = rf"{kind.__name__} can't update shards: .*keeps '{key}' in its state.*; use one of"
+    with pytest.raises(pydist.InvalidUsage, match=text):
+        require_element_wise(kind, options)
+    with pytest.raises(pydist.InvalidUsage, match=text):
+        pydist.plan(nn.Linear(3, 3), 2, optimizer=kind, **options)
+
+
+def test_names() -> None:
+    for name in ("AdafactorBigVision", "FusedLAMB", "lars8bit", "MuonWithAuxAdam", "fused_lamb"):
+        with pytest.raises(pydist.InvalidUsage, match=f"{name} .* so it can't update shards"):
+            require_element_wise(type(name, (Plain,), {}), {})
+    for name in ("LambdaAdam", "Soapy", "NotMuon"):
+        require_element_wise(type(name, (Plain,), {}), {})
+
+
+def test_that_a_refused_class_is_not_tried_further() -> None:
+    """What has a matrix of all elements of a flat piece would take very long with large ones."""
+    largest = 0
+
+    class Watched(TrustRatio):
+        def update(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+            nonlocal largest
+            largest = max(largest, p.numel())
+            super().update(p, state, group)
+
+    with pytest.raises(pydist.InvalidUsage, match="Watched can't"):
+        require_element_wise(Watched, {})
+    assert largest == 96
 
 
 def test_pieces_that_raise() -> None:
@@ -352,6 +424,7 @@ def refuse_and_train() -> None:
     twins.check("plain")
     # What could not be tried out is refused at its first step, by the rank that has it.
     optimizer = pydist.ShardedOptimizer([parameter], CountsOnDevice, how=count_unannounced)
+    pydist.barrier()  # where one rank raises while another is still making its own, that raises too
     CountsOnDevice.is_there = True
     parameter.grad = torch.ones(3)
     match = "CountsOnDevice keeps state in its parameter groups" + ("" if rank == 0 else "|rank 0")

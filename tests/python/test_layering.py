@@ -74,6 +74,7 @@ PYTHON_LAYERS = (
     "sync_batch_norm",
     "data_parallel",
     "unhooked_step",
+    "state_values",
     "optimizer_trial",
     "element_wise",
     "parameter_groups",
