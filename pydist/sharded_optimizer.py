@@ -33,6 +33,7 @@ from pydist.parameter_groups import (
     groups_of,
     listed,
     model_of,
+    named_like,
     options_of,
     values_of_step,
 )
@@ -59,6 +60,8 @@ from pydist.trained_parameters import registrations
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from pydist.data_parallel import DataParallel
 
 __all__ = ["ParameterState", "ShardedOptimizer", "ShardedState", "StateRange"]
 
@@ -88,6 +91,15 @@ def _came_out_of_step(error: BaseException, optimizer: ShardedOptimizer) -> bool
     return any(
         frame.f_code is code and frame.f_locals["self"] is optimizer
         for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def _what_to_add(wrapper: DataParallel | None) -> str:
+    if wrapper is None:
+        return "make another pydist.ShardedOptimizer for the model"
+    return (
+        "register them in the wrapped module first, as in model.module.append(layer), or use an "
+        "optimizer of their own for them"
     )
 
 
@@ -287,7 +299,8 @@ class ShardedOptimizer(Optimizer):
         """Adds parameters, as any optimizer does. All ranks call it, with the same.
 
         Args:
-            param_group: "params", and options where they differ from the defaults.
+            param_group: "params", and options where they differ from the defaults. Parameters
+                without names get those of the model, where the optimizer's others have names.
 
         Raises:
             InvalidUsage: As for the constructor.
@@ -302,8 +315,11 @@ class ShardedOptimizer(Optimizer):
             raise InvalidUsage(
                 "add_param_group() was given parameters of "
                 + ("no" if found is None else "another")
-                + " pydist.DataParallel model, unlike those that the optimizer has"
+                + " pydist.DataParallel model, unlike those that the optimizer has: "
+                + _what_to_add(self._wrapper)
             )
+        if self._wrapper is not None and "param_names" in self.param_groups[0]:
+            given["params"] = named_like(self._wrapper, given["params"])
         self._require_sound()
         require_element_wise(self._class, self._options, [options_of(given)])
         self._prototype([dict(given)])
