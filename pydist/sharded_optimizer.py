@@ -18,7 +18,12 @@ from torch.optim import Optimizer
 
 from pydist import _native, groups, process
 from pydist.bucket_step import BucketStep
-from pydist.compiled_graphs import compiles_anything, runs_uncompiled, scripts_any_function
+from pydist.compiled_graphs import (
+    compiles_anything,
+    runs_uncompiled,
+    runs_uncompiled_throughout,
+    scripts_any_function,
+)
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
 from pydist.module_agreement import check_same
@@ -107,6 +112,7 @@ def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step with its hooks; one that raises on this rank alone leaves no other rank waiting."""
     hooked_step = Optimizer.profile_hook_step(step)
 
+    @runs_uncompiled_throughout
     @functools.wraps(step)
     def whole_step(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
         # A subclass's own step has the hooks.
@@ -508,6 +514,7 @@ class ShardedOptimizer(Optimizer):
             self._audit.note(self._layout.buckets)
         self._communicator.barrier(False, "after parameters were written")
 
+    @runs_uncompiled_throughout
     def finish(self) -> None:
         """Returns once all parameters have arrived that the last step has updated.
 
@@ -516,6 +523,7 @@ class ShardedOptimizer(Optimizer):
         for bucket in self._layout.buckets:
             bucket.wait()
 
+    @runs_uncompiled_throughout
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, as any optimizer does. Waits for nobody.
 
@@ -539,6 +547,7 @@ class ShardedOptimizer(Optimizer):
 
     # -- gradients
 
+    @runs_uncompiled_throughout
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -558,6 +567,7 @@ class ShardedOptimizer(Optimizer):
             self._layout.parameters, max_norm, norm_type, error_if_nonfinite, foreach=True
         )
 
+    @runs_uncompiled_throughout
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """The whole averaged gradient of a parameter. All ranks call it, for the same one.
 
