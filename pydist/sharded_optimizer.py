@@ -186,6 +186,9 @@ class ShardedOptimizer(Optimizer):
         >>> optimizer.zero_grad()
     """
 
+    # Its step does, inside no_sync() as well, and tells the other ranks: see step_guard.
+    refuses_pending_gradients = True
+
     def __init__(
         self,
         model_or_params: nn.Module | Iterable[Any],
@@ -374,6 +377,7 @@ class ShardedOptimizer(Optimizer):
         )
 
     def _place(self, entering: list[int]) -> None:
+        self._group_sizes = [len(group["params"]) for group in self.param_groups]
         with self._giving_up_for_all("placing parameters"):
             self._take_up(self._layout.place(entering))
 
@@ -409,7 +413,9 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             InvalidUsage: Gradients were accumulated under `no_sync()`, or put into
-                `parameter.grad` by hand, and not averaged since: `sync_gradients()` does that.
+                `parameter.grad` by hand, and not averaged since: `sync_gradients()` before `step()`
+                does that. A group, or a parameter of one, was removed. The groups of the ranks have
+                ended then.
             Mismatch: Ranks took the step before this one with different options (on every rank).
         """
         loss = None
@@ -423,6 +429,7 @@ class ShardedOptimizer(Optimizer):
         self._require_sound()
         self._refuse_capture()
         self._refuse_pending()
+        self._refuse_removed()
         self.finish()
         if self._is_debugging:
             self._check_options(self.param_groups)
@@ -453,11 +460,26 @@ class ShardedOptimizer(Optimizer):
         if any(id(parameter) in owned for parameter in self._wrapper._reducer.pending):
             error = InvalidUsage(
                 "ShardedOptimizer.step() would use gradients that were accumulated under no_sync() "
-                "and never averaged: run the last backward outside of no_sync(), or call "
-                "sync_gradients() first; each rank updates a part of every parameter, so ranks "
-                "can't train apart"
+                "and never averaged. Each rank updates a part of every parameter, so ranks can't "
+                "train apart, and this ends the groups of the optimizer and its model: mend the "
+                "program, so that the last backward before step() is outside of no_sync(), or "
+                "sync_gradients() comes before step(), and start it again"
             )
             with self._giving_up_for_all("step()"):  # the others may have averaged theirs
+                raise error
+
+    def _refuse_removed(self) -> None:
+        """What was placed keeps its place, and knows its group by number."""
+        counts = [len(group["params"]) for group in self.param_groups]
+        if counts != self._group_sizes:
+            error = InvalidUsage(
+                "pydist.ShardedOptimizer's param_groups were changed by hand: it was given "
+                f"{sum(self._group_sizes)} parameters in {len(self._group_sizes)} groups, and "
+                f"step() finds {sum(counts)} in {len(counts)}. Add groups by add_param_group(); "
+                "none can be removed: freeze its parameters instead, by requires_grad_(False) and "
+                "parameter.grad = None"
+            )
+            with self._giving_up_for_all("step()"):  # the others may have theirs
                 raise error
 
     def _refuse_capture(self) -> None:
