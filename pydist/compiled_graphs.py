@@ -32,10 +32,22 @@ def runs_uncompiled(function: _Function) -> _Function:
     What `torch.compiler.disable(recursive=False)` does, without importing dynamo, which takes
     seconds, for those who compile nothing.
     """
+    return _left_alone(function, eval_frame._FrameAction.DEFAULT)
+
+
+def runs_uncompiled_throughout(function: _Function) -> _Function:
+    """Lets dynamo leave a function alone, with all that it calls.
+
+    What `torch.compiler.disable` does, as above. What was given to `torch.compile` by itself, such
+    as the model that a closure calls, is compiled all the same.
+    """
+    return _left_alone(function, eval_frame._FrameAction.SKIP)
+
+
+def _left_alone(function: _Function, what_it_calls: eval_frame._FrameAction) -> _Function:
+    # The first is for those who would inline it, the second for when it runs.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    strategy = eval_frame._FrameExecStrategy(
-        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    )
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, what_it_calls)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
 

@@ -124,6 +124,12 @@ def groups_of(model_or_params: nn.Module | Iterable[Any]) -> list[dict[str, Any]
     return [checked_group(group, number) for number, group in enumerate(items)]
 
 
+def named_like(model: DataParallel, params: list[Any]) -> list[Any]:
+    """A group's "params", all of the model: those without names with the model's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [item if isinstance(item, tuple) else (names[id(item)], item) for item in params]
+
+
 def checked_group(group: Any, number: int) -> dict[str, Any]:
     """A group with its parameters listed.
 

@@ -75,14 +75,16 @@ class ShardedGradient(Tensor):
         if func in _NEED_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _SAME_MEMORY:
+            return args[0]
         if func == Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
             return None
         name = getattr(func, "__name__", str(func))
         handler = _HANDLERS.get(name)
         if handler is None:
             raise InvalidUsage(
-                f"{name} of the gradient of {_names(args)}: each rank has the average of its part "
-                "of it alone, as pydist.ShardedOptimizer updates no more; "
+                f"{_what_it_does(func, name)} of the gradient of {_names(args)}: each rank has the "
+                "average of its part of it alone, as pydist.ShardedOptimizer updates no more; "
                 "optimizer.gradient_of(parameter) gathers the whole one, norms and scaling in "
                 "place work as they are"
             )
@@ -119,6 +121,15 @@ def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, gradient in hidden:
                 parameter.grad = gradient
+
+
+def _what_it_does(func: Callable[..., Any], name: str) -> str:
+    """For people: an attribute is a descriptor's method, `__get__` say."""
+    if name not in ("__get__", "__set__", "__delete__"):
+        return name
+    of = getattr(func, "__self__", None)  # of Python's properties, their function has the name
+    attribute = getattr(getattr(of, "fget", of), "__name__", name)
+    return {"__set__": "setting ", "__delete__": "deleting "}.get(name, "") + f".{attribute}"
 
 
 def _names(args: Iterable[Any]) -> str:
@@ -294,6 +305,14 @@ _FACTS = (
     "requires_grad",
     "shape",
 )
+
+# No autograd graph has a gradient that is sharded: these would be the same over again, and what
+# changes one in place changes the other.
+_SAME_MEMORY: set[Any] = {
+    Tensor.data.__get__,  # type: ignore[attr-defined]
+    Tensor.detach,
+    torch.detach,
+}
 
 _NEED_NO_VALUES: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in _FACTS),

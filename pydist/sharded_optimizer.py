@@ -18,7 +18,12 @@ from torch.optim import Optimizer
 
 from pydist import _native, groups, process
 from pydist.bucket_step import BucketStep
-from pydist.compiled_graphs import compiles_anything, runs_uncompiled, scripts_any_function
+from pydist.compiled_graphs import (
+    compiles_anything,
+    runs_uncompiled,
+    runs_uncompiled_throughout,
+    scripts_any_function,
+)
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
 from pydist.module_agreement import check_same
@@ -33,6 +38,7 @@ from pydist.parameter_groups import (
     groups_of,
     listed,
     model_of,
+    named_like,
     options_of,
     values_of_step,
 )
@@ -59,6 +65,8 @@ from pydist.trained_parameters import registrations
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from pydist.data_parallel import DataParallel
 
 __all__ = ["ParameterState", "ShardedOptimizer", "ShardedState", "StateRange"]
 
@@ -91,10 +99,20 @@ def _came_out_of_step(error: BaseException, optimizer: ShardedOptimizer) -> bool
     )
 
 
+def _what_to_add(wrapper: DataParallel | None) -> str:
+    if wrapper is None:
+        return "make another pydist.ShardedOptimizer for the model"
+    return (
+        "register them in the wrapped module first, as in model.module.append(layer), or use an "
+        "optimizer of their own for them"
+    )
+
+
 def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step with its hooks; one that raises on this rank alone leaves no other rank waiting."""
     hooked_step = Optimizer.profile_hook_step(step)
 
+    @runs_uncompiled_throughout
     @functools.wraps(step)
     def whole_step(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
         # A subclass's own step has the hooks.
@@ -167,6 +185,9 @@ class ShardedOptimizer(Optimizer):
         >>> optimizer.step()
         >>> optimizer.zero_grad()
     """
+
+    # Its step does, inside no_sync() as well, and tells the other ranks: see step_guard.
+    refuses_pending_gradients = True
 
     def __init__(
         self,
@@ -287,7 +308,8 @@ class ShardedOptimizer(Optimizer):
         """Adds parameters, as any optimizer does. All ranks call it, with the same.
 
         Args:
-            param_group: "params", and options where they differ from the defaults.
+            param_group: "params", and options where they differ from the defaults. Parameters
+                without names get those of the model, where the optimizer's others have names.
 
         Raises:
             InvalidUsage: As for the constructor.
@@ -302,8 +324,11 @@ class ShardedOptimizer(Optimizer):
             raise InvalidUsage(
                 "add_param_group() was given parameters of "
                 + ("no" if found is None else "another")
-                + " pydist.DataParallel model, unlike those that the optimizer has"
+                + " pydist.DataParallel model, unlike those that the optimizer has: "
+                + _what_to_add(self._wrapper)
             )
+        if self._wrapper is not None and "param_names" in self.param_groups[0]:
+            given["params"] = named_like(self._wrapper, given["params"])
         self._require_sound()
         require_element_wise(self._class, self._options, [options_of(given)])
         self._prototype([dict(given)])
@@ -352,6 +377,7 @@ class ShardedOptimizer(Optimizer):
         )
 
     def _place(self, entering: list[int]) -> None:
+        self._group_sizes = [len(group["params"]) for group in self.param_groups]
         with self._giving_up_for_all("placing parameters"):
             self._take_up(self._layout.place(entering))
 
@@ -387,7 +413,9 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             InvalidUsage: Gradients were accumulated under `no_sync()`, or put into
-                `parameter.grad` by hand, and not averaged since: `sync_gradients()` does that.
+                `parameter.grad` by hand, and not averaged since: `sync_gradients()` before `step()`
+                does that. A group, or a parameter of one, was removed. The groups of the ranks have
+                ended then.
             Mismatch: Ranks took the step before this one with different options (on every rank).
         """
         loss = None
@@ -401,6 +429,7 @@ class ShardedOptimizer(Optimizer):
         self._require_sound()
         self._refuse_capture()
         self._refuse_pending()
+        self._refuse_removed()
         self.finish()
         if self._is_debugging:
             self._check_options(self.param_groups)
@@ -431,11 +460,26 @@ class ShardedOptimizer(Optimizer):
         if any(id(parameter) in owned for parameter in self._wrapper._reducer.pending):
             error = InvalidUsage(
                 "ShardedOptimizer.step() would use gradients that were accumulated under no_sync() "
-                "and never averaged: run the last backward outside of no_sync(), or call "
-                "sync_gradients() first; each rank updates a part of every parameter, so ranks "
-                "can't train apart"
+                "and never averaged. Each rank updates a part of every parameter, so ranks can't "
+                "train apart, and this ends the groups of the optimizer and its model: mend the "
+                "program, so that the last backward before step() is outside of no_sync(), or "
+                "sync_gradients() comes before step(), and start it again"
             )
             with self._giving_up_for_all("step()"):  # the others may have averaged theirs
+                raise error
+
+    def _refuse_removed(self) -> None:
+        """What was placed keeps its place, and knows its group by number."""
+        counts = [len(group["params"]) for group in self.param_groups]
+        if counts != self._group_sizes:
+            error = InvalidUsage(
+                "pydist.ShardedOptimizer's param_groups were changed by hand: it was given "
+                f"{sum(self._group_sizes)} parameters in {len(self._group_sizes)} groups, and "
+                f"step() finds {sum(counts)} in {len(counts)}. Add groups by add_param_group(); "
+                "none can be removed: freeze its parameters instead, by requires_grad_(False) and "
+                "parameter.grad = None"
+            )
+            with self._giving_up_for_all("step()"):  # the others may have theirs
                 raise error
 
     def _refuse_capture(self) -> None:
@@ -492,6 +536,7 @@ class ShardedOptimizer(Optimizer):
             self._audit.note(self._layout.buckets)
         self._communicator.barrier(False, "after parameters were written")
 
+    @runs_uncompiled_throughout
     def finish(self) -> None:
         """Returns once all parameters have arrived that the last step has updated.
 
@@ -500,6 +545,7 @@ class ShardedOptimizer(Optimizer):
         for bucket in self._layout.buckets:
             bucket.wait()
 
+    @runs_uncompiled_throughout
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, as any optimizer does. Waits for nobody.
 
@@ -523,6 +569,7 @@ class ShardedOptimizer(Optimizer):
 
     # -- gradients
 
+    @runs_uncompiled_throughout
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -542,6 +589,7 @@ class ShardedOptimizer(Optimizer):
             self._layout.parameters, max_norm, norm_type, error_if_nonfinite, foreach=True
         )
 
+    @runs_uncompiled_throughout
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """The whole averaged gradient of a parameter. All ranks call it, for the same one.
 

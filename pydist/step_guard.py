@@ -19,7 +19,8 @@ _is_hooked = False
 def guard_steps(reducer: _native.Reducer) -> None:
     """Checks, before every step of any optimizer, that what it uses was averaged by this reducer.
 
-    A step inside `no_sync()` is left alone: there, ranks train apart on purpose.
+    A step inside `no_sync()` is left alone: there, ranks train apart on purpose. So is an optimizer
+    with `refuses_pending_gradients`, whose ranks can't.
     """
     global _is_hooked
     if not _is_hooked:
@@ -35,6 +36,8 @@ def _check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
                 f"{type(optimizer).__name__}.step() is called within backward, from a hook say, "
                 "before gradients are averaged: call it after backward()"
             )
+        if getattr(optimizer, "refuses_pending_gradients", False):
+            continue
         if reducer.enabled and reducer.has_pending and _uses(optimizer, reducer.pending):
             raise InvalidUsage(
                 f"{type(optimizer).__name__}.step() would use gradients that were accumulated "

@@ -101,7 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks-per-host", type=int, metavar="N", help="for --share-parameters; default: all"
     )
-    parser.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: 8")
+    parser.add_argument(
+        "--bucket-cap-mb",
+        type=float,
+        metavar="MIB",
+        help="as for pydist.DataParallel; default: by the bytes of all gradients, as sharded "
+        "optimizers have it: 8 for 100 MB, and as their square root, from 0.25 to 64",
+    )
     sample = parser.add_mutually_exclusive_group()
     sample.add_argument(
         "--input",

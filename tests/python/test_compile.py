@@ -123,6 +123,54 @@ def test_compiling_again_with_sharded_gradients(run: Runner) -> None:
     run(train_sharded)
 
 
+def compile_sharded_steps(how: str, stage: int) -> None:
+    """Steps, under a schedule, that are called from compiled code."""
+    rank, size = joined()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.Tanh())
+    reference = copy.deepcopy(module)
+    model = pydist.DataParallel(module)
+    ours: Any = pydist.ShardedOptimizer(model, torch.optim.AdamW, stage=stage, lr=0.1)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (ours, theirs)]
+
+    def train(x: Tensor) -> None:
+        ours.zero_grad()
+        model(x).square().mean().backward()
+        ours.clip_grad_norm_(0.01)
+        ours.step()
+
+    compiled: Any = torch.compile(
+        {"function": lambda: ours.step(), "method": ours.step, "training": train}[how],
+        backend="eager",
+    )
+    for step in range(3):
+        x = batch(rank, 5, 6, step=step)
+        if how == "training":
+            compiled(x)
+        else:
+            ours.zero_grad()
+            model(x).square().mean().backward()
+            ours.clip_grad_norm_(0.01)
+            compiled()
+        theirs.zero_grad()
+        for r in range(size):
+            (reference(batch(r, 5, 6, step=step)).square().mean() / size).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        theirs.step()
+        for schedule in schedules:
+            schedule.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_near(a, b, 1e-9)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("how", ["function", "method", "training"])
+def test_compiled_steps_of_sharded_optimizers(run: Runner, how: str, stage: int) -> None:
+    run(compile_sharded_steps, how, stage)
+
+
 # Generates C++ and compiles it, on both ranks.
 @pytest.mark.timeout(100)
 def test_inductor(tmp_path: Path) -> None:

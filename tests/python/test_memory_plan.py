@@ -19,6 +19,7 @@ from training import TIME_LIMIT
 
 import pydist
 from pydist import _native
+from pydist.bucket_plan import typical_cap_bytes
 from pydist.cli import main
 from pydist.element_wise import ELEMENT_WISE
 from pydist.memory_plan import shard_counts
@@ -493,6 +494,15 @@ def test_command(capsys: pytest.CaptureFixture[str], source: str) -> None:
     assert sgd["bytes"]["ddp"]["state"] == 64 * 65 * 4
     named = planned(capsys, "torch.nn:ReLU", "--ranks", "1", "--optimizer", "torch.optim:Adam")
     assert named["elements"] == 0
+
+
+def test_help_on_the_size_of_buckets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "8 for 100 MB, and as their square root, from 0.25 to 64" in text
+    sizes = [typical_cap_bytes(count) / 2**20 for count in (10**8, 4 * 10**8, 1, 10**11)]
+    assert sizes == [8, 16, 0.25, 64]
 
 
 def test_command_prints_a_table(capsys: pytest.CaptureFixture[str], source: str) -> None:

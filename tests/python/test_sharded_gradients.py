@@ -48,9 +48,14 @@ def accumulate(stage: int) -> None:
     with model.no_sync():
         model(batch(twins.rank, 4, 10)).sum().backward()
     pydist.barrier()  # who raises in a step ends the group, for all
-    with pytest.raises(pydist.InvalidUsage, match="never averaged"):
+    with pytest.raises(
+        pydist.InvalidUsage, match=r"never averaged.*ends the groups.*start it again"
+    ):
         optimizer.step()
     optimizer.zero_grad()
+    if twins.size > 1:  # as it has said
+        with pytest.raises(pydist.Error):
+            model.sync_gradients()
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -283,6 +288,9 @@ def clip_and_scale(stage: int) -> None:
         for parameter in model.parameters():
             parameter.grad *= 0.5
             parameter.grad.div_(2.0)
+            parameter.grad.data.clamp_(-2e-4, 2e-4)
+            parameter.grad.data *= 0.5
+            parameter.grad.detach().mul_(1.5)
         optimizer.step()
 
     twins.each(by_value)
@@ -294,7 +302,8 @@ def clip_and_scale(stage: int) -> None:
     other = next(twins.models[1].parameters()).grad
     assert other is not None
     torch.testing.assert_close(optimizer.gradient_of(first), other)
-    torch.testing.assert_close(first.grad.norm(), other.norm())
+    for norm in (first.grad.norm(), first.grad.data.norm(2), torch.norm(first.grad.detach(), 2)):
+        torch.testing.assert_close(norm, other.norm())
     assert "0.weight" in repr(first.grad) == str(first.grad) == f"{first.grad}"
     for misuse in (
         lambda gradient: gradient.sum(),
@@ -305,6 +314,10 @@ def clip_and_scale(stage: int) -> None:
     ):
         with pytest.raises(pydist.InvalidUsage, match=r"0\.weight|numbers"):
             misuse(first.grad)
+    with pytest.raises(pydist.InvalidUsage, match=r"^\.T of the gradient of 0\.weight"):
+        _ = first.grad.T
+    with pytest.raises(pydist.InvalidUsage, match=r"^setting \.data of the gradient of 0\.weight"):
+        first.grad.data = torch.zeros_like(first)
 
 
 def scale(stage: int) -> None:

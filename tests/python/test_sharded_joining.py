@@ -1,5 +1,6 @@
 """Parameters that join a `pydist.ShardedOptimizer`: unfrozen, or added in a group."""
 
+import copy
 from typing import Any
 from unittest import mock
 
@@ -50,6 +51,40 @@ def unfreeze(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_that_join(run_sharded: Runner, stage: int) -> None:
     run_sharded(unfreeze, stage)
+
+
+def add_without_names() -> None:
+    """As torch's tutorials do, to an optimizer that was made from the model."""
+    twins = Twins(nn.Sequential(nn.Linear(10, 4)), torch.optim.AdamW, options={"lr": 0.01})
+    twins.step(0)
+    torch.manual_seed(3)
+    layers = [nn.Linear(4, 3), nn.Linear(3, 1)]
+
+    def extend(model: Any, optimizer: Any) -> None:
+        first, last = copy.deepcopy(layers)
+        model.module.append(first)
+        model.module.append(last)
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": first.parameters(), "lr": 0.1})
+        optimizer.add_param_group({"params": last.weight})
+
+    twins.each(extend)
+    for step in range(1, 3):
+        twins.step(step)
+    twins.check("added", exact=False)
+    groups = twins.ours.param_groups
+    assert [group["param_names"] for group in groups] == [
+        ["0.weight", "0.bias"],
+        ["1.weight", "1.bias"],
+        ["2.weight"],
+    ]
+    assert "1.weight" in twins.ours.sharded_state().parameters
+    with pytest.raises(pydist.InvalidUsage, match=r"no pydist.*model\.module\.append"):
+        twins.ours.add_param_group({"params": nn.Linear(2, 2).parameters()})
+
+
+def test_groups_without_names(run_native: Runner) -> None:
+    run_native(add_without_names)
 
 
 class Grown(nn.Module):

@@ -137,3 +137,28 @@ def differ_in_one_of_two() -> None:
 
 def test_options_of_one_optimizer_of_two(run_native: Runner) -> None:
     run_native(differ_in_one_of_two)
+
+
+def remove(what: str) -> None:
+    """On one rank; the others are told."""
+    rank, _ = joined()
+    model = pydist.DataParallel(small_model())
+    groups = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(model.parameters())]
+    optimizer = pydist.ShardedOptimizer(groups, torch.optim.SGD)
+    if rank == 0:
+        if what == "group":
+            del optimizer.param_groups[0]
+        else:
+            optimizer.param_groups[1]["params"].clear()
+    found = "7 in 7" if what == "group" else "7 in 8"
+    said = rf"8 parameters in 8 groups, and step\(\) finds {found}.*freeze its parameters instead"
+    kind = pydist.InvalidUsage if rank == 0 else pydist.Error
+    pydist.barrier()  # who raises in a step ends the group, for all
+    with pytest.raises(kind, match=said):  # noqa: PT012
+        optimizer.step()
+        model(batch(rank, 4, 10, dtype=torch.float32)).sum().backward()
+
+
+@pytest.mark.parametrize("what", ["group", "parameter"])
+def test_removed_groups(run_native: Runner, what: str) -> None:
+    run_native(remove, what)
