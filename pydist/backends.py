@@ -23,7 +23,7 @@ from pydist import _native
 from pydist._load import __version__
 from pydist.agreement import Verdict, agree
 from pydist.errors import Error, InvalidUsage, TransportError
-from pydist.nccl_library import find_nccl
+from pydist.nccl_library import connect_at_joining, find_nccl
 from pydist.rank_gpu import describe_gpus, make_current
 
 __all__ = ["Job", "Options", "create_communicator", "parse_backend", "register", "valid_backends"]
@@ -191,6 +191,7 @@ class _Meeting:
 
     def create_nccl(self, host: _native.Communicator, gpu: int) -> _native.Communicator:
         """A communicator on NCCL that leaves tensors on the CPU to `host`, and owns it."""
+        connect_at_joining()
         made = _native.create_nccl(host, gpu, find_nccl().path)
         made.timeout = self.timeout.total_seconds()
         return made

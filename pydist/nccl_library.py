@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["NcclLibrary", "find_nccl"]
+__all__ = ["NcclLibrary", "connect_at_joining", "find_nccl"]
 
 _NAME = "libnccl.so.2"
 
@@ -55,6 +55,18 @@ def find_nccl() -> NcclLibrary:
             return NcclLibrary(problem=f"{path} does not tell its version (error {failed})")
         return NcclLibrary(version.value, _path_of(library, path))
     return NcclLibrary(problem=f"NCCL can't be loaded ({said[-1]})")
+
+
+def connect_at_joining() -> None:
+    """Lets NCCL connect ranks when they join a group, unless the user has chosen.
+
+    From 2.22 on it connects them when they first call a collective of a kind, and that call is
+    under way until all of them have come: it would keep its caller, for whom another rank may wait
+    before it comes itself. NCCL reads the variable once, for the first group of the process. It is
+    set here, on the thread that starts a job, because the C library lets no other thread read the
+    environment meanwhile.
+    """
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 
 def _of_wheels() -> list[str]:

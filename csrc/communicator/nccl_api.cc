@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 
-#include <cstdlib>
 #include <type_traits>
 #include <utility>
 
@@ -36,15 +35,6 @@ void* open_library(const std::string& path) {
                             "nvidia-nccl-cu12 or -cu13."));
 }
 
-// From 2.22 on NCCL connects ranks when they first call a collective of a kind, and that call is
-// under way until all of them have come: it would keep its caller, for whom another rank may wait
-// before it comes itself. So ranks connect when they join, which takes NCCL more memory; whoever
-// has set the variable has chosen. NCCL reads it once, for its first communicator in the process.
-void connect_at_joining() {
-  static const int is_set = ::setenv("NCCL_RUNTIME_CONNECT", "0", /*overwrite=*/0);
-  static_cast<void>(is_set);
-}
-
 }  // namespace
 
 bool may_be_of_a_peer(Result result) noexcept {
@@ -60,7 +50,6 @@ bool may_be_of_a_peer(Result result) noexcept {
 }
 
 std::shared_ptr<const Api> Api::open(const std::string& path) {
-  connect_at_joining();
   void* const library = open_library(path);  // never closed
   Functions functions{};
   const auto resolve = [library](auto& function, const char* name) {

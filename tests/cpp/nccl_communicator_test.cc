@@ -83,37 +83,6 @@ TEST(NcclCommunicator, OrdersStreamsByEventsAlone) {
   EXPECT_EQ(::fake_driver_faults(), 0) << "calls without a current context";
 }
 
-// The first call of all keeps nobody: another rank may wait for its caller before it calls.
-TEST(NcclCommunicator, KeepsNoRankUntilTheOthersCall) {
-  std::atomic<int> called{0};
-  run_ranks(2, [&called](RankOfTest& self) {
-    const Rank rank(self);
-    std::vector<float> values(10, 1.0F);
-    std::vector<float> block(5);
-    Operation scatter = rank.all_reduce(values);
-    scatter.kind = OpKind::kReduceScatter;
-    scatter.outputs = {scatter.inputs[0]};
-    scatter.outputs[0].data = block.data();
-    scatter.outputs[0].count = block.size();
-    Operation cast =
-        on_device(broadcast(values, 0, self.rank == 0), rank.device, rank.stream.get());
-    int step = 0;
-    for (Operation* operation : {&cast, &scatter}) {
-      ++step;
-      if (self.rank == 1) {
-        ASSERT_TRUE(comes_true([&] { return called == step; }));
-      }
-      const WorkPtr work = rank.group->submit(std::move(*operation));
-      if (self.rank == 0) {
-        called = step;
-      }
-      work->wait();
-    }
-    EXPECT_EQ(block[4], 2.0F);
-    rank.group->shutdown();
-  });
-}
-
 TEST(NcclCommunicator, TellsWhoeverWaitsOnTheHost) {
   run_ranks(2, [](RankOfTest& self) {
     const Rank rank(self);

@@ -5,7 +5,6 @@
 
 #include <chrono>
 #include <cstdlib>
-#include <functional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -29,9 +28,11 @@ const std::string& folder() {
   return the_folder;
 }
 
-// A process joins its threads before it ends; TSan insists. Some hang, as tests want them to.
+// A process joins its threads before it ends; TSan insists. Some hang, as tests want them to. And
+// ranks that are threads launch one at a time, so none can wait in its launch for the others.
 class JoinsEnds : public ::testing::Environment {
  public:
+  void SetUp() override { ::setenv("NCCL_RUNTIME_CONNECT", "0", 1); }
   void TearDown() override { LateEnds::of_process().join(Deadline::in(std::chrono::seconds(3))); }
 };
 
@@ -99,14 +100,6 @@ Environment with_timeout_of(std::chrono::milliseconds timeout) {
   Environment environment = test_environment();
   environment.timeout = timeout;
   return environment;
-}
-
-bool comes_true(const std::function<bool()>& holds, std::chrono::seconds patience) {
-  const Deadline deadline = Deadline::in(patience * kSlowdown);
-  while (!holds() && !deadline.has_passed()) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return holds();
 }
 
 Operation on_device(Operation operation, int device, void* stream) {

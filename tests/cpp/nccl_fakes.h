@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -63,10 +62,6 @@ class FakeStream {
 [[nodiscard]] Operation on_device(Operation operation, int device, void* stream);
 
 [[nodiscard]] Environment with_timeout_of(std::chrono::milliseconds timeout);
-
-// Waits for that.
-[[nodiscard]] bool comes_true(const std::function<bool()>& holds,
-                              std::chrono::seconds patience = std::chrono::seconds(10));
 
 // A rank with a stream that it computes on.
 struct NcclRank {

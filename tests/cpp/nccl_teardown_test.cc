@@ -25,6 +25,14 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
+bool comes_true(const std::function<bool()>& holds, seconds patience = seconds(10)) {
+  const Deadline deadline = Deadline::in(patience * kSlowdown);
+  while (!holds() && !deadline.has_passed()) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  return holds();
+}
+
 MemoryPtr allocate(const NcclRank& rank) {
   return rank.group->allocate(1000, Device{DeviceType::kCuda, rank.device});
 }
