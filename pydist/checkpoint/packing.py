@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import pickle
 import re
 from typing import Any
 
+import numpy as np
 import torch
 
 from pydist.errors import InvalidUsage
@@ -14,23 +16,45 @@ from pydist.errors import InvalidUsage
 def pack(what: str, value: Any) -> bytes:
     """An object as bytes that torch loads without running code.
 
+    Numbers of numpy's, which a schedule of `np.cos` makes of a learning rate, become Python's of
+    the same value.
+
     Raises:
         InvalidUsage: It holds something else than numbers, text, tensors and containers of them.
     """
-    stream = io.BytesIO()
     try:
-        torch.save(value, stream)
-        unpack(stream.getvalue())
+        try:
+            return _packed(value)
+        except pickle.UnpicklingError:
+            return _packed(_with_plain_numbers(value))
     except Exception as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         why = f"it holds a {found[1]}" if found else str(error).splitlines()[0]
         raise InvalidUsage(
-            f"{what} can't be saved: {why}, and a checkpoint holds numbers of Python's, text, "
-            "tensors, and lists, tuples and dictionaries of them"
+            f"{what} can't be saved: {why}, and a checkpoint holds numbers, text, tensors, and "
+            "lists, tuples and dictionaries of them"
         ) from error
-    return stream.getvalue()
 
 
 def unpack(packed: bytes) -> Any:
     """What `pack` was given."""
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+
+
+def _packed(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    packed = stream.getvalue()
+    unpack(packed)
+    return packed
+
+
+def _with_plain_numbers(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        pairs = ((_with_plain_numbers(k), _with_plain_numbers(v)) for k, v in value.items())
+        return dict(pairs)
+    if type(value) in (list, tuple):
+        return type(value)(_with_plain_numbers(each) for each in value)
+    return value

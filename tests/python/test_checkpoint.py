@@ -170,8 +170,8 @@ def fail_together(folder: str) -> None:
         pydist.save(place if rank != 1 else f"{place}2", **training.parts)
     with pytest.raises(pydist.InvalidUsage, match=r"rank 0: extra can't be.*; rank 3: keep="):
         pydist.save(place, keep=1 if rank == 3 else None, extra=lambda: 1)
-    with pytest.raises(pydist.InvalidUsage, match=r"holds a numpy.*numbers of Python's"):
-        pydist.save(place, extra={"loss": np.float64(1.0)})
+    with pytest.raises(pydist.InvalidUsage, match=r"holds a numpy.*holds numbers, text"):
+        pydist.save(place, extra={"losses": np.zeros(2)})
     refuse_what_is_not_whole(place, training)
     # What does not fit, changes nothing.
     with pytest.raises(pydist.InvalidUsage, match="has no sampler"):
@@ -213,6 +213,31 @@ def misname_the_path(folder: str) -> None:
 
 def test_a_path_that_is_none(four: Ranks, tmp_path: Path) -> None:
     four.run(misname_the_path, str(tmp_path), timeout=LIMIT_S)
+
+
+def save_numbers_of_numpy(folder: str) -> None:
+    """A schedule by numpy's functions makes the rate one of its numbers."""
+    joined()
+    model = pydist.DataParallel(nn.Linear(2, 2))
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 + np.cos(step / 10))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    rate = optimizer.param_groups[0]["lr"]
+    assert type(rate) is np.float64
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    extra = {"seen": np.int64(2**40), "scores": [(np.float32(0.1), np.bool_(True))]}
+    pydist.save(f"{folder}/numpy", **parts, extra=extra)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] != rate
+    loaded = pydist.load(f"{folder}/numpy", **parts)
+    assert loaded == {"seen": 2**40, "scores": [(float(np.float32(0.1)), True)]}
+    assert optimizer.param_groups[0]["lr"] == rate == scheduler.get_last_lr()[0]
+
+
+def test_numbers_of_numpy(four: Ranks, tmp_path: Path) -> None:
+    four.run(save_numbers_of_numpy, str(tmp_path), timeout=LIMIT_S)
 
 
 def save_from_several_models(folder: str) -> None:
