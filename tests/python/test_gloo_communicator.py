@@ -380,6 +380,27 @@ def test_abort_wakes_everybody(run_two: Runner) -> None:
     assert run_two(aborted)[0] == ["Aborted", "Aborted"]
 
 
+def aborted_beside_a_leaver() -> None:
+    communicator = make()
+    rank = communicator.rank
+    communicator.barrier()
+    if rank == 1:
+        communicator.shutdown()
+        return
+    # Rank 0 hears of it by its message from rank 1; whoever waits for the others is to wake too.
+    peers = (1, 2) if rank == 0 else (0,)
+    works = [communicator.recv(torch.empty(1), peer, async_op=True) for peer in peers]
+    for work in works:
+        with pytest.raises(pydist.PeerLost):
+            work.wait(10.0)
+    communicator.shutdown()
+
+
+def test_a_leaver_keeps_nobody_from_ending_the_group() -> None:
+    with Ranks(3) as ranks:
+        ranks.run(aborted_beside_a_leaver, timeout=LIMIT_S)
+
+
 def left_behind() -> str:
     communicator = make()
     if communicator.rank == 1:
