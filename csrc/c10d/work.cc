@@ -93,6 +93,39 @@ class EpilogueWork : public Work {
   const std::function<void()> on_stream_;
 };
 
+// What was captured with results that are copied into place behind it, on `copying`.
+class CopiedInCapture : public Work {
+ public:
+  // That device is current.
+  CopiedInCapture(WorkPtr inner, void* copying, int device)
+      : inner_(std::move(inner)),
+        device_(device),
+        capture_(cuda::Driver::get().capture_of(copying)) {
+    copied_.record(copying);
+  }
+
+  [[nodiscard]] bool wait_on_stream(void* stream) override {
+    if (!inner_->wait_on_stream(stream)) {
+      return false;
+    }
+    const cuda::DeviceGuard guard(device_);
+    // Which it is since then, or its capture is over.
+    const std::optional<cuda::Capture> now = cuda::Driver::get().capture_of(stream);
+    if (now && capture_ && now->id == capture_->id) {
+      copied_.hold_back(stream);
+    }
+    return true;
+  }
+
+  [[nodiscard]] bool is_captured() const override { return true; }
+
+ private:
+  const WorkPtr inner_;
+  const int device_;
+  const std::optional<cuda::Capture> capture_;
+  const cuda::OwnedEvent copied_;
+};
+
 // Those that a future has to know: callbacks get streams on them that wait for the results.
 std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors) {
   std::vector<c10::Device> devices;
@@ -141,8 +174,17 @@ WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors) {
   // In a graph nothing happens later that would not happen at every replay: the caller's stream
   // joins the operation at once, and memory may go in its order.
   if (tensors.is_captured() && inner->wait_on_stream(tensors.stream())) {
+    if (!tensors.has_copies()) {
+      return inner;
+    }
     tensors.copy_back();
-    return inner;
+    const cuda::DeviceGuard guard(tensors.device_index());
+    auto copied =
+        std::make_shared<CopiedInCapture>(inner, tensors.stream(), tensors.device_index());
+    inner->on_completion([copied](const Work::Outcome& outcome) {
+      copied->finish(outcome.error, outcome.source_rank);
+    });
+    return copied;
   }
   auto held = std::make_shared<DenseTensors>(std::move(tensors));
   if (held->has_copies()) {
@@ -178,6 +220,11 @@ void DeferredWork::attach(WorkPtr inner) {
 bool DeferredWork::wait_on_stream(void* stream) {
   const std::lock_guard lock(mutex_);
   return inner_ != nullptr && inner_->wait_on_stream(stream);
+}
+
+bool DeferredWork::is_captured() const {
+  const std::lock_guard lock(mutex_);
+  return inner_ != nullptr && inner_->is_captured();
 }
 
 void DeferredWork::block(Deadline deadline) {
@@ -277,7 +324,7 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   if (const auto devices = devices_of(results_); devices.size() == 1) {
     const Device device = device_of(devices[0]);
     const c10::Stream current = current_stream(device);
-    const c10::Stream stream = is_capturing(current) ? current : high_priority_stream(device);
+    const c10::Stream stream = work_->is_captured() ? current : high_priority_stream(device);
     const c10::StreamGuard guard(stream);
     try {
       if (work_->wait_on_stream(stream.native_handle())) {

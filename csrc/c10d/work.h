@@ -43,12 +43,13 @@ class DeferredWork : public Work, public std::enable_shared_from_this<DeferredWo
   void attach(WorkPtr inner);
 
   [[nodiscard]] bool wait_on_stream(void* stream) override;
+  [[nodiscard]] bool is_captured() const override;
 
  protected:
   void block(Deadline deadline) override;
 
  private:
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   WorkPtr inner_;  // guarded by mutex_
 };
 

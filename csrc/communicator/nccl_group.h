@@ -119,6 +119,12 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     return comm_;
   }
   [[nodiscard]] nccl::StreamHandle stream() const noexcept { return stream_->get(); }
+  // Whether that capture holds the stream, and so goes on.
+  [[nodiscard]] bool is_captured_by(std::uint64_t capture) const {
+    const cuda::DeviceGuard guard(device_);
+    const std::optional<cuda::Capture> now = cuda::Driver::get().capture_of(stream());
+    return now && now->id == capture;
+  }
   // Checks what NCCL has returned, and waits while it is setting up connections.
   void check(nccl::Result result, const char* what);
   // Calls of `body` become one launch.

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "base/fork.h"
@@ -17,24 +19,23 @@ namespace pydist {
 
 class NcclGroup::LaunchedWork : public Work {
  public:
-  LaunchedWork(std::weak_ptr<NcclGroup> group, int device, bool is_captured)
-      : group_(std::move(group)), device_(device), is_captured_(is_captured) {}
+  // `capture` is the id of what captures it, if anything.
+  LaunchedWork(std::weak_ptr<NcclGroup> group, int device, std::optional<std::uint64_t> capture)
+      : group_(std::move(group)), device_(device), capture_(capture) {}
 
   [[nodiscard]] bool wait_on_stream(void* stream) override {
     require_not_forked();
     if (const std::exception_ptr error = exception()) {
       std::rethrow_exception(error);
     }
-    if (is_captured_ || !is_completed()) {
+    if (is_to_be_awaited()) {
       const cuda::DeviceGuard guard(device_);
-      // What was captured runs later, whatever the work says: that is for the capture to wait for,
-      // and for nobody once it is over.
-      if (!is_captured_ || cuda::Driver::get().is_capturing(stream)) {
-        event_.hold_back(stream);
-      }
+      event_.hold_back(stream);
     }
     return true;
   }
+
+  [[nodiscard]] bool is_captured() const override { return capture_.has_value(); }
 
   [[nodiscard]] const cuda::OwnedEvent& event() const noexcept { return event_; }
 
@@ -59,9 +60,18 @@ class NcclGroup::LaunchedWork : public Work {
   }
 
  private:
+  [[nodiscard]] bool is_to_be_awaited() const {
+    if (!capture_) {
+      return !is_completed();
+    }
+    // What was captured runs later, whatever the work says.
+    const auto group = group_.lock();
+    return group != nullptr && group->is_captured_by(*capture_);
+  }
+
   const std::weak_ptr<NcclGroup> group_;
   const int device_;
-  const bool is_captured_;
+  const std::optional<std::uint64_t> capture_;
   cuda::OwnedEvent event_;
 };
 

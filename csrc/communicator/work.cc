@@ -133,6 +133,11 @@ class CombinedWork : public Work {
                        [stream](const WorkPtr& part) { return part->wait_on_stream(stream); });
   }
 
+  [[nodiscard]] bool is_captured() const override {
+    return std::any_of(parts_.begin(), parts_.end(),
+                       [](const WorkPtr& part) { return part->is_captured(); });
+  }
+
  protected:
   void block(Deadline deadline) override {
     for (const WorkPtr& part : parts_) {

@@ -44,6 +44,10 @@ class Work {
   // if it has failed by now; one that comes later fails the group.
   [[nodiscard]] virtual bool wait_on_stream(void* /*stream*/) { return false; }
 
+  // Whether it runs whenever a CUDA graph is replayed that holds it. To wait for it is then for
+  // streams alone, and makes them part of the capture; once that is over, it is nothing.
+  [[nodiscard]] virtual bool is_captured() const { return false; }
+
   [[nodiscard]] bool is_completed() const noexcept {
     return state_.load(std::memory_order_acquire) != State::kPending;
   }

@@ -74,6 +74,9 @@ struct Block {
 
 void free_block(void* context) {
   auto* const block = static_cast<Block*>(context);
+  if (block->capture != nullptr) {
+    return;  // the graph's, which may be replayed for as long as the process lives
+  }
   for (const c10::Stream& stream : block->used_on) {
     make_wait(block->stream, record(stream));
   }

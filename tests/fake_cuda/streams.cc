@@ -52,21 +52,32 @@ std::shared_ptr<Recording>& recording_of(void* event) {
   return *static_cast<std::shared_ptr<Recording>*>(event);
 }
 
-// A question to the fake driver about captures, if it is there; otherwise 0.
-int ask_driver(const char* name, const c10::Stream& stream) {
-  const auto function = reinterpret_cast<int (*)(void*)>(::dlsym(RTLD_DEFAULT, name));
-  return function == nullptr ? 0 : function(&Queue::of(stream));
+// For who asks on the host.
+Recording& uncaptured(void* event) {
+  Recording& recording = *recording_of(event);
+  TORCH_CHECK(!recording.is_captured(),
+              "CUDA error: operation not permitted on an event last recorded in a capturing "
+              "stream");
+  return recording;
+}
+
+// Of the fake driver, if it is there.
+template <typename Function>
+Function* in_driver(const char* name) {
+  return reinterpret_cast<Function*>(::dlsym(RTLD_DEFAULT, name));
 }
 
 bool is_captured(const c10::Stream& stream) {
-  return ask_driver("fake_driver_is_captured", stream) != 0;
+  auto* const ask = in_driver<int(void*)>("fake_driver_is_captured");
+  return ask != nullptr && ask(&Queue::of(stream)) != 0;
 }
 
-// In CUDA's words. In a graph the order of recording is kept, so nothing has to wait.
+// In CUDA's words.
 void join_capture(const c10::Stream& stream, const Recording& recording) {
   TORCH_CHECK(recording.is_captured(),
               "CUDA error: dependency created on uncaptured work in another stream");
-  TORCH_CHECK(ask_driver("fake_driver_join_capture", stream) != 0,
+  auto* const join = in_driver<int(void*, long)>("fake_driver_join_capture");
+  TORCH_CHECK(join != nullptr && join(&Queue::of(stream), recording.captured_point()) != 0,
               "CUDA error: operation not permitted on an event last recorded in a capturing "
               "stream");
 }
@@ -120,16 +131,14 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     }
   }
   bool queryEvent(void* event) const override {
-    using Permits = int (*)();
-    const auto permits =
-        reinterpret_cast<Permits>(::dlsym(RTLD_DEFAULT, "fake_driver_permits_unsafe_call"));
+    auto* const permits = in_driver<int()>("fake_driver_permits_unsafe_call");
     TORCH_CHECK(permits == nullptr || permits() != 0,
                 "operation not permitted when stream is capturing");
-    return event == nullptr || recording_of(event)->has_passed();
+    return event == nullptr || uncaptured(event).has_passed();
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
-      recording_of(event)->wait();
+      uncaptured(event).wait();
     }
   }
   void destroyEvent(void* event, c10::DeviceIndex /*device*/) const noexcept override {
@@ -212,8 +221,12 @@ bool Recording::has_passed() {
 }
 
 std::shared_ptr<Recording> record(const c10::Stream& stream) {
-  auto recording = std::make_shared<Recording>(is_captured(stream));
-  Queue::of(stream).post([recording] { recording->pass(); });
+  auto* const captured_point = in_driver<long(void*)>("fake_driver_captured_point");
+  auto recording = std::make_shared<Recording>(
+      captured_point == nullptr ? Recording::kNotCaptured : captured_point(&Queue::of(stream)));
+  if (!recording->is_captured()) {
+    Queue::of(stream).post([recording] { recording->pass(); });
+  }
   return recording;
 }
 

@@ -41,16 +41,19 @@ class Queue {
 // A point in a stream's work.
 class Recording {
  public:
-  explicit Recording(bool is_captured = false) : is_captured_(is_captured) {}
+  static constexpr long kNotCaptured = -1;
 
-  // Whether the stream was captured into a graph (tests/fakes).
-  [[nodiscard]] bool is_captured() const { return is_captured_; }
+  explicit Recording(long captured_point = kNotCaptured) : captured_point_(captured_point) {}
+
+  // Whether the stream was captured into a graph (tests/fakes), and where in that.
+  [[nodiscard]] bool is_captured() const { return captured_point_ >= 0; }
+  [[nodiscard]] long captured_point() const { return captured_point_; }
   void pass();
   void wait();
   [[nodiscard]] bool has_passed();
 
  private:
-  const bool is_captured_;
+  const long captured_point_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool has_passed_ = false;  // guarded by mutex_

@@ -22,9 +22,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <queue>
 #include <random>
 #include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -49,6 +51,7 @@ constexpr int kCaptureModeRelaxed = 2;
 constexpr int kCaptureImplicit = 906;
 // Handles of devices are not what the process counts.
 constexpr int kFirstDevice = 40;
+constexpr long kNotCaptured = -1;
 
 using Job = std::function<void()>;
 
@@ -137,7 +140,7 @@ struct Event {
   void* context = nullptr;
   std::mutex mutex;
   std::shared_ptr<Mark> mark;
-  bool is_captured = false;
+  long captured_point = kNotCaptured;
 };
 
 struct UserObject {
@@ -145,12 +148,76 @@ struct UserObject {
   void* argument;
 };
 
+struct Node {
+  Job job;  // none for an event
+  std::vector<std::size_t> after;
+};
+
 struct Capture {
+  static constexpr long kMostNodes = 1'000'000;
+
   std::uint64_t id = 0;
-  std::set<void*> streams;
-  std::vector<Job> jobs;
+  void* origin = nullptr;
+  std::map<void*, std::vector<std::size_t>> ends;  // of each stream: its next node comes after them
+  std::vector<Node> nodes;
   bool is_broken = false;
   std::vector<UserObject*> objects;
+
+  // Returns the node's name among those of all captures.
+  long add(void* stream, Job job) {
+    std::vector<std::size_t>& end = ends[stream];
+    nodes.push_back({std::move(job), end});
+    end = {nodes.size() - 1};
+    return static_cast<long>(id) * kMostNodes + static_cast<long>(end[0]);
+  }
+
+  [[nodiscard]] bool has(long node) const { return node / kMostNodes == static_cast<long>(id); }
+
+  // Whether the stream that began it waits for all that is in it.
+  [[nodiscard]] bool is_joined() const {
+    std::vector<bool> is_awaited(nodes.size());
+    for (const std::size_t last : ends.at(origin)) {
+      is_awaited[last] = true;
+    }
+    for (std::size_t i = nodes.size(); i-- > 0;) {
+      if (!is_awaited[i] && nodes[i].job != nullptr) {
+        return false;
+      }
+      for (const std::size_t earlier : nodes[i].after) {
+        is_awaited[earlier] = is_awaited[earlier] || is_awaited[i];
+      }
+    }
+    return true;
+  }
+
+  [[nodiscard]] std::vector<Job> jobs_in_another_order() const {
+    std::vector<std::size_t> missing(nodes.size());
+    std::vector<std::vector<std::size_t>> before(nodes.size());
+    std::priority_queue<std::size_t> ready;
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+      missing[i] = nodes[i].after.size();
+      if (missing[i] == 0) {
+        ready.push(i);
+      }
+      for (const std::size_t earlier : nodes[i].after) {
+        before[earlier].push_back(i);
+      }
+    }
+    std::vector<Job> jobs;
+    while (!ready.empty()) {
+      const std::size_t next = ready.top();
+      ready.pop();
+      if (nodes[next].job != nullptr) {
+        jobs.push_back(nodes[next].job);
+      }
+      for (const std::size_t later : before[next]) {
+        if (--missing[later] == 0) {
+          ready.push(later);
+        }
+      }
+    }
+    return jobs;
+  }
 };
 
 struct State {
@@ -174,14 +241,18 @@ State& state() {
 // Under the lock.
 bool is_captured_now(void* stream) {
   const State& now = state();
-  return now.capture != nullptr &&
-         (now.capture->streams.count(stream) != 0 ||
-          (now.capture->streams.count(nullptr) != 0 && now.streams.count(stream) == 0));
+  return now.capture != nullptr && now.capture->ends.count(stream) != 0;
 }
 
 bool is_captured(void* stream) {
   const std::lock_guard lock(state().mutex);
   return is_captured_now(stream);
+}
+
+// What an event is to remember of the stream.
+long captured_point(void* stream) {
+  const std::lock_guard lock(state().mutex);
+  return is_captured_now(stream) ? state().capture->add(stream, nullptr) : kNotCaptured;
 }
 
 // Whether it was, because the stream is captured.
@@ -190,7 +261,7 @@ bool record(void* stream, const Job& job) {
   if (!is_captured_now(stream)) {
     return false;
   }
-  state().capture->jobs.push_back(job);
+  state().capture->add(stream, job);
   return true;
 }
 
@@ -285,17 +356,20 @@ void fake_driver_begin_capture(void* stream) {
   const std::lock_guard lock(state().mutex);
   state().capture = std::make_unique<Capture>();
   state().capture->id = ++state().captures;
-  state().capture->streams.insert(stream);
+  state().capture->origin = stream;
+  state().capture->ends[stream] = {};
 }
 
 int fake_driver_is_captured(void* stream) { return is_captured(stream) ? 1 : 0; }
 
-int fake_driver_join_capture(void* stream) {
+long fake_driver_captured_point(void* stream) { return captured_point(stream); }
+
+int fake_driver_join_capture(void* stream, long point) {
   const std::lock_guard lock(state().mutex);
-  if (state().capture == nullptr) {
+  if (state().capture == nullptr || !state().capture->has(point)) {
     return 0;
   }
-  state().capture->streams.insert(stream);
+  state().capture->ends[stream].push_back(static_cast<std::size_t>(point % Capture::kMostNodes));
   return 1;
 }
 
@@ -306,7 +380,7 @@ void* fake_driver_end_capture(void* /*stream*/) {
     capture = state().capture.release();
     state().graphs.insert(capture);
   }
-  if (capture->is_broken) {
+  if (capture->is_broken || !capture->is_joined()) {
     fake_driver_destroy_graph(capture);
     return nullptr;
   }
@@ -355,7 +429,7 @@ int fake_driver_reserve(long bytes) {
 }
 
 void fake_driver_replay(void* graph, void* stream) {
-  for (const Job& job : static_cast<Capture*>(graph)->jobs) {
+  for (const Job& job : static_cast<Capture*>(graph)->jobs_in_another_order()) {
     post(stream, job);
   }
 }
@@ -540,7 +614,10 @@ int cuEventRecord(void* handle, void* stream) {
   {
     const std::lock_guard lock(event.mutex);
     event.mark = mark;
-    event.is_captured = is_captured(stream);
+    event.captured_point = captured_point(stream);
+    if (event.captured_point != kNotCaptured) {
+      return kSuccess;
+    }
   }
   post(stream, [mark] { mark->pass(); });
   return kSuccess;
@@ -552,18 +629,17 @@ int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
   }
   auto& event = *static_cast<Event*>(handle);
   std::shared_ptr<Mark> mark;
-  bool joins_capture = false;
+  long captured_point = kNotCaptured;
   {
     const std::lock_guard lock(event.mutex);
     mark = event.mark;
-    joins_capture = event.is_captured;
+    captured_point = event.captured_point;
   }
   if (mark == nullptr) {
     return kSuccess;  // never recorded
   }
-  if (joins_capture) {
-    // In a graph the order of recording is kept, which is more than enough.
-    return fake_driver_join_capture(stream) != 0 ? kSuccess : kCaptureUnsupported;
+  if (captured_point != kNotCaptured) {
+    return fake_driver_join_capture(stream, captured_point) != 0 ? kSuccess : kCaptureUnsupported;
   }
   if (is_captured(stream)) {
     const std::lock_guard lock(state().mutex);
@@ -580,7 +656,7 @@ int cuEventQuery(void* handle) {
   }
   auto& event = *static_cast<Event*>(handle);
   const std::lock_guard lock(event.mutex);
-  if (event.is_captured) {
+  if (event.captured_point != kNotCaptured) {
     const std::lock_guard state_lock(state().mutex);
     return state().capture == nullptr ? kCaptureUnsupported : break_capture();
   }

@@ -15,10 +15,12 @@ void fake_driver_enqueue(void* stream, const std::function<void()>* job);
 void fake_driver_delay_us(int longest);
 
 // Capture into a graph: what is put on the stream, and on those that wait for it, is kept instead
-// of run. One at a time. Null stands for all streams that are not the driver's own: torch's.
+// of run. One at a time.
 void fake_driver_begin_capture(void* stream);
-// Null if a call has broken the capture.
+// Null if a call has broken the capture, or a stream was not waited for that has joined it.
 void* fake_driver_end_capture(void* stream);
+// In as other an order than that of recording as streams, and what they waited for, allow: of what
+// may come next, always what was recorded last.
 void fake_driver_replay(void* graph, void* stream);
 // With what the graph was given; it must not be under way.
 void fake_driver_destroy_graph(void* graph);
@@ -43,10 +45,13 @@ int fake_driver_permits_unsafe_call();
 // The capture that is under way; null where there is none.
 const void* fake_driver_capture();
 
-// Whether the stream is part of it; and makes it one, as a wait for a captured event does: 0 where
-// nothing is captured any more.
+// Whether the stream is part of it.
 int fake_driver_is_captured(void* stream);
-int fake_driver_join_capture(void* stream);
+// What the stream has been given so far, as an event captures it; negative where it is not part of
+// a capture. And makes a stream wait for that, and so a part of the capture: 0 where that capture
+// is over.
+long fake_driver_captured_point(void* stream);
+int fake_driver_join_capture(void* stream, long point);
 
 // Of the calling thread; null where it has none.
 const void* fake_driver_current_context();

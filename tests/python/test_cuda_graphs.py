@@ -138,6 +138,31 @@ def test_futures_are_captured() -> None:
     run_ranks(future_in_a_capture, 2, env=NCCL, timeout=35)
 
 
+def copies_in_a_capture() -> None:
+    """What is not dense is copied into place, and another stream waits for that too."""
+    rank, size = start()
+    tensor = torch.full((4, 3), rank + 1.0, device="cuda")
+    seen = torch.zeros(4, 2, device="cuda")
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    with Graph() as graph:
+        work = dist.all_reduce(tensor[:, :2], async_op=True)
+        with gpu_ranks.stream():
+            work.wait()
+            seen.copy_(tensor[:, :2])
+            done = torch.Event("cuda")
+            done.record()
+        done.wait()
+    graph.replay()
+    gpu_ranks.synchronize()
+    total = size * (size + 1) / 2
+    assert tensor.tolist() == [[total, total, rank + 1.0]] * 4
+    assert seen.tolist() == [[total] * 2] * 4
+
+
+def test_copies_are_captured() -> None:
+    run_ranks(copies_in_a_capture, 2, env=NCCL, timeout=35)
+
+
 def one_rank_captures_alone() -> None:
     rank, _ = start()
     model = pydist.DataParallel(nn.Linear(4, 2).to("cuda"))
