@@ -105,6 +105,7 @@ class NcclCommunicator final : public Communicator {
     const std::string host = join("On the CPU (", can.backend, "): ", can.numerics);
     can.backend = "nccl";
     can.devices = {Device{}, Device{DeviceType::kCuda, options_.device}};
+    can.needs_host = false;
     if (!settings_.has_kernels()) {
       can.wire_dtypes.clear();
     }

@@ -522,6 +522,7 @@ void Reducer::prepare_round(Instant began) {
   round_.times->forward_began = forward_began_;
   round_.times->forward_ended = forward_ended_;
   round_.times->began = began;
+  note_capture();
 }
 
 // When a round begins, rather than when the plan was agreed: most often there are no gradients

@@ -222,6 +222,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::size_t fired = 0;     // parameters
     bool is_bare = false;      // without gradients: all parameters are frozen at the time
     bool is_closed = false;
+    bool is_captured = false;         // into a CUDA graph, on this rank
     bool has_waited_in_vain = false;  // for memory
     WorkPtr opening;
     std::optional<Combination> combination;  // once it is known
@@ -298,6 +299,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] std::string why_worthless() const;
   // See Note [Capture].
   [[nodiscard]] bool is_capturing() const;
+  void note_capture();
+  [[nodiscard]] bool is_captured_by_some() const;
   [[nodiscard]] std::string why_not_captured() const;
   void let_all_hear() noexcept;
   void do_the_rest();

@@ -148,6 +148,7 @@ void Reducer::launch(Closing::Status status) {
     // Nobody looks at the values, but the peers wait for them: beside the capture, which refuses.
     beside.emplace(high_priority_stream(device_of(bucket.memory.device())));
   }
+  note_capture();
   round_.times->buckets[number].launched = now_ns();
   const auto note_done = [times = round_.times, number] { times->buckets[number].done = now_ns(); };
   if (!hook_) {
@@ -265,9 +266,10 @@ void Reducer::launch_rest(Closing::Status status) {
 
 void Reducer::close_round(Closing::Status status) {
   Closing closing{status};
+  note_capture();
+  closing.is_captured = round_.is_captured;
   if (status == Closing::Status::kFine) {
     require_same_model();
-    closing.is_captured = is_capturing();
     closing.wants_buffers =
         buffers_ && is_present_ && !closing.is_captured && buffers_->has_changed();
     const bool has_unplaced =
@@ -351,7 +353,11 @@ void Reducer::conclude_round(bool learns) {
     wait();
     has_stepped_alike_ = openings_.all_stepped_alike();
     if (const std::string why = why_worthless(); !why.empty()) {
-      // All ranks know, and are in step.
+      // All ranks know, and are in step, unless devices wait for buckets that are only recorded
+      // elsewhere. Who raised is not here any more to hear of that, and finds the group ended.
+      if (is_captured_by_some()) {
+        std::rethrow_exception(make_error(ErrorKind::kError, why));
+      }
       is_agreed = true;
       others_know_ = true;
       if (has_hook_thrown()) {
@@ -432,12 +438,21 @@ void Reducer::give_up() noexcept {
                                             : ReduceOp::kMean,
                             0.0};
     }
+    if (round_.is_captured && !communicator_->capabilities().needs_host) {
+      // Nobody waits for it: the others' part is recorded too, or the closing ends the group.
+      round_.launched = arena_.buckets().size();
+    }
     launch_rest(Closing::Status::kThrew);
     if (!round_.is_closed) {
       close_round(Closing::Status::kThrew);
     }
-  } catch (const std::exception&) {
-    // A group that failed has told everybody already; the caller sees the error of the backward.
+  } catch (const std::exception& error) {
+    // The caller sees the error of the backward; a group that failed has told everybody already.
+    if (communicator_->failure() == nullptr) {
+      communicator_->abort(
+          Aborted(join("rank ", communicator_->rank(),
+                       " fell out of step after an exception in its backward: ", error.what())));
+    }
   }
   others_know_ = true;
   order_.drop_round();
@@ -554,6 +569,16 @@ std::string Reducer::why_worthless() const {
                 "(throw_on_early_termination=True)");
   }
   return {};
+}
+
+// What a captured backward raises after, may be given up on a thread or at a time that captures
+// nothing.
+void Reducer::note_capture() { round_.is_captured = round_.is_captured || is_capturing(); }
+
+// And not by others, of operations that a graph can hold.
+bool Reducer::is_captured_by_some() const {
+  return !communicator_->capabilities().needs_host && closings_->any(&Closing::is_captured) &&
+         !closings_->all(&Closing::is_captured);
 }
 
 bool Reducer::is_capturing() const {

@@ -6,6 +6,7 @@ On a GPU that the ranks share, or on fakes.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 
@@ -161,6 +162,56 @@ def copies_in_a_capture() -> None:
 
 def test_copies_are_captured() -> None:
     run_ranks(copies_in_a_capture, 2, env=NCCL, timeout=35)
+
+
+def raise_in_a_capture(who_raises: set[int], who_captures: set[int]) -> None:
+    """Whose steps after it average right, or end: no rank launches what another only records."""
+    rank, size = start()
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    alone = copy.deepcopy(net)
+    # Buckets of one size, so that one could be taken for another.
+    model = pydist.DataParallel(net.to("cuda"), broadcast_buffers=False, bucket_cap_mb=0.0002)
+
+    def inputs(of: int) -> Tensor:
+        return torch.full((4, 8), 1.0 + of)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(inputs(rank).to("cuda")).sum().backward()
+
+    def fail(_: Tensor) -> None:
+        raise OSError("out of luck")
+
+    for _ in range(3):
+        step()
+    hook = next(net.parameters()).register_hook(fail) if rank in who_raises else None
+    captures = Graph() if rank in who_captures else contextlib.nullcontext()
+    # On a GPU the end of the capture raises too: what was cut short is not joined.
+    with pytest.raises((OSError, RuntimeError)), captures:
+        step()
+    if hook is not None:
+        hook.remove()
+    if who_captures != set(range(size)):
+        # Somebody's GPU waits for what another's only records.
+        with pytest.raises(pydist.Error, match="backward raised on rank 0"):
+            step()
+        return
+    for _ in range(3):
+        step()
+        gpu_ranks.synchronize()
+        alone.zero_grad()
+        for of in range(size):
+            (alone(inputs(of)).sum() / size).backward()
+        for parameter, expected in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.cpu(), expected.grad)
+
+
+@pytest.mark.parametrize(
+    ("who_raises", "who_captures"), [({0}, {0, 1}), ({0, 1}, {0, 1}), ({0}, {0}), ({0}, {1})]
+)
+def test_what_raises_in_a_captured_backward(who_raises: set[int], who_captures: set[int]) -> None:
+    run_ranks(raise_in_a_capture, 2, who_raises, who_captures, env=NCCL, timeout=35)
 
 
 def one_rank_captures_alone() -> None:
