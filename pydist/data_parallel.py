@@ -615,6 +615,12 @@ class DataParallel(nn.Module):
                 return owner.entry_of(parameter)
         return ()
 
+    def removed(self) -> list[Tensor]:
+        """Parameters that have trained here, and that no wrapped model has any more."""
+        own = {id(parameter) for parameter in self.module.parameters()}
+        former = [p for _, p, _ in self._trained.known if id(p) not in own]
+        return [parameter for parameter in former if wrapper_of(parameter) is None]
+
     def others_know_of(self, error: BaseException) -> bool:
         """Whether the other ranks know of an error, because it ended a backward."""
         return self._reducer.others_know and _came_out_of_averaging(error)

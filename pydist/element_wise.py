@@ -32,6 +32,7 @@ ELEMENT_WISE: tuple[type[Optimizer], ...] = (
 # may tell nothing: some need a closure, draw random numbers, or are element-wise with some options.
 _NEEDS_WHOLES = {
     "adafactor": "factors whole matrices and scales by their norms",
+    "dash": "preconditions whole matrices",
     "lamb": "scales by the norms of whole parameters",
     "lars": "scales by the norms of whole parameters",
     "lbfgs": "takes inner products over all parameters",

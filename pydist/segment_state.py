@@ -18,60 +18,75 @@ from pydist.sharded_state import (
     ShardedState,
     StateRange,
     cut_out,
+    matching_groups,
     require_elements,
 )
 from pydist.state_values import is_per_element, require_divisible
 
 
 def state_of(
-    layout: ShardedLayout, groups: list[dict[str, Any]], waiting: Mapping[str, ParameterState]
+    layout: ShardedLayout,
+    names: Mapping[int, str],
+    groups: list[dict[str, Any]],
+    waiting: Mapping[int, ParameterState],
 ) -> ShardedState:
     """This rank's part of the state; shares memory with it.
 
     Args:
         layout: The parameters.
+        names: Of those that it is the state of, by number.
         groups: Options, and names of parameters in "params".
-        waiting: The whole state of parameters that have no place yet.
+        waiting: The whole state of parameters that have no place yet, by number.
     """
     states = {
-        name: ParameterState(tuple(p.shape), tuple(range(p.dim())))
-        for name, p in zip(layout.names, layout.parameters, strict=True)
-    } | dict(waiting)
+        index: waiting.get(index) or ParameterState(tuple(p.shape), tuple(range(p.dim())))
+        for index in names
+        for p in [layout.parameters[index]]
+    }
     for bucket in layout.buckets:
         for member in bucket.members:
-            states[member.name].dims = member.dims
-            states[member.name].is_part = True
+            if member.index in names:
+                states[member.index].dims = member.dims
+                states[member.index].is_part = True
         for segment in bucket.segments:
+            if segment.member.index not in names:
+                continue
             assert bucket.optimizer is not None
             values = dict(bucket.optimizer.state.get(segment.updated, {}))
             if segment.has_master:
                 values[MASTER] = segment.updated
-            state = states[segment.member.name]
+            state = states[segment.member.index]
             state.ranges.append(StateRange(segment.begin, segment.end, values))
-    return ShardedState(states, groups)
+    return ShardedState({names[index]: state for index, state in states.items()}, groups)
 
 
 def ranges_of(
-    layout: ShardedLayout,
+    layout: ShardedLayout, names: Mapping[int, str]
 ) -> dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]]:
     """What of a state this rank needs: see `ShardedOptimizer.ranges`."""
-    needed: dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]] = {
-        name: (tuple(range(p.dim())), [(0, p.numel())])
-        for name, p in zip(layout.names, layout.parameters, strict=True)
-    }
+    needed: dict[int, tuple[tuple[int, ...], list[tuple[int, int]]]] = {}
+    for index, p in enumerate(layout.parameters):
+        needed[index] = (tuple(range(p.dim())), [(0, p.numel())])
     for bucket in layout.buckets:
         for member in bucket.members:
-            needed[member.name] = (member.dims, [])
+            needed[member.index] = (member.dims, [])
         for segment in bucket.segments:
-            needed[segment.member.name][1].append((segment.begin, segment.end))
-    return needed
+            needed[segment.member.index][1].append((segment.begin, segment.end))
+    return {name: needed[index] for index, name in names.items()}
 
 
 def require_state_of(
-    layout: ShardedLayout, groups: list[dict[str, Any]], state: ShardedState
-) -> None:
-    """Raises InvalidUsage where a state is of other parameters or groups, or lacks elements."""
-    unknown = sorted(set(state.parameters) ^ set(layout.names))
+    layout: ShardedLayout,
+    names: Mapping[int, str],
+    groups: list[dict[str, Any]],
+    state: ShardedState,
+) -> list[tuple[int, int]]:
+    """Raises InvalidUsage where a state is of other parameters or groups, or lacks elements.
+
+    Returns:
+        Which of the optimizer's groups takes the options of which of the state's.
+    """
+    unknown = sorted(set(state.parameters) ^ set(names.values()))
     if unknown:
         whose = "the optimizer" if unknown[0] in state.parameters else "the state"
         raise InvalidUsage(
@@ -79,12 +94,13 @@ def require_state_of(
         )
     ours = [group["params"] for group in groups]
     theirs = [group["params"] for group in state.groups]
-    if ours != theirs:
+    matching = matching_groups(ours, theirs)
+    if matching is None:
         raise InvalidUsage(
             f"a state of other parameter groups was loaded: {_lengths(theirs)} parameters, "
             f"where the optimizer has {_lengths(ours)}, or other ones"
         )
-    for index, name in enumerate(layout.names):
+    for index, name in names.items():
         shape = tuple(layout.parameters[index].shape)
         if state.parameters[name].shape != shape:
             raise InvalidUsage(
@@ -93,39 +109,43 @@ def require_state_of(
             )
     for bucket in layout.buckets:
         for segment in bucket.segments:
-            name = segment.member.name
-            known = state.parameters[name]
-            require_elements(name, known, segment.member.dims, segment.begin, segment.end)
+            if segment.member.index in names:
+                name = names[segment.member.index]
+                known = state.parameters[name]
+                require_elements(name, known, segment.member.dims, segment.begin, segment.end)
+    return matching
 
 
-def waiting_state(layout: ShardedLayout, state: ShardedState) -> dict[str, ParameterState]:
-    """What a state has for parameters that have no place yet: all of each. Copies it.
+def waiting_state(
+    layout: ShardedLayout, names: Mapping[int, str], state: ShardedState
+) -> dict[int, ParameterState]:
+    """What a state has for parameters that have no place yet, by number: all of each. Copies it.
 
     Raises:
         InvalidUsage: It lacks elements of one, or can't be cut into shards.
     """
-    placed = {member.name for bucket in layout.buckets for member in bucket.members}
+    placed = {member.index for bucket in layout.buckets for member in bucket.members}
     found = {}
-    for name in layout.names:
+    for index, name in names.items():
         known = state.parameters[name]
-        if name in placed:
+        if index in placed:
             continue
         values = cut_out(name, known, known.dims, 0, known.count)
         if values is not None:
             require_divisible(name, values, known.count)
             ranges = [StateRange(0, known.count, values)]
-            found[name] = ParameterState(known.shape, known.dims, ranges)
+            found[index] = ParameterState(known.shape, known.dims, ranges)
     return found
 
 
-def take_over(states: Mapping[str, ParameterState], buckets: Sequence[Bucket]) -> None:
-    """Gives the segments of some buckets what there is for them. Copies it."""
+def take_over(states: Mapping[int, ParameterState], buckets: Sequence[Bucket]) -> None:
+    """Gives the segments of some buckets what there is for them, by number. Copies it."""
     with torch.no_grad():
         for bucket in buckets:
             if bucket.optimizer is None:
                 continue
             for segment in bucket.segments:
-                if (state := states.get(segment.member.name)) is not None:
+                if (state := states.get(segment.member.index)) is not None:
                     _take_over_segment(state, bucket.optimizer, segment)
 
 

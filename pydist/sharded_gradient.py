@@ -229,6 +229,20 @@ def _norm(
     return _norm_of(gradient, order, dtype)
 
 
+def _linalg_norm(
+    name: str, gradient: ShardedGradient, order: Any = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Of all elements without an order; with one, a norm of matrices unless it is a vector."""
+    order = kwargs.pop("ord", order)
+    if order is not None and gradient.dim() != 1:
+        raise InvalidUsage(
+            f"{name} of order {order!r} of the gradient of {_names([gradient])}, of which each "
+            "rank has its part alone: torch.linalg.vector_norm is of all elements, and "
+            "optimizer.gradient_of(parameter) gathers the whole one"
+        )
+    return _norm(name, gradient, order, *args, **kwargs)
+
+
 def _norm_of_each(
     _name: str,
     gradients: Sequence[Tensor],
@@ -281,6 +295,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     **{f"_foreach_{name}": _change_each for name in _IN_PLACE},
     "__imul__": lambda _name, *args: _change("mul_", *args),
     "__itruediv__": lambda _name, *args: _change("div_", *args),
+    "linalg_norm": _linalg_norm,
     "linalg_vector_norm": _norm,
     **dict.fromkeys(_CONVERSIONS, _convert),
     "norm": _norm,

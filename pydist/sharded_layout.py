@@ -20,7 +20,7 @@ from pydist.errors import InvalidUsage
 from pydist.module_agreement import check_same
 from pydist.sharded_gradient import GradientParts, ShardedGradient
 from pydist.sharded_parameters import Bucket, Member, Segment, cut, dense_strides, move_in
-from pydist.state_dict_names import plain_names
+from pydist.state_dict_names import distinct_names, plain_names
 from pydist.trained_parameters import require_plain
 
 # Its label, how it is cut, what it has, and the shard of averaged gradients, if that is apart.
@@ -44,7 +44,7 @@ class ShardedLayout:
 
     Attributes:
         parameters: All there are; those that are frozen have no place.
-        names: Theirs.
+        names: Theirs, as of when they entered, or the last `named()`: for errors.
         indices: Their numbers, by id.
         shown: What stands for their gradients.
         buckets: What has a place, in the order in which it got one.
@@ -94,18 +94,20 @@ class ShardedLayout:
         Returns:
             Their numbers.
         """
-        names = {} if self._wrapper is None else _names_in(self._wrapper)
+        known = {} if self._wrapper is None else _names_in(self._wrapper)
         entering: list[int] = []
+        own = list(self.names)
         for group in param_groups:
             given = group.get("param_names")
             for position, parameter in enumerate(group["params"]):
                 index = len(self.parameters)
-                name = names.get(id(parameter)) or (given[position] if given else f"{index}")
+                own.append(given[position] if given else f"{index}")
                 self.parameters.append(parameter)
-                self.names.append(name)
                 self.indices[id(parameter)] = index
                 self.shown.append(ShardedGradient.of(self._parts, index, parameter))
                 entering.append(index)
+        # Of the names without a model, those that entered before keep theirs.
+        self.names = distinct_names([known.get(id(p)) for p in self.parameters], own)
         # Ranks have other devices, but they meet them in the same order.
         devices = list(dict.fromkeys(self.parameters[index].device for index in entering))
         facts = [
@@ -128,6 +130,27 @@ class ShardedLayout:
                     entries.pop()
             raise
         return entering
+
+    def named(self) -> dict[int, str]:
+        """The present names of what the model has of the parameters, by number. Talks to nobody.
+
+        The model may have changed since they entered: a layer that is put before others shifts
+        their names, and one that takes the place of another gets that one's. What the model has
+        no more is left out. Without a wrapped model, it is all, under the names that were given.
+        """
+        if self._wrapper is None:
+            return dict(enumerate(self.names))
+        known = _names_in(self._wrapper)
+        present = {
+            index: known[id(parameter)]
+            for index, parameter in enumerate(self.parameters)
+            if id(parameter) in known
+        }
+        for index, name in present.items():
+            self.names[index] = name
+            if index in self.members:
+                self.members[index].name = name
+        return present
 
     def place(self, entering: list[int]) -> list[Bucket]:
         """Gives parameters their places. All ranks call it.

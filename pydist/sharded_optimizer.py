@@ -60,6 +60,7 @@ from pydist.state_dict_form import (
     is_sharded,
     require_form,
     to_state_dict,
+    without_absent,
 )
 from pydist.trained_parameters import registrations
 
@@ -230,7 +231,7 @@ class ShardedOptimizer(Optimizer):
             parent = groups.communicator_of(process_group)
         self._steps: list[BucketStep] = []
         # Loaded for parameters that have no place yet, because they are frozen.
-        self._waiting: dict[str, ParameterState] = {}
+        self._waiting: dict[int, ParameterState] = {}
         self._failed = ""
         # The options of the last step; empty: there was none, or ranks differed in it.
         self._stepped_with: list[list[Any]] = []
@@ -389,7 +390,7 @@ class ShardedOptimizer(Optimizer):
             self._audit.note(new)
         take_over(self._waiting, new)
         for member in (member for bucket in new for member in bucket.members):
-            self._waiting.pop(member.name, None)
+            self._waiting.pop(member.index, None)
 
     def _make(self, param_groups: list[dict[str, Any]]) -> Optimizer:
         return self._class(param_groups, **self._options)
@@ -617,25 +618,33 @@ class ShardedOptimizer(Optimizer):
     def sharded_state(self) -> ShardedState:
         """This rank's part of the state: ranges of parameters, by name. Talks to nobody.
 
+        It is of what a `pydist.DataParallel` model has now of the parameters, under its present
+        names: layers may have been inserted or replaced. What the model has no more is left out,
+        as in the model's own state.
+
         The tensors are the optimizer's own memory, not copies. The parts of all ranks, in any
         order, are the whole: `ShardedState.merged` puts parts together, `load_sharded_state` takes
         any that cover what the rank needs, whatever ranks and stage they come from.
         """
         self._require_sound()
-        return state_of(self._layout, self._named_groups(), self._waiting)
+        names = self._layout.named()
+        return state_of(self._layout, names, self._named_groups(names), self._waiting)
 
     def ranges(self) -> dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]]:
         """What of a state `load_sharded_state` needs on this rank. Talks to nobody.
 
         Returns:
-            By the parameters' names: the order of dimensions, as in `ParameterState`, and ranges of
-            elements. All of a parameter that has no place yet, because it is frozen.
+            By the parameters' names, as in `sharded_state()`: the order of dimensions, as in
+            `ParameterState`, and ranges of elements. All of a parameter that has no place yet,
+            because it is frozen.
         """
         self._require_sound()
-        return ranges_of(self._layout)
+        return ranges_of(self._layout, self._layout.named())
 
     def load_sharded_state(self, state: ShardedState) -> None:
         """Takes over a state, by the names of the parameters. Talks to nobody.
+
+        What the model has no more keeps the state that it has.
 
         Args:
             state: Its ranges cover what this rank's shard has of each parameter; what is beside
@@ -647,24 +656,28 @@ class ShardedOptimizer(Optimizer):
                 options are not supported. Nothing has changed.
         """
         self._require_sound()
-        require_state_of(self._layout, self._named_groups(), state)
+        names = self._layout.named()
+        matching = require_state_of(self._layout, names, self._named_groups(names), state)
         for group in state.groups:
             require_plain_options(group)
-        waiting = waiting_state(self._layout, state)
+        waiting = waiting_state(self._layout, names, state)
         self.finish()
         self.state.note_state()
-        for group, loaded in zip(self.param_groups, state.groups, strict=True):
-            group.update(copy.deepcopy(options_of(loaded)))
+        for own, loaded in matching:
+            self.param_groups[own].update(copy.deepcopy(options_of(state.groups[loaded])))
         for step in self._steps:
             step.forget_states()
-        take_over(state.parameters, self._layout.buckets)
-        self._waiting = waiting
+        states = {index: state.parameters[name] for index, name in names.items()}
+        take_over(states, self._layout.buckets)
+        absent = {index: s for index, s in self._waiting.items() if index not in names}
+        self._waiting = absent | waiting
 
-    def _named_groups(self) -> list[dict[str, Any]]:
+    def _named_groups(self, names: dict[int, str]) -> list[dict[str, Any]]:
+        indices = self._layout.indices
         return [
             {
                 **options_of(group),
-                "params": [self._name_of(p) for p in group["params"]],
+                "params": [names[i] for p in group["params"] if (i := indices[id(p)]) in names],
             }
             for group in self.param_groups
         ]
@@ -673,7 +686,8 @@ class ShardedOptimizer(Optimizer):
         """This rank's part of the state, in the form of torch's optimizers. Talks to nobody.
 
         As in any optimizer, "param_groups" has the options and the parameters' numbers, and
-        "state" is by number. What is there is a list of ranges: (begin, end, values), as in
+        "state" is by number, counted over what the model has of them, as in `sharded_state()`. What
+        is there is a list of ranges: (begin, end, values), as in
         `sharded_state()`, whose shapes and orders of dimensions are in "parameters" with the
         names. It is of use to `load_state_dict` on the same rank of as many, with the same buckets
         (`bucket_cap_mb=`); what `pydist.save` keeps loads anywhere.
@@ -686,7 +700,6 @@ class ShardedOptimizer(Optimizer):
             before(self)
         state_dict = to_state_dict(
             self.sharded_state(),
-            self._layout.names,
             RanksPart(self._communicator.rank, self._communicator.size),
         )
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -714,8 +727,10 @@ class ShardedOptimizer(Optimizer):
         if is_sharded(state_dict):
             state = from_state_dict(state_dict)
         else:
-            named = [(self._name_of(p), p) for group in self.param_groups for p in group["params"]]
-            state = from_unsharded(state_dict, named)
+            named = [item for group in self.named() for item in group.items()]
+            present = {id(parameter) for _, parameter in named}
+            of_present = without_absent(state_dict, self.param_groups, present)
+            state = from_unsharded(of_present, named)
         self.load_sharded_state(state)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -727,8 +742,13 @@ class ShardedOptimizer(Optimizer):
             "rank's part of it"
         )
 
-    def _name_of(self, parameter: Tensor) -> str:
-        return self._layout.names[self._layout.indices[id(parameter)]]
+    def named(self) -> list[dict[str, Tensor]]:
+        """The parameters that `sharded_state()` is of, by name, group by group."""
+        names, indices = self._layout.named(), self._layout.indices
+        return [
+            {names[i]: p for p in group["params"] if (i := indices[id(p)]) in names}
+            for group in self.param_groups
+        ]
 
     # -- for DataParallel
 

@@ -8,7 +8,7 @@ it is transposed or in channels-last layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,25 @@ class ShardedState:
                 known.ranges += part.ranges
                 known.is_part |= part.is_part
         return ShardedState(parameters, groups)
+
+
+def matching_groups(
+    ours: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]
+) -> list[tuple[int, int]] | None:
+    """Which groups of two optimizers are of the same parameters.
+
+    A group that has no parameter left may be missing on either side: whoever builds the model
+    without what was taken out of it has no group for that.
+
+    Returns:
+        Pairs of their numbers; None if the groups are of other parameters.
+    """
+    if ours == theirs:
+        return [(number, number) for number in range(len(ours))]
+    a, b = ([n for n, group in enumerate(side) if group] for side in (ours, theirs))
+    if [ours[n] for n in a] != [theirs[n] for n in b]:
+        return None
+    return list(zip(a, b, strict=True))
 
 
 def cut_out(

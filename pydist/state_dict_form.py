@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,15 +13,14 @@ from pydist.parameter_groups import options_of
 from pydist.sharded_state import ParameterState, ShardedState, StateRange, from_whole
 
 
-def to_state_dict(local: ShardedState, ordered: Sequence[str], part: RanksPart) -> dict[str, Any]:
+def to_state_dict(local: ShardedState, part: RanksPart) -> dict[str, Any]:
     """What `from_state_dict` takes; see `ShardedOptimizer.state_dict`.
 
     Args:
-        local: A part of the state.
-        ordered: The parameters' names, by number.
+        local: A part of the state, of the parameters in the order of their groups.
         part: Whose it is.
     """
-    numbers = {name: number for number, name in enumerate(ordered)}
+    numbers = {name: number for number, name in enumerate(local.parameters)}
     return {
         "state": {
             numbers[name]: [(r.begin, r.end, r.values) for r in state.ranges]
@@ -34,8 +33,7 @@ def to_state_dict(local: ShardedState, ordered: Sequence[str], part: RanksPart) 
         ],
         "parameters": [
             (name, state.shape, state.dims, state.is_part)
-            for name in ordered
-            for state in [local.parameters[name]]
+            for name, state in local.parameters.items()
         ],
         "part": part,
     }
@@ -73,6 +71,34 @@ def from_state_dict(state_dict: dict[str, Any]) -> ShardedState:
         for group in state_dict["param_groups"]
     ]
     return ShardedState(parameters, loaded)
+
+
+def without_absent(
+    state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]], present: Collection[int]
+) -> Mapping[str, Any]:
+    """A class of torch's has state of all its parameters: this is of those that the model has.
+
+    Args:
+        state_dict: Of the class, for all parameters of the groups; another is returned as it is.
+        param_groups: Of the optimizer.
+        present: The ids of what the model has of their parameters.
+    """
+    theirs = [group["params"] for group in state_dict["param_groups"]]
+    if [len(numbers) for numbers in theirs] != [len(group["params"]) for group in param_groups]:
+        return state_dict
+    kept = [
+        [n for n, p in zip(numbers, group["params"], strict=True) if id(p) in present]
+        for numbers, group in zip(theirs, param_groups, strict=True)
+    ]
+    absent = {n for numbers in theirs for n in numbers} - {n for numbers in kept for n in numbers}
+    return {
+        **state_dict,
+        "state": {n: values for n, values in state_dict["state"].items() if n not in absent},
+        "param_groups": [
+            {**group, "params": numbers}
+            for group, numbers in zip(state_dict["param_groups"], kept, strict=True)
+        ],
+    }
 
 
 def from_unsharded(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,6 +28,26 @@ def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
         if isinstance(part, DistributedDataParallel)
     }
     return {name: plain_name(_without(name, wrapped)) for name in names}
+
+
+def distinct_names(known: Sequence[str | None], own: Sequence[str]) -> list[str]:
+    """A name for each parameter of an optimizer, none of them twice.
+
+    Args:
+        known: What the model calls them; None for those that it does not have.
+        own: What to call those: where that is taken, with their number, as in `weight (7)`.
+    """
+    taken = {name for name in known if name is not None}
+    names = []
+    for number, (given, name) in enumerate(zip(known, own, strict=True)):
+        if given is not None:
+            names.append(given)
+            continue
+        while name in taken:
+            name = f"{name} ({number})"
+        taken.add(name)
+        names.append(name)
+    return names
 
 
 def _without(name: str, wrapped: Collection[str]) -> str:

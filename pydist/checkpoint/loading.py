@@ -97,12 +97,12 @@ def _load(
         error = raised
     agree(communicator, _CALL, doing, error, f"{named}, and a checkpoint in {folder.name}")
 
-    names: dict[int, str] = {}
+    names: optimizer_state.Names = {}
     objects: dict[str, Any] = {}
     own = f"random.{communicator.rank}"
     try:
         if model is not None:
-            names = optimizer_state.names_in(model_state.inner(model))
+            names = model_state.names_in(model)
         contents = Contents(folder)
         wanted = ["extra", *stateful, *(["optimizer"] if optimizer is not None else [])]
         for name in wanted:

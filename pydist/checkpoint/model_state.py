@@ -60,6 +60,17 @@ def inner(model: nn.Module) -> nn.Module:
     return module
 
 
+def names_in(model: nn.Module) -> optimizer_state.Names:
+    """What a model calls its parameters; None stands for those that were taken out of it."""
+    module, wrapper = inner(model), uncompiled(model)
+    named = dict(module.named_parameters())
+    plain = plain_names(module, named)
+    names: dict[int, str | None] = {id(p): plain[name] for name, p in named.items()}
+    if isinstance(wrapper, DataParallel):
+        names.update((id(parameter), None) for parameter in wrapper.removed())
+    return names
+
+
 def _owners(model: nn.Module) -> Iterator[ShardOwner]:
     wrapper = uncompiled(model)
     if isinstance(wrapper, DataParallel):

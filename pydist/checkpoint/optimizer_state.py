@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pydist.checkpoint.pieces import Piece, of_range, share_out
@@ -25,10 +25,11 @@ from pydist.sharded_state import (
     ShardedState,
     StateRange,
     from_whole,
+    matching_groups,
     to_whole,
 )
-from pydist.state_dict_form import from_unsharded, is_sharded, require_form
-from pydist.state_dict_names import plain_name, plain_names
+from pydist.state_dict_form import from_unsharded, is_sharded, require_form, without_absent
+from pydist.state_dict_names import distinct_names, plain_name
 from pydist.state_values import is_per_element, require_divisible
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ PREFIX = "optimizer.state."
 
 # What a checkpoint calls the parameter itself.
 _MODEL = "model."
+
+# What a model calls parameters, by their ids; None for those that it has no more.
+Names = Mapping[int, str | None]
 
 # Of an optimizer: the groups, with names of parameters; and of each parameter shape, order of
 # dimensions, names of what has a value for each element, and the values that are for all.
@@ -72,16 +76,7 @@ def masters_in(outline: Outline) -> dict[str, tuple[int, ...]]:
     }
 
 
-def names_in(model: nn.Module | None) -> dict[int, str]:
-    """What a model calls its parameters."""
-    if model is None:
-        return {}
-    named = dict(model.named_parameters())
-    plain = plain_names(model, named)
-    return {id(parameter): plain[name] for name, parameter in named.items()}
-
-
-def take(optimizer: Optimizer, names: dict[int, str], rank: int, size: int) -> Taken:
+def take(optimizer: Optimizer, names: Names, rank: int, size: int) -> Taken:
     """Looks at the state of an optimizer, of either kind. Talks to nobody, copies nothing."""
     _require_optimizer(optimizer)
     if isinstance(optimizer, ShardedOptimizer):
@@ -113,8 +108,20 @@ def type_of(optimizer: Optimizer) -> str:
 
 
 def merged(outlines: list[Outline]) -> Outline:
-    """The outlines of all ranks as one."""
+    """The outlines of all ranks as one.
+
+    Raises:
+        InvalidUsage: They are of other parameters, or those lie in memory otherwise.
+    """
     whole = dict(outlines[0])
+    first, *others = [{n for g in outline["groups"] for n in g["params"]} for outline in outlines]
+    for rank, names in enumerate(others, 1):
+        if odd := sorted(first ^ names):
+            raise InvalidUsage(
+                f"the optimizer has parameter {odd[0]} on rank {0 if odd[0] in first else rank} "
+                f"and not on rank {rank if odd[0] in first else 0}: change the model alike on all "
+                "ranks, by replaced, inserted and deleted layers"
+            )
     parameters: dict[str, Any] = {}
     for outline in outlines:
         for name, entry in outline["parameters"].items():
@@ -168,56 +175,70 @@ def _outlined(state: ShardedState, rank: int, size: int, kind: str) -> Taken:
     return Taken(outline, own + share_out(shared, rank, size))
 
 
-def _renamed(optimizer: ShardedOptimizer, names: dict[int, str]) -> ShardedState:
+def _renamed(optimizer: ShardedOptimizer, names: Names) -> ShardedState:
     local = optimizer.sharded_state()
-    renaming = _renaming(optimizer, local.groups, names)
+    renaming = _renaming(optimizer, names)
     return ShardedState(
         {renaming[name]: known for name, known in local.parameters.items()},
         [{**group, "params": [renaming[n] for n in group["params"]]} for group in local.groups],
     )
 
 
-def _renaming(
-    optimizer: Optimizer, groups: list[dict[str, Any]], names: dict[int, str]
-) -> dict[str, str]:
+def _renaming(optimizer: ShardedOptimizer, names: Names) -> dict[str, str]:
     """What the model calls the parameters that an optimizer has names of its own for."""
-    return {
-        own: names.get(id(parameter), own)
-        for group, known in zip(optimizer.param_groups, groups, strict=True)
-        for parameter, own in zip(group["params"], known["params"], strict=True)
-    }
+    own = [name for group in optimizer.named() for name in group]
+    known = [name for group in _named(optimizer, names) for name in group]
+    return dict(zip(own, known, strict=True))
 
 
-def _named_groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str, Any]]:
-    groups = []
-    number = 0
-    for group in optimizer.param_groups:
-        given = group.get("param_names")
-        own = []
-        for position, parameter in enumerate(group["params"]):
-            own_name = plain_name(given[position]) if given else str(number)
-            name = names.get(id(parameter)) or own_name
-            own.append(name)
-            number += 1
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        groups.append({**options, "params": own})
-    return groups
+def _named(optimizer: Optimizer, names: Names) -> list[dict[str, Tensor]]:
+    """The parameters that a state is of, by name, group by group.
+
+    Without those that the model has no more, which the model's own state lacks as well.
+
+    Raises:
+        InvalidUsage: There are no others.
+    """
+    kept: list[list[Tensor]] = []
+    own: list[str] = []
+    if isinstance(optimizer, ShardedOptimizer):
+        for named in optimizer.named():
+            kept.append(list(named.values()))
+            own += named
+    else:
+        for group in optimizer.param_groups:
+            kept.append([])
+            given = group.get("param_names")
+            for position, parameter in enumerate(group["params"]):
+                if names.get(id(parameter), "") is not None:
+                    kept[-1].append(parameter)
+                    own.append(plain_name(given[position]) if given else str(len(own)))
+    if not own:
+        raise InvalidUsage(
+            "the model has none of the optimizer's parameters any more: all of them were replaced "
+            "since the optimizer was made; make it anew, of those that the model has now"
+        )
+    distinct = iter(distinct_names([names.get(id(p)) for group in kept for p in group], own))
+    return [{next(distinct): parameter for parameter in group} for group in kept]
 
 
-def _of_whole(optimizer: Optimizer, names: dict[int, str]) -> ShardedState:
-    groups = _named_groups(optimizer, names)
-    ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    named = [name for group in groups for name in group["params"]]
+def _of_whole(optimizer: Optimizer, names: Names) -> ShardedState:
+    named = _named(optimizer, names)
+    options = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
     return ShardedState(
         {
             name: from_whole(parameter, optimizer.state.get(parameter, {}))
-            for name, parameter in zip(named, ordered, strict=True)
+            for group in named
+            for name, parameter in group.items()
         },
-        groups,
+        [{**own, "params": list(group)} for own, group in zip(options, named, strict=True)],
     )
 
 
-def check_fits(optimizer: Optimizer, names: dict[int, str], outline: Outline) -> None:
+def check_fits(optimizer: Optimizer, names: Names, outline: Outline) -> None:
     """Whether an optimizer can take a state.
 
     Raises:
@@ -229,17 +250,16 @@ def check_fits(optimizer: Optimizer, names: dict[int, str], outline: Outline) ->
         raise InvalidUsage(
             f"the checkpoint is of {outline['class']}, and the optimizer is {type_of(optimizer)}"
         )
-    groups = _named_groups(optimizer, names)
     if isinstance(optimizer, ShardedOptimizer):
-        groups = _renamed(optimizer, names).groups
         for group in outline["groups"]:
             require_plain_options(group)
         for name, entry in outline["parameters"].items():
             count = math.prod(entry["shape"])
             require_divisible(name, entry["numbers"], count, outline["class"])
-    ours = [group["params"] for group in groups]
+    named = _named(optimizer, names)
+    ours = [list(group) for group in named]
     theirs = [group["params"] for group in outline["groups"]]
-    if ours != theirs:
+    if matching_groups(ours, theirs) is None:
         a, b = ({n for group in side for n in group} for side in (ours, theirs))
         odd = sorted(a ^ b)
         raise InvalidUsage(
@@ -247,8 +267,8 @@ def check_fits(optimizer: Optimizer, names: dict[int, str], outline: Outline) ->
             f"{[len(group) for group in theirs]} and {[len(group) for group in ours]} parameters"
             + (f"; only one of them has {odd[0]}" if odd else ", in another order")
         )
-    for group, known in zip(optimizer.param_groups, groups, strict=True):
-        for parameter, name in zip(group["params"], known["params"], strict=True):
+    for group in named:
+        for name, parameter in group.items():
             shape = tuple(outline["parameters"][name]["shape"])
             if shape != tuple(parameter.shape):
                 raise InvalidUsage(
@@ -264,8 +284,13 @@ def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         InvalidUsage: It is of another class, of other parameters, or of a part of them.
     """
     require_form(state_dict)
+    ordered = [list(group["params"]) for group in optimizer.param_groups]
+    if isinstance(optimizer, ShardedOptimizer):
+        ordered = [list(group.values()) for group in optimizer.named()]
+        present = {id(p) for group in ordered for p in group}
+        state_dict = without_absent(state_dict, optimizer.param_groups, present)
     theirs = [len(group["params"]) for group in state_dict["param_groups"]]
-    ours = [len(group["params"]) for group in optimizer.param_groups]
+    ours = [len(group) for group in ordered]
     if ours != theirs:
         raise InvalidUsage(
             f"the state of the optimizer is of {theirs} parameters in its groups, where the "
@@ -281,20 +306,18 @@ def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         return
     for group in state_dict["param_groups"]:
         require_options_of(type_of(optimizer), optimizer, group)
-    ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    from_unsharded(state_dict, [(str(n), p) for n, p in enumerate(ordered)])
+    flat = [p for group in ordered for p in group]
+    from_unsharded(state_dict, [(str(n), p) for n, p in enumerate(flat)])
 
 
-def put_back(
-    optimizer: Optimizer, names: dict[int, str], outline: Outline, contents: Contents
-) -> None:
+def put_back(optimizer: Optimizer, names: Names, outline: Outline, contents: Contents) -> None:
     """Reads what this rank needs of a state into an optimizer, which `check_fits`.
 
     A sharded one takes it over segment by segment; where reading fails, it has taken a part.
     """
     if isinstance(optimizer, ShardedOptimizer):
         local = optimizer.sharded_state()
-        renaming = _renaming(optimizer, local.groups, names)
+        renaming = _renaming(optimizer, names)
         with_masters = {
             own
             for own, known in local.parameters.items()
@@ -315,7 +338,48 @@ def put_back(
         ]
         optimizer.load_sharded_state(ShardedState(parameters, groups))
         return
-    optimizer.load_state_dict(laid_out(optimizer, whole_state(outline, contents)))
+    named = _named(optimizer, names)
+    known = _of_all(optimizer, named, outline, whole_state(outline, contents))
+    optimizer.load_state_dict(laid_out(optimizer, known))
+
+
+def _of_all(
+    optimizer: Optimizer,
+    named: list[dict[str, Tensor]],
+    outline: Outline,
+    known: dict[str, Any],
+) -> dict[str, Any]:
+    """A state that has all that torch's class asks for: what is not in it, the optimizer keeps.
+
+    Args:
+        optimizer: Unsharded.
+        named: Its parameters that the state is of.
+        outline: Of the state.
+        known: The state itself.
+    """
+    theirs = [group["params"] for group in outline["groups"]]
+    matching = dict(matching_groups([list(group) for group in named], theirs) or [])
+    state: dict[int, Any] = {}
+    groups = []
+    number = 0
+    for position, group in enumerate(optimizer.param_groups):
+        loaded = group
+        numbers: Iterator[int] = iter(())
+        if position in matching:
+            loaded = known["param_groups"][matching[position]]
+            numbers = iter(loaded["params"])
+        present = {id(parameter) for parameter in named[position].values()}
+        own = list(range(number, number + len(group["params"])))
+        number += len(own)
+        for index, parameter in zip(own, group["params"], strict=True):
+            is_loaded = id(parameter) in present
+            values = (
+                known["state"].get(next(numbers)) if is_loaded else optimizer.state.get(parameter)
+            )
+            if values:
+                state[index] = values
+        groups.append({**loaded, "params": own})
+    return {"state": state, "param_groups": groups}
 
 
 def laid_out(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:

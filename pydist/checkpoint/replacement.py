@@ -57,7 +57,7 @@ def require_no_checkpoint(path: Path) -> None:
 
 def begin(place: Path) -> Path:
     """Makes the folder to write into, once what an interrupted save has left is gone."""
-    if place.exists() and not is_checkpoint(place):
+    if place.exists() and not is_checkpoint(place) and not _is_empty(place):
         raise CheckpointError(
             f"{place} exists and is no checkpoint: pass another path, or step= to write one within"
         )
@@ -143,6 +143,10 @@ def find(path: Path) -> Path:
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder was completely written."""
     return (folder / MANIFEST).is_file()
+
+
+def _is_empty(place: Path) -> bool:
+    return place.is_dir() and not any(place.iterdir())
 
 
 def _order_in(steps: dict[int, Path]) -> Callable[[int], tuple[int, int]]:

@@ -83,7 +83,8 @@ def save(
         model: On any wrapper; saved under the module's own names. Parameters are the same on all
             ranks; buffers are those of rank 0.
         optimizer: A `pydist.ShardedOptimizer`, or one that is the same on all ranks. Its state goes
-            by the model's names: pass both.
+            by the model's present names: pass both. Parameters that were taken out of the model are
+            left out.
         scheduler: Has `state_dict()`, as have the next two; that of rank 0 is saved.
         scaler: Of gradients.
         sampler: A prepared loader, or a sampler.
@@ -174,7 +175,7 @@ def _collect(
         part.objects |= taken.objects
         part.aliases = taken.aliases
     if optimizer is not None:
-        names = optimizer_state.names_in(None if model is None else model_state.inner(model))
+        names = {} if model is None else model_state.names_in(model)
         found = optimizer_state.take(optimizer, names, rank, size)
         part.pieces += found.pieces
         part.outline = pack("the optimizer's state", found.outline)

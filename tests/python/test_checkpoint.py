@@ -581,6 +581,11 @@ def damage(folder: str) -> None:
         pytest.raises(pydist.CheckpointError, match=r"__0_0\.distcp can't be.*\d bytes free.*pos"),
     ):
         pydist.save(place, model=model)
+    # What tempfile makes, say.
+    empty = Path(folder) / "empty"
+    empty.mkdir()
+    pydist.save(empty, model=model, optimizer=optimizer)
+    pydist.load(empty, model=model, optimizer=optimizer)
     # A link stays one.
     link = Path(folder) / "link"
     link.symlink_to(place)
@@ -588,7 +593,7 @@ def damage(folder: str) -> None:
         pydist.save(link, model=model, optimizer=optimizer)
         pydist.load(link, model=model, optimizer=optimizer)
     assert link.is_symlink()
-    assert sorted(path.name for path in Path(folder).iterdir()) == ["link", "whole"]
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["empty", "link", "whole"]
     with pytest.raises(pydist.CheckpointError, match="there is no checkpoint at"):
         pydist.load(Path(folder) / "nowhere", model=model)
 

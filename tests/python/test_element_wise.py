@@ -218,10 +218,17 @@ def test_state_of_no_element(kind: type[Plain], options: dict[str, Any], key: st
 
 
 def test_names() -> None:
-    for name in ("AdafactorBigVision", "FusedLAMB", "lars8bit", "MuonWithAuxAdam", "fused_lamb"):
+    for name in (
+        "AdafactorBigVision",
+        "FusedLAMB",
+        "lars8bit",
+        "MuonWithAuxAdam",
+        "fused_lamb",
+        "DASH",
+    ):
         with pytest.raises(pydist.InvalidUsage, match=f"{name} .* so it can't update shards"):
             require_element_wise(type(name, (Plain,), {}), {})
-    for name in ("LambdaAdam", "Soapy", "NotMuon"):
+    for name in ("LambdaAdam", "Soapy", "NotMuon", "Dashing"):
         require_element_wise(type(name, (Plain,), {}), {})
 
 

@@ -302,8 +302,22 @@ def clip_and_scale(stage: int) -> None:
     other = next(twins.models[1].parameters()).grad
     assert other is not None
     torch.testing.assert_close(optimizer.gradient_of(first), other)
-    for norm in (first.grad.norm(), first.grad.data.norm(2), torch.norm(first.grad.detach(), 2)):
+    for norm in (
+        first.grad.norm(),
+        first.grad.data.norm(2),
+        torch.norm(first.grad.detach(), 2),
+        torch.linalg.norm(first.grad),
+    ):
         torch.testing.assert_close(norm, other.norm())
+    last = list(model.parameters())[-1].grad
+    expected = list(twins.models[1].parameters())[-1].grad
+    assert last is not None
+    assert expected is not None
+    torch.testing.assert_close(torch.linalg.norm(last, 1), torch.linalg.norm(expected, 1))
+    with pytest.raises(pydist.InvalidUsage, match=r"linalg_norm of order 1 .* 0.weight"):
+        torch.linalg.norm(first.grad, 1)
+    with pytest.raises(pydist.InvalidUsage, match=r"along dimensions .* 0.weight"):
+        torch.linalg.norm(first.grad, dim=0)
     assert "0.weight" in repr(first.grad) == str(first.grad) == f"{first.grad}"
     for misuse in (
         lambda gradient: gradient.sum(),
