@@ -638,8 +638,8 @@ class DataParallel(nn.Module):
         reason = (
             f"this pydist.DataParallel was retired: its parameters {', '.join(named[:3])}{more} "
             f"were {how}, and two can't average one gradient. Use the new wrapper, with optimizers "
-            "made for it; put modules that share parameters into one wrapped module (for example "
-            "nn.ModuleDict)"
+            "made for it; put modules that share parameters into one module (in an nn.ModuleDict, "
+            "say), whose forward runs them, and wrap that"
         )
         if _joining is not None and _joining() is self:
             raise InvalidUsage(f"in join() of that wrapper, which has to be over first: {reason}")
