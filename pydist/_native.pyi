@@ -336,6 +336,10 @@ class Reducer:
         """
         Starts counting from zero.
         """
+    def retire(self, reason: str) -> None:
+        """
+        Takes the hooks away for good, because another one averages some of the parameters. A backward from an earlier forward then raises pydist.InvalidUsage with the reason.
+        """
     def set_joining(self, joining: str, throws_on_first: bool) -> None:
         """
         What a rank without a batch counts for: 'zeros', or nothing ('absent'); '' if there is none.

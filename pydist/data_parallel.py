@@ -33,12 +33,14 @@ from pydist.errors import InvalidUsage
 from pydist.gradient_sync import (
     BucketStats,
     CommunicationStats,
+    Trained,
     make_reducer,
     outputs_with_graph,
 )
+from pydist.live_wrappers import note_wrapper, training_too
 from pydist.module_agreement import check_same, copy_from, facts_of
 from pydist.state_dict_names import matched
-from pydist.step_guard import guard_steps
+from pydist.step_guard import forget_steps, guard_steps
 from pydist.sync_batch_norm import refuse_under_join
 from pydist.trained_parameters import TrainedParameters, require_trainable
 
@@ -58,7 +60,8 @@ __all__ = [
 # Attributes of the wrapper's own, whatever the module has.
 _OWN_NAMES = {
     "_communicator",
-    "_reducer",
+    "_working_reducer",
+    "_why_retired",
     "_trained",
     "_graph_cap_bytes",
     "_input_device",
@@ -71,8 +74,6 @@ _OWN_NAMES = {
 _joining: weakref.ref[DataParallel] | None = None
 
 _WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-_wrappers: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 
 
 class ShardOwner(Protocol):
@@ -100,14 +101,6 @@ class ShardOwner(Protocol):
         """Returns once all parameters have arrived that the last step has updated."""
 
 
-def wrapper_of(parameter: Tensor) -> DataParallel | None:
-    """The wrapped model that a parameter is of, if any."""
-    for wrapper in _wrappers:
-        if any(parameter is own for own in wrapper.module.parameters()):
-            return wrapper
-    return None
-
-
 class DataParallel(nn.Module):
     """Wraps a module so that every backward leaves the mean of all ranks' gradients.
 
@@ -131,6 +124,10 @@ class DataParallel(nn.Module):
 
     Parameters that are unfrozen or added later train from the next backward on, if all ranks do
     the same. Those added get rank 0's values at its end.
+
+    A parameter is trained by one wrapper: whoever takes it up last, at construction or because it
+    was unfrozen, retires any other that trains it, whatever still refers to that. Its `forward`,
+    and `step()` of its `pydist.ShardedOptimizer`, raise InvalidUsage from then on.
 
     Two methods may be overridden: `plan_buckets` and `average_bucket`.
 
@@ -172,8 +169,9 @@ class DataParallel(nn.Module):
             as they are.
 
     Raises:
-        InvalidUsage: A parameter is on another device or not dense, none requires a gradient, an
-            argument is not supported, or `device_ids` names a GPU that the module is not on.
+        InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
+            part of the module is wrapped already, an argument is not supported, or `device_ids`
+            names a GPU that the module is not on.
         Mismatch: The module or an argument differs between ranks (on every rank, naming the first
             difference).
 
@@ -233,6 +231,7 @@ class DataParallel(nn.Module):
             )
         if isinstance(module, DataParallel):
             raise InvalidUsage("the module is a pydist.DataParallel already")
+        _refuse_wrapped(module)
         require_trainable(module)
         input_device = _input_device_of(module, device_ids)
         sync_buffers = broadcast_buffers is not False
@@ -275,7 +274,8 @@ class DataParallel(nn.Module):
         self._sharded_ids: set[int] = set()
         # The reducer must not keep the wrapper alive, which keeps the reducer.
         itself = weakref.ref(self)
-        self._reducer = make_reducer(
+        self._why_retired = ""
+        self._working_reducer: _native.Reducer | None = make_reducer(
             self._communicator,
             self._trained.known,
             lambda *arguments: _plan(itself(), cap_bytes, *arguments),
@@ -286,10 +286,11 @@ class DataParallel(nn.Module):
             rank=process.rank(),
         )
         self._compresses = compress is not None
-        _wrappers.add(self)
-        guard_steps(self._reducer)
         if averages_itself:
             self._reducer.register_comm_hook(itself, _returning_future(_average_bucket))
+        self._take_up(self._trained.known, "wrapped anew")
+        note_wrapper(self)
+        guard_steps(self._reducer)
 
     # -- computation
 
@@ -297,8 +298,11 @@ class DataParallel(nn.Module):
     @runs_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. Talks to no other rank."""
-        for joined in self._trained.joined():
-            self._reducer.add(*joined, *self._owner_of(joined))
+        self.require_working()
+        if joining := self._trained.joined():
+            self._take_up(joining, "unfrozen in, or added to, another pydist.DataParallel")
+            for joined in joining:
+                self._reducer.add(*joined, *self._owner_of(joined))
         for owner in self.shard_owners():
             owner.before_forward(self.module)
         if self._input_device is not None:
@@ -331,11 +335,12 @@ class DataParallel(nn.Module):
         Args:
             enabled: If False, nothing changes: `with model.no_sync(enabled=step % 4 != 3)`.
         """
-        before, self._reducer.enabled = self._reducer.enabled, self._reducer.enabled and not enabled
+        reducer = self._reducer
+        before, reducer.enabled = reducer.enabled, reducer.enabled and not enabled
         try:
             yield
         finally:
-            self._reducer.enabled = before
+            reducer.enabled = before
 
     @contextlib.contextmanager
     def weighted(self, weight: float | Tensor) -> Iterator[None]:
@@ -367,11 +372,12 @@ class DataParallel(nn.Module):
                 f"the weight of a backward is {value}; it must be finite and not negative"
             )
         self._refuse_hook("weighted() gives ranks different weights")
-        before, self._reducer.weight = self._reducer.weight, value
+        reducer = self._reducer
+        before, reducer.weight = reducer.weight, value
         try:
             yield
         finally:
-            self._reducer.weight = before
+            reducer.weight = before
 
     def sync_gradients(self) -> None:
         """Averages gradients outside of backward: those that were not yet. All ranks call it.
@@ -418,6 +424,7 @@ class DataParallel(nn.Module):
         if not enable:
             yield
             return
+        self.require_working()
         refuse_under_join(self.module)
         if self._owners:
             raise InvalidUsage(
@@ -597,6 +604,50 @@ class DataParallel(nn.Module):
             )
         self._reducer.register_comm_hook(state, _returning_future(hook))
 
+    # -- which wrapper trains a parameter
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether others have taken up parameters of this wrapper, which trains nothing since."""
+        return self._working_reducer is None
+
+    @property
+    def _reducer(self) -> _native.Reducer:
+        if self._working_reducer is None:
+            raise InvalidUsage(self._why_retired)
+        return self._working_reducer
+
+    def require_working(self) -> None:
+        """Raises InvalidUsage where another wrapper has taken up a parameter of this one."""
+        _ = self._reducer
+
+    def trains(self, parameter: Tensor) -> bool:
+        """Whether the wrapper averages a parameter's gradients, or did before it was retired."""
+        return self._trained.knows(parameter)
+
+    def _take_up(self, trained: Trained, how: str) -> None:
+        """Retires whoever else trains any of some parameters. Talks to nobody."""
+        parameters = [parameter for _, parameter, _ in trained]
+        for other in training_too(parameters, self):
+            other._retire(parameters, how)
+
+    def _retire(self, taken: list[nn.Parameter], how: str) -> None:
+        ids = {id(parameter) for parameter in taken}
+        named = [name for name, parameter, _ in self._trained.known if id(parameter) in ids]
+        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+        reason = (
+            f"this pydist.DataParallel was retired: its parameters {', '.join(named[:3])}{more} "
+            f"were {how}, and two can't average one gradient. Use the new wrapper, with optimizers "
+            "made for it; put modules that share parameters into one module (in an nn.ModuleDict, "
+            "say), whose forward runs them, and wrap that"
+        )
+        if _joining is not None and _joining() is self:
+            raise InvalidUsage(f"in join() of that wrapper, which has to be over first: {reason}")
+        reducer = self._reducer
+        reducer.retire(reason)
+        forget_steps(reducer)
+        self._working_reducer, self._why_retired = None, reason
+
     # -- for optimizers that update shards
 
     def shard_owners(self) -> Iterator[ShardOwner]:
@@ -623,7 +674,7 @@ class DataParallel(nn.Module):
 
     def others_know_of(self, error: BaseException) -> bool:
         """Whether the other ranks know of an error, because it ended a backward."""
-        return self._reducer.others_know and _came_out_of_averaging(error)
+        return not self.is_retired and self._reducer.others_know and _came_out_of_averaging(error)
 
     def add_owner(self, owner: weakref.ref[Any]) -> int:
         """Makes an optimizer known that updates shards, before it takes any. Returns its number."""
@@ -714,6 +765,19 @@ class DataParallel(nn.Module):
 
     def __reduce__(self) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
         return _unwrapped, (self.module,)
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    """Raises InvalidUsage where a wrapped model is a part of another."""
+    # Not by named_modules(), in which a wrapper is not itself.
+    for path, part in module.named_modules():
+        for name, child in part._modules.items():
+            if isinstance(child, DataParallel):
+                raise InvalidUsage(
+                    f"{path}{'.' if path else ''}{name} of the module is a pydist.DataParallel "
+                    "already, and two can't average one gradient: wrap the outermost module alone "
+                    "(the inner one's own is its .module)"
+                )
 
 
 def _sparse_error(name: str) -> InvalidUsage:

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pydist.data_parallel import DataParallel, wrapper_of
+from pydist.data_parallel import DataParallel
 from pydist.errors import InvalidUsage
+from pydist.live_wrappers import any_has_any, fitting
 
 # What a parameter group has beside the options of the optimizer's class.
 _NOT_OPTIONS = {"params", "param_names"}
@@ -177,15 +178,29 @@ def _parameters_in(param_groups: Iterable[dict[str, Any]]) -> Iterator[Tensor]:
 
 
 def model_of(
-    model: nn.Module | Iterable[Any] | None, param_groups: list[dict[str, Any]]
+    model: nn.Module | Iterable[Any] | None,
+    param_groups: list[dict[str, Any]],
+    expected: DataParallel | None = None,
 ) -> DataParallel | None:
-    """The wrapped model that the parameters are of."""
+    """The wrapped model that the parameters are of.
+
+    Frozen ones may be of several, as where adapters share a base: then those that train decide.
+
+    Args:
+        model: What an optimizer was given, if it may be the model itself.
+        param_groups: Its groups.
+        expected: The one to prefer of several that have the parameters; default: the newest.
+
+    Raises:
+        InvalidUsage: No one model has them all.
+    """
     if isinstance(model, DataParallel):
         return model
-    found = {id(w): w for p in _parameters_in(param_groups) for w in [wrapper_of(p)]}
-    if len(found) > 1:
+    parameters = list(_parameters_in(param_groups))
+    found = fitting(parameters)
+    if not found and any_has_any(parameters):
         raise InvalidUsage(
             "pydist.ShardedOptimizer was given parameters of several models, or of a "
             "pydist.DataParallel model and of others: make one for each"
         )
-    return next(iter(found.values()), None)
+    return expected if expected in found else next(iter(found), None)

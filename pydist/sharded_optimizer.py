@@ -215,6 +215,7 @@ class ShardedOptimizer(Optimizer):
         if share_parameters and self._is_debugging:
             self._audit = ParameterAudit()
         self._wrapper = model_of(model_or_params, param_groups)
+        self._require_working_model()
         if self._wrapper is None and stage == 2:
             raise InvalidUsage(
                 "stage=2 frees gradients as they are reduced, which pydist.DataParallel does: wrap "
@@ -320,7 +321,8 @@ class ShardedOptimizer(Optimizer):
             super().add_param_group(dict(param_group))
             return
         given = checked_group(param_group, len(self.param_groups))
-        found = model_of(None, [given])
+        self._require_working_model()
+        found = model_of(None, [given], self._wrapper)
         if found is not self._wrapper:
             raise InvalidUsage(
                 "add_param_group() was given parameters of "
@@ -419,6 +421,7 @@ class ShardedOptimizer(Optimizer):
                 ended then.
             Mismatch: Ranks took the step before this one with different options (on every rank).
         """
+        self._require_working_model()
         loss = None
         if closure is not None:
             try:
@@ -559,6 +562,11 @@ class ShardedOptimizer(Optimizer):
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._layout.parameters:
                 parameter.grad = None
+
+    def _require_working_model(self) -> None:
+        """Raises InvalidUsage, on all ranks, where the model's wrapper was retired."""
+        if self._wrapper is not None:
+            self._wrapper.require_working()
 
     def _require_sound(self) -> None:
         if self._failed:

@@ -29,6 +29,11 @@ def guard_steps(reducer: _native.Reducer) -> None:
     _reducers.add(reducer)
 
 
+def forget_steps(reducer: _native.Reducer) -> None:
+    """Checks no longer for a reducer that averages nothing any more."""
+    _reducers.discard(reducer)
+
+
 def _check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for reducer in _reducers:
         if reducer.is_in_backward and _uses(optimizer, reducer.parameters):

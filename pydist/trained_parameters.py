@@ -58,6 +58,10 @@ class TrainedParameters:
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._walk()
 
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether a parameter is among those known."""
+        return id(parameter) in self._known_ids
+
     def joined(self) -> Trained:
         """Parameters that were unfrozen or added since the last call.
 

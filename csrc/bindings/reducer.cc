@@ -308,6 +308,9 @@ void bind_reducer(py::module_& module) {
           "Takes part in a round of the others; returns whether any rank still has batches.")
       .def("fail_round", &Reducer::fail_round, py::call_guard<ReleasedGil>(),
            "Takes part in a round of the others, and tells them that this rank raised.")
+      .def("retire", &Reducer::retire, py::arg("reason"), py::call_guard<ReleasedGil>(),
+           "Takes the hooks away for good, because another one averages some of the parameters. A "
+           "backward from an earlier forward then raises pydist.InvalidUsage with the reason.")
       .def_property_readonly("others_know", &Reducer::others_know,
                              "Whether the other ranks were told of a failure since the last "
                              "forward.")

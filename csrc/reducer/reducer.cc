@@ -259,6 +259,9 @@ void Reducer::prepare_forward(bool is_for_training) {
 
 void Reducer::announce() {
   const std::lock_guard turn(turn_);
+  if (!retired_.empty()) {
+    throw InvalidUsage(retired_);
+  }
   if (current_.expired()) {
     begin(std::any_of(hooks_.begin(), hooks_.end(),
                       [](const auto& hooks) { return hooks->will_run(); }));
@@ -654,6 +657,21 @@ void Reducer::fail_round() noexcept {
   if (round_.times != nullptr) {
     give_up();
   }
+}
+
+void Reducer::retire(std::string reason) {
+  if (!current_.expired()) {
+    throw InvalidUsage(join("within a backward: ", reason));
+  }
+  await_thrown();
+  try {
+    drain();
+  } catch (const std::exception&) {
+    // Of a group that failed, which has told everybody; nobody needs what was under way.
+  }
+  const std::lock_guard turn(turn_);
+  retired_ = std::move(reason);
+  hooks_.clear();
 }
 
 bool Reducer::is_in_backward() const {

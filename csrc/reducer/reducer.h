@@ -189,6 +189,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // The lowest rank that had a batch in the last round in which any had.
   [[nodiscard]] int last_root() const noexcept { return last_root_; }
 
+  // For good, and on this rank alone: another reducer averages some of the parameters from now on.
+  // Gives up what was under way, and takes the hooks away, also where a graph of an earlier forward
+  // keeps this object. A backward from such a graph throws InvalidUsage with `reason`, because
+  // nobody would average what the other reducer does not have. Afterwards only the destructor, and
+  // what that graph calls, may follow.
+  void retire(std::string reason);
+
   // Grows with every round; the same on all ranks.
   [[nodiscard]] std::uint64_t round() const noexcept { return round_.number; }
 
@@ -376,6 +383,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::map<int, std::uint64_t> stepped_with_;  // digests of options, by optimizer
   bool has_stepped_alike_ = true;
   std::string out_of_step_;  // why nothing more can be averaged
+  std::string retired_;      // why it is; empty: it is not
   ReducerStats stats_;
 };
 

@@ -15,8 +15,9 @@ import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist.checkpoint.packing import pack
 from pydist.checkpoint.pieces import Piece, of_rows, share_out
 from pydist.compiled_graphs import uncompiled
-from pydist.data_parallel import DataParallel, ShardOwner
+from pydist.data_parallel import DataParallel
 from pydist.errors import InvalidUsage
+from pydist.live_wrappers import owners_within
 from pydist.sharded_parameters import SHORT
 from pydist.sharded_state import MASTER
 from pydist.state_dict_names import matched, plain_names
@@ -71,28 +72,22 @@ def names_in(model: nn.Module) -> optimizer_state.Names:
     return names
 
 
-def _owners(model: nn.Module) -> Iterator[ShardOwner]:
-    wrapper = uncompiled(model)
-    if isinstance(wrapper, DataParallel):
-        yield from wrapper.shard_owners()
-
-
 def arrive(model: nn.Module) -> None:
     """Waits for parameters that are on their way."""
-    for owner in _owners(model):
+    for owner in owners_within(inner(model)):
         owner.finish()
 
 
 def note_writing(model: nn.Module) -> None:
     """All ranks are about to write the same into the parameters."""
     arrive(model)
-    for owner in _owners(model):
+    for owner in owners_within(inner(model)):
         owner.note_written()
 
 
 def note_settled(model: nn.Module) -> None:
     """All ranks have written into the parameters, and met."""
-    for owner in _owners(model):
+    for owner in owners_within(inner(model)):
         owner.note_settled()
 
 

@@ -70,6 +70,7 @@ PYTHON_LAYERS = (
     "trained_parameters",
     "module_agreement",
     "step_guard",
+    "live_wrappers",
     "state_dict_names",
     "sync_batch_norm",
     "data_parallel",
