@@ -3,9 +3,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 
+#include <chrono>
 #include <optional>
 #include <utility>
 
+#include "base/deadline.h"
 #include "base/error.h"
 #include "c10d/errors.h"
 #include "c10d/sparse_all_reduce.h"
@@ -21,6 +23,11 @@ using Tensors = TorchProcessGroup::Tensors;
 // that a rank that was late for one does not answer the next with it.
 constexpr std::uint64_t kMonitoredBarrierTags = 0x6d000000;
 constexpr std::uint64_t kMonitoredBarrierTagCount = 0x01000000;
+
+// How long dist.destroy_process_group(), which torch has all ranks call, waits for the end of what
+// ends together on all of them: so that what comes next, a capture into a CUDA graph, say, has no
+// thread of the group's beside it. As long as NCCL waits for a neighbour that goes on.
+constexpr std::chrono::seconds kEndPatience{5};
 
 ReduceOp reduce_op_of(const c10d::ReduceOp& op) {
   switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
@@ -671,6 +678,9 @@ void TorchProcessGroup::abort() {
       join("abort() was called on rank ", rank_, " of group '", communicator_->name(), "'.")));
 }
 
-void TorchProcessGroup::shutdown() { communicator_->shutdown(); }
+void TorchProcessGroup::shutdown() {
+  communicator_->shutdown();
+  communicator_->wait_for_end(Deadline::in(kEndPatience));
+}
 
 }  // namespace pydist

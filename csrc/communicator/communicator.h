@@ -26,6 +26,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/error.h"
 #include "communicator/operation.h"
 #include "communicator/work.h"
@@ -165,6 +166,10 @@ class Communicator {
   // Lets the group go: later calls throw InvalidUsage; peers that still wait for this rank fail
   // with PeerLost. Operations under way fail with Aborted. Idempotent; never throws.
   virtual void shutdown() noexcept = 0;
+
+  // After shutdown(): until nothing of the group goes on on other threads; `deadline` at most. For
+  // backends that end together with the peers' and leave that to a thread.
+  virtual void wait_for_end(Deadline /*deadline*/) noexcept {}
 
   // What every rank of the group is in, a line each, from the journal; empty where the backend
   // keeps none.

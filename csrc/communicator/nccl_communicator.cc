@@ -232,6 +232,12 @@ class NcclCommunicator final : public Communicator {
     host_->shutdown();
   }
 
+  void wait_for_end(Deadline deadline) noexcept override {
+    if (!in_forked_child()) {
+      group_->wait_for_end(deadline);
+    }
+  }
+
   [[nodiscard]] std::vector<std::string> whereabouts() const override {
     return host_->whereabouts();
   }

@@ -470,7 +470,10 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
       under_way_.push_back(std::move(entry));
     }
   }
-  mark.end();
+  if (error != nullptr && !capture_) {
+    has_broken_off_ = true;
+  }
+  mark.end();  // after that: an abort waits for it, and then asks
   order.unlock();
   if (error != nullptr) {
     // Without the lock: the companion's callbacks may launch.

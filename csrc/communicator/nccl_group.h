@@ -23,7 +23,8 @@
 // Note [How a group ends]
 // Whoever ends a group waits for its operations. To finalize NCCL's communicator (from NCCL 2.31
 // on) and to destroy it takes as long as its neighbours in the host go on, and so happens on a
-// thread that nobody but the end of the job waits for (late_ends.h), as does every abort.
+// thread that nobody but the end of the job waits for (late_ends.h), as does every abort. Ranks
+// that end a group together may wait for it, for a while (wait_for_end()).
 //
 // Whoever ends a group in order leaves `control` at once, too, with the number of its last
 // operation as a farewell (Absence::done). So a neighbour whose GPU is behind knows that the leaver
@@ -165,6 +166,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Waits for what is under way; fails the group where that takes too long. See Note [How a group
   // ends]. Idempotent.
   void end() noexcept;
+  // After end(): until NCCL's communicator has ended, too; `deadline` at most, and not where
+  // captures hold that up. On all ranks at about the same time, as NCCL waits for the neighbours.
+  void wait_for_end(Deadline deadline) const noexcept;
 
  private:
   // How long an operation may go on after a rank has died, or has left that took no part in it: the
@@ -207,6 +211,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void free_scratch() noexcept;
   // Whether what was replayed has come to its end; watches meanwhile.
   [[nodiscard]] bool finish_replays(Deadline deadline);
+  void wait_for_captures() noexcept;
   void end_communicator();
   void abort_communicator();
   void finish_all() noexcept;
@@ -215,7 +220,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] bool begin_end();
   // Runs `end` on a thread of its own, and what is under way finishes afterwards.
   void end_on_thread(std::function<void()> end) noexcept;
-  // Until nothing of a group that is ended is on its stream any more.
+  // Until nothing of a group that is ended is on its stream any more. Returns at once where the end
+  // waits for captures, for it does so only then.
   void wait_until_quiet(Deadline deadline) noexcept;
   [[nodiscard]] bool has_ended_now() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
@@ -258,7 +264,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::uint64_t word_after_ = 0;           // guarded by mutex_; of the times that events were asked
   std::atomic<std::uint64_t> settled_{0};  // times that events were asked
   std::atomic<bool> is_aborting_{false};
-  bool has_ended_ = false;  // guarded by mutex_; NCCL's communicator
+  std::atomic<bool> is_held_back_{false};    // the end has nothing to free, and waits for captures
+  std::atomic<bool> has_broken_off_{false};  // a launch of which a part may be on the stream
+  bool has_ended_ = false;                   // guarded by mutex_; NCCL's communicator
   std::atomic<bool> is_launching_{false};
   std::atomic<bool> is_closing_{false};    // NCCL's communicator ends, or has ended
   std::atomic<bool> has_captured_{false};  // something that replays, unseen

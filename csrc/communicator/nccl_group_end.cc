@@ -22,6 +22,9 @@ using nccl::Result;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
+// How long the end of a communicator waits for captures, in Options::end_patience.
+constexpr int kCapturePatience = 6;
+
 }  // namespace
 
 std::exception_ptr NcclGroup::failure() const {
@@ -71,10 +74,34 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
   }
 }
 
+// To end a communicator NCCL waits for streams and frees memory, on threads of its own: no capture
+// in global mode survives that, and nothing that the calling thread sets keeps it from that. Where
+// nothing of the group is on the GPU, nobody waits for its end but shutdown(), and the same threads
+// of the peers, all of which have deadlines of their own. So it waits for captures, whose time is
+// that of the host's part of a step: seconds. Not for ever: one that nobody ends would keep the
+// memory.
+void NcclGroup::wait_for_captures() noexcept {
+  const Deadline deadline = Deadline::in(kCapturePatience * end_patience_);
+  try {
+    while (is_any_captured() && !deadline.has_passed()) {
+      is_held_back_ = true;
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  } catch (const std::exception& error) {  // CUDA itself has failed, and no capture goes on
+    log_line(LogLevel::kError, error.what());
+  }
+  is_held_back_ = false;
+}
+
 void NcclGroup::abort_communicator() {
   wait_for_launches();
   if (comm_ == nullptr) {
     return;
+  }
+  // An abort that has to free somebody goes on at once. The driver is not asked, which may not
+  // answer before that.
+  if (!is_launching_ && !is_under_way() && !has_broken_off_) {
+    wait_for_captures();
   }
   const cuda::DeviceGuard guard(device_);
   const cuda::RelaxedCapture relaxed;
@@ -153,7 +180,7 @@ bool NcclGroup::has_been_aborted() const {
 
 void NcclGroup::wait_until_quiet(Deadline deadline) noexcept {
   bool can_ask = true;
-  while (!has_ended_now() && !deadline.has_passed()) {
+  while (!has_ended_now() && !is_held_back_ && !deadline.has_passed()) {
     try {
       if (can_ask && has_been_aborted()) {
         return;
@@ -161,6 +188,16 @@ void NcclGroup::wait_until_quiet(Deadline deadline) noexcept {
     } catch (const std::exception&) {
       can_ask = false;  // CUDA itself has failed
     }
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+void NcclGroup::wait_for_end(Deadline deadline) const noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    deadline = deadline.earlier_of(ending_.value_or(Deadline::in(milliseconds::zero())));
+  }
+  while (!has_ended_now() && !is_held_back_ && !deadline.has_passed()) {
     std::this_thread::sleep_for(milliseconds(1));
   }
 }
@@ -228,6 +265,7 @@ bool NcclGroup::finish_replays(Deadline deadline) {
 
 // Ends NCCL's communicator in good order, or aborts it where that does not come to an end.
 void NcclGroup::end_communicator() {
+  wait_for_captures();
   const cuda::DeviceGuard guard(device_);
   const cuda::RelaxedCapture relaxed;
   {

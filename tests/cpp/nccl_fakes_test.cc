@@ -126,6 +126,46 @@ TEST(FakeNccl, RefusesWhatNcclRefuses) {
   EXPECT_EQ(functions.ncclCommAbort(comm), Result::kInvalidArgument);
 }
 
+// On threads of its own, where the caller's own mode counts for nothing.
+TEST(FakeNccl, BreaksCapturesWhereACommunicatorEnds) {
+  const nccl::ApiPtr api = fake_nccl();
+  const nccl::Functions& functions = api->functions();
+  const FakeStream stream(0);
+  const cuda::DeviceGuard guard(0);
+  const auto finish = [&](nccl::CommHandle comm) {
+    Result state = Result::kInProgress;
+    while (state == Result::kInProgress) {
+      EXPECT_EQ(functions.ncclCommGetAsyncError(comm, &state), Result::kSuccess);
+    }
+  };
+  const auto join = [&] {
+    nccl::UniqueId id{};
+    nccl::Config config;
+    nccl::CommHandle comm = nullptr;
+    EXPECT_EQ(functions.ncclGetUniqueId(&id), Result::kSuccess);
+    EXPECT_EQ(functions.ncclCommInitRankConfig(&comm, 1, id, 0, &config), Result::kInProgress);
+    finish(comm);
+    return comm;
+  };
+  const auto is_broken_by = [&](const auto& call) {
+    const cuda::RelaxedCapture relaxed;
+    ::fake_driver_begin_capture(stream.get());
+    call();
+    void* const graph = ::fake_driver_end_capture(stream.get());
+    if (graph != nullptr) {
+      ::fake_driver_destroy_graph(graph);
+    }
+    return graph == nullptr;
+  };
+  const nccl::CommHandle first = join();
+  const nccl::CommHandle second = join();
+  EXPECT_FALSE(is_broken_by([&] { finish(first); }));
+  EXPECT_TRUE(is_broken_by([&] { functions.ncclCommFinalize(first); }));
+  finish(first);
+  EXPECT_TRUE(is_broken_by([&] { functions.ncclCommDestroy(first); }));
+  EXPECT_TRUE(is_broken_by([&] { functions.ncclCommAbort(second); }));
+}
+
 TEST(FakeNccl, FinalizesTogetherWhereCallsBlock) {
   const nccl::ApiPtr api = fake_nccl();
   const nccl::Functions& functions = api->functions();

@@ -5,7 +5,10 @@
 // collective hangs, as it may. A communicator is not finalized, nor its abort over, before the CUDA
 // graphs that hold its operations are gone, and not destroyed before its peers have ended theirs.
 // The first collective of each kind is under way until all ranks have called it, since NCCL, from
-// 2.22 on, connects them then.
+// 2.22 on, connects them then. What ends a communicator waits for streams and frees memory on a
+// thread of the library's own, as NCCL's ncclCommFinalize does, and before about 2.30
+// ncclCommDestroy and ncclCommAbort: no capture in global mode survives that, whatever the caller's
+// own mode.
 //
 // FAKE_NCCL_VERSION      what ncclGetVersion says                          (23007)
 // NCCL_COMM_BLOCKING=1   calls wait until they are done, as NCCL's do
@@ -200,6 +203,12 @@ void wait_at_the_end(const std::function<bool()>& holds) {
   while (!holds() && now_ms() < until_ms) {
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
+}
+
+// As cudaStreamSynchronize and cudaFreeHost do; not for the caller's thread, which may have relaxed
+// what captures forbid.
+void tear_down_on_own_thread() {
+  std::thread([] { fake_driver_permits_unsafe_call(); }).join();
 }
 
 // Waits for `holds`, or for the abort. Returns whether it holds.
@@ -736,6 +745,7 @@ int ncclCommFinalize(void* handle) {
   if (const Result refusal = refusal_of(*comm); refusal != kSuccess) {
     return refusal;
   }
+  tear_down_on_own_thread();
   comm->is_finalized = true;
   ++comm->shared->finalized;
   comm->slow_answers = comm->is_blocking ? 0 : 2;
@@ -755,8 +765,10 @@ int ncclCommDestroy(void* handle) {
   if (const Result refusal = refusal_of(*comm); refusal != kSuccess) {
     return refusal;
   }
+  tear_down_on_own_thread();
   ++comm->shared->left;
   wait_at_the_end([&comm] { return comm->shared->left >= comm->size; });
+  tear_down_on_own_thread();
   end(handle);
   delete static_cast<CommPtr*>(handle);
   return kSuccess;
@@ -786,6 +798,7 @@ int ncclCommAbort(void* handle) {
     std::this_thread::sleep_for(std::chrono::hours(1));
   }
   wait_at_the_end([&comm] { return comm.graphs == 0; });
+  tear_down_on_own_thread();
   end(handle);
   delete static_cast<CommPtr*>(handle);
   return kSuccess;

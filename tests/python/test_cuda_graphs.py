@@ -322,3 +322,24 @@ def beside_a_capture() -> None:
 
 def test_what_comes_beside_a_capture_is_refused_and_does_no_harm() -> None:
     run_ranks(beside_a_capture, 2, env=NCCL, timeout=35)
+
+
+def ended_before_a_capture() -> None:
+    rank, size = start()
+    tensor = torch.full((4,), rank + 1.0, device="cuda")
+    old = dist.new_group(list(range(size)))
+    dist.all_reduce(tensor.clone(), group=old)
+    gpu_ranks.synchronize()
+    if rank == 1:
+        time.sleep(0.3)  # NCCL waits for all ranks
+    dist.destroy_process_group(old)
+    with Graph() as graph:
+        time.sleep(0.6)  # the forward, say: nobody knows of the capture yet
+        dist.all_reduce(tensor)
+    graph.replay()
+    gpu_ranks.synchronize()
+    assert tensor.tolist() == [size * (size + 1) / 2] * 4
+
+
+def test_a_group_that_is_destroyed_before_a_capture_leaves_it_whole() -> None:
+    run_ranks(ended_before_a_capture, 2, env=NCCL, timeout=35)
