@@ -37,7 +37,7 @@ from pydist.gradient_sync import (
     make_reducer,
     outputs_with_graph,
 )
-from pydist.live_wrappers import note_wrapper, training_too
+from pydist.live_wrappers import any_has_any, note_wrapper, training_too
 from pydist.module_agreement import check_same, copy_from, facts_of
 from pydist.state_dict_names import matched
 from pydist.step_guard import forget_steps, guard_steps
@@ -670,7 +670,7 @@ class DataParallel(nn.Module):
         """Parameters that have trained here, and that no wrapped model has any more."""
         own = {id(parameter) for parameter in self.module.parameters()}
         former = [p for _, p, _ in self._trained.known if id(p) not in own]
-        return [parameter for parameter in former if wrapper_of(parameter) is None]
+        return [parameter for parameter in former if not any_has_any([parameter])]
 
     def others_know_of(self, error: BaseException) -> bool:
         """Whether the other ranks know of an error, because it ended a backward."""

@@ -188,6 +188,7 @@ struct Registering {
 Registering& registering = *new Registering;
 
 void note_device() {
+  open_context(current_device());
   const std::lock_guard lock(registering.mutex);
   registering.devices.insert(current_device());
 }
@@ -216,6 +217,7 @@ class PinnedAllocator final : public at::HostAllocator {
 }  // namespace
 
 c10::DataPtr allocate_on_device(std::size_t bytes) {
+  open_context(current_device());
   return hold(allocate(bytes), bytes, current_device(), c10::Storage());
 }
 
