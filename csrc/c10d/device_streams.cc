@@ -91,15 +91,30 @@ bool is_capturing(const c10::Stream& stream) {
   return cuda::Driver::get().is_capturing(stream.native_handle());
 }
 
-c10::Event record_event(const c10::Stream& stream) {
-  c10::Event event(stream.device_type());
-  event.record(stream);
+void DestroyEvent::operator()(c10::Event* event) const noexcept {
+  try {
+    const c10::DeviceGuard guard(event->device());
+    delete event;
+  } catch (const std::exception&) {
+    // The device is gone, and the event with it.
+  }
+}
+
+EventPtr record_event(const c10::Stream& stream) {
+  const c10::DeviceGuard guard(stream.device());
+  EventPtr event(new c10::Event(stream.device_type()));
+  event->record(stream);
   return event;
+}
+
+void wait_on_device(const c10::Stream& stream, const c10::Event& event) {
+  const c10::DeviceGuard guard(stream.device());
+  event.block(stream);
 }
 
 void wait_on_device(const c10::Stream& stream, const c10::Stream& other) {
   if (stream != other) {
-    record_event(other).block(stream);
+    wait_on_device(stream, *record_event(other));
   }
 }
 
@@ -108,6 +123,7 @@ bool wait_on_host(const c10::Event& event, Deadline deadline,
   // Most copies take less than a millisecond, so first the question is asked again and again.
   constexpr int kEagerTimes = 64;
   constexpr std::chrono::microseconds kLongestNap{200};
+  const c10::DeviceGuard guard(event.device());
   std::chrono::microseconds nap{5};
   auto next_question = std::chrono::steady_clock::now() + std::chrono::milliseconds(1);
   for (int times = 0; !event.query(); ++times) {

@@ -8,6 +8,15 @@
 // right version, is what torch itself does between devices, and shows in the profiler. It costs a
 // few microseconds a copy, beside megabytes at the speed of the bus.
 //
+// Note [Events on any thread]
+// torch's events go to their device to be recorded, waited for or destroyed, and then back to the
+// device that is the thread's: by cudaSetDevice, which opens that device's context (some hundred MB
+// of it; refused where it belongs to another process). Threads of ours have chosen no device, so
+// theirs would be the first. Under a c10::DeviceGuard of the event's own there is nothing to go
+// back to, and that guard itself returns to no device that has no context. So events are reached
+// through what is declared here; where torch handles its own (futures do) on a thread of ours,
+// there is a guard around it.
+//
 // Thread safe, but for one event used by several threads. Nothing here takes the GIL.
 
 #pragma once
@@ -44,14 +53,22 @@ namespace pydist {
 // Whether the stream records a CUDA graph. False where nobody can tell.
 [[nodiscard]] bool is_capturing(const c10::Stream& stream);
 
-// Records everything that the stream has been given so far.
-[[nodiscard]] c10::Event record_event(const c10::Stream& stream);
+// See Note [Events on any thread].
+struct DestroyEvent {
+  void operator()(c10::Event* event) const noexcept;
+};
+using EventPtr = std::unique_ptr<c10::Event, DestroyEvent>;
 
+// Records everything that the stream has been given so far. Never null.
+[[nodiscard]] EventPtr record_event(const c10::Stream& stream);
+
+// What `stream` is given from now on comes after the event.
+void wait_on_device(const c10::Stream& stream, const c10::Event& event);
 // What `stream` is given from now on comes after all that `other` has been given so far.
 void wait_on_device(const c10::Stream& stream, const c10::Stream& other);
 
-// Waits on the host. Returns false once the deadline has passed, or `gives_up()` says so; that is
-// asked every millisecond or so.
+// Waits for the event on the host. Returns false once the deadline has passed, or `gives_up()` says
+// so; that is asked every millisecond or so.
 [[nodiscard]] bool wait_on_host(const c10::Event& event, Deadline deadline,
                                 const std::function<bool()>& gives_up = nullptr);
 

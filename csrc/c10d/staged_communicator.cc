@@ -68,7 +68,7 @@ struct Slots {
 struct Staged {
   Operation operation;
   Device device;
-  c10::Event ready;  // what was on the device before it
+  EventPtr ready;  // what was on the device before it
   Deadline deadline;
   WorkPtr work = std::make_shared<Work>();
 };
@@ -115,9 +115,9 @@ class Staging {
       auto* const slot = static_cast<std::byte*>(memory->get());
       StagedPart part = part_of_message(staged->operation, slot);
       const Streams streams = streams_of(staged->device);
-      staged->ready.block(streams.to_host);
+      wait_on_device(streams.to_host, *staged->ready);
       copy_to_host(part, slot, staged->device, streams);
-      await(*staged, record_event(streams.to_host));
+      await(*staged, *record_event(streams.to_host));
       const WorkPtr sent = host_->submit(std::move(part.operation));
       sent->on_completion([staged, memory](const Work::Outcome& outcome) {
         staged->work->finish(outcome.error, outcome.source_rank);
@@ -136,9 +136,9 @@ class Staging {
     try {
       const Streams streams = streams_of(staged.device);
       auto* const slot = static_cast<std::byte*>(memory->get());
-      staged.ready.block(streams.to_device);
+      wait_on_device(streams.to_device, *staged.ready);
       copy_to_device(part_of_message(staged.operation, slot), slot, staged.device, streams);
-      await(staged, record_event(streams.to_device));
+      await(staged, *record_event(streams.to_device));
       staged.work->finish(nullptr, source_rank);
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
@@ -187,16 +187,16 @@ class Staging {
     const Streams streams = streams_of(staged.device);
     // Also of an operation without inputs: no part goes on before the stream has come so far, so
     // copies to the device need not wait for it.
-    staged.ready.block(streams.to_host);
+    wait_on_device(streams.to_host, *staged.ready);
     const auto slot_of = [&](std::size_t part) {
       return slots.data + part % kSlots * (plan.is_whole() ? 0 : plan.slot_bytes());
     };
-    std::array<std::optional<c10::Event>, kSlots> arrived;
-    std::array<std::optional<c10::Event>, kSlots> left;
+    std::array<EventPtr, kSlots> arrived;
+    std::array<EventPtr, kSlots> left;
     const auto begin = [&](std::size_t index) {
       const std::size_t slot = index % kSlots;
       if (left[slot]) {
-        left[slot]->block(streams.to_host);
+        wait_on_device(streams.to_host, *left[slot]);
       }
       copy_to_host(plan.part(index, slot_of(index)), slot_of(index), staged.device, streams);
       arrived[slot] = record_event(streams.to_host);
@@ -283,8 +283,8 @@ class Staging {
     try {
       const Deadline deadline = Deadline::in(kCopyPatience);
       const Streams streams = streams_of(device);
-      return wait_on_host(record_event(streams.to_host), deadline) &&
-             wait_on_host(record_event(streams.to_device), deadline);
+      return wait_on_host(*record_event(streams.to_host), deadline) &&
+             wait_on_host(*record_event(streams.to_device), deadline);
     } catch (const std::exception&) {
       return true;  // the device itself has failed
     }

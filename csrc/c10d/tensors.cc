@@ -233,7 +233,7 @@ void DenseTensors::copy_back_and_wait() const {
   const c10::Stream stream = high_priority_stream(device_of(copies_[0].target.device()));
   const c10::StreamGuard guard(stream);
   copy_back();
-  if (!wait_on_host(record_event(stream), Deadline::in(kCopyBackPatience))) {
+  if (!wait_on_host(*record_event(stream), Deadline::in(kCopyBackPatience))) {
     throw Timeout("The device did not come to copying the results into place.");
   }
 }

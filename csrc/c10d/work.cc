@@ -2,6 +2,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
@@ -321,7 +322,8 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   // Where streams can wait, so can those of the callbacks: the future is complete as soon as the
   // operation is on its way. What is captured stays on the caller's stream, which has joined the
   // operation: a graph can't wait for what happens outside of it.
-  if (const auto devices = devices_of(results_); devices.size() == 1) {
+  const std::vector<c10::Device> devices = devices_of(results_);
+  if (devices.size() == 1) {
     const Device device = device_of(devices[0]);
     const c10::Stream current = current_stream(device);
     const c10::Stream stream = work_->is_captured() ? current : high_priority_stream(device);
@@ -346,12 +348,17 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
     std::vector<at::Tensor> results;
   };
   auto parcel = std::make_shared<Parcel>(Parcel{future_, results_});
-  work_->on_completion([complete,
-                        parcel = std::move(parcel)](const pydist::Work::Outcome& outcome) mutable {
-    ElasticThreads::shared().post([complete, parcel = std::move(parcel), error = outcome.error] {
-      complete(parcel->future, parcel->results, error);
-    });
-  });
+  const auto device = devices.empty() ? std::nullopt : std::optional(devices[0]);
+  work_->on_completion(
+      [complete, parcel = std::move(parcel), device](const pydist::Work::Outcome& outcome) mutable {
+        ElasticThreads::shared().post(
+            [complete, parcel = std::move(parcel), device, error = outcome.error]() mutable {
+              // The callbacks' device, too.
+              const c10::OptionalDeviceGuard guard(device);
+              complete(parcel->future, parcel->results, error);
+              parcel = nullptr;  // with the future's events
+            });
+      });
   return future_;
 }
 

@@ -2,7 +2,9 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 
+#include <algorithm>
 #include <new>
+#include <vector>
 
 #include "hooks.h"
 #include "memory.h"
@@ -18,21 +20,22 @@ class Hooks final : public CUDAHooksInterface {
   bool hasCUDART() const override { return hasCUDA(); }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return hasCUDA(); }
-  bool hasPrimaryContext(DeviceIndex /*device*/) const override { return hasCUDA(); }
+  bool hasPrimaryContext(DeviceIndex device) const override {
+    const std::vector<int> open = fake_cuda::contexts();
+    return std::find(open.begin(), open.end(), device) != open.end();
+  }
   int getNumGPUs() const override { return fake_cuda::device_count(); }
   DeviceIndex deviceCount() const override {
     return static_cast<DeviceIndex>(fake_cuda::device_count());
   }
   DeviceIndex current_device() const override { return fake_cuda::current_device(); }
   DeviceIndex getCurrentDevice() const override { return fake_cuda::current_device(); }
-  void setCurrentDevice(DeviceIndex device) const override {
-    (void)fake_cuda::exchange_device(device);
-  }
+  void setCurrentDevice(DeviceIndex device) const override { fake_cuda::set_device(device); }
   DeviceIndex exchangeDevice(DeviceIndex device) const override {
     return fake_cuda::exchange_device(device);
   }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
-    return device < 0 ? fake_cuda::current_device() : fake_cuda::exchange_device(device);
+    return device < 0 ? fake_cuda::current_device() : fake_cuda::maybe_exchange_device(device);
   }
   bool isPinnedPtr(const void* data) const override { return fake_cuda::is_pinned(data); }
   Allocator* getPinnedMemoryAllocator() const override {

@@ -73,9 +73,9 @@ PYBIND11_MODULE(_fake_cuda, module) {
   module.def("refuse_to_register", &fake_cuda::refuse_to_register, py::arg("refuses"));
   module.def("last_error", &cudaGetLastError);
   module.def("current_device", [] { return int{fake_cuda::current_device()}; });
-  module.def("set_device", [](int device) {
-    (void)fake_cuda::exchange_device(static_cast<c10::DeviceIndex>(device));
-  });
+  module.def("set_device",
+             [](int device) { fake_cuda::set_device(static_cast<c10::DeviceIndex>(device)); });
+  module.def("contexts", &fake_cuda::contexts);
   py::class_<Stall>(module, "Stall")
       .def(py::init<int>(), py::arg("device") = 0)
       .def("release", &Stall::release);

@@ -27,10 +27,13 @@ std::atomic<int> devices{0};
 std::atomic<int> delay_us{0};
 
 struct Current {
-  c10::DeviceIndex device = 0;
+  c10::DeviceIndex device = 0;   // what cudaGetDevice says
+  c10::DeviceIndex wanted = -1;  // by torch, which has not told CUDA of it; -1: none
   std::array<c10::StreamId, kMostDevices> streams{};
 };
 thread_local Current current;
+
+std::array<std::atomic<bool>, kMostDevices> has_context{};
 
 struct Registry {
   std::mutex mutex;
@@ -82,6 +85,23 @@ void join_capture(const c10::Stream& stream, const Recording& recording) {
               "stream");
 }
 
+c10::DeviceIndex index_of(c10::Device device) {
+  return device.has_index() ? device.index() : current_device();
+}
+
+// As torch's guard goes to the device of an event, and back to the thread's own: by cudaSetDevice,
+// also where that opens a context.
+class OnDevice {
+ public:
+  explicit OnDevice(c10::DeviceIndex device) { set_device(device); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  ~OnDevice() { set_device(before_); }
+
+ private:
+  const c10::DeviceIndex before_ = current_device();
+};
+
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
@@ -89,19 +109,18 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return device_at(exchange_device(device.index()));
   }
   c10::Device getDevice() const override { return device_at(current_device()); }
-  void setDevice(c10::Device device) const override { (void)exchange_device(device.index()); }
+  void setDevice(c10::Device device) const override { set_device(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
-    current.device = device.index();
+    (void)maybe_exchange_device(device.index());
   }
   c10::Stream getStream(c10::Device device) const override {
-    return current_stream(device.has_index() ? device.index() : current.device);
+    return current_stream(index_of(device));
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
-    return stream_at(device.has_index() ? device.index() : current.device, 0);
+    return stream_at(index_of(device), 0);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool is_high_priority) const override {
-    return next_stream_of_pool(device.has_index() ? device.index() : current.device,
-                               is_high_priority);
+    return next_stream_of_pool(index_of(device), is_high_priority);
   }
   c10::Stream getNewStream(c10::Device device, int priority) const override {
     return getStreamFromGlobalPool(device, priority < 0);
@@ -114,6 +133,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex /*device*/,
               c10::EventFlag /*flag*/) const override {
+    const OnDevice on_device(stream.device_index());
     if (*event == nullptr) {
       *event = new std::shared_ptr<Recording>;
     }
@@ -123,6 +143,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (event == nullptr) {
       return;
     }
+    const OnDevice on_device(stream.device_index());
     if (const auto& recording = recording_of(event);
         recording->is_captured() || is_captured(stream)) {
       join_capture(stream, *recording);
@@ -131,6 +152,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     }
   }
   bool queryEvent(void* event) const override {
+    open_context(current.device);  // nobody says that CUDA doesn't
     auto* const permits = in_driver<int()>("fake_driver_permits_unsafe_call");
     TORCH_CHECK(permits == nullptr || permits() != 0,
                 "operation not permitted when stream is capturing");
@@ -141,7 +163,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
       uncaptured(event).wait();
     }
   }
-  void destroyEvent(void* event, c10::DeviceIndex /*device*/) const noexcept override {
+  void destroyEvent(void* event, c10::DeviceIndex device) const noexcept override {
+    if (event == nullptr) {
+      return;
+    }
+    const OnDevice on_device(device);
     delete static_cast<std::shared_ptr<Recording>*>(event);
   }
   bool queryStream(const c10::Stream& stream) const override { return Queue::of(stream).is_idle(); }
@@ -236,7 +262,21 @@ void make_wait(const c10::Stream& stream, std::shared_ptr<Recording> recording) 
 
 int device_count() { return devices.load(); }
 
-c10::DeviceIndex current_device() { return current.device; }
+c10::DeviceIndex current_device() { return current.wanted >= 0 ? current.wanted : current.device; }
+
+void open_context(c10::DeviceIndex device) {
+  has_context.at(static_cast<std::size_t>(device)) = true;
+}
+
+std::vector<int> contexts() {
+  std::vector<int> open;
+  for (int device = 0; device < kMostDevices; ++device) {
+    if (has_context.at(static_cast<std::size_t>(device))) {
+      open.push_back(device);
+    }
+  }
+  return open;
+}
 
 c10::Stream current_stream(c10::DeviceIndex device) {
   return stream_at(device, current.streams.at(static_cast<std::size_t>(device)));
@@ -248,9 +288,28 @@ c10::Stream exchange_stream(const c10::Stream& stream) {
       device, std::exchange(current.streams.at(static_cast<std::size_t>(device)), stream.id()));
 }
 
-c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
+void set_device(c10::DeviceIndex device) {
   TORCH_CHECK(device >= 0 && device < device_count(), "There is no fake CUDA device ", device, ".");
-  return std::exchange(current.device, device);
+  current.wanted = -1;
+  if (std::exchange(current.device, device) != device) {
+    open_context(device);
+  }
+}
+
+c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
+  const c10::DeviceIndex before = current_device();
+  set_device(device);
+  return before;
+}
+
+c10::DeviceIndex maybe_exchange_device(c10::DeviceIndex device) {
+  const c10::DeviceIndex before = current_device();
+  if (has_context.at(static_cast<std::size_t>(device))) {
+    set_device(device);
+  } else {
+    current.wanted = device;
+  }
+  return before;
 }
 
 c10::Stream next_stream_of_pool(c10::DeviceIndex device, bool is_high_priority) {

@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 namespace fake_cuda {
 
@@ -68,7 +69,17 @@ void make_wait(const c10::Stream& stream, std::shared_ptr<Recording> recording);
 [[nodiscard]] c10::DeviceIndex current_device();
 [[nodiscard]] c10::Stream current_stream(c10::DeviceIndex device);
 c10::Stream exchange_stream(const c10::Stream& stream);
+// As torch's functions of these names do: cudaSetDevice, which opens the device's context, unless
+// the device is the current one. The last only remembers a device that has no context yet.
+void set_device(c10::DeviceIndex device);
 c10::DeviceIndex exchange_device(c10::DeviceIndex device);
+c10::DeviceIndex maybe_exchange_device(c10::DeviceIndex device);
+
+// Of the process: what costs some hundred MB of a real device, and may be refused.
+void open_context(c10::DeviceIndex device);
+// The devices that have one.
+[[nodiscard]] std::vector<int> contexts();
+
 [[nodiscard]] c10::Stream next_stream_of_pool(c10::DeviceIndex device, bool is_high_priority);
 
 // Before each job a stream sleeps for a random time of at most so many microseconds.

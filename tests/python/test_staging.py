@@ -370,6 +370,52 @@ def test_memory_is_pinned_for_the_device_at_work() -> None:
     on_device("native", pinned_for_this_rank)
 
 
+def on_the_second_device() -> dict[str, list[int]]:
+    fake_cuda.install()
+    fake_cuda.set_device(1)  # as pydist.init does where it deals out real ones
+    rank, _ = start()
+    device = "cuda:1"
+    opened: dict[str, list[int]] = {}
+
+    def note(step: str) -> None:
+        staged_gpu.synchronize()
+        opened[step] = fake_cuda.contexts()
+
+    pydist.all_reduce(filled(1.0, device=device))
+    note("a collective")
+    pydist.all_reduce(filled(1.0, 300, device=device).view(3, -1).t(), async_op=True).wait()
+    note("results that are copied into place")
+    for kind in (pydist.send, pydist.recv) if rank == 0 else (pydist.recv, pydist.send):
+        kind(filled(1.0, device=device), 1 - rank)
+    note("messages")
+    model = pydist.DataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to(device))
+    for _ in range(2):
+        model(torch.ones(3, 4, device=device)).sum().backward()
+    note("training")
+    devices_of_callbacks: list[int] = []
+    future = dist.all_reduce(filled(1.0, device=device), async_op=True).get_future()
+    future.then(lambda _: devices_of_callbacks.append(fake_cuda.current_device())).wait()
+    del future
+    note("a future")
+    assert devices_of_callbacks == [1]
+    # Threads have not chosen what the main one has.
+    thread = threading.Thread(target=pydist.all_reduce, args=[filled(1.0, device=device)])
+    thread.start()
+    thread.join()
+    note("another thread of the user's")
+    pydist.shutdown()
+    note("the end")
+    return opened
+
+
+@needs_fake_cuda
+@BACKENDS
+def test_no_thread_opens_the_context_of_another_device(backend: str) -> None:
+    for opened in on_device(backend, on_the_second_device):
+        assert isinstance(opened, dict)
+        assert opened == {step: [1] for step in opened}
+
+
 def on_another_stream() -> list[str]:
     rank, _ = start()
     torch.set_warn_always(True)
