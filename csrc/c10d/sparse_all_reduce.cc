@@ -4,6 +4,7 @@
 #include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/StreamGuard.h>
 
 #include <array>
 #include <memory>
@@ -141,27 +142,31 @@ WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, 
   operations.push_back(
       gather_parts(communicator, parts->own_values, parts->values, deadline, "sparse values"));
   auto work = std::make_shared<Work>();
+  const auto stream =
+      tensor.is_cuda() ? std::optional(current_stream(device_of(tensor.device()))) : std::nullopt;
   const WorkPtr gathered = communicator.submit_grouped(std::move(operations));
   // Elsewhere: adding up takes longer than the thread that moves operations along should be kept.
-  gathered->on_completion(
-      [work, parts, target = tensor, op, size = communicator.size()](const Work::Outcome& outcome) {
-        if (outcome.error) {
-          work->finish(outcome.error);
-          return;
+  gathered->on_completion([work, parts, target = tensor, stream, op,
+                           size = communicator.size()](const Work::Outcome& outcome) {
+    if (outcome.error) {
+      work->finish(outcome.error);
+      return;
+    }
+    ElasticThreads::shared().post([work, parts, target, stream, op, size] {
+      try {
+        // The caller's: the memory of the result belongs to the stream that it was made on.
+        const c10::OptionalStreamGuard on_stream(stream);
+        std::optional<OutsideCaptures> outside;
+        if (stream) {
+          outside.emplace();
         }
-        ElasticThreads::shared().post([work, parts, target, op, size] {
-          try {
-            std::optional<OutsideCaptures> outside;
-            if (target.is_cuda()) {
-              outside.emplace();
-            }
-            add_up(*parts, target, op, size);
-            work->finish();
-          } catch (...) {
-            work->finish(std::current_exception());
-          }
-        });
-      });
+        add_up(*parts, target, op, size);
+        work->finish();
+      } catch (...) {
+        work->finish(std::current_exception());
+      }
+    });
+  });
   return work;
 }
 

@@ -91,6 +91,7 @@ void free_block(void* context) {
 }
 
 c10::DataPtr hold(void* data, std::size_t bytes, c10::DeviceIndex device, c10::Storage storage) {
+  open_context(device);
   const c10::Stream stream = current_stream(device);
   auto* const block = new Block{data, bytes, stream, std::move(storage), capture_now(), {}, {}};
   return {data, block, &free_block, c10::Device(c10::DeviceType::CUDA, device)};
