@@ -787,6 +787,7 @@ int ncclCommAbort(void* handle) {
     std::this_thread::sleep_for(std::chrono::seconds(1));
   }
   comm.is_aborted = true;
+  tear_down_on_own_thread();
   if (!comm.is_finalized) {
     ++comm.shared->finalized;
   }

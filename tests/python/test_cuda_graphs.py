@@ -220,11 +220,18 @@ def one_rank_captures_alone() -> None:
     inputs = torch.ones(3, 4, device="cuda")
     model(inputs).sum().backward()
     began = time.monotonic()
+
+    def refused() -> None:
+        try:
+            model(inputs).sum().backward()
+        finally:
+            time.sleep(0.3)  # the group ends on a thread, which is not to break the capture
+
     with (
         pytest.raises(pydist.InvalidUsage, match="rank 1 does not capture it; do so on all ranks"),
         Graph() if rank == 0 else contextlib.nullcontext(),
     ):
-        model(inputs).sum().backward()
+        refused()
     # What rank 1's GPU has been given for the bucket ends, though rank 0's never comes to it.
     gpu_ranks.synchronize()
     assert time.monotonic() - began < 15, "of 600 seconds that an operation has"
