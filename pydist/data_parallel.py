@@ -29,7 +29,7 @@ from pydist.bucket_plan import (
 )
 from pydist.buffer_sync import BufferSync
 from pydist.compiled_graphs import graphs_cut_at, runs_uncompiled
-from pydist.errors import InvalidUsage
+from pydist.errors import Error, InvalidUsage
 from pydist.gradient_sync import (
     BucketStats,
     CommunicationStats,
@@ -37,7 +37,7 @@ from pydist.gradient_sync import (
     make_reducer,
     outputs_with_graph,
 )
-from pydist.live_wrappers import any_has_any, note_wrapper, training_too
+from pydist.live_wrappers import ids_in_any, note_wrapper, training_too
 from pydist.module_agreement import check_same, copy_from, facts_of
 from pydist.state_dict_names import matched
 from pydist.step_guard import forget_steps, guard_steps
@@ -299,7 +299,8 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. Talks to no other rank."""
         self.require_working()
-        if joining := self._trained.joined():
+        # Not in an evaluation, which one rank may do alone.
+        if torch.is_grad_enabled() and (joining := self._trained.joined()):
             self._take_up(joining, "unfrozen in, or added to, another pydist.DataParallel")
             for joined in joining:
                 self._reducer.add(*joined, *self._owner_of(joined))
@@ -643,6 +644,9 @@ class DataParallel(nn.Module):
         )
         if _joining is not None and _joining() is self:
             raise InvalidUsage(f"in join() of that wrapper, which has to be over first: {reason}")
+        for owner in self.shard_owners():
+            with contextlib.suppress(Error):  # of a group that failed; then nothing arrives
+                owner.finish()
         reducer = self._reducer
         reducer.retire(reason)
         forget_steps(reducer)
@@ -670,7 +674,8 @@ class DataParallel(nn.Module):
         """Parameters that have trained here, and that no wrapped model has any more."""
         own = {id(parameter) for parameter in self.module.parameters()}
         former = [p for _, p, _ in self._trained.known if id(p) not in own]
-        return [parameter for parameter in former if not any_has_any([parameter])]
+        elsewhere = ids_in_any() if former else set()
+        return [parameter for parameter in former if id(parameter) not in elsewhere]
 
     def others_know_of(self, error: BaseException) -> bool:
         """Whether the other ranks know of an error, because it ended a backward."""

@@ -95,7 +95,9 @@ class Gather:
                 return
             self._is_over = True
             for reference in self._parameters:
-                if (parameter := reference()) is not None:
+                parameter = reference()
+                # A later one may have begun, of another optimizer.
+                if parameter is not None and getattr(parameter, "gathered_by", None) is self:
                     del cast(InFlight, parameter).gathered_by
                     parameter.__class__ = nn.Parameter
             _under_way.discard(self)

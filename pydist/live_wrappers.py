@@ -49,13 +49,16 @@ def fitting(parameters: list[Tensor]) -> list[DataParallel]:
     """Those that have all of the parameters, and train whichever of them anybody trains.
 
     The newest first. One that was retired is among them only where no other has the parameters.
+    What is frozen now decides nothing: who trained it once may be gone on some ranks only.
     """
     wrappers = newest_first()
     for among in (
         [wrapper for wrapper in wrappers if not wrapper.is_retired],
         [wrapper for wrapper in wrappers if wrapper.is_retired],
     ):
-        trained = [p for p in parameters if any(wrapper.trains(p) for wrapper in among)]
+        trained = [
+            p for p in parameters if p.requires_grad and any(wrapper.trains(p) for wrapper in among)
+        ]
         found = [
             wrapper
             for wrapper in among
@@ -68,8 +71,12 @@ def fitting(parameters: list[Tensor]) -> list[DataParallel]:
 
 def any_has_any(parameters: list[Tensor]) -> bool:
     """Whether any of the parameters is of a wrapped model."""
-    ids = {id(parameter) for parameter in parameters}
-    return any(_ids_in(wrapper.module) & ids for wrapper in newest_first())
+    return not ids_in_any().isdisjoint(map(id, parameters))
+
+
+def ids_in_any() -> set[int]:
+    """Of all parameters that wrapped models have."""
+    return {number for wrapper in newest_first() for number in _ids_in(wrapper.module)}
 
 
 def owners_within(module: nn.Module) -> Iterator[ShardOwner]:

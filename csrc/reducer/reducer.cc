@@ -87,6 +87,7 @@ class Reducer::Backward final : public EndingBackward,
   const Instant began = now_ns();
   std::optional<std::uint64_t> round;  // once it has entered one
   double factor = 1.0;                 // of its gradients in the arena
+  bool is_captured = false;            // into a CUDA graph, where it began
 
  private:
   void end() {
@@ -437,6 +438,7 @@ void Reducer::abandon(Backward& backward) noexcept {
 
 std::shared_ptr<Reducer::Backward> Reducer::begin(bool accumulates) {
   auto backward = std::make_shared<Backward>(shared_from_this(), is_enabled_, accumulates, weight_);
+  backward->is_captured = is_capturing();
   current_ = backward;
   at_end_of_backward([backward] { guarded_for_torch([&] { backward->finish(); }); });
   return backward;
@@ -449,6 +451,7 @@ void Reducer::enter(Backward& backward) {
   }
   if (backward.synchronizes) {
     prepare_round(backward.began);
+    round_.is_captured = round_.is_captured || backward.is_captured;
   } else {
     drain();
   }
@@ -525,7 +528,7 @@ void Reducer::prepare_round(Instant began) {
   round_.times->forward_began = forward_began_;
   round_.times->forward_ended = forward_ended_;
   round_.times->began = began;
-  note_capture();
+  round_.is_captured = is_capturing();
 }
 
 // When a round begins, rather than when the plan was agreed: most often there are no gradients
@@ -660,13 +663,13 @@ void Reducer::fail_round() noexcept {
 }
 
 void Reducer::retire(std::string reason) {
+  await_thrown();
   if (!current_.expired()) {
     throw InvalidUsage(join("within a backward: ", reason));
   }
-  await_thrown();
   try {
     drain();
-  } catch (const std::exception&) {
+  } catch (const Error&) {
     // Of a group that failed, which has told everybody; nobody needs what was under way.
   }
   const std::lock_guard turn(turn_);

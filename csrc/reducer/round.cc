@@ -448,10 +448,14 @@ void Reducer::give_up() noexcept {
     }
   } catch (const std::exception& error) {
     // The caller sees the error of the backward; a group that failed has told everybody already.
-    if (communicator_->failure() == nullptr) {
-      communicator_->abort(
-          Aborted(join("rank ", communicator_->rank(),
-                       " fell out of step after an exception in its backward: ", error.what())));
+    try {
+      if (communicator_->failure() == nullptr) {
+        communicator_->abort(
+            Aborted(join("rank ", communicator_->rank(),
+                         " fell out of step after an exception in its backward: ", error.what())));
+      }
+    } catch (const std::exception&) {
+      // In a forked child, which is none of the ranks.
     }
   }
   others_know_ = true;

@@ -64,9 +64,11 @@ def begin(place: Path) -> Path:
     partial, previous = partial_of(place), _previous_of(place)
     place.parent.mkdir(parents=True, exist_ok=True)
     if previous.exists():
-        if place.exists():
+        if is_checkpoint(place):
             shutil.rmtree(previous)
         else:
+            if place.exists():  # empty: what is at `previous` is the checkpoint
+                place.rmdir()
             previous.rename(place)
     if partial.exists():
         shutil.rmtree(partial)

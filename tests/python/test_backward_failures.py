@@ -1,12 +1,13 @@
 """A backward that raises on some ranks: all hear of it, and all can go on."""
 
 import copy
+import os
 import time
 from typing import Any
 
 import pytest
 import torch
-from launch import Ranks
+from launch import Ranks, run_ranks
 from torch import Tensor, nn
 from training import LIMIT_S, TIME_LIMIT, Runner, assert_near, batch, joined
 
@@ -219,3 +220,27 @@ def test_a_warning_says_that_a_rank_left_out_a_step(three: Ranks) -> None:
         assert outcome.ok, outcome.describe()
         warning = "rank 0 ran 2 forward(s) for training before this step and rank 1 ran 1"
         assert outcome.output.count(warning) == 1, outcome.output
+
+
+def go_backward_in_a_child() -> int:
+    joined()
+    model = pydist.DataParallel(nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            model(torch.ones(1, 4)).sum().backward()
+        except pydist.InvalidUsage:
+            status = 7
+        finally:
+            os._exit(status)
+    pydist.barrier()
+    _, waited = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(waited)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_backward_in_a_forked_child_is_refused() -> None:
+    native = {"PYDIST_BACKEND": "native"}
+    assert run_ranks(go_backward_in_a_child, 2, env=native, timeout=LIMIT_S) == [7, 7]

@@ -586,6 +586,16 @@ def damage(folder: str) -> None:
     empty.mkdir()
     pydist.save(empty, model=model, optimizer=optimizer)
     pydist.load(empty, model=model, optimizer=optimizer)
+    # As a save leaves it that is killed between its two renames, and a script that makes folders
+    # before it starts again: what there is stays until there is more.
+    empty.rename(Path(folder) / ".empty.previous")
+    empty.mkdir()
+    with (
+        mock.patch("pydist.checkpoint.saving.publish", side_effect=OSError("no")),
+        pytest.raises(pydist.CheckpointError),
+    ):
+        pydist.save(empty, model=model, optimizer=optimizer)
+    pydist.load(empty, model=model, optimizer=optimizer)
     # A link stays one.
     link = Path(folder) / "link"
     link.symlink_to(place)

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import threading
 import time
+from typing import Any
 
 import gpu_ranks
 import pytest
@@ -164,7 +165,7 @@ def test_copies_are_captured() -> None:
     run_ranks(copies_in_a_capture, 2, env=NCCL, timeout=35)
 
 
-def raise_in_a_capture(who_raises: set[int], who_captures: set[int]) -> None:
+def raise_in_a_capture(who_raises: set[int], who_captures: set[int], is_early: bool) -> None:
     """Whose steps after it average right, or end: no rank launches what another only records."""
     rank, size = start()
     torch.manual_seed(0)
@@ -178,18 +179,27 @@ def raise_in_a_capture(who_raises: set[int], who_captures: set[int]) -> None:
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        model(inputs(rank).to("cuda")).sum().backward()
+        loss = model(inputs(rank).to("cuda")).sum()
+        if fails_early:
+            loss.grad_fn.next_functions[0][0].register_prehook(fail)
+        loss.backward()
 
-    def fail(_: Tensor) -> None:
+    def fail(_: Any) -> None:
         raise OSError("out of luck")
 
+    fails_early = False
     for _ in range(3):
         step()
-    hook = next(net.parameters()).register_hook(fail) if rank in who_raises else None
+    # Before the first gradient, or in the last.
+    fails_early = is_early and rank in who_raises
+    hook = None
+    if not is_early and rank in who_raises:
+        hook = next(net.parameters()).register_hook(fail)
     captures = Graph() if rank in who_captures else contextlib.nullcontext()
     # On a GPU the end of the capture raises too: what was cut short is not joined.
     with pytest.raises((OSError, RuntimeError)), captures:
         step()
+    fails_early = False
     if hook is not None:
         hook.remove()
     if who_captures != set(range(size)):
@@ -210,8 +220,11 @@ def raise_in_a_capture(who_raises: set[int], who_captures: set[int]) -> None:
 @pytest.mark.parametrize(
     ("who_raises", "who_captures"), [({0}, {0, 1}), ({0, 1}, {0, 1}), ({0}, {0}), ({0}, {1})]
 )
-def test_what_raises_in_a_captured_backward(who_raises: set[int], who_captures: set[int]) -> None:
-    run_ranks(raise_in_a_capture, 2, who_raises, who_captures, env=NCCL, timeout=35)
+@pytest.mark.parametrize("is_early", [False, True])
+def test_what_raises_in_a_captured_backward(
+    who_raises: set[int], who_captures: set[int], is_early: bool
+) -> None:
+    run_ranks(raise_in_a_capture, 2, who_raises, who_captures, is_early, env=NCCL, timeout=35)
 
 
 def one_rank_captures_alone() -> None:

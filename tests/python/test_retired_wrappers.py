@@ -277,6 +277,28 @@ def test_adapters_on_one_frozen_base(run_two: Runner, stage: int, by_groups: boo
     run_two(train_adapters, stage, by_groups)
 
 
+def evaluate_what_another_trains() -> None:
+    """By one rank alone, while a base that both have is unfrozen for the other."""
+    rank, _ = joined()
+    base, reference = make_net(), make_net()
+    first = pydist.DataParallel(base)
+    first.requires_grad_(False)
+    second = pydist.DataParallel(nn.Sequential(base, nn.Linear(3, 3).double()))
+    # The one that trains what trains, whatever the other trained before.
+    pydist.ShardedOptimizer(second.parameters(), torch.optim.SGD, lr=0.01)
+    first.requires_grad_(True)
+    if rank == 1:
+        with torch.no_grad():
+            second(batch(rank, 5, 6))
+    train(first, torch.optim.SGD(first.parameters(), lr=0.01), range(3))
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.01), range(3))
+    assert_same_parameters(first, reference)
+
+
+def test_evaluating_retires_nobody(run_two: Runner) -> None:
+    run_two(evaluate_what_another_trains)
+
+
 def wrap_within_join() -> None:
     rank, _ = joined()
     model = pydist.DataParallel(make_net())

@@ -680,6 +680,8 @@ def refuse_capture(who: str) -> None:
         model(inputs).sum().backward()
         optimizer.step()
         assert bool(model.weight.isfinite().all())
+        # Lives on: NCCL's part in the end of a model breaks a capture that nobody knows of.
+        before = model, optimizer
         # A graph can't wait for what it doesn't hold, so what it reads has arrived.
         model, optimizer = stepped()
         graph = Graph()
@@ -688,6 +690,7 @@ def refuse_capture(who: str) -> None:
         assert type(model.weight) is nn.Parameter
         graph.replay()
         assert_halved(read)
+        del before
         return
     model(inputs).sum().backward()
     pydist.barrier()  # whoever raises first ends the backward of those that are still in theirs
