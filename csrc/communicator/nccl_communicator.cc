@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -28,7 +29,8 @@ namespace {
 using std::chrono::milliseconds;
 
 // NCCL's own memory, which it moves without copies inside of it once it is registered; the device's
-// where NCCL has none. That is an optimisation: collectives on any memory are right.
+// where NCCL has none. That is an optimisation: collectives on any memory are right, where it is
+// registered on all ranks or on none.
 class NcclMemory final : public Memory {
  public:
   NcclMemory(std::shared_ptr<NcclGroup> group, std::size_t bytes)
@@ -52,6 +54,24 @@ class NcclMemory final : public Memory {
       }
     }
   }
+
+  [[nodiscard]] bool is_registered() const noexcept { return registration_ != nullptr; }
+  // Takes that back; throws where it cannot.
+  void deregister(Deadline deadline) {
+    const cuda::DeviceGuard guard(group_->device());
+    const cuda::RelaxedCapture relaxed;
+    while (is_registered() && !group_->deregister(registration_)) {
+      if (const std::exception_ptr error = group_->failure()) {
+        std::rethrow_exception(error);
+      }
+      if (deadline.has_passed()) {
+        throw Timeout("ncclCommDeregister waited in vain for a launch to return.");
+      }
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    registration_ = nullptr;
+  }
+
   ~NcclMemory() override {
     if (data_ == nullptr || in_forked_child()) {
       return;
@@ -191,7 +211,9 @@ class NcclCommunicator final : public Communicator {
       group_->agree("was interrupted");
       throw;
     }
-    group_->agree(complaint);
+    if (!group_->agree(complaint, memory != nullptr && memory->is_registered())) {
+      memory->deregister(Deadline::in(timeout()));
+    }
     return memory;
   }
 

@@ -70,13 +70,21 @@ class LaunchMark {
   bool is_over_ = false;
 };
 
-// A short text of every rank; the ranks' way to agree about an error.
-using Notice = std::array<char, 512>;
+// A short text of every rank, and a yes or no; the ranks' way to agree about an error.
+struct Notice {
+  std::array<char, 511> complaint{};
+  bool says_yes = true;
+
+  void set(const std::string& text) noexcept {
+    std::copy_n(text.begin(), std::min(text.size(), complaint.size() - 1), complaint.begin());
+  }
+  [[nodiscard]] bool is_complaint() const noexcept { return complaint[0] != '\0'; }
+};
 
 Operation bytes_of_all(Notice& mine, std::vector<Notice>& all) {
   Operation operation;
   operation.kind = OpKind::kAllGather;
-  operation.inputs = {Buffer{mine.data(), mine.size(), DType::kUInt8, {}}};
+  operation.inputs = {Buffer{&mine, sizeof mine, DType::kUInt8, {}}};
   operation.outputs = {Buffer{all.data(), all.size() * sizeof(Notice), DType::kUInt8, {}}};
   operation.label = "whether NCCL is ready";
   return operation;
@@ -142,31 +150,30 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
   return group;
 }
 
-void NcclGroup::agree(Communicator& control, const std::string& complaint) {
-  Notice mine{};
-  std::copy_n(complaint.begin(), std::min(complaint.size(), mine.size() - 1), mine.begin());
+bool NcclGroup::agree(Communicator& control, const std::string& complaint, bool says_yes) {
+  Notice mine{.says_yes = says_yes};
+  mine.set(complaint);
   std::vector<Notice> all(static_cast<std::size_t>(control.size()));
   control.run(bytes_of_all(mine, all));
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank][0] != '\0') {
-      throw TransportError(
-          pydist::join("NCCL cannot serve these ranks. Rank ", rank, ": ", all[rank].data()));
+    if (all[rank].is_complaint()) {
+      throw TransportError(pydist::join("NCCL cannot serve these ranks. Rank ", rank, ": ",
+                                        all[rank].complaint.data()));
     }
   }
+  return std::all_of(all.begin(), all.end(), [](const Notice& one) { return one.says_yes; });
 }
 
 void NcclGroup::connect(Deadline deadline) {
   // The id of rank 0, behind a complaint of its own if it has none.
   struct Invitation {
-    Notice complaint{};
+    Notice notice{};
     nccl::UniqueId id{};
   } invitation;
   if (rank() == 0) {
     const Result result = api_->functions().ncclGetUniqueId(&invitation.id);
     if (result != Result::kSuccess) {
-      const std::string text = api_->describe(result, nullptr);
-      std::copy_n(text.begin(), std::min(text.size(), invitation.complaint.size() - 1),
-                  invitation.complaint.begin());
+      invitation.notice.set(api_->describe(result, nullptr));
     }
   }
   Operation operation;
@@ -176,8 +183,8 @@ void NcclGroup::connect(Deadline deadline) {
   (rank() == 0 ? operation.inputs
                : operation.outputs) = {Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
   control_->run(std::move(operation));
-  if (invitation.complaint[0] != '\0') {
-    throw TransportError(pydist::join("NCCL made no id: ", invitation.complaint.data()));
+  if (invitation.notice.is_complaint()) {
+    throw TransportError(pydist::join("NCCL made no id: ", invitation.notice.complaint.data()));
   }
   const cuda::DeviceGuard guard(device_);
   stream_ = GroupStreams::of_process().make(device_);

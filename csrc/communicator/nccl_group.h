@@ -137,9 +137,12 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] std::byte* scratch();
   static constexpr std::size_t kScratchBytes = std::size_t{16} << 20;
 
-  // Collective. Throws the same TransportError on every rank where any rank has a complaint.
-  void agree(const std::string& complaint) { agree(*control_, complaint); }
-  static void agree(Communicator& control, const std::string& complaint);
+  // Collective. Throws the same TransportError on every rank where any rank has a complaint;
+  // otherwise returns whether all of them said yes.
+  bool agree(const std::string& complaint, bool says_yes = true) {
+    return agree(*control_, complaint, says_yes);
+  }
+  static bool agree(Communicator& control, const std::string& complaint, bool says_yes = true);
   // Makes memory known to NCCL; null where it does not want to know it.
   [[nodiscard]] void* register_memory(void* data, std::size_t bytes);
   // Takes that back. False while that cannot be done: what is registered must not be freed.

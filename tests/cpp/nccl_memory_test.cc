@@ -96,6 +96,33 @@ TEST(NcclMemory, WaitsForNoDeviceOnAThreadThatCaptures) {
   });
 }
 
+// NCCL's ranks agree about an operation on memory that some of them have registered, or do not.
+TEST(NcclMemory, IsRegisteredOnAllRanksOrOnNone) {
+  use_fake_cuda();
+  const FakeFault fault("no_register:1:0");
+  run_ranks(2, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    const MemoryPtr memory = allocate(rank);
+    rank.group->run(barrier());
+    EXPECT_EQ(::fake_nccl_registrations(), 0);
+    rank.group->run(barrier());
+    rank.group->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+}
+
+TEST(NcclMemory, IsRegisteredWhereAllRanksCan) {
+  use_fake_cuda();
+  run_ranks(2, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    const MemoryPtr memory = allocate(rank);
+    rank.group->run(barrier());
+    EXPECT_EQ(::fake_nccl_registrations(), 2);
+    rank.group->run(barrier());
+    rank.group->shutdown();
+  });
+}
+
 TEST(NcclMemory, SaysOnAllRanksHowMuchIsMissingWhere) {
   use_fake_cuda();
   run_ranks(2, [](RankOfTest& self) {

@@ -24,6 +24,7 @@
 //   late        the operation ends a second and a half after the other ranks'
 //   deaf        the operation never ends, even where it is aborted
 //   slow_abort  the abort takes a second (as hang_abort)
+//   no_register  memory is refused (as hang_abort)
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -952,8 +953,12 @@ int ncclMemFree(void* data) {
 }
 
 int ncclCommRegister(void* comm, void* data, std::size_t, void** handle) {
-  if (find(comm) == nullptr) {
+  const CommPtr owner = find(comm);
+  if (owner == nullptr) {
     return kInvalidArgument;
+  }
+  if (has_fault(*owner, "no_register", false)) {
+    return kSystemError;
   }
   const std::lock_guard lock(memory_mutex);
   *handle = data;
@@ -989,6 +994,10 @@ int fake_nccl_faults() { return faults_seen.load(); }
 int fake_nccl_communicators() {
   const std::lock_guard lock(communicators_mutex);
   return static_cast<int>(communicators.size());
+}
+int fake_nccl_registrations() {
+  const std::lock_guard lock(memory_mutex);
+  return static_cast<int>(registrations.size());
 }
 int fake_nccl_blocks() {
   const std::lock_guard lock(memory_mutex);

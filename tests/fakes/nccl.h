@@ -11,6 +11,9 @@ int fake_nccl_faults();
 // Communicators that have been neither destroyed nor aborted.
 int fake_nccl_communicators();
 
+// Blocks of memory that a communicator knows.
+int fake_nccl_registrations();
+
 // Blocks of memory that have been allocated and not freed.
 int fake_nccl_blocks();
 }
