@@ -304,6 +304,7 @@ class DataParallel(nn.Module):
             self._take_up(joining, "unfrozen in, or added to, another pydist.DataParallel")
             for joined in joining:
                 self._reducer.add(*joined, *self._owner_of(joined))
+                self._trained.add(*joined)
         for owner in self.shard_owners():
             owner.before_forward(self.module)
         if self._input_device is not None:

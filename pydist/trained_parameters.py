@@ -45,7 +45,7 @@ class TrainedParameters:
 
     Attributes:
         known: Names, parameters, whether their gradients are sparse: first those at construction,
-            in the order of registration, then those that `joined` has found, in that order.
+            in the order of registration, then those that `add` was given, in that order.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -56,14 +56,20 @@ class TrainedParameters:
         self.known: Trained = []
         self._known_ids: set[int] = set()
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-        self._walk()
+        for joined in self._walk():
+            self.add(*joined)
+
+    def add(self, name: str, parameter: nn.Parameter, is_sparse: bool) -> None:
+        """From now on, a parameter is known."""
+        self.known.append((name, parameter, is_sparse))
+        self._known_ids.add(id(parameter))
 
     def knows(self, parameter: Tensor) -> bool:
         """Whether a parameter is among those known."""
         return id(parameter) in self._known_ids
 
     def joined(self) -> Trained:
-        """Parameters that were unfrozen or added since the last call.
+        """Parameters that require gradients and are not known: `add` makes them so.
 
         Raises:
             InvalidUsage: One of them can't be trained; the next call raises again.
@@ -79,12 +85,12 @@ class TrainedParameters:
         ):
             return []
         seen = _registrations
-        before = len(self.known)
-        self._walk()
-        self._seen = seen
-        return self.known[before:]
+        joined = self._walk()
+        # What is found once is found again until it is known.
+        self._seen = -1 if joined else seen
+        return joined
 
-    def _walk(self) -> None:
+    def _walk(self) -> Trained:
         named = list(self._module.named_parameters())
         sparse = ids_of_sparse(self._module)
         joined = [
@@ -95,8 +101,6 @@ class TrainedParameters:
         for name, parameter, _ in joined:
             require_ordinary("parameter", name, parameter)
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
-        self._known_ids.update(id(parameter) for _, parameter, _ in joined)
-        self.known += joined
         self._places = [
             (part._parameters, key, parameter)
             for part in self._module.modules()
@@ -104,6 +108,7 @@ class TrainedParameters:
             for key, parameter in part._parameters.items()
             if parameter is not None
         ]
+        return joined
 
 
 def _is_converted(now: Tensor | None, before: nn.Parameter) -> bool:

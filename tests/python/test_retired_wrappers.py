@@ -314,6 +314,32 @@ def test_wrapping_anew_within_join(run_two: Runner) -> None:
     run_two(wrap_within_join)
 
 
+def unfreeze_within_join() -> None:
+    rank, size = joined()
+    net = make_net()
+    model = pydist.DataParallel(net)
+    head = next(net.children())
+    for parameter in head.parameters():
+        parameter.requires_grad_(False)
+    other = pydist.DataParallel(nn.Sequential(head, nn.Linear(300, 1).double()))
+    for parameter in head.parameters():
+        parameter.requires_grad_(True)
+    with model.join():
+        for _ in range(2):  # what was found once is found again
+            with pytest.raises(pydist.InvalidUsage, match=r"in join\(\) of that wrapper"):
+                loss_of(other, rank, 0)
+    other.zero_grad()
+    loss_of(other, rank, 0).backward()
+    assert head.weight.grad is not None
+    of_all = pydist.all_gather(head.weight.grad[None])
+    assert of_all.shape[0] == size
+    assert all(torch.equal(of_all[0], one) for one in of_all)
+
+
+def test_unfreezing_what_another_wrapper_joins_with(run_two: Runner) -> None:
+    run_two(unfreeze_within_join)
+
+
 def save_several(folder: str) -> None:
     joined()
     nets = [pydist.DataParallel(make_net()) for _ in range(2)]
