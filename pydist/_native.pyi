@@ -478,9 +478,9 @@ def create_nccl(host: Communicator, device: typing.SupportsInt | typing.Supports
     """
     Joins the ranks of `host`, a communicator on native or gloo that then belongs to the new one, on NCCL; all of them call. `device` is the index of this rank's GPU; `library` the path of libnccl.so.2, for where the process has not loaded one.
     """
-def cuda_kernels_obstacle() -> str:
+def cuda_kernels_obstacle(device: typing.SupportsInt | typing.SupportsIndex) -> str:
     """
-    Why pydist's CUDA kernels cannot run here, in a sentence; empty where they can. Starts the driver.
+    Why pydist's CUDA kernels cannot run on a device, in a sentence; empty where they can. Starts the driver, and opens a context on the device.
     """
 def environment_variables() -> list[tuple[str, str, str, str, str | None]]:
     """

@@ -237,7 +237,8 @@ def _gradient_dtypes(segments: Sequence[Segment]) -> frozenset[torch.dtype]:
     if len(kinds) != 1:  # complex ones lie beside real ones
         return frozenset()
     ((device, computed),) = kinds
-    if device == "cuda" and not _has_cuda_kernels():
+    devices = {segment.updated.device.index for segment in segments}
+    if device == "cuda" and not all(map(_has_cuda_kernels, devices)):
         return frozenset()
     if computed == torch.float32 and device in ("cpu", "cuda"):
         return frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -247,8 +248,8 @@ def _gradient_dtypes(segments: Sequence[Segment]) -> frozenset[torch.dtype]:
 
 
 @functools.cache
-def _has_cuda_kernels() -> bool:
-    return not _native.cuda_kernels_obstacle()
+def _has_cuda_kernels(device: int) -> bool:
+    return not _native.cuda_kernels_obstacle(device)
 
 
 def _plain(gradient: Tensor) -> Tensor:

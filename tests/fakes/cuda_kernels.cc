@@ -1,11 +1,15 @@
 // pydist's CUDA kernels without a GPU: what they would do, done by the CPU kernels on a stream of
 // the fake CUDA driver.
+//
+// FAKE_CUDA_KERNELS=foreign   they were compiled for other GPUs
 
 #include "kernels/cuda_kernels.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "cuda_driver.h"
@@ -23,6 +27,8 @@ void move_bytes(void* to, const void* from, std::size_t bytes) {
 }
 
 using pydist::DType;
+
+constexpr int kNoKernelImageForDevice = 209;  // cudaErrorNoKernelImageForDevice
 
 void enqueue(void* stream, const std::function<void()>& job) { fake_driver_enqueue(stream, &job); }
 
@@ -138,7 +144,10 @@ int pydist_cuda_device_count(int* count) {
   *count = 8;
   return 0;
 }
-int pydist_cuda_load_kernels() { return 0; }
+int pydist_cuda_load_kernels() {
+  const char* const fault = std::getenv("FAKE_CUDA_KERNELS");
+  return fault != nullptr && fault == std::string_view("foreign") ? kNoKernelImageForDevice : 0;
+}
 
 int pydist_cuda_reduce(const PydistCudaReduce* reduce, void* stream) {
   Reduce job{{}, {}, {}, *reduce};

@@ -705,6 +705,20 @@ def test_buckets_on_a_gpu() -> None:
     run_ranks(step_buckets_on_the_gpu, 1, timeout=LIMIT_S)
 
 
+def fused_on_a_foreign_gpu() -> None:
+    gpu_ranks.install()
+    bucket = lay_out([torch.ones(5, device="cuda")])
+    optimizer = torch.optim.AdamW([bucket.segments[0].updated], fused=True)
+    assert "error 209" in _native.cuda_kernels_obstacle(0)
+    assert fused_step.fused_step(optimizer, optimizer.param_groups[0], bucket.segments) is None
+
+
+@pytest.mark.skipif(gpu_ranks.IS_REAL, reason="no GPU is unknown to a build for this machine")
+@gpu_ranks.needs_gpu_ranks
+def test_a_gpu_that_the_kernels_do_not_know_is_left_to_torchs_class() -> None:
+    run_ranks(fused_on_a_foreign_gpu, 1, env={"FAKE_CUDA_KERNELS": "foreign"}, timeout=LIMIT_S)
+
+
 # ---- what a step costs --------------------------------------------------------------------
 
 

@@ -508,7 +508,7 @@ def assert_as_on_the_cpu(device: Arrays, host: Arrays, what: str) -> None:
 
 def step_on_the_gpu() -> None:
     gpu_ranks.install(delay_us=500)
-    assert not _native.cuda_kernels_obstacle()
+    assert not _native.cuda_kernels_obstacle(torch.cuda.current_device())
     other_stream = torch.cuda.Stream() if gpu_ranks.IS_REAL else None
     rules: list[Rule] = [*ADAMS, *SGDS]
     for dtypes in DTYPES:
