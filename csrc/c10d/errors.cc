@@ -1,5 +1,6 @@
 #include "c10d/errors.h"
 
+#include <c10/util/Exception.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <atomic>
@@ -53,6 +54,16 @@ std::exception_ptr from_torch(const std::exception_ptr& error) {
     return make_error(typed.kind(), typed.what());
   } catch (...) {
     return error;
+  }
+}
+
+ErrorDescription describe_briefly(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& torchs) {
+    return {ErrorKind::kError, torchs.what_without_backtrace()};
+  } catch (...) {
+    return describe(error);
   }
 }
 

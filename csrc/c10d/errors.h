@@ -29,6 +29,9 @@ void set_python_class_lookup(PythonClassLookup lookup) noexcept;
 // The pydist error that for_torch() wrapped; anything else comes back unchanged.
 [[nodiscard]] std::exception_ptr from_torch(const std::exception_ptr& error);
 
+// As describe(), but of torch's errors without the C++ stack that their text ends with.
+[[nodiscard]] ErrorDescription describe_briefly(const std::exception_ptr& error);
+
 // Runs `function`; a pydist::Error that it throws leaves as torch understands it.
 template <typename Function>
 auto guarded_for_torch(Function&& function) -> decltype(std::forward<Function>(function)()) {

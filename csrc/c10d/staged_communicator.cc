@@ -20,6 +20,7 @@
 #include "base/log.h"
 #include "c10d/device_streams.h"
 #include "c10d/elastic_threads.h"
+#include "c10d/errors.h"
 #include "c10d/memory_tensor.h"
 #include "c10d/serial_queue.h"
 #include "c10d/tensors.h"
@@ -293,7 +294,7 @@ class Staging {
   // The peers wait for what does not come, unless the host's communicator has told them, or
   // refuses the operation alike on all of them.
   void give_up(const Staged& staged, const std::exception_ptr& error, bool has_begun) {
-    const auto [kind, what] = describe(error);
+    const auto [kind, what] = describe_briefly(error);
     if (host_->failure() == nullptr && (kind != ErrorKind::kInvalidUsage || has_begun)) {
       host_->abort(Error(kind, join(to_string(staged.operation.kind), " on rank ", host_->rank(),
                                     " could not be staged: ", what)));

@@ -196,9 +196,12 @@ void note_device() {
 
 void free_pinned(void* data) { retire(data, pinned().remove(data)); }
 
+std::atomic<bool> refuses_to_pin{false};
+
 class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
+    TORCH_CHECK(!refuses_to_pin, "CUDA error: out of memory");
     void* const data = fake_cuda::allocate(bytes);
     pinned().add(data, bytes);
     return {data, data, &free_pinned, c10::Device(c10::DeviceType::CPU)};
@@ -255,6 +258,7 @@ std::vector<int> registering_devices() {
   return {registering.devices.begin(), registering.devices.end()};
 }
 void refuse_to_register(bool refuses) { registering.refuses = refuses; }
+void refuse_to_pin(bool refuses) { refuses_to_pin = refuses; }
 
 void install_allocators() {
   c10::SetAllocator(c10::DeviceType::CUDA, new DeviceAllocator);

@@ -37,6 +37,7 @@ void keep_in_cache(long bytes);
 // calls are refused from now on.
 [[nodiscard]] std::vector<int> registering_devices();
 void refuse_to_register(bool refuses);
+void refuse_to_pin(bool refuses);
 
 // Registers the allocators with torch.
 void install_allocators();

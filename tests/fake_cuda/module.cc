@@ -71,6 +71,7 @@ PYBIND11_MODULE(_fake_cuda, module) {
   module.def("registering_devices", &fake_cuda::registering_devices);
   module.def("keep_in_cache", &fake_cuda::keep_in_cache, py::arg("bytes"));
   module.def("refuse_to_register", &fake_cuda::refuse_to_register, py::arg("refuses"));
+  module.def("refuse_to_pin", &fake_cuda::refuse_to_pin, py::arg("refuses"));
   module.def("last_error", &cudaGetLastError);
   module.def("current_device", [] { return int{fake_cuda::current_device()}; });
   module.def("set_device",

@@ -320,6 +320,24 @@ def test_failures(backend: str) -> None:
     assert [outcome.error for outcome in errors(ranks_disagree)] == ["Mismatch", "Mismatch"]
 
 
+def memory_is_refused() -> str:
+    rank, _ = start()
+    pydist.all_reduce(filled(1.0, 5))
+    fake_cuda.refuse_to_pin(rank == 1)
+    message = filled(1.0, 5)
+    with pytest.raises((pydist.Error, RuntimeError)) as error:
+        pydist.send(message, 0) if rank == 1 else pydist.recv(message, 1)
+    return str(error.value)
+
+
+@needs_fake_cuda
+def test_what_torch_refuses_a_rank_is_told_to_the_others() -> None:
+    told = str(on_device("native", memory_is_refused)[0])  # gloo's messages tell no reasons
+    assert "CUDA error: out of memory" in told
+    assert "frame #" not in told
+    assert "Exception raised from" not in told
+
+
 def alone() -> None:
     start()
     communicator = pydist.groups.communicator_of()
