@@ -1,6 +1,5 @@
 #include "c10d/gloo_communicator.h"
 
-#include <unistd.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -17,6 +16,7 @@
 
 #include "base/engine_thread.h"
 #include "base/error.h"
+#include "base/fork.h"
 #include "c10d/elastic_threads.h"
 #include "c10d/gloo_channel.h"
 #include "c10d/gloo_collectives.h"
@@ -386,8 +386,8 @@ class GlooCommunicator : public Communicator {
 
   ~GlooCommunicator() override {
     shutdown();
-    if (process_ != getpid()) {
-      // A forked child: the backend's threads, which its destructor joins, are the parent's.
+    if (in_forked_child()) {
+      // The backend's threads, which its destructor joins, are the parent's.
       group_->channel.abandon();
     }
   }
@@ -457,6 +457,7 @@ class GlooCommunicator : public Communicator {
   }
 
   MemoryPtr allocate(std::size_t bytes, Device device) override {
+    require_not_forked();
     group_->require_sound();
     if (device != Device{}) {
       throw InvalidUsage("The gloo backend allocates CPU memory only.");
@@ -465,6 +466,7 @@ class GlooCommunicator : public Communicator {
   }
 
   CommunicatorPtr split(const std::vector<int>& ranks) override {
+    require_not_forked();
     group_->require_sound();
     const Splits::Split split = splits_.next(ranks, rank_, size_);
     std::string name = join(name_, "/", split.name);
@@ -477,13 +479,14 @@ class GlooCommunicator : public Communicator {
   void set_timeout(milliseconds timeout) override { timeout_ = timeout; }
 
   void abort(const Error& reason) override {
+    require_not_forked();
     group_->fail(make_error(reason.kind(), reason.what()));
   }
 
   std::exception_ptr failure() const override { return group_->failure(); }
 
   void shutdown() noexcept override {
-    if (is_shut_down_.exchange(true) || process_ != getpid()) {
+    if (is_shut_down_.exchange(true) || in_forked_child()) {
       return;
     }
     group_->mark_shut_down();
@@ -586,6 +589,7 @@ class GlooCommunicator : public Communicator {
   }
 
   void check(const Operation& operation) const {
+    require_not_forked();
     group_->require_sound();
     validate(operation, rank_, size_);
     for (const auto* buffers : {&operation.inputs, &operation.outputs}) {
@@ -611,7 +615,6 @@ class GlooCommunicator : public Communicator {
     return operation.deadline ? *operation.deadline : Deadline::in(timeout());
   }
 
-  const pid_t process_ = getpid();
   const c10::intrusive_ptr<c10d::Store> store_;
   const GlooFactory factory_;
   const int rank_;
@@ -636,6 +639,8 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
   if (!store) {
     throw InvalidUsage("A group needs a store for its ranks to meet at, and got None.");
   }
+  require_not_forked();
+  note_engine_started();
   if (size > 1) {
     // A store whose host is stopped is to be told here: torch's gloo would ask it without limit.
     const StorePtr asked =

@@ -8,7 +8,6 @@
 #include <string>
 #include <utility>
 
-#include "base/fork.h"
 #include "base/interruption.h"
 #include "communicator/progress.h"
 #include "communicator/work.h"
@@ -36,7 +35,6 @@ class NativeWork final : public Work {
     // since the progress thread drives what a waiter leaves.
     std::chrono::microseconds patience{200};
     constexpr std::chrono::microseconds kMostPatience{20'000};
-    require_not_forked();
     Deadline slice = Deadline::in(kInterruptionInterval);
     while (!is_completed() && !deadline.has_passed()) {
       if (auto right = drivable_->try_attend()) {

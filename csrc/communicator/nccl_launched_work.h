@@ -41,7 +41,6 @@ class NcclGroup::LaunchedWork : public Work {
 
  protected:
   void block(Deadline deadline) override {
-    require_not_forked();
     constexpr std::chrono::microseconds kLongestPause{500};
     std::chrono::microseconds pause{10};
     Deadline slice = Deadline::in(kInterruptionInterval);

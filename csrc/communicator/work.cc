@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/interruption.h"
 
 namespace pydist {
@@ -23,12 +24,14 @@ void Work::wait(Deadline deadline) {
 
 void Work::wait_quietly(Deadline deadline) {
   if (!is_completed()) {
+    require_not_forked();  // who would finish it is a thread of the parent's
     block(deadline);
   }
 }
 
 void Work::wait_or_end(const std::function<void()>& end) {
   std::exception_ptr interruption;
+  require_not_forked();
   while (!is_completed()) {
     try {
       block(Deadline::never());

@@ -27,8 +27,8 @@ class Work {
   virtual ~Work() = default;
 
   // Returns once the operation has finished; rethrows its error. Throws Timeout when `deadline`
-  // passes first, and what base/interruption.h throws: the operation goes on, and may be waited for
-  // again.
+  // passes first, InvalidUsage in a forked child, and what base/interruption.h throws: the
+  // operation goes on, and may be waited for again.
   void wait(Deadline deadline = Deadline::never());
 
   // wait() for a caller that needs its buffers back whatever happens: an interruption calls `end`,

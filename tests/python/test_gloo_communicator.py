@@ -441,6 +441,44 @@ def test_a_forked_child_lets_go(run_two: Runner) -> None:
     assert run_two(forked) == [0, 0]
 
 
+def used_after_a_fork() -> str:
+    communicator = make()
+    work = communicator.all_reduce(torch.ones(2), torch.ones(2), async_op=True)
+    never = communicator.recv(torch.ones(2), 1 - communicator.rank, async_op=True)
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        lines = []
+        for call in (
+            communicator.barrier,
+            lambda: communicator.send(torch.ones(2), 1 - communicator.rank),
+            lambda: communicator.split([communicator.rank]),
+            never.wait,
+            make,
+        ):
+            try:
+                call()
+                lines.append("went on")
+            except pydist.InvalidUsage as error:
+                lines.append(str(error))
+        os.write(tell, "\n".join(lines).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    work.wait()
+    communicator.send(torch.ones(2), 1 - communicator.rank, async_op=True).wait()
+    never.wait()
+    communicator.shutdown()
+    return os.read(told, 100_000).decode()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_is_refused_at_once(run_two: Runner) -> None:
+    for text in run_two(used_after_a_fork):
+        lines = text.splitlines()
+        assert len(lines) == 5
+        assert all("in a process that was forked from a rank" in line for line in lines), text
+
+
 def refused() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.HashStore()
