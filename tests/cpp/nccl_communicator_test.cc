@@ -311,9 +311,10 @@ TEST(NcclCommunicator, RefusesACaptureByOneRankInDebugMode) {
         EXPECT_TRUE(contains(message, "rank 1 captures it into a CUDA graph, but rank 0 does not"))
             << message;
         if (self.rank == 1) {
-          void* const graph = ::fake_driver_end_capture(rank.stream.get());
-          ASSERT_NE(graph, nullptr);
-          ::fake_driver_destroy_graph(graph);
+          // It holds nothing of pydist's, so the abort of the group that fails may have broken it.
+          if (void* const graph = ::fake_driver_end_capture(rank.stream.get())) {
+            ::fake_driver_destroy_graph(graph);
+          }
         }
       },
       environment);
