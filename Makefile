@@ -103,7 +103,7 @@ bench-engine: build/.tools  ## the C++ part of bench
 .PHONY: test-cpp
 test-cpp: build  ## the C++ tests
 ifeq ($(GTEST),ON)
-	ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+	ctest --test-dir $(BUILD) --output-on-failure --no-tests=error --parallel $$(nproc)
 else
 	@echo "SKIPPED: all C++ tests (tests/cpp). $(GTEST_HINT)"
 endif

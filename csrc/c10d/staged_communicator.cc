@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -17,6 +16,7 @@
 
 #include "base/env.h"
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/log.h"
 #include "c10d/device_streams.h"
 #include "c10d/elastic_threads.h"
@@ -409,7 +409,7 @@ class StagedCommunicator final : public Communicator {
     }
     // Fails what is under way, so that the threads come to an end.
     host_->shutdown();
-    if (process_ == getpid()) {
+    if (!in_forked_child()) {
       collectives_.stop();
       messages_.stop();
     }
@@ -571,7 +571,6 @@ class StagedCommunicator final : public Communicator {
     std::atomic<int>& count_;
   };
 
-  const pid_t process_ = getpid();
   const CommunicatorPtr host_;
   const std::shared_ptr<Staging> staging_;
   std::atomic<bool> is_shut_down_{false};
