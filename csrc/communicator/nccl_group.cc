@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <limits>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -507,7 +509,20 @@ void NcclGroup::wait_for_launches() const noexcept {
   }
 }
 
+// Where GPUs share an NVSwitch, NCCL reduces by multicast (NVLS). If the memory is registered, each
+// launch of that is a barrier of the host's ranks, on the host, which an abort does not end
+// (nvlsRegisterBuffer, as of NCCL 2.30). A launch must wait for nobody: ranks launch what they
+// have, in one order for each model, while others may wait for a collective of another group.
+bool NcclGroup::waits_on_registered_memory() const {
+  const char* const chosen = std::getenv("NCCL_NVLS_ENABLE");
+  const bool is_off = chosen != nullptr && std::string_view(chosen) == "0";
+  return !is_off && cuda::Driver::get().has_multicast(device_);
+}
+
 void* NcclGroup::register_memory(void* data, std::size_t bytes) {
+  if (waits_on_registered_memory()) {
+    return nullptr;
+  }
   const std::lock_guard order(launch_mutex());
   const LaunchMark mark(is_launching_);
   if (has_failed_ || is_ended_) {

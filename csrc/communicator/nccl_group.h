@@ -196,6 +196,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void poll_until_ready(const char* what, Deadline deadline,
                         std::chrono::microseconds longest_pause = std::chrono::microseconds(200));
   void find_capture(const Launch& launch);
+  [[nodiscard]] bool waits_on_registered_memory() const;
   // Throws what NCCL has returned, or the loss of the peer that explains it.
   [[noreturn]] void throw_failure(nccl::Result result, const char* what);
   // Where every rank is, as far as is known: sentences that follow others.

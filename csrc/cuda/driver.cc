@@ -18,6 +18,7 @@ constexpr unsigned kEventDisableTiming = 2;
 constexpr int kCaptureModeRelaxed = 2;
 constexpr unsigned kUserObjectNoDestructorSync = 1;
 constexpr unsigned kGraphUserObjectMove = 1;
+constexpr int kMulticastSupported = 132;  // CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 // CU_STREAM_LEGACY, the other name of the null stream.
 // NOLINTNEXTLINE(performance-no-int-to-ptr): the driver's own constant
@@ -30,6 +31,7 @@ struct Driver::Functions {
   int (*cuInit)(unsigned);
   int (*cuDeviceGetCount)(int*);
   int (*cuDeviceGet)(int*, int);
+  int (*cuDeviceGetAttribute)(int*, int, int);
   int (*cuDevicePrimaryCtxRetain)(void**, int);
   int (*cuCtxGetCurrent)(void**);
   int (*cuCtxSetCurrent)(void*);
@@ -77,6 +79,7 @@ struct Driver::Opened {
     PYDIST_RESOLVE(cuInit);
     PYDIST_RESOLVE(cuDeviceGetCount);
     PYDIST_RESOLVE(cuDeviceGet);
+    PYDIST_RESOLVE(cuDeviceGetAttribute);
     PYDIST_RESOLVE(cuDevicePrimaryCtxRetain);
     PYDIST_RESOLVE(cuCtxGetCurrent);
     PYDIST_RESOLVE(cuCtxSetCurrent);
@@ -235,6 +238,15 @@ void Driver::copy(void* to, const void* from, std::size_t bytes, Stream stream) 
                                    reinterpret_cast<std::size_t>(from), bytes, stream),
           "copy memory");
   }
+}
+
+bool Driver::has_multicast(int device) const {
+  int handle = 0;
+  int value = 0;
+  check(functions_.cuDeviceGet(&handle, device), "find a device");
+  // A driver of CUDA 12.0 does not know the attribute, and cannot multicast.
+  return functions_.cuDeviceGetAttribute(&value, kMulticastSupported, handle) == kSuccess &&
+         value != 0;
 }
 
 Context Driver::current_context() const {

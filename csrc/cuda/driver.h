@@ -39,6 +39,9 @@ class Driver {
   // Why get() throws; empty where it does not.
   [[nodiscard]] static const std::string& why_missing();
 
+  // Whether the device can write to several at once, through an NVSwitch.
+  [[nodiscard]] bool has_multicast(int device) const;
+
   // A stream that does not wait for the legacy default stream, with the highest priority.
   [[nodiscard]] Stream create_stream() const;
   // On any thread; `context` is the one that it was made in.

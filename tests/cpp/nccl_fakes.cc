@@ -75,8 +75,10 @@ CommunicatorPtr join_nccl(const RankOfTest& rank, const Environment& environment
   return create_nccl_communicator(std::move(options));
 }
 
-FakeFault::FakeFault(const char* faults) { ::setenv("FAKE_NCCL_FAULT", faults, 1); }
-FakeFault::~FakeFault() { ::unsetenv("FAKE_NCCL_FAULT"); }
+FakeSetting::FakeSetting(const char* name, const char* value) : name_(name) {
+  ::setenv(name, value, 1);
+}
+FakeSetting::~FakeSetting() { ::unsetenv(name_); }
 
 FakeStream::FakeStream(int device) : device_(device) {
   const cuda::DeviceGuard guard(device_);

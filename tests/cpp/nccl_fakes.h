@@ -33,13 +33,22 @@ inline constexpr std::chrono::hours kForTheEnd{1};
                                         const CudaLibrary* kernels = &fake_kernels(),
                                         Patience patience = {});
 
-// FAKE_NCCL_FAULT as in tests/fakes/nccl.cc, for as long as it lives. Before the ranks start.
-class FakeFault {
+// A variable as in tests/fakes, for as long as it lives. Before the ranks start.
+class FakeSetting {
  public:
-  explicit FakeFault(const char* faults);
-  ~FakeFault();
-  FakeFault(const FakeFault&) = delete;
-  FakeFault& operator=(const FakeFault&) = delete;
+  FakeSetting(const char* name, const char* value);
+  ~FakeSetting();
+  FakeSetting(const FakeSetting&) = delete;
+  FakeSetting& operator=(const FakeSetting&) = delete;
+
+ private:
+  const char* name_;
+};
+
+// FAKE_NCCL_FAULT.
+class FakeFault : public FakeSetting {
+ public:
+  explicit FakeFault(const char* faults) : FakeSetting("FAKE_NCCL_FAULT", faults) {}
 };
 
 // A stream of the calling rank's own, and "device" memory with values.

@@ -111,16 +111,26 @@ TEST(NcclMemory, IsRegisteredOnAllRanksOrOnNone) {
   EXPECT_EQ(::fake_nccl_faults(), 0);
 }
 
-TEST(NcclMemory, IsRegisteredWhereAllRanksCan) {
+int registrations_of_two_ranks() {
   use_fake_cuda();
-  run_ranks(2, [](RankOfTest& self) {
+  std::atomic<int> registrations{0};
+  run_ranks(2, [&](RankOfTest& self) {
     const NcclRank rank(self);
     const MemoryPtr memory = allocate(rank);
     rank.group->run(barrier());
-    EXPECT_EQ(::fake_nccl_registrations(), 2);
+    registrations = ::fake_nccl_registrations();
     rank.group->run(barrier());
     rank.group->shutdown();
   });
+  return registrations;
+}
+
+TEST(NcclMemory, IsRegisteredWhereLaunchesDoNotWaitForTheOtherRanks) {
+  EXPECT_EQ(registrations_of_two_ranks(), 2);
+  const FakeSetting nvswitch("FAKE_NVSWITCH", "1");
+  EXPECT_EQ(registrations_of_two_ranks(), 0);
+  const FakeSetting without("NCCL_NVLS_ENABLE", "0");
+  EXPECT_EQ(registrations_of_two_ranks(), 2);
 }
 
 TEST(NcclMemory, SaysOnAllRanksHowMuchIsMissingWhere) {

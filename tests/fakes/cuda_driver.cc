@@ -1,6 +1,8 @@
 // A CUDA driver without a GPU: device memory is host memory, a stream is a queue with a thread of
 // its own, so what no event orders really happens in any order.
 //
+// FAKE_NVSWITCH=1   the devices reach each other through one
+//
 // Streams that are not its own belong to the fake device of torch (tests/fake_cuda), which enqueues
 // for them. Nothing is ever destroyed but queues that ended: threads may run until the process
 // ends.
@@ -42,6 +44,7 @@ constexpr int kSuccess = 0;
 constexpr int kInvalidValue = 1;
 constexpr int kOutOfMemory = 2;
 constexpr int kInvalidDevice = 101;
+constexpr int kMulticastSupported = 132;
 constexpr int kInvalidContext = 201;
 constexpr int kInvalidHandle = 400;
 constexpr int kNotReady = 600;
@@ -444,6 +447,14 @@ int cuDeviceGetCount(int* count) {
 int cuDeviceGet(int* device, int ordinal) {
   *device = kFirstDevice + ordinal;
   return ordinal < 0 || ordinal >= device_count() ? kInvalidDevice : kSuccess;
+}
+
+int cuDeviceGetAttribute(int* value, int attribute, int /*device*/) {
+  if (attribute != kMulticastSupported) {
+    return kInvalidValue;
+  }
+  *value = std::getenv("FAKE_NVSWITCH") != nullptr ? 1 : 0;
+  return kSuccess;
 }
 
 int cuDevicePrimaryCtxRetain(void** context, int device) {

@@ -13,6 +13,9 @@
 // FAKE_NCCL_VERSION      what ncclGetVersion says                          (23007)
 // NCCL_COMM_BLOCKING=1   calls wait until they are done, as NCCL's do
 // NCCL_RUNTIME_CONNECT=0 connections are there from the beginning, as NCCL's are
+// FAKE_NVSWITCH=1        the GPUs have one: an all-reduce of registered memory is under way until
+// all
+//                        ranks have called it, as with NCCL's NVLS, unless NCCL_NVLS_ENABLE=0
 // FAKE_NCCL_FAULT        what:rank:n, at the n-th collective of that rank; several by commas. What:
 //   fail        the call returns an error      async       an error comes up afterwards: of a peer,
 //                                              timeout     of NCCL's own patience
@@ -89,7 +92,8 @@ struct Shared {
   std::atomic<int> joined;
   std::atomic<int> finalized;  // have begun to finalize their communicators, or have aborted them
   std::atomic<int> left;       // have ended their communicators, or begun to
-  std::atomic<int> connecting[kKinds];  // ranks that have called a collective of the kind
+  std::atomic<int> connecting[kKinds];        // ranks that have called a collective of the kind
+  std::atomic<std::uint64_t> called_by_nvls;  // times that a rank has
   std::atomic<std::uint64_t> arrived[kMostRanks];
   std::uint64_t calls[kMostRanks];  // what each rank's collective is, in short
   char chunks[kMostRanks][kChunk];
@@ -115,6 +119,8 @@ struct Comm {
   bool is_blocking = false;
   bool connects_at_first_use = true;
   std::atomic<bool> has_connected[kKinds]{};  // or is doing so
+  bool has_nvls = false;
+  std::atomic<std::uint64_t> called_by_nvls{0};  // times that this rank has
   std::atomic<bool> is_finalized{false};
   std::uint64_t arrivals = 0;  // by the stream's thread
   std::uint64_t call = 0;      // by the stream's thread
@@ -446,6 +452,7 @@ struct Queued {
   std::function<void(Comm&)> collective;  // or
   Message message;
   std::size_t kind = 0;  // of the collective
+  bool is_registered = false;
 };
 
 thread_local int group_depth = 0;
@@ -557,6 +564,10 @@ void connect_for(const Queued& call) {
       !comm.has_connected[call.kind].exchange(true)) {
     ++comm.shared->connecting[call.kind];
   }
+  if (call.is_registered && comm.has_nvls) {
+    ++comm.called_by_nvls;
+    ++comm.shared->called_by_nvls;
+  }
 }
 
 bool is_connecting(const Comm& comm) {
@@ -565,7 +576,7 @@ bool is_connecting(const Comm& comm) {
       return true;
     }
   }
-  return false;
+  return comm.shared->called_by_nvls < comm.called_by_nvls * static_cast<std::uint64_t>(comm.size);
 }
 
 // What a communicator says before a call, and answers the question for errors.
@@ -650,7 +661,16 @@ struct Shape {
   }
 };
 
-Result collective(void* comm, void* stream, Shape shape, std::function<void(Comm&)> run) {
+bool is_registered(void* comm, const void* data) {
+  const std::lock_guard lock(memory_mutex);
+  return std::any_of(registrations.begin(), registrations.end(), [&](const auto& each) {
+    const auto* const begin = static_cast<const char*>(each.first);
+    return each.second == comm && data >= begin && data < begin + memory_bytes[each.first];
+  });
+}
+
+Result collective(void* comm, void* stream, Shape shape, std::function<void(Comm&)> run,
+                  bool is_registered = false) {
   if (const CommPtr known = find(comm); known != nullptr && !shape.is_valid(*known)) {
     return kInvalidArgument;
   }
@@ -662,7 +682,8 @@ Result collective(void* comm, void* stream, Shape shape, std::function<void(Comm
                          run(self);
                        },
                        {},
-                       static_cast<std::size_t>(shape.kind)});
+                       static_cast<std::size_t>(shape.kind),
+                       is_registered});
 }
 
 }  // namespace
@@ -700,6 +721,9 @@ int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, void*
   comm->is_blocking = blocking != nullptr && std::strcmp(blocking, "1") == 0;
   const char* const connect = std::getenv("NCCL_RUNTIME_CONNECT");
   comm->connects_at_first_use = connect == nullptr || std::strcmp(connect, "0") != 0;
+  const char* const nvls = std::getenv("NCCL_NVLS_ENABLE");
+  comm->has_nvls =
+      std::getenv("FAKE_NVSWITCH") != nullptr && (nvls == nullptr || std::strcmp(nvls, "0") != 0);
   comm->rank = rank;
   comm->size = size;
   if (has_fault(*comm, "init_fail", false)) {
@@ -855,12 +879,14 @@ int ncclGroupEnd() {
 
 int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int op, void* comm,
                   void* stream) {
-  return collective(comm, stream, {0, count, type, op}, [=](Comm& self) {
+  const auto run = [=](Comm& self) {
     const std::vector<char> total = reduced(self, in, count, type, op);
     if (!self.is_aborted) {
       move_bytes(out, total.data(), total.size());
     }
-  });
+  };
+  return collective(comm, stream, {0, count, type, op}, run,
+                    is_registered(comm, in) && is_registered(comm, out));
 }
 
 int ncclReduce(const void* in, void* out, std::size_t count, int type, int op, int root, void* comm,
