@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'ProcessGroup', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -191,6 +191,12 @@ class Communicator:
     @timeout.setter
     def timeout(self, arg1: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
+class ProcessGroupOptions(torch._C._distributed_c10d.Backend.Options):
+    """
+    What torch asks of a process group that it splits.
+    """
+    def __deepcopy__(self, memo: dict) -> ProcessGroupOptions:
+        ...
 class ProcessGroup(torch._C._distributed_c10d.Backend):
     """
     A communicator as the torch.distributed backend 'pydist'.
@@ -203,8 +209,15 @@ class ProcessGroup(torch._C._distributed_c10d.Backend):
         """
         A barrier that raises pydist.Timeout after `timeout` seconds, which on rank 0 names the first rank that did not come, or all of them.
         """
+    def perform_nocolor_split(self, device: typing.Any) -> None:
+        """
+        Nothing: what torch calls, where a group has a device, on ranks that a new group leaves out. NCCL needs them to split its communicators, and pydist makes new ones.
+        """
     @property
     def communicator(self) -> Communicator:
+        ...
+    @property
+    def options(self) -> ProcessGroupOptions:
         ...
 class BucketStats:
     """

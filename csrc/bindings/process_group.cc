@@ -34,11 +34,25 @@ void monitored_barrier(TorchProcessGroup& self, std::optional<double> timeout,
 }  // namespace
 
 void bind_process_group(py::module_& module) {
+  py::class_<ProcessGroupOptions, c10d::Backend::Options, c10::intrusive_ptr<ProcessGroupOptions>>(
+      module, "ProcessGroupOptions", "What torch asks of a process group that it splits.")
+      .def(
+          "__deepcopy__",
+          [](const ProcessGroupOptions& self, const py::dict& /*memo*/) {
+            return c10::make_intrusive<ProcessGroupOptions>(self);
+          },
+          py::arg("memo"));
   py::class_<TorchProcessGroup, c10d::Backend, NoGilPtr<TorchProcessGroup>>(
       module, "ProcessGroup", "A communicator as the torch.distributed backend 'pydist'.")
       .def(py::init(&create), py::arg("communicator"), py::arg("timeout"),
            "`timeout` (a timedelta, or seconds as a float) becomes the communicator's.")
       .def_property_readonly("communicator", &TorchProcessGroup::communicator)
+      .def_property_readonly("options", &TorchProcessGroup::options)
+      .def(
+          "perform_nocolor_split", [](const TorchProcessGroup&, const py::object& /*device*/) {},
+          py::arg("device"),
+          "Nothing: what torch calls, where a group has a device, on ranks that a new group leaves "
+          "out. NCCL needs them to split its communicators, and pydist makes new ones.")
       .def(
           "monitored_barrier", &monitored_barrier, py::arg("timeout") = py::none(),
           py::arg("wait_all_ranks") = false,

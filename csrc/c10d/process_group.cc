@@ -148,7 +148,7 @@ Operation& TorchProcessGroup::Call::add(OpKind kind, int peer) {
 TorchProcessGroup::TorchProcessGroup(CommunicatorPtr communicator, milliseconds timeout)
     : Backend(communicator->rank(), communicator->size()),
       communicator_(std::move(communicator)),
-      options_(c10::make_intrusive<Options>("pydist", timeout)) {
+      options_(c10::make_intrusive<ProcessGroupOptions>("pydist", timeout)) {
   communicator_->set_timeout(timeout);
   options_->group_name = communicator_->name();
 }
@@ -667,6 +667,9 @@ c10d::ErrorType TorchProcessGroup::getError() {
 c10::intrusive_ptr<c10d::Backend> TorchProcessGroup::split(
     const c10::intrusive_ptr<c10d::Store>& /*store*/, const std::vector<int>& ranks,
     const c10::intrusive_ptr<Options>& options) {
+  if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) {
+    return nullptr;
+  }
   return guarded_for_torch([&]() -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<TorchProcessGroup>(
         communicator_->split(ranks), options ? options->timeout : communicator_->timeout());

@@ -26,6 +26,12 @@
 
 namespace pydist {
 
+// A class of its own, since torch copies the options of a group that it splits, and knows no way to
+// copy those of its own.
+struct ProcessGroupOptions : c10d::Backend::Options {
+  using c10d::Backend::Options::Options;
+};
+
 class TorchProcessGroup : public c10d::Backend {
  public:
   using WorkRef = c10::intrusive_ptr<c10d::Work>;
@@ -38,6 +44,9 @@ class TorchProcessGroup : public c10d::Backend {
 
   const std::string getBackendName() const override { return "pydist"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  [[nodiscard]] const c10::intrusive_ptr<ProcessGroupOptions>& options() const noexcept {
+    return options_;
+  }
   bool supportsSplitting() const override { return true; }
   bool supportsCoalescing() const override { return true; }
 
@@ -88,6 +97,7 @@ class TorchProcessGroup : public c10d::Backend {
 
   void setTimeout(std::chrono::milliseconds timeout) override;
   c10d::ErrorType getError() override;
+  // Null on a rank that is not among `ranks`.
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                           const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
@@ -124,7 +134,7 @@ class TorchProcessGroup : public c10d::Backend {
   void set_op(Operation& operation, const c10d::ReduceOp& op, const at::Tensor& tensor) const;
 
   const CommunicatorPtr communicator_;
-  const c10::intrusive_ptr<Options> options_;
+  const c10::intrusive_ptr<ProcessGroupOptions> options_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<std::uint64_t> monitored_barriers_{0};
   // Nearly always none: then no call takes the lock.

@@ -5,11 +5,13 @@ What collectives compute is the conformance suite's, failures in every detail th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from unittest import mock
 
 import fake_cuda
 import gpu_ranks
@@ -18,6 +20,8 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import needs_gpu_ranks
 from launch import rank_outcomes, run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from training import TIME_LIMIT, Cut, batch, joined, loss_of_cut, train_like_reference
 
 import pydist
@@ -117,6 +121,32 @@ def test_the_first_collective_keeps_nobody_waiting() -> None:
     run_ranks(crossed, 2, env=NCCL, timeout=35)
 
 
+class Normalised(nn.Module):
+    """Averages in its backward, behind the gradients of a layer that it does not always use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = pydist.SyncBatchNorm(8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor, uses_last: bool) -> Tensor:
+        normal = self.norm(self.first(inputs))
+        return self.last(normal) if uses_last else 2 * normal
+
+
+def crossed_in_a_backward() -> None:
+    rank, _ = start()
+    model = pydist.DataParallel(Normalised().to("cuda"), bucket_cap_mb=1e-5)
+    for _ in range(2):
+        # Rank 0 has a bucket to average before that; rank 1 does not.
+        model(torch.randn(4, 8, device="cuda"), rank == 0).square().sum().backward()
+
+
+def test_launches_wait_for_no_rank_on_an_nvswitch() -> None:
+    run_ranks(crossed_in_a_backward, 2, env={**NCCL, "FAKE_NVSWITCH": "1"}, timeout=35)
+
+
 def late_for_the_first_call() -> None:
     rank, _ = start()
     tensor = torch.ones(4, device="cuda")
@@ -181,6 +211,57 @@ def training() -> None:
 
 def test_training() -> None:
     run_ranks(training, 2, env=NCCL, timeout=35)
+
+
+@contextlib.contextmanager
+def seen_by_torch() -> Iterator[None]:
+    """What torch says of a machine with a GPU, where there is a fake one."""
+    if gpu_ranks.IS_REAL:
+        yield
+        return
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch.multiple(
+            torch.accelerator,
+            is_available=lambda: True,
+            current_accelerator=lambda *_: torch.device("cuda"),
+            device_count=lambda: 1,
+            current_device_index=lambda: 0,
+        ),
+    ):
+        yield
+
+
+def parts_of_a_bound_group() -> None:
+    gpu_ranks.install()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with seen_by_torch():
+        dist.init_process_group("pydist", device_id=torch.device("cuda", 0))
+
+        def total(group: dist.ProcessGroup | None) -> float:
+            mine = torch.tensor([float(rank)], device="cuda")
+            dist.all_reduce(mine, group=group)
+            return mine.item()
+
+        assert total(None) == sum(range(size))
+        first = dist.new_group([0])
+        assert rank != 0 or total(first) == 0.0
+        halves, _ = dist.new_subgroups(2)
+        assert total(halves) == rank // 2 * 4 + 1
+        mesh = init_device_mesh("cuda", (2, size // 2), mesh_dim_names=("outer", "inner"))
+        assert total(mesh.get_group("inner")) == rank // 2 * 4 + 1
+        assert total(mesh.get_group("outer")) == rank % 2 * 2 + 2
+        some = dist.split_group(split_ranks=[[0, 2]])
+        assert (some is None) == (rank in (1, 3))
+        assert some is None or total(some) == 2.0
+        crossed = dist.split_group(split_ranks=[[0, 3], [1, 2]])
+        assert crossed is not None
+        assert total(crossed) == 3.0
+        dist.destroy_process_group()
+
+
+def test_groups_bound_to_a_device_can_be_split() -> None:
+    run_ranks(parts_of_a_bound_group, 4, env=NCCL, timeout=35)
 
 
 def choice() -> str:
