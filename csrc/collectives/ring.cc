@@ -6,6 +6,7 @@
 
 #include "collectives/fingerprint.h"
 #include "collectives/ring_schedule.h"
+#include "collectives/scaled_mean.h"
 #include "collectives/slices.h"
 #include "collectives/wire.h"
 
@@ -32,7 +33,14 @@ class PartialSums {
         size_(group.size()),
         wire_(call.dtype, partial_dtype(call)),
         own_factor_(call.factor),
-        previous_factor_(group.detail(previous).factor) {}
+        previous_factor_(group.detail(previous).factor) {
+    if (is_scaled_mean(op_, partial_dtype(call))) {
+      const ScaledMean mean = scaled_mean(size_);
+      op_ = ReduceOp::kPremulSum;
+      own_factor_ = previous_factor_ = mean.factor;
+      last_factor_ = 1.0 / mean.divisor;
+    }
+  }
 
   [[nodiscard]] std::size_t bytes(std::size_t count) const { return wire_.bytes(count); }
 
@@ -46,21 +54,22 @@ class PartialSums {
   void add(int step, std::byte* slot, const std::byte* received, const std::byte* own,
            std::size_t count) const {
     // A mean is a sum until the last step.
-    combine(step, op_ == ReduceOp::kMean ? ReduceOp::kSum : op_, received, own, slot, nullptr,
+    combine(step, op_ == ReduceOp::kMean ? ReduceOp::kSum : op_, 1.0, received, own, slot, nullptr,
             count);
   }
 
   // output = the finished sum of received and own.
   void finish(int step, std::byte* output, const std::byte* received, const std::byte* own,
               std::size_t count) const {
-    combine(step, op_, received, own, nullptr, output, count);
+    combine(step, op_, last_factor_, received, own, nullptr, output, count);
   }
 
  private:
-  void combine(int step, ReduceOp op, const std::byte* received, const std::byte* own,
-               std::byte* slot, std::byte* output, std::size_t count) const {
+  void combine(int step, ReduceOp op, double factor, const std::byte* received,
+               const std::byte* own, std::byte* slot, std::byte* output, std::size_t count) const {
     std::array<const void*, 2> pieces{received, own};
-    const std::array<double, 2> factors{step == 0 ? previous_factor_ : 1.0, own_factor_};
+    const std::array<double, 2> factors{factor * (step == 0 ? previous_factor_ : 1.0),
+                                        factor * own_factor_};
     wire_.combine({wire_.dtype(), op, static_cast<double>(size_), factors}, pieces, /*own=*/1, slot,
                   output, count);
   }
@@ -70,6 +79,7 @@ class PartialSums {
   Wire wire_;
   double own_factor_;
   double previous_factor_;
+  double last_factor_ = 1.0;
 };
 
 // A part of every rank's chunk: where segment `index` of each lies.

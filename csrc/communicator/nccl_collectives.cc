@@ -1,11 +1,11 @@
 #include "communicator/nccl_collectives.h"
 
 #include <algorithm>
-#include <bit>
 #include <optional>
 
 #include "base/error.h"
 #include "collectives/call.h"
+#include "collectives/scaled_mean.h"
 #include "communicator/nccl_ring.h"
 #include "communicator/resolve.h"
 
@@ -212,16 +212,9 @@ class Enqueuing {
   void reduce_converted() {
     const DType type = summing_type(call_);
     const Reduction reduction = *reduction_of(ReduceOp::kSum, type);
-    // Sums of float16 leave its range before means of it do: half as large for each doubling of the
-    // ranks they don't, and a power of two loses nothing.
-    double before = 1.0;
-    double divisor = static_cast<double>(group_.size());
-    if (type == DType::kFloat16 && call_.op == ReduceOp::kMean) {
-      const auto ranks = static_cast<unsigned>(group_.size());
-      const double power = static_cast<double>(std::bit_ceil(ranks));
-      before /= power;
-      divisor /= power;
-    }
+    const ScaledMean mean = is_scaled_mean(call_.op, type)
+                                ? scaled_mean(group_.size())
+                                : ScaledMean{.divisor = static_cast<double>(group_.size())};
     const bool scatters = call_.kind == OpKind::kReduceScatter;
     const int blocks = scatters ? group_.size() : 1;
     const auto block_of = [&](int i) { return call_.inputs[i]; };
@@ -234,7 +227,7 @@ class Enqueuing {
       for (int i = 0; i < blocks; ++i) {
         convert(block_of(i).data + begin * bytes_, call_.dtype,
                 scratch + static_cast<std::size_t>(i) * stride, type, count,
-                before * (call_.op == ReduceOp::kPremulSum ? call_.factor : 1.0));
+                mean.factor * (call_.op == ReduceOp::kPremulSum ? call_.factor : 1.0));
       }
       std::byte* const result =
           scratch + (scatters ? static_cast<std::size_t>(group_.rank()) * stride : 0);
@@ -244,7 +237,7 @@ class Enqueuing {
         if (type == call_.dtype) {
           copy(out.data, result, count * bytes_);
         } else {
-          finish(result, type, out, divisor);
+          finish(result, type, out, mean.divisor);
         }
       }
     }

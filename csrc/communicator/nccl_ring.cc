@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "collectives/ring_schedule.h"
+#include "collectives/scaled_mean.h"
 #include "collectives/slices.h"
 
 namespace pydist {
@@ -16,9 +17,18 @@ class RingOnNccl {
       : group_(group),
         kernels_(kernels),
         call_(call),
+        op_(call.op),
         schedule_(group.rank(), group.size()),
         has_wire_(call.wire_dtype != call.dtype),
-        partial_(summing_type(call)) {}
+        partial_(summing_type(call)),
+        own_factor_(call.factor) {
+    if (is_scaled_mean(op_, partial_)) {
+      const ScaledMean mean = scaled_mean(group.size());
+      op_ = ReduceOp::kPremulSum;
+      own_factor_ = mean.factor;
+      last_factor_ = 1.0 / mean.divisor;
+    }
+  }
 
   void reduce_scatter() {
     const Scratch scratch = cut(/*gathers=*/false);
@@ -146,8 +156,9 @@ class RingOnNccl {
     const std::size_t first = received == nullptr ? 1 : 0;
     const std::array<const void*, 2> inputs{received, own.data};
     const std::array<DType, 2> dtypes{partial_, call_.dtype};
-    const std::array<double, 2> factors{1.0, call_.factor};
-    const bool divides = call_.op == ReduceOp::kMean && is_last;
+    const double factor = is_last ? last_factor_ : 1.0;
+    const std::array<double, 2> factors{factor, factor * own_factor_};
+    const bool divides = op_ == ReduceOp::kMean && is_last;
     kernels_->reduce(
         PydistCudaReduce{
             .inputs = inputs.data() + first,
@@ -157,7 +168,7 @@ class RingOnNccl {
             .count = own.count,
             .divisor = divides ? static_cast<double>(group_.size()) : 1.0,
             .input_count = static_cast<std::uint32_t>(2 - first),
-            .op = call_.op == ReduceOp::kMean && !is_last ? ReduceOp::kSum : call_.op,
+            .op = op_ == ReduceOp::kMean && !is_last ? ReduceOp::kSum : op_,
             .output_dtype = output_dtype,
             .wire_dtype = has_wire_ ? call_.wire_dtype : DType::kFloat32,
         },
@@ -177,7 +188,7 @@ class RingOnNccl {
       const Block mine = input(sent);
       const void* outgoing = scratch.sent;
       if (step == 0) {
-        if (partial_ == call_.dtype && call_.op != ReduceOp::kPremulSum) {
+        if (partial_ == call_.dtype && op_ != ReduceOp::kPremulSum) {
           outgoing = mine.data;
         } else {
           combine(nullptr, mine, scratch.sent, partial_, /*is_last=*/false);
@@ -230,9 +241,12 @@ class RingOnNccl {
   NcclGroup& group_;
   const CudaLibrary* const kernels_;
   const Call& call_;
+  ReduceOp op_;
   const RingSchedule schedule_;
   const bool has_wire_;
   const DType partial_;  // the type that sums are in while they travel
+  double own_factor_;
+  double last_factor_ = 1.0;
 };
 
 }  // namespace

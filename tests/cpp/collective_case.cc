@@ -71,19 +71,28 @@ struct Parts {
     reduce({dtype, op, static_cast<double>(sources.size()), factors}, sources, {&target, 1}, count);
   }
 
-  // One after the other, each sum in the type of the parts.
+  // One after the other, each sum in the type of the parts. A mean of float16 is one of terms that
+  // a power of two has made so small that their sum stays within its range.
   void combine_one_by_one(void* target, std::size_t count) const {
     if (sources.size() == 1) {
       combine_at_once(target, count);
     }
+    const auto ranks = static_cast<double>(sources.size());
+    const auto power = static_cast<double>(std::bit_ceil(sources.size()));
+    const bool is_scaled = op == ReduceOp::kMean && dtype == DType::kFloat16;
+    const ReduceOp own_op = is_scaled ? ReduceOp::kPremulSum : op;
     std::array<const void*, 2> pair{sources[0], nullptr};
-    std::array<double, 2> weights{factors[0], 1.0};
+    std::array<double, 2> weights{is_scaled ? 1.0 / power : factors[0], 1.0};
     for (std::size_t i = 1; i < sources.size(); ++i) {
       pair[1] = sources[i];
-      weights[1] = factors[i];
+      weights[1] = is_scaled ? 1.0 / power : factors[i];
       const bool is_complete = i + 1 == sources.size();
-      reduce({dtype, op == ReduceOp::kMean && !is_complete ? ReduceOp::kSum : op,
-              static_cast<double>(sources.size()), weights},
+      if (is_scaled && is_complete) {
+        weights[0] *= 1.0 / (ranks / power);
+        weights[1] *= 1.0 / (ranks / power);
+      }
+      reduce({dtype, own_op == ReduceOp::kMean && !is_complete ? ReduceOp::kSum : own_op, ranks,
+              weights},
              pair, {&target, 1}, count);
       pair[0] = target;
       weights[0] = 1.0;

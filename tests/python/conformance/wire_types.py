@@ -55,6 +55,10 @@ def wire_types(suite: Suite) -> None:
             work.wait()
             check_bits(memory, out)
 
+    with suite.case("wire type", "a mean whose sum leaves the range"):
+        high = torch.full((5,), 32_768.0)  # float16 goes as far as 65504
+        communicator.all_reduce(high, high, "mean", wire_dtype=torch.float16)
+        check_bits(high, torch.full((5,), 32_768.0))
     with suite.case("wire type", "the tensor's own"):
         wide = torch.full((5,), 257.0)
         communicator.all_reduce(wide, wide, wire_dtype=torch.float32)
