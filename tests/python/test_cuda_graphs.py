@@ -77,6 +77,27 @@ def test_a_backward_is_captured_or_says_why_not() -> None:
     run_ranks(backward_alone, 2, env=NCCL, timeout=35)
 
 
+def backward_that_is_compared() -> None:
+    rank, _ = start()
+    torch.manual_seed(3)
+    model = pydist.DataParallel(Branches().to("cuda"))
+    inputs = batch(rank, 3, 4).to("cuda")
+    for _ in range(2):
+        for _ in range(2):
+            model(inputs, True).sum().backward()
+            model.zero_grad(set_to_none=True)
+        # Nothing has a value to compare before it is replayed.
+        with pytest.raises(pydist.InvalidUsage, match="PYDIST_DEBUG"), Graph():
+            model(inputs, True).sum().backward()
+        model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_gradients_are_not_compared_in_a_capture(algorithm: str) -> None:
+    env = {**NCCL, "PYDIST_DEBUG": "1", "PYDIST_ALGORITHM": algorithm}
+    run_ranks(backward_that_is_compared, 2, env=env, timeout=35)
+
+
 def whole_step() -> None:
     rank, size = start()
     torch.manual_seed(4)
