@@ -65,13 +65,27 @@ struct Slots {
   std::byte* data = nullptr;
 };
 
+// What threads of the group's finish.
+class StagedWork final : public Work {
+ public:
+  explicit StagedWork(std::weak_ptr<const Communicator> host) : host_(std::move(host)) {}
+
+  [[nodiscard]] std::string diagnosis() override {
+    const auto host = host_.lock();
+    return host == nullptr ? "" : places_of_ranks(*host);
+  }
+
+ private:
+  const std::weak_ptr<const Communicator> host_;
+};
+
 // An operation on device memory, from submit() on.
 struct Staged {
   Operation operation;
   Device device;
   EventPtr ready;  // what was on the device before it
   Deadline deadline;
-  WorkPtr work = std::make_shared<Work>();
+  WorkPtr work;
 };
 
 using StagedPtr = std::shared_ptr<Staged>;
@@ -453,7 +467,7 @@ class StagedCommunicator final : public Communicator {
     if (!operation.deadline) {
       operation.deadline = Deadline::in(timeout());
     }
-    auto work = std::make_shared<Work>();
+    auto work = std::make_shared<StagedWork>(host_);
     const bool is_message = is_point_to_point(operation.kind);
     auto job = [staging = staging_, operation = std::move(operation), work] {
       try {
@@ -489,8 +503,9 @@ class StagedCommunicator final : public Communicator {
     }
     const Deadline deadline = operation.deadline ? *operation.deadline : Deadline::in(timeout());
     operation.deadline = deadline;
-    auto staged = std::make_shared<Staged>(
-        Staged{std::move(operation), device, record_event(stream), deadline});
+    auto staged =
+        std::make_shared<Staged>(Staged{std::move(operation), device, record_event(stream),
+                                        deadline, std::make_shared<StagedWork>(host_)});
     switch (staged->operation.kind) {
       case OpKind::kSend:
         post(messages_, &Staging::sends_under_way,

@@ -81,6 +81,8 @@ class EpilogueWork : public Work {
     return true;
   }
 
+  [[nodiscard]] std::string diagnosis() override { return inner_->diagnosis(); }
+
  protected:
   void block(Deadline deadline) override {
     inner_->wait_quietly(deadline);
@@ -226,6 +228,11 @@ bool DeferredWork::wait_on_stream(void* stream) {
 bool DeferredWork::is_captured() const {
   const std::lock_guard lock(mutex_);
   return inner_ != nullptr && inner_->is_captured();
+}
+
+std::string DeferredWork::diagnosis() {
+  const std::lock_guard lock(mutex_);
+  return inner_ == nullptr ? "" : inner_->diagnosis();
 }
 
 void DeferredWork::block(Deadline deadline) {

@@ -44,6 +44,7 @@ class DeferredWork : public Work, public std::enable_shared_from_this<DeferredWo
 
   [[nodiscard]] bool wait_on_stream(void* stream) override;
   [[nodiscard]] bool is_captured() const override;
+  [[nodiscard]] std::string diagnosis() override;
 
  protected:
   void block(Deadline deadline) override;

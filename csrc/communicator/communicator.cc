@@ -23,4 +23,12 @@ int Communicator::run(Operation&& operation) {
   return work->source_rank();
 }
 
+std::string places_of_ranks(const Communicator& communicator) {
+  std::string text;
+  for (const std::string& line : communicator.whereabouts()) {
+    text += (text.empty() ? "" : " ") + line + ".";
+  }
+  return text;
+}
+
 }  // namespace pydist

@@ -176,4 +176,7 @@ class Communicator {
   [[nodiscard]] virtual std::vector<std::string> whereabouts() const = 0;
 };
 
+// whereabouts() in sentences, for the end of a message.
+[[nodiscard]] std::string places_of_ranks(const Communicator& communicator);
+
 }  // namespace pydist

@@ -29,6 +29,8 @@ class NativeWork final : public Work {
   explicit NativeWork(std::shared_ptr<WaitableDrivable> drivable)
       : drivable_(std::move(drivable)) {}
 
+  [[nodiscard]] std::string diagnosis() override { return drivable_->diagnosis(); }
+
  protected:
   void block(Deadline deadline) override {
     // How long somebody else is left to drive before this thread tries to take over: ever longer,
@@ -51,8 +53,6 @@ class NativeWork final : public Work {
       }
     }
   }
-
-  [[nodiscard]] std::string diagnosis() override { return drivable_->diagnosis(); }
 
  private:
   const std::shared_ptr<WaitableDrivable> drivable_;

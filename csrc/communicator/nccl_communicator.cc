@@ -327,7 +327,7 @@ class NcclCommunicator final : public Communicator {
     }
     if (options_.environment.debug) {
       // Before the launch, which keeps all others of this process waiting.
-      compare_with_others(operations);
+      compare_with_others(operations, deadline);
     }
     std::vector<nccl::StreamHandle> streams;
     for (const Operation& operation : operations) {
@@ -348,9 +348,10 @@ class NcclCommunicator final : public Communicator {
   }
 
   // Throws a Mismatch on every rank, and fails the group, where the ranks called different things.
-  void compare_with_others(const std::vector<Operation>& operations) {
-    const auto all_gather = [this](const void* mine, void* all, std::size_t bytes) {
+  void compare_with_others(const std::vector<Operation>& operations, Deadline deadline) {
+    const auto all_gather = [&](const void* mine, void* all, std::size_t bytes) {
       Operation exchange;
+      exchange.deadline = deadline;
       exchange.kind = OpKind::kAllGather;
       exchange.inputs = {Buffer{const_cast<void*>(mine), bytes, DType::kUInt8, {}}};
       exchange.outputs = {Buffer{all, bytes * static_cast<std::size_t>(size()), DType::kUInt8, {}}};

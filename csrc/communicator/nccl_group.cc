@@ -288,11 +288,8 @@ void NcclGroup::throw_failure(Result result, const char* what) {
 }
 
 std::string NcclGroup::places() const {
-  std::string text;
-  for (const std::string& line : control_->whereabouts()) {
-    text += " " + line + ".";
-  }
-  return text;
+  const std::string text = places_of_ranks(*control_);
+  return text.empty() ? text : " " + text;
 }
 
 void NcclGroup::grouped(const std::function<void()>& body) {

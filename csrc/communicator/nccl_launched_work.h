@@ -37,6 +37,11 @@ class NcclGroup::LaunchedWork : public Work {
 
   [[nodiscard]] bool is_captured() const override { return capture_.has_value(); }
 
+  [[nodiscard]] std::string diagnosis() override {
+    const auto group = group_.lock();
+    return group == nullptr ? "" : places_of_ranks(group->control());
+  }
+
   [[nodiscard]] const cuda::OwnedEvent& event() const noexcept { return event_; }
 
  protected:

@@ -141,6 +141,12 @@ class CombinedWork : public Work {
                        [](const WorkPtr& part) { return part->is_captured(); });
   }
 
+  [[nodiscard]] std::string diagnosis() override {
+    const auto late = std::find_if(parts_.begin(), parts_.end(),
+                                   [](const WorkPtr& part) { return !part->is_completed(); });
+    return late == parts_.end() ? "" : (*late)->diagnosis();
+  }
+
  protected:
   void block(Deadline deadline) override {
     for (const WorkPtr& part : parts_) {

@@ -44,6 +44,9 @@ class Work {
   // if it has failed by now; one that comes later fails the group.
   [[nodiscard]] virtual bool wait_on_stream(void* /*stream*/) { return false; }
 
+  // Who is waited for, for the message of a Timeout; empty where nobody can tell.
+  [[nodiscard]] virtual std::string diagnosis() { return {}; }
+
   // Whether it runs whenever a CUDA graph is replayed that holds it. To wait for it is then for
   // streams alone, and makes them part of the capture; once that is over, it is nothing.
   [[nodiscard]] virtual bool is_captured() const { return false; }
@@ -96,9 +99,6 @@ class Work {
   // Returns when completed or when the deadline has passed; calls check_interruption(). Backends
   // whose waiters move the operation along themselves override it.
   virtual void block(Deadline deadline);
-
-  // Who is waited for, for the message of a Timeout; empty where nobody can tell.
-  [[nodiscard]] virtual std::string diagnosis() { return {}; }
 
  private:
   enum class State : unsigned char { kPending, kSucceeded, kFailed };

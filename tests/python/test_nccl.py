@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -262,6 +263,49 @@ def parts_of_a_bound_group() -> None:
 
 def test_groups_bound_to_a_device_can_be_split() -> None:
     run_ranks(parts_of_a_bound_group, 4, env=NCCL, timeout=35)
+
+
+def late_rank() -> str:
+    rank, _ = start()
+    tensor = torch.ones(4, device="cuda")
+    pydist.all_reduce(tensor)
+    if rank == 1:
+        time.sleep(2.0)
+    work = pydist.all_reduce(tensor, async_op=True)
+    message = ""
+    if rank == 0:
+        with pytest.raises(pydist.Timeout) as error:
+            work.wait(timeout=0.5)
+        message = str(error.value)
+    work.wait()
+    return message
+
+
+def too_late_to_be_compared() -> tuple[str, float]:
+    rank, _ = start()
+    tensor = torch.ones(4, device="cuda")
+    pydist.all_reduce(tensor)
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(4.0)
+        return "", 0.0
+    with pytest.raises(pydist.Timeout) as error:
+        pydist.all_reduce(tensor, timeout=1.0)
+    return str(error.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("backend", ["nccl", "native"])
+def test_waiting_in_vain_says_where_the_ranks_are(backend: str) -> None:
+    message, _ = run_ranks(late_rank, 2, env={"PYDIST_BACKEND": backend}, timeout=35)
+    assert re.search(r"rank 1 \(pid .*\) left all_reduce #\d+", message)
+
+
+def test_a_rank_that_is_late_for_the_comparison() -> None:
+    env = {**NCCL, "PYDIST_DEBUG": "1"}
+    (message, seconds), _ = run_ranks(too_late_to_be_compared, 2, env=env, timeout=35)
+    assert "what each rank called" in message
+    assert "rank 1" in message
+    assert seconds < 3.5
 
 
 def choice() -> str:
