@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/log.h"
 #include "c10d/memory_tensor.h"
 
@@ -214,7 +215,7 @@ PinnedRange::PinnedRange(void* data, std::size_t bytes, Device device) : device_
 PinnedRange::~PinnedRange() {
   using Unregister = int(void* data);
   static Unregister* const unpin = find_in_runtime<Unregister>("cudaHostUnregister");
-  if (data_ == nullptr || unpin == nullptr) {
+  if (data_ == nullptr || unpin == nullptr || in_forked_child()) {
     return;
   }
   try {
