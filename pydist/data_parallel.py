@@ -146,7 +146,7 @@ class DataParallel(nn.Module):
             each backward. Default: True.
         init_sync: Whether to copy rank 0's parameters and buffers at construction. If False, seeing
             to it that all ranks start from the same values is up to you.
-        process_group: The ranks to average over; default: all.
+        process_group: The ranks to average over, with this one among them; default: all.
         bucket_cap_mb: A bucket is closed once it holds at least so many MiB. Default: what a short
             measurement of the connection between the ranks finds best; with a
             `pydist.ShardedOptimizer`, the same in every run of the same model.
@@ -170,8 +170,8 @@ class DataParallel(nn.Module):
 
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
-            part of the module is wrapped already, an argument is not supported, or `device_ids`
-            names a GPU that the module is not on.
+            part of the module is wrapped already, an argument is not supported, `device_ids` names
+            a GPU that the module is not on, or this rank is not in `process_group`.
         Mismatch: The module or an argument differs between ranks (on every rank, naming the first
             difference).
 
