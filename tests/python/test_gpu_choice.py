@@ -413,10 +413,25 @@ def test_processes_by_torchruns_variable(
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
-    with fake_gpus("a", "b"):
-        assert main(["run", "--gpus", "-1", str(script)]) == 2
-    assert "takes 2 GPUs for a process each, but -n 3 asks for 3" in capsys.readouterr().err
+    started = []
+    monkeypatch.setattr(torchrun, "run", lambda o: started.append(int(o.nproc_per_node)))
+    monkeypatch.setattr("pydist.cli.run.record", lambda function: function)
+
+    def answer(value: str, *flags: str) -> str:
+        monkeypatch.setenv("PET_NPROC_PER_NODE", value)
+        with fake_gpus("a", "b"):
+            status = main(["run", *flags, str(script)])
+        return capsys.readouterr().err if status else ""
+
+    disagree = "--gpus -1 takes 2 GPUs for a process each, but "
+    assert disagree + "PET_NPROC_PER_NODE=3 asks for 3" in answer("3", "--gpus", "-1")
+    # What was typed is named by what was typed.
+    assert disagree + "-n 4 asks for 4" in answer("3", "--gpus", "-1", "-n", "4")
+    assert disagree + "-n 3 asks for 3" in answer("3", "--gpus", "-1", "--nproc-per-node", "3")
+    assert "PET_NPROC_PER_NODE=0: at least one process is needed" in answer("0")
+    assert "PET_NPROC_PER_NODE=two: Unsupported nproc_per_node value" in answer("two")
+    assert answer("2", "--gpus", "-1") == answer("3") == answer("3", "-n", "1") == ""
+    assert started == [2, 3, 1]
 
 
 @pytest.mark.parametrize(
