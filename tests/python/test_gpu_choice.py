@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_gpus import fake_gpus
@@ -45,6 +46,11 @@ def unasked() -> list[InstalledGpu]:
         ([0], ("4",)),
         ([3, 1], ("7", "5")),
         (range(2), ("4", "5")),
+        (np.array([3, 1]), ("7", "5")),
+        (torch.tensor([2], dtype=torch.int16), ("6",)),
+        (np.array([], int), ()),
+        (np.array(2), ("4", "5")),
+        (torch.tensor(-1), FOUR),
         ("0", ("4",)),
         ("0,", ("4",)),
         ("2,", ("6",)),
@@ -81,6 +87,10 @@ def test_forms_of_the_command_line(text: str, chosen: tuple[str, ...]) -> None:
         (True, "gpus=True is not valid"),
         (0.5, "gpus=0.5 is not valid"),
         (b"0", "gpus=b'0' is not valid"),
+        (np.array([[0, 1]]), r"\[0, 1\] is no number of a GPU"),
+        (np.array([0.0, 1.0]), r"0\.0 is no number of a GPU"),
+        (torch.tensor([True]), "True is no number of a GPU"),
+        (torch.tensor(True), "is not valid; use a number"),
         ("", "gpus='' is not valid"),
         (",", "gpus=',' is not valid"),
         ("-1,", "gpus='-1,' is not valid: .*For all of them write -1 alone"),
