@@ -8,6 +8,8 @@ Rules that hold for all of them:
 
 - Every rank of the group must call the same collectives in the same order; `send` and `recv` match
   by (peer, tag) instead. Ranks that disagree all get `Mismatch`, before anybody's data is touched.
+  But NCCL compares no calls: of CUDA tensors on it that takes `PYDIST_DEBUG=1`. Without that they
+  hang until the deadline (`Timeout`), or deliver wrong values.
 - Tensors may have any strides. numpy arrays are used in place, without a copy; they must be
   writable.
 - `group` is a process group of torch.distributed on any backend, one of `new_group`, or None for

@@ -165,8 +165,8 @@ class DataParallel(nn.Module):
             but for the copy at construction.
         reduction: What backward leaves: the "mean" over the ranks, or their "sum".
         compress: "bf16" or "fp16" lets float32 gradients travel in that type: each rank's is
-            rounded to it, they are added up in float32, and the result is rounded to it. Default:
-            as they are.
+            rounded to it, they are added up (in float32; on NCCL, and around a ring, every partial
+            sum is rounded to the type), and the result is rounded to it. Default: as they are.
 
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
