@@ -45,6 +45,10 @@ class Verdict(NamedTuple):
     gpus: tuple[int | None, ...]
     # Why NCCL can't serve these ranks, for people; None if it can, or nobody asked for it.
     not_nccl: str | None
+    # Whether any rank's torch is built for CUDA: otherwise nobody expects a GPU.
+    for_cuda: bool
+    # Whether any rank has no GPU where one was meant (`describe_gpus`).
+    misses_gpu: bool
 
 
 def judge(hellos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -84,6 +88,8 @@ def judge(hellos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "hosts": [hello["host"] for hello in hellos],
         "gpus": gpus,
         "not_nccl": obstacle.why if obstacle is not None else None,
+        "for_cuda": any(hello["for_cuda"] for hello in hellos),
+        "misses_gpu": any(hello["misses_gpu"] for hello in hellos),
     }
 
 
@@ -152,5 +158,10 @@ def agree(
     if "error" in verdict:
         raise _ERRORS[verdict["error"]](verdict["message"])
     return Verdict(
-        verdict["wish"], tuple(verdict["hosts"]), tuple(verdict["gpus"]), verdict["not_nccl"]
+        verdict["wish"],
+        tuple(verdict["hosts"]),
+        tuple(verdict["gpus"]),
+        verdict["not_nccl"],
+        verdict["for_cuda"],
+        verdict["misses_gpu"],
     )

@@ -251,9 +251,9 @@ def create_communicator(
         _job = job
     if rank == 0:
         took_s = time.monotonic() - start_s
-        # Without any GPU nobody misses NCCL.
+        # Where there is no GPU, and none was meant, nobody misses NCCL.
         best = "native" if size == 1 or set(agreed.gpus) == {None} else "nccl"
-        fell_back = agreed.wish == "auto" and job.backend != best
+        fell_back = agreed.wish == "auto" and (job.backend != best or agreed.misses_gpu)
         logger.log(
             logging.WARNING if fell_back else logging.INFO,
             "backend %s on %d rank%s (%s); joined in %.2f s",
@@ -283,7 +283,7 @@ def _choose(
         host_backend, reason = "gloo", f"native can't serve these ranks: {error}"
         communicator = meeting.create(host_backend)
     backend, not_nccl = host_backend, agreed.not_nccl
-    if is_auto and meeting.size == 1:
+    if is_auto and meeting.size == 1 and not_nccl is None:
         # Nothing to move, and CUDA and NCCL take seconds to start.
         not_nccl = "one rank alone does without"
     if agreed.wish in ("auto", "nccl") and not_nccl is None:
@@ -298,7 +298,7 @@ def _choose(
                 communicator.shutdown()
                 raise
             not_nccl = str(error)
-    if is_auto and backend != "nccl" and set(agreed.gpus) != {None}:
+    if is_auto and backend != "nccl" and agreed.for_cuda:
         reason += f"; not nccl: {not_nccl}"
     return Job(backend, host_backend, reason, agreed.hosts, agreed.gpus), communicator
 

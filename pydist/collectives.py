@@ -8,17 +8,21 @@ Rules that hold for all of them:
 
 - Every rank of the group must call the same collectives in the same order; `send` and `recv` match
   by (peer, tag) instead. Ranks that disagree all get `Mismatch`, before anybody's data is touched.
+  But NCCL compares no calls: of CUDA tensors on it that takes `PYDIST_DEBUG=1`. Without that they
+  hang until the deadline (`Timeout`), or deliver wrong values.
 - Tensors may have any strides. numpy arrays are used in place, without a copy; they must be
   writable.
 - `group` is a process group of torch.distributed on any backend, one of `new_group`, or None for
-  the world. Roots and peers count within the group.
+  the world. Roots and peers count within the group. What new_group returns to ranks that are not in
+  the group is refused: put calls on a group under `if rank in ranks:`.
 - With `async_op=True` the call returns a `Work` at once: `wait(timeout=None)` waits (and raises),
   `is_completed()` looks, `exception()` gives the error. The tensors must stay untouched until then.
   Results that need new memory must be given it (`out`).
 - `timeout`, in seconds, bounds this one operation; by default the group's own time-out does.
 - `op` is "sum", "mean" (floating point and complex), "min", "max" (propagate NaN), "prod", "band",
   "bor", "bxor" (integers and bool), or "premul_sum" (each input times its rank's factor, summed).
-- Errors: `InvalidUsage` (the call is wrong on this rank, nothing was sent), `Mismatch`, `PeerLost`,
+- Errors: `InvalidUsage` (the call is wrong on this rank, or the rank is not in `group`; nothing was
+  sent), `Mismatch`, `PeerLost`,
   `Timeout`, `Aborted`; see `pydist.errors`.
 """
 

@@ -146,7 +146,7 @@ class DataParallel(nn.Module):
             each backward. Default: True.
         init_sync: Whether to copy rank 0's parameters and buffers at construction. If False, seeing
             to it that all ranks start from the same values is up to you.
-        process_group: The ranks to average over; default: all.
+        process_group: The ranks to average over, with this one among them; default: all.
         bucket_cap_mb: A bucket is closed once it holds at least so many MiB. Default: what a short
             measurement of the connection between the ranks finds best; with a
             `pydist.ShardedOptimizer`, the same in every run of the same model.
@@ -165,13 +165,13 @@ class DataParallel(nn.Module):
             but for the copy at construction.
         reduction: What backward leaves: the "mean" over the ranks, or their "sum".
         compress: "bf16" or "fp16" lets float32 gradients travel in that type: each rank's is
-            rounded to it, they are added up in float32, and the result is rounded to it. Default:
-            as they are.
+            rounded to it, they are added up (in float32; on NCCL, and around a ring, every partial
+            sum is rounded to the type), and the result is rounded to it. Default: as they are.
 
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
-            part of the module is wrapped already, an argument is not supported, or `device_ids`
-            names a GPU that the module is not on.
+            part of the module is wrapped already, an argument is not supported, `device_ids` names
+            a GPU that the module is not on, or this rank is not in `process_group`.
         Mismatch: The module or an argument differs between ranks (on every rank, naming the first
             difference).
 

@@ -43,8 +43,9 @@ class InvalidUsage(Error, ValueError):  # noqa: N818
 class Mismatch(Error):  # noqa: N818
     """Ranks disagree: about an operation (kind, dtype, count, op, root), or how to start the job.
 
-    Every rank of the group gets it, with both sides named, before anybody's data is touched. The
-    cause is in the script: ranks took different branches, or have models that differ.
+    Every rank of the group gets it, with both sides named, before anybody's data is touched (of
+    CUDA tensors on NCCL only with `PYDIST_DEBUG=1`). The cause is in the script: ranks took
+    different branches, or have models that differ.
     """
 
 

@@ -5,7 +5,7 @@
 | `--gpus 2` | `2`, `"2"` | the first two |
 | `--gpus 0` | `0`, `[]` | none: the job runs on the CPU |
 | `--gpus -1` | `-1`, `"-1"` | all that are visible |
-| `--gpus 0,2` | `[0, 2]`, `"0,2"` | these |
+| `--gpus 0,2` | `[0, 2]`, `"0,2"`, an array or tensor of integers | these |
 | `--gpus 0,` | `[0]`, `"0,"`, `"0"` | the first |
 | `--gpus auto:2` | `"auto:2"` | two on which nothing runs; `auto:-1` takes all such |
 
@@ -23,6 +23,11 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
 from pydist.errors import InvalidUsage
 from pydist.gpu_load import InstalledGpu, installed_gpus
@@ -30,7 +35,7 @@ from pydist.visible_gpus import VARIABLE, are_instances, listed_gpus, visible_gp
 
 __all__ = ["Gpus", "choose_gpus", "from_command_line", "gpu_variables", "process_count"]
 
-Gpus = int | str | Sequence[int]
+Gpus = int | str | Sequence[int] | npt.NDArray[Any] | Tensor
 
 _FORMS = "a number (0 for none, -1 for all), a list as in 0,2, or auto:2 for idle ones"
 
@@ -122,6 +127,8 @@ def _parse(gpus: Gpus, where: str) -> _Wish:
     # What is empty shows nothing, and comes of a variable of the shell's that is not set.
     is_typed = not where.endswith("=") and str(gpus).strip() != ""
     text = f"{where}{gpus}" if is_typed else f"{where}{gpus!r}"
+    if isinstance(gpus, np.ndarray | Tensor):
+        gpus = gpus.tolist()
     if isinstance(gpus, str):
         return _parse_string(gpus.strip(), text)
     if isinstance(gpus, bool | bytes):

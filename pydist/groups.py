@@ -136,8 +136,8 @@ def communicator_of(group: Group | None = None) -> _native.Communicator:
             group's other ranks: all of them must call.
 
     Raises:
-        InvalidUsage: the process has not joined a job, is no member of the group, or `group` is
-            something else.
+        InvalidUsage: the process has not joined a job, is no member of the group (`group` is
+            `torch.distributed.GroupMember.NON_GROUP_MEMBER`), or `group` is something else.
     """
     if group is None:
         if isinstance(default, _NotJoined):
@@ -147,8 +147,12 @@ def communicator_of(group: Group | None = None) -> _native.Communicator:
         return group
     if isinstance(group, dist.ProcessGroup):
         return communicator_in(group) or bootstrap(group)
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise InvalidUsage("this rank is not a member of the group that it passed.")
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidUsage(
+            "this rank is not a member of the group that it passed: new_group gave it "
+            "torch.distributed.GroupMember.NON_GROUP_MEMBER. Only members may call this: put the "
+            "call under `if rank in ranks:`, with the ranks that new_group was given."
+        )
     raise InvalidUsage(
         f"group= is a {type(group).__name__}; it must be a process group of torch.distributed, or "
         "one of pydist.new_group."
@@ -187,7 +191,7 @@ def layer_communicator(group: Group | None = None) -> _native.Communicator:
 
 def new_group(
     ranks: Sequence[int], *, group: Group | None = None, timeout: float | None = None
-) -> _native.Communicator | None:
+) -> _native.Communicator | int:
     """Makes a group of some ranks, on the backend of the group that they come from.
 
     Every rank in `ranks` must call it, with the same list; other ranks may. Groups made one after
@@ -200,17 +204,22 @@ def new_group(
         timeout: seconds that each operation of the new group may take; by default as in `group`.
 
     Returns:
-        The group, for `group=` of the collectives; None on ranks that are not in it.
+        The group, for `group=` and `process_group=`; on ranks that are not in it
+        `torch.distributed.GroupMember.NON_GROUP_MEMBER`, as of torch's `new_group`, with which all
+        functions raise `InvalidUsage`: put calls on the group under `if rank in ranks:`.
 
     Raises:
-        InvalidUsage: a rank is repeated or out of range, or there is none.
+        InvalidUsage: a rank is repeated or out of range, or there is none; this rank is not in
+            `group`.
 
     Example:
-        >>> import pydist
+        >>> import pydist, torch
         >>> pydist.init()
-        >>> alone = pydist.new_group([0])
-        >>> alone.size
-        1
+        >>> ranks = [0]
+        >>> first = pydist.new_group(ranks)
+        >>> if pydist.rank() in ranks:
+        ...     print(pydist.all_reduce(torch.ones(2), group=first))
+        tensor([1., 1.])
     """
     parent = communicator_of(group)
     members = [int(rank) for rank in ranks]
@@ -221,7 +230,8 @@ def new_group(
             f"{parent.size - 1}."
         )
     if parent.rank not in members:
-        return None
+        # Not None, which would stand for the world.
+        return dist.GroupMember.NON_GROUP_MEMBER
     communicator = split(parent, members)
     if timeout is not None:
         communicator.timeout = timeout

@@ -15,7 +15,7 @@ import torch
 from pydist.environment import read_placement
 from pydist.errors import InvalidUsage, TransportError
 from pydist.nccl_library import find_nccl
-from pydist.visible_gpus import narrow_to_own_instance, why_none
+from pydist.visible_gpus import names_absent_gpus, narrow_to_own_instance, why_none
 
 __all__ = [
     "describe_gpus",
@@ -35,14 +35,22 @@ def describe_gpus(wants_nccl: bool) -> dict[str, Any]:
         wants_nccl: whether the job would use NCCL if it could.
 
     Returns:
-        `local_rank`, by the launcher, or None; `gpus`, a list with the `uuid` and `pci` address of
-        each visible GPU, empty strings where nobody asked CUDA for them; `chosen`, the number of
-        the one that this process has made current, or None; where there is none, `no_gpu` says
-        why. If NCCL might serve: `nccl`, its version as a number, or `nccl_problem`; and `sharing`,
-        what was set to let ranks share a GPU.
+        `local_rank`, by the launcher, or None; `for_cuda`, whether torch is built for it; `gpus`, a
+        list with the `uuid` and `pci` address of each visible GPU, empty strings where nobody asked
+        CUDA for them; `chosen`, the number of the one that this process has made current, or None;
+        where there is none, `no_gpu` says why; `misses_gpu`, whether that can't be meant: CUDA does
+        not start, or CUDA_VISIBLE_DEVICES names GPUs that are not there. If NCCL might serve:
+        `nccl`, its version as a number, or `nccl_problem`; and `sharing`, what was set to let ranks
+        share a GPU.
     """
-    told: dict[str, Any] = {"local_rank": None, "gpus": [], "chosen": None}
-    if torch.backends.cuda.is_built():
+    told: dict[str, Any] = {
+        "local_rank": None,
+        "for_cuda": torch.backends.cuda.is_built(),
+        "gpus": [],
+        "chosen": None,
+        "misses_gpu": False,
+    }
+    if told["for_cuda"]:
         with suppress(InvalidUsage):
             placement = read_placement()
             # Without a launcher every process looks like a world of its own.
@@ -52,7 +60,7 @@ def describe_gpus(wants_nccl: bool) -> dict[str, Any]:
     if told["gpus"] and wants_nccl:
         told["gpus"], problem = identify_gpus()
         if problem:
-            return {**told, "no_gpu": problem}
+            return {**told, "no_gpu": problem, "misses_gpu": True}
         nccl = find_nccl()
         told.update({"nccl_problem": nccl.problem} if nccl.problem else {"nccl": nccl.code})
         told["sharing"] = {
@@ -60,7 +68,7 @@ def describe_gpus(wants_nccl: bool) -> dict[str, Any]:
             "allowed": os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0"),
         }
     if not told["gpus"]:
-        told["no_gpu"] = why_none()
+        told.update(no_gpu=why_none(), misses_gpu=names_absent_gpus())
     elif torch.cuda.is_initialized() and (current := torch.cuda.current_device()) != 0:
         told["chosen"] = current
     return told

@@ -171,8 +171,8 @@ class ShardedOptimizer(Optimizer):
 
     Raises:
         InvalidUsage: The class is not element-wise, keeps state in its groups or state that can't
-            be cut, a gradient is sparse, a parameter has a gradient now or another optimizer, or an
-            argument is not supported.
+            be cut, a gradient is sparse, a parameter has a gradient now or another optimizer, an
+            argument is not supported, or this rank is not in `process_group`.
         Mismatch: Parameters, options or arguments differ between ranks (on every rank).
 
     Note:

@@ -92,8 +92,9 @@ def spawn(
         nprocs: how many processes; by default one for each of `gpus`, otherwise one for each core
             that this process may use.
         gpus: the GPUs that the ranks see, of those that this process sees: how many (0 for none,
-            -1 for all), which (`[0, 2]`), or `"auto:2"` for idle ones; strings are read as by
-            `pydist run --gpus`, except that `"0"` is the first GPU. By default all.
+            -1 for all), which (`[0, 2]`, also as an array or tensor), or `"auto:2"` for idle ones;
+            strings are read as by `pydist run --gpus`, except that `"0"` is the first GPU. By
+            default all.
         timeout: seconds that the whole call may take; by default without limit. When it has passed,
             each rank prints its stacks on standard error.
         backend: for the ranks' PYDIST_BACKEND; by default this process's.

@@ -77,8 +77,8 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: Whether to keep running statistics. Without them, the statistics of
             the batch serve in evaluation mode too, those of this rank alone.
         process_group: The ranks whose samples are one batch: a process group of
-            torch.distributed, or one of `pydist.new_group`; default: all. None means all on ranks
-            outside the group too, so give each rank a group that it is in.
+            torch.distributed, or one of `pydist.new_group`; default: all. Give each rank a group
+            that it is in.
         device: Of parameters and running statistics.
         dtype: Of parameters and running statistics.
         bias: Whether an affine layer has a bias.

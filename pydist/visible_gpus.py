@@ -16,6 +16,7 @@ import torch
 __all__ = [
     "VARIABLE",
     "listed_gpus",
+    "names_absent_gpus",
     "narrow_to_own_instance",
     "visible_gpus",
     "why_none",
@@ -71,6 +72,17 @@ def why_none() -> str:
     if twice:
         return f"{VARIABLE}='{value}' names {twice[0]} twice, so CUDA shows none"
     return f"{VARIABLE}='{value}' names none that CUDA finds on this host"
+
+
+def names_absent_gpus() -> bool:
+    """Whether, of those that CUDA_VISIBLE_DEVICES names, CUDA shows none.
+
+    Values that name nothing, such as an empty one, "-1", or Slurm's "NoDevFiles", hide GPUs on
+    purpose.
+    """
+    first = os.environ.get(VARIABLE, "").split(",")[0].strip()
+    is_named = _ENTRY.fullmatch(first) is not None
+    return torch.backends.cuda.is_built() and is_named and torch.cuda.device_count() == 0
 
 
 def narrow_to_own_instance(local_rank: int | None) -> None:

@@ -43,9 +43,8 @@ def _parser() -> argparse.ArgumentParser:
         "(the first), -1 (all), auto:2 (two on which nothing runs), or 0 (none: on the CPU). Sets "
         "CUDA_VISIBLE_DEVICES for the processes; numbers count among the GPUs that it shows now",
     )
-    if "PET_NPROC_PER_NODE" not in os.environ:
-        # To tell whether anybody said; torchrun's own default is 1.
-        parser.set_defaults(nproc_per_node=None)
+    # To tell who said so, or nobody; torchrun's own default is its variable's value, or 1.
+    parser.set_defaults(nproc_per_node=None)
 
     def error(message: str) -> NoReturn:
         raise _UsageError(f"{message} (`pydist run --help` lists the flags)")
@@ -91,15 +90,21 @@ def _check_script(options: argparse.Namespace) -> None:
 def _processes(options: argparse.Namespace) -> int:
     """How many processes to start on this host; lets them see the GPUs chosen, and no others."""
     asked = options.nproc_per_node
+    source = f"-n {asked}"
+    if asked is None and (asked := os.environ.get("PET_NPROC_PER_NODE")) is not None:
+        source = f"PET_NPROC_PER_NODE={asked}"
     chosen: tuple[str, ...] = ()
     if options.gpus is not None:
         chosen = choose_gpus(from_command_line(options.gpus), "--gpus ")
         os.environ.update(gpu_variables(chosen))
-    count = None if asked is None else int(torchrun.determine_local_world_size(asked))
+    try:
+        count = None if asked is None else int(torchrun.determine_local_world_size(asked))
+    except ValueError as error:
+        raise _UsageError(f"{source}: {error}") from error
     if count is not None and count < 1:
-        raise _UsageError(f"-n {asked}: at least one process is needed")
+        raise _UsageError(f"{source}: at least one process is needed")
     if chosen:
-        count = process_count(chosen, count, f"--gpus {options.gpus}", f"-n {asked}")
+        count = process_count(chosen, count, f"--gpus {options.gpus}", source)
     options.nproc_per_node = str(1 if count is None else count)
     return int(options.nproc_per_node)
 
@@ -122,9 +127,6 @@ def main(arguments: Sequence[str]) -> int:
         count = _processes(options)
     except (_UsageError, Error) as error:
         print(f"pydist run: {error}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(f"pydist run: -n {options.nproc_per_node}: {error}", file=sys.stderr)
         return 2
     if not _describes_a_meeting(options):
         options.standalone = True

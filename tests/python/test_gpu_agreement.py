@@ -36,6 +36,8 @@ def hello(
         "local_rank": local_rank,
         "gpus": gpus,
         "chosen": None,
+        "for_cuda": True,
+        "misses_gpu": False,
         "nccl": NCCL.code,
         "sharing": NO_SHARING,
         **({} if gpus else {"no_gpu": "it sees none"}),
@@ -150,7 +152,13 @@ def test_what_a_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
         told = describe_gpus(wants_nccl=False)
         # CUDA is left alone where the job won't use NCCL.
         assert gpus.current is None
-        assert told == {"local_rank": 1, "chosen": None, "gpus": [{"uuid": "", "pci": ""}] * 2}
+        assert told == {
+            "local_rank": 1,
+            "for_cuda": True,
+            "chosen": None,
+            "gpus": [{"uuid": "", "pci": ""}] * 2,
+            "misses_gpu": False,
+        }
         monkeypatch.setenv("NCCL_HOSTID", "h3")
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
         told = describe_gpus(wants_nccl=True)
@@ -165,6 +173,7 @@ def test_what_a_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         told = describe_gpus(wants_nccl=True)
         assert (told["gpus"], told["no_gpu"]) == ([], "CUDA_VISIBLE_DEVICES='' hides them all")
+        assert not told["misses_gpu"]
     with fake_gpus("x") as gpus:
 
         def broken(_: int) -> None:
@@ -173,6 +182,7 @@ def test_what_a_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
         gpus.patch.setattr(torch.cuda, "get_device_properties", broken)
         told = describe_gpus(wants_nccl=True)
         assert told["no_gpu"] == "CUDA does not start: the driver is too old"
+        assert told["misses_gpu"]
 
         def fails_late(_: int) -> None:
             raise torch.cuda.DeferredCudaCallError("a call that waited for CUDA failed")
@@ -366,6 +376,94 @@ def test_jobs_of_two_ranks() -> None:
     assert second["one without"]["device"] == "cpu"
     assert first["refused"]["reason"].endswith("; not nccl: no way between the GPUs")
     assert first["refused"]["backend"] == "native"
+
+
+def joined_without_a_gpu(*uuids: str, broken: bool = False, **variables: str) -> dict[str, Any]:
+    """The device, the reason, and what rank 0 says where CUDA has no GPU to give."""
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    logger = logging.getLogger("pydist")
+    with fake_gpus(*uuids) as gpus:
+
+        def too_old(_: int) -> None:
+            raise RuntimeError("the driver is too old")
+
+        if broken:
+            gpus.patch.setattr(torch.cuda, "get_device_properties", too_old)
+        os.environ.update(variables)
+        gpus.patch.setattr(logger, "level", logging.INFO)
+        logger.addHandler(handler)
+        try:
+            pydist.init()
+            job = backends.job()
+            assert job is not None
+            return {
+                "device": str(pydist.device()),
+                "reason": job.reason,
+                "said": [(record.levelname, record.getMessage()) for record in said],
+            }
+        finally:
+            pydist.shutdown()
+            logger.removeHandler(handler)
+
+
+def join_without_gpus() -> dict[str, dict[str, Any]]:
+    rank = int(os.environ["RANK"])
+    return {
+        "all broken": joined_without_a_gpu("x", "y", broken=True),
+        "one broken": joined_without_a_gpu("x", "y", broken=rank == 1),
+        "number 9": joined_without_a_gpu(CUDA_VISIBLE_DEVICES="9"),
+        "one twice": joined_without_a_gpu(CUDA_VISIBLE_DEVICES="0,0"),
+        "a UUID": joined_without_a_gpu(CUDA_VISIBLE_DEVICES="GPU-3f2a"),
+        "none there": joined_without_a_gpu(),
+        "hidden": joined_without_a_gpu(CUDA_VISIBLE_DEVICES=""),
+        "hidden by -1": joined_without_a_gpu(CUDA_VISIBLE_DEVICES="-1"),
+        "hidden by Slurm": joined_without_a_gpu(CUDA_VISIBLE_DEVICES="NoDevFiles"),
+    }
+
+
+def test_auto_says_why_it_trains_without_gpus() -> None:
+    first, second = run_ranks(join_without_gpus, 2)
+    for way, (level, why) in {
+        "all broken": ("WARNING", "ranks 0, 1 have no GPU: CUDA does not start: the driver is"),
+        "one broken": ("WARNING", "rank 1 has no GPU: CUDA does not start: the driver is too old"),
+        "number 9": ("WARNING", "ranks 0, 1 have no GPU: CUDA_VISIBLE_DEVICES='9' names none"),
+        "one twice": ("WARNING", "ranks 0, 1 have no GPU: CUDA_VISIBLE_DEVICES='0,0' names 0 tw"),
+        "a UUID": ("WARNING", "ranks 0, 1 have no GPU: CUDA_VISIBLE_DEVICES='GPU-3f2a' names"),
+        "none there": ("INFO", "ranks 0, 1 have no GPU: CUDA finds none on this host"),
+        "hidden": ("INFO", "ranks 0, 1 have no GPU: CUDA_VISIBLE_DEVICES='' hides them all"),
+        "hidden by -1": ("INFO", "ranks 0, 1 have no GPU: CUDA_VISIBLE_DEVICES='-1' hides them"),
+        "hidden by Slurm": ("INFO", "ranks 0, 1 have no GPU: CUDA_VISIBLE_DEVICES='NoDevFiles'"),
+    }.items():
+        assert second[way]["device"] == "cpu", way
+        assert first[way]["reason"] == second[way]["reason"]
+        assert f"every rank can use; not nccl: {why}" in first[way]["reason"], way
+        ((said_at, said),) = first[way]["said"]
+        assert (said_at, why in said) == (level, True), way
+        assert second[way]["said"] == [], "one rank speaks for all"
+
+
+def test_a_rank_alone_says_why_it_trains_without_gpus() -> None:
+    why = "one rank alone does without"
+    for told, expected in (
+        (joined_without_a_gpu("x"), ("INFO", why)),
+        (joined_without_a_gpu(), ("INFO", "rank 0 has no GPU: CUDA finds none on this host")),
+        (joined_without_a_gpu("x", broken=True), ("WARNING", "rank 0 has no GPU: CUDA does not")),
+        (joined_without_a_gpu(CUDA_VISIBLE_DEVICES="9"), ("WARNING", "'9' names none that CUDA")),
+    ):
+        ((level, said),) = told["said"]
+        assert (level, expected[1] in said) == (expected[0], True), said
+
+
+def test_without_cuda_in_torch_nobody_hears_of_nccl(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "pydist"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cuda, "is_built", lambda: False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        pydist.init()
+        pydist.shutdown()
+    assert "nccl" not in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
 
 
 @pytest.mark.parametrize(

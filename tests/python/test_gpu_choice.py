@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_gpus import fake_gpus
@@ -45,6 +46,11 @@ def unasked() -> list[InstalledGpu]:
         ([0], ("4",)),
         ([3, 1], ("7", "5")),
         (range(2), ("4", "5")),
+        (np.array([3, 1]), ("7", "5")),
+        (torch.tensor([2], dtype=torch.int16), ("6",)),
+        (np.array([], int), ()),
+        (np.array(2), ("4", "5")),
+        (torch.tensor(-1), FOUR),
         ("0", ("4",)),
         ("0,", ("4",)),
         ("2,", ("6",)),
@@ -81,6 +87,10 @@ def test_forms_of_the_command_line(text: str, chosen: tuple[str, ...]) -> None:
         (True, "gpus=True is not valid"),
         (0.5, "gpus=0.5 is not valid"),
         (b"0", "gpus=b'0' is not valid"),
+        (np.array([[0, 1]]), r"\[0, 1\] is no number of a GPU"),
+        (np.array([0.0, 1.0]), r"0\.0 is no number of a GPU"),
+        (torch.tensor([True]), "True is no number of a GPU"),
+        (torch.tensor(True), "is not valid; use a number"),
         ("", "gpus='' is not valid"),
         (",", "gpus=',' is not valid"),
         ("-1,", "gpus='-1,' is not valid: .*For all of them write -1 alone"),
@@ -413,10 +423,25 @@ def test_processes_by_torchruns_variable(
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
-    with fake_gpus("a", "b"):
-        assert main(["run", "--gpus", "-1", str(script)]) == 2
-    assert "takes 2 GPUs for a process each, but -n 3 asks for 3" in capsys.readouterr().err
+    started = []
+    monkeypatch.setattr(torchrun, "run", lambda o: started.append(int(o.nproc_per_node)))
+    monkeypatch.setattr("pydist.cli.run.record", lambda function: function)
+
+    def answer(value: str, *flags: str) -> str:
+        monkeypatch.setenv("PET_NPROC_PER_NODE", value)
+        with fake_gpus("a", "b"):
+            status = main(["run", *flags, str(script)])
+        return capsys.readouterr().err if status else ""
+
+    disagree = "--gpus -1 takes 2 GPUs for a process each, but "
+    assert disagree + "PET_NPROC_PER_NODE=3 asks for 3" in answer("3", "--gpus", "-1")
+    # What was typed is named by what was typed.
+    assert disagree + "-n 4 asks for 4" in answer("3", "--gpus", "-1", "-n", "4")
+    assert disagree + "-n 3 asks for 3" in answer("3", "--gpus", "-1", "--nproc-per-node", "3")
+    assert "PET_NPROC_PER_NODE=0: at least one process is needed" in answer("0")
+    assert "PET_NPROC_PER_NODE=two: Unsupported nproc_per_node value" in answer("two")
+    assert answer("2", "--gpus", "-1") == answer("3") == answer("3", "-n", "1") == ""
+    assert started == [2, 3, 1]
 
 
 @pytest.mark.parametrize(

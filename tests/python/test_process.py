@@ -8,16 +8,20 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from launch import clean_environment, rank_outcomes, run_command, run_ranks
+from torch import nn
 
 import pydist
+from pydist import metrics
 from pydist.agreement import judge
 from pydist.rank_gpu import describe_gpus
 
@@ -298,14 +302,14 @@ def subgroups() -> list[Any]:
     pydist.init()
     rank, size = pydist.rank(), pydist.world_size()
     reversed_world = pydist.new_group(range(size - 1, -1, -1))
-    assert reversed_world is not None
+    assert not isinstance(reversed_world, int)
     even = pydist.new_group([r for r in range(size) if r % 2 == 0])
-    assert (even is None) == (rank % 2 == 1)
+    assert (even is dist.GroupMember.NON_GROUP_MEMBER) == (rank % 2 == 1)
     seen: list[Any] = [reversed_world.rank]
-    if even is not None:
+    if not isinstance(even, int):
         gathered = pydist.all_gather(torch.tensor([rank]), group=even)
         first = pydist.new_group([0], group=even)
-        seen += [gathered.tolist(), first is not None]
+        seen += [gathered.tolist(), first is not dist.GroupMember.NON_GROUP_MEMBER]
     return seen
 
 
@@ -313,6 +317,82 @@ def subgroups() -> list[Any]:
 def test_new_group(backend: str) -> None:
     values = run_ranks(subgroups, 4, env={"PYDIST_BACKEND": backend})
     assert values == [[3, [0, 2], True], [2], [1, [0, 2], False], [0]]
+
+
+def calls_on_a_group(group: Any, folder: str) -> dict[str, Callable[[], object]]:
+    """All that pydist does on a group, as the ranks outside of it would call it by mistake."""
+    x = torch.ones(4)
+    kept: dict[str, Any] = {"path": f"{folder}/kept", "process_group": group}
+    ledger = pydist.DistributedSampler(range(4), num_replicas=1, rank=0).ledger()
+    return {
+        "all_reduce": lambda: pydist.all_reduce(x, group=group),
+        "reduce_scatter": lambda: pydist.reduce_scatter(x, group=group),
+        "all_gather": lambda: pydist.all_gather(x, group=group),
+        "broadcast": lambda: pydist.broadcast(x, group=group),
+        "reduce": lambda: pydist.reduce(x, group=group),
+        "gather": lambda: pydist.gather(x, group=group),
+        "scatter": lambda: pydist.scatter(x, out=torch.empty(1), group=group),
+        "all_to_all": lambda: pydist.all_to_all(x, group=group),
+        "send": lambda: pydist.send(x, 0, group=group),
+        "recv": lambda: pydist.recv(x, 0, group=group),
+        "barrier": lambda: pydist.barrier(group=group),
+        "symmetric_empty": lambda: pydist.symmetric_empty(4, group=group),
+        "new_group": lambda: pydist.new_group([0], group=group),
+        "DataParallel": lambda: pydist.DataParallel(nn.Linear(2, 2), process_group=group),
+        "ShardedOptimizer": lambda: pydist.ShardedOptimizer(
+            nn.Linear(2, 2).parameters(), torch.optim.SGD, process_group=group, lr=0.1
+        ),
+        "SyncBatchNorm": lambda: pydist.SyncBatchNorm(4, process_group=group)(torch.ones(2, 4)),
+        "converted": lambda: pydist.SyncBatchNorm.convert_sync_batchnorm(
+            nn.Sequential(nn.BatchNorm1d(4)), group
+        )(torch.ones(2, 4)),
+        "save": lambda: pydist.save(model=nn.Linear(2, 2), **kept),
+        "load": lambda: pydist.load(model=nn.Linear(2, 2), **kept),
+        "evaluate": lambda: pydist.evaluate(None, [1], lambda _, batch: {"x": x}, group=group),
+        "metrics.mean": lambda: metrics.mean(x, group=group),
+        "Metric.compute": lambda: metrics.Mean().compute(group),
+        "Rows.compute": lambda: metrics.Rows().compute(group),
+        "gather_ragged": lambda: metrics.gather_ragged(x, group=group),
+        "all_gather_ragged": lambda: metrics.all_gather_ragged(x, group=group),
+        "Ledger.combined": lambda: ledger.combined(group),
+    }
+
+
+def call_from_outside(folder: str) -> dict[str, str]:
+    pydist.init()
+    groups = {"pydist": pydist.new_group([0, 1]), "torch": dist.new_group([0, 1])}
+    said = {}
+    if pydist.rank() == 2:
+        for maker, group in groups.items():
+            for name, call in calls_on_a_group(group, folder).items():
+                said[f"{name}, {maker}"] = "taken"
+                try:
+                    call()
+                except pydist.Error as error:
+                    said[f"{name}, {maker}"] = f"{type(error).__name__}: {error}"
+    # The others have heard nothing of it.
+    assert pydist.all_reduce(torch.ones(1)).item() == 3
+    return said
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_a_rank_outside_of_a_group_is_refused(backend: str, tmp_path: Path) -> None:
+    env = {"PYDIST_BACKEND": backend, "PYDIST_TIMEOUT": "20"}
+    *_, outside = run_ranks(call_from_outside, 3, str(tmp_path), env=env)
+    assert len(outside) == 2 * 26
+    for name, said in outside.items():
+        assert said.startswith("InvalidUsage: this rank is not a member of the group"), (name, said)
+        assert "`if rank in ranks:`" in said
+
+
+def test_what_is_no_group_is_refused_by_its_type() -> None:
+    pydist.init()
+    try:
+        for wrong in (np.array([0, 1]), torch.tensor([0, 1]), [0], 3, "world"):
+            with pytest.raises(pydist.InvalidUsage, match=r"group= is a \w+; it must be"):
+                pydist.barrier(group=wrong)  # type: ignore[call-overload]
+    finally:
+        pydist.shutdown()
 
 
 def groups_dropped_at_once() -> int:

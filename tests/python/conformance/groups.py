@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 import pydist
 from conformance.references import values
@@ -21,10 +22,11 @@ def groups(suite: Suite) -> None:
     for members in orders:
         with suite.case("groups", "making", members):
             made.append((members, pydist.new_group(members)))
-            assert (made[-1][1] is None) == (rank not in members)
+            is_outside = made[-1][1] is dist.GroupMember.NON_GROUP_MEMBER
+            assert is_outside == (rank not in members)
     # The latest first: groups are independent of the order in which they were made.
     for members, group in reversed(made):
-        if group is None:
+        if isinstance(group, int):
             continue
         p, me = len(members), members.index(rank)
         with suite.case("groups", members):
@@ -52,7 +54,7 @@ def groups(suite: Suite) -> None:
     with suite.case("groups", "all at work at once"):
         works = []
         for number, (members, group) in enumerate(made):
-            if group is not None:
+            if not isinstance(group, int):
                 tensor = torch.full((2000 + number,), float(rank))
                 works.append(
                     (members, tensor, pydist.all_reduce(tensor, group=group, async_op=True))
@@ -67,10 +69,10 @@ def groups(suite: Suite) -> None:
     with suite.case("groups", "a group of a group"):
         if size > 2:
             outer = pydist.new_group(list(reversed(range(1, size))))
-            if outer is not None:
+            if not isinstance(outer, int):
                 # Ranks count within the parent: its 0 is our last.
                 inner = pydist.new_group([outer.size - 1, 0], group=outer)
-                if inner is not None and inner.size == 2:
+                if not isinstance(inner, int) and inner.size == 2:
                     total = pydist.all_reduce(torch.tensor([float(rank)]), group=inner)
                     assert total.item() == 1.0 + (size - 1)
     with suite.case("groups", "one twice"):
