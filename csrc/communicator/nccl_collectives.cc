@@ -420,10 +420,12 @@ std::string why_not_on_nccl(const NcclSettings& settings, OpKind kind, ReduceOp 
   const bool is_plain = reduction_of(op, dtype) && !settings.pins_ring && !has_wire_dtype &&
                         op != ReduceOp::kPremulSum;
   if (!settings.has_kernels() && !is_plain) {
-    return join("op '", to_string(op), "' of ", to_string(dtype),
-                has_wire_dtype ? " in a wire type" : "", settings.pins_ring ? " on the ring" : "",
-                " needs pydist's CUDA kernels: ",
-                settings.kernels == nullptr ? "they were not loaded" : settings.kernels->reason());
+    return join(
+        "op '", to_string(op), "' of ", to_string(dtype), has_wire_dtype ? " in a wire type" : "",
+        settings.pins_ring ? " on the ring" : "",
+        " needs pydist's CUDA kernels, which this group does without: ", settings.why_no_kernels,
+        ". Build pydist with the nvcc of a CUDA that the driver knows, or set "
+        "PYDIST_BACKEND=native (on several hosts, gloo), which needs none of them");
   }
   return {};
 }

@@ -26,13 +26,14 @@
 namespace pydist {
 
 struct NcclSettings {
-  // Our kernels; where they are not loaded, some operations are not supported.
+  // Our kernels, loaded; null where a rank of the group cannot use them, and then some operations
+  // are not supported.
   const CudaLibrary* kernels = nullptr;
+  // The reason, for people.
+  std::string why_no_kernels;
   bool pins_ring = false;
 
-  [[nodiscard]] bool has_kernels() const noexcept {
-    return kernels != nullptr && kernels->is_loaded();
-  }
+  [[nodiscard]] bool has_kernels() const noexcept { return kernels != nullptr; }
 };
 
 // Why the operation cannot be run; empty where it can.

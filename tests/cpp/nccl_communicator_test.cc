@@ -204,9 +204,8 @@ TEST(NcclCommunicator, RefusesWhatCannotWork) {
 }
 
 TEST(NcclCommunicator, DoesWithoutKernelsWhatNcclCanDo) {
-  static const CudaLibrary none("/nowhere/libpydist_cuda.so");
   run_ranks(2, [](RankOfTest& self) {
-    const CommunicatorPtr group = join_nccl(self, test_environment(), &none);
+    const CommunicatorPtr group = join_nccl(self, test_environment(), &no_kernels());
     const FakeStream stream(self.rank);
     std::vector<float> values{static_cast<float>(self.rank)};
     group->submit(on_device(all_reduce(values, ReduceOp::kMean), self.rank, stream.get()))->wait();
@@ -217,6 +216,35 @@ TEST(NcclCommunicator, DoesWithoutKernelsWhatNcclCanDo) {
     });
     EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
     EXPECT_TRUE(contains(message, "needs pydist's CUDA kernels")) << message;
+    group->shutdown();
+  });
+}
+
+// What is missing, where, and what to do, in the groups that are split off as well.
+TEST(NcclCommunicator, SaysWhyThereAreNoKernels) {
+  run_ranks(3, [](RankOfTest& self) {
+    const bool lacks_them = self.rank == 1;
+    const CommunicatorPtr group =
+        join_nccl(self, test_environment(), lacks_them ? &no_kernels() : &fake_kernels());
+    const FakeStream stream(self.rank);
+    const auto expect_why = [&](Communicator& refusing) {
+      std::vector<float> values(4);
+      const auto [kind, message] = error_of([&] {
+        refusing.run(on_device(all_reduce(values, ReduceOp::kMax), self.rank, stream.get()));
+      });
+      EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
+      EXPECT_TRUE(contains(message, "op 'max' of float32 needs pydist's CUDA kernels")) << message;
+      EXPECT_TRUE(contains(message, "pydist was built without nvcc")) << message;
+      EXPECT_EQ(contains(message, "rank 1 of group 'world' cannot use them"), !lacks_them)
+          << message;
+      EXPECT_TRUE(contains(message, "PYDIST_BACKEND=native")) << message;
+    };
+    expect_why(*group);
+    if (self.rank != 1) {  // of those that could
+      const CommunicatorPtr pair = group->split({0, 2});
+      expect_why(*pair);
+      pair->shutdown();
+    }
     group->shutdown();
   });
 }
@@ -358,7 +386,7 @@ TEST(NcclFailure, OfADriverWithoutAGpuIsAnError) {
   }
   run_ranks(2, [](RankOfTest& self) {
     const auto [kind, message] =
-        error_of([&] { static_cast<void>(join_nccl(self, test_environment(), nullptr)); });
+        error_of([&] { static_cast<void>(join_nccl(self, test_environment(), &no_kernels())); });
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(contains(message, "the CUDA driver sees no GPU")) << message;
   });

@@ -278,6 +278,31 @@ def test_auto_takes_nccl_where_every_rank_has_a_gpu() -> None:
     assert run_ranks(choice, 1, env={"PYDIST_BACKEND": "auto"}, timeout=35) == ["native"]
 
 
+def refused_without_kernels() -> str:
+    # As where the GPU of one rank is of a kind that the kernels were not compiled for.
+    if os.environ["RANK"] == "1":
+        os.environ["FAKE_CUDA_KERNELS"] = "foreign"
+    start()
+    groups = [None, dist.new_group([0, 1]), dist.new_group([1, 0])]
+    for group in groups:
+        with pytest.raises(ValueError, match="needs pydist's CUDA kernels") as refusal:
+            dist.all_reduce(torch.ones(3, device="cuda"), op=dist.ReduceOp.MAX, group=group)
+        assert "error 209" in str(refusal.value)
+        assert "PYDIST_BACKEND=native" in str(refusal.value)
+    pydist.shutdown()
+    return str(refusal.value)
+
+
+@pytest.mark.skipif(gpu_ranks.IS_REAL, reason="no GPU is unknown to a build for this machine")
+def test_what_needs_the_kernels_is_refused_with_the_reason_that_is_told_once() -> None:
+    outcomes = rank_outcomes(refused_without_kernels, 2, env=NCCL, timeout=35)
+    for outcome in outcomes:
+        assert outcome.ok, outcome.describe()
+        assert outcome.output.count("does without pydist's CUDA kernels: ") == 1, outcome.output
+        assert "error 209" in outcome.output
+    assert "rank 1 of group 'group 2' cannot use them" in outcomes[0].value
+
+
 def death() -> float:
     rank, _ = start()
     tensor = torch.ones(1000, device="cuda")
