@@ -5,7 +5,8 @@
 //   direct       NCCL has the operator and the type                    by NCCL, in the type itself
 //   converted    a factor, a wire type, or a mean of float16           by NCCL, in scratch memory: in the wire
 //                                                                      type, otherwise 16-bit types in float32,
-//                                                                      others in their own
+//                                                                      others in their own. Without kernels, a
+//                                                                      factor and such a mean go directly
 //   ring         NCCL lacks the operator or the type (int16, bitwise   by our kernels, see nccl_ring.h
 //                operators, min and max of floating point, whose NaN
 //                NCCL loses), or PYDIST_ALGORITHM=ring

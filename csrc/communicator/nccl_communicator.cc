@@ -133,19 +133,24 @@ class NcclCommunicator final : public Communicator {
     // NCCL promises neither from run to run, nor for other sizes of buckets.
     can.equal_from_run_to_run = false;
     can.equal_for_all_chunkings = false;
-    can.numerics = join(
+    const char* const order =
         settings_.pins_ring
-            ? "On the GPU: elements are combined in ring order by pydist's kernels, 16-bit types "
-              "in "
-              "float32 with one rounding"
-            : "On the GPU: elements are combined by NCCL in an order of its own; sums of float16 "
-              "and "
-              "bfloat16 are rounded at every step, but for means and premul_sums of float16 and "
-              "premul_sums of bfloat16, which are summed in float32 and rounded once",
-        settings_.has_kernels()
+            ? "elements are combined in ring order by pydist's kernels, 16-bit types in float32 "
+              "with "
+              "one rounding"
+            : "elements are combined by NCCL in an order of its own; sums of float16 and bfloat16 "
+              "are rounded at every step";
+    const char* const factors =
+        !settings_.has_kernels()
+            ? ", and so are a mean and a premul_sum, each input times its factor first, which is "
+              "rounded to the type; a mean is NCCL's average. "
+        : settings_.pins_ring
             ? "; a mean divides the sum once, in float32 or wider; min and max propagate NaN. "
-            : "; a mean is NCCL's average. ",
-        host);
+            : ", but for means and premul_sums of float16 and premul_sums of bfloat16, which are "
+              "summed in float32 and rounded once; a mean divides the sum once, in float32 or "
+              "wider; "
+              "min and max propagate NaN. ";
+    can.numerics = join("On the GPU: ", order, factors, host);
     return can;
   }
 
