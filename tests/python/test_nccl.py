@@ -314,8 +314,12 @@ def test_what_needs_the_kernels_is_refused_with_the_reason_that_is_told_once() -
 def trained_without_kernels() -> None:
     rank, size = start()
     assert pydist.backend() == "nccl"
+    # At once: in a backward ranks would meet each other's refusals.
+    with pytest.raises(pydist.InvalidUsage, match=r"in a wire type needs .*error 209"):
+        pydist.DataParallel(nn.Linear(4, 2).to("cuda"), compress="bf16")
+    pydist.DataParallel(nn.Linear(4, 2), compress="bf16")(torch.ones(3, 4)).sum().backward()
 
-    # Each rank's mean counts as its rows do.
+    # Models after one that was refused train on; each rank's mean counts as its rows do.
     def rows(each: int) -> int:
         return 2 * each + 1
 
@@ -350,6 +354,19 @@ def trained_without_kernels() -> None:
 @pytest.mark.skipif(gpu_ranks.IS_REAL, reason="no GPU is unknown to a build for this machine")
 def test_training_without_kernels() -> None:
     run_ranks(trained_without_kernels, 3, env={**NCCL, "FAKE_CUDA_KERNELS": "foreign"}, timeout=35)
+
+
+def refused_on_the_ring() -> None:
+    start()
+    with pytest.raises(pydist.InvalidUsage, match=r"on the ring needs .*error 209"):
+        pydist.DataParallel(nn.Linear(4, 2).to("cuda"), bucket_cap_mb=1)
+    pydist.shutdown()
+
+
+@pytest.mark.skipif(gpu_ranks.IS_REAL, reason="no GPU is unknown to a build for this machine")
+def test_no_model_is_wrapped_whose_gradients_need_kernels_that_are_not_there() -> None:
+    env = {**NCCL, "FAKE_CUDA_KERNELS": "foreign", "PYDIST_ALGORITHM": "ring"}
+    run_ranks(refused_on_the_ring, 2, env=env, timeout=35)
 
 
 def death() -> float:
