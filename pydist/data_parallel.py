@@ -171,7 +171,9 @@ class DataParallel(nn.Module):
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
             part of the module is wrapped already, an argument is not supported, `device_ids` names
-            a GPU that the module is not on, or this rank is not in `process_group`.
+            a GPU that the module is not on, this rank is not in `process_group`, or the backend
+            can't reduce such gradients (NCCL, in a wire type or on the ring, without pydist's CUDA
+            kernels).
         Mismatch: The module or an argument differs between ranks (on every rank, naming the first
             difference).
 
@@ -266,6 +268,8 @@ class DataParallel(nn.Module):
         ]
         check_same(self._communicator, "pydist.DataParallel's setting", arguments)
         check_same(self._communicator, "the module", facts_of(module))
+        wire_dtype = _WIRE_DTYPES[compress] if compress else None
+        _require_reducible(self._communicator, module, reduction, wire_dtype)
         if init_sync:
             with_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
             copy_from(self._communicator, 0, module, with_buffers=with_buffers)
@@ -281,7 +285,7 @@ class DataParallel(nn.Module):
             lambda *arguments: _plan(itself(), cap_bytes, *arguments),
             BufferSync(self._communicator, module) if sync_buffers else None,
             sums=reduction == "sum",
-            wire_dtype=_WIRE_DTYPES[compress] if compress else None,
+            wire_dtype=wire_dtype,
             measures_link=bucket_cap_mb is None,
             rank=process.rank(),
         )
@@ -784,6 +788,27 @@ def _refuse_wrapped(module: nn.Module) -> None:
                     "already, and two can't average one gradient: wrap the outermost module alone "
                     "(the inner one's own is its .module)"
                 )
+
+
+def _require_reducible(
+    communicator: _native.Communicator,
+    module: nn.Module,
+    reduction: Literal["mean", "sum"],
+    wire_dtype: torch.dtype | None,
+) -> None:
+    """Raises InvalidUsage, on all ranks, where the group can't reduce gradients on the GPU.
+
+    In a backward it would come while other ranks are in the middle of theirs.
+    """
+    on_gpu = [p for p in module.parameters() if p.requires_grad and p.device.type == "cuda"]
+    for dtype in dict.fromkeys(p.dtype for p in on_gpu):
+        if why := communicator.why_unsupported("all_reduce", reduction, dtype):
+            raise InvalidUsage(f"pydist.DataParallel: {why}.")
+    if wire_dtype and not communicator.capabilities()["wire_dtypes"]:
+        for parameter in [p for p in on_gpu if p.dtype == torch.float32][:1]:
+            # Refused, with the reason.
+            nothing = torch.empty(0, device=parameter.device)
+            communicator.all_reduce(nothing, nothing, reduction, wire_dtype=wire_dtype)
 
 
 def _sparse_error(name: str) -> InvalidUsage:

@@ -71,6 +71,8 @@ std::shared_ptr<const Api> Api::open(const std::string& path) {
   PYDIST_RESOLVE(ncclAllGather);
   PYDIST_RESOLVE(ncclBroadcast);
   PYDIST_RESOLVE(ncclReduce);
+  PYDIST_RESOLVE(ncclRedOpCreatePreMulSum);
+  PYDIST_RESOLVE(ncclRedOpDestroy);
   PYDIST_RESOLVE(ncclSend);
   PYDIST_RESOLVE(ncclRecv);
   PYDIST_RESOLVE(ncclGroupStart);
@@ -117,6 +119,8 @@ Api::Api(const Functions& functions, std::string origin)
   PYDIST_REQUIRE(ncclAllGather);
   PYDIST_REQUIRE(ncclBroadcast);
   PYDIST_REQUIRE(ncclReduce);
+  PYDIST_REQUIRE(ncclRedOpCreatePreMulSum);
+  PYDIST_REQUIRE(ncclRedOpDestroy);
   PYDIST_REQUIRE(ncclSend);
   PYDIST_REQUIRE(ncclRecv);
   PYDIST_REQUIRE(ncclGroupStart);

@@ -54,6 +54,9 @@ enum class DataType : int {
 // ncclRedOp_t; what a communicator makes itself has other numbers.
 enum class RedOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
 
+// ncclScalarResidence_t: when a scalar that is given by its address is read.
+enum class ScalarResidence : int { kDevice = 0, kHostImmediate = 1 };
+
 struct UniqueId {
   std::array<char, 128> bytes;
 };
@@ -88,6 +91,8 @@ struct Functions {
   Result (*ncclBroadcast)(const void*, void*, std::size_t, DataType, int, CommHandle, StreamHandle);
   Result (*ncclReduce)(const void*, void*, std::size_t, DataType, RedOp, int, CommHandle,
                        StreamHandle);
+  Result (*ncclRedOpCreatePreMulSum)(RedOp*, void*, DataType, ScalarResidence, CommHandle);
+  Result (*ncclRedOpDestroy)(RedOp, CommHandle);
   Result (*ncclSend)(const void*, std::size_t, DataType, int, CommHandle, StreamHandle);
   Result (*ncclRecv)(void*, std::size_t, DataType, int, CommHandle, StreamHandle);
   Result (*ncclGroupStart)();

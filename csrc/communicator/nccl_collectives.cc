@@ -1,6 +1,8 @@
 #include "communicator/nccl_collectives.h"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <optional>
 
 #include "base/error.h"
@@ -8,6 +10,7 @@
 #include "collectives/scaled_mean.h"
 #include "communicator/nccl_ring.h"
 #include "communicator/resolve.h"
+#include "kernels/convert_cpu.h"
 
 namespace pydist {
 namespace {
@@ -98,6 +101,47 @@ bool fits_as_one(const Blocks& blocks, std::size_t element_bytes) {
   return !blocks.is_ragged() && blocks.total() * element_bytes <= NcclGroup::kScratchBytes;
 }
 
+// NCCL's own sum of each rank's input times that rank's factor, for one launch: NCCL copies it into
+// each call that it is given to.
+class PremultipliedSum {
+ public:
+  PremultipliedSum(NcclGroup& group, DataType type, double factor) : group_(group) {
+    std::array<std::byte, sizeof(double)> scalar{};  // of the elements' type
+    const auto narrow = static_cast<float>(factor);
+    switch (type) {
+      case DataType::kFloat64:
+        std::memcpy(scalar.data(), &factor, sizeof factor);
+        break;
+      case DataType::kFloat32:
+        std::memcpy(scalar.data(), &narrow, sizeof narrow);
+        break;
+      default:
+        narrow_from_float32(type == DataType::kFloat16 ? DType::kFloat16 : DType::kBFloat16,
+                            &narrow, scalar.data(), 1);
+        break;
+    }
+    group_.check(
+        group_.api().functions().ncclRedOpCreatePreMulSum(
+            &op_, scalar.data(), type, nccl::ScalarResidence::kHostImmediate, group_.comm()),
+        "ncclRedOpCreatePreMulSum");
+  }
+  PremultipliedSum(const PremultipliedSum&) = delete;
+  PremultipliedSum& operator=(const PremultipliedSum&) = delete;
+  ~PremultipliedSum() {
+    try {
+      static_cast<void>(group_.api().functions().ncclRedOpDestroy(op_, group_.comm()));
+    } catch (const std::exception&) {
+      // The group has failed: it goes with the communicator.
+    }
+  }
+
+  [[nodiscard]] RedOp op() const noexcept { return op_; }
+
+ private:
+  NcclGroup& group_;
+  RedOp op_ = RedOp::kSum;
+};
+
 class Enqueuing {
  public:
   Enqueuing(NcclGroup& group, const NcclSettings& settings, const Call& call)
@@ -181,6 +225,10 @@ class Enqueuing {
     const bool averages = call_.op == ReduceOp::kMean;
     if (averages && !settings_.has_kernels()) {
       reduction.op = RedOp::kAvg;
+    }
+    std::optional<PremultipliedSum> premultiplied;  // without kernels
+    if (call_.op == ReduceOp::kPremulSum) {
+      reduction.op = premultiplied.emplace(group_, reduction.type, call_.factor).op();
     }
     const Block out = call_.outputs.empty() ? Block{} : call_.outputs[0];
     const bool is_list = call_.kind == OpKind::kReduceScatter && !call_.inputs.is_contiguous();
@@ -410,13 +458,14 @@ std::string why_not_on_nccl(const NcclSettings& settings, OpKind kind, ReduceOp 
   if (!is_supported(op, dtype)) {
     return join("op '", to_string(op), "' is not defined for ", to_string(dtype));
   }
-  const bool is_plain = reduction_of(op, dtype) && !settings.pins_ring && !has_wire_dtype &&
-                        op != ReduceOp::kPremulSum;
+  const bool is_plain = reduction_of(op, dtype) && !settings.pins_ring && !has_wire_dtype;
   if (!settings.has_kernels() && !is_plain) {
-    return join("op '", to_string(op), "' of ", to_string(dtype),
-                has_wire_dtype ? " in a wire type" : "", settings.pins_ring ? " on the ring" : "",
-                " needs pydist's CUDA kernels: ",
-                settings.kernels == nullptr ? "they were not loaded" : settings.kernels->reason());
+    return join(
+        "op '", to_string(op), "' of ", to_string(dtype), has_wire_dtype ? " in a wire type" : "",
+        settings.pins_ring ? " on the ring" : "",
+        " needs pydist's CUDA kernels, which this group does without: ", settings.why_no_kernels,
+        ". Build pydist with the nvcc of a CUDA that the driver knows, or set "
+        "PYDIST_BACKEND=native (on several hosts, gloo), which needs none of them");
   }
   return {};
 }

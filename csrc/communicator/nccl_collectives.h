@@ -5,7 +5,8 @@
 //   direct       NCCL has the operator and the type                    by NCCL, in the type itself
 //   converted    a factor, a wire type, or a mean of float16           by NCCL, in scratch memory: in the wire
 //                                                                      type, otherwise 16-bit types in float32,
-//                                                                      others in their own
+//                                                                      others in their own. Without kernels, a
+//                                                                      factor and such a mean go directly
 //   ring         NCCL lacks the operator or the type (int16, bitwise   by our kernels, see nccl_ring.h
 //                operators, min and max of floating point, whose NaN
 //                NCCL loses), or PYDIST_ALGORITHM=ring
@@ -26,13 +27,14 @@
 namespace pydist {
 
 struct NcclSettings {
-  // Our kernels; where they are not loaded, some operations are not supported.
+  // Our kernels, loaded; null where a rank of the group cannot use them, and then some operations
+  // are not supported.
   const CudaLibrary* kernels = nullptr;
+  // The reason, for people.
+  std::string why_no_kernels;
   bool pins_ring = false;
 
-  [[nodiscard]] bool has_kernels() const noexcept {
-    return kernels != nullptr && kernels->is_loaded();
-  }
+  [[nodiscard]] bool has_kernels() const noexcept { return kernels != nullptr; }
 };
 
 // Why the operation cannot be run; empty where it can.

@@ -112,7 +112,8 @@ class NcclCommunicator final : public Communicator {
       : options_(std::move(options)),
         host_(options_.host),
         group_(std::move(group)),
-        settings_{options_.kernels, options_.environment.algorithm == AlgorithmChoice::kRing} {}
+        settings_{options_.kernels, options_.why_no_kernels,
+                  options_.environment.algorithm == AlgorithmChoice::kRing} {}
 
   ~NcclCommunicator() override { shutdown(); }
 
@@ -132,19 +133,24 @@ class NcclCommunicator final : public Communicator {
     // NCCL promises neither from run to run, nor for other sizes of buckets.
     can.equal_from_run_to_run = false;
     can.equal_for_all_chunkings = false;
-    can.numerics = join(
+    const char* const order =
         settings_.pins_ring
-            ? "On the GPU: elements are combined in ring order by pydist's kernels, 16-bit types "
-              "in "
-              "float32 with one rounding"
-            : "On the GPU: elements are combined by NCCL in an order of its own; sums of float16 "
-              "and "
-              "bfloat16 are rounded at every step, but for means and premul_sums of float16 and "
-              "premul_sums of bfloat16, which are summed in float32 and rounded once",
-        settings_.has_kernels()
+            ? "elements are combined in ring order by pydist's kernels, 16-bit types in float32 "
+              "with "
+              "one rounding"
+            : "elements are combined by NCCL in an order of its own; sums of float16 and bfloat16 "
+              "are rounded at every step";
+    const char* const factors =
+        !settings_.has_kernels()
+            ? ", and so are a mean and a premul_sum, each input times its factor first, which is "
+              "rounded to the type; a mean is NCCL's average. "
+        : settings_.pins_ring
             ? "; a mean divides the sum once, in float32 or wider; min and max propagate NaN. "
-            : "; a mean is NCCL's average. ",
-        host);
+            : ", but for means and premul_sums of float16 and premul_sums of bfloat16, which are "
+              "summed in float32 and rounded once; a mean divides the sum once, in float32 or "
+              "wider; "
+              "min and max propagate NaN. ";
+    can.numerics = join("On the GPU: ", order, factors, host);
     return can;
   }
 
@@ -392,44 +398,47 @@ class NcclCommunicator final : public Communicator {
   std::atomic<bool> is_closed_{false};
 };
 
-// What a rank can do, from the least.
-enum Means : std::uint8_t { kNoNccl, kNoKernels, kBoth };
+// Why this rank cannot use the kernels; empty where it can.
+std::string why_not_to_use(const CudaLibrary& kernels, int device) {
+  if (!kernels.is_loaded()) {
+    return kernels.reason();
+  }
+  try {
+    // Before the first collective: CUDA may wait for running kernels when it loads one.
+    const cuda::DeviceGuard guard(device);
+    kernels.load_kernels();
+    return {};
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+// Once in a process, whatever its groups.
+void warn_of_no_kernels(const std::string& group, const std::string& why) {
+  static std::atomic<bool> has_warned{false};
+  if (!has_warned.exchange(true)) {
+    log_line(LogLevel::kWarning,
+             join("group '", group, "' does without pydist's CUDA kernels: ", why));
+  }
+}
 
 // Throws on all ranks where one has no NCCL. Which way an operation takes depends on whether there
 // are kernels, so all ranks have them or none uses any. Collective.
 void use_what_all_have(Communicator& control, NcclOptions& options) {
-  std::string why = "they were not loaded";
-  std::uint8_t mine = options.api == nullptr ? kNoNccl : kNoKernels;
-  if (options.api != nullptr && options.kernels != nullptr) {
-    why = options.kernels->reason();
-    try {
-      if (options.kernels->is_loaded()) {
-        // Before the first collective: CUDA may wait for running kernels when it loads one.
-        const cuda::DeviceGuard guard(options.device);
-        options.kernels->load_kernels();
-        mine = kBoth;
-      }
-    } catch (const std::exception& error) {
-      why = error.what();
-    }
+  NcclGroup::agree(control, options.why_no_api);
+  if (options.why_no_kernels.empty()) {
+    options.why_no_kernels = why_not_to_use(*options.kernels, options.device);
   }
-  Operation operation;
-  operation.kind = OpKind::kAllReduce;
-  operation.op = ReduceOp::kMin;
-  std::uint8_t least = kNoNccl;
-  operation.inputs = {Buffer{&mine, 1, DType::kUInt8, {}}};
-  operation.outputs = {Buffer{&least, 1, DType::kUInt8, {}}};
-  operation.label = "who has NCCL and CUDA kernels";
-  control.run(std::move(operation));
-  if (least == kNoNccl) {
-    NcclGroup::agree(control, options.why_no_api);
+  const auto lack = NcclGroup::first_complaint(control, options.why_no_kernels);
+  if (!lack) {
+    return;
   }
-  if (least != kBoth) {
-    log_line(LogLevel::kWarning,
-             join("group '", control.name(), "' does without pydist's CUDA kernels: ",
-                  mine == kBoth ? "another rank cannot use them" : why));
-    options.kernels = nullptr;
+  if (options.why_no_kernels.empty()) {
+    options.why_no_kernels = join("rank ", lack->rank, " of group '", options.host->name(),
+                                  "' cannot use them: ", lack->text);
   }
+  options.kernels = nullptr;
+  warn_of_no_kernels(options.host->name(), options.why_no_kernels);
 }
 
 // NCCL takes its own variable before what it is configured with.
@@ -462,6 +471,7 @@ void let_go_of_nccl() noexcept {
 CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   require_not_forked();
   PYDIST_CHECK(options.host != nullptr && (options.api == nullptr) != options.why_no_api.empty());
+  PYDIST_CHECK((options.kernels == nullptr) != options.why_no_kernels.empty());
   warn_of_blocking_communicators();
   const Deadline deadline = Deadline::in(options.host->timeout());
   if (options.endpoint == nullptr) {

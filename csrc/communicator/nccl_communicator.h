@@ -30,6 +30,9 @@ struct NcclOptions {
   // This rank's, as the process counts them.
   int device = 0;
   const CudaLibrary* kernels = &CudaLibrary::get();
+  // Why the group does without kernels, where that is known beforehand: then they are not looked
+  // at.
+  std::string why_no_kernels;
   Environment environment = Environment::read();
   // As in native_communicator.h: what the process shows to its peers; null for the process's own.
   std::shared_ptr<Endpoint> endpoint = nullptr;

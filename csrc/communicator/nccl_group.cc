@@ -83,13 +83,27 @@ struct Notice {
   [[nodiscard]] bool is_complaint() const noexcept { return complaint[0] != '\0'; }
 };
 
-Operation bytes_of_all(Notice& mine, std::vector<Notice>& all) {
+std::vector<Notice> notices_of_all(Communicator& control, const std::string& complaint,
+                                   bool says_yes = true) {
+  Notice mine{.says_yes = says_yes};
+  mine.set(complaint);
+  std::vector<Notice> all(static_cast<std::size_t>(control.size()));
   Operation operation;
   operation.kind = OpKind::kAllGather;
   operation.inputs = {Buffer{&mine, sizeof mine, DType::kUInt8, {}}};
   operation.outputs = {Buffer{all.data(), all.size() * sizeof(Notice), DType::kUInt8, {}}};
   operation.label = "whether NCCL is ready";
-  return operation;
+  control.run(std::move(operation));
+  return all;
+}
+
+std::optional<NcclGroup::Complaint> first_of(const std::vector<Notice>& all) {
+  const auto found =
+      std::find_if(all.begin(), all.end(), [](const Notice& one) { return one.is_complaint(); });
+  if (found == all.end()) {
+    return std::nullopt;
+  }
+  return NcclGroup::Complaint{static_cast<int>(found - all.begin()), found->complaint.data()};
 }
 
 std::uint64_t fingerprint_of(const std::string& name) {
@@ -153,17 +167,17 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
 }
 
 bool NcclGroup::agree(Communicator& control, const std::string& complaint, bool says_yes) {
-  Notice mine{.says_yes = says_yes};
-  mine.set(complaint);
-  std::vector<Notice> all(static_cast<std::size_t>(control.size()));
-  control.run(bytes_of_all(mine, all));
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].is_complaint()) {
-      throw TransportError(pydist::join("NCCL cannot serve these ranks. Rank ", rank, ": ",
-                                        all[rank].complaint.data()));
-    }
+  const std::vector<Notice> all = notices_of_all(control, complaint, says_yes);
+  if (const auto found = first_of(all)) {
+    throw TransportError(
+        pydist::join("NCCL cannot serve these ranks. Rank ", found->rank, ": ", found->text));
   }
   return std::all_of(all.begin(), all.end(), [](const Notice& one) { return one.says_yes; });
+}
+
+std::optional<NcclGroup::Complaint> NcclGroup::first_complaint(Communicator& control,
+                                                               const std::string& complaint) {
+  return first_of(notices_of_all(control, complaint));
 }
 
 void NcclGroup::connect(Deadline deadline) {

@@ -143,6 +143,13 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     return agree(*control_, complaint, says_yes);
   }
   static bool agree(Communicator& control, const std::string& complaint, bool says_yes = true);
+  // Collective. The first rank that has a complaint, and what it is; nothing where none has.
+  struct Complaint {
+    int rank;
+    std::string text;
+  };
+  static std::optional<Complaint> first_complaint(Communicator& control,
+                                                  const std::string& complaint);
   // Makes memory known to NCCL; null where it does not want to know it.
   [[nodiscard]] void* register_memory(void* data, std::size_t bytes);
   // Takes that back. False while that cannot be done: what is registered must not be freed.

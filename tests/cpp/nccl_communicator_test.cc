@@ -9,12 +9,15 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <optional>
 #include <thread>
 #include <vector>
 
 #include "../fakes/cuda_driver.h"
+#include "../fakes/nccl.h"
 #include "cuda/driver.h"
+#include "kernels/convert_cpu.h"
 #include "nccl_fakes.h"
 #include "ranks.h"
 
@@ -204,9 +207,8 @@ TEST(NcclCommunicator, RefusesWhatCannotWork) {
 }
 
 TEST(NcclCommunicator, DoesWithoutKernelsWhatNcclCanDo) {
-  static const CudaLibrary none("/nowhere/libpydist_cuda.so");
   run_ranks(2, [](RankOfTest& self) {
-    const CommunicatorPtr group = join_nccl(self, test_environment(), &none);
+    const CommunicatorPtr group = join_nccl(self, test_environment(), &no_kernels());
     const FakeStream stream(self.rank);
     std::vector<float> values{static_cast<float>(self.rank)};
     group->submit(on_device(all_reduce(values, ReduceOp::kMean), self.rank, stream.get()))->wait();
@@ -217,6 +219,146 @@ TEST(NcclCommunicator, DoesWithoutKernelsWhatNcclCanDo) {
     });
     EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
     EXPECT_TRUE(contains(message, "needs pydist's CUDA kernels")) << message;
+    group->shutdown();
+  });
+}
+
+// `count` values from `data`, of one of the types that NCCL multiplies.
+std::vector<double> values_at(const std::vector<std::byte>& data, DType dtype, std::size_t count) {
+  std::vector<double> values(count);
+  if (dtype == DType::kFloat64) {
+    std::memcpy(values.data(), data.data(), count * sizeof(double));
+    return values;
+  }
+  std::vector<float> single(count);
+  if (dtype == DType::kFloat32) {
+    std::memcpy(single.data(), data.data(), count * sizeof(float));
+  } else {
+    widen_to_float32(dtype, data.data(), single.data(), count);
+  }
+  values.assign(single.begin(), single.end());
+  return values;
+}
+
+std::vector<std::byte> data_of(const std::vector<double>& values, DType dtype) {
+  std::vector<std::byte> data(values.size() * element_size(dtype));
+  const std::vector<float> single(values.begin(), values.end());
+  if (dtype == DType::kFloat64) {
+    std::memcpy(data.data(), values.data(), data.size());
+  } else if (dtype == DType::kFloat32) {
+    std::memcpy(data.data(), single.data(), data.size());
+  } else {
+    narrow_from_float32(dtype, single.data(), data.data(), single.size());
+  }
+  return data;
+}
+
+// On numbers that no type has to round.
+TEST(NcclCommunicator, MultipliesByEachRanksFactorWithoutKernels) {
+  for (const int size : {2, 3}) {
+    run_ranks(size, [size](RankOfTest& self) {
+      const CommunicatorPtr group = join_nccl(self, test_environment(), &no_kernels());
+      const FakeStream stream(self.rank);
+      const auto factor_of = [](int rank) { return 0.75 * (rank + 1); };
+      const auto value_of = [](int rank, std::size_t i) { return (rank + 3.0 * i) / 2; };
+      constexpr std::size_t kCount = 5;
+      for (const DType dtype :
+           {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
+        std::vector<double> mine(kCount);
+        std::vector<double> sums(kCount);
+        for (std::size_t i = 0; i < kCount; ++i) {
+          mine[i] = value_of(self.rank, i);
+          for (int rank = 0; rank < size; ++rank) {
+            sums[i] += factor_of(rank) * value_of(rank, i);
+          }
+        }
+        std::vector<std::byte> data = data_of(mine, dtype);
+        Operation operation;
+        operation.kind = OpKind::kAllReduce;
+        operation.op = ReduceOp::kPremulSum;
+        operation.factor = factor_of(self.rank);
+        operation.inputs = {Buffer{data.data(), data.size() / element_size(dtype), dtype, {}}};
+        operation.outputs = operation.inputs;
+        group->submit(on_device(std::move(operation), self.rank, stream.get()))->wait();
+        EXPECT_EQ(values_at(data, dtype, kCount), sums) << to_string(dtype);
+      }
+      group->run(barrier());
+      EXPECT_EQ(::fake_nccl_operators(), 0);
+      group->run(barrier());
+      EXPECT_EQ(group->why_unsupported(OpKind::kAllReduce, ReduceOp::kPremulSum, DType::kInt32),
+                "op 'premul_sum' is not defined for int32");
+      group->shutdown();
+    });
+  }
+}
+
+// The graph has the factor, not the operator, which goes with the launch.
+TEST(NcclCommunicator, CapturesAPremultipliedSumWithoutKernels) {
+  run_ranks(1, [](RankOfTest& self) {
+    const CommunicatorPtr group = join_nccl(self, test_environment(), &no_kernels());
+    const FakeStream stream(self.rank);
+    std::vector<float> values{1.0F};
+    ::fake_driver_begin_capture(stream.get());
+    Operation operation = testing::all_reduce(values, ReduceOp::kPremulSum);
+    operation.factor = 3.0;
+    EXPECT_TRUE(group->submit(on_device(std::move(operation), self.rank, stream.get()))
+                    ->wait_on_stream(stream.get()));
+    void* const graph = ::fake_driver_end_capture(stream.get());
+    EXPECT_EQ(::fake_nccl_operators(), 0);
+    ::fake_driver_replay(graph, stream.get());
+    ::fake_driver_replay(graph, stream.get());
+    stream.synchronize();
+    EXPECT_EQ(values[0], 9.0F);
+    ::fake_driver_destroy_graph(graph);
+    group->shutdown();
+  });
+}
+
+TEST(NcclCommunicator, LeavesNoOperatorWhereACallFails) {
+  use_fake_cuda();
+  const FakeFault fault("fail:1:2");
+  run_ranks(2, [](RankOfTest& self) {
+    const CommunicatorPtr group = join_nccl(self, test_environment(), &no_kernels());
+    const FakeStream stream(self.rank);
+    std::vector<float>& values = kept_values(self.rank);
+    const auto [kind, message] = error_of([&] {
+      for (int i = 0; i < 3; ++i) {
+        Operation operation = testing::all_reduce(values, ReduceOp::kPremulSum);
+        operation.factor = 1.0;
+        group->submit(on_device(std::move(operation), self.rank, stream.get()))->wait();
+      }
+    });
+    EXPECT_TRUE(contains(message, "ncclAllReduce")) << message;
+    group->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_operators(), 0);
+}
+
+// What is missing, where, and what to do, in the groups that are split off as well.
+TEST(NcclCommunicator, SaysWhyThereAreNoKernels) {
+  run_ranks(3, [](RankOfTest& self) {
+    const bool lacks_them = self.rank == 1;
+    const CommunicatorPtr group =
+        join_nccl(self, test_environment(), lacks_them ? &no_kernels() : &fake_kernels());
+    const FakeStream stream(self.rank);
+    const auto expect_why = [&](Communicator& refusing) {
+      std::vector<float> values(4);
+      const auto [kind, message] = error_of([&] {
+        refusing.run(on_device(all_reduce(values, ReduceOp::kMax), self.rank, stream.get()));
+      });
+      EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
+      EXPECT_TRUE(contains(message, "op 'max' of float32 needs pydist's CUDA kernels")) << message;
+      EXPECT_TRUE(contains(message, "pydist was built without nvcc")) << message;
+      EXPECT_EQ(contains(message, "rank 1 of group 'world' cannot use them"), !lacks_them)
+          << message;
+      EXPECT_TRUE(contains(message, "PYDIST_BACKEND=native")) << message;
+    };
+    expect_why(*group);
+    if (self.rank != 1) {  // of those that could
+      const CommunicatorPtr pair = group->split({0, 2});
+      expect_why(*pair);
+      pair->shutdown();
+    }
     group->shutdown();
   });
 }
@@ -358,7 +500,7 @@ TEST(NcclFailure, OfADriverWithoutAGpuIsAnError) {
   }
   run_ranks(2, [](RankOfTest& self) {
     const auto [kind, message] =
-        error_of([&] { static_cast<void>(join_nccl(self, test_environment(), nullptr)); });
+        error_of([&] { static_cast<void>(join_nccl(self, test_environment(), &no_kernels())); });
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(contains(message, "the CUDA driver sees no GPU")) << message;
   });

@@ -61,7 +61,7 @@ class NcclConformance : public ::testing::TestWithParam<Parameters> {
     return !is_narrow && !(op == ReduceOp::kProd && is_complex(dtype));
   }
 
-  void run(const std::vector<Case>& cases) const {
+  void run(const std::vector<Case>& cases, const CudaLibrary& kernels = fake_kernels()) const {
     Environment environment = test_environment();
     environment.algorithm = std::get<1>(GetParam());
     std::vector<PreparedCase> prepared;
@@ -71,7 +71,7 @@ class NcclConformance : public ::testing::TestWithParam<Parameters> {
     run_ranks(
         size(),
         [&](RankOfTest& self) {
-          const CommunicatorPtr group = join_nccl(self, environment);
+          const CommunicatorPtr group = join_nccl(self, environment, &kernels);
           const FakeStream stream(self.rank);
           CaseBuffers buffers({});
           for (std::size_t i = 0; i < prepared.size(); ++i) {
@@ -151,6 +151,28 @@ TEST_P(NcclConformance, ReducesAndScattersUnevenBlocks) {
     }
   }
   run(cases);
+}
+
+// By NCCL's own operator. 16-bit types are multiplied and rounded there
+// (nccl_communicator_test.cc).
+TEST_P(NcclConformance, MultipliesBeforeItSumsWithoutKernels) {
+  if (is_ring()) {
+    GTEST_SKIP() << "the ring needs the kernels";
+  }
+  std::vector<Case> cases;
+  std::uint64_t seed = 3 << 20;
+  for (const DType dtype :
+       {DType::kFloat32, DType::kFloat64, DType::kComplex64, DType::kComplex128}) {
+    for (const OpKind kind : kReductions) {
+      for (const std::size_t count : {0, 17, 4099}) {
+        cases.push_back(make_case(kind, dtype, ReduceOp::kPremulSum, count, ++seed));
+      }
+    }
+    cases.push_back(make_case(OpKind::kReduceScatter, dtype, ReduceOp::kPremulSum, 100, ++seed));
+    cases.back().counts = ragged_counts(OpKind::kReduceScatter, size(), 100, seed);
+    cases.back().is_flat = false;
+  }
+  run(cases, no_kernels());
 }
 
 // More than the scratch memory holds, and no multiple of anything.

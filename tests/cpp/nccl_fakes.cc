@@ -61,6 +61,11 @@ const CudaLibrary& fake_kernels() {
   return library;
 }
 
+const CudaLibrary& no_kernels() {
+  static const CudaLibrary library("/nowhere/libpydist_cuda.so");
+  return library;
+}
+
 CommunicatorPtr join_nccl(const RankOfTest& rank, const Environment& environment,
                           const CudaLibrary* kernels, Patience patience) {
   NcclOptions options;

@@ -18,6 +18,8 @@ void use_fake_cuda();
 
 [[nodiscard]] nccl::ApiPtr fake_nccl();
 [[nodiscard]] const CudaLibrary& fake_kernels();
+// Of a build without nvcc.
+[[nodiscard]] const CudaLibrary& no_kernels();
 
 // As in NcclOptions.
 struct Patience {

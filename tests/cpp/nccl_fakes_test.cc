@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include <thread>
 
 #include "../fakes/cuda_driver.h"
+#include "../fakes/nccl.h"
 #include "cuda/stream.h"
 
 namespace pydist::testing {
@@ -124,6 +126,59 @@ TEST(FakeNccl, RefusesWhatNcclRefuses) {
   EXPECT_EQ(functions.ncclCommDestroy(comm), Result::kSuccess);
   EXPECT_EQ(reduce(DataType::kFloat32, stream.get()), Result::kInvalidArgument);
   EXPECT_EQ(functions.ncclCommAbort(comm), Result::kInvalidArgument);
+}
+
+// Operators are of one communicator and one type, until they are destroyed.
+TEST(FakeNccl, KnowsItsOwnOperators) {
+  const nccl::ApiPtr api = fake_nccl();
+  const nccl::Functions& functions = api->functions();
+  const FakeStream stream(0);
+  const cuda::DeviceGuard guard(0);
+  const auto finish = [&](nccl::CommHandle comm) {
+    Result state = Result::kInProgress;
+    while (state == Result::kInProgress) {
+      EXPECT_EQ(functions.ncclCommGetAsyncError(comm, &state), Result::kSuccess);
+    }
+  };
+  std::array<nccl::CommHandle, 2> comms{};
+  for (nccl::CommHandle& comm : comms) {
+    nccl::UniqueId id{};
+    nccl::Config config;
+    ASSERT_EQ(functions.ncclGetUniqueId(&id), Result::kSuccess);
+    EXPECT_EQ(functions.ncclCommInitRankConfig(&comm, 1, id, 0, &config), Result::kInProgress);
+    finish(comm);
+  }
+  float factor = 3.0F;
+  const auto create = [&](RedOp* op, nccl::ScalarResidence residence) {
+    return functions.ncclRedOpCreatePreMulSum(op, &factor, DataType::kFloat32, residence, comms[0]);
+  };
+  RedOp op{};
+  ASSERT_EQ(create(&op, nccl::ScalarResidence::kHostImmediate), Result::kSuccess);
+  EXPECT_EQ(::fake_nccl_operators(), 1);
+  std::vector<float> values(4, 1.0F);
+  const auto reduce = [&](DataType type, nccl::CommHandle comm) {
+    return functions.ncclAllReduce(values.data(), values.data(), 2, type, op, comm, stream.get());
+  };
+  EXPECT_EQ(reduce(DataType::kFloat16, comms[0]), Result::kInvalidArgument);
+  EXPECT_EQ(reduce(DataType::kFloat32, comms[1]), Result::kInvalidArgument);
+  EXPECT_EQ(functions.ncclRedOpDestroy(op, comms[1]), Result::kInvalidArgument);
+  EXPECT_EQ(functions.ncclRedOpDestroy(RedOp::kSum, comms[0]), Result::kInvalidArgument);
+  EXPECT_EQ(reduce(DataType::kFloat32, comms[0]), Result::kInProgress);
+  RedOp other{};
+  EXPECT_EQ(create(&other, nccl::ScalarResidence::kHostImmediate), Result::kInvalidArgument)
+      << "the call before is still in progress";
+  EXPECT_EQ(functions.ncclRedOpDestroy(op, comms[0]), Result::kSuccess);
+  EXPECT_EQ(::fake_nccl_operators(), 0);
+  finish(comms[0]);
+  stream.synchronize();
+  EXPECT_EQ(values[1], 3.0F);
+  EXPECT_EQ(functions.ncclRedOpDestroy(op, comms[0]), Result::kInvalidArgument);
+  EXPECT_EQ(reduce(DataType::kFloat32, comms[0]), Result::kInvalidArgument);
+  ASSERT_EQ(create(&op, nccl::ScalarResidence::kHostImmediate), Result::kSuccess);
+  for (const nccl::CommHandle comm : comms) {
+    EXPECT_EQ(functions.ncclCommDestroy(comm), Result::kSuccess);
+  }
+  EXPECT_EQ(::fake_nccl_operators(), 0) << "it goes with its communicator";
 }
 
 // On threads of its own, where the caller's own mode counts for nothing.

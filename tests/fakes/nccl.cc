@@ -75,7 +75,9 @@ enum Result {
   kInProgress = 7,
   kTimeout = 8
 };
-enum RedOp { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
+enum RedOp { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4, kPreMulSum = 5 };
+constexpr int kOpCount = 5;  // that every communicator has; others have greater numbers
+constexpr int kScalarHostImmediate = 1;
 
 constexpr int kMostRanks = 8;
 constexpr std::size_t kKinds = 5;  // of collectives
@@ -145,17 +147,31 @@ std::map<void*, int> memory;           // how often it is registered; guarded by
 std::map<void*, long> memory_bytes;    // guarded by memory_mutex
 std::map<void*, void*> registrations;  // memory by communicator; guarded by memory_mutex
 
+// What communicators have been given of ncclRedOpCreatePreMulSum.
+struct OwnOp {
+  void* comm;
+  int type;
+  double factor;
+};
+std::mutex own_ops_mutex;
+std::map<int, OwnOp> own_ops;  // by the operator's number; guarded by own_ops_mutex
+int next_op = kOpCount;        // guarded by own_ops_mutex
+
 std::int64_t now_ms() {
   return std::chrono::duration_cast<std::chrono::milliseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
 
-// With a communicator go its registrations.
+// With a communicator go its registrations and operators.
 void end(void* handle) {
   {
     const std::lock_guard lock(communicators_mutex);
     communicators.erase(handle);
+  }
+  {
+    const std::lock_guard lock(own_ops_mutex);
+    std::erase_if(own_ops, [&](const auto& each) { return each.second.comm == handle; });
   }
   const std::lock_guard lock(memory_mutex);
   for (const auto& [data, comm] : registrations) {
@@ -401,18 +417,74 @@ void accumulate(char* total, const char* values, std::size_t count, int type, in
   }
 }
 
-void divide(char* values, std::size_t count, int type, int by) {
-  for (std::size_t i = 0; i < count; ++i) {
-    if (type == 7) {
-      reinterpret_cast<float*>(values)[i] /= static_cast<float>(by);
-    } else if (type == 8) {
-      reinterpret_cast<double*>(values)[i] /= by;
-    } else {
-      auto* const halves = reinterpret_cast<std::uint16_t*>(values);
-      halves[i] = type == 6 ? to_f16(from_f16(halves[i]) / static_cast<float>(by))
-                            : to_bf16(from_bf16(halves[i]) / static_cast<float>(by));
+// values *= factor, which is rounded to their type first.
+void multiply(char* values, std::size_t count, int type, double factor) {
+  const auto run = [&]<typename T>(T by) {
+    for (std::size_t i = 0; i < count; ++i) {
+      T value;
+      move_bytes(&value, values + i * sizeof(T), sizeof(T));
+      value *= by;
+      move_bytes(values + i * sizeof(T), &value, sizeof(T));
     }
+  };
+  const auto run_16 = [&](auto from, auto to) {
+    const float by = from(to(static_cast<float>(factor)));
+    for (std::size_t i = 0; i < count; ++i) {
+      std::uint16_t value = 0;
+      move_bytes(&value, values + i * 2, 2);
+      value = to(from(value) * by);
+      move_bytes(values + i * 2, &value, 2);
+    }
+  };
+  switch (type) {
+    case 6:
+      run_16(from_f16, to_f16);
+      break;
+    case 7:
+      run(static_cast<float>(factor));
+      break;
+    case 8:
+      run(factor);
+      break;
+    default:
+      run_16(from_bf16, to_bf16);
+      break;
   }
+}
+
+double scalar_at(const void* data, int type) {
+  std::uint16_t narrow = 0;
+  float single = 0;
+  double value = 0;
+  switch (type) {
+    case 7:
+      move_bytes(&single, data, sizeof single);
+      return static_cast<double>(single);
+    case 8:
+      move_bytes(&value, data, sizeof value);
+      return value;
+    default:
+      move_bytes(&narrow, data, sizeof narrow);
+      return static_cast<double>(type == 6 ? from_f16(narrow) : from_bf16(narrow));
+  }
+}
+
+// As a call copies it.
+struct Operator {
+  int kind;  // -1 where the communicator has no such operator for the type
+  double factor = 1.0;
+};
+
+Operator operator_of(void* comm, int op, int type) {
+  if (op < kOpCount) {
+    return {op};
+  }
+  const std::lock_guard lock(own_ops_mutex);
+  const auto found = own_ops.find(op);
+  if (found == own_ops.end() || found->second.comm != comm || found->second.type != type) {
+    return {-1};
+  }
+  return {kPreMulSum, found->second.factor};
 }
 
 std::size_t size_of(int type) {
@@ -420,20 +492,23 @@ std::size_t size_of(int type) {
   return kSizes[type];
 }
 
-// The combination of all ranks' `count` elements at `in`.
-std::vector<char> reduced(Comm& comm, const void* in, std::size_t count, int type, int op) {
+// The combination of all ranks' `count` elements at `in`. NCCL's average of floating point is a sum
+// of products, too.
+std::vector<char> reduced(Comm& comm, const void* in, std::size_t count, int type, Operator op) {
   std::vector<char> total(count * size_of(type));
-  show_all(comm, static_cast<const char*>(in), total.size(),
+  std::vector<char> mine(total.size());
+  move_bytes(mine.data(), in, mine.size());
+  if (op.kind == kPreMulSum || op.kind == kAvg) {
+    multiply(mine.data(), count, type, op.kind == kAvg ? 1.0 / comm.size : op.factor);
+  }
+  show_all(comm, mine.data(), total.size(),
            [&](int rank, std::size_t begin, const char* values, std::size_t bytes) {
              if (rank == 0) {
                move_bytes(total.data() + begin, values, bytes);
              } else {
-               accumulate(total.data() + begin, values, bytes / size_of(type), type, op);
+               accumulate(total.data() + begin, values, bytes / size_of(type), type, op.kind);
              }
            });
-  if (op == kAvg) {
-    divide(total.data(), count, type, comm.size);
-  }
   return total;
 }
 
@@ -650,7 +725,7 @@ struct Shape {
   int root = 0;
 
   [[nodiscard]] bool is_valid(const Comm& comm) const {
-    return type >= 0 && type <= 9 && op >= 0 && op <= 4 && root >= 0 && root < comm.size;
+    return type >= 0 && type <= 9 && op >= 0 && op <= kPreMulSum && root >= 0 && root < comm.size;
   }
   [[nodiscard]] std::uint64_t in_short() const {
     std::uint64_t value = count;
@@ -877,22 +952,48 @@ int ncclGroupEnd() {
   return is_over ? kSuccess : kInProgress;
 }
 
+int ncclRedOpCreatePreMulSum(int* op, void* scalar, int type, int residence, void* handle) {
+  const CommPtr comm = find(handle);
+  if (comm == nullptr || residence != kScalarHostImmediate || type < 6 || type > 9) {
+    return kInvalidArgument;
+  }
+  if (const Result refusal = refusal_of(*comm); refusal != kSuccess) {
+    return refusal;
+  }
+  const std::lock_guard lock(own_ops_mutex);
+  own_ops[next_op] = {handle, type, scalar_at(scalar, type)};
+  *op = next_op++;
+  return kSuccess;
+}
+
+int ncclRedOpDestroy(int op, void* comm) {
+  const std::lock_guard lock(own_ops_mutex);
+  const auto found = own_ops.find(op);
+  if (found == own_ops.end() || found->second.comm != comm) {
+    return kInvalidArgument;
+  }
+  own_ops.erase(found);
+  return kSuccess;
+}
+
 int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int op, void* comm,
                   void* stream) {
+  const Operator by = operator_of(comm, op, type);
   const auto run = [=](Comm& self) {
-    const std::vector<char> total = reduced(self, in, count, type, op);
+    const std::vector<char> total = reduced(self, in, count, type, by);
     if (!self.is_aborted) {
       move_bytes(out, total.data(), total.size());
     }
   };
-  return collective(comm, stream, {0, count, type, op}, run,
+  return collective(comm, stream, {0, count, type, by.kind}, run,
                     is_registered(comm, in) && is_registered(comm, out));
 }
 
 int ncclReduce(const void* in, void* out, std::size_t count, int type, int op, int root, void* comm,
                void* stream) {
-  return collective(comm, stream, {1, count, type, op, root}, [=](Comm& self) {
-    const std::vector<char> total = reduced(self, in, count, type, op);
+  const Operator by = operator_of(comm, op, type);
+  return collective(comm, stream, {1, count, type, by.kind, root}, [=](Comm& self) {
+    const std::vector<char> total = reduced(self, in, count, type, by);
     if (!self.is_aborted && self.rank == root) {
       move_bytes(out, total.data(), total.size());
     }
@@ -901,9 +1002,10 @@ int ncclReduce(const void* in, void* out, std::size_t count, int type, int op, i
 
 int ncclReduceScatter(const void* in, void* out, std::size_t count, int type, int op, void* comm,
                       void* stream) {
-  return collective(comm, stream, {2, count, type, op}, [=](Comm& self) {
+  const Operator by = operator_of(comm, op, type);
+  return collective(comm, stream, {2, count, type, by.kind}, [=](Comm& self) {
     const std::size_t all = count * static_cast<std::size_t>(self.size);
-    const std::vector<char> total = reduced(self, in, all, type, op);
+    const std::vector<char> total = reduced(self, in, all, type, by);
     if (!self.is_aborted) {
       const std::size_t bytes = count * size_of(type);
       move_bytes(out, total.data() + static_cast<std::size_t>(self.rank) * bytes, bytes);
@@ -1020,6 +1122,10 @@ int fake_nccl_faults() { return faults_seen.load(); }
 int fake_nccl_communicators() {
   const std::lock_guard lock(communicators_mutex);
   return static_cast<int>(communicators.size());
+}
+int fake_nccl_operators() {
+  const std::lock_guard lock(own_ops_mutex);
+  return static_cast<int>(own_ops.size());
 }
 int fake_nccl_registrations() {
   const std::lock_guard lock(memory_mutex);

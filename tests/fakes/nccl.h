@@ -14,6 +14,9 @@ int fake_nccl_communicators();
 // Blocks of memory that a communicator knows.
 int fake_nccl_registrations();
 
+// Operators of communicators' own that have not been destroyed.
+int fake_nccl_operators();
+
 // Blocks of memory that have been allocated and not freed.
 int fake_nccl_blocks();
 }
