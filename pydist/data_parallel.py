@@ -166,7 +166,8 @@ class DataParallel(nn.Module):
         reduction: What backward leaves: the "mean" over the ranks, or their "sum".
         compress: "bf16" or "fp16" lets float32 gradients travel in that type: each rank's is
             rounded to it, they are added up (in float32; on NCCL, and around a ring, every partial
-            sum is rounded to the type), and the result is rounded to it. Default: as they are.
+            sum is rounded to the type, and "fp16" loses bits of what is below 6e-5 times the number
+            of ranks), and the result is rounded to it. Default: as they are.
 
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
@@ -803,11 +804,11 @@ def _require_reducible(
     on_gpu = [p for p in module.parameters() if p.requires_grad and p.device.type == "cuda"]
     for dtype in dict.fromkeys(p.dtype for p in on_gpu):
         if why := communicator.why_unsupported("all_reduce", reduction, dtype):
-            raise InvalidUsage(f"pydist.DataParallel: {why}.")
+            raise InvalidUsage(f"pydist.DataParallel: {why.removesuffix('.')}.")
     if wire_dtype and not communicator.capabilities()["wire_dtypes"]:
         for parameter in [p for p in on_gpu if p.dtype == torch.float32][:1]:
             # Refused, with the reason.
-            nothing = torch.empty(0, device=parameter.device)
+            nothing = parameter.new_empty(0)
             communicator.all_reduce(nothing, nothing, reduction, wire_dtype=wire_dtype)
 
 

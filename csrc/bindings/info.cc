@@ -99,6 +99,7 @@ py::dict build_info() {
 }
 
 std::string cuda_kernels_obstacle(int device) {
+  const ReleasedGil released;
   const CudaLibrary& library = CudaLibrary::get();
   if (std::string reason = library.reason_not_to_run(); !reason.empty()) {
     return reason;

@@ -671,8 +671,10 @@ c10::intrusive_ptr<c10d::Backend> TorchProcessGroup::split(
     return nullptr;
   }
   return guarded_for_torch([&]() -> c10::intrusive_ptr<c10d::Backend> {
+    // torch hands down its own default where the script gave no time-out.
+    const bool is_given = options && options->timeout != kBackendDefaultTimeout;
     return c10::make_intrusive<TorchProcessGroup>(
-        communicator_->split(ranks), options ? options->timeout : communicator_->timeout());
+        communicator_->split(ranks), is_given ? options->timeout : communicator_->timeout());
   });
 }
 

@@ -438,6 +438,7 @@ class StagedCommunicator final : public Communicator {
   }
 
   void require_open() const {
+    require_not_forked();
     if (is_shut_down_) {
       throw InvalidUsage(join("The group '", name(), "' has been shut down."));
     }

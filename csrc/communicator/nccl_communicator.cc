@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/fork.h"
+#include "base/interruption.h"
 #include "base/log.h"
 #include "communicator/agreement.h"
 #include "communicator/endpoint.h"
@@ -67,6 +68,7 @@ class NcclMemory final : public Memory {
       if (deadline.has_passed()) {
         throw Timeout("ncclCommDeregister waited in vain for a launch to return.");
       }
+      check_interruption();
       std::this_thread::sleep_for(milliseconds(1));
     }
     registration_ = nullptr;
@@ -133,24 +135,7 @@ class NcclCommunicator final : public Communicator {
     // NCCL promises neither from run to run, nor for other sizes of buckets.
     can.equal_from_run_to_run = false;
     can.equal_for_all_chunkings = false;
-    const char* const order =
-        settings_.pins_ring
-            ? "elements are combined in ring order by pydist's kernels, 16-bit types in float32 "
-              "with "
-              "one rounding"
-            : "elements are combined by NCCL in an order of its own; sums of float16 and bfloat16 "
-              "are rounded at every step";
-    const char* const factors =
-        !settings_.has_kernels()
-            ? ", and so are a mean and a premul_sum, each input times its factor first, which is "
-              "rounded to the type; a mean is NCCL's average. "
-        : settings_.pins_ring
-            ? "; a mean divides the sum once, in float32 or wider; min and max propagate NaN. "
-            : ", but for means and premul_sums of float16 and premul_sums of bfloat16, which are "
-              "summed in float32 and rounded once; a mean divides the sum once, in float32 or "
-              "wider; "
-              "min and max propagate NaN. ";
-    can.numerics = join("On the GPU: ", order, factors, host);
+    can.numerics = join("On the GPU: ", numerics_on_gpu(), " ", host);
     return can;
   }
 
@@ -271,6 +256,25 @@ class NcclCommunicator final : public Communicator {
   }
 
  private:
+  [[nodiscard]] const char* numerics_on_gpu() const {
+    if (settings_.pins_ring) {
+      return settings_.has_kernels()
+                 ? "elements are combined in ring order by pydist's kernels, 16-bit types in "
+                   "float32 with one rounding; a mean divides the sum once, in float32 or wider; "
+                   "min and max propagate NaN."
+                 : "nothing is reduced, as the ring needs pydist's kernels.";
+    }
+    return settings_.has_kernels()
+               ? "elements are combined by NCCL in an order of its own; sums of float16 and "
+                 "bfloat16 are rounded at every step, but for means and premul_sums of float16 and "
+                 "premul_sums of bfloat16, which are summed in float32 and rounded once; a mean "
+                 "divides the sum once, in float32 or wider; min and max propagate NaN."
+               : "elements are combined by NCCL in an order of its own; sums of float16 and "
+                 "bfloat16 are rounded at every step, and so are a mean and a premul_sum, each "
+                 "input times its factor first, which is rounded to the type; a mean is NCCL's "
+                 "average.";
+  }
+
   // Messages go by the host, whatever they hold.
   static bool is_for_gpu(const Operation& operation) {
     const Buffer* const buffer = operation.first_buffer();

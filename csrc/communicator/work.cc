@@ -31,7 +31,9 @@ void Work::wait_quietly(Deadline deadline) {
 
 void Work::wait_or_end(const std::function<void()>& end) {
   std::exception_ptr interruption;
-  require_not_forked();
+  if (!is_completed()) {
+    require_not_forked();
+  }
   while (!is_completed()) {
     try {
       block(Deadline::never());

@@ -27,16 +27,15 @@ class Work {
   virtual ~Work() = default;
 
   // Returns once the operation has finished; rethrows its error. Throws Timeout when `deadline`
-  // passes first, InvalidUsage in a forked child, and what base/interruption.h throws: the
-  // operation goes on, and may be waited for again.
+  // passes first, InvalidUsage in a forked child if it had not finished before the fork, and what
+  // base/interruption.h throws: the operation goes on, and may be waited for again.
   void wait(Deadline deadline = Deadline::never());
 
   // wait() for a caller that needs its buffers back whatever happens: an interruption calls `end`,
   // which has to end the operation, and is thrown once it has ended.
   void wait_or_end(const std::function<void()>& end);
 
-  // Returns once the operation has finished or `deadline` has passed, and does not look at its
-  // error; throws interruptions only.
+  // wait() that returns when `deadline` has passed, and does not look at the operation's error.
   void wait_quietly(Deadline deadline);
 
   // Makes a device's stream (CUDA) wait for the operation, and returns without waiting itself.

@@ -9,6 +9,7 @@
 
 #include "../fakes/cuda_driver.h"
 #include "../fakes/nccl.h"
+#include "communicator/late_ends.h"
 #include "cuda/device_memory.h"
 #include "nccl_fakes.h"
 #include "ranks.h"
@@ -122,6 +123,7 @@ int registrations_of_two_ranks() {
     rank.group->run(barrier());
     rank.group->shutdown();
   });
+  LateEnds::of_process().join();  // with the communicators go the registrations
   return registrations;
 }
 

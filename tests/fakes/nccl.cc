@@ -14,8 +14,7 @@
 // NCCL_COMM_BLOCKING=1   calls wait until they are done, as NCCL's do
 // NCCL_RUNTIME_CONNECT=0 connections are there from the beginning, as NCCL's are
 // FAKE_NVSWITCH=1        the GPUs have one: an all-reduce of registered memory is under way until
-// all
-//                        ranks have called it, as with NCCL's NVLS, unless NCCL_NVLS_ENABLE=0
+//                        all ranks call it, as with NCCL's NVLS, unless NCCL_NVLS_ENABLE=0
 // FAKE_NCCL_FAULT        what:rank:n, at the n-th collective of that rank; several by commas. What:
 //   fail        the call returns an error      async       an error comes up afterwards: of a peer,
 //                                              timeout     of NCCL's own patience

@@ -260,6 +260,7 @@ def parts_of_a_bound_group() -> None:
         mesh = init_device_mesh("cuda", (2, size // 2), mesh_dim_names=("outer", "inner"))
         assert total(mesh.get_group("inner")) == rank // 2 * 4 + 1
         assert total(mesh.get_group("outer")) == rank % 2 * 2 + 2
+        assert pydist.groups.communicator_of(mesh.get_group("outer")).timeout == 20.0
         some = dist.split_group(split_ranks=[[0, 2]])
         assert (some is None) == (rank in (1, 3))
         assert some is None or total(some) == 2.0
@@ -270,7 +271,7 @@ def parts_of_a_bound_group() -> None:
 
 
 def test_groups_bound_to_a_device_can_be_split() -> None:
-    run_ranks(parts_of_a_bound_group, 4, env=NCCL, timeout=35)
+    run_ranks(parts_of_a_bound_group, 4, env={**NCCL, "PYDIST_TIMEOUT": "20"}, timeout=35)
 
 
 def late_rank() -> str:
