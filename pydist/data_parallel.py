@@ -805,11 +805,11 @@ def _require_reducible(
     for dtype in dict.fromkeys(p.dtype for p in on_gpu):
         if why := communicator.why_unsupported("all_reduce", reduction, dtype):
             raise InvalidUsage(f"pydist.DataParallel: {why.removesuffix('.')}.")
-    if wire_dtype and not communicator.capabilities()["wire_dtypes"]:
-        for parameter in [p for p in on_gpu if p.dtype == torch.float32][:1]:
-            # Refused, with the reason.
-            nothing = parameter.new_empty(0)
-            communicator.all_reduce(nothing, nothing, reduction, wire_dtype=wire_dtype)
+    narrowed = next((p for p in on_gpu if wire_dtype and p.dtype == torch.float32), None)
+    if narrowed is not None and not communicator.capabilities()["wire_dtypes"]:
+        nothing = narrowed.new_empty(0)
+        # Refused, with the reason.
+        communicator.all_reduce(nothing, nothing, reduction, wire_dtype=wire_dtype)
 
 
 def _sparse_error(name: str) -> InvalidUsage:

@@ -8,10 +8,8 @@
 #include <tuple>
 
 #include "base/env.h"
-#include "base/error.h"
 #include "base/log.h"
 #include "bindings/bindings.h"
-#include "cuda/driver.h"
 #include "kernels/cuda_library.h"
 #include "kernels/reduce_cpu.h"
 #include "topology/hosts.h"
@@ -98,21 +96,6 @@ py::dict build_info() {
   return result;
 }
 
-std::string cuda_kernels_obstacle(int device) {
-  const ReleasedGil released;
-  const CudaLibrary& library = CudaLibrary::get();
-  if (std::string reason = library.reason_not_to_run(); !reason.empty()) {
-    return reason;
-  }
-  const cuda::DeviceGuard guard(device);
-  try {
-    library.load_kernels();  // fails where they were compiled for none of its kind
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return {};
-}
-
 }  // namespace
 
 void bind_info(py::module_& module) {
@@ -128,7 +111,12 @@ void bind_info(py::module_& module) {
              "pydist.InvalidUsage for one that is not valid.");
   module.def("build_info", &build_info, "What the module was built with, and the CPU's kernels.");
   module.def(
-      "cuda_kernels_obstacle", &cuda_kernels_obstacle, py::arg("device"),
+      "cuda_kernels_obstacle",
+      [](int device) {
+        const ReleasedGil released;
+        return CudaLibrary::get().reason_not_to_run_on(device);
+      },
+      py::arg("device"),
       "Why pydist's CUDA kernels cannot run on a device, in a sentence; empty where they can. "
       "Starts the driver, and opens a context on the device.");
   module.def(

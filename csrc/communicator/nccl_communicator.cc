@@ -402,21 +402,6 @@ class NcclCommunicator final : public Communicator {
   std::atomic<bool> is_closed_{false};
 };
 
-// Why this rank cannot use the kernels; empty where it can.
-std::string why_not_to_use(const CudaLibrary& kernels, int device) {
-  if (!kernels.is_loaded()) {
-    return kernels.reason();
-  }
-  try {
-    // Before the first collective: CUDA may wait for running kernels when it loads one.
-    const cuda::DeviceGuard guard(device);
-    kernels.load_kernels();
-    return {};
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-}
-
 // Once in a process, whatever its groups.
 void warn_of_no_kernels(const std::string& group, const std::string& why) {
   static std::atomic<bool> has_warned{false};
@@ -431,7 +416,8 @@ void warn_of_no_kernels(const std::string& group, const std::string& why) {
 void use_what_all_have(Communicator& control, NcclOptions& options) {
   NcclGroup::agree(control, options.why_no_api);
   if (options.why_no_kernels.empty()) {
-    options.why_no_kernels = why_not_to_use(*options.kernels, options.device);
+    // Before the first collective: CUDA may wait for running kernels when it loads one.
+    options.why_no_kernels = options.kernels->reason_not_to_run_on(options.device);
   }
   const auto lack = NcclGroup::first_complaint(control, options.why_no_kernels);
   if (!lack) {

@@ -6,6 +6,7 @@
 #include <system_error>
 
 #include "base/error.h"
+#include "cuda/driver.h"
 #include "kernels/cuda_arguments.h"
 
 namespace pydist {
@@ -106,6 +107,19 @@ std::string CudaLibrary::reason_not_to_run() const {
                 "that pydist was built with, or a later one");
   }
   return count > 0 ? "" : "this process sees no CUDA device (CUDA_VISIBLE_DEVICES may hide them)";
+}
+
+std::string CudaLibrary::reason_not_to_run_on(int device) const {
+  if (std::string reason = reason_not_to_run(); !reason.empty()) {
+    return reason;
+  }
+  try {
+    const cuda::DeviceGuard guard(device);
+    load_kernels();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return {};
 }
 
 std::string_view CudaLibrary::targets() const {

@@ -33,6 +33,8 @@ class CudaLibrary {
   // Why the kernels cannot run here: reason(), or that there is no driver or no device; empty where
   // they can. Starts the driver.
   [[nodiscard]] std::string reason_not_to_run() const;
+  // The same of one device, onto which it puts the kernels: they may have been compiled for others.
+  [[nodiscard]] std::string reason_not_to_run_on(int device) const;
 
   // What the kernels were compiled for, such as "75-virtual 75-real 80-real"; empty where not
   // loaded.

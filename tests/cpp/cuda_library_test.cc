@@ -32,6 +32,7 @@ TEST(CudaLibrary, MissingFileSaysHowToGetIt) {
   EXPECT_NE(library.reason().find("built without nvcc"), std::string::npos) << library.reason();
   EXPECT_NE(library.reason().find("/nowhere/libpydist_cuda.so"), std::string::npos);
   EXPECT_EQ(library.reason_not_to_run(), library.reason());
+  EXPECT_EQ(library.reason_not_to_run_on(0), library.reason());
   EXPECT_EQ(library.targets(), "");
 }
 

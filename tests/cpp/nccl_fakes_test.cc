@@ -31,6 +31,26 @@ Function driver(const char* name) {
   return reinterpret_cast<Function>(::dlsym(RTLD_DEFAULT, name));  // NOLINT
 }
 
+// Waits for what is under way; what comes of it.
+Result finish(const nccl::Functions& functions, nccl::CommHandle comm) {
+  Result state = Result::kInProgress;
+  while (state == Result::kInProgress) {
+    EXPECT_EQ(functions.ncclCommGetAsyncError(comm, &state), Result::kSuccess);
+  }
+  return state;
+}
+
+// A communicator of one rank, on the current device.
+nccl::CommHandle join_alone(const nccl::Functions& functions) {
+  nccl::UniqueId id{};
+  nccl::Config config;
+  nccl::CommHandle comm = nullptr;
+  EXPECT_EQ(functions.ncclGetUniqueId(&id), Result::kSuccess);
+  EXPECT_EQ(functions.ncclCommInitRankConfig(&comm, 1, id, 0, &config), Result::kInProgress);
+  EXPECT_EQ(finish(functions, comm), Result::kSuccess);
+  return comm;
+}
+
 constexpr int kSuccess = 0;
 constexpr int kInvalidDevice = 101;
 constexpr int kInvalidHandle = 400;
@@ -100,14 +120,7 @@ TEST(FakeNccl, RefusesWhatNcclRefuses) {
   ASSERT_EQ(functions.ncclGetUniqueId(&id), Result::kSuccess);
   EXPECT_EQ(functions.ncclCommInitRankConfig(&comm, 1, id, 1, &config), Result::kInvalidArgument);
   ASSERT_EQ(functions.ncclCommInitRankConfig(&comm, 1, id, 0, &config), Result::kInProgress);
-  const auto finish = [&] {
-    Result state = Result::kInProgress;
-    while (state == Result::kInProgress) {
-      EXPECT_EQ(functions.ncclCommGetAsyncError(comm, &state), Result::kSuccess);
-    }
-    return state;
-  };
-  EXPECT_EQ(finish(), Result::kSuccess);
+  EXPECT_EQ(finish(functions, comm), Result::kSuccess);
   std::vector<float> values(4);
   const auto reduce = [&](DataType type, void* on) {
     return functions.ncclAllReduce(values.data(), values.data(), values.size(), type, RedOp::kSum,
@@ -119,7 +132,7 @@ TEST(FakeNccl, RefusesWhatNcclRefuses) {
   EXPECT_EQ(reduce(DataType::kFloat32, stream.get()), Result::kInvalidArgument)
       << "the call before is still in progress";
   EXPECT_EQ(functions.ncclCommDestroy(comm), Result::kInvalidArgument);
-  EXPECT_EQ(finish(), Result::kSuccess);
+  EXPECT_EQ(finish(functions, comm), Result::kSuccess);
   EXPECT_EQ(functions.ncclCommDeregister(comm, values.data()), Result::kInvalidUsage);
   EXPECT_EQ(functions.ncclGroupEnd(), Result::kInvalidUsage);
   stream.synchronize();
@@ -134,25 +147,14 @@ TEST(FakeNccl, KnowsItsOwnOperators) {
   const nccl::Functions& functions = api->functions();
   const FakeStream stream(0);
   const cuda::DeviceGuard guard(0);
-  const auto finish = [&](nccl::CommHandle comm) {
-    Result state = Result::kInProgress;
-    while (state == Result::kInProgress) {
-      EXPECT_EQ(functions.ncclCommGetAsyncError(comm, &state), Result::kSuccess);
-    }
-  };
-  std::array<nccl::CommHandle, 2> comms{};
-  for (nccl::CommHandle& comm : comms) {
-    nccl::UniqueId id{};
-    nccl::Config config;
-    ASSERT_EQ(functions.ncclGetUniqueId(&id), Result::kSuccess);
-    EXPECT_EQ(functions.ncclCommInitRankConfig(&comm, 1, id, 0, &config), Result::kInProgress);
-    finish(comm);
-  }
+  const std::array<nccl::CommHandle, 2> comms{join_alone(functions), join_alone(functions)};
   float factor = 3.0F;
   const auto create = [&](RedOp* op, nccl::ScalarResidence residence) {
     return functions.ncclRedOpCreatePreMulSum(op, &factor, DataType::kFloat32, residence, comms[0]);
   };
   RedOp op{};
+  EXPECT_EQ(create(&op, nccl::ScalarResidence::kDevice), Result::kInvalidArgument)
+      << "the fake reads nothing on a device";
   ASSERT_EQ(create(&op, nccl::ScalarResidence::kHostImmediate), Result::kSuccess);
   EXPECT_EQ(::fake_nccl_operators(), 1);
   std::vector<float> values(4, 1.0F);
@@ -169,7 +171,7 @@ TEST(FakeNccl, KnowsItsOwnOperators) {
       << "the call before is still in progress";
   EXPECT_EQ(functions.ncclRedOpDestroy(op, comms[0]), Result::kSuccess);
   EXPECT_EQ(::fake_nccl_operators(), 0);
-  finish(comms[0]);
+  EXPECT_EQ(finish(functions, comms[0]), Result::kSuccess);
   stream.synchronize();
   EXPECT_EQ(values[1], 3.0F);
   EXPECT_EQ(functions.ncclRedOpDestroy(op, comms[0]), Result::kInvalidArgument);
@@ -187,21 +189,6 @@ TEST(FakeNccl, BreaksCapturesWhereACommunicatorEnds) {
   const nccl::Functions& functions = api->functions();
   const FakeStream stream(0);
   const cuda::DeviceGuard guard(0);
-  const auto finish = [&](nccl::CommHandle comm) {
-    Result state = Result::kInProgress;
-    while (state == Result::kInProgress) {
-      EXPECT_EQ(functions.ncclCommGetAsyncError(comm, &state), Result::kSuccess);
-    }
-  };
-  const auto join = [&] {
-    nccl::UniqueId id{};
-    nccl::Config config;
-    nccl::CommHandle comm = nullptr;
-    EXPECT_EQ(functions.ncclGetUniqueId(&id), Result::kSuccess);
-    EXPECT_EQ(functions.ncclCommInitRankConfig(&comm, 1, id, 0, &config), Result::kInProgress);
-    finish(comm);
-    return comm;
-  };
   const auto is_broken_by = [&](const auto& call) {
     const cuda::RelaxedCapture relaxed;
     ::fake_driver_begin_capture(stream.get());
@@ -212,11 +199,11 @@ TEST(FakeNccl, BreaksCapturesWhereACommunicatorEnds) {
     }
     return graph == nullptr;
   };
-  const nccl::CommHandle first = join();
-  const nccl::CommHandle second = join();
-  EXPECT_FALSE(is_broken_by([&] { finish(first); }));
+  const nccl::CommHandle first = join_alone(functions);
+  const nccl::CommHandle second = join_alone(functions);
+  EXPECT_FALSE(is_broken_by([&] { finish(functions, first); }));
   EXPECT_TRUE(is_broken_by([&] { functions.ncclCommFinalize(first); }));
-  finish(first);
+  finish(functions, first);
   EXPECT_TRUE(is_broken_by([&] { functions.ncclCommDestroy(first); }));
   EXPECT_TRUE(is_broken_by([&] { functions.ncclCommAbort(second); }));
 }
