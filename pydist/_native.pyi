@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -122,10 +122,6 @@ class Communicator:
         """
         At the root: outputs = the inputs of all ranks, in rank order.
         """
-    def one_copy(self, count: typing.SupportsInt | typing.SupportsIndex, dtype: torch.dtype) -> torch.Tensor:
-        """
-        A tensor of zeros of which all ranks, of one host, map the same memory; all call.
-        """
     def recv(self, tensor: torch.Tensor, src: typing.SupportsInt | typing.SupportsIndex = -1, tag: typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
         Receives from rank src, or from anybody (-1). Returns the source rank, or a Work.
@@ -191,6 +187,36 @@ class Communicator:
     @timeout.setter
     def timeout(self, arg1: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
+class OneCopy:
+    """
+    Memory of which all ranks of a group, on one host, map the same copy.
+    """
+    def __init__(self, communicator: Communicator, count: typing.SupportsInt | typing.SupportsIndex, dtype: torch.dtype) -> None:
+        """
+        `count` zeros of a dtype. All ranks call it.
+        """
+    def forget(self) -> None:
+        """
+        Lets the view show the copy everywhere again. Nobody may use the view meanwhile.
+        """
+    def share(self, is_shared: bool) -> None:
+        """
+        Whether what is written through the view goes into the copy from now on. Forgets what was written through it. Nobody may use the view meanwhile.
+        """
+    def written(self) -> list[tuple[int, int]]:
+        """
+        Ranges of bytes, in whole pages, that this rank has written through the view since the last `forget`; perhaps more than those.
+        """
+    @property
+    def memory(self) -> torch.Tensor:
+        """
+        A tensor over the copy: what one rank writes there, all ranks read.
+        """
+    @property
+    def view(self) -> torch.Tensor:
+        """
+        A tensor that shows the copy, but for the pages that this rank has written through it: what it writes there, no other rank reads.
+        """
 class ProcessGroupOptions(torch._C._distributed_c10d.Backend.Options):
     """
     What torch asks of a process group that it splits.

@@ -91,11 +91,8 @@ class ShardOwner(Protocol):
     def during_forward(self) -> contextlib.AbstractContextManager[None]:
         """Hides from the forward what it can't do with."""
 
-    def note_written(self) -> None:
-        """All ranks write the same into parameters, on purpose."""
-
-    def note_settled(self) -> None:
-        """What this rank has written, no rank changes any more."""
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """All ranks write the same into parameters, and nobody reads them. All have met before."""
 
     def finish(self) -> None:
         """Returns once all parameters have arrived that the last step has updated."""
@@ -735,13 +732,7 @@ class DataParallel(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that pydist."
                 "DataParallel has hooked: load the module first, then wrap it"
             )
-        for owner in self.shard_owners():
-            owner.note_written()
-        loaded = self.module.load_state_dict(matched(state_dict, self.module), strict)
-        for owner in self.shard_owners():
-            # Whoever is later, writes the same again.
-            owner.note_settled()
-        return loaded
+        return self.module.load_state_dict(matched(state_dict, self.module), strict)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self.module._load_from_state_dict(*args)

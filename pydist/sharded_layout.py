@@ -53,6 +53,7 @@ class ShardedLayout:
             parameters have not moved into yet, as they do at the next step.
         gradients: This rank's parts of their gradients, with where they begin.
         number: The optimizer's, among those of the model.
+        copies: The memory of buckets, where all ranks map the same.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ShardedLayout:
         self.indices: dict[int, int] = {}
         self.shown: list[ShardedGradient] = []
         self.buckets: list[Bucket] = []
+        self.copies: list[_native.OneCopy] = []
         self.segments: dict[int, Segment] = {}
         self.members: dict[int, Member] = {}
         self.gradients: dict[int, tuple[int, Tensor]] = {}
@@ -288,21 +290,18 @@ class ShardedLayout:
         for _, layout, members, _ in new:
             kind = _kind_of(members[0].parameter)
             counts[kind] = counts.get(kind, 0) + layout.count
-        blocks = {
-            (dtype, device): self._communicator.one_copy(count, dtype)
-            if self._is_one_copy
-            else self._communicator.symmetric_empty([count], dtype, device)
-            for (dtype, device), count in counts.items()
-        }
+        blocks = {kind: self._memory_of(count, *kind) for kind, count in counts.items()}
         made = []
         with torch.no_grad():
             for label, layout, members, gradients in new:
                 kind = _kind_of(members[0].parameter)
-                memory = blocks[kind][: layout.count]
-                blocks[kind] = blocks[kind][layout.count :]
+                memory, view = (block[: layout.count] for block in blocks[kind])
+                left, left_of_view = (block[layout.count :] for block in blocks[kind])
+                blocks[kind] = left, left_of_view
                 bucket = move_in(
                     label,
                     memory,
+                    view,
                     layout,
                     members,
                     gradients,
@@ -315,6 +314,17 @@ class ShardedLayout:
                 for segment in bucket.segments:
                     self.segments[segment.member.index] = segment
         return made
+
+    def _memory_of(
+        self, count: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Memory for buckets, and what parameters become views of. All ranks call it."""
+        if not self._is_one_copy:
+            memory = self._communicator.symmetric_empty([count], dtype, device)
+            return memory, memory
+        copy = _native.OneCopy(self._communicator, count, dtype)
+        self.copies.append(copy)
+        return copy.memory, copy.view
 
 
 def _kind_of(parameter: Tensor) -> _Kind:

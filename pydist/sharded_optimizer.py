@@ -29,7 +29,7 @@ from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatc
 from pydist.module_agreement import check_same
 from pydist.no_whole_state import NoWholeState, RanksPart, refuse_checkpoints
 from pydist.options_of_class import require_options_of
-from pydist.parameter_audit import ParameterAudit
+from pydist.own_writes import OwnWrites
 from pydist.parameter_groups import (
     checked_group,
     digest_of,
@@ -81,6 +81,9 @@ def _let_all_arrive() -> None:
     for leave in list(_leaving.values()):
         leave()
 
+
+# The rank, of the optimizer's group, that writes for all inside `writing()`.
+_WRITER = 0
 
 # Where one rank raises them, so do the others, or their group has ended.
 _OF_ALL_RANKS = (Aborted, CheckpointError, Mismatch, PeerLost)
@@ -162,8 +165,9 @@ class ShardedOptimizer(Optimizer):
             yes.
         share_parameters: Whether all ranks map one copy of the parameters, which takes one host.
             Nothing is gathered then; each rank writes its shard where the others read it, between
-            two barriers. So nobody else may write parameters, unless all ranks do, the same, and
-            meet before anybody reads. `PYDIST_DEBUG=1` notices who does.
+            two barriers. What the program itself writes stays the rank's own until the next step,
+            which takes over what all ranks have written alike; `writing()` lets one rank write for
+            all.
         process_group: The ranks, where they aren't those of a `pydist.DataParallel` model; default:
             all.
         **defaults: The options of `optimizer_class`. With `fused=True`, pydist's kernels step for
@@ -211,9 +215,6 @@ class ShardedOptimizer(Optimizer):
         self._options = dict(defaults)
         self._is_one_copy = bool(share_parameters)
         self._is_debugging = bool(_native.read_environment().debug)
-        self._audit: ParameterAudit | None = None
-        if share_parameters and self._is_debugging:
-            self._audit = ParameterAudit()
         self._wrapper = model_of(model_or_params, param_groups)
         self._require_working_model()
         if self._wrapper is None and stage == 2:
@@ -234,6 +235,7 @@ class ShardedOptimizer(Optimizer):
         # Loaded for parameters that have no place yet, because they are frozen.
         self._waiting: dict[int, ParameterState] = {}
         self._failed = ""
+        self._is_writing = False
         # The options of the last step; empty: there was none, or ranks differed in it.
         self._stepped_with: list[list[Any]] = []
         # Whether the model holds TorchScript, and when that was seen.
@@ -265,6 +267,7 @@ class ShardedOptimizer(Optimizer):
             with_masters=master_weights is not False,
             is_one_copy=self._is_one_copy,
         )
+        self._writes = OwnWrites(self._communicator, self._layout.buckets, self._layout.copies)
         self._gradients = ReducedGradients(self._layout, self._communicator, self._wrapper)
         # Peers need this rank until its shards have arrived: it does not go before, whoever
         # forgets the optimizer.
@@ -388,8 +391,6 @@ class ShardedOptimizer(Optimizer):
         """Makes new buckets ready to step."""
         for bucket in new:
             self._steps.append(BucketStep(bucket, self.param_groups, self._make))
-        if self._audit is not None:
-            self._audit.note(new)
         take_over(self._waiting, new)
         for member in (member for bucket in new for member in bucket.members):
             self._waiting.pop(member.index, None)
@@ -431,6 +432,7 @@ class ShardedOptimizer(Optimizer):
                 self._give_up_unless_known("the closure of step()", error)
                 raise
         self._require_sound()
+        self._refuse_writing("step()")
         self._refuse_capture()
         self._refuse_pending()
         self._refuse_removed()
@@ -442,8 +444,7 @@ class ShardedOptimizer(Optimizer):
         with self._giving_up_for_all("step()"):
             self._take_up(self._layout.adopt_buckets())
         if self._is_one_copy:
-            self._communicator.barrier(False, "before parameters are written")
-            self._check_writers()
+            self._writes.settle()
         with self._giving_up_for_all("step()"):
             if self._is_one_copy:
                 self._step_one_copy()
@@ -523,22 +524,78 @@ class ShardedOptimizer(Optimizer):
         if self._communicator.size > 1 and not (self._failed or is_known):
             self._give_up(doing, error)
 
-    def _check_writers(self) -> None:
-        if self._audit is not None:
-            try:
-                self._audit.check(self._layout.buckets, self._communicator)
-            except InvalidUsage as error:
-                self._failed = str(error)  # of all ranks
-                raise
-
     def _step_one_copy(self) -> None:
         """Updates what all ranks read: none reads it any more, and none does before it is whole."""
         for step in self._steps:
-            step.run(self.param_groups)
-        if self._audit is not None:
-            self._audit.forget()
-            self._audit.note(self._layout.buckets)
+            step.run(self.param_groups, takes_back=False)
         self._communicator.barrier(False, "after parameters were written")
+
+    @contextlib.contextmanager
+    @runs_uncompiled_throughout
+    def writing(self) -> Iterator[bool]:
+        """Lets one rank write into the parameters for all ranks. All ranks call it together.
+
+            with optimizer.writing() as mine:
+                if mine:
+                    model.head.weight.normal_()
+
+        Inside, autograd records nothing, as in `torch.no_grad()`.
+
+        With `share_parameters=True`, `mine` is True on rank 0 of the optimizer's group alone. What
+        it writes stays its own until the end; there, all ranks meet, and all have it. If any rank
+        raises inside, all raise, and parameters stay as they were. Without it, every rank has
+        parameters of its own, so `mine` is True on all, which write the same.
+
+        It is for parameters that train: those that are frozen are each rank's own, so writing them
+        inside raises. What all ranks write alike needs no `writing()`.
+
+        Yields:
+            Whether this rank is to write.
+
+        Raises:
+            InvalidUsage: It is called inside itself, or within backward; or a rank has written for
+                which `mine` is False, or what is frozen.
+            Mismatch: Ranks have written different values before it (on every rank).
+            Error: Another rank raised inside.
+        """
+        self._require_working_model()
+        self._require_sound()
+        if self._is_writing:
+            raise InvalidUsage("optimizer.writing() is called inside optimizer.writing()")
+        if self._wrapper is not None and self._wrapper._reducer.is_in_backward:
+            raise InvalidUsage(
+                "optimizer.writing() is called within backward, from a hook say, which still needs "
+                "the parameters as they are: call it after backward()"
+            )
+        self.finish()
+        mine = True
+        guarded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._is_one_copy:
+            self._writes.settle()
+            self._communicator.barrier(False, "before one rank writes parameters")
+            mine = self._communicator.rank == _WRITER
+            guarded = self._writes.of_one_rank(_WRITER, self._apart())
+        self._is_writing = True
+        try:
+            with torch.no_grad(), guarded:
+                yield mine
+        finally:
+            self._is_writing = False
+
+    def _apart(self) -> list[tuple[str, Tensor]]:
+        """Parameters, of the model or the optimizer, of which every rank has one of its own."""
+        named = list(zip(self._layout.names, self._layout.parameters, strict=True))
+        if self._wrapper is not None:
+            named += self._wrapper.named_parameters()
+        placed = {id(p) for bucket in self._layout.buckets for p in bucket.parameters}
+        return [(name, parameter) for name, parameter in named if id(parameter) not in placed]
+
+    def _refuse_writing(self, what: str) -> None:
+        if self._is_writing:
+            raise InvalidUsage(
+                f"{what} is called inside optimizer.writing(), where one rank writes parameters "
+                "that all need: call it before or after that"
+            )
 
     @runs_uncompiled_throughout
     def finish(self) -> None:
@@ -768,15 +825,11 @@ class ShardedOptimizer(Optimizer):
         """What the reducer needs to know of a parameter that was unfrozen."""
         return self._layout.number, self._layout.shown[self._layout.indices[id(parameter)]]
 
-    def note_written(self) -> None:
-        """All ranks write the same into parameters, on purpose."""
-        if self._audit is not None:
-            self._audit.forget()
-
-    def note_settled(self) -> None:
-        """What this rank has written, no rank changes any more."""
-        if self._audit is not None:
-            self._audit.note(self._layout.buckets)
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """All ranks write the same into parameters, and nobody reads them. All have met before."""
+        self._refuse_writing("pydist.load()")
+        self.finish()
+        return self._writes.together()
 
     def before_forward(self, module: nn.Module) -> None:
         """Waits for all parameters where forward may read some past torch's dispatch."""

@@ -130,6 +130,8 @@ class Bucket:
     Attributes:
         label: For errors and journals.
         memory: All values, with padding.
+        view: What the parameters are views of: the same memory, or where all ranks have one copy of
+            it, this rank's view of that (see own_writes).
         shard: This rank's part of it.
         members: In the order of their places.
         segments: What the shard has of them: at most one of each.
@@ -141,6 +143,7 @@ class Bucket:
 
     label: str
     memory: Tensor
+    view: Tensor
     shard: Tensor
     members: list[Member]
     segments: list[Segment]
@@ -156,6 +159,10 @@ class Bucket:
         if self.gather is not None:
             self.gather.finish()
             self.gather = None
+
+    def place(self, member: Member) -> Tensor:
+        """Where a parameter is, or was before it was given other memory."""
+        return _place(self.view, member)
 
     def strays(self) -> list[Member]:
         """Those whose memory was replaced, by `parameter.data = ...`."""
@@ -176,8 +183,8 @@ class Bucket:
         strays = self.strays()
         for member in strays:
             parameter = member.parameter
-            place = _place(self.memory, member)
-            before, now = _kind_of(place), _kind_of(parameter)
+            place = self.place(member)
+            before, now = kind_of(place), kind_of(parameter)
             if before != now:
                 raise InvalidUsage(
                     f"parameter {member.name} was {before} when pydist.ShardedOptimizer was "
@@ -190,7 +197,8 @@ class Bucket:
         return [member.parameter for member in strays]
 
 
-def _kind_of(parameter: Tensor) -> str:
+def kind_of(parameter: Tensor) -> str:
+    """Its shape, dtype and device, for people."""
     return f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device}"
 
 
@@ -224,6 +232,7 @@ def cut(
 def move_in(
     label: str,
     memory: Tensor,
+    view: Tensor,
     layout: _native.ShardLayout,
     members: list[Member],
     gradients: Tensor | None,
@@ -237,6 +246,7 @@ def move_in(
     Args:
         label: For errors and journals.
         memory: Of `layout.count` elements of the parameters' real dtype.
+        view: What the parameters become views of; `memory` unless `is_one_copy`.
         layout: Where they lie, and how they are cut.
         members: In the order of their places.
         gradients: This rank's shard of the averaged gradients, if it arrives apart from the
@@ -253,7 +263,7 @@ def move_in(
     if is_one_copy:
         communicator.barrier(False)
     for member in members:
-        member.parameter.data = _place(memory, member)
+        member.parameter.data = _place(view, member)
         member.address = member.parameter.data_ptr()
     shard = memory.narrow(0, rank * layout.shard, layout.shard)
     arriving: dict[int, Tensor] = {}
@@ -265,7 +275,7 @@ def move_in(
         if with_masters and needs_master(values):
             updated = values.float()
         segments.append(Segment(member, begin, values, updated, arriving.get(member.index)))
-    return Bucket(label, memory, shard, members, segments, gradients is not None)
+    return Bucket(label, memory, view, shard, members, segments, gradients is not None)
 
 
 def gather(bucket: Bucket, communicator: _native.Communicator) -> None:

@@ -134,6 +134,4 @@ def _load(
     except Exception as raised:
         error = raised
     agree(communicator, _CALL, f"{doing} half-way, so that what was loaded is of no use,", error)
-    if model is not None:
-        model_state.note_settled(model)
     return objects["extra"]

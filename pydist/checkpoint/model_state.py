@@ -78,19 +78,6 @@ def arrive(model: nn.Module) -> None:
         owner.finish()
 
 
-def note_writing(model: nn.Module) -> None:
-    """All ranks are about to write the same into the parameters."""
-    arrive(model)
-    for owner in owners_within(inner(model)):
-        owner.note_written()
-
-
-def note_settled(model: nn.Module) -> None:
-    """All ranks have written into the parameters, and met."""
-    for owner in owners_within(inner(model)):
-        owner.note_settled()
-
-
 def take(model: nn.Module, rank: int, size: int) -> Taken:
     """Looks at a model's state. Talks to nobody, copies nothing.
 
@@ -180,7 +167,7 @@ def check_fits(model: nn.Module, contents: Contents) -> None:
 
 
 def put_back(model: nn.Module, contents: Contents, masters: Mapping[str, tuple[int, ...]]) -> None:
-    """Reads a state into a model, which `check_fits`: tensors in place.
+    """Reads a state into a model, which `check_fits`: tensors in place. All ranks have met before.
 
     Args:
         model: Wrapped or not.
@@ -188,8 +175,15 @@ def put_back(model: nn.Module, contents: Contents, masters: Mapping[str, tuple[i
         masters: Parameters that have float32 copies there, and the order of dimensions of those: a
             parameter in more than 16 bits takes the copy.
     """
-    note_writing(model)
-    module = inner(model)
+    with contextlib.ExitStack() as loading:
+        for owner in owners_within(inner(model)):
+            loading.enter_context(owner.loading())
+        _put_back(inner(model), contents, masters)
+
+
+def _put_back(
+    module: nn.Module, contents: Contents, masters: Mapping[str, tuple[int, ...]]
+) -> None:
     state = module.state_dict()
     entries = _entries(module, state)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -212,7 +206,7 @@ def load_torchs(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     Raises:
         InvalidUsage: It is of another model, which may be half-loaded: see `unchanged_by_errors`.
     """
-    note_writing(model)
+    arrive(model)
     module = inner(model)
     try:
         module.load_state_dict(matched(state_dict, module))

@@ -82,7 +82,7 @@ PYTHON_LAYERS = (
     "gathers",
     "sharded_gradient",
     "sharded_parameters",
-    "parameter_audit",
+    "own_writes",
     "sharded_layout",
     "reduced_gradients",
     "fused_step",
