@@ -301,13 +301,12 @@ class ShardedLayout:
                 bucket = move_in(
                     label,
                     memory,
-                    view,
                     layout,
                     members,
                     gradients,
                     self._communicator,
                     with_masters=self._with_masters,
-                    is_one_copy=self._is_one_copy,
+                    view=view if self._is_one_copy else None,
                 )
                 made.append(bucket)
                 self.buckets.append(bucket)

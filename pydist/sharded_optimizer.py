@@ -27,7 +27,7 @@ from pydist.compiled_graphs import (
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
 from pydist.module_agreement import check_same
-from pydist.no_whole_state import NoWholeState, RanksPart, refuse_checkpoints
+from pydist.no_whole_state import RanksPart, refuse_checkpoints
 from pydist.options_of_class import require_options_of
 from pydist.own_writes import OwnWrites
 from pydist.parameter_groups import (
@@ -60,8 +60,10 @@ from pydist.state_dict_form import (
     is_sharded,
     require_form,
     to_state_dict,
+    to_unsharded,
     without_absent,
 )
+from pydist.state_of_shards import StateOfShards
 from pydist.trained_parameters import registrations
 
 if TYPE_CHECKING:
@@ -243,7 +245,6 @@ class ShardedOptimizer(Optimizer):
         self._is_ready = False
         prototype = self._prototype([dict(group) for group in param_groups])
         super().__init__(param_groups, dict(prototype.defaults))
-        self.state: NoWholeState = NoWholeState()
         # Not before all that a rank may refuse by itself.
         self._communicator = groups.split(parent, range(parent.size))
         facts = [
@@ -266,6 +267,13 @@ class ShardedOptimizer(Optimizer):
             stage=stage,
             with_masters=master_weights is not False,
             is_one_copy=self._is_one_copy,
+        )
+        self._state = StateOfShards(
+            self._layout,
+            self._waiting,
+            self._forget_states,
+            self._communicator.rank,
+            self._communicator.size,
         )
         self._writes = OwnWrites(self._communicator, self._layout.buckets, self._layout.copies)
         self._gradients = ReducedGradients(self._layout, self._communicator, self._wrapper)
@@ -440,7 +448,7 @@ class ShardedOptimizer(Optimizer):
         if self._is_debugging:
             self._check_options(self.param_groups)
         self._check_last_options()
-        self.state.note_state()
+        self._state.note_state()
         with self._giving_up_for_all("step()"):
             self._take_up(self._layout.adopt_buckets())
         if self._is_one_copy:
@@ -680,6 +688,31 @@ class ShardedOptimizer(Optimizer):
 
     # -- state
 
+    @property  # type: ignore[override]
+    def state(self) -> StateOfShards:
+        """By parameter, what this rank has of the optimizer's state. Talks to nobody.
+
+        For what walks the state of any optimizer: a mapping of the class's own names to tensors of
+        one dimension, the elements that this rank's shard has of the parameter, and to numbers that
+        are the same for all elements, such as `step`. What changes a tensor in place changes the
+        shard. Parameters that are wholly on other ranks are not in it. In a world of one, tensors
+        have the parameters' shapes.
+
+        Setting a value takes a tensor of the shard's size, or of the parameter's, of which this
+        rank takes its part. What would remove or copy state, or save this rank's part for all of
+        it, raises InvalidUsage, but in a world of one.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._is_ready:
+            self._state.assign(state)
+
+    def _forget_states(self) -> None:
+        for step in self._steps:
+            step.forget_states()
+
     def sharded_state(self) -> ShardedState:
         """This rank's part of the state: ranges of parameters, by name. Talks to nobody.
 
@@ -727,15 +760,15 @@ class ShardedOptimizer(Optimizer):
             require_plain_options(group)
         waiting = waiting_state(self._layout, names, state)
         self.finish()
-        self.state.note_state()
+        self._state.note_state()
         for own, loaded in matching:
             self.param_groups[own].update(copy.deepcopy(options_of(state.groups[loaded])))
-        for step in self._steps:
-            step.forget_states()
+        self._forget_states()
         states = {index: state.parameters[name] for index, name in names.items()}
         take_over(states, self._layout.buckets)
-        absent = {index: s for index, s in self._waiting.items() if index not in names}
-        self._waiting = absent | waiting
+        for index in self._waiting.keys() & names.keys():
+            del self._waiting[index]
+        self._waiting.update(waiting)
 
     def _named_groups(self, names: dict[int, str]) -> list[dict[str, Any]]:
         indices = self._layout.indices
@@ -755,17 +788,20 @@ class ShardedOptimizer(Optimizer):
         is there is a list of ranges: (begin, end, values), as in
         `sharded_state()`, whose shapes and orders of dimensions are in "parameters" with the
         names. It is of use to `load_state_dict` on the same rank of as many, with the same buckets
-        (`bucket_cap_mb=`); what `pydist.save` keeps loads anywhere.
+        (`bucket_cap_mb=`); what `pydist.save` keeps loads anywhere. In a world of one it is what
+        `optimizer_class` has for whole parameters, and a float32 copy of one is "master".
 
         Raises:
             InvalidUsage: torch.distributed.checkpoint calls, which would keep one rank's for all.
         """
-        refuse_checkpoints()
+        rank, size = self._communicator.rank, self._communicator.size
+        if size > 1:
+            refuse_checkpoints()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state_dict = to_state_dict(
-            self.sharded_state(),
-            RanksPart(self._communicator.rank, self._communicator.size),
+        local = self.sharded_state()
+        state_dict = (
+            to_unsharded(local) if size == 1 else to_state_dict(local, RanksPart(rank, size))
         )
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)

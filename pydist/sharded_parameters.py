@@ -78,6 +78,12 @@ def dims_in_memory(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, .
     return tuple(next(order) if shape[dim] != 1 else dim for dim in range(len(shape)))
 
 
+def shaped(row: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
+    """All elements of a tensor, in the order of its memory, as a view of its shape."""
+    extents = [shape[dim] for dim in dims]
+    return row.view(extents).permute([dims.index(dim) for dim in range(len(extents))])
+
+
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
     """The strides of a dense copy: the parameter's own, if it is dense in any order."""
     return torch.empty_like(parameter, device="meta").stride()
@@ -232,38 +238,38 @@ def cut(
 def move_in(
     label: str,
     memory: Tensor,
-    view: Tensor,
     layout: _native.ShardLayout,
     members: list[Member],
     gradients: Tensor | None,
     communicator: _native.Communicator,
     *,
     with_masters: bool,
-    is_one_copy: bool,
+    view: Tensor | None = None,
 ) -> Bucket:
     """Moves parameters into the memory of a bucket. All ranks call it.
 
     Args:
         label: For errors and journals.
         memory: Of `layout.count` elements of the parameters' real dtype.
-        view: What the parameters become views of; `memory` unless `is_one_copy`.
         layout: Where they lie, and how they are cut.
         members: In the order of their places.
         gradients: This rank's shard of the averaged gradients, if it arrives apart from the
             parameters.
         communicator: The ranks.
         with_masters: Whether to keep float32 copies of segments in 16 bits.
-        is_one_copy: Whether `memory` is the same on all ranks. It gets rank 0's values then.
+        view: What the parameters become views of, where `memory` is the same on all ranks. That
+            gets rank 0's values then. Default: `memory`.
     """
     rank = communicator.rank
-    if not is_one_copy or rank == 0:
+    if view is None or rank == 0:
         memory.zero_()
         for member in members:
             _place(memory, member).copy_(member.parameter.detach())
-    if is_one_copy:
+    if view is not None:
         communicator.barrier(False)
+    seen = memory if view is None else view
     for member in members:
-        member.parameter.data = _place(view, member)
+        member.parameter.data = _place(seen, member)
         member.address = member.parameter.data_ptr()
     shard = memory.narrow(0, rank * layout.shard, layout.shard)
     arriving: dict[int, Tensor] = {}
@@ -275,7 +281,7 @@ def move_in(
         if with_masters and needs_master(values):
             updated = values.float()
         segments.append(Segment(member, begin, values, updated, arriving.get(member.index)))
-    return Bucket(label, memory, view, shard, members, segments, gradients is not None)
+    return Bucket(label, memory, seen, shard, members, segments, gradients is not None)
 
 
 def gather(bucket: Bucket, communicator: _native.Communicator) -> None:

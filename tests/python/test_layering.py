@@ -90,6 +90,7 @@ PYTHON_LAYERS = (
     "sharded_state",
     "segment_state",
     "no_whole_state",
+    "state_of_shards",
     "options_of_class",
     "state_dict_form",
     "sharded_optimizer",
