@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pydist.buffer_changes import BufferChanges
+from pydist.compiled_graphs import runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
 from pydist.rank_local import RankLocal
 
@@ -79,6 +80,7 @@ class BufferSync:
         """The buffers that the module has now in the places of the message."""
         return [getattr(owner, attribute, None) for _, owner, attribute in self._owners]
 
+    @runs_uncompiled_throughout
     def before_forward(self, *, averages: bool) -> None:
         """Notices what the program has changed since the last round.
 

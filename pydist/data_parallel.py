@@ -809,19 +809,12 @@ class DataParallel(TorchIdioms):
         warn_of_prefix("named_buffers")
         return super().named_buffers(*args, **kwargs)
 
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The module itself, as in torch's class: who goes on from there reaches all of it."""
-        yield "module", self.module
+    def children(self) -> Iterator[nn.Module]:
+        """The module itself, as in torch's class: what goes on from there reaches all of it.
 
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Gives the module a part; under the name "module", there is the module itself only."""
-        if name != "module" or "module" in self._modules:
-            super().add_module(name, module)
-        elif module is not self.module:
-            raise InvalidUsage(
-                "another module can't take the place of the one that pydist.DataParallel wraps: "
-                "wrap the new one, with an optimizer made for it"
-            )
+        By name, `named_children()`, there are the module's own children.
+        """
+        yield self.module
 
     @property
     def training(self) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pydist._torch import active_torch_wrapper
+from pydist.compiled_graphs import runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def refuse_wrapped(module: nn.Module, wrapper_class: type[DataParallel]) -> None
             )
 
 
+@runs_uncompiled_throughout
 def refuse_active_torch(wrapper: DataParallel) -> None:
     """Raises InvalidUsage where a DistributedDataParallel that runs forward holds a wrapper."""
     active = active_torch_wrapper()
