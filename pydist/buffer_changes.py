@@ -1,4 +1,4 @@
-"""Notices buffers that the program changes between steps, on some ranks only or to other values.
+"""Notices buffers that change between steps, on some ranks only or to other values on each.
 
 torch's DistributedDataParallel copies rank 0's buffers at the beginning of a forward. pydist does
 so at the end of a backward, so that a forward talks to nobody. In between, a program may change a
@@ -83,11 +83,13 @@ class BufferChanges:
         self._has_warned = True
         self._noted = []
         warnings.warn(
-            f"buffer {names[reducer.first_differing_buffer - 1]} of the model was changed between "
-            "two steps, on some ranks only or to other values on each: their forwards computed "
-            "with different values. torch's DistributedDataParallel copies rank 0's buffers before "
-            "the forward; pydist.DataParallel copies them at the end of the backward. Change it on "
-            "all ranks alike (pydist.broadcast(buffer, root=0) gives them rank 0's)",
+            f"buffer {names[reducer.first_differing_buffer - 1]} of the model was changed after "
+            "an averaged backward and before a forward, on some ranks only or to other values on "
+            "each, so the forwards of the ranks computed with different values. torch's "
+            "DistributedDataParallel copies rank 0's buffers before that forward; "
+            "pydist.DataParallel copies them at the end of its backward. Change the buffer on all "
+            "ranks alike (pydist.broadcast(buffer, root=0) gives them rank 0's); if forward does "
+            "not compute with it, ignore this",
             UserWarning,
             stacklevel=2,
         )

@@ -143,6 +143,10 @@ class DataParallel(TorchIdioms):
     which any rank changed its own. Hence they are the same everywhere whenever no step is under
     way, and a forward talks to nobody: one rank may evaluate alone.
 
+    Parameters and buffers that `module._ddp_params_and_buffers_to_ignore` names, as for torch's
+    class, are each rank's own: they are neither compared, copied nor averaged, and ranks may have
+    others of them (docs/training.md).
+
     Parameters that are unfrozen or added later train from the next backward on, if all ranks do
     the same. Those added get rank 0's values at its end.
 
@@ -160,28 +164,37 @@ class DataParallel(TorchIdioms):
         module: The module, on the CPU or on CUDA devices (also several), with its parameters in
             their final dtypes.
         device_ids: One GPU, by number, to which forward moves its arguments. Default: they stay
-            where they are. Without meaning for a module on the CPU.
-        output_device: Accepted for compatibility.
-        dim: Accepted for compatibility.
+            where they are. None for a module on the CPU.
+        output_device: That GPU again, or None: outputs stay where the module computes them.
+        dim: Of no effect, in torch's class as well: a rank's batch is its own, so nothing is cut
+            along a dimension. It can be read as `model.dim`.
         broadcast_buffers: Whether to copy rank 0's buffers to all ranks, at construction and after
-            each backward. Default: True.
-        init_sync: Whether to copy rank 0's parameters and buffers at construction. If False, seeing
-            to it that all ranks start from the same values is up to you.
+            each backward. Default: True. `model.broadcast_buffers = False` stops it later.
+        init_sync: Whether to copy rank 0's parameters at construction, and its buffers. If False,
+            seeing to it that all ranks start from the same values is up to you; buffers are copied
+            all the same where they are copied while training, as torch's first forward does.
         process_group: The ranks to average over, with this one among them; default: all.
         bucket_cap_mb: A bucket is closed once it holds at least so many MiB. Default: what a short
             measurement of the connection between the ranks finds best; with a
             `pydist.ShardedOptimizer`, the same in every run of the same model.
-        find_unused_parameters: Accepted for compatibility: they are always found.
-        check_reduction: Accepted for compatibility.
+        find_unused_parameters: Either is accepted, because they are found always, at the end of
+            backward, without a search through the graph.
+        check_reduction: Deprecated in torch, and of no effect there: warns.
         gradient_as_bucket_view: Accepted for compatibility: gradients always are.
-        static_graph: Accepted for compatibility: nothing is assumed about the graph.
-        delay_all_reduce_named_params: Not supported.
-        param_to_hook_all_reduce: Not supported.
+        static_graph: Either is accepted, because it allows torch a faster search and some uses
+            (reentrant checkpoints, a layer twice in one backward) that need no leave here: nothing
+            is assumed about the graph.
+        delay_all_reduce_named_params: Not supported: all parameters of the module are averaged as
+            backward completes them.
+        param_to_hook_all_reduce: Not supported, like the one before.
         mixed_precision: Not supported; use `torch.autocast`.
         device_mesh: A mesh of one dimension, instead of `process_group`.
-        skip_all_reduce_unused_params: Accepted for compatibility.
-        bucket_cap_mb_list: Not supported; give one `bucket_cap_mb`.
-        batched_grad_copy: Accepted for compatibility.
+        skip_all_reduce_unused_params: Either is accepted: what all ranks leave unused keeps its
+            gradient always, and buckets of such parameters alone are the last ones.
+        bucket_cap_mb_list: The size of each bucket, in MiB, in the order in which they travel; the
+            last one is that of all buckets that follow. Counts instead of `bucket_cap_mb`.
+        batched_grad_copy: Either is accepted, because it is about copies of gradients into buckets,
+            and gradients are in buckets from the beginning.
         forward_sync_buffers: torch's newer name for `broadcast_buffers`, which it then overrides,
             but for the copy at construction.
         reduction: What backward leaves: the "mean" over the ranks, or their "sum".
@@ -192,10 +205,11 @@ class DataParallel(TorchIdioms):
 
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
-            part of the module is wrapped already, an argument is not supported, `device_ids` names
-            a GPU that the module is not on, this rank is not in `process_group`, or the backend
-            can't reduce such gradients (NCCL, in a wire type or on the ring, without pydist's CUDA
-            kernels).
+            part of the module is wrapped already (also by torch's class), an argument is not
+            supported, `device_ids` names a GPU that the module is not on, this rank is not in
+            `process_group`, a parameter is named as ignored by some of its names only, or the
+            backend can't reduce such gradients (NCCL, in a wire type or on the ring, without
+            pydist's CUDA kernels).
         Mismatch: The module or an argument differs between ranks (on every rank, naming the first
             difference).
 
