@@ -688,6 +688,10 @@ class DataParallel(TorchIdioms):
         """Whether the wrapper averages a parameter's gradients, or did before it was retired."""
         return self._trained.knows(parameter)
 
+    def has_alone(self, parameter: Tensor) -> bool:
+        """Whether a parameter is this rank's own, so that nothing of it is averaged."""
+        return self._local.has(parameter)
+
     def _take_up(self, trained: Trained, how: str) -> None:
         """Retires whoever else trains any of some parameters. Talks to nobody."""
         parameters = [parameter for _, parameter, _ in trained]
