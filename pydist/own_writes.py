@@ -80,7 +80,11 @@ class OwnWrites:
                 is raised on every rank, names the parameter, and has changed nothing.
         """
         writes, written = self._written()
-        digest = _digest_of([(w.member.index, w.digest) for w in writes]) if writes else 0
+        digest = 0
+        if writes:
+            # By the order of what is shared: ranks may have other numbers of what they have alone.
+            digests = {write.member.index: write.digest for write in writes}
+            digest = _digest_of([digests.get(member.index) for member in self._members()])
         told = torch.tensor([digest, -digest])
         self._communicator.all_reduce(told, told, "max", label="before parameters are written")
         highest, lowest = told.tolist()
@@ -170,7 +174,7 @@ class OwnWrites:
             if ranges := copy.written():
                 written.append(copy)
                 pages.add(copy.view.data_ptr(), ranges)
-        for bucket in self._buckets:
+        for bucket in self._shared():
             strays = {member.index for member in bucket.strays()}
             if not strays and not pages.touch(bucket.view):
                 continue
@@ -191,8 +195,11 @@ class OwnWrites:
         return found, written
 
     def _members(self) -> list[Member]:
-        members = [member for bucket in self._buckets for member in bucket.members]
+        members = [member for bucket in self._shared() for member in bucket.members]
         return sorted(members, key=lambda member: member.index)
+
+    def _shared(self) -> list[Bucket]:
+        return [bucket for bucket in self._buckets if not bucket.is_own]
 
     def _take_over(self, write: _Write) -> None:
         """This rank's shard of it; the other ranks take over theirs."""

@@ -9,7 +9,7 @@ import inspect
 import os
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -150,6 +150,9 @@ class ShardedOptimizer(Optimizer):
 
     With parameters of anything else, gradients are expected to be averaged already when `step()` is
     called, and the same on all ranks: torch's DistributedDataParallel sees to that.
+
+    Parameters that each rank has alone (torch calls them ignored; see `pydist.DataParallel`) are
+    updated by that rank, whole, with its own gradients; their state is that rank's.
 
     Parameters, which may be on GPUs, move into memory of the ranks' group. `step()` returns before
     all updates have arrived; whoever reads a parameter waits for those of its bucket, so they
@@ -535,7 +538,7 @@ class ShardedOptimizer(Optimizer):
     def _step_one_copy(self) -> None:
         """Updates what all ranks read: none reads it any more, and none does before it is whole."""
         for step in self._steps:
-            step.run(self.param_groups, takes_back=False)
+            step.run(self.param_groups, takes_back=step.bucket.is_own)
         self._communicator.barrier(False, "after parameters were written")
 
     @contextlib.contextmanager
@@ -595,7 +598,7 @@ class ShardedOptimizer(Optimizer):
         named = list(zip(self._layout.names, self._layout.parameters, strict=True))
         if self._wrapper is not None:
             named += self._wrapper.named_parameters()
-        placed = {id(p) for bucket in self._layout.buckets for p in bucket.parameters}
+        placed = {id(p) for bucket in self._layout.shared_buckets for p in bucket.parameters}
         return [(name, parameter) for name, parameter in named if id(parameter) not in placed]
 
     def _refuse_writing(self, what: str) -> None:
@@ -649,7 +652,10 @@ class ShardedOptimizer(Optimizer):
     ) -> Tensor:
         """Scales all gradients so that their norm, as of one vector, is `max_norm` at most.
 
-        All ranks call it. What `torch.nn.utils.clip_grad_norm_` does, and faster.
+        All ranks call it. What `torch.nn.utils.clip_grad_norm_` does, and faster. Where ranks have
+        parameters of their own, the norm is of the gradients of all ranks' together, and so are
+        all of them scaled alike; torch's function raises `Mismatch` where it would scale the ranks'
+        parts of one gradient differently.
 
         Args:
             max_norm: Of the whole gradient, over all ranks' shards.
@@ -659,6 +665,8 @@ class ShardedOptimizer(Optimizer):
         Returns:
             The norm before scaling, the same on every rank.
         """
+        if self._layout.some_have_own:
+            return self._gradients.clip_with_own(max_norm, float(norm_type), error_if_nonfinite)
         return torch.nn.utils.clip_grad_norm_(
             self._layout.parameters, max_norm, norm_type, error_if_nonfinite, foreach=True
         )
@@ -916,3 +924,9 @@ class _Parts:
 
     def note_change(self) -> None:
         self._get()._gradients.note_change()
+
+    def require_same(self, factors: Sequence[Any]) -> None:
+        self._get()._gradients.require_same(factors)
+
+    def note_own_finite(self, found_inf: Tensor) -> None:
+        self._get()._gradients.note_own_finite(found_inf)

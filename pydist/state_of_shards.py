@@ -4,7 +4,8 @@ Programs and frameworks walk the state of any optimizer: to log the norms of mom
 to a device, to reset momentum. They find, for each parameter of which this rank has state, the
 names that the optimizer's class gives it, with tensors of one dimension: the elements that this
 rank's shard has of the parameter. Those share memory with the optimizer, so what changes one in
-place changes the shard. A parameter that is wholly on other ranks has an empty mapping.
+place changes the shard. A parameter that is wholly on other ranks has an empty mapping. Of one that this rank has alone (torch calls it
+ignored), tensors have the parameter's shape.
 
 They are plain tensors, not DTensors: shards cut parameters anywhere, which no placement of DTensor
 says, and what a DTensor computes waits for all ranks, where a program logs on one.
@@ -297,9 +298,11 @@ class _Source:
         if not is_per_element(value, self._count):
             return value
         row: Tensor = value.detach()
-        if self.size == 1:
+        if self._is_whole:
             member = self.place[1].member
-            return shaped(row, member.parameter.shape, member.dims)
+            row = shaped(row, member.parameter.shape, member.dims)
+        if self.size == 1:
+            return row
         row.__create_write_items__ = _MARK  # type: ignore[attr-defined]  # see Note [Marked tensors]
         return row
 
@@ -376,7 +379,12 @@ class _Source:
         """This rank's part of what has a value for each element of the parameter."""
         assert self.place is not None
         part = self.place[1].of(whole.detach())
-        return part if self.size == 1 else part.clone()
+        return part if self._is_whole else part.clone()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this rank has all of the parameter's state, if any."""
+        return self.size == 1 or (self.place is not None and self.place[0].is_own)
 
     @property
     def _count(self) -> int:
