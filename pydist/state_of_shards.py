@@ -4,8 +4,8 @@ Programs and frameworks walk the state of any optimizer: to log the norms of mom
 to a device, to reset momentum. They find, for each parameter of which this rank has state, the
 names that the optimizer's class gives it, with tensors of one dimension: the elements that this
 rank's shard has of the parameter. Those share memory with the optimizer, so what changes one in
-place changes the shard. A parameter that is wholly on other ranks has an empty mapping. Of one that this rank has alone (torch calls it
-ignored), tensors have the parameter's shape.
+place changes the shard. A parameter that is wholly on other ranks has an empty mapping. Of one that
+this rank has alone (torch calls it ignored), tensors have the parameter's shape.
 
 They are plain tensors, not DTensors: shards cut parameters anywhere, which no placement of DTensor
 says, and what a DTensor computes waits for all ranks, where a program logs on one.
