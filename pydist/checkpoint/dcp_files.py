@@ -9,6 +9,7 @@ Only functions import this module: torch's takes half a second to import.
 
 from __future__ import annotations
 
+import functools
 import io
 import warnings
 from collections.abc import Iterable, Sequence
@@ -47,6 +48,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pydist.checkpoint.own_names import owner_in
 from pydist.checkpoint.packing import unpack
+from pydist.checkpoint.parts import PARTS
 from pydist.checkpoint.pieces import Piece
 from pydist.errors import CheckpointError
 
@@ -175,6 +177,14 @@ class Contents:
     def names(self) -> set[str]:
         """Of everything in it."""
         return set(self._metadata.state_dict_metadata)
+
+    @functools.cached_property
+    def parts(self) -> dict[str, list[str]]:
+        """Of which kinds of objects it has several, and what they are called (parts.py)."""
+        found: dict[str, list[str]] = {}
+        if PARTS in self.names:
+            found = self.read_objects([PARTS])[PARTS]
+        return found
 
     @property
     def saved_by(self) -> int:

@@ -36,8 +36,9 @@ from pydist.state_values import is_per_element, require_divisible
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents
 
-# What an entry of a checkpoint is called: `optimizer.state.NAME.KEY`.
-PREFIX = "optimizer.state."
+# Comes between what a checkpoint calls an optimizer ("optimizer", or "optimizer.G" where there are
+# several) and the names of its tensors: `optimizer.state.NAME.KEY`.
+_STATE = "state"
 
 # What a checkpoint calls the parameter itself.
 _MODEL = "model."
@@ -64,35 +65,56 @@ class Taken:
     pieces: list[Piece]
 
 
-def entry_of(name: str, key: str) -> str:
-    """What a checkpoint calls a part of the state of a parameter."""
-    return f"{PREFIX}{name}.{key}"
+def entry_of(root: str, name: str, key: str) -> str:
+    """What a checkpoint calls a part of the state of a parameter, of the optimizer at `root`."""
+    return f"{root}.{_STATE}.{name}.{key}"
 
 
-def masters_in(outline: Outline) -> dict[str, tuple[int, ...]]:
-    """The parameters that have float32 copies, with the order of their dimensions."""
+@dataclass(frozen=True)
+class Master:
+    """The float32 copy of a parameter, in a checkpoint.
+
+    Attributes:
+        entry: What it is called.
+        dims: The order of the dimensions in which its elements lie.
+    """
+
+    entry: str
+    dims: tuple[int, ...]
+
+
+def masters_in(root: str, outline: Outline) -> dict[str, Master]:
+    """The parameters that have float32 copies with the optimizer at `root`."""
     return {
-        name: tuple(entry["dims"])
+        name: Master(entry_of(root, name, MASTER), tuple(entry["dims"]))
         for name, entry in outline["parameters"].items()
         if MASTER in entry["keys"]
     }
 
 
-def take(optimizer: Optimizer, names: Names, rank: int, size: int) -> Taken:
-    """Looks at the state of an optimizer, of either kind. Talks to nobody, copies nothing."""
+def take(optimizer: Optimizer, root: str, names: Names, rank: int, size: int) -> Taken:
+    """Looks at the state of an optimizer, of either kind. Talks to nobody, copies nothing.
+
+    Args:
+        optimizer: Sharded or not.
+        root: What a checkpoint calls it.
+        names: What it calls parameters.
+        rank: This one.
+        size: The number of ranks.
+    """
     _require_optimizer(optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         state = _renamed(optimizer, names, rank)
     else:
         state = _of_whole(optimizer, names, rank)
-    return _outlined(state, rank, size, type_of(optimizer))
+    return _outlined(state, root, rank, size, type_of(optimizer))
 
 
 def _require_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         raise InvalidUsage(
-            f"optimizer is a {type(optimizer).__name__}; it must be one optimizer: write several "
-            "into checkpoints of their own"
+            f"optimizer is a {type(optimizer).__name__}; it must be an optimizer, or a mapping of "
+            "names to optimizers"
         )
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise InvalidUsage(
@@ -175,7 +197,7 @@ def _is_own(name: str) -> bool:
     return owner_in(name) is not None
 
 
-def _outlined(state: ShardedState, rank: int, size: int, kind: str) -> Taken:
+def _outlined(state: ShardedState, root: str, rank: int, size: int, kind: str) -> Taken:
     parameters: dict[str, Any] = {}
     own: list[Piece] = []
     # Of parameters whose state all ranks have whole.
@@ -201,7 +223,7 @@ def _outlined(state: ShardedState, rank: int, size: int, kind: str) -> Taken:
                     if key not in per_element
                 }
             for key, value in per_element.items():
-                pieces += of_range(entry_of(name, key), count, piece.begin, value)
+                pieces += of_range(entry_of(root, name, key), count, piece.begin, value)
         parameters[name] = {
             "shape": known.shape,
             "dims": known.dims,
@@ -350,7 +372,7 @@ def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
 
 def put_back(
-    optimizer: Optimizer, names: Names, outline: Outline, contents: Contents, rank: int
+    optimizer: Optimizer, root: str, names: Names, outline: Outline, contents: Contents, rank: int
 ) -> None:
     """Reads what this rank needs of a state into an optimizer, which `check_fits`.
 
@@ -369,7 +391,8 @@ def put_back(
         parameters = {}
         for own, (dims, ranges) in optimizer.ranges().items():
             name = renaming[own]
-            parameters[own] = _read(contents, name, outline["parameters"][name], dims, ranges)
+            entry = outline["parameters"][name]
+            parameters[own] = _read(contents, root, name, entry, dims, ranges)
             if own in with_masters:
                 _add_masters(contents, name, parameters[own], dims, ranges)
         back = {name: own for own, name in renaming.items()}
@@ -380,7 +403,7 @@ def put_back(
         optimizer.load_sharded_state(ShardedState(parameters, groups))
         return
     named = _named(optimizer, names, rank)
-    known = _of_all(optimizer, named, outline, whole_state(outline, contents))
+    known = _of_all(optimizer, named, outline, whole_state(root, outline, contents))
     optimizer.load_state_dict(laid_out(optimizer, known))
 
 
@@ -449,8 +472,8 @@ def _strided(value: Tensor, strides: tuple[int, ...]) -> Tensor:
     return laid.copy_(value.detach())
 
 
-def whole_state(outline: Outline, contents: Contents) -> dict[str, Any]:
-    """A state as torch's unsharded class has it: all of it."""
+def whole_state(root: str, outline: Outline, contents: Contents) -> dict[str, Any]:
+    """The state of the optimizer at `root`, as torch's unsharded class has it: all of it."""
     state: dict[int, dict[str, Any]] = {}
     groups = []
     number = 0
@@ -461,9 +484,9 @@ def whole_state(outline: Outline, contents: Contents) -> dict[str, Any]:
             entry = outline["parameters"][name]
             count = math.prod(entry["shape"])
             dims = tuple(entry["dims"])
-            values = to_whole(name, _read(contents, name, entry, dims, [(0, count)]))
+            values = to_whole(name, _read(contents, root, name, entry, dims, [(0, count)]))
             if count == 0 and not values:
-                values = _of_no_elements(entry["shape"], outline, group["params"], contents)
+                values = _of_no_elements(root, entry["shape"], outline, group["params"], contents)
             if values:
                 state[index] = values
         groups.append({**group, "params": numbers})
@@ -471,7 +494,7 @@ def whole_state(outline: Outline, contents: Contents) -> dict[str, Any]:
 
 
 def _of_no_elements(
-    shape: tuple[int, ...], outline: Outline, group: list[str], contents: Contents
+    root: str, shape: tuple[int, ...], outline: Outline, group: list[str], contents: Contents
 ) -> dict[str, Any]:
     """What a parameter without elements has beside others of its group that have state.
 
@@ -483,7 +506,7 @@ def _of_no_elements(
         return {}
     values: dict[str, Any] = copy.deepcopy(entry["numbers"])
     for key in entry["keys"]:
-        found = contents.tensor(entry_of(other, key))
+        found = contents.tensor(entry_of(root, other, key))
         if key != MASTER and found is not None:
             values[key] = torch.empty(shape, dtype=found.properties.dtype)
     return values
@@ -491,6 +514,7 @@ def _of_no_elements(
 
 def _read(
     contents: Contents,
+    root: str,
     name: str,
     entry: dict[str, Any],
     dims: tuple[int, ...],
@@ -510,7 +534,10 @@ def _read(
                 begin,
                 end,
                 _Values(
-                    {key: _reader(contents, name, key, begin, end) for key in entry["keys"]},
+                    {
+                        key: _reader(contents, entry_of(root, name, key), begin, end)
+                        for key in entry["keys"]
+                    },
                     entry["numbers"],
                 ),
             )
@@ -519,8 +546,7 @@ def _read(
     )
 
 
-def _reader(contents: Contents, name: str, key: str, begin: int, end: int) -> Callable[[], Tensor]:
-    stored = entry_of(name, key)
+def _reader(contents: Contents, stored: str, begin: int, end: int) -> Callable[[], Tensor]:
     entry = contents.tensor(stored)
     assert entry is not None
 
