@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import distributed
+from torch.utils.data import DataLoader, Sampler, distributed
 
 from pydist import process
 from pydist.environment import read_placement
@@ -16,6 +15,7 @@ from pydist.epoch_pass import EpochPass
 from pydist.errors import InvalidUsage
 from pydist.ledger import Ledger
 from pydist.orders import Order, Sequential, Shuffled, name_digest, sample_count
+from pydist.shared_twice import refuse_sharing_again
 from pydist.shares import PADS, Pad, Share
 
 __all__ = ["DistributedSampler", "placement"]
@@ -53,9 +53,10 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         order: an order of one's own (`pydist.Order`); `shuffle` has no meaning then.
 
     Raises:
-        InvalidUsage: the data set is empty or has no length; `rank` is not one of `num_replicas`;
-            `pad="drop"` would leave nothing, with more ranks than samples; arguments are of a wrong
-            type, or contradict each other.
+        InvalidUsage: the data set is empty or has no length, or is a sampler or a loader; `rank` is
+            not one of `num_replicas`; `pad="drop"` would leave nothing, with more ranks than
+            samples; arguments are of a wrong type, or contradict each other. Where it is asked for
+            indices or for its length: another sampler is about to share them out again.
 
     Example:
         >>> import pydist
@@ -76,6 +77,12 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         pad: Pad | None = None,
         order: Order | None = None,
     ) -> None:
+        if isinstance(dataset, Sampler | DataLoader):
+            raise InvalidUsage(
+                f"a DistributedSampler shares out the samples of a data set, and got a "
+                f"{type(dataset).__name__}: give it the data set itself. (An order of one's own is "
+                "order=, see pydist.Order.)"
+            )
         self.dataset = dataset
         self._dataset_length = sample_count(dataset)
         self.pad: Pad = _pad_of(pad, drop_last)
@@ -124,13 +131,14 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         # What the state depends on: the latest iterator's, unless set_epoch has gone elsewhere.
         self._pass: EpochPass | None = None
         self._latest: EpochPass | None = None
-        self._is_counting = False
 
     def __iter__(self) -> Iterator[int]:
-        return self.begin(self.num_replicas).single_indices()
+        self.refuse_sharing_again(self)
+        return self.indices_of(self.begin_epoch())
 
     def __len__(self) -> int:
         """The number of this rank's samples in a whole epoch."""
+        self.refuse_sharing_again(self)
         return self.num_samples
 
     @property
@@ -246,13 +254,21 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             drops_last_step=drops_last_step,
         )
 
-    def begin(self, step: int, *, drops_last_step: bool = False, batch: int = 0) -> EpochPass:
+    def begin(
+        self,
+        step: int,
+        *,
+        drops_last_step: bool = False,
+        batch: int = 0,
+        is_counted: bool = False,
+    ) -> EpochPass:
         """A pass over what is left of the epoch, which the state depends on from now on.
 
         Args:
             step: positions of a step.
             drops_last_step: whether a ragged last step is left out.
             batch: samples of a step, where steps are what the optimizer does; 0 where unknown.
+            is_counted: whether the caller counts what arrives.
 
         Raises:
             InvalidUsage: the data set or the job has changed, or the batch is another one than that
@@ -266,24 +282,28 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             self._epoch,
             self.share(step, drops_last_step=drops_last_step, start=self._start),
             batch=batch,
-            is_counted=self._is_counting,
+            is_counted=is_counted,
             on_end=self._go_on,
         )
         return self._pass
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Within it, passes begin of which somebody counts what arrives."""
-        self._is_counting = True
-        try:
-            yield
-        finally:
-            self._is_counting = False
+    def begin_epoch(self, *, is_counted: bool = False) -> EpochPass:
+        """A pass over what is left of the epoch, a sample a step."""
+        return self.begin(self.num_replicas, is_counted=is_counted)
+
+    def indices_of(self, begun: EpochPass) -> Iterator[int]:
+        """What a pass goes through."""
+        return begun.single_indices()
 
     @property
-    def current(self) -> EpochPass | None:
-        """The pass that the state depends on."""
-        return self._pass
+    def epoch_steps(self) -> int:
+        """In how many steps `begin_epoch` goes through a whole epoch."""
+        return self.num_samples
+
+    def refuse_sharing_again(self, asked: Sampler[Any]) -> None:
+        """Raises where another sampler shares out what `asked`, of these indices, yields."""
+        if self.num_replicas > 1:
+            refuse_sharing_again(asked, self.num_replicas, lambda: placement()[1])
 
     @property
     def start(self) -> int:
@@ -296,7 +316,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         if self._pass is finished:
             self._pass = None
 
-    def check_batch(self, batch: int, state: Mapping[str, int] | None = None) -> None:
+    def check_batch(self, batch: int, state: Mapping[str, Any] | None = None) -> None:
         """Whether batches of so many samples fit a state in the middle of an epoch.
 
         Args:
