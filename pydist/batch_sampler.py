@@ -126,7 +126,7 @@ class BatchSampler(torch_samplers.BatchSampler):
         """The sampler's."""
         self.sampler.set_epoch(epoch)
 
-    def state_dict(self, batches_seen: int | None = None) -> dict[str, int]:
+    def state_dict(self, batches_seen: int | None = None) -> dict[str, int | None]:
         """Where training is in the data; see `DistributedSampler.state_dict`.
 
         Args:

@@ -18,6 +18,7 @@ import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from pydist._torch import FedLoader
+from pydist.agreed_seed import SeedChoice
 from pydist.batch_sampler import BatchSampler
 from pydist.epoch_pass import EpochPass
 from pydist.errors import InvalidUsage
@@ -25,7 +26,7 @@ from pydist.ledger import Ledger
 from pydist.orders import sample_count
 from pydist.sampler import DistributedSampler, placement
 from pydist.shares import Pad
-from pydist.worker_seeds import Sent, seed_of
+from pydist.worker_seeds import Marking, Sent, seed_of
 
 __all__ = ["PreparedLoader", "prepare"]
 
@@ -45,7 +46,8 @@ def prepare(
 
     It has the loader's dataset, workers, collate function and other settings, shuffles where that
     one shuffles, and leaves the given one as it is. Its `state_dict()` counts the batches that the
-    loop has got, whatever workers have fetched. Not collective; every rank prepares its own.
+    loop has got, whatever workers have fetched. Not collective; every rank prepares its own, in the
+    same order.
 
     - A loader made with `shuffle=` gets a `DistributedSampler` and batches of `batch_size` on each
       rank. With `drop_last`, a smaller last batch is left out on all ranks or on none.
@@ -56,7 +58,12 @@ def prepare(
 
     Args:
         loader: not iterated yet, or at least not from now on.
-        seed: of the order, the same on every rank; 0 by default.
+        seed: of the order, and of what workers draw at random; the same on every rank. By default
+            it is drawn from the loader's `generator`, or from torch's: what `torch.manual_seed` was
+            given before preparing or before the first iteration decides. Each rank draws, and rank
+            0's counts; the others take it from the job's store when they begin to iterate, which
+            they do not before rank 0 does. A loader that neither shuffles nor has workers asks
+            nobody.
         pad: see `DistributedSampler`; "repeat" by default.
         split_batches: whether the loader's `batch_size` is that of all ranks together, which share
             it. By default it is each rank's.
@@ -66,7 +73,12 @@ def prepare(
     Raises:
         InvalidUsage: the loader is prepared already; it has a sampler that can't be shared (the
             message says what to do), or `in_order=False`, which leaves unknown what was trained on;
-            or what `DistributedSampler` and `BatchSampler` refuse.
+            or what `DistributedSampler` and `BatchSampler` refuse. From the first iteration: there
+            is no seed, and the ranks that share the samples are not those of the job, or it has not
+            been joined yet.
+        Mismatch: from the first iteration, where there is no seed: rank 0 has prepared other
+            loaders.
+        Timeout: from the first iteration, where there is no seed: rank 0 does not begin.
 
     Example:
         >>> import pydist
@@ -140,7 +152,12 @@ def prepare(
         raise InvalidUsage(
             "split_batches=True shares out batches, and with batch_size=None there are none."
         )
-    return _prepared(loader, source)
+    prepared = _prepared(loader, source)
+    if sampler is not single and seed is None:
+        generator = getattr(single, "generator", None)
+        generator = loader.generator if generator is None else generator
+        sampler.seed_by(SeedChoice(generator, sampler.num_replicas))
+    return prepared
 
 
 def _require_none(given: list[str]) -> None:
@@ -237,7 +254,7 @@ class PreparedLoader(FedLoader[T]):
         """Says which epoch comes next; see `DistributedSampler.set_epoch`."""
         self.distributed_sampler.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | None]:
         """Where training is in the data, for any checkpoint; see `DistributedSampler.state_dict`.
 
         Example:
@@ -271,19 +288,21 @@ class PreparedLoader(FedLoader[T]):
     def starting(self) -> Iterator[None]:
         """Entered while an iterator is made: sees to what its workers are seeded with."""
         has_workers = self._feed.has_workers = self.num_workers > 0
-        generator = self.generator
+        given, generator = self.worker_init_fn, self.generator
         own = torch.Generator()
         if has_workers:
             sampler = self.distributed_sampler
             # Persistent workers start once, in whichever epoch.
-            epoch = 0 if self.persistent_workers else sampler.epoch
-            own.manual_seed(seed_of(sampler.seed, epoch, 0, sampler.rank))
+            seed, epoch = sampler.settle_seed(), 0 if self.persistent_workers else sampler.epoch
+            own.manual_seed(seed_of(seed, epoch, 0, sampler.rank))
+            if given is not None:
+                self.worker_init_fn = Marking(given, self.num_workers)
         # torch draws from it, workers or not.
         self.generator = own
         try:
             yield
         finally:
-            self.generator = generator
+            self.worker_init_fn, self.generator = given, generator
 
 
 class _Feed:
@@ -301,6 +320,7 @@ class _Feed:
 
     def __iter__(self) -> Iterator[Any]:
         source, sampler = self._source, _sampler_of(self._source)
+        seed = sampler.settle_seed() if self.has_workers else 0
         self.begun = begun = source.begin_epoch(is_counted=True)
         if not self.has_workers:
             yield from source.indices_of(begun)
@@ -308,7 +328,7 @@ class _Feed:
         share = begun.share
         for step, indices in enumerate(source.indices_of(begun)):
             position = share.start + step * share.step
-            yield Sent(indices, seed_of(sampler.seed, begun.epoch, position, sampler.rank))
+            yield Sent(indices, seed_of(seed, begun.epoch, position, sampler.rank))
 
 
 class _Delivered:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler, distributed
 
 from pydist import process
+from pydist.agreed_seed import SeedChoice
 from pydist.environment import read_placement
 from pydist.epoch_pass import EpochPass
 from pydist.errors import InvalidUsage
@@ -65,6 +66,9 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         ([1, 4, 7, 0], 1)
     """
 
+    # None in a prepared loader, until the ranks have agreed on one.
+    seed: int | None  # type: ignore[assignment]
+
     def __init__(
         self,
         dataset: Any,
@@ -104,6 +108,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         self.rank = rank
         self.shuffle = shuffle
         self.seed = _whole_number("seed", seed, -(2**63), 2**64)
+        self._choice: SeedChoice | None = None
         if order is None:
             make = Shuffled if shuffle else Sequential
             order = make(self._dataset_length)
@@ -166,7 +171,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         elif self._pass is not None and self._pass.epoch != epoch:
             self._pass = None
 
-    def state_dict(self, samples_seen: int | None = None) -> dict[str, int]:
+    def state_dict(self, samples_seen: int | None = None) -> dict[str, int | None]:
         """Where training is in the data: the same on every rank that has done as many steps.
 
         Where it was prepared (`pydist.prepare`), the loader's progress is known: it counts what the
@@ -180,7 +185,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
 
         Returns:
             A few whole numbers, for any checkpoint. One rank's is enough for all; where ranks have
-            different numbers of samples, that of rank 0, which has the most.
+            different numbers of samples, that of rank 0, which has the most. The seed is None where
+            a prepared loader has none yet.
 
         Raises:
             InvalidUsage: it would have to guess, or the number can't be.
@@ -201,7 +207,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where a state was made, on any number of ranks. Every rank loads it.
 
-        The seed is the state's, whatever this sampler was made with.
+        The seed is the state's, whatever this sampler was made with, unless the state has none.
 
         Args:
             state: what `state_dict` gave, of this sampler, a `BatchSampler` or a loader.
@@ -223,7 +229,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
                 f"{_hint_at_shuffle(values['order'])}: make the sampler with the same shuffle= and "
                 "order=, or begin an epoch anew (set_epoch)."
             )
-        self.seed = values["seed"]
+        self.seed = values.get("seed", self.seed)
         self._epoch, self._start = values["epoch"], values["position"]
         self._start_batch = values["batch"]
         self._pass = self._latest = None
@@ -273,12 +279,17 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         Raises:
             InvalidUsage: the data set or the job has changed, or the batch is another one than that
                 of the state that was loaded.
+            Error: what `settle_seed` raises.
         """
         self._check_unchanged()
         self.check_batch(batch)
+        if self._choice is not None and type(self.order) is Sequential:
+            seed = 0  # nothing depends on it: no need to ask anybody
+        else:
+            seed = self.settle_seed()
         self._pass = self._latest = EpochPass(
             self.order,
-            self.seed,
+            seed,
             self._epoch,
             self.share(step, drops_last_step=drops_last_step, start=self._start),
             batch=batch,
@@ -299,6 +310,24 @@ class DistributedSampler(distributed.DistributedSampler[int]):
     def epoch_steps(self) -> int:
         """In how many steps `begin_epoch` goes through a whole epoch."""
         return self.num_samples
+
+    def seed_by(self, choice: SeedChoice) -> None:
+        """Leaves the seed to the first iteration."""
+        self.seed, self._choice = None, choice
+
+    def settle_seed(self) -> int:
+        """The seed, which the ranks agree on if they have not yet; see `SeedChoice.settle`."""
+        if self._choice is not None:
+            self._check_unchanged()
+            facts: dict[str, int | str] = {
+                "samples": len(self.order),
+                "order": self.order.name,
+                "ranks": self.num_replicas,
+            }
+            self.seed = self._choice.settle(self.seed, self.rank, facts)
+            self._choice = None
+        assert self.seed is not None
+        return self.seed
 
     def refuse_sharing_again(self, asked: Sampler[Any]) -> None:
         """Raises where another sampler shares out what `asked`, of these indices, yields."""
@@ -340,7 +369,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
                 "{**state, 'batch': 0}."
             )
 
-    def state_of(self, seen: int | None, argument: str, unit: str) -> dict[str, int]:
+    def state_of(self, seen: int | None, argument: str, unit: str) -> dict[str, int | None]:
         """The state after so many steps of the latest pass; see `state_dict`."""
         current = self._pass
         epoch, position, batch = self._epoch, self._start, self._start_batch
@@ -432,7 +461,7 @@ def _whole_number(name: str, value: Any, low: int, end: int) -> int:
 
 
 def _read_state(state: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers of a state, checked for what can be without a sampler."""
+    """The numbers of a state, checked for what can be without a sampler; the seed if it has one."""
     if not isinstance(state, Mapping) or "version" not in state:
         raise InvalidUsage(
             f"this is no state of a sampler of pydist's: expected a dict with {', '.join(_KEYS)}; "
@@ -447,10 +476,13 @@ def _read_state(state: Mapping[str, Any]) -> dict[str, int]:
     if missing:
         raise InvalidUsage(f"the sampler's state has no {', '.join(missing)}.")
     length = _whole_number("length", state["length"], 1, 2**63)
+    seed = {}
+    if state["seed"] is not None:
+        seed["seed"] = _whole_number("seed", state["seed"], -(2**63), 2**64)
     return {
+        **seed,
         "length": length,
         "order": _whole_number("order", state["order"], 0, 2**32),
-        "seed": _whole_number("seed", state["seed"], -(2**63), 2**64),
         "epoch": _whole_number("epoch", state["epoch"], 0, 2**63),
         "position": _whole_number("position", state["position"], 0, length + 1),
         "batch": _whole_number("batch", state["batch"], 0, 2**63),

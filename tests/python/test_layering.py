@@ -56,6 +56,7 @@ PYTHON_LAYERS = (
     "spawn",
     "large_batch",
     "orders",
+    "agreed_seed",
     "shared_twice",
     "shares",
     "ledger",
