@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -94,8 +95,12 @@ class BatchSampler(torch_samplers.BatchSampler):
             )
 
     def __iter__(self) -> Iterator[Any]:
+        # Python runs for the first batch only: the chain does the rest.
+        return chain.from_iterable(self._begun_when_asked())
+
+    def _begun_when_asked(self) -> Iterator[Iterator[Any]]:
         self.sampler.refuse_sharing_again(self)
-        yield from self.indices_of(self.begin_epoch())
+        yield self.indices_of(self.begin_epoch())
 
     def __len__(self) -> int:
         """The number of this rank's batches in a whole epoch."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -319,16 +320,20 @@ class _Feed:
         return self._source.epoch_steps
 
     def __iter__(self) -> Iterator[Any]:
-        source, sampler = self._source, _sampler_of(self._source)
-        seed = sampler.settle_seed() if self.has_workers else 0
-        self.begun = begun = source.begin_epoch(is_counted=True)
-        if not self.has_workers:
-            yield from source.indices_of(begun)
-            return
-        share = begun.share
-        for step, indices in enumerate(source.indices_of(begun)):
+        # torch asks for more iterators than it uses: those begin nothing.
+        return chain.from_iterable(self._begun_when_asked())
+
+    def _begun_when_asked(self) -> Iterator[Iterator[Any]]:
+        seed = _sampler_of(self._source).settle_seed() if self.has_workers else 0
+        self.begun = begun = self._source.begin_epoch(is_counted=True)
+        indices: Iterator[Any] = self._source.indices_of(begun)
+        yield self._seeded(indices, begun, seed) if self.has_workers else indices
+
+    def _seeded(self, steps: Iterator[Any], begun: EpochPass, seed: int) -> Iterator[Sent]:
+        share, rank = begun.share, _sampler_of(self._source).rank
+        for step, indices in enumerate(steps):
             position = share.start + step * share.step
-            yield Sent(indices, seed_of(seed, begun.epoch, position, sampler.rank))
+            yield Sent(indices, seed_of(seed, begun.epoch, position, rank))
 
 
 class _Delivered:
