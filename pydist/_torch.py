@@ -72,9 +72,17 @@ def active_torch_wrapper() -> DistributedDataParallel | None:
     return active if isinstance(active, DistributedDataParallel) else None
 
 
-def version_of(tensor: Tensor) -> int:
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The table of a module's buffers: looking there is much faster than asking for attributes."""
+    return module._buffers
+
+
+def version_of(tensor: Tensor | None) -> int:
     """How often a tensor was written in place, as autograd counts; -1 where it does not count."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return -1 if tensor is None else tensor._version
+    except RuntimeError:  # made in inference mode
+        return -1
 
 
 def is_of_functorch(tensor: Tensor) -> bool:
