@@ -333,6 +333,10 @@ class Reducer:
         """
         Takes part in a round of the others; returns whether any rank still has batches.
         """
+    def note_changed_buffers(self, first: typing.SupportsInt | typing.SupportsIndex, digest: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Tells that the program has changed buffers since the last round: the number of the first, from 1, and a digest of their values, for the next round to compare.
+        """
     def note_step(self, owner: typing.SupportsInt | typing.SupportsIndex, options: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         Tells what an optimizer has stepped with, as a digest of 64 bits, for the next round to compare.
@@ -390,6 +394,11 @@ class Reducer:
     @enabled.setter
     def enabled(self, arg1: bool) -> None:
         ...
+    @property
+    def first_differing_buffer(self) -> int:
+        """
+        The number, from 1, of the first buffer in which the ranks of the present round differ by what note_changed_buffers() said; 0: none.
+        """
     @property
     def has_hook(self) -> bool:
         ...

@@ -9,7 +9,7 @@ import inspect
 import os
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -145,6 +145,9 @@ class ShardedOptimizer(Optimizer):
 
     With parameters of anything else, gradients are expected to be averaged already when `step()` is
     called, and the same on all ranks: torch's DistributedDataParallel sees to that.
+
+    Parameters that each rank has alone (torch calls them ignored; see `pydist.DataParallel`) are
+    updated by that rank, whole, with its own gradients; their state is that rank's.
 
     Parameters, which may be on GPUs, move into memory of the ranks' group. `step()` returns before
     all updates have arrived; whoever reads a parameter waits for those of its bucket, so they
@@ -389,7 +392,7 @@ class ShardedOptimizer(Optimizer):
         for bucket in new:
             self._steps.append(BucketStep(bucket, self.param_groups, self._make))
         if self._audit is not None:
-            self._audit.note(new)
+            self._audit.note([bucket for bucket in new if not bucket.is_own])
         take_over(self._waiting, new)
         for member in (member for bucket in new for member in bucket.members):
             self._waiting.pop(member.index, None)
@@ -526,7 +529,7 @@ class ShardedOptimizer(Optimizer):
     def _check_writers(self) -> None:
         if self._audit is not None:
             try:
-                self._audit.check(self._layout.buckets, self._communicator)
+                self._audit.check(self._layout.shared_buckets, self._communicator)
             except InvalidUsage as error:
                 self._failed = str(error)  # of all ranks
                 raise
@@ -537,7 +540,7 @@ class ShardedOptimizer(Optimizer):
             step.run(self.param_groups)
         if self._audit is not None:
             self._audit.forget()
-            self._audit.note(self._layout.buckets)
+            self._audit.note(self._layout.shared_buckets)
         self._communicator.barrier(False, "after parameters were written")
 
     @runs_uncompiled_throughout
@@ -584,7 +587,10 @@ class ShardedOptimizer(Optimizer):
     ) -> Tensor:
         """Scales all gradients so that their norm, as of one vector, is `max_norm` at most.
 
-        All ranks call it. What `torch.nn.utils.clip_grad_norm_` does, and faster.
+        All ranks call it. What `torch.nn.utils.clip_grad_norm_` does, and faster. Where ranks have
+        parameters of their own, the norm is of the gradients of all ranks' together, and so are
+        all of them scaled alike; torch's function raises `Mismatch` where it would scale the ranks'
+        parts of one gradient differently.
 
         Args:
             max_norm: Of the whole gradient, over all ranks' shards.
@@ -594,6 +600,8 @@ class ShardedOptimizer(Optimizer):
         Returns:
             The norm before scaling, the same on every rank.
         """
+        if self._layout.some_have_own:
+            return self._gradients.clip_with_own(max_norm, float(norm_type), error_if_nonfinite)
         return torch.nn.utils.clip_grad_norm_(
             self._layout.parameters, max_norm, norm_type, error_if_nonfinite, foreach=True
         )
@@ -776,7 +784,7 @@ class ShardedOptimizer(Optimizer):
     def note_settled(self) -> None:
         """What this rank has written, no rank changes any more."""
         if self._audit is not None:
-            self._audit.note(self._layout.buckets)
+            self._audit.note(self._layout.shared_buckets)
 
     def before_forward(self, module: nn.Module) -> None:
         """Waits for all parameters where forward may read some past torch's dispatch."""
@@ -827,3 +835,9 @@ class _Parts:
 
     def note_change(self) -> None:
         self._get()._gradients.note_change()
+
+    def require_same(self, factors: Sequence[Any]) -> None:
+        self._get()._gradients.require_same(factors)
+
+    def note_own_finite(self, found_inf: Tensor) -> None:
+        self._get()._gradients.note_own_finite(found_inf)

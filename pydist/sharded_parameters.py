@@ -135,6 +135,7 @@ class Bucket:
         segments: What the shard has of them: at most one of each.
         optimizer: Of the wrapped class, over the segments; None if there are none.
         averages_gradients: Whether a reducer averages gradients into a shard of their own.
+        is_own: Whether it is this rank's alone, whose shard is all of it. Nothing is gathered.
         gather: What brings the other ranks' shards, since the last step.
         parameters: Those of the members.
     """
@@ -145,6 +146,7 @@ class Bucket:
     members: list[Member]
     segments: list[Segment]
     averages_gradients: bool
+    is_own: bool = False
     optimizer: Optimizer | None = None
     gather: Gather | None = field(default=None, repr=False)
 
@@ -227,7 +229,7 @@ def move_in(
     layout: _native.ShardLayout,
     members: list[Member],
     gradients: Tensor | None,
-    communicator: _native.Communicator,
+    communicator: _native.Communicator | None,
     *,
     with_masters: bool,
     is_one_copy: bool,
@@ -241,16 +243,16 @@ def move_in(
         members: In the order of their places.
         gradients: This rank's shard of the averaged gradients, if it arrives apart from the
             parameters.
-        communicator: The ranks.
+        communicator: The ranks; None for parameters that this rank has alone. It calls alone then.
         with_masters: Whether to keep float32 copies of segments in 16 bits.
         is_one_copy: Whether `memory` is the same on all ranks. It gets rank 0's values then.
     """
-    rank = communicator.rank
+    rank = 0 if communicator is None else communicator.rank
     if not is_one_copy or rank == 0:
         memory.zero_()
         for member in members:
             _place(memory, member).copy_(member.parameter.detach())
-    if is_one_copy:
+    if is_one_copy and communicator is not None:
         communicator.barrier(False)
     for member in members:
         member.parameter.data = _place(memory, member)
@@ -265,7 +267,8 @@ def move_in(
         if with_masters and needs_master(values):
             updated = values.float()
         segments.append(Segment(member, begin, values, updated, arriving.get(member.index)))
-    return Bucket(label, memory, shard, members, segments, gradients is not None)
+    is_own = communicator is None
+    return Bucket(label, memory, shard, members, segments, gradients is not None, is_own)
 
 
 def gather(bucket: Bucket, communicator: _native.Communicator) -> None:
@@ -277,7 +280,7 @@ def gather(bucket: Bucket, communicator: _native.Communicator) -> None:
         bucket: Its own shard holds new values.
         communicator: The ranks.
     """
-    if communicator.size == 1:
+    if communicator.size == 1 or bucket.is_own:
         return
     label = f"parameters of {bucket.label}"
     if not all(type(p) is nn.Parameter for p in bucket.parameters):

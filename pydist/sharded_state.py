@@ -55,12 +55,14 @@ class ParameterState:
         ranges: In any order; of one rank, or of several.
         is_part: Whether elements that are in no range are some other rank's. Otherwise nothing was
             ever updated if there are no ranges.
+        is_own: Whether the parameter is one rank's alone: another rank's of that name is another.
     """
 
     shape: tuple[int, ...]
     dims: tuple[int, ...]
     ranges: list[StateRange] = field(default_factory=list)
     is_part: bool = False
+    is_own: bool = False
 
     @property
     def count(self) -> int:
@@ -82,7 +84,18 @@ class ShardedState:
 
     @staticmethod
     def merged(states: Iterable[ShardedState]) -> ShardedState:
-        """The parts of several ranks as one state; ranges share memory with theirs."""
+        """The parts of several ranks as one state; ranges share memory with theirs.
+
+        Raises:
+            InvalidUsage: They are of different parameters, or a rank has some that are its own.
+        """
+        states = list(states)
+        own = [name for state in states for name, known in state.parameters.items() if known.is_own]
+        if own and len(states) > 1:
+            raise InvalidUsage(
+                f"parameter {own[0]} is each rank's own, so the parts of several ranks are not one "
+                "state: load each rank's own part there, or use pydist.save and pydist.load"
+            )
         parameters: dict[str, ParameterState] = {}
         groups: list[dict[str, Any]] = []
         for state in states:

@@ -271,6 +271,13 @@ void bind_reducer(py::module_& module) {
           "note_step", &Reducer::note_step, py::arg("owner"), py::arg("options"),
           "Tells what an optimizer has stepped with, as a digest of 64 bits, for the next round to "
           "compare.")
+      .def("note_changed_buffers", &Reducer::note_changed_buffers, py::arg("first"),
+           py::arg("digest"),
+           "Tells that the program has changed buffers since the last round: the number of the "
+           "first, from 1, and a digest of their values, for the next round to compare.")
+      .def_property_readonly("first_differing_buffer", &Reducer::first_differing_buffer,
+                             "The number, from 1, of the first buffer in which the ranks of the "
+                             "present round differ by what note_changed_buffers() said; 0: none.")
       .def_property_readonly("has_stepped_alike", &Reducer::has_stepped_alike,
                              "Whether what note_step() said before the last round was the same on "
                              "all ranks.")

@@ -258,6 +258,15 @@ void Reducer::prepare_forward(bool is_for_training) {
   others_know_ = false;
 }
 
+void Reducer::note_changed_buffers(std::size_t first, std::uint64_t digest) {
+  Digest all;
+  all.add(changed_buffers_);
+  all.add(digest);
+  changed_buffers_ = all.value();
+  const bool is_first = first_changed_buffer_ == 0 || first < first_changed_buffer_;
+  first_changed_buffer_ = is_first ? first : first_changed_buffer_;
+}
+
 void Reducer::announce() {
   const std::lock_guard turn(turn_);
   if (!retired_.empty()) {

@@ -81,6 +81,8 @@ void Reducer::open_round() {
     stepped_with.add(options);
   }
   own.stepped_with = stepped_with.value();
+  own.changed_buffers = std::exchange(changed_buffers_, 0);
+  own.first_changed_buffer = std::exchange(first_changed_buffer_, 0);
   openings_.write(own);
   Operation operation;
   operation.kind = OpKind::kAllGather;

@@ -10,6 +10,7 @@ import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist.checkpoint.lanes import lane_of
 from pydist.checkpoint.manifest import read_manifest, verify
+from pydist.checkpoint.own_names import require_ranks
 from pydist.checkpoint.random_states import restore_random_states
 from pydist.checkpoint.replacement import absolute, find, real
 from pydist.checkpoint.verdict import agree
@@ -58,7 +59,8 @@ def load(
         `extra`, as it was saved.
 
     Raises:
-        CheckpointError: There is no checkpoint, or a file is damaged; names it (on every rank).
+        CheckpointError: There is no checkpoint, or a file is damaged; names it (on every rank). Or
+            ranks had parameters or buffers of their own, and there were more or fewer of them.
         InvalidUsage: The checkpoint is of another model or optimizer, or lacks a part that was
             passed (on every rank).
         Mismatch: Ranks pass different paths, or find different checkpoints there (on every rank).
@@ -99,10 +101,12 @@ def _load(
 
     names: optimizer_state.Names = {}
     objects: dict[str, Any] = {}
-    own = f"random.{communicator.rank}"
+    outline: optimizer_state.Outline = {}
+    rank = communicator.rank
+    own = f"random.{rank}"
     try:
         if model is not None:
-            names = model_state.names_in(model)
+            names = model_state.names_in(model, rank)
         contents = Contents(folder)
         wanted = ["extra", *stateful, *(["optimizer"] if optimizer is not None else [])]
         for name in wanted:
@@ -111,10 +115,15 @@ def _load(
         if random and own in contents.names:
             wanted.append(own)
         objects = contents.read_objects(wanted)
-        if model is not None:
-            model_state.check_fits(model, contents)
+        concerned = [] if model is None else contents.of_all_ranks(model_state.PREFIX)
         if optimizer is not None:
-            optimizer_state.check_fits(optimizer, names, objects["optimizer"])
+            concerned += optimizer_state.own_in(objects["optimizer"])
+        require_ranks(concerned, communicator.size, contents.saved_by)
+        if model is not None:
+            model_state.check_fits(model, contents, rank)
+        if optimizer is not None:
+            outline = optimizer_state.outline_of(objects["optimizer"], rank)
+            optimizer_state.check_fits(optimizer, names, outline, rank)
     except Exception as raised:
         error = raised
     agree(communicator, _CALL, doing, error, f"parts {', '.join(stateful)}")
@@ -123,10 +132,10 @@ def _load(
         if model is not None:
             masters = {}
             if optimizer is not None:
-                masters = optimizer_state.masters_in(objects["optimizer"])
-            model_state.put_back(model, contents, masters)
+                masters = optimizer_state.masters_in(outline)
+            model_state.put_back(model, contents, masters, rank)
         if optimizer is not None:
-            optimizer_state.put_back(optimizer, names, objects["optimizer"], contents)
+            optimizer_state.put_back(optimizer, names, outline, contents, rank)
         for name, value in stateful.items():
             value.load_state_dict(objects[name])
         if own in objects:

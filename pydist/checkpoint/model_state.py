@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pydist.checkpoint.optimizer_state as optimizer_state
+from pydist.checkpoint.own_names import own_name, own_tensors_of, plain_of, require_unambiguous
 from pydist.checkpoint.packing import pack
 from pydist.checkpoint.pieces import Piece, of_rows, share_out
 from pydist.compiled_graphs import uncompiled
@@ -61,12 +62,16 @@ def inner(model: nn.Module) -> nn.Module:
     return module
 
 
-def names_in(model: nn.Module) -> optimizer_state.Names:
-    """What a model calls its parameters; None stands for those that were taken out of it."""
+def names_in(model: nn.Module, rank: int) -> optimizer_state.Names:
+    """What a checkpoint calls a model's parameters; None: those that were taken out of it."""
     module, wrapper = inner(model), uncompiled(model)
     named = dict(module.named_parameters())
     plain = plain_names(module, named)
-    names: dict[int, str | None] = {id(p): plain[name] for name, p in named.items()}
+    own = own_tensors_of(module, wrapper)
+    names: dict[int, str | None] = {
+        id(p): own_name(plain[name], rank) if id(p) in own else plain[name]
+        for name, p in named.items()
+    }
     if isinstance(wrapper, DataParallel):
         names.update((id(parameter), None) for parameter in wrapper.removed())
     return names
@@ -95,12 +100,14 @@ def take(model: nn.Module, rank: int, size: int) -> Taken:
     """Looks at a model's state. Talks to nobody, copies nothing.
 
     Parameters are the same on all ranks, which share them out. Buffers need not be: those of rank 0
-    are saved.
+    are saved. What a rank has alone, it writes.
     """
     arrive(model)
     module = inner(model)
     state = module.state_dict()
-    entries = _entries(module, state)
+    require_unambiguous(state)
+    own = _own_names(model)
+    entries = _entries(model, state, rank)
     trained = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     taken = Taken([], {}, {})
     shared: list[Piece] = []
@@ -112,6 +119,9 @@ def take(model: nn.Module, rank: int, size: int) -> Taken:
                 taken.objects[entry] = pack(f"{name} of the model's state", value)
             continue
         _require_plain(name, value)
+        if name in own:
+            taken.pieces += of_rows(entry, value)
+            continue
         place = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
         if value.numel() and place in seen:
             taken.aliases[entry] = seen[place]
@@ -125,10 +135,23 @@ def take(model: nn.Module, rank: int, size: int) -> Taken:
     return taken
 
 
-def _entries(module: nn.Module, state: dict[str, Any]) -> dict[str, str]:
-    """What a checkpoint calls the tensors and objects of a module's state."""
-    plain = plain_names(module, state)
-    return {name: f"{PREFIX}{known}" for name, known in plain.items()}
+def _entries(model: nn.Module, state: dict[str, Any], rank: int) -> dict[str, str]:
+    """What a checkpoint calls the tensors and objects of a model's state."""
+    plain = plain_names(inner(model), state)
+    own = _own_names(model)
+    return {
+        name: f"{PREFIX}{own_name(known, rank) if name in own else known}"
+        for name, known in plain.items()
+    }
+
+
+def _own_names(model: nn.Module) -> set[str]:
+    """The names in a model's state of what each rank has alone."""
+    module = inner(model)
+    own = own_tensors_of(module, uncompiled(model))
+    named: list[tuple[str, Tensor]] = list(module.named_parameters(remove_duplicate=False))
+    named += module.named_buffers(remove_duplicate=False)
+    return {name for name, tensor in named if id(tensor) in own}
 
 
 def _require_plain(name: str, value: Tensor) -> None:
@@ -144,20 +167,20 @@ def _require_plain(name: str, value: Tensor) -> None:
         )
 
 
-def check_fits(model: nn.Module, contents: Contents) -> None:
-    """Whether a model can take a state.
+def check_fits(model: nn.Module, contents: Contents, rank: int) -> None:
+    """Whether a model can take a state, with this rank's part of it.
 
     Raises:
         InvalidUsage: It has other names or shapes.
     """
     module = inner(model)
     state = module.state_dict()
-    entries = _entries(module, state)
+    entries = _entries(model, state, rank)
     for name, value in state.items():
         if isinstance(value, Tensor):
             _require_plain(name, value)
     ours = set(entries.values())
-    theirs = {name for name in contents.names if name.startswith(PREFIX)}
+    theirs = set(contents.of_rank(rank, PREFIX))
     if ours != theirs:
         missing = sorted(name.removeprefix(PREFIX) for name in ours - theirs)
         extra = sorted(name.removeprefix(PREFIX) for name in theirs - ours)
@@ -179,7 +202,9 @@ def check_fits(model: nn.Module, contents: Contents) -> None:
             )
 
 
-def put_back(model: nn.Module, contents: Contents, masters: Mapping[str, tuple[int, ...]]) -> None:
+def put_back(
+    model: nn.Module, contents: Contents, masters: Mapping[str, tuple[int, ...]], rank: int
+) -> None:
     """Reads a state into a model, which `check_fits`: tensors in place.
 
     Args:
@@ -187,11 +212,12 @@ def put_back(model: nn.Module, contents: Contents, masters: Mapping[str, tuple[i
         contents: Of the checkpoint.
         masters: Parameters that have float32 copies there, and the order of dimensions of those: a
             parameter in more than 16 bits takes the copy.
+        rank: Whose part of the state it is.
     """
     note_writing(model)
     module = inner(model)
     state = module.state_dict()
-    entries = _entries(module, state)
+    entries = _entries(model, state, rank)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     contents.read_tensors(
         (entries[name], (0,) * value.dim(), value.detach()) for name, value in tensors.items()
@@ -246,16 +272,16 @@ def _widen(value: Tensor, name: str, contents: Contents) -> None:
     value.copy_(torch.where(wide.to(rounded.properties.dtype) == value, wide, value))
 
 
-def read_whole(contents: Contents) -> dict[str, object]:
-    """A model's state as torch's modules have it."""
-    names = sorted(name for name in contents.names if name.startswith(PREFIX))
+def read_whole(contents: Contents, rank: int) -> dict[str, object]:
+    """A model's state as torch's modules have it, on one rank."""
     state: dict[str, object] = {}
-    for name in names:
+    for name in sorted(contents.of_rank(rank, PREFIX)):
+        plain = plain_of(name.removeprefix(PREFIX))
         entry = contents.tensor(name)
         if entry is not None:
             value = torch.empty(entry.size, dtype=entry.properties.dtype)
             contents.read_tensors([(name, (0,) * value.dim(), value)])
-            state[name.removeprefix(PREFIX)] = value
+            state[plain] = value
         else:
-            state[name.removeprefix(PREFIX)] = contents.read_objects([name])[name]
+            state[plain] = contents.read_objects([name])[name]
     return state

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pydist.checkpoint.own_names import is_own, own_name, owner_in
 from pydist.checkpoint.pieces import Piece, of_range, share_out
 from pydist.element_wise import require_plain_options
 from pydist.errors import InvalidUsage
@@ -45,7 +46,8 @@ _MODEL = "model."
 Names = Mapping[int, str | None]
 
 # Of an optimizer: the groups, with names of parameters; and of each parameter shape, order of
-# dimensions, names of what has a value for each element, and the values that are for all.
+# dimensions, names of what has a value for each element, and the values that are for all. Where
+# ranks have parameters alone, also "own": the names in each rank's groups, by rank.
 Outline = dict[str, Any]
 
 
@@ -80,9 +82,9 @@ def take(optimizer: Optimizer, names: Names, rank: int, size: int) -> Taken:
     """Looks at the state of an optimizer, of either kind. Talks to nobody, copies nothing."""
     _require_optimizer(optimizer)
     if isinstance(optimizer, ShardedOptimizer):
-        state = _renamed(optimizer, names)
+        state = _renamed(optimizer, names, rank)
     else:
-        state = _of_whole(optimizer, names)
+        state = _of_whole(optimizer, names, rank)
     return _outlined(state, rank, size, type_of(optimizer))
 
 
@@ -114,7 +116,14 @@ def merged(outlines: list[Outline]) -> Outline:
         InvalidUsage: They are of other parameters, or those lie in memory otherwise.
     """
     whole = dict(outlines[0])
-    first, *others = [{n for g in outline["groups"] for n in g["params"]} for outline in outlines]
+    groups = [[group["params"] for group in outline["groups"]] for outline in outlines]
+    if any(_is_own(name) for own in groups for group in own for name in group):
+        whole["own"] = dict(enumerate(groups))
+        whole["groups"] = [
+            {**group, "params": [name for name in group["params"] if not _is_own(name)]}
+            for group in whole["groups"]
+        ]
+    first, *others = [{n for group in own for n in group if not _is_own(n)} for own in groups]
     for rank, names in enumerate(others, 1):
         if odd := sorted(first ^ names):
             raise InvalidUsage(
@@ -138,6 +147,34 @@ def merged(outlines: list[Outline]) -> Outline:
     return whole
 
 
+def outline_of(whole: Outline, rank: int) -> Outline:
+    """What of an outline of all ranks is one rank's: all but what others have alone."""
+    if "own" not in whole:
+        return whole
+    mine = whole["own"][rank]
+    return {
+        **whole,
+        "groups": [
+            {**group, "params": names} for group, names in zip(whole["groups"], mine, strict=True)
+        ],
+        "parameters": {
+            name: entry
+            for name, entry in whole["parameters"].items()
+            if owner_in(name) in (None, rank)
+        },
+    }
+
+
+def own_in(whole: Outline) -> list[str]:
+    """The names in an outline of all ranks of what ranks have alone."""
+    groups = (group for own in whole.get("own", {}).values() for group in own)
+    return [name for group in groups for name in group if _is_own(name)]
+
+
+def _is_own(name: str) -> bool:
+    return owner_in(name) is not None
+
+
 def _outlined(state: ShardedState, rank: int, size: int, kind: str) -> Taken:
     parameters: dict[str, Any] = {}
     own: list[Piece] = []
@@ -145,7 +182,7 @@ def _outlined(state: ShardedState, rank: int, size: int, kind: str) -> Taken:
     shared: list[Piece] = []
     for name, known in state.parameters.items():
         count = known.count
-        pieces = own if known.is_part else shared
+        pieces = own if known.is_part or _is_own(name) else shared
         keys: list[str] = []
         numbers: dict[str, Any] = {}
         for piece in known.ranges:
@@ -175,24 +212,24 @@ def _outlined(state: ShardedState, rank: int, size: int, kind: str) -> Taken:
     return Taken(outline, own + share_out(shared, rank, size))
 
 
-def _renamed(optimizer: ShardedOptimizer, names: Names) -> ShardedState:
+def _renamed(optimizer: ShardedOptimizer, names: Names, rank: int) -> ShardedState:
     local = optimizer.sharded_state()
-    renaming = _renaming(optimizer, names)
+    renaming = _renaming(optimizer, names, rank)
     return ShardedState(
         {renaming[name]: known for name, known in local.parameters.items()},
         [{**group, "params": [renaming[n] for n in group["params"]]} for group in local.groups],
     )
 
 
-def _renaming(optimizer: ShardedOptimizer, names: Names) -> dict[str, str]:
-    """What the model calls the parameters that an optimizer has names of its own for."""
+def _renaming(optimizer: ShardedOptimizer, names: Names, rank: int) -> dict[str, str]:
+    """What a checkpoint calls the parameters that an optimizer has names of its own for."""
     own = [name for group in optimizer.named() for name in group]
-    known = [name for group in _named(optimizer, names) for name in group]
+    known = [name for group in _named(optimizer, names, rank) for name in group]
     return dict(zip(own, known, strict=True))
 
 
-def _named(optimizer: Optimizer, names: Names) -> list[dict[str, Tensor]]:
-    """The parameters that a state is of, by name, group by group.
+def _named(optimizer: Optimizer, names: Names, rank: int) -> list[dict[str, Tensor]]:
+    """The parameters that a state is of, by their names in a checkpoint, group by group.
 
     Without those that the model has no more, which the model's own state lacks as well.
 
@@ -218,12 +255,14 @@ def _named(optimizer: Optimizer, names: Names) -> list[dict[str, Tensor]]:
             "the model has none of the optimizer's parameters any more: all of them were replaced "
             "since the optimizer was made; make it anew, of those that the model has now"
         )
-    distinct = iter(distinct_names([names.get(id(p)) for group in kept for p in group], own))
+    flat = [parameter for group in kept for parameter in group]
+    own = [own_name(n, rank) if is_own(p) else n for n, p in zip(own, flat, strict=True)]
+    distinct = iter(distinct_names([names.get(id(p)) for p in flat], own))
     return [{next(distinct): parameter for parameter in group} for group in kept]
 
 
-def _of_whole(optimizer: Optimizer, names: Names) -> ShardedState:
-    named = _named(optimizer, names)
+def _of_whole(optimizer: Optimizer, names: Names, rank: int) -> ShardedState:
+    named = _named(optimizer, names, rank)
     options = [
         {k: v for k, v in group.items() if k not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -238,8 +277,8 @@ def _of_whole(optimizer: Optimizer, names: Names) -> ShardedState:
     )
 
 
-def check_fits(optimizer: Optimizer, names: Names, outline: Outline) -> None:
-    """Whether an optimizer can take a state.
+def check_fits(optimizer: Optimizer, names: Names, outline: Outline, rank: int) -> None:
+    """Whether an optimizer can take a state, of which the outline is this rank's.
 
     Raises:
         InvalidUsage: It is of another class, of other parameters or groups, or has options that the
@@ -256,7 +295,7 @@ def check_fits(optimizer: Optimizer, names: Names, outline: Outline) -> None:
         for name, entry in outline["parameters"].items():
             count = math.prod(entry["shape"])
             require_divisible(name, entry["numbers"], count, outline["class"])
-    named = _named(optimizer, names)
+    named = _named(optimizer, names, rank)
     ours = [list(group) for group in named]
     theirs = [group["params"] for group in outline["groups"]]
     if matching_groups(ours, theirs) is None:
@@ -310,14 +349,16 @@ def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     from_unsharded(state_dict, [(str(n), p) for n, p in enumerate(flat)])
 
 
-def put_back(optimizer: Optimizer, names: Names, outline: Outline, contents: Contents) -> None:
+def put_back(
+    optimizer: Optimizer, names: Names, outline: Outline, contents: Contents, rank: int
+) -> None:
     """Reads what this rank needs of a state into an optimizer, which `check_fits`.
 
     A sharded one takes it over segment by segment; where reading fails, it has taken a part.
     """
     if isinstance(optimizer, ShardedOptimizer):
         local = optimizer.sharded_state()
-        renaming = _renaming(optimizer, names)
+        renaming = _renaming(optimizer, names, rank)
         with_masters = {
             own
             for own, known in local.parameters.items()
@@ -338,7 +379,7 @@ def put_back(optimizer: Optimizer, names: Names, outline: Outline, contents: Con
         ]
         optimizer.load_sharded_state(ShardedState(parameters, groups))
         return
-    named = _named(optimizer, names)
+    named = _named(optimizer, names, rank)
     known = _of_all(optimizer, named, outline, whole_state(outline, contents))
     optimizer.load_state_dict(laid_out(optimizer, known))
 

@@ -13,6 +13,7 @@ import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist.checkpoint.lanes import settle_at
 from pydist.checkpoint.manifest import read_manifest, verify
+from pydist.checkpoint.own_names import owner_in
 from pydist.checkpoint.replacement import find, real
 from pydist.errors import InvalidUsage
 from pydist.sharded_optimizer import ShardedOptimizer
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 _OBJECTS = ("scheduler", "scaler", "sampler", "extra")
 
 
-def to_torch(path: str | os.PathLike[str]) -> dict[str, Any]:
+def to_torch(path: str | os.PathLike[str], *, rank: int | None = None) -> dict[str, Any]:
     """Reads a checkpoint into plain dictionaries, all of it. Talks to nobody.
 
     Args:
         path: As for `pydist.load`.
+        rank: Of what each rank had alone (torch calls it ignored), whose is taken, under its plain
+            names; needed only where there is such.
 
     Returns:
         What was saved of "model", "optimizer", "scheduler", "scaler", "sampler" and "extra": for
@@ -39,6 +42,7 @@ def to_torch(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: There is none, a file is damaged, or an asynchronous save there, which this
             waits for, has failed.
+        InvalidUsage: Ranks had parameters or buffers of their own, and `rank` is none of them.
     """
     from pydist.checkpoint.dcp_files import Contents
 
@@ -50,12 +54,20 @@ def to_torch(path: str | os.PathLike[str]) -> dict[str, Any]:
     for name, known in read_manifest(folder).items():
         verify(folder, name, known)
     contents = Contents(folder)
+    own = sorted(name for name in contents.names if owner_in(name) is not None)
+    if own and rank not in range(contents.saved_by):
+        raise InvalidUsage(
+            f"the checkpoint has what each of {contents.saved_by} ranks had alone, such as "
+            f"{own[0]}, and rank={rank}: pass the number of the rank whose it shall be"
+        )
+    rank = rank or 0
     state: dict[str, Any] = {}
-    model = model_state.read_whole(contents)
+    model = model_state.read_whole(contents, rank)
     if model:
         state["model"] = model
     if "optimizer" in contents.names:
         outline = contents.read_objects(["optimizer"])["optimizer"]
+        outline = optimizer_state.outline_of(outline, rank)
         state["optimizer"] = optimizer_state.whole_state(outline, contents)
     state |= contents.read_objects(name for name in _OBJECTS if name in contents.names)
     return state

@@ -81,7 +81,8 @@ def save(
         path: A folder that all ranks can reach. With `step`, the checkpoint is in
             `path/step-000123`.
         model: On any wrapper; saved under the module's own names. Parameters are the same on all
-            ranks; buffers are those of rank 0.
+            ranks; buffers are those of rank 0. Those that each rank has alone (torch calls them
+            ignored) are saved of every rank, and load on as many ranks only.
         optimizer: A `pydist.ShardedOptimizer`, or one that is the same on all ranks. Its state goes
             by the model's present names: pass both. Parameters that were taken out of the model are
             left out.
@@ -175,7 +176,7 @@ def _collect(
         part.objects |= taken.objects
         part.aliases = taken.aliases
     if optimizer is not None:
-        names = {} if model is None else model_state.names_in(model)
+        names = {} if model is None else model_state.names_in(model, rank)
         found = optimizer_state.take(optimizer, names, rank, size)
         part.pieces += found.pieces
         part.outline = pack("the optimizer's state", found.outline)
