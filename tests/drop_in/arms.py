@@ -192,7 +192,8 @@ def _library(arm: Arm) -> Library:
         import pydist
 
         pydist.init()
-        device = pydist.device()
+        if arm.backend == "nccl":
+            device = pydist.device()
         names: dict[str, Any] = {
             "DataParallel": pydist.DataParallel,
             "DistributedSampler": pydist.DistributedSampler,

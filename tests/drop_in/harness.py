@@ -17,10 +17,12 @@ README.md says how to add a program, arms.py how programs are run, comparison.py
 from __future__ import annotations
 
 import contextlib
+import importlib
+import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -123,16 +125,18 @@ class Record:
         ):
             for name, value in given.items():
                 values.update(_leaves(name, value))
-        models = model if isinstance(model, Mapping) else {"": model}
         names: dict[int, str] = {}
-        for prefix, each in models.items():
-            if each is not None:
-                step.shared.update(_state_of_module(prefix, each, names))
-        optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
-        for prefix, each in optimizers.items():
-            if each is not None:
-                step.shared.update(_state_of_optimizer(prefix, each, names))
+        for prefix, module in _by_name(model):
+            step.shared.update(_state_of_module(prefix, module, names))
+        for prefix, stepped in _by_name(optimizer):
+            step.shared.update(_state_of_optimizer(prefix, stepped, names))
         self.steps.append(step)
+
+
+def _by_name(given: Any) -> list[tuple[str, Any]]:
+    if given is None:
+        return []
+    return list(given.items()) if isinstance(given, Mapping) else [("", given)]
 
 
 def _state_of_module(
@@ -200,8 +204,9 @@ class Program:
 
 
 _Text = Callable[[Library, Record], None]
+_AnyText = TypeVar("_AnyText", bound=_Text)
 
-# Every program, by its name, in the order of declaration.
+# What has been declared, by name; `load_programs` declares all.
 PROGRAMS: dict[str, Program] = {}
 
 
@@ -214,7 +219,7 @@ def program(
     on_gpu: bool = True,
     tolerance: float = 1e-9,
     buffers_of_rank_0: bool = False,
-) -> Callable[[_Text], _Text]:
+) -> Callable[[_AnyText], _AnyText]:
     """Declares a function to be a program.
 
     Args:
@@ -234,7 +239,7 @@ def program(
             of every rank are compared with those of DDP's rank 0.
     """
 
-    def declare(text: _Text) -> _Text:
+    def declare(text: _AnyText) -> _AnyText:
         name = text.__name__
         assert name not in PROGRAMS, f"there are two programs {name}"
         assert not (without_ddp and reference == "torch DDP"), name
@@ -252,3 +257,12 @@ def program(
         return text
 
     return declare
+
+
+def load_programs() -> list[Program]:
+    """Every program of the folder `programs`."""
+    import programs
+
+    for found in pkgutil.iter_modules(programs.__path__):
+        importlib.import_module(f"programs.{found.name}")
+    return list(PROGRAMS.values())

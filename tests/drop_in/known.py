@@ -65,5 +65,9 @@ KNOWN: dict[str, Known] = {
     "the_module_of_a_deep_copy": Known(_COPIES, "no attribute 'module'"),
     "training_a_deep_copy": Known(_COPIES, r"gradient fast\.0\.weight is", _SEVERAL_RANKS),
     "training_what_was_pickled": Known(_COPIES, r"gradient 0\.weight is", _SEVERAL_RANKS),
+    "gradients_saved_to_files": Known(
+        "a gradient is a view of the memory of all, which torch.save writes whole",
+        r"small\[0\] is False",
+    ),
     "gradients_after_join": Known("join() leaves no gradients", r"gradient 0\.weight is None"),
 }

@@ -1,32 +1,30 @@
 """Every program of this folder, on every arm, beside its reference."""
 
-import importlib
-import pkgutil
 import re
 from typing import Any
 
-import programs
 import pytest
 from arms import ALONE, DDP, LIMIT_S, PYDIST, Arm, Arms
 from comparison import require_drop_in, require_same_as_one_process
 from gpu_ranks import needs_gpu_ranks
-from harness import PROGRAMS, Program
+from harness import Program, load_programs
 from known import KNOWN
 
 # A program may have to run on three arms: its own, under torch's DDP, and in one process.
 pytestmark = pytest.mark.timeout(4 * LIMIT_S)
-
-for _found in pkgutil.iter_modules(programs.__path__):
-    importlib.import_module(f"programs.{_found.name}")
 
 
 def pairs(*arms: Arm) -> list[Any]:
     """Each arm with each program that it runs."""
     found = []
     for arm in arms:
-        for program in PROGRAMS.values():
+        for program in load_programs():
             on_gpu = arm.backend == "nccl"
-            if (on_gpu and not program.on_gpu) or (arm in DDP.values() and program.without_ddp):
+            if (
+                (on_gpu and not program.on_gpu)
+                or (arm in DDP.values() and program.without_ddp)
+                or (arm == ALONE and program.reference != "one process")
+            ):
                 continue
             name = f"{arm.name}-{program.name}"
             marks = [needs_gpu_ranks] if on_gpu else []

@@ -154,3 +154,70 @@ def local_steps_between_averages_of_the_model(lib: Library, record: Record) -> N
                     dist.all_reduce(parameter)
                     parameter.div_(dist.get_world_size())
         record(model, optimizer, loss)
+
+
+@program()
+def accumulated_gradients_changed_on_the_way(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        with model.no_sync():
+            inputs, targets = batch(lib, 2 * step)
+            functional.cross_entropy(model(inputs), targets).backward()
+        for number, parameter in enumerate(model.parameters()):
+            if number == 0:
+                parameter.grad.mul_(0.5)  # in place
+            elif number == 1:
+                parameter.grad = parameter.grad * 0.5  # another tensor
+            elif number == 2:
+                parameter.grad = None  # dropped
+        inputs, targets = batch(lib, 2 * step + 1)
+        loss = functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        record(model, optimizer, loss)
+
+
+@program()
+def gradients_put_by_hand_before_backward(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        inputs, targets = batch(lib, step)
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        parameters = list(model.parameters())
+        own = torch.autograd.grad(outputs.square().mean(), parameters, retain_graph=True)
+        for parameter, gradient in zip(parameters, own, strict=True):
+            parameter.grad = gradient
+        loss = functional.cross_entropy(outputs, targets)
+        loss.backward()
+        optimizer.step()
+        record(model, optimizer, loss)
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = torch.nn.ModuleList(mlp() for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor, head: int) -> torch.Tensor:
+        out: torch.Tensor = self.heads[head](inputs)
+        return out
+
+
+@program()
+def accumulated_by_a_head_that_the_last_backward_leaves_out(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(TwoHeads().to(lib.device), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        with model.no_sync():
+            inputs, targets = batch(lib, 2 * step)
+            functional.cross_entropy(model(inputs, 0), targets).backward()
+        inputs, targets = batch(lib, 2 * step + 1)
+        loss = functional.cross_entropy(model(inputs, 1), targets)
+        loss.backward()
+        optimizer.step()
+        record(model, optimizer, loss)

@@ -55,3 +55,21 @@ def a_compiled_step(lib: Library, record: Record) -> None:
         loss.backward()
         optimizer.step()
         record(model, optimizer, loss)
+
+
+@program(on_gpu=False)
+def a_compiled_optimizer(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager")
+    def step_optimizer() -> None:
+        optimizer.step()
+
+    for step in range(2):
+        inputs, targets = batch(lib, step)
+        loss = functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        step_optimizer()
+        record(model, optimizer, loss)

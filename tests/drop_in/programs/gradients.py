@@ -1,5 +1,7 @@
 """What programs do with gradients between backward and step."""
 
+import io
+
 import torch
 import torch.distributed as dist
 from harness import Library, Record, program
@@ -322,3 +324,30 @@ def gradients_moved_to_a_copy_of_the_parameters(lib: Library, record: Record) ->
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 parameter.copy_(master)
         record(model, optimizer, loss)
+
+
+@program()
+def parameters_given_other_memory(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    for step in range(3):
+        inputs, targets = batch(lib, step)
+        loss = functional.cross_entropy(model(inputs), targets)
+        model.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.data = parameter.data - 0.1 * parameter.grad
+        record(model, None, loss)
+
+
+@program(on_gpu=False)
+def gradients_saved_to_files(lib: Library, record: Record) -> None:
+    # A file holds the gradient, and not what lies around it in memory.
+    model = lib.DataParallel(nn.Sequential(mlp(), nn.Linear(3, 3000)))
+    inputs, _ = batch(lib, 0)
+    model(inputs).square().mean().backward()
+    sizes = []
+    for parameter in model.module[0].parameters():
+        file = io.BytesIO()
+        torch.save(parameter.grad, file)
+        sizes.append(len(file.getvalue()) < 10_000)
+    record(model, small=sizes)

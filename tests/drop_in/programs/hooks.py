@@ -179,3 +179,31 @@ def power_sgd(lib: Library, record: Record) -> None:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     train(lib, record, model, steps=5)
+
+
+@program("torch DDP")
+def hooks_on_several_gradients(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    seen: list[Tensor] = []
+
+    def note(gradients: Any) -> None:
+        seen.append(torch.cat([gradient.flatten() for gradient in gradients]))
+
+    handle = torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), note)
+    train(lib, record, model)
+    handle.remove()
+    record(local={"seen": seen})
+
+
+@program(without_ddp="torch's DDP steps with its averages", refused="backward")
+def optimizers_that_torch_puts_into_backward(lib: Library, record: Record) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = mlp().to(lib.device)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = lib.DataParallel(module)
+    for number in range(2):
+        inputs, targets = batch(lib, number)
+        loss = functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        record(model, None, loss)

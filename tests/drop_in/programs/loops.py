@@ -12,6 +12,8 @@ import torch.distributed as dist
 from harness import Library, Record, program
 from nets import CLASSES, FEATURES, ROWS, batch, dataset, mlp
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -458,6 +460,24 @@ def warm_restarts(lib: Library, record: Record) -> None:
 
 
 @program()
+def an_evaluation_by_rank_0_alone(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        inputs, targets = batch(lib, step)
+        loss = functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if lib.rank == 0:
+            model.eval()
+            with torch.no_grad():
+                model(inputs)
+            model.train()
+        record(model, optimizer, loss)
+
+
+@program()
 def another_optimizer_amid_training(lib: Library, record: Record) -> None:
     model = lib.DataParallel(mlp().to(lib.device))
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -507,3 +527,33 @@ def gradients_after_join(lib: Library, record: Record) -> None:
         inputs, targets = batch(lib, 0)
         functional.cross_entropy(model(inputs), targets).backward()
     record(model)
+
+
+@program("torch DDP", refused="join_hook")
+def uneven_batches_joined_by_context(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model]):
+        for step in range(2 + lib.rank):
+            inputs, targets = batch(lib, step)
+            loss = functional.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    record(parameters=dict(model.module.named_parameters()))
+
+
+@program("torch DDP")
+def models_averaged_from_time_to_time(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = PeriodicModelAverager(period=2, warmup_steps=0)
+    for step in range(4):
+        inputs, targets = batch(lib, step)
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss = functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+        averager.average_parameters(model.parameters())
+        record(model, optimizer, loss)

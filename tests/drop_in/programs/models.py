@@ -480,3 +480,26 @@ def keywords_and_methods_of_the_module(lib: Library, record: Record) -> None:
         optimizer.step()
         predicted = model.module.predict(inputs)
         record(model, optimizer, loss, local={"predicted": predicted}, width=model.module.width)
+
+
+class OddTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.order = nn.Parameter(torch.randperm(FEATURES), requires_grad=False)
+        self.register_buffer("mask", torch.rand(FEATURES) > 0.3)
+        self.register_buffer("levels", torch.randint(255, (5,), dtype=torch.uint8))
+        self.register_buffer("turn", torch.randn(2, dtype=torch.complex128), persistent=False)
+        self.register_buffer("places", torch.arange(4).expand(1, -1))
+        self.register_buffer("nothing", None)
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        chosen = inputs[:, self.order] * self.mask
+        out: Tensor = self.layers(chosen) * self.turn.abs().sum() + self.levels.double().mean()
+        return out
+
+
+@program(on_gpu=False)
+def parameters_and_buffers_of_odd_types(lib: Library, record: Record) -> None:
+    train(lib, record, OddTypes())

@@ -193,3 +193,16 @@ def statistics_taken_anew_through_the_wrapper(lib: Library, record: Record) -> N
     record(model, optimizer, loss, training=model.training)
     for step in range(2, 4):
         record(model, optimizer, step_of(lib, model, optimizer, step))
+
+
+@program("torch DDP")
+def statistics_of_forwards_without_backward(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(with_batch_norm().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step_of(lib, model, optimizer, 0)
+    with torch.no_grad():
+        for number in range(1, 4):
+            model(batch(lib, number)[0])
+        model.eval()
+        outputs = model(batch(lib, 50)[0])
+    record(model, local={"outputs": outputs})

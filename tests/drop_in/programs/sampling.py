@@ -1,5 +1,7 @@
 """Samplers and loaders."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from harness import Library, Record, program
@@ -8,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 
-def train_an_epoch(lib: Library, record: Record, loader: DataLoader) -> None:
+def train_an_epoch(lib: Library, record: Record, loader: DataLoader[Any]) -> None:
     model = lib.DataParallel(mlp().to(lib.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs, targets in loader:
@@ -77,3 +79,14 @@ def a_loader_with_workers(lib: Library, record: Record) -> None:
     sampler = lib.DistributedSampler(data, shuffle=False)
     batch_size = ROWS // lib.world_size
     train_an_epoch(lib, record, DataLoader(data, batch_size, sampler=sampler, num_workers=1))
+
+
+@program()
+def a_batch_looked_at_before_training(lib: Library, record: Record) -> None:
+    data = dataset(2 * ROWS)
+    sampler = lib.DistributedSampler(data, shuffle=False)
+    loader = DataLoader(data, ROWS // lib.world_size, sampler=sampler)
+    first, _ = next(iter(loader))
+    record(averaged={"first": first.mean()})
+    train_an_epoch(lib, record, loader)
+    train_an_epoch(lib, record, loader)

@@ -7,6 +7,7 @@ import torch
 from harness import Library, Record, program
 from nets import batch, mlp
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional
 
 
@@ -68,6 +69,21 @@ def the_state_of_a_sharded_optimizer_walked(lib: Library, record: Record) -> Non
         for values in optimizer.state.values():
             for key, value in values.items():
                 values[key] = value.to(lib.device) if isinstance(value, Tensor) else value
+        inputs, targets = batch(lib, step)
+        loss = functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        record(None, None, loss, parameters=dict(model.module.named_parameters()))
+
+
+@program()
+def the_sharded_optimizer_of_torch(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01
+    )
+    for step in range(2):
         inputs, targets = batch(lib, step)
         loss = functional.cross_entropy(model(inputs), targets)
         optimizer.zero_grad()

@@ -1,5 +1,6 @@
 """What programs do with the wrapper itself: unwrap it, copy it, look into it, hand it on."""
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -229,3 +230,87 @@ def pruned_weights(lib: Library, record: Record) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         record(model, optimizer, step_of(lib, model, optimizer, step))
+
+
+@program()
+def weights_pruned_after_wrapping(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if step:
+            torch.nn.utils.prune.l1_unstructured(model.module[0], "weight", amount=0.3)
+        record(model, optimizer, step_of(lib, model, optimizer, step))
+
+
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5
+
+
+@program(without_ddp="torch's DDP fails where a parameter is replaced")
+def a_parametrization_after_wrapping(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    torch.nn.utils.parametrize.register_parametrization(model.module[0], "weight", Halved())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        record(model, optimizer, step_of(lib, model, optimizer, step))
+
+
+@program()
+def weights_clamped_after_each_step(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+    for step in range(3):
+        loss = step_of(lib, model, optimizer, step)
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+        record(model, optimizer, loss)
+
+
+@program()
+def a_class_of_ones_own_on_the_wrapper(lib: Library, record: Record) -> None:
+    class Transparent(lib.DataParallel):
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.module, name)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs) * 2
+
+    module = mlp().to(lib.device)
+    module.words = 7
+    model = Transparent(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss = step_of(lib, model, optimizer, step)
+        record(model, optimizer, loss, words=model.words)
+
+
+@program()
+def a_model_without_anything_to_train(lib: Library, record: Record) -> None:
+    torch.manual_seed(4)
+    frozen = mlp().to(lib.device).requires_grad_(False)
+    model: Any = frozen
+    with contextlib.suppress(RuntimeError):  # torch's DDP refuses it
+        model = lib.DataParallel(frozen)
+    if lib.name != "one process":
+        assert model is frozen
+    record(averaged={"outputs": model(batch(lib, 0)[0]).mean()}, training=model.training)
+
+
+@program(refused="two can't average")
+def two_wrappers_of_one_encoder(lib: Library, record: Record) -> None:
+    encoder = nn.Linear(FEATURES, 4).to(lib.device)
+    actor = lib.DataParallel(nn.Sequential(encoder, nn.Linear(4, 2).to(lib.device)))
+    critic = lib.DataParallel(nn.Sequential(encoder, nn.Linear(4, 1).to(lib.device)))
+    parameters = {*actor.parameters(), *critic.parameters()}
+    optimizer = torch.optim.SGD(list(parameters), lr=0.1)
+    for step in range(2):
+        inputs, _ = batch(lib, step)
+        loss = actor(inputs).square().mean() + critic(inputs).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        record({"actor": actor, "critic": critic}, None, loss)
