@@ -66,7 +66,7 @@ KNOWN: dict[str, Known] = {
     "training_a_deep_copy": Known(_COPIES, r"gradient fast\.0\.weight is", _SEVERAL_RANKS),
     "training_what_was_pickled": Known(_COPIES, r"gradient 0\.weight is", _SEVERAL_RANKS),
     "gradients_saved_to_files": Known(
-        "a gradient is a view of the memory of all, which torch.save writes whole",
+        "a gradient is a view of memory that all gradients share, which torch.save writes whole",
         r"small\[0\] is False",
     ),
     "gradients_after_join": Known("join() leaves no gradients", r"gradient 0\.weight is None"),
