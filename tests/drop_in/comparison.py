@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
+import numpy as np
 from arms import ALONE, DDP, Arm, Arms, Recording
-from harness import Program
-from torch import Tensor
+from harness import Copy, Program
 
 _SHOWN = 12
 
@@ -106,11 +105,15 @@ def _counts(expected: Recording, found: Recording) -> Iterator[str]:
 def _mean(values: list[dict[str, Any]]) -> dict[str, Any]:
     """Over ranks, of what all of them have."""
     names = [name for name in values[0] if all(name in each for each in values)]
-    mean = {}
-    for name in names:
-        of_ranks = [each[name] for each in values]
-        mean[name] = None if of_ranks[0] is None else sum(of_ranks) / len(of_ranks)
-    return mean
+    return {name: _mean_of([each[name] for each in values]) for name in names}
+
+
+def _mean_of(values: list[Any]) -> Any:
+    if values[0] is None:
+        return None
+    if isinstance(values[0], Copy):
+        return Copy(values[0].dtype, np.mean([value.values for value in values], axis=0))
+    return sum(values) / len(values)
 
 
 def _in_values(
@@ -126,13 +129,19 @@ def _in_values(
 
 
 def _in_value(expected: Any, found: Any, tolerance: float) -> str:
-    if isinstance(expected, Tensor) and isinstance(found, Tensor):
-        if (expected.shape, expected.dtype) != (found.shape, found.dtype):
-            shapes = [f"{each.dtype} of shape {tuple(each.shape)}" for each in (found, expected)]
-            return f"is {shapes[0]}, not {shapes[1]}"
-        if torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
+    if isinstance(expected, Copy) and isinstance(found, Copy):
+        ours, theirs = found.values, expected.values
+        if (found.dtype, ours.shape) != (expected.dtype, theirs.shape):
+            return (
+                f"is {found.dtype} of shape {ours.shape}, not {expected.dtype} of shape "
+                f"{theirs.shape}"
+            )
+        if np.array_equal(ours, theirs):
             return ""
-        apart = (found.to(torch.complex128) - expected.to(torch.complex128)).abs().max().item()
+        is_rounded = theirs.dtype.kind in "fc"
+        if is_rounded and np.allclose(ours, theirs, tolerance, tolerance, equal_nan=True):
+            return ""
+        apart = np.abs(ours.astype(complex) - theirs.astype(complex)).max()
         return f"is {apart:.3g} apart: {_short(found)}, not {_short(expected)}"
     if isinstance(expected, float) and isinstance(found, float):
         if math.isclose(expected, found, rel_tol=tolerance, abs_tol=tolerance):
@@ -143,8 +152,8 @@ def _in_value(expected: Any, found: Any, tolerance: float) -> str:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, Tensor):
-        flat = value.flatten()
+    if isinstance(value, Copy):
+        flat = value.values.flatten()
         return f"{flat[:4].tolist()}{' ...' if len(flat) > 4 else ''}"
     return repr(value)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from arms import ALONE, DDP, LIMIT_S, PYDIST, Arms, Recording
 from comparison import require_drop_in, require_same_as_one_process, require_same_by_rank
-from harness import PROGRAMS, Library, Program, Record, Step, load_programs, program
+from harness import PROGRAMS, Copy, Library, Program, Record, Step, load_programs, program
 from known import KNOWN
 from torch import nn
 
@@ -153,7 +153,11 @@ def test_random_numbers_are_compared(arms: Arms) -> None:
 
 
 def recording(shared: dict[str, Any], loss: float = 1.0) -> Recording:
-    return Recording([Step(shared=shared, averaged={"loss": loss})], set(), "")
+    copies = {
+        name: Copy.of(value) if isinstance(value, torch.Tensor) else value
+        for name, value in shared.items()
+    }
+    return Recording([Step(shared=copies, averaged={"loss": loss})], set(), "")
 
 
 ONES = torch.ones(3, dtype=torch.float64)
