@@ -5,12 +5,16 @@ A new torch may rename any of them; this is where to look then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+T = TypeVar("T")
 
 Hooks = dict[int, Callable[..., Any]]
 
@@ -72,11 +76,54 @@ def active_torch_wrapper() -> DistributedDataParallel | None:
     return active if isinstance(active, DistributedDataParallel) else None
 
 
-def version_of(tensor: Tensor) -> int:
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The table of a module's buffers: looking there is much faster than asking for attributes."""
+    return module._buffers
+
+
+def version_of(tensor: Tensor | None) -> int:
     """How often a tensor was written in place, as autograd counts; -1 where it does not count."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return -1 if tensor is None else tensor._version
+    except RuntimeError:  # made in inference mode
+        return -1
 
 
 def is_of_functorch(tensor: Tensor) -> bool:
     """Whether a transform of `torch.func` stands for a tensor, which then has no values."""
     return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+class Indices(Protocol):
+    """What a loader's iterators go through: the indices of a batch, or of a sample, at a time."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class FedLoader(DataLoader[T]):
+    """A loader whose iterators get their indices from elsewhere than the samplers that it shows.
+
+    Subclasses define both methods.
+    """
+
+    def feed(self) -> Indices:
+        """What iterators ask for indices."""
+        raise NotImplementedError
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Entered while an iterator is made, with its workers."""
+        raise NotImplementedError
+
+    # torch chooses between `sampler` and `batch_sampler` here. Those are public, and libraries put
+    # them into other loaders, so they have to stay what anybody can iterate over.
+    @property
+    def _index_sampler(self) -> Indices:
+        return self.feed()
+
+    # torch calls this for each iterator; with persistent workers, once. `__iter__` is no
+    # substitute: a loader's own class may ask for torch's iterator at any time.
+    def _get_iterator(self) -> Any:
+        with self.starting():
+            return super()._get_iterator()

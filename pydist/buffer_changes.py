@@ -13,7 +13,7 @@ import hashlib
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,14 +36,22 @@ class BufferChanges:
 
     def __init__(self) -> None:
         self.reducer: weakref.ref[_native.Reducer] | None = None
-        self._noted: list[tuple[weakref.ref[Tensor], int]] = []
+        self._noted: list[weakref.ref[Tensor]] = []
+        self._versions: list[int] = []
         self._follows_averaging = True
         self._has_warned = False
 
     def note(self, buffers: Sequence[Tensor]) -> None:
         """Remembers what there is: all ranks have it."""
-        if not self._has_warned:
-            self._noted = [(weakref.ref(buffer), version_of(buffer)) for buffer in buffers]
+        if self._has_warned:
+            return
+        if len(self._noted) == len(buffers):
+            for number, (known, buffer) in enumerate(zip(self._noted, buffers, strict=True)):
+                if known() is not buffer:
+                    self._noted[number] = weakref.ref(buffer)
+        else:
+            self._noted = [weakref.ref(buffer) for buffer in buffers]
+        self._versions = [version_of(buffer) for buffer in buffers]
 
     def before_forward(self, buffers: Sequence[Tensor], *, averages: bool) -> None:
         """Tells the next round what was changed. Costs nothing where nothing was.
@@ -56,17 +64,15 @@ class BufferChanges:
         follows_averaging, self._follows_averaging = self._follows_averaging, averages
         if not follows_averaging or self._has_warned or len(buffers) != len(self._noted):
             return
-        if not all(isinstance(buffer, Tensor) for buffer in buffers):
-            return  # the exchange will refuse that
         changed = [
             number
-            for number, (buffer, (known, version)) in enumerate(
-                zip(buffers, self._noted, strict=True)
+            for number, (buffer, known, version) in enumerate(
+                zip(buffers, self._noted, self._versions, strict=True)
             )
             if known() is not buffer or version_of(buffer) != version
         ]
         reducer = None if self.reducer is None else self.reducer()
-        if not changed or reducer is None or not all(map(_has_values, buffers)):
+        if not changed or reducer is None or not all(_has_values(buffers[n]) for n in changed):
             return
         digest = hashlib.sha256()
         for number in changed:
@@ -95,10 +101,10 @@ class BufferChanges:
         )
 
 
-def _has_values(buffer: Tensor) -> bool:
+def _has_values(buffer: Any) -> bool:
     """Whether the host may look at a buffer now."""
-    if is_of_functorch(buffer):
-        return False
+    if not isinstance(buffer, Tensor) or is_of_functorch(buffer):
+        return False  # what is no buffer any more, the exchange will refuse
     return not (buffer.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from pydist._torch import buffers_of
 from pydist.buffer_changes import BufferChanges
 from pydist.compiled_graphs import runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
@@ -52,6 +53,7 @@ class BufferSync:
 
     def _lay_out(self) -> None:
         self._owners: list[tuple[str, nn.Module, str]] = []
+        self._tables: list[tuple[dict[str, Tensor | None], str]] = []
         self._places: list[Tensor] = []
         places: list[tuple[int, Tensor]] = []
         size_bytes = 0
@@ -59,6 +61,7 @@ class BufferSync:
         for name, buffer in self._module.shared_buffers():
             path, _, attribute = name.rpartition(".")
             self._owners.append((name, self._module.module.get_submodule(path), attribute))
+            self._tables.append((buffers_of(self._owners[-1][1]), attribute))
             places.append((size_bytes, buffer))
             size_bytes += buffer.numel() * buffer.element_size()
             size_bytes += -size_bytes % _ALIGNMENT_BYTES
@@ -78,7 +81,7 @@ class BufferSync:
 
     def present(self) -> list[Any]:
         """The buffers that the module has now in the places of the message."""
-        return [getattr(owner, attribute, None) for _, owner, attribute in self._owners]
+        return [table.get(attribute) for table, attribute in self._tables]
 
     @runs_uncompiled_throughout
     def before_forward(self, *, averages: bool) -> None:

@@ -202,6 +202,10 @@ class ShardedLayout:
             "pydist.ShardedOptimizer",
             f", or use the optimizer's class on {name} without pydist.ShardedOptimizer",
         )
+        if self._wrapper is not None:
+            owner = self._owner()
+            if any(o is not owner and o.owns(parameter) for o in self._wrapper.shard_owners()):
+                raise InvalidUsage(f"parameter {name} has another pydist.ShardedOptimizer already")
         if index in self.own:
             self._require_dense(index)
             return
@@ -221,9 +225,6 @@ class ShardedLayout:
             raise InvalidUsage(f"parameter {name} is {parameter.dtype}, which nothing can train")
         if self._wrapper is None:
             return
-        owner = self._owner()
-        if any(o is not owner and o.owns(parameter) for o in self._wrapper.shard_owners()):
-            raise InvalidUsage(f"parameter {name} has another pydist.ShardedOptimizer already")
         if parameter.grad is not None:
             raise InvalidUsage(
                 f"parameter {name} has a gradient already, and the ranks' shards of it would not "

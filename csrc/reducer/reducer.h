@@ -18,8 +18,8 @@
 //
 // Note [Rounds]
 // What one synchronisation does, on every rank in the same order:
-//   1. an opening: who is present, each rank's share in the average, digests of model and plan and
-//      of what optimizers with shards last stepped with;
+//   1. an opening: who is present, each rank's share in the average, digests of model and plan, of
+//      what optimizers with shards last stepped with, and of buffers that the program changed;
 //   2. every bucket, in the order of the plan, with zeros where this rank has nothing. So ranks
 //      that use different parameters never wait for each other;
 //   3. a closing: whether backward threw anywhere, who used which parameter, and what else there is
@@ -152,8 +152,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Before a forward: the program has changed buffers since the last round, of which this is the
   // first, by number from 1. The next round compares the digests. Several forwards add up.
   void note_changed_buffers(std::size_t first, std::uint64_t digest);
-  // The first buffer in which the ranks of the present round differ then, by number from 1; 0: none.
-  // The same answer on all of them, from the closing on.
+  // The first buffer in which the ranks of the present round differ then, by number from 1; 0:
+  // none. The same answer on all of them, from the closing on.
   [[nodiscard]] std::size_t first_differing_buffer() const {
     return openings_.first_differing_buffer();
   }
@@ -393,8 +393,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool has_stepped_alike_ = true;
   std::uint64_t changed_buffers_ = 0;     // a digest; 0: none changed since the last round
   std::size_t first_changed_buffer_ = 0;  // by number from 1
-  std::string out_of_step_;  // why nothing more can be averaged
-  std::string retired_;      // why it is; empty: it is not
+  std::string out_of_step_;               // why nothing more can be averaged
+  std::string retired_;                   // why it is; empty: it is not
   ReducerStats stats_;
 };
 

@@ -232,6 +232,8 @@ def add_own_parameters_later() -> None:
     assert not torch.equal(experts[0], before[0])
     with pytest.raises(pydist.InvalidUsage, match="is each rank's own"):
         pydist.ShardedState.merged([optimizer.sharded_state(), optimizer.sharded_state()])
+    with pytest.raises(pydist.InvalidUsage, match="has another pydist"):
+        pydist.ShardedOptimizer(experts, torch.optim.SGD, lr=0.1)
     only = pydist.DataParallel(Mixed(rank))
     own_only = pydist.ShardedOptimizer(only.experts.parameters(), torch.optim.SGD, lr=0.1)
     only(batch(rank, 6, 10, dtype=torch.float32)).backward()
