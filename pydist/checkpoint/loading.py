@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,11 @@ class Loaded(dict[str, Any]):
         super().__init__(extra)
         self.step = step
         self.path = path
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Copied and pickled, it is a plain dictionary, which torch.load(weights_only=True) knows.
+        # So it can be saved again.
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def load(

@@ -432,6 +432,13 @@ def tell_steps(folder: str) -> None:
     found = pydist.load(f"{folder}/steps", model=model)
     assert (found.step, dict(found)) == (12, {"step": "its own"})
     assert pydist.load(f"{folder}/steps/step-000007").step == 7
+    # What was loaded is saved again, by either.
+    pydist.save(f"{folder}/again", extra={"before": found, **found})
+    assert pydist.load(f"{folder}/again") == {"before": dict(found), "step": "its own"}
+    pydist.save(f"{folder}/again", extra=found, step=None)
+    assert pydist.load(f"{folder}/again") == dict(found)
+    torch.save(found, f"{folder}/rank{pydist.rank()}.pt")
+    assert torch.load(f"{folder}/rank{pydist.rank()}.pt", weights_only=True) == dict(found)
     assert pydist.checkpoint.step_of(f"{folder}/steps") == 12
     pydist.save(f"{folder}/plain", model=model)
     loaded = pydist.load(f"{folder}/plain")

@@ -101,10 +101,24 @@ def set_steps(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = torch.tensor(5.0)
 
 
+def move_to_device(state: Any) -> Any:
+    """As Accelerate's optimizer does with the state of the one that it is given."""
+    if isinstance(state, (list, tuple)):
+        return type(state)(move_to_device(item) for item in state)
+    if isinstance(state, dict):
+        return type(state)({key: move_to_device(value) for key, value in state.items()})
+    return state.to("cpu") if isinstance(state, Tensor) else state
+
+
+def move_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(move_to_device(optimizer.state_dict()))
+
+
 WALKS: list[Callable[[torch.optim.Optimizer], None]] = [
     move_values,
     move_mappings,
     move_copies,
+    move_state_dict,
     put_back_all,
     zero_in_place,
     reset_by_wholes,
