@@ -114,6 +114,11 @@ def _what_to_add(wrapper: DataParallel | None) -> str:
     )
 
 
+def _forget_states(steps: Iterable[BucketStep]) -> None:
+    for step in steps:
+        step.forget_states()
+
+
 def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step with its hooks; one that raises on this rank alone leaves no other rank waiting."""
     hooked_step = Optimizer.profile_hook_step(step)
@@ -274,7 +279,7 @@ class ShardedOptimizer(Optimizer):
         self._state = StateOfShards(
             self._layout,
             self._waiting,
-            self._forget_states,
+            functools.partial(_forget_states, self._steps),
             self._communicator.rank,
             self._communicator.size,
         )
@@ -717,10 +722,6 @@ class ShardedOptimizer(Optimizer):
         if self._is_ready:
             self._state.assign(state)
 
-    def _forget_states(self) -> None:
-        for step in self._steps:
-            step.forget_states()
-
     def sharded_state(self) -> ShardedState:
         """This rank's part of the state: ranges of parameters, by name. Talks to nobody.
 
@@ -771,7 +772,7 @@ class ShardedOptimizer(Optimizer):
         self._state.note_state()
         for own, loaded in matching:
             self.param_groups[own].update(copy.deepcopy(options_of(state.groups[loaded])))
-        self._forget_states()
+        _forget_states(self._steps)
         states = {index: state.parameters[name] for index, name in names.items()}
         take_over(states, self._layout.buckets)
         for index in self._waiting.keys() & names.keys():

@@ -1,8 +1,10 @@
 """`optimizer.state` of a sharded optimizer, as programs and frameworks walk it."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -328,6 +330,29 @@ def show_what_was_loaded() -> None:
     optimizer.step()
     if frozen in optimizer.state:
         assert optimizer.state[frozen]["exp_avg"].dim() == 1
+
+
+def forget_optimizers() -> None:
+    """Without the collector of cycles: other ranks wait for what an optimizer still brings."""
+    rank, _ = joined()
+    gc.disable()
+    try:
+        for shared in (False, True):
+            model = pydist.DataParallel(small_model())
+            optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, share_parameters=shared)
+            model(batch(rank, 4, 10, dtype=torch.float32)).sum().backward()
+            optimizer.step()
+            state = optimizer.state
+            assert isinstance(list(state.items()), list)
+            gone = weakref.ref(optimizer)
+            del optimizer
+            assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_goes_with_its_last_reference(run_sharded: Runner) -> None:
+    run_sharded(forget_optimizers)
 
 
 @pytest.mark.parametrize("fused", [False, True])
