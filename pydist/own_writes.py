@@ -9,7 +9,7 @@ pages. That holds whatever writes: torch's functions, `parameter.data`, numpy, k
 libraries. Values that a parameter was given by `parameter.data = tensor` are taken over as well.
 
 Where nobody has written, all that a step does for it is to ask the system which pages are copies:
-about 12 ns for a page of 4 KiB, which takes 500 ns to read.
+12 to 50 ns for a page of 4 KiB, which takes 500 ns to read.
 """
 
 from __future__ import annotations
