@@ -207,6 +207,51 @@ def write_all_kinds() -> None:
             assert_same(ours.detach(), theirs.detach(), f"{name} of step {number}")
 
 
+def write_beside_own() -> None:
+    """Ranks have parameters of their own among those that they share: more on each than before."""
+    rank, _ = joined()
+    nets = []
+    for shared in (True, False):
+        torch.manual_seed(4)
+        module = nn.Module()
+        module.first = nn.Linear(10, 33)
+        module.experts = nn.ModuleList(nn.Linear(33, 33) for _ in range(rank + 1))
+        module.last = nn.Linear(33, 1)
+        names = [f"experts.{name}" for name, _ in module.experts.named_parameters()]
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        torch.manual_seed(4)
+        for parameter in module.last.parameters():
+            nn.init.normal_(parameter)
+        model = pydist.DataParallel(module, bucket_cap_mb=0.001)
+        optimizer = pydist.ShardedOptimizer(
+            model, torch.optim.AdamW, lr=0.01, share_parameters=shared
+        )
+        nets.append((model, module, optimizer))
+    for number in range(3):
+        for model, module, optimizer in nets:
+            optimizer.zero_grad()
+            x = module.first(batch(rank, 4, 10, step=number, dtype=torch.float32))
+            for expert in module.experts:
+                x = expert(x).tanh()
+            module.last(x).square().mean().backward()
+            model.sync_gradients()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.75)
+                module.experts[0].weight.data = module.experts[0].weight.detach() * (1.0 + rank)
+            optimizer.step()
+        ours, theirs = (model.named_parameters() for model, _, _ in nets)
+        for (name, a), (_, b) in zip(ours, theirs, strict=True):
+            assert_same(a.detach(), b.detach(), f"{name} of step {number}")
+    model, module, optimizer = nets[0]
+    with (
+        pytest.raises(pydist.Error, match=r"experts\.0\.bias, which was written inside"),
+        optimizer.writing(),
+        torch.no_grad(),
+    ):
+        module.experts[0].bias.zero_()
+
+
 def write_apart() -> None:
     """Values that the ranks do not have alike; the model stays as it was."""
     twins = Twins(small_model(), torch.optim.SGD, options={"lr": 0.1}, share_parameters=True)
@@ -438,6 +483,10 @@ def test_what_all_ranks_write_counts_once(run_shared: Any, write: Write) -> None
 
 def test_what_all_ranks_write_into_parameters_of_all_kinds(run_shared: Any) -> None:
     run_shared(write_all_kinds)
+
+
+def test_what_is_written_beside_parameters_of_ranks_alone(run_shared: Any) -> None:
+    run_shared(write_beside_own)
 
 
 def test_what_ranks_write_apart_is_refused(run_shared: Any) -> None:
