@@ -43,6 +43,7 @@ from pydist.state_dict_names import matched
 from pydist.step_guard import forget_steps, guard_steps
 from pydist.sync_batch_norm import refuse_under_join
 from pydist.trained_parameters import TrainedParameters, require_trainable
+from pydist.watched_methods import WatchedMethods
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,6 +69,7 @@ _OWN_NAMES = {
     "_compresses",
     "_owners",
     "_sharded_ids",
+    "_watched_methods",
 }
 
 # The wrapper that is in join(); ranks that wait for each other in two would wait in a circle.
@@ -152,7 +154,12 @@ class DataParallel(nn.Module):
             `pydist.ShardedOptimizer`, the same in every run of the same model.
         find_unused_parameters: Accepted for compatibility: they are always found.
         check_reduction: Accepted for compatibility.
-        gradient_as_bucket_view: Accepted for compatibility: gradients always are.
+        gradient_as_bucket_view: If False, the default, a gradient that the program holds beyond the
+            step (in a list, by a view, `detach()`, a NumPy array) keeps its values, and one that it
+            has put into `parameter.grad` itself, such as a view of a flat buffer, stays there and
+            receives the average. Gradients lie in shared memory either way, and only those that
+            somebody holds are copied (`stats().copied_bytes`). If True, the next backward writes
+            into what is held. Without meaning for gradients that a `pydist.ShardedOptimizer` has.
         static_graph: Accepted for compatibility: nothing is assumed about the graph.
         delay_all_reduce_named_params: Not supported.
         param_to_hook_all_reduce: Not supported.
@@ -199,7 +206,7 @@ class DataParallel(nn.Module):
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         delay_all_reduce_named_params: object = None,
         param_to_hook_all_reduce: object = None,
@@ -277,8 +284,9 @@ class DataParallel(nn.Module):
         self._trained = TrainedParameters(module)
         self._owners: list[weakref.ref[Any]] = []
         self._sharded_ids: set[int] = set()
-        # The reducer must not keep the wrapper alive, which keeps the reducer.
+        # The reducer must not keep the wrapper alive, which keeps the reducer. Nor must methods.
         itself = weakref.ref(self)
+        self._watched_methods = WatchedMethods(lambda outputs: _watch(itself, outputs))
         self._why_retired = ""
         self._working_reducer: _native.Reducer | None = make_reducer(
             self._communicator,
@@ -288,6 +296,7 @@ class DataParallel(nn.Module):
             sums=reduction == "sum",
             wire_dtype=wire_dtype,
             measures_link=bucket_cap_mb is None,
+            gradients_are_views=gradient_as_bucket_view,
             rank=process.rank(),
         )
         self._compresses = compress is not None
@@ -326,9 +335,7 @@ class DataParallel(nn.Module):
             for owner in self.shard_owners():
                 during.enter_context(owner.during_forward())
             outputs = self.module(*args, **kwargs)
-        if torch.is_grad_enabled():
-            for tensor in outputs_with_graph(outputs):
-                self._reducer.watch(tensor)
+        _watch(weakref.ref(self), outputs)
         return outputs
 
     @contextlib.contextmanager
@@ -545,7 +552,10 @@ class DataParallel(nn.Module):
             module = self.__dict__.get("module")
             if module is None:
                 raise
-            return getattr(module, name)
+            value = getattr(module, name)
+            if inspect.ismethod(value) and value.__self__ is module:
+                return self._watched_methods.of(value)
+            return value
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -776,6 +786,16 @@ class DataParallel(nn.Module):
 
     def __reduce__(self) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
         return _unwrapped, (self.module,)
+
+
+def _watch(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
+    """Lets the backward that comes from the outputs of a forward average, or only accumulate."""
+    watching = wrapper()
+    if watching is None or watching.is_retired or not torch.is_grad_enabled():
+        return
+    watching._reducer.note_forward()
+    for tensor in outputs_with_graph(outputs):
+        watching._reducer.watch(tensor)
 
 
 def _refuse_wrapped(module: nn.Module) -> None:

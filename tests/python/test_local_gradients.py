@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from training import TIME_LIMIT, Runner, batch, joined
+from training import TIME_LIMIT, Parts, Runner, batch, joined
 
 import pydist
 
@@ -177,14 +177,14 @@ def add_to_what_was_put_by_hand(reduction: str) -> None:
     ranks = range(1, size + 1)
     for weighted in (False, True):
         model = pydist.DataParallel(
-            nn.ModuleDict({"used": nn.Linear(2, 1, bias=False), "unused": nn.Linear(2, 1)}),
+            Parts({"used": nn.Linear(2, 1, bias=False), "unused": nn.Linear(2, 1)}),
             reduction=reduction,
         )
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 100.0 * (rank + 1))
         x = torch.full((1, 2), rank + 1.0)
         with model.weighted(rank + 2) if weighted else contextlib.nullcontext():
-            model.module["used"](x).sum().backward()
+            model("used", x).sum().backward()
         weights = [r + 1 if weighted else 1 for r in ranks]
         total = sum(weights) if reduction == "mean" else 1
         for name, parameter in model.module.named_parameters():
@@ -298,7 +298,8 @@ def nest_a_backward() -> None:
     x = torch.full((1, 2), rank + 1.0)
     gradients = []
     for model in (wrapped, plain):
-        inner = 3 * model(x).sum()
+        with wrapped.no_sync():
+            inner = 3 * model(x).sum()
         weight = next(model.parameters())
         accumulation = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         done: list[int] = []
@@ -323,10 +324,10 @@ def test_a_backward_within_the_landing_of_a_gradient(run: Runner) -> None:
 def put_zeros_beside_weights() -> None:
     rank, size = joined()
     model = pydist.DataParallel(
-        nn.ModuleDict({"used": nn.Linear(2, 1, bias=False), "unused": nn.Linear(2, 1)})
+        Parts({"used": nn.Linear(2, 1, bias=False), "unused": nn.Linear(2, 1)})
     )
     with model.no_sync(), model.weighted(rank + 2):
-        model.module["used"](torch.full((1, 2), rank + 1.0)).sum().backward()
+        model("used", torch.full((1, 2), rank + 1.0)).sum().backward()
     for parameter in model.module["unused"].parameters():
         parameter.grad = torch.zeros_like(parameter)
     model.sync_gradients()
