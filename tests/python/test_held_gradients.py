@@ -362,8 +362,8 @@ class Acts:
             )
             number += 1
             if act in ("backward", "accumulate"):
-                # An order that all ranks share, or branches that a rank leaves out. All of them after
-                # no_sync(), or torch's DDP waits for ever, or raises.
+                # An order that all ranks share, or branches that a rank leaves out. After no_sync()
+                # all of them, or torch's DDP waits for ever, or raises.
                 order = choices.choice([(0, 1, 2, 3), (3, 1, 0, 2), (1, 0)])
                 own_order = tuple(alone.sample(range(4), 2))
                 if is_pending:
