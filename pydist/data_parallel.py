@@ -117,8 +117,12 @@ class DataParallel(nn.Module):
 
     A parameter that the backward of this rank did not reach counts as zero in the mean if another
     rank's did, and keeps the gradient that it had (None, as a rule) if none did. Gradients live in
-    memory that all ranks share: `parameter.grad` is a view of it, and `zero_grad()` may set it to
-    None as always.
+    memory that all ranks share, and `zero_grad()` may set them to None as always. One that the
+    program keeps beyond that keeps its values (see `gradient_as_bucket_view`).
+
+    As in torch's wrapper, it is the forward that decides whether its backward averages: one inside
+    `no_sync()` does not, nor does one of `model.module(...)`, past the wrapper. Methods of the
+    module that are called through the wrapper, `model.encode(x)` say, count as forwards.
 
     Buffers of rank 0 are copied to all ranks at the end of every synchronised backward before
     which any rank changed its own. Hence they are the same everywhere whenever no step is under
@@ -340,11 +344,13 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
-        """Accumulates gradients without averaging them, in every backward that runs inside.
+        """Accumulates gradients without averaging them, in backwards of forwards that run inside.
 
-        The next backward outside averages what has been accumulated, also of parameters that it
-        does not reach itself; so does `sync_gradients()`. All ranks do the same. An optimizer that
-        is to use gradients of this rank alone, or that were averaged by other means, steps inside.
+        It is the forward that counts, as in torch's wrapper, wherever its backward runs; a backward
+        from several averages if any of them was outside. The next one that averages takes in what
+        has been accumulated, also of parameters that it does not reach itself; so does
+        `sync_gradients()`. All ranks do the same. An optimizer that is to use gradients of this
+        rank alone, or that were averaged by other means, steps inside.
 
         Args:
             enabled: If False, nothing changes: `with model.no_sync(enabled=step % 4 != 3)`.
@@ -559,7 +565,10 @@ class DataParallel(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards average; what `no_sync()` switches off. Torch's name, may be set."""
+        """Whether backwards of the forwards that follow average: what `no_sync()` switches off.
+
+        Torch's name; may be set.
+        """
         return self._reducer.enabled
 
     @require_backward_grad_sync.setter

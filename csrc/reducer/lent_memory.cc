@@ -104,6 +104,12 @@ void LentMemory::take_in(GradientSlot& slot) {
   });
 }
 
+void LentMemory::forget(GradientSlot& slot) {
+  if (is_lent(slot) && !slot.parameter.grad().defined()) {
+    slot.view = slot.home;
+  }
+}
+
 at::Tensor LentMemory::load(std::vector<GradientSlot>& slots,
                             const std::vector<std::size_t>& members, const at::Tensor& memory) {
   using Sends = GradientSlot::Sends;
@@ -113,11 +119,8 @@ at::Tensor LentMemory::load(std::vector<GradientSlot>& slots,
     if (!is_lent(slot)) {
       continue;
     }
-    if (!slot.parameter.grad().defined()) {
-      slot.view = slot.home;  // nothing is anywhere else
-    } else if (!is_at_home(slot)) {
-      go_home(slot);
-    }
+    forget(slot);
+    go_home(slot);
     is_at_home_alone = may_travel_at_home(slot) && is_at_home_alone;
   }
   at::Tensor travelling = is_at_home_alone ? memory : at::zeros_like(memory);

@@ -53,6 +53,9 @@ class LentMemory {
   // somebody else holds it there. Throws InvalidUsage where it does not fit.
   void take_in(GradientSlot& slot);
 
+  // Between backwards, where there is no `parameter.grad`: keeps no memory but the home.
+  void forget(GradientSlot& slot);
+
   // -- a bucket on its way
 
   // Once all slots of a bucket have what they send: returns what travels, which is `memory`, the

@@ -245,6 +245,9 @@ void Reducer::prepare_forward(bool is_for_training) {
       slot.is_pending = false;  // nobody has it, so what is put there next is another one
       slot.aside.reset();
     }
+    if (is_outside) {
+      arena_.lent().forget(slot);
+    }
     require_unchanged(slot);
     std::unique_ptr<AccumulationHooks>& hooks = hooks_[slot.index];
     // Converting a parameter, there and back, costs it what accumulates its gradient. And on

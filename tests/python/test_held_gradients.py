@@ -7,10 +7,11 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import gpu_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from launch import Ranks
+from launch import Ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -152,7 +153,11 @@ def test_held_gradients_keep_their_values(run_on_some: Runner, way: str) -> None
     run_on_some(keep, way)
 
 
-def keep_for_long(*, uses_hook: bool) -> None:
+def test_held_gradients_of_one_rank() -> None:
+    run_ranks(keep, 1, "view", timeout=LIMIT_S)
+
+
+def keep_for_long(uses_hook: bool) -> None:
     """Some of the gradients of the last steps, with gaps, while plans change."""
 
     def program(model: Any, rank: int, _size: int) -> Found:
@@ -176,11 +181,7 @@ def keep_for_long(*, uses_hook: bool) -> None:
 
 @pytest.mark.parametrize("uses_hook", [False, True])
 def test_gradients_are_held_while_plans_change(run_on_some: Runner, uses_hook: bool) -> None:
-    run_on_some(_keep_for_long, uses_hook)
-
-
-def _keep_for_long(uses_hook: bool) -> None:
-    keep_for_long(uses_hook=uses_hook)
+    run_on_some(keep_for_long, uses_hook)
 
 
 def keep_what_is_not_used() -> None:
@@ -267,7 +268,8 @@ def test_gradient_surgery(run_on_some: Runner) -> None:
 def into_flat(model: nn.Module) -> Tensor:
     """Makes the gradients views of one buffer."""
     parameters = list(model.parameters())
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    count = sum(p.numel() for p in parameters)
+    flat = torch.zeros(count, dtype=torch.float64, device=parameters[0].device)
     begin = 0
     for parameter in parameters:
         parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
@@ -275,7 +277,7 @@ def into_flat(model: nn.Module) -> Tensor:
     return flat
 
 
-def use_a_flat_buffer(*, uses_hook: bool) -> None:
+def use_a_flat_buffer(uses_hook: bool) -> None:
     def program(model: Any, rank: int, _size: int) -> Found:
         flat = into_flat(model)
         before = gradients(model)
@@ -305,11 +307,7 @@ def use_a_flat_buffer(*, uses_hook: bool) -> None:
 
 @pytest.mark.parametrize("uses_hook", [False, True])
 def test_a_flat_buffer_of_gradients(run_on_some: Runner, uses_hook: bool) -> None:
-    run_on_some(_use_a_flat_buffer, uses_hook)
-
-
-def _use_a_flat_buffer(uses_hook: bool) -> None:
-    use_a_flat_buffer(uses_hook=uses_hook)
+    run_on_some(use_a_flat_buffer, uses_hook)
 
 
 def put_gradients_back() -> None:
@@ -807,3 +805,71 @@ def share_out_a_part() -> None:
 
 def test_held_gradients_beside_a_sharded_optimizer(run_on_some: Runner) -> None:
     run_on_some(share_out_a_part)
+
+
+# --- on GPUs, where the holder moves -------------------------------------------------------------
+
+
+def keep_on_a_gpu(uses_hook: bool) -> None:
+    gpu_ranks.install(delay_us=100)
+    rank, size = joined()
+    reference = Moody()
+    model = pydist.DataParallel(copy.deepcopy(reference).to("cuda"), bucket_cap_mb=1e-6)
+    if uses_hook:
+        model.register_comm_hook(None, allreduce_hook)
+    home: list[int] = []
+    held: list[tuple[Tensor, Tensor, Tensor]] = []
+    flat = torch.zeros(0)
+    for step in range(2 * STEPS):
+        is_flat = step % 6 in (2, 3)
+        order = order_of(step)[: 3 + (rank + step) % 2]
+        if step % 6 == 2:
+            flat = into_flat(model)
+        elif is_flat:
+            flat.zero_()
+        else:
+            model.zero_grad()
+        for micro in range(2):
+            x = batch(rank, 5, 4, step=10 * step + micro).to("cuda")
+            with model.no_sync(enabled=micro == 0):
+                model(x, order).backward()
+        reference.zero_grad()
+        for r in range(size):
+            order = order_of(step)[: 3 + (r + step) % 2]
+            for micro in range(2):
+                x = batch(r, 5, 4, step=10 * step + micro)
+                (reference(x, order) / size).backward()
+        found = [g for g in gradients(model) if g is not None]
+        if is_flat:
+            expected = torch.cat([g.flatten() for g in gradients(reference) if g is not None])
+            compare(flat.cpu(), expected)
+        else:
+            compare([g.cpu() for g in found], [g for g in gradients(reference) if g is not None])
+            # The next one lands in the same place, until the plan changes.
+            home += places(model)
+            held += [(g, g.view(-1)[1:], g.cpu()) for g in found[step % 2 :: 2]]
+        for kept, view, value in held:
+            assert torch.equal(kept.cpu(), value)
+            assert torch.equal(view.cpu(), value.view(-1)[1:])
+        held = held[-12:]
+    assert len(set(home)) < len(home) / 2
+    assert model.stats().copied_bytes > 0
+    held.clear()
+    del found, kept, view, flat
+    for step in range(3):
+        if step == 1:
+            model.reset_stats()
+        model.zero_grad()
+        model(batch(rank, 5, 4, step=step).to("cuda")).backward()
+    assert model.stats().copied_bytes == 0
+
+
+@gpu_ranks.needs_gpu_ranks
+@pytest.mark.parametrize("backend", ["nccl", "native"])
+def test_held_gradients_on_gpus(backend: str) -> None:
+    run_ranks(keep_on_a_gpu, 2, False, env={"PYDIST_BACKEND": backend}, timeout=35)
+
+
+@gpu_ranks.needs_gpu_ranks
+def test_held_gradients_on_gpus_with_a_hook() -> None:
+    run_ranks(keep_on_a_gpu, 2, True, env={"PYDIST_BACKEND": "nccl"}, timeout=35)
