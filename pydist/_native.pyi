@@ -330,6 +330,10 @@ class Reducer:
         """
         Averages a parameter that was unfrozen or joined the model, too. `owner` and `shown` as in shard().
         """
+    def averages(self, parameter: torch.Tensor) -> bool:
+        """
+        Whether it averages the gradients of a parameter. May be asked while another thread is in its backward.
+        """
     def await_thrown(self) -> None:
         """
         Outside of backward: waits until autograd has let go of a backward that has raised.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -44,16 +43,19 @@ def forget_steps(reducer: _native.Reducer) -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    reducers = _concerned(optimizer)
+    if not reducers:
+        return None
+    _require_outside_backward(optimizer, reducers)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
-        _require_averaged(optimizer)
+        _require_averaged(optimizer, reducers)
         return None
-    _require_outside_backward(optimizer)
 
     @functools.wraps(closure)
     def checked(*of_closure: Any, **named: Any) -> Any:
         loss = closure(*of_closure, **named)
-        _require_averaged(optimizer)
+        _require_averaged(optimizer, _concerned(optimizer))
         return loss
 
     if "closure" in kwargs:
@@ -61,8 +63,8 @@ def _before_step(
     return (args[0], checked, *args[2:]), kwargs
 
 
-def _require_outside_backward(optimizer: Optimizer) -> None:
-    for reducer in _concerned(optimizer):
+def _require_outside_backward(optimizer: Optimizer, reducers: list[_native.Reducer]) -> None:
+    for reducer in reducers:
         if reducer.is_in_backward:
             raise InvalidUsage(
                 f"{type(optimizer).__name__}.step() is called within backward, from a hook say, "
@@ -70,12 +72,11 @@ def _require_outside_backward(optimizer: Optimizer) -> None:
             )
 
 
-def _require_averaged(optimizer: Optimizer) -> None:
-    _require_outside_backward(optimizer)
+def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> None:
     if getattr(optimizer, "refuses_pending_gradients", False):
         return
-    for reducer in _concerned(optimizer):
-        if not reducer.has_pending or not _uses(optimizer, reducer.pending):
+    for reducer in reducers:
+        if not (reducer.enabled and reducer.has_pending and _uses(optimizer, reducer.pending)):
             continue
         if reducer.has_bypassed:
             raise InvalidUsage(
@@ -95,19 +96,18 @@ def _require_averaged(optimizer: Optimizer) -> None:
         )
 
 
-def _concerned(optimizer: Optimizer) -> Iterator[_native.Reducer]:
-    """Those that have averaged some of its parameters, and may have yet to.
+def _concerned(optimizer: Optimizer) -> list[_native.Reducer]:
+    """Those that average any of its parameters.
 
-    Waits for no other, since another thread may train its model meanwhile.
+    Nothing else is asked of the others, nor waited for: other threads may train their models.
     """
     with _lock:
         reducers = list(_reducers)
-    for reducer in reducers:
-        may_have_yet_to = reducer.is_in_backward or (reducer.enabled and reducer.has_pending)
-        if may_have_yet_to and _uses(optimizer, reducer.parameters):
-            reducer.await_thrown()
-            if reducer.is_in_backward or reducer.enabled:
-                yield reducer
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    concerned = [reducer for reducer in reducers if any(map(reducer.averages, parameters))]
+    for reducer in concerned:
+        reducer.await_thrown()
+    return concerned
 
 
 def _uses(optimizer: Optimizer, parameters: list[Tensor]) -> bool:

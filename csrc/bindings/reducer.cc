@@ -340,6 +340,9 @@ void bind_reducer(py::module_& module) {
             return parameters;
           },
           "All that it averages.")
+      .def("averages", &Reducer::averages, py::arg("parameter"),
+           "Whether it averages the gradients of a parameter. May be asked while another thread is "
+           "in its backward.")
       .def("await_thrown", &Reducer::await_thrown, py::call_guard<ReleasedGil>(),
            "Outside of backward: waits until autograd has let go of a backward that has raised.")
       .def_property_readonly("has_pending", &Reducer::has_pending,

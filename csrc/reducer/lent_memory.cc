@@ -119,6 +119,7 @@ at::Tensor LentMemory::load(std::vector<GradientSlot>& slots,
     if (!is_lent(slot)) {
       continue;
     }
+    renew_home(slot, memory);
     forget(slot);
     go_home(slot);
     is_at_home_alone = may_travel_at_home(slot) && is_at_home_alone;
@@ -145,6 +146,15 @@ at::Tensor LentMemory::load(std::vector<GradientSlot>& slots,
     }
   }
   return travelling;
+}
+
+// Tensor.share_memory_() gives a storage other memory. The gradient is there then.
+void LentMemory::renew_home(GradientSlot& slot, const at::Tensor& memory) {
+  const auto* const place = static_cast<const std::byte*>(memory.const_data_ptr()) +
+                            static_cast<std::size_t>(slot.offset) * memory.itemsize();
+  if (slot.home.numel() != 0 && slot.home.const_data_ptr() != place) {
+    slot.home = shaped(slot, part_with_storage(memory, slot.offset, real_count(slot.parameter)));
+  }
 }
 
 // Where the bucket's own memory may be written. On a device it always may, in the end.

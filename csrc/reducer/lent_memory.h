@@ -98,6 +98,7 @@ class LentMemory {
   [[nodiscard]] bool is_free(const GradientSlot& slot);
   [[nodiscard]] bool is_leased(const at::Tensor& tensor);
   [[nodiscard]] bool may_travel_at_home(GradientSlot& slot);
+  void renew_home(GradientSlot& slot, const at::Tensor& memory);
   void move_holders_of(GradientSlot& slot);
   void copy(const at::Tensor& target, const at::Tensor& source);
 

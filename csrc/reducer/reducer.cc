@@ -151,6 +151,7 @@ void Reducer::add(NamedParameter parameter) {
       arena_.add(std::move(parameter.name), std::move(parameter.parameter), parameter.is_sparse);
   slot.owner = parameter.owner;
   slot.shown = std::move(parameter.shown);
+  parameters_.insert(slot.parameter.unsafeGetTensorImpl());
   hooks_.push_back(make_hooks(slot));
   order_.add_slot();
   digest_.reset();

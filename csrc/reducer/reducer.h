@@ -64,6 +64,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -212,6 +213,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Grows with every round; the same on all ranks.
   [[nodiscard]] std::uint64_t round() const noexcept { return round_.number; }
 
+  // Whether the gradients of a parameter are averaged here. For the thread that adds parameters.
+  [[nodiscard]] bool averages(const at::Tensor& parameter) const {
+    return parameters_.contains(parameter.unsafeGetTensorImpl());
+  }
+
   // Whether a backward that synchronises is under way.
   [[nodiscard]] bool is_in_backward() const;
 
@@ -352,6 +358,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ArrivalOrder order_;
   LinkSpeed speed_;
   std::vector<std::unique_ptr<AccumulationHooks>> hooks_;  // by slot
+  std::unordered_set<const c10::TensorImpl*> parameters_;  // of the slots, which keep them
   std::optional<BucketHook> hook_;
   std::optional<BucketPlan> next_plan_;  // agreed, for the next round
   bool has_learned_ = false;             // the order of a backward

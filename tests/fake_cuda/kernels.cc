@@ -19,6 +19,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string_view>
 #include <unordered_map>
@@ -55,9 +56,8 @@ at::Tensor make_tensor(c10::Storage storage, c10::DispatchKeySet key, const at::
 // The tensors of one call, on the CPU and on the device.
 class Call {
  public:
-  // Whether the tensors on the CPU keep the storages of those on the device. Not where they wait in
-  // a stream or a graph: CUDA's kernels keep none either, and memory is freed in the order of its
-  // stream.
+  // Whether the tensors on the CPU keep the storages of those on the device. Those that wait in a
+  // stream or a graph keep the memory alone: nobody is to see a storage in use by CUDA's kernels.
   explicit Call(bool keeps_storages) : keeps_storages_(keeps_storages) {}
 
   // Shares the memory of a tensor on the device; any other stays as it is.
@@ -128,10 +128,11 @@ class Call {
     auto& [original, alias] = storages_[storage.unsafeGetStorageImpl()];
     if (!original) {
       original = storage;
-      auto* const held = keeps_storages_ ? new c10::Storage(storage) : nullptr;
+      using Held = std::pair<c10::Storage, std::shared_ptr<void>>;
+      auto* const held = keeps_storages_ ? new Held(storage, nullptr)
+                                         : new Held(c10::Storage(), keep(storage.data_ptr()));
       c10::DataPtr data(
-          storage.mutable_data(), held,
-          [](void* holder) { delete static_cast<c10::Storage*>(holder); },
+          storage.mutable_data(), held, [](void* holder) { delete static_cast<Held*>(holder); },
           c10::Device(c10::DeviceType::CPU));
       alias = c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data),
                            c10::GetAllocator(c10::DeviceType::CPU), /*resizable=*/true);

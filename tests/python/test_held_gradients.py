@@ -341,6 +341,31 @@ def test_gradients_that_are_put_back(run_on_some: Runner) -> None:
     run_on_some(put_gradients_back)
 
 
+def share_memory() -> None:
+    """With other processes: gradients move into other memory, with all who hold them."""
+
+    def program(model: Any, rank: int, _size: int) -> Found:
+        held: list[Tensor | None] = []
+        found: Found = []
+        for step in range(STEPS):
+            model.zero_grad(set_to_none=step % 4 != 3)
+            if step % 3 == 1:
+                inner(model).share_memory()
+            model(batch(rank, 5, 4, step=step), order_of(step)).backward()
+            if step % 3 != 0:
+                held += gradients(model)[step % 2 :: 2]
+                inner(model).share_memory()
+                model(batch(rank, 5, 4, step=step + 50), order_of(step)).backward()
+            found += [values_of(held[-9:]), values_of(gradients(model))]
+        return found
+
+    beside_torch(program, Moody())
+
+
+def test_gradients_in_shared_memory(run_on_some: Runner) -> None:
+    run_on_some(share_memory)
+
+
 class Acts:
     """A random program: what a loop does to gradients, with what it keeps of them."""
 

@@ -65,6 +65,7 @@ PYTHON_LAYERS = (
     "evaluation",
     "bucket_plan",
     "compiled_graphs",
+    "watched_methods",
     "buffer_sync",
     "gradient_sync",
     "trained_parameters",
