@@ -61,6 +61,7 @@ from pydist.torch_arguments import (
 )
 from pydist.torch_idioms import TorchIdioms
 from pydist.trained_parameters import TrainedParameters, require_trainable
+from pydist.watched_methods import WatchedMethods
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,6 +90,7 @@ _OWN_NAMES = {
     "_local",
     "_buffer_sync",
     "_torch_attributes",
+    "_watched_methods",
 }
 
 # The wrapper that is in join(); ranks that wait for each other in two would wait in a circle.
@@ -133,8 +135,12 @@ class DataParallel(TorchIdioms):
 
     A parameter that the backward of this rank did not reach counts as zero in the mean if another
     rank's did, and keeps the gradient that it had (None, as a rule) if none did. Gradients live in
-    memory that all ranks share: `parameter.grad` is a view of it, and `zero_grad()` may set it to
-    None as always.
+    memory that all ranks share, and `zero_grad()` may set them to None as always. One that the
+    program keeps beyond that keeps its values (see `gradient_as_bucket_view`).
+
+    As in torch's wrapper, it is the forward that decides whether its backward averages: one inside
+    `no_sync()` does not, nor does one of `model.module(...)`, past the wrapper. Methods of the
+    module that are called through the wrapper, `model.encode(x)` say, count as forwards.
 
     Buffers of rank 0 are copied to all ranks at the end of every synchronised backward before
     which any rank changed its own. Hence they are the same everywhere whenever no step is under
@@ -177,7 +183,12 @@ class DataParallel(TorchIdioms):
         find_unused_parameters: Either is accepted, because they are found always, at the end of
             backward, without a search through the graph.
         check_reduction: Deprecated in torch, and of no effect there: warns.
-        gradient_as_bucket_view: Accepted for compatibility: gradients always are.
+        gradient_as_bucket_view: If False, the default, a gradient that the program holds beyond the
+            step (in a list, by a view, `detach()`, a NumPy array) keeps its values, and one that it
+            has put into `parameter.grad` itself, such as a view of a flat buffer, stays there and
+            receives the average. Gradients lie in shared memory either way, and only those that
+            somebody holds are copied (`stats().copied_bytes`). If True, the next backward writes
+            into what is held. Without meaning for gradients that a `pydist.ShardedOptimizer` has.
         static_graph: Either is accepted, because it allows torch a faster search and some uses
             (reentrant checkpoints, a layer twice in one backward) that need no leave here: nothing
             is assumed about the graph.
@@ -231,7 +242,7 @@ class DataParallel(TorchIdioms):
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         delay_all_reduce_named_params: object = None,
         param_to_hook_all_reduce: object = None,
@@ -315,8 +326,9 @@ class DataParallel(TorchIdioms):
         self._buffer_sync = BufferSync(self._communicator, local) if sync_buffers else None
         self._owners: list[weakref.ref[Any]] = []
         self._sharded_ids: set[int] = set()
-        # The reducer must not keep the wrapper alive, which keeps the reducer.
+        # The reducer must not keep the wrapper alive, which keeps the reducer. Nor must methods.
         itself = weakref.ref(self)
+        self._watched_methods = WatchedMethods(lambda outputs: _watch(itself, outputs))
         self._why_retired = ""
         self._working_reducer: _native.Reducer | None = make_reducer(
             self._communicator,
@@ -326,6 +338,7 @@ class DataParallel(TorchIdioms):
             sums=reduction == "sum",
             wire_dtype=wire_dtype,
             measures_link=not caps_bytes,
+            gradients_are_views=gradient_as_bucket_view,
             rank=process.rank(),
         )
         if self._buffer_sync is not None:
@@ -380,18 +393,18 @@ class DataParallel(TorchIdioms):
             for owner in self.shard_owners():
                 during.enter_context(owner.during_forward())
             outputs = self.module(*args, **kwargs)
-        if torch.is_grad_enabled():
-            for tensor in outputs_with_graph(outputs):
-                self._reducer.watch(tensor)
+        _watch(weakref.ref(self), outputs)
         return outputs
 
     @contextlib.contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
-        """Accumulates gradients without averaging them, in every backward that runs inside.
+        """Accumulates gradients without averaging them, in backwards of forwards that run inside.
 
-        The next backward outside averages what has been accumulated, also of parameters that it
-        does not reach itself; so does `sync_gradients()`. All ranks do the same. An optimizer that
-        is to use gradients of this rank alone, or that were averaged by other means, steps inside.
+        It is the forward that counts, as in torch's wrapper, wherever its backward runs; a backward
+        from several averages if any of them was outside. The next one that averages takes in what
+        has been accumulated, also of parameters that it does not reach itself; so does
+        `sync_gradients()`. All ranks do the same. An optimizer that is to use gradients of this
+        rank alone, or that were averaged by other means, steps inside.
 
         Args:
             enabled: If False, nothing changes: `with model.no_sync(enabled=step % 4 != 3)`.
@@ -600,11 +613,17 @@ class DataParallel(TorchIdioms):
             module = self.__dict__.get("module")
             if module is None:
                 raise
-            return getattr(module, name)
+            value = getattr(module, name)
+            if inspect.ismethod(value) and value.__self__ is module:
+                return self._watched_methods.of(value)
+            return value
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards average; what `no_sync()` switches off. Torch's name, may be set."""
+        """Whether backwards of the forwards that follow average: what `no_sync()` switches off.
+
+        Torch's name; may be set.
+        """
         return self._reducer.enabled
 
     @require_backward_grad_sync.setter
@@ -894,6 +913,16 @@ def _warn_of_unknown(local: RankLocal) -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def _watch(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
+    """Lets the backward that comes from the outputs of a forward average, or only accumulate."""
+    watching = wrapper()
+    if watching is None or watching.is_retired or not torch.is_grad_enabled():
+        return
+    watching._reducer.note_forward()
+    for tensor in outputs_with_graph(outputs):
+        watching._reducer.watch(tensor)
 
 
 def _require_reducible(

@@ -481,10 +481,11 @@ class ShardedOptimizer(Optimizer):
         if any(id(parameter) in owned for parameter in self._wrapper._reducer.pending):
             error = InvalidUsage(
                 "ShardedOptimizer.step() would use gradients that were accumulated under no_sync() "
-                "and never averaged. Each rank updates a part of every parameter, so ranks can't "
-                "train apart, and this ends the groups of the optimizer and its model: mend the "
-                "program, so that the last backward before step() is outside of no_sync(), or "
-                "sync_gradients() comes before step(), and start it again"
+                "(or past the wrapper, by model.module(...)) and never averaged. Each rank updates "
+                "a part of every parameter, so ranks can't train apart, and this ends the groups "
+                "of the optimizer and its model: mend the program, so that the last forward before "
+                "step() is model(...) outside of no_sync(), or sync_gradients() comes before "
+                "step(), and start it again"
             )
             with self._giving_up_for_all("step()"):  # the others may have averaged theirs
                 raise error

@@ -11,10 +11,17 @@
 // it, because such a hook runs in the outermost graph task, also where all parameters get their
 // gradients in reentrant ones (activation checkpointing). The engine's end-of-backward callback is
 // queued there; it owns the Backward object, so that object dies without having been finished
-// exactly when a backward has thrown. Where nothing announced it (the loss did not come from the
-// outputs of forward), the first parameter does; a nested graph task may then be synchronised
-// before the outer one, and what comes later goes in a second round. That costs time and changes
-// nothing: averaging what is already the same on all ranks leaves it as it is.
+// exactly when a backward has thrown. Where nothing announced it (the outputs of forward were in an
+// object that nobody can look into), the first parameter does; a nested graph task may then be
+// synchronised before the outer one, and what comes later goes in a second round. That costs time
+// and changes nothing: averaging what is already the same on all ranks leaves it as it is.
+//
+// Note [Whether it averages]
+// As in torch's DDP, that is decided in forward, where its outputs are watched: a backward that
+// comes from any output of an averaging forward averages, and one that comes from outputs of others
+// alone accumulates. A backward that nothing announced does what the last forward wanted, if no
+// averaged backward came since; without such a forward (the loss came from the module itself, past
+// the wrapper) it accumulates.
 //
 // Note [Rounds]
 // What one synchronisation does, on every rank in the same order:
@@ -57,6 +64,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -98,6 +106,8 @@ struct ReducerOptions {
   // soon as they have the exception of a backward, of which another thread may still let go.
   std::function<void(const std::function<void()>&)> among_users =
       [](const std::function<void()>& function) { function(); };
+  // Gradients are mere views of the buckets' memory, which the next step writes again.
+  bool gradients_are_views = false;
   // A path, and the rank in the job that the trace is of; empty for none.
   std::string timeline;
   int timeline_rank = 0;
@@ -127,13 +137,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Outside of backward: waits until autograd has let go of a backward that has thrown.
   void await_thrown();
 
+  // After a forward whose outputs may go backward; see Note [Whether it averages].
+  void note_forward() noexcept { last_forward_averages_ = is_enabled_; }
+
   // Before a forward: waits for what a backward that threw has left under way, and throws
   // InvalidUsage where a parameter has changed its type. Ranks that run different numbers of
   // forwards `is_for_training` between two rounds are warned of once.
   void prepare_forward(bool is_for_training);
 
   // Announces the backward that will start from an output of forward; see
-  // Note [A backward, not a forward]. Tensors that are not part of a graph are left alone.
+  // Note [A backward, not a forward] and Note [Whether it averages]. Tensors that are not part of a
+  // graph are left alone.
   void watch(const at::Tensor& output);
 
   // A parameter that was unfrozen or joined the model. Its gradients are averaged from the next
@@ -168,7 +182,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
   [[nodiscard]] bool has_hook() const noexcept { return hook_.has_value(); }
 
-  // Whether backwards that begin from now on are synchronised, or accumulate only.
+  // Whether backwards from forwards that end from now on are synchronised, or accumulate only.
   void set_enabled(bool enabled) noexcept { is_enabled_ = enabled; }
   [[nodiscard]] bool is_enabled() const noexcept { return is_enabled_; }
 
@@ -208,12 +222,19 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Grows with every round; the same on all ranks.
   [[nodiscard]] std::uint64_t round() const noexcept { return round_.number; }
 
+  // Whether the gradients of a parameter are averaged here. For the thread that adds parameters.
+  [[nodiscard]] bool averages(const at::Tensor& parameter) const {
+    return parameters_.contains(parameter.unsafeGetTensorImpl());
+  }
+
   // Whether a backward that synchronises is under way.
   [[nodiscard]] bool is_in_backward() const;
 
   // Whether a parameter holds a gradient that was accumulated and not averaged.
   [[nodiscard]] bool has_pending() const;
   [[nodiscard]] std::vector<at::Tensor> pending() const;
+  // Whether a backward has accumulated since the last round because it came from no forward.
+  [[nodiscard]] bool has_bypassed() const noexcept { return has_bypassed_; }
 
   [[nodiscard]] const GradientArena& arena() const noexcept { return arena_; }
   [[nodiscard]] const ReducerStats& stats() const noexcept { return stats_; }
@@ -221,11 +242,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
  private:
   class Backward;
-  // A parameter without a gradient of its own in a round.
-  struct Absent {
-    std::size_t slot;
-    at::Tensor before;  // what to put back if no rank used the parameter; undefined: nothing
-  };
   // How the ranks' gradients become one.
   struct Combination {
     ReduceOp op = ReduceOp::kMean;
@@ -242,7 +258,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool has_waited_in_vain = false;  // for memory
     WorkPtr opening;
     std::optional<Combination> combination;  // once it is known
-    std::vector<Absent> absent;
     std::shared_ptr<RoundTimes> times;
     double launching_s = 0.0;
   };
@@ -262,7 +277,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // -- what the hooks call
   std::shared_ptr<Backward> require_backward();
-  void announce();
+  void announce(bool averages);
   [[nodiscard]] at::Tensor arriving(std::size_t index, const at::Tensor& gradient);
   [[nodiscard]] bool take_memory(const Backward& backward, const GradientBucket& bucket);
   void accumulated(std::size_t index);
@@ -273,8 +288,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void end_landings();
 
   // -- beginning
-  std::shared_ptr<Backward> begin(bool accumulates);
+  std::shared_ptr<Backward> begin(bool averages, bool accumulates);
   void enter(Backward& backward);
+  void let_average(Backward& backward);
   [[nodiscard]] bool begins_round(const Backward& backward) const;
   [[nodiscard]] bool is_frozen() const;
   [[nodiscard]] bool is_late(const GradientSlot& slot) const;
@@ -351,6 +367,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ArrivalOrder order_;
   LinkSpeed speed_;
   std::vector<std::unique_ptr<AccumulationHooks>> hooks_;  // by slot
+  std::unordered_set<const c10::TensorImpl*> parameters_;  // of the slots, which keep them
   std::optional<BucketHook> hook_;
   std::optional<BucketPlan> next_plan_;  // agreed, for the next round
   bool has_learned_ = false;             // the order of a backward
@@ -363,6 +380,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Set from outside.
   bool is_enabled_ = true;
+  // What the last forward wanted, until a backward is averaged.
+  std::optional<bool> last_forward_averages_;
+  bool has_bypassed_ = false;
   std::optional<double> weight_;
   Joining joining_ = Joining::kNot;
   bool throws_on_first_ = false;

@@ -71,6 +71,7 @@ PYTHON_LAYERS = (
     "compiled_graphs",
     "rank_local",
     "buffer_changes",
+    "watched_methods",
     "buffer_sync",
     "gradient_sync",
     "trained_parameters",
