@@ -512,7 +512,7 @@ import os, signal, sys, time
 import torch
 import pydist
 
-pydist.init(sys.argv[1], timeout=2)
+pydist.init(sys.argv[1], timeout=6)
 if pydist.rank() == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(0.5)
@@ -538,10 +538,10 @@ def test_a_stopped_host_of_the_store_is_no_hang(tmp_path: Path, backend: str, wh
     command = [sys.executable, str(script), backend, what]
     with subprocess.Popen(command, env=clean_environment({**place, "RANK": "0"})) as host:
         try:
-            done = run_command(command, env={**place, "RANK": "1"}, timeout=40)
+            done = run_command(command, env={**place, "RANK": "1"}, timeout=60)
         finally:
             host.kill()
     took_s, _, error = done.stdout.partition(" ")
-    assert int(took_s) <= 15, done.stdout
+    assert int(took_s) <= 30, done.stdout
     assert re.match("Timeout|TransportError", error), done.stdout
     assert "rank 0" in error
