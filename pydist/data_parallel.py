@@ -85,6 +85,7 @@ _OWN_NAMES = {
     "_graph_cap_bytes",
     "_input_device",
     "_compresses",
+    "_gradients_are_views",
     "_owners",
     "_sharded_ids",
     "_local",
@@ -344,6 +345,7 @@ class DataParallel(TorchIdioms):
         if self._buffer_sync is not None:
             self._buffer_sync.changes.reducer = weakref.ref(self._working_reducer)
         self._compresses = compress is not None
+        self._gradients_are_views = gradient_as_bucket_view
         if averages_itself:
             self._reducer.register_comm_hook(itself, _returning_future(_average_bucket))
         self._take_torch_attributes(
@@ -480,8 +482,9 @@ class DataParallel(TorchIdioms):
 
         Around the training loop, on all ranks. A rank that leaves it goes on taking part in the
         others' steps, with gradients of zero, until all have left; then every rank has the model of
-        the rank that had the most batches. It takes no part in steps of the optimizer, whose state
-        so misses them. Backwards under `no_sync()` are nobody else's concern.
+        the rank that had the most batches. Gradients are those of its own last step. It takes no
+        part in the others' steps of the optimizer, whose state so misses them. Backwards under
+        `no_sync()` are nobody else's concern.
 
         Args:
             divide_by_initial_world_size: Whether ranks without a batch count as zeros in the mean,
@@ -525,8 +528,18 @@ class DataParallel(TorchIdioms):
                 if not self.others_know_of(error):
                     self._reducer.fail_round()
                 raise
+            # Those of this rank's own last step, which rounds without it take away. Where gradients
+            # are views, such a round would write into them as well.
+            are_views = self._gradients_are_views
+            kept = [
+                (parameter, gradient.clone() if are_views else gradient)
+                for _, parameter, _ in self._trained.known
+                if (gradient := parameter.grad) is not None
+            ]
             while self._reducer.join_round():
                 pass
+            for parameter, gradient in kept:
+                parameter.grad = gradient
         finally:
             _joining = None
             self._reducer.set_joining("", False)
