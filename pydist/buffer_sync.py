@@ -84,6 +84,10 @@ class BufferSync:
         self.pack()
         self.changes.note(self._watched_now())
 
+    def forget(self) -> None:
+        """Lets the next averaged backward copy the buffers, whether they change or not."""
+        self.memory.zero_()
+
     def _watched_now(self) -> list[Any]:
         """The buffers that the module has now in the places whose changes count."""
         places = [self._tables[number] for number in self._watched]

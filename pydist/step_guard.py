@@ -84,7 +84,7 @@ def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> 
                 "so the ranks' models would part: they come from a backward past the wrapper. As "
                 "in torch's DistributedDataParallel, backward of model.module(...), of a part of "
                 "the module that is called by itself, or within a forward of the wrapper, does "
-                "not average: go backward from what model(...) has returned, or call "
+                "not average: call model(...) and go backward from its outputs, or call "
                 "sync_gradients() before the step; to train the ranks apart on purpose, call "
                 "step() inside no_sync()"
             )
