@@ -29,7 +29,7 @@ from pydist.bucket_plan import (
     typical_cap_bytes,
 )
 from pydist.buffer_sync import BufferSync
-from pydist.compiled_graphs import graphs_cut_at, runs_uncompiled
+from pydist.compiled_graphs import graphs_cut_at, runs_uncompiled, runs_uncompiled_throughout
 from pydist.errors import Error, InvalidUsage
 from pydist.gradient_sync import (
     BucketStats,
@@ -353,6 +353,7 @@ class DataParallel(TorchIdioms):
         self._averages_when_joined = True
         self._take_torch_attributes(input_device, settings.process_group, **settings.of_torch)
 
+    @runs_uncompiled_throughout
     def _join(self, *, with_parameters: bool, with_buffers: bool) -> None:
         """Meets the other ranks, which all call it. Where it raises, nothing has changed.
 
@@ -1029,6 +1030,7 @@ def _warn_of_unknown(local: RankLocal) -> None:
         )
 
 
+@runs_uncompiled_throughout
 def _watch(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
     """Lets the backward that comes from the outputs of a forward average, or only accumulate."""
     watching = wrapper()

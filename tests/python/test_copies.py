@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -426,3 +427,21 @@ def copy_with_its_optimizer() -> None:
 
 def test_a_copy_beside_its_optimizer(run: Runner) -> None:
     run(copy_with_its_optimizer)
+
+
+def compile_a_copy() -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(Net())
+    copied = copy.deepcopy(model)
+    expected = mean_gradients(model.module, size)
+    compiled = torch.compile(copied, backend="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo does not know how to trace")
+        compiled(batch(rank, 5, 4)).square().mean().backward()
+    assert copied.has_joined
+    for parameter, gradient in zip(copied.parameters(), expected, strict=True):
+        assert_near(parameter.grad, gradient)
+
+
+def test_a_compiled_copy_joins(run: Runner) -> None:
+    run(compile_a_copy)
