@@ -4,7 +4,6 @@ import atexit
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launch import clean_environment, rank_outcomes, run_command, run_ranks
+from launch import clean_environment, free_port, rank_outcomes, run_command, run_ranks
 from torch import nn
 
 import pydist
@@ -535,10 +534,7 @@ def test_a_stopped_host_of_the_store_is_no_hang(tmp_path: Path, backend: str, wh
     """A TCPStore whose server is stopped never answers."""
     script = tmp_path / "script.py"
     script.write_text(STOPPED_HOST_SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     command = [sys.executable, str(script), backend, what]
     with subprocess.Popen(command, env=clean_environment({**place, "RANK": "0"})) as host:
         try:
