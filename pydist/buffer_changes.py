@@ -13,15 +13,13 @@ import hashlib
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pydist import _native
 from pydist._torch import is_of_functorch, version_of
-
-if TYPE_CHECKING:
-    from pydist import _native
 
 
 class BufferChanges:
@@ -105,7 +103,7 @@ def _has_values(buffer: Any) -> bool:
     """Whether the host may look at a buffer now."""
     if not isinstance(buffer, Tensor) or is_of_functorch(buffer):
         return False  # what is no buffer any more, the exchange will refuse
-    return not (buffer.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not (buffer.is_cuda and _native.is_capturing(buffer.device))
 
 
 def _bytes_of(buffer: Tensor) -> bytes:

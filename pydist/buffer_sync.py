@@ -55,13 +55,18 @@ class BufferSync:
         self._owners: list[tuple[str, nn.Module, str]] = []
         self._tables: list[tuple[dict[str, Tensor | None], str]] = []
         self._places: list[Tensor] = []
+        # Whose changes between steps count.
+        self._watched: list[int] = []
         places: list[tuple[int, Tensor]] = []
         size_bytes = 0
         self._module.look_again()
         for name, buffer in self._module.shared_buffers():
             path, _, attribute = name.rpartition(".")
             self._owners.append((name, self._module.module.get_submodule(path), attribute))
-            self._tables.append((buffers_of(self._owners[-1][1]), attribute))
+            owner = self._owners[-1][1]
+            self._tables.append((buffers_of(owner), attribute))
+            if not _only_counts(owner, attribute):
+                self._watched.append(len(self._owners) - 1)
             places.append((size_bytes, buffer))
             size_bytes += buffer.numel() * buffer.element_size()
             size_bytes += -size_bytes % _ALIGNMENT_BYTES
@@ -77,11 +82,16 @@ class BufferSync:
             place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)
             self._places.append(place)
         self.pack()
-        self.changes.note(self.present())
+        self.changes.note(self._watched_now())
 
-    def present(self) -> list[Any]:
-        """The buffers that the module has now in the places of the message."""
-        return [table.get(attribute) for table, attribute in self._tables]
+    def forget(self) -> None:
+        """Lets the next averaged backward copy the buffers, whether they change or not."""
+        self.memory.zero_()
+
+    def _watched_now(self) -> list[Any]:
+        """The buffers that the module has now in the places whose changes count."""
+        places = [self._tables[number] for number in self._watched]
+        return [table.get(attribute) for table, attribute in places]
 
     @runs_uncompiled_throughout
     def before_forward(self, *, averages: bool) -> None:
@@ -91,7 +101,7 @@ class BufferSync:
             averages: Whether the backward of this forward averages.
         """
         if self.is_enabled:
-            self.changes.before_forward(self.present(), averages=averages)
+            self.changes.before_forward(self._watched_now(), averages=averages)
 
     def has_changed(self) -> bool:
         """Whether a buffer is no longer what the message says.
@@ -102,9 +112,9 @@ class BufferSync:
         """
         if not self.is_enabled:
             return False
-        self.changes.warn_where_ranks_differ([name for name, _, _ in self._owners])
+        self.changes.warn_where_ranks_differ([self._owners[n][0] for n in self._watched])
         buffers = list(self._buffers())  # all of them must be as they were wrapped
-        self.changes.note(buffers)
+        self.changes.note(self._watched_now())
         # They may have moved since.
         pairs = [(p, b.to(p.device)) for p, b in zip(self._places, buffers, strict=True)]
         if not self.memory.is_cuda:
@@ -130,7 +140,7 @@ class BufferSync:
                 buffer.data.copy_(place)
             else:
                 buffer.copy_(place)
-        self.changes.note(self.present())
+        self.changes.note(self._watched_now())
 
     def _buffers(self) -> Iterator[Tensor]:
         for place, (name, owner, attribute) in zip(self._places, self._owners, strict=True):
@@ -150,3 +160,13 @@ class BufferSync:
 def _is_statistic(owner: nn.Module, attribute: str) -> bool:
     """Whether a buffer is one that a layer's own kernels update in each forward in training."""
     return isinstance(owner, nn.modules.batchnorm._NormBase) and attribute in _STATISTICS
+
+
+def _only_counts(owner: nn.Module, attribute: str) -> bool:
+    """Whether a buffer counts a layer's forwards, and no forward computes with it.
+
+    Every forward in training changes such a count, also the first of two before one backward. On a
+    device the host would wait there for its value.
+    """
+    is_count = isinstance(owner, nn.modules.batchnorm._NormBase)
+    return is_count and attribute == "num_batches_tracked" and owner.momentum is not None

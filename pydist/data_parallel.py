@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import inspect
 import math
 import traceback
@@ -19,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 
 from pydist import _native, groups, process
 from pydist.bucket_plan import (
-    DEFAULT_CAP_BYTES,
     BucketPlan,
     PlannedBucket,
     PlannedParameter,
@@ -28,7 +29,7 @@ from pydist.bucket_plan import (
     typical_cap_bytes,
 )
 from pydist.buffer_sync import BufferSync
-from pydist.compiled_graphs import graphs_cut_at, runs_uncompiled
+from pydist.compiled_graphs import graphs_cut_at, runs_uncompiled, runs_uncompiled_throughout
 from pydist.errors import Error, InvalidUsage
 from pydist.gradient_sync import (
     BucketStats,
@@ -53,8 +54,6 @@ from pydist.state_dict_names import matched
 from pydist.step_guard import forget_steps, guard_steps
 from pydist.sync_batch_norm import refuse_under_join
 from pydist.torch_arguments import (
-    caps_of,
-    group_of,
     input_device_of,
     refuse_unsupported,
     warn_of_check_reduction,
@@ -62,6 +61,7 @@ from pydist.torch_arguments import (
 from pydist.torch_idioms import TorchIdioms
 from pydist.trained_parameters import TrainedParameters, require_trainable
 from pydist.watched_methods import WatchedMethods
+from pydist.wrapper_settings import Settings, settings_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -81,10 +81,10 @@ _OWN_NAMES = {
     "_communicator",
     "_working_reducer",
     "_why_retired",
+    "_settings",
     "_trained",
-    "_graph_cap_bytes",
+    "_averages_when_joined",
     "_input_device",
-    "_compresses",
     "_owners",
     "_sharded_ids",
     "_local",
@@ -93,10 +93,19 @@ _OWN_NAMES = {
     "_watched_methods",
 }
 
+# Of a wrapper's attributes, those that its copies do not take over.
+_NOT_COPIED = {
+    "module",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_modules",
+    "_compiled_call_impl",
+    "process_group",
+}
+
 # The wrapper that is in join(); ranks that wait for each other in two would wait in a circle.
 _joining: weakref.ref[DataParallel] | None = None
-
-_WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ShardOwner(Protocol):
@@ -130,8 +139,15 @@ class DataParallel(TorchIdioms):
 
     To everything that goes by names, the wrapper is the module: `state_dict`, `named_parameters`,
     `named_buffers` and `named_modules` have no `module.` prefix, and attributes of the module are
-    attributes of the wrapper. Copies (`copy.deepcopy`, pickle, `torch.save`) are of the module
-    alone, without the wrapper.
+    attributes of the wrapper. Pickles (`torch.save` too) are of the module alone, without the
+    wrapper.
+
+    `copy.deepcopy(model)` is a wrapper with the same settings around a copy of the module. It talks
+    to nobody, so one rank may make it and evaluate with it under `torch.no_grad()`. It joins the
+    other ranks at its first forward with gradients enabled in which a parameter requires one, or
+    when a method is called that needs all ranks (`weighted`, `join`, `register_comm_hook`, ...), or
+    a `pydist.ShardedOptimizer` is made: on all ranks. Then modules are compared, and rank 0's
+    buffers copied, but no parameters. `plan` and `stats()` are there from then on.
 
     A parameter that the backward of this rank did not reach counts as zero in the mean if another
     rank's did, and keeps the gradient that it had (None, as a rule) if none did. Gradients live in
@@ -262,12 +278,26 @@ class DataParallel(TorchIdioms):
             mixed_precision=mixed_precision,
         )
         warn_of_check_reduction(check_reduction)
-        process_group = group_of(process_group, device_mesh)
-        caps_bytes = caps_of(bucket_cap_mb, bucket_cap_mb_list)
-        if reduction not in ("mean", "sum"):
-            raise InvalidUsage(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
-        if compress is not None and compress not in _WIRE_DTYPES:
-            raise InvalidUsage(f"compress is {compress!r}; it must be 'bf16', 'fp16' or None")
+        settings = settings_of(
+            device_ids=device_ids,
+            output_device=output_device,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            device_mesh=device_mesh,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            forward_sync_buffers=forward_sync_buffers,
+            reduction=reduction,
+            compress=compress,
+            dim=dim,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            mixed_precision=None,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+        )
         if not isinstance(module, nn.Module):
             raise InvalidUsage(
                 f"pydist.DataParallel wraps a torch.nn.Module, not a {type(module).__name__}"
@@ -276,11 +306,28 @@ class DataParallel(TorchIdioms):
         local = RankLocal(module)
         _warn_of_unknown(local)
         require_trainable(local)
-        input_device = input_device_of(local, device_ids, output_device)
-        sync_buffers = broadcast_buffers is not False
-        if forward_sync_buffers is not None:
-            sync_buffers = forward_sync_buffers
+        input_device = input_device_of(local, settings.device_ids, settings.output_device)
+        process.init()
+        self._wrap(local, settings, input_device)
+        self._join(
+            with_parameters=init_sync,
+            with_buffers=settings.copies_buffers_first if init_sync else settings.copies_buffers,
+        )
+        self.register_load_state_dict_post_hook(run_hooks_of_module)  # type: ignore[no-untyped-call]
+        note_wrapper(self)
 
+    # Note [Joining]
+    # A wrapper is made in two parts. `_wrap` talks to nobody; from then on the wrapper stands for
+    # the module. `_join` meets the other ranks, and makes what averages: a communicator, memory for
+    # gradients. The constructor does both. A copy (`copy.deepcopy`) is only wrapped, and joins when
+    # it is to train: at the first forward with gradients enabled that a parameter requires, or when
+    # a method is called that needs all ranks. So copies that never train, such as averages of the
+    # weights, cost nothing, and one rank alone may make them.
+
+    def _wrap(
+        self, local: RankLocal, settings: Settings, input_device: torch.device | None
+    ) -> None:
+        module = local.module
         # Note [One set of names]: the wrapper shares the module's tables instead of holding the
         # module as a child, so that all of nn.Module finds the same names in both.
         self.__dict__.update(
@@ -290,76 +337,94 @@ class DataParallel(TorchIdioms):
             _non_persistent_buffers_set=module._non_persistent_buffers_set,
             _modules=module._modules,
         )
-        process.init()
-        # A group of its own: the user's collectives can't be taken for these, or these for theirs.
-        parent = groups.communicator_of(process_group)
-        self._communicator = groups.split(parent, range(parent.size))
+        self._settings = settings
         self._local = local
-        self._graph_cap_bytes = max(caps_bytes, default=DEFAULT_CAP_BYTES)
         self._input_device = input_device
-        averages_itself = type(self).average_bucket is not DataParallel.average_bucket
-        arguments = [
-            f"bucket_cap_mb={bucket_cap_mb}",
-            f"bucket_cap_mb_list={bucket_cap_mb_list}",
-            f"reduction={reduction!r}",
-            f"compress={compress!r}",
-            f"init_sync={init_sync}",
-            f"synchronized buffers={sync_buffers}",
-            f"average_bucket of its own={averages_itself}",
-            f"PYDIST_DEBUG={int(_native.read_environment().debug)}",
-        ]
-        check_same(self._communicator, "pydist.DataParallel's setting", arguments)
-        check_same(self._communicator, "the module", facts_of(local))
-        wire_dtype = _WIRE_DTYPES[compress] if compress else None
-        _require_reducible(self._communicator, local, reduction, wire_dtype)
-        # Where only the values at the start are up to the user, torch's first forward would copy
-        # the buffers.
-        also_at_first = broadcast_buffers is not False or forward_sync_buffers is not None
-        copy_from(
-            self._communicator,
-            0,
-            local,
-            with_parameters=init_sync,
-            with_buffers=also_at_first if init_sync else sync_buffers,
-        )
         self._trained = TrainedParameters(local)
-        self._buffer_sync = BufferSync(self._communicator, local) if sync_buffers else None
+        self._buffer_sync = None
         self._owners: list[weakref.ref[Any]] = []
         self._sharded_ids: set[int] = set()
         # The reducer must not keep the wrapper alive, which keeps the reducer. Nor must methods.
         itself = weakref.ref(self)
         self._watched_methods = WatchedMethods(lambda outputs: _watch(itself, outputs))
         self._why_retired = ""
-        self._working_reducer: _native.Reducer | None = make_reducer(
-            self._communicator,
-            self._trained.known,
-            lambda *arguments: _plan(itself(), caps_bytes, *arguments),
-            self._buffer_sync,
-            sums=reduction == "sum",
-            wire_dtype=wire_dtype,
-            measures_link=not caps_bytes,
-            gradients_are_views=gradient_as_bucket_view,
+        self._working_reducer: _native.Reducer | None = None
+        # What becomes the reducer's `enabled`.
+        self._averages_when_joined = True
+        self._take_torch_attributes(input_device, settings.process_group, **settings.of_torch)
+
+    @runs_uncompiled_throughout
+    def _join(self, *, with_parameters: bool, with_buffers: bool) -> None:
+        """Meets the other ranks, which all call it. Where it raises, nothing has changed.
+
+        Args:
+            with_parameters: Whether to copy rank 0's parameters.
+            with_buffers: Whether to copy rank 0's buffers.
+        """
+        settings, local = self._settings, self._local
+        local.look_again()
+        require_trainable(local)
+        input_device = input_device_of(local, settings.device_ids, settings.output_device)
+        process.init()
+        # A group of its own: the user's collectives can't be taken for these, or these for theirs.
+        parent = groups.communicator_of(settings.process_group)
+        communicator = groups.split(parent, range(parent.size))
+        averages_itself = type(self).average_bucket is not DataParallel.average_bucket
+        facts = [*settings.facts(), f"average_bucket of its own={averages_itself}"]
+        check_same(communicator, "pydist.DataParallel's setting", facts)
+        check_same(communicator, "the module", facts_of(local))
+        _require_reducible(communicator, local, settings.reduction, settings.wire_dtype)
+        copy_from(
+            communicator, 0, local, with_parameters=with_parameters, with_buffers=with_buffers
+        )
+        trained = TrainedParameters(local)
+        trained.add_all()
+        buffer_sync = BufferSync(communicator, local) if settings.copies_buffers else None
+        itself = weakref.ref(self)
+        reducer = make_reducer(
+            communicator,
+            trained.known,
+            lambda *arguments: _plan(itself(), settings.caps_bytes, *arguments),
+            buffer_sync,
+            sums=settings.reduction == "sum",
+            wire_dtype=settings.wire_dtype,
+            measures_link=not settings.caps_bytes,
+            gradients_are_views=settings.gradients_are_views,
             rank=process.rank(),
         )
-        if self._buffer_sync is not None:
-            self._buffer_sync.changes.reducer = weakref.ref(self._working_reducer)
-        self._compresses = compress is not None
+        reducer.enabled = self._averages_when_joined
+        if buffer_sync is not None:
+            buffer_sync.changes.reducer = weakref.ref(reducer)
         if averages_itself:
-            self._reducer.register_comm_hook(itself, _returning_future(_average_bucket))
-        self._take_torch_attributes(
-            input_device,
-            process_group,
-            dim=dim,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            mixed_precision=None,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            batched_grad_copy=batched_grad_copy,
-        )
-        self.register_load_state_dict_post_hook(run_hooks_of_module)  # type: ignore[no-untyped-call]
-        self._take_up(self._trained.known, "wrapped anew")
-        note_wrapper(self)
-        guard_steps(self._reducer)
+            reducer.register_comm_hook(itself, _returning_future(_average_bucket))
+        self._communicator, self._input_device = communicator, input_device
+        self._trained, self._buffer_sync = trained, buffer_sync
+        self._working_reducer = reducer
+        self._take_up(trained.known, "wrapped anew")
+        guard_steps(reducer)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the wrapper has met the other ranks. A copy does so when it is to train."""
+        return self._working_reducer is not None or self.is_retired
+
+    def require_joined(self) -> None:
+        """Lets a copy join, if it has not yet. All ranks call it together."""
+        if not self.has_joined:
+            self._join(with_parameters=False, with_buffers=self._settings.copies_buffers)
+
+    def communicator_to_split(self) -> _native.Communicator:
+        """One of the ranks that train the model, also before a copy has joined them."""
+        if self.has_joined:
+            return self._communicator
+        process.init()
+        return groups.communicator_of(self._settings.process_group)
+
+    def _join_after_forward(self) -> None:
+        """Lets a copy join of which a method has run, whose graph may need its buffers."""
+        self._join(with_parameters=False, with_buffers=False)
+        if self._buffer_sync is not None:
+            self._buffer_sync.forget()
 
     # -- computation
 
@@ -371,10 +436,10 @@ class DataParallel(TorchIdioms):
         refuse_active_torch(self)
         # Not in an evaluation, which one rank may do alone.
         if torch.is_grad_enabled() and (joining := self._trained.joined()):
-            self._take_up(joining, "unfrozen in, or added to, another pydist.DataParallel")
-            for joined in joining:
-                self._reducer.add(*joined, *self._owner_of(joined))
-                self._trained.add(*joined)
+            if self.has_joined:
+                self._add(joining)
+            else:
+                self.require_joined()
         for owner in self.shard_owners():
             owner.before_forward(self.module)
         if self._input_device is not None:
@@ -385,11 +450,12 @@ class DataParallel(TorchIdioms):
                 (args, kwargs),
                 is_leaf=lambda value: isinstance(value, PackedSequence),
             )
-        self._reducer.prepare_forward(self.module.training and torch.is_grad_enabled())
+        if self.has_joined:
+            self._reducer.prepare_forward(self.module.training and torch.is_grad_enabled())
         if self._buffer_sync is not None and torch.is_grad_enabled():
             self._buffer_sync.before_forward(averages=self._reducer.enabled)
         with contextlib.ExitStack() as during:
-            during.enter_context(graphs_cut_at(self._graph_cap_bytes))
+            during.enter_context(graphs_cut_at(self._settings.graph_cap_bytes))
             for owner in self.shard_owners():
                 during.enter_context(owner.during_forward())
             outputs = self.module(*args, **kwargs)
@@ -409,12 +475,12 @@ class DataParallel(TorchIdioms):
         Args:
             enabled: If False, nothing changes: `with model.no_sync(enabled=step % 4 != 3)`.
         """
-        reducer = self._reducer
-        before, reducer.enabled = reducer.enabled, reducer.enabled and not enabled
+        before = self.require_backward_grad_sync
+        self._set_averages(before and not enabled)
         try:
             yield
         finally:
-            reducer.enabled = before
+            self._set_averages(before)
 
     @contextlib.contextmanager
     def weighted(self, weight: float | Tensor) -> Iterator[None]:
@@ -445,6 +511,7 @@ class DataParallel(TorchIdioms):
             raise InvalidUsage(
                 f"the weight of a backward is {value}; it must be finite and not negative"
             )
+        self.require_joined()
         self._refuse_hook("weighted() gives ranks different weights")
         reducer = self._reducer
         before, reducer.weight = reducer.weight, value
@@ -467,6 +534,7 @@ class DataParallel(TorchIdioms):
                 accumulates with weights was replaced (backward raises both as well); or it was
                 summed, and then changed in place.
         """
+        self.require_joined()
         self._reducer.synchronize()
 
     @contextlib.contextmanager
@@ -480,8 +548,9 @@ class DataParallel(TorchIdioms):
 
         Around the training loop, on all ranks. A rank that leaves it goes on taking part in the
         others' steps, with gradients of zero, until all have left; then every rank has the model of
-        the rank that had the most batches. It takes no part in steps of the optimizer, whose state
-        so misses them. Backwards under `no_sync()` are nobody else's concern.
+        the rank that had the most batches. Gradients are those of its own last step. It takes no
+        part in the others' steps of the optimizer, whose state so misses them. Backwards under
+        `no_sync()` are nobody else's concern.
 
         Args:
             divide_by_initial_world_size: Whether ranks without a batch count as zeros in the mean,
@@ -499,6 +568,7 @@ class DataParallel(TorchIdioms):
             yield
             return
         self.require_working()
+        self.require_joined()
         refuse_under_join(self.module)
         if self._owners:
             raise InvalidUsage(
@@ -525,8 +595,18 @@ class DataParallel(TorchIdioms):
                 if not self.others_know_of(error):
                     self._reducer.fail_round()
                 raise
+            # Those of this rank's own last step, which rounds without it take away. Where gradients
+            # are views, such a round would write into them as well.
+            are_views = self._settings.gradients_are_views
+            kept = [
+                (parameter, gradient.clone() if are_views else gradient)
+                for _, parameter, _ in self._trained.known
+                if (gradient := parameter.grad) is not None
+            ]
             while self._reducer.join_round():
                 pass
+            for parameter, gradient in kept:
+                parameter.grad = gradient
         finally:
             _joining = None
             self._reducer.set_joining("", False)
@@ -624,11 +704,19 @@ class DataParallel(TorchIdioms):
 
         Torch's name; may be set.
         """
-        return self._reducer.enabled
+        self.require_working()
+        reducer = self._working_reducer
+        return self._averages_when_joined if reducer is None else reducer.enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._reducer.enabled = value
+        self.require_working()
+        self._set_averages(value)
+
+    def _set_averages(self, value: bool) -> None:
+        self._averages_when_joined = value
+        if self._working_reducer is not None:
+            self._working_reducer.enabled = value
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__ or hasattr(type(self), name):
@@ -676,11 +764,12 @@ class DataParallel(TorchIdioms):
             ) from None
         except ValueError:
             pass  # a builtin without a signature
-        if self._compresses:
+        if self._settings.compress is not None:
             raise InvalidUsage(
                 "compress= lets the engine's own average travel in 16 bits, which a communication "
                 "hook takes the place of: use one of the two"
             )
+        self.require_joined()
         self._reducer.register_comm_hook(state, _returning_future(hook))
 
     # -- which wrapper trains a parameter
@@ -688,17 +777,22 @@ class DataParallel(TorchIdioms):
     @property
     def is_retired(self) -> bool:
         """Whether others have taken up parameters of this wrapper, which trains nothing since."""
-        return self._working_reducer is None
+        return bool(self._why_retired)
 
     @property
     def _reducer(self) -> _native.Reducer:
+        self.require_working()
         if self._working_reducer is None:
-            raise InvalidUsage(self._why_retired)
+            raise InvalidUsage(
+                "this pydist.DataParallel is a copy that has not met the other ranks yet, so there "
+                "is nothing to show: it joins them at its first forward that is to train"
+            )
         return self._working_reducer
 
     def require_working(self) -> None:
         """Raises InvalidUsage where another wrapper has taken up a parameter of this one."""
-        _ = self._reducer
+        if self.is_retired:
+            raise InvalidUsage(self._why_retired)
 
     def trains(self, parameter: Tensor) -> bool:
         """Whether the wrapper averages a parameter's gradients, or did before it was retired."""
@@ -707,6 +801,13 @@ class DataParallel(TorchIdioms):
     def has_alone(self, parameter: Tensor) -> bool:
         """Whether a parameter is this rank's own, so that nothing of it is averaged."""
         return self._local.has(parameter)
+
+    def _add(self, joining: Trained) -> None:
+        """Trains more parameters, from the next backward on. Talks to nobody."""
+        self._take_up(joining, "unfrozen in, or added to, another pydist.DataParallel")
+        for joined in joining:
+            self._reducer.add(*joined, *self._owner_of(joined))
+            self._trained.add(*joined)
 
     def _take_up(self, trained: Trained, how: str) -> None:
         """Retires whoever else trains any of some parameters. Talks to nobody."""
@@ -870,12 +971,26 @@ class DataParallel(TorchIdioms):
 
     def extra_repr(self) -> str:
         """Where it runs, for `repr`."""
+        if not self.has_joined:
+            return "a copy that has not joined the other ranks"
         return f"ranks={self._communicator.size}, backend={self._communicator.backend}"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        from copy import deepcopy
-
-        return deepcopy(self.module, memo)
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """A wrapper around a copy of the module, which joins when it is to train."""
+        copied = type(self).__new__(type(self))
+        nn.Module.__init__(copied)
+        memo[id(self)] = copied
+        settings = dataclasses.replace(self._settings, copies_buffers=self.forward_sync_buffers)
+        module = copy.deepcopy(self.module, memo)
+        copied._wrap(RankLocal(module), settings, self._input_device)
+        if not self.is_retired:
+            copied._averages_when_joined = self.require_backward_grad_sync
+        # Hooks, and attributes that the program has set. Communication hooks stay behind, as in
+        # torch: they may keep state of the buckets.
+        for name in self.__dict__.keys() - _OWN_NAMES - _NOT_COPIED:
+            copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        note_wrapper(copied)
+        return copied
 
     def __reduce__(self) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
         return _unwrapped, (self.module,)
@@ -915,13 +1030,19 @@ def _warn_of_unknown(local: RankLocal) -> None:
         )
 
 
+@runs_uncompiled_throughout
 def _watch(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
     """Lets the backward that comes from the outputs of a forward average, or only accumulate."""
     watching = wrapper()
     if watching is None or watching.is_retired or not torch.is_grad_enabled():
         return
+    tensors = list(outputs_with_graph(outputs))
+    if not watching.has_joined:
+        if not tensors or not watching._trained.joined():
+            return  # not to be trained
+        watching._join_after_forward()
     watching._reducer.note_forward()
-    for tensor in outputs_with_graph(outputs):
+    for tensor in tensors:
         watching._reducer.watch(tensor)
 
 

@@ -238,6 +238,7 @@ class ShardedOptimizer(Optimizer):
                 raise InvalidUsage(
                     "process_group belongs to the pydist.DataParallel model: leave it out here"
                 )
+            self._wrapper.require_joined()
             parent = self._wrapper._communicator
         else:
             parent = groups.communicator_of(process_group)

@@ -82,8 +82,9 @@ def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> 
             raise InvalidUsage(
                 f"{type(optimizer).__name__}.step() would use gradients that were never averaged, "
                 "so the ranks' models would part: they come from a backward past the wrapper. As "
-                "in torch's DistributedDataParallel, backward of model.module(...), or of a part "
-                "of the module that is called by itself, does not average: call model(...), or "
+                "in torch's DistributedDataParallel, backward of model.module(...), of a part of "
+                "the module that is called by itself, or within a forward of the wrapper, does "
+                "not average: call model(...) and go backward from its outputs, or call "
                 "sync_gradients() before the step; to train the ranks apart on purpose, call "
                 "step() inside no_sync()"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from pydist._torch import set_ignored_names
 from pydist.errors import InvalidUsage
 from pydist.rank_local import RankLocal
+from pydist.wrapper_settings import Settings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,6 +31,13 @@ class TorchIdioms(nn.Module):
     _local: RankLocal
     _buffer_sync: BufferSync | None
     _torch_attributes: dict[str, Any]
+    _settings: Settings
+
+    if TYPE_CHECKING:
+
+        @property
+        def has_joined(self) -> bool: ...
+
     register_comm_hook: Callable[..., None]
 
     def _take_torch_attributes(
@@ -75,11 +84,15 @@ class TorchIdioms(nn.Module):
     @property
     def forward_sync_buffers(self) -> bool:
         """Whether rank 0's buffers are copied to all ranks while training. May be switched off."""
+        if not self.has_joined:
+            return self._settings.copies_buffers
         return self._buffer_sync is not None and self._buffer_sync.is_enabled
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
-        if self._buffer_sync is not None:
+        if not self.has_joined:
+            self._settings = dataclasses.replace(self._settings, copies_buffers=bool(value))
+        elif self._buffer_sync is not None:
             self._buffer_sync.is_enabled = bool(value)
         elif value:
             raise InvalidUsage(
@@ -140,6 +153,7 @@ class TorchIdioms(nn.Module):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What is known here of torch's logging data, under torch's names."""
+        reducer = self._reducer
         parameters = [p for _, p in self._local.shared_parameters() if p.requires_grad]
         is_simple = (bool, int, str)
         return {
@@ -147,10 +161,10 @@ class TorchIdioms(nn.Module):
             "backend_name": self._communicator.backend,
             "rank": self._communicator.rank,
             "world_size": self._communicator.size,
-            "iteration": self._reducer.stats.rounds,
+            "iteration": reducer.stats.rounds,
             "num_parameter_tensors": len(parameters),
             "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
-            "bucket_sizes": ", ".join(str(size) for _, size, _ in self._reducer.buckets),
+            "bucket_sizes": ", ".join(str(size) for _, size, _ in reducer.buckets),
             "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
             "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in self.modules())),
             "broadcast_buffers": int(self.forward_sync_buffers),

@@ -44,21 +44,25 @@ def registrations() -> int:
 class TrainedParameters:
     """The parameters of a module that require gradients, and that are no rank's own.
 
+    None is known at first.
+
     Attributes:
-        known: Names, parameters, whether their gradients are sparse: first those at construction,
-            in the order of registration, then those that `add` was given, in that order.
+        known: Names, parameters, whether their gradients are sparse, in the order of `add`.
     """
 
     def __init__(self, module: RankLocal) -> None:
         _count_registrations()
         self._local = module
         self._module = module.module
-        self._seen = _registrations
+        self._seen = -1
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self.known: Trained = []
         self._known_ids: set[int] = set()
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-        for joined in self._walk():
+
+    def add_all(self) -> None:
+        """From now on, all that require gradients now are known, in the order of registration."""
+        for joined in self.joined():
             self.add(*joined)
 
     def add(self, name: str, parameter: nn.Parameter, is_sparse: bool) -> None:

@@ -151,7 +151,7 @@ def lane_of(models: Iterable[Any], optimizers: Iterable[Any], group: groups.Grou
     found: list[Communicator] = []
     for model in map(uncompiled, models):
         if isinstance(model, DataParallel):
-            found.append(model._communicator)
+            found.append(model.communicator_to_split())
         elif isinstance(model, DistributedDataParallel):
             process.init()
             found.append(groups.communicator_of(model.process_group))

@@ -214,6 +214,7 @@ class Program:
     without_ddp: str
     refused: str
     warns: str
+    warns_alone: bool
     on_gpu: bool
     tolerance: float
     buffers_of_rank_0: bool
@@ -232,6 +233,7 @@ def program(
     without_ddp: str = "",
     refused: str = "",
     warns: str = "",
+    warns_alone: bool = True,
     on_gpu: bool = True,
     tolerance: float = 1e-9,
     buffers_of_rank_0: bool = False,
@@ -245,6 +247,7 @@ def program(
         refused: What pydist says when it refuses the program, a regular expression. Then nothing
             else is compared.
         warns: What pydist warns of and DDP does not, a regular expression.
+        warns_alone: Whether it does so with one rank as well.
         on_gpu: Whether it runs on the stand-ins for CUDA and NCCL as well. What these have not got
             are copies of storages (deep copies of buffers and states, pickles), sparse tensors,
             inference mode, forward-mode derivatives, fused optimizers, and `torch.cuda` itself.
@@ -266,6 +269,7 @@ def program(
             without_ddp,
             refused,
             warns,
+            warns_alone,
             on_gpu,
             tolerance,
             buffers_of_rank_0,

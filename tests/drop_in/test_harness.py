@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from arms import ALONE, DDP, LIMIT_S, PYDIST, Arms, Recording
+from arms import DDP, LIMIT_S, PYDIST, Arms, Recording
 from comparison import require_drop_in, require_same_as_one_process, require_same_by_rank
-from harness import PROGRAMS, Copy, Library, Program, Record, Step, load_programs, program
-from known import KNOWN
+from harness import PROGRAMS, Copy, Library, Program, Record, Step, program
 from torch import nn
 
 pytestmark = pytest.mark.timeout(4 * LIMIT_S)
@@ -195,8 +194,3 @@ def test_losses_are_averaged_over_ranks() -> None:
 def test_a_step_too_few_is_seen() -> None:
     with pytest.raises(AssertionError, match="0 steps were recorded, not 1"):
         require_same_as_one_process(recording({}), [Recording([], set(), "")], 1e-9, what="")
-
-
-def test_known_differences_are_of_programs() -> None:
-    assert KNOWN.keys() <= {program.name for program in load_programs()}
-    assert ALONE.name == "alone"

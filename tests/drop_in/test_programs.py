@@ -1,6 +1,5 @@
 """Every program of this folder, on every arm, beside its reference."""
 
-import re
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ from arms import ALONE, DDP, LIMIT_S, PYDIST, Arm, Arms
 from comparison import require_drop_in, require_same_as_one_process
 from gpu_ranks import needs_gpu_ranks
 from harness import Program, load_programs
-from known import KNOWN
 
 # A program may have to run on three arms: its own, under torch's DDP, and in one process.
 pytestmark = pytest.mark.timeout(4 * LIMIT_S)
@@ -45,14 +43,4 @@ def test_references(arms: Arms, arm: Arm, program: Program) -> None:
 @pytest.mark.parametrize(("arm", "program"), pairs(*PYDIST))
 def test_pydist(arms: Arms, arm: Arm, program: Program) -> None:
     """pydist does what the reference does, or refuses as the program says."""
-    known = KNOWN.get(program.name)
-    if known is None or not re.fullmatch(known.arms, arm.name):
-        require_drop_in(arms, arm, program)
-        return
-    try:
-        require_drop_in(arms, arm, program)
-    except AssertionError as error:
-        if not re.search(known.sign, str(error)):
-            raise AssertionError(f"not the known failure {known.sign!r}: {error}") from None
-        pytest.xfail(known.behaviour)
-    pytest.fail(f"{program.name} passes: take it out of KNOWN ({known.behaviour})")
+    require_drop_in(arms, arm, program)

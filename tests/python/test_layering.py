@@ -84,6 +84,7 @@ PYTHON_LAYERS = (
     "prefixed_names",
     "nested_wrappers",
     "torch_arguments",
+    "wrapper_settings",
     "torch_idioms",
     "data_parallel",
     "unhooked_step",

@@ -63,7 +63,7 @@ def unused_parameters_that_do_not_travel(lib: Library, record: Record) -> None:
     train(lib, record, OneHead(), **arguments)
 
 
-@program(refused="bucket_cap_mb_list")
+@program()
 def a_size_for_each_bucket(lib: Library, record: Record) -> None:
     train(lib, record, mlp(), bucket_cap_mb_list=[1, 2])
 

@@ -110,15 +110,15 @@ def a_head_replaced_and_wrapped_anew(lib: Library, record: Record) -> None:
         model = lib.DataParallel(module)
 
 
-@program()
+@program(warns="looks for names that begin with 'module.'")
 def freezing_by_name(lib: Library, record: Record) -> None:
-    # Names under the wrapper begin with "module." for torch's DDP.
+    # Names under the wrapper begin with "module." for torch's DDP. pydist has the module's names.
     model = lib.DataParallel(mlp().to(lib.device), find_unused_parameters=True)
-    frozen = []
+    frozen = [p for name, p in model.named_parameters() if name.startswith("module.0.")]
+    assert len(frozen) == (0 if lib.name == "pydist" else 2)
     for name, parameter in model.named_parameters():
-        if name.startswith("module.0."):
+        if name.removeprefix("module.").startswith("0."):
             parameter.requires_grad_(False)
-            frozen.append(parameter)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         inputs, targets = batch(lib, step)
@@ -126,7 +126,7 @@ def freezing_by_name(lib: Library, record: Record) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        record(model, optimizer, loss, frozen=len(frozen))
+        record(model, optimizer, loss)
 
 
 @program()
@@ -170,16 +170,20 @@ def an_attribute_of_the_module(lib: Library, record: Record) -> None:
         record(model, optimizer, loss, scale=model.module.scale)
 
 
-@program()
+@program(warns="setting 'scale'")
 def an_attribute_of_the_wrapper(lib: Library, record: Record) -> None:
-    # On torch's DDP it is the wrapper's own, which no forward of the module reads.
+    # On torch's DDP it is the wrapper's own, which no forward of the module reads. pydist sets the
+    # module's attribute, where the module has one of that name.
     model = lib.DataParallel(Scaled().to(lib.device))
     model.scale = 5.0
     model.epoch = 3
+    assert model.module.scale == (5.0 if lib.name == "pydist" else 1.0)
+    assert not hasattr(model.module, "epoch")
+    model.module.scale = 5.0
     inputs, targets = batch(lib, 0)
     loss = functional.cross_entropy(model(inputs), targets)
     loss.backward()
-    record(model, None, loss, scale=model.scale, of_module=model.module.scale, epoch=model.epoch)
+    record(model, None, loss, scale=model.scale, epoch=model.epoch)
 
 
 @program()
@@ -190,10 +194,12 @@ def modes_and_freezing_through_the_wrapper(lib: Library, record: Record) -> None
     for mode in (False, True, False):
         model.train(mode)
         modes.append((model.training, model.module[1].training))
+    # The mode of torch's wrapper is another than its module's. With pydist there is one mode.
     model.module.train()
-    modes.append((model.training, model.module[1].training))
+    assert model.training == (lib.name == "pydist")
+    modes.append((model.module.training, model.module[1].training))
     model.module.eval()
-    modes.append((model.training, model.module[1].training))
+    modes.append((model.training, model.module.training, model.module[1].training))
     model.train()
     model.requires_grad_(False)
     frozen = [parameter.requires_grad for parameter in model.module.parameters()]
@@ -203,9 +209,9 @@ def modes_and_freezing_through_the_wrapper(lib: Library, record: Record) -> None
     record(model, modes=modes, frozen=frozen, kinds=kinds)
 
 
-@program("torch DDP")
+@program("torch DDP", refused="backward past the wrapper")
 def backward_of_the_module_inside(lib: Library, record: Record) -> None:
-    # Torch's DDP knows nothing of a forward that did not go through it.
+    # Torch's DDP knows nothing of a forward that did not go through it, so that ranks part.
     model = lib.DataParallel(mlp().to(lib.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):

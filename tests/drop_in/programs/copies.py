@@ -10,6 +10,7 @@ from harness import Library, Record, program
 from nets import batch, mlp
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
 
 
 def step_of(
@@ -161,4 +162,79 @@ def training_resumed_in_place(lib: Library, record: Record) -> None:
         if step == 2 and good is not None:
             model.load_state_dict(good[0])
             optimizer.load_state_dict(good[1])
+        record(model, optimizer, loss)
+
+
+@program()
+def a_target_network(lib: Library, record: Record) -> None:
+    # Only evaluated, and brought up to date every other step.
+    model = lib.DataParallel(mlp().to(lib.device))
+    target = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        inputs, _ = batch(lib, step)
+        with torch.no_grad():
+            wanted = target(inputs)
+        loss = functional.mse_loss(model(inputs), wanted + 1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 2:
+            target.load_state_dict(model.state_dict())
+        record({"model": model, "target": target}, optimizer, loss)
+
+
+@program()
+def the_best_model_trained_on(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step_of(lib, model, optimizer, 0)
+    best = copy.deepcopy(model)
+    step_of(lib, model, optimizer, 1)
+    optimizer = torch.optim.AdamW(best.parameters(), lr=0.01)
+    for step in range(2, 5):
+        with best.no_sync():
+            inputs, targets = batch(lib, 10 + step)
+            functional.cross_entropy(best(inputs), targets).backward()
+        inputs, targets = batch(lib, step)
+        loss = functional.cross_entropy(best(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        record({"model": model, "best": best}, optimizer, loss)
+
+
+@program()
+def a_copy_with_its_optimizer(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    both = copy.deepcopy({"model": model, "optimizer": optimizer})
+    for step in range(2):
+        loss = step_of(lib, both["model"], both["optimizer"], step)
+        record({"model": model, "copy": both["model"]}, both["optimizer"], loss)
+
+
+@program("torch DDP", on_gpu=False, buffers_of_rank_0=True)
+def a_copy_with_batch_norm(lib: Library, record: Record) -> None:
+    module = nn.Sequential(mlp(), nn.BatchNorm1d(3)).to(lib.device)
+    model = lib.DataParallel(module)
+    step_of(lib, model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for step in range(1, 4):
+        loss = step_of(lib, other, optimizer, step)
+        record(other, optimizer, loss)
+
+
+@program(on_gpu=False)
+def an_average_that_rank_0_keeps(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    average = AveragedModel(model) if lib.rank == 0 else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss = step_of(lib, model, optimizer, step)
+        if average is not None:
+            average.update_parameters(model)
+            with torch.no_grad():
+                average(batch(lib, 50)[0])
         record(model, optimizer, loss)

@@ -529,7 +529,32 @@ def gradients_after_join(lib: Library, record: Record) -> None:
     record(model)
 
 
-@program("torch DDP", refused="join_hook")
+@program("torch DDP")
+def gradients_after_uneven_batches(lib: Library, record: Record) -> None:
+    # Each rank keeps the gradients of its own last step, until it sets them to zero.
+    model = lib.DataParallel(mlp().to(lib.device))
+    with model.join():
+        for step in range(2 + lib.rank):
+            inputs, targets = batch(lib, step)
+            model.zero_grad()
+            functional.cross_entropy(model(inputs), targets).backward()
+    record(local={"gradients": [parameter.grad for parameter in model.parameters()]})
+    inputs, targets = batch(lib, 5)
+    model.zero_grad()
+    functional.cross_entropy(model(inputs), targets).backward()
+    record(model)
+
+
+@program("torch DDP")
+def gradients_after_join_in_views(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device), gradient_as_bucket_view=True)
+    with model.join():
+        inputs, targets = batch(lib, 0)
+        functional.cross_entropy(model(inputs), targets).backward()
+    record(model)
+
+
+@program("torch DDP", refused="Join can't join a pydist.DataParallel")
 def uneven_batches_joined_by_context(lib: Library, record: Record) -> None:
     model = lib.DataParallel(mlp().to(lib.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -125,14 +125,40 @@ def a_buffer_that_all_ranks_write(lib: Library, record: Record) -> None:
         record(model, optimizer, loss)
 
 
-@program()
+@program(warns="buffer center of the model was changed", warns_alone=False)
 def a_buffer_that_rank_0_writes(lib: Library, record: Record) -> None:
-    # A temperature, say, that rank 0 decides on; the next forward has it on all ranks.
+    # A temperature, say, that rank 0 decides on: torch's next forward has it on all ranks. pydist
+    # copies it at the end of backward. (Gradients are the same, as all classes move alike.)
+    model = lib.DataParallel(Centred().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    center = 0.0
+    for step in range(3):
+        before, center = center, center + 1.0 + step
+        if lib.rank == 0:
+            model.module.center.add_(1.0 + step)
+        inputs, targets = batch(lib, step)
+        outputs = model(inputs)
+        used = model.module.layer(inputs) - outputs
+        is_late = lib.name == "pydist" and lib.rank > 0
+        assert torch.allclose(used, torch.full_like(used, before if is_late else center))
+        loss = functional.cross_entropy(outputs, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        record(model, optimizer, loss)
+
+
+@program()
+def a_buffer_that_rank_0_writes_and_sends(lib: Library, record: Record) -> None:
+    # What pydist advises: all ranks have the value before their forward.
     model = lib.DataParallel(Centred().to(lib.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
+        center = torch.zeros(CLASSES, device=lib.device)
         if lib.rank == 0:
-            model.module.center.add_(1.0 + step)
+            center += torch.arange(CLASSES, device=lib.device) * (1.0 + step)
+        dist.broadcast(center, src=0)
+        model.module.center.copy_(center)
         inputs, targets = batch(lib, step)
         outputs = model(inputs)
         loss = functional.cross_entropy(outputs, targets)
