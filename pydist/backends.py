@@ -21,12 +21,22 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist._load import __version__
+from pydist._torch import is_timeout_torchs_own
 from pydist.agreement import Verdict, agree
 from pydist.errors import Error, InvalidUsage, TransportError
 from pydist.nccl_library import connect_at_joining, find_nccl
 from pydist.rank_gpu import describe_gpus, make_current
 
-__all__ = ["Job", "Options", "create_communicator", "parse_backend", "register", "valid_backends"]
+__all__ = [
+    "Job",
+    "Options",
+    "create_communicator",
+    "create_process_group",
+    "parse_backend",
+    "parse_timeout",
+    "register",
+    "valid_backends",
+]
 
 logger = logging.getLogger("pydist")
 
@@ -37,6 +47,9 @@ class Options:
 
     # As in PYDIST_BACKEND, which it overrides.
     backend: str | None = None
+    # How long joining, and later each operation, may take; in seconds, if it is a number. None
+    # leaves that to init_process_group's `timeout`, and to PYDIST_TIMEOUT if that has none either.
+    timeout: float | timedelta | None = None
 
 
 @dataclass(frozen=True)
@@ -317,16 +330,33 @@ def default_timeout() -> timedelta:
     return timedelta(seconds=_native.read_environment().timeout)
 
 
-def _create_process_group(options: Any, pg_options: Any = None) -> _native.ProcessGroup:
+def parse_timeout(timeout: float | timedelta) -> timedelta:
+    """A time-out as users give it: a timedelta, or seconds.
+
+    Raises:
+        InvalidUsage: it is not positive, or longer than ten years.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not 0 < seconds < 3.2e8:
+        raise InvalidUsage(f"timeout={timeout} is not valid; it must be a number of seconds > 0.")
+    return timedelta(seconds=seconds)
+
+
+def _timeout_of(handed_down: timedelta, pg_options: Options | None) -> timedelta:
+    """The time-out of a group that torch makes."""
+    if pg_options is not None and pg_options.timeout is not None:
+        return parse_timeout(pg_options.timeout)
+    return default_timeout() if is_timeout_torchs_own() else handed_down
+
+
+def create_process_group(options: Any, pg_options: Any = None) -> _native.ProcessGroup:
     """What torch.distributed calls for every group on backend "pydist"."""
     if pg_options is not None and not isinstance(pg_options, Options):
         raise InvalidUsage(
             f"pg_options of backend 'pydist' is a {type(pg_options).__name__}; it must be a "
             "pydist.backends.Options, or None."
         )
-    # torch hands down its own default where the script gave no time-out.
-    is_default = options.timeout == dist.distributed_c10d.default_pg_timeout
-    timeout = default_timeout() if is_default else options.timeout
+    timeout = _timeout_of(options.timeout, pg_options)
     # torch names no ranks for the default group.
     is_world = not options.global_ranks_in_group
     if is_world:
@@ -347,10 +377,10 @@ def _create_process_group(options: Any, pg_options: Any = None) -> _native.Proce
 def register() -> None:
     """Makes "pydist" a backend of torch.distributed, for CPU and CUDA tensors. Idempotent.
 
-    `import pydist` calls it, and so does torch, where it looks for backends among the installed
-    packages' entry points.
+    `import pydist` calls it, and so does torch from 2.14 on, where a program names "pydist" before
+    that. Where `import torch` has called `_pydist_backend.register`, there is nothing left to do.
     """
-    if "PYDIST" not in dist.Backend._plugins:
+    if not hasattr(dist.Backend, "PYDIST"):
         dist.Backend.register_backend(
-            "pydist", _create_process_group, extended_api=True, devices=["cpu", "cuda"]
+            "pydist", create_process_group, extended_api=True, devices=["cpu", "cuda"]
         )

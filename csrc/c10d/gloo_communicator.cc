@@ -501,6 +501,7 @@ class GlooCommunicator : public Communicator {
       group_->channel.abandon();
     }
     group_->channel.release();
+    at_work_.end();
   }
 
   std::optional<Absence> absence() const override {
@@ -615,6 +616,7 @@ class GlooCommunicator : public Communicator {
     return operation.deadline ? *operation.deadline : Deadline::in(timeout());
   }
 
+  GroupAtWork at_work_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const GlooFactory factory_;
   const int rank_;
@@ -640,7 +642,6 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     throw InvalidUsage("A group needs a store for its ranks to meet at, and got None.");
   }
   require_not_forked();
-  note_engine_started();
   if (size > 1) {
     // A store whose host is stopped is to be told here: torch's gloo would ask it without limit.
     const StorePtr asked =

@@ -128,7 +128,8 @@ def _launcher() -> str:
         placement = read_placement()
     except InvalidUsage as error:
         return str(error)
-    return f"{placement.launcher}: rank {placement.rank} of {placement.world_size}"
+    doubt = f" ({placement.doubt})" if placement.doubt else ""
+    return f"{placement.launcher}: rank {placement.rank} of {placement.world_size}{doubt}"
 
 
 def collect() -> dict[str, Any]:

@@ -72,7 +72,26 @@ _DUMP_S = 2.0
 # PYDIST_TEST_OWN_GPUS=1: a rank sees a GPU of its own alone, if there are as many as ranks.
 _OWN_GPUS = os.environ.pop("PYDIST_TEST_OWN_GPUS", "0") == "1"
 
-_LAUNCHER_PREFIXES = ("PYDIST_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
+_LAUNCHER_PREFIXES = (
+    "PYDIST_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "SLURM_",
+    "TORCHELASTIC_",
+    "MPI_LOCAL",
+    "MV2_",
+    "MPIRUN_",
+    "FLUX_",
+    "JSM_",
+    "PALS_",
+    "ALPS_",
+    "HOROVOD_",
+    "SKYPILOT_",
+    "PET_",
+    "SM_HOSTS",
+    "AWS_BATCH_JOB_",
+)
 _LAUNCHER_NAMES = (
     "RANK",
     "WORLD_SIZE",

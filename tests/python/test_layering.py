@@ -37,6 +37,7 @@ PYTHON_LAYERS = (
     "_build",
     "_native",
     "_load",
+    "_torch",
     "errors",
     "environment",
     "visible_gpus",
