@@ -24,6 +24,7 @@ from pydist._load import __version__
 from pydist._torch import is_timeout_torchs_own
 from pydist.agreement import Verdict, agree
 from pydist.errors import Error, InvalidUsage, TransportError
+from pydist.gloo_network import GlooNetwork, describe_network, join_network
 from pydist.nccl_library import connect_at_joining, find_nccl
 from pydist.rank_gpu import describe_gpus, make_current
 
@@ -66,10 +67,8 @@ class Job:
     hosts: tuple[str, ...]
     # The number of the GPU that each rank takes, of those that it sees; None where it sees none.
     gpus: tuple[int | None, ...]
-
-    @property
-    def is_on_one_host(self) -> bool:
-        return len(set(self.hosts)) == 1
+    # Where gloo listens on this rank.
+    network: GlooNetwork
 
     def local_ranks(self, rank: int) -> list[int]:
         """The ranks on the host of `rank`, in order."""
@@ -137,7 +136,7 @@ def host_identity() -> str:
     return " ".join(parts)
 
 
-def _hello(backend: str | None) -> dict[str, Any]:
+def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
     hello: dict[str, Any] = {
         "host": host_identity(),
         "pydist": __version__,
@@ -146,6 +145,7 @@ def _hello(backend: str | None) -> dict[str, Any]:
     try:
         hello["wish"], hello["source"] = _wish(backend)
         _native.read_environment()
+        hello["network"] = describe_network(store, size)
     except InvalidUsage as error:
         hello["error"] = str(error)
     else:
@@ -154,25 +154,19 @@ def _hello(backend: str | None) -> dict[str, Any]:
 
 
 def gloo_factory(
-    one_host: bool,
+    network: GlooNetwork,
 ) -> Callable[[dist.Store, int, int, float | timedelta], dist.ProcessGroup]:
-    """What makes torch's gloo for `create_gloo`; `one_host`: all ranks share the loopback."""
+    """What makes torch's gloo for `create_gloo`."""
 
     def create(
         store: dist.Store, rank: int, size: int, timeout: float | timedelta
     ) -> dist.ProcessGroup:
         if not dist.is_gloo_available():
             raise TransportError("this torch was built without gloo.")
+        options = network.options()
+        options._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         # Any: torch's stubs leave out its options.
         gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        # Left to itself gloo takes the interface that the host's name resolves to, which may be a
-        # slow one, or none.
-        if one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
-            options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        else:
-            options._devices = [gloo.create_default_device()]
         group: dist.ProcessGroup = gloo(store, rank, size, options)
         return group
 
@@ -188,8 +182,7 @@ class _Meeting:
     size: int
     name: str
     timeout: timedelta
-    # Whether all ranks of the job share the loopback.
-    one_host: bool
+    network: GlooNetwork
 
     def create(self, backend: str) -> _native.Communicator:
         """A communicator on native or gloo."""
@@ -197,7 +190,8 @@ class _Meeting:
         if backend == "native":
             made = _native.create_native(store, self.rank, self.size, self.name, timeout_s)
         else:
-            factory = gloo_factory(self.one_host)
+            self.network.require_usable()
+            factory = gloo_factory(self.network)
             made = _native.create_gloo(store, self.rank, self.size, self.name, timeout_s, factory)
         made.timeout = timeout_s
         return made
@@ -249,13 +243,16 @@ def create_communicator(
     turn = store.add(f"{met_by}/{rank}", 1)
     store = dist.PrefixStore(f"{met_by}#{turn}", store)
     if _job is not None and not is_world:
-        meeting = _Meeting(store, rank, size, name, timeout, _job.is_on_one_host)
+        meeting = _Meeting(store, rank, size, name, timeout, _job.network)
         gpu = _job.gpus[rank if members is None else members[rank]]
         return _create(meeting, _job, gpu)
     start_s = time.monotonic()
-    agreed = agree(dist.PrefixStore("agree", store), rank, size, _hello(backend), timeout)
+    agreed = agree(
+        dist.PrefixStore("agree", store), rank, size, _hello(backend, store, size), timeout
+    )
     gpu = agreed.gpus[rank]
-    meeting = _Meeting(store, rank, size, name, timeout, len(set(agreed.hosts)) == 1)
+    network = join_network(rank, agreed.hosts, agreed.networks)
+    meeting = _Meeting(store, rank, size, name, timeout, network)
     job, communicator = _choose(meeting, agreed, gpu)
     if is_world:
         if gpu is not None:
@@ -313,7 +310,8 @@ def _choose(
             not_nccl = str(error)
     if is_auto and backend != "nccl" and agreed.for_cuda:
         reason += f"; not nccl: {not_nccl}"
-    return Job(backend, host_backend, reason, agreed.hosts, agreed.gpus), communicator
+    job = Job(backend, host_backend, reason, agreed.hosts, agreed.gpus, meeting.network)
+    return job, communicator
 
 
 def _create(meeting: _Meeting, job: Job, gpu: int | None) -> _native.Communicator:

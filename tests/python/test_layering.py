@@ -48,6 +48,7 @@ PYTHON_LAYERS = (
     "rank_gpu",
     "nccl_obstacles",
     "agreement",
+    "gloo_network",
     "backends",
     "groups",
     "process",
