@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -122,10 +122,6 @@ class Communicator:
         """
         At the root: outputs = the inputs of all ranks, in rank order.
         """
-    def one_copy(self, count: typing.SupportsInt | typing.SupportsIndex, dtype: torch.dtype) -> torch.Tensor:
-        """
-        A tensor of zeros of which all ranks, of one host, map the same memory; all call.
-        """
     def recv(self, tensor: torch.Tensor, src: typing.SupportsInt | typing.SupportsIndex = -1, tag: typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
         Receives from rank src, or from anybody (-1). Returns the source rank, or a Work.
@@ -191,6 +187,36 @@ class Communicator:
     @timeout.setter
     def timeout(self, arg1: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
+class OneCopy:
+    """
+    Memory of which all ranks of a group, on one host, map the same copy.
+    """
+    def __init__(self, communicator: Communicator, count: typing.SupportsInt | typing.SupportsIndex, dtype: torch.dtype) -> None:
+        """
+        `count` zeros of a dtype. All ranks call it.
+        """
+    def forget(self) -> None:
+        """
+        Lets the view show the copy everywhere again. Nobody may use the view meanwhile.
+        """
+    def share(self, is_shared: bool) -> None:
+        """
+        Whether what is written through the view goes into the copy from now on. Forgets what was written through it. Nobody may use the view meanwhile.
+        """
+    def written(self) -> list[tuple[int, int]]:
+        """
+        Ranges of bytes, in whole pages, that this rank has written through the view since the last `forget`; perhaps more than those.
+        """
+    @property
+    def memory(self) -> torch.Tensor:
+        """
+        A tensor over the copy: what one rank writes there, all ranks read.
+        """
+    @property
+    def view(self) -> torch.Tensor:
+        """
+        A tensor that shows the copy, but for the pages that this rank has written through it: what it writes there, no other rank reads.
+        """
 class ProcessGroupOptions(torch._C._distributed_c10d.Backend.Options):
     """
     What torch asks of a process group that it splits.
@@ -277,6 +303,11 @@ class ReducerStats:
         Seconds in backward, without launching communication.
         """
     @property
+    def copied_bytes(self) -> int:
+        """
+        Bytes that were copied because the program holds gradients of earlier steps, or has put its own into `parameter.grad` and holds them. Otherwise 0.
+        """
+    @property
     def exposed_s(self) -> float:
         """
         Seconds that the training thread spent launching and waiting for communication: the part that backward did not hide.
@@ -317,13 +348,21 @@ class Reducer:
     """
     Averages gradients over the ranks while backward still runs.
     """
-    def __init__(self, communicator: Communicator, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], planner: collections.abc.Callable, sums: bool, wire_dtype: torch.dtype | None, measures_link: bool, rank: typing.SupportsInt | typing.SupportsIndex, buffer_memory: torch.Tensor | None = None, has_changed: collections.abc.Callable | None = None, pack: collections.abc.Callable | None = None, unpack: collections.abc.Callable | None = None, renew: collections.abc.Callable | None = None) -> None:
+    def __init__(self, communicator: Communicator, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], planner: collections.abc.Callable, sums: bool, wire_dtype: torch.dtype | None, measures_link: bool, gradients_are_views: bool, rank: typing.SupportsInt | typing.SupportsIndex, buffer_memory: torch.Tensor | None = None, has_changed: collections.abc.Callable | None = None, pack: collections.abc.Callable | None = None, unpack: collections.abc.Callable | None = None, renew: collections.abc.Callable | None = None) -> None:
         """
         All ranks call, with the same parameters: (name, parameter, whether its gradient is sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the buckets as lists of indices, on rank 0. `rank` names this process in traces. At the end of a round in which `has_changed()` on any rank, one rank calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`; after parameters were added all call `renew`, which returns new memory.
         """
     def add(self, name: str, parameter: torch.Tensor, is_sparse: bool, owner: typing.SupportsInt | typing.SupportsIndex = 0, shown: torch.Tensor | None = None) -> None:
         """
         Averages a parameter that was unfrozen or joined the model, too. `owner` and `shown` as in shard().
+        """
+    def averages(self, parameter: torch.Tensor) -> bool:
+        """
+        Whether it averages the gradients of a parameter. May be asked while another thread is in its backward.
+        """
+    def await_thrown(self) -> None:
+        """
+        Outside of backward: waits until autograd has let go of a backward that has raised.
         """
     def fail_round(self) -> None:
         """
@@ -332,6 +371,14 @@ class Reducer:
     def join_round(self) -> bool:
         """
         Takes part in a round of the others; returns whether any rank still has batches.
+        """
+    def note_changed_buffers(self, first: typing.SupportsInt | typing.SupportsIndex, digest: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Tells that the program has changed buffers since the last round: the number of the first, from 1, and a digest of their values, for the next round to compare.
+        """
+    def note_forward(self) -> None:
+        """
+        After a forward whose outputs may go backward: one that no output of a forward announces averages if this one was to.
         """
     def note_step(self, owner: typing.SupportsInt | typing.SupportsIndex, options: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
@@ -375,7 +422,7 @@ class Reducer:
         """
     def watch(self, output: torch.Tensor) -> None:
         """
-        Announces the backward that will start from an output of forward.
+        Announces the backward that will start from an output of forward, and whether it averages.
         """
     @property
     def buckets(self) -> list:
@@ -385,11 +432,21 @@ class Reducer:
     @property
     def enabled(self) -> bool:
         """
-        Whether backwards that begin from now on are synchronised.
+        Whether backwards from forwards that end from now on are synchronised.
         """
     @enabled.setter
     def enabled(self, arg1: bool) -> None:
         ...
+    @property
+    def first_differing_buffer(self) -> int:
+        """
+        The number, from 1, of the first buffer in which the ranks of the present round differ by what note_changed_buffers() said; 0: none.
+        """
+    @property
+    def has_bypassed(self) -> bool:
+        """
+        Whether a backward has accumulated since the last round because it came from no forward.
+        """
     @property
     def has_hook(self) -> bool:
         ...

@@ -13,7 +13,7 @@ later follow the job's choice without asking again.
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,10 +24,12 @@ from pydist.nccl_obstacles import why_not_nccl
 from pydist.rank_gpu import gpus_of_ranks
 from pydist.rank_names import name_ranks, who_said_what
 
-__all__ = ["Verdict", "agree", "judge"]
+__all__ = ["Verdict", "agree", "judge", "wait_for_keys"]
 
 # How long after rank 0's own deadline the others wait for its verdict.
 _VERDICT_GRACE_S = 5.0
+# How often a wait looks whether it is in vain.
+_LOOK_S = 0.5
 
 _ERRORS: dict[str, type[Error]] = {
     kind.__name__: kind for kind in (InvalidUsage, Mismatch, Timeout, TransportError)
@@ -96,19 +98,40 @@ def judge(hellos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _appear(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
+def wait_for_keys(
+    store: dist.Store,
+    keys: list[str],
+    timeout: timedelta,
+    look: Callable[[], None] | None = None,
+) -> bool:
     """Waits until the keys are in the store; False when the time is up.
 
     Unlike the store's own wait it lets signal handlers run, and a TCPStore serve other threads.
+
+    Args:
+        store: asked again and again.
+        keys: all of which have to be there.
+        timeout: how long to wait.
+        look: called every half second, to raise where waiting is in vain.
+
+    Raises:
+        TransportError: the store is gone.
     """
-    deadline_s = time.monotonic() + timeout.total_seconds()
+    now_s = time.monotonic()
+    deadline_s, look_s = now_s + timeout.total_seconds(), now_s + _LOOK_S
     pause_s = 0.0002
     try:
         while not store.check(keys):
-            if time.monotonic() > deadline_s:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
                 return False
+            if look is not None and now_s > look_s:
+                look()
+                look_s = now_s + _LOOK_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.01)
+    except Error:
+        raise  # of `look`
     except RuntimeError as error:
         raise TransportError(
             f"the store of the job is gone; is the rank that hosts it still alive? ({error})"
@@ -118,7 +141,7 @@ def _appear(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:
 
 def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]:
     keys = [f"hello/{rank}" for rank in range(size)]
-    if not _appear(store, keys, timeout):
+    if not wait_for_keys(store, keys, timeout):
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         return {
             "error": "Timeout",
@@ -154,7 +177,7 @@ def agree(
         verdict = _collect(store, size, timeout)
         store.set("verdict", json.dumps(verdict))
     else:
-        if not _appear(store, ["verdict"], timeout + timedelta(seconds=_VERDICT_GRACE_S)):
+        if not wait_for_keys(store, ["verdict"], timeout + timedelta(seconds=_VERDICT_GRACE_S)):
             raise Timeout(
                 f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it prints."
             )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import sampler as torch_samplers
 
 from pydist.epoch_pass import EpochPass
 from pydist.errors import InvalidUsage
@@ -16,7 +17,8 @@ from pydist.sampler import DistributedSampler
 __all__ = ["BatchSampler"]
 
 
-class BatchSampler(Sampler[Any]):
+# It is one of torch's, so that what looks for that finds it; nothing of torch's is used.
+class BatchSampler(torch_samplers.BatchSampler):
     """Yields this rank's part of each batch; replaces torch's `BatchSampler`.
 
     A batch of all ranks together is a stretch of the epoch, so it holds the same samples however
@@ -37,8 +39,12 @@ class BatchSampler(Sampler[Any]):
         as_tensors: yields int64 tensors on the CPU, which index other tensors fastest; by default
             lists, which loaders with workers prefer.
 
+    As torch's, it begins with the first batch that it is asked for: until then `set_epoch` counts.
+
     Raises:
-        InvalidUsage: the size is missing or not valid, or every batch would be left out.
+        InvalidUsage: the size is missing or not valid, or every batch would be left out, or the
+            sampler is another one. Where it is asked for batches or for its length: another sampler
+            is about to share them out again.
 
     Example:
         >>> import pydist
@@ -46,6 +52,8 @@ class BatchSampler(Sampler[Any]):
         >>> list(pydist.BatchSampler(sampler, 2))
         [[0, 2], [4, 6], [8]]
     """
+
+    sampler: DistributedSampler
 
     def __init__(
         self,
@@ -57,9 +65,13 @@ class BatchSampler(Sampler[Any]):
         as_tensors: bool = False,
     ) -> None:
         if not isinstance(sampler, DistributedSampler):
+            kind = type(sampler)
             raise InvalidUsage(
                 f"pydist.BatchSampler makes batches of a pydist.DistributedSampler, and got a "
-                f"{type(sampler).__name__}; of other samplers torch's BatchSampler does."
+                f"{kind.__name__} (of {kind.__module__}); of other samplers torch's BatchSampler "
+                "does. If a library has put it there to share out samples: pydist has done so, so "
+                "tell the library not to (Lightning: Trainer(use_distributed_sampler=False)), or "
+                "give it a plain DataLoader."
             )
         ranks = sampler.num_replicas
         if (batch_size is None) == (global_batch_size is None):
@@ -82,28 +94,44 @@ class BatchSampler(Sampler[Any]):
                 "use a smaller one, or drop_last=False."
             )
 
-    def __iter__(self) -> Iterator[list[int]] | Iterator[Tensor]:
-        return self.begin().batches(as_tensors=self.as_tensors)
+    def __iter__(self) -> Iterator[Any]:
+        # Python runs for the first batch only: the chain does the rest.
+        return chain.from_iterable(self._begun_when_asked())
+
+    def _begun_when_asked(self) -> Iterator[Iterator[Any]]:
+        self.sampler.refuse_sharing_again(self)
+        yield self.indices_of(self.begin_epoch())
 
     def __len__(self) -> int:
         """The number of this rank's batches in a whole epoch."""
-        return self.sampler.share(
-            self.global_batch_size, drops_last_step=bool(self.drop_last)
-        ).steps
+        self.sampler.refuse_sharing_again(self)
+        return self.epoch_steps
 
-    def begin(self) -> EpochPass:
+    def begin_epoch(self, *, is_counted: bool = False) -> EpochPass:
         """A pass over what is left of the epoch, a batch a step."""
         return self.sampler.begin(
             self.global_batch_size,
             drops_last_step=bool(self.drop_last),
             batch=self.global_batch_size,
+            is_counted=is_counted,
         )
+
+    def indices_of(self, begun: EpochPass) -> Iterator[list[int]] | Iterator[Tensor]:
+        """What a pass goes through."""
+        return begun.batches(as_tensors=self.as_tensors)
+
+    @property
+    def epoch_steps(self) -> int:
+        """In how many steps `begin_epoch` goes through a whole epoch."""
+        return self.sampler.share(
+            self.global_batch_size, drops_last_step=bool(self.drop_last)
+        ).steps
 
     def set_epoch(self, epoch: int) -> None:
         """The sampler's."""
         self.sampler.set_epoch(epoch)
 
-    def state_dict(self, batches_seen: int | None = None) -> dict[str, int]:
+    def state_dict(self, batches_seen: int | None = None) -> dict[str, int | None]:
         """Where training is in the data; see `DistributedSampler.state_dict`.
 
         Args:

@@ -25,8 +25,12 @@ _HANDOVER_S = 50e-6
 _MOST_CAP_BYTES = 64 << 20
 
 
-def cap_bytes_of(bucket_cap_mb: float | None) -> int | None:
+def cap_bytes_of(bucket_cap_mb: float | None, what: str = "bucket_cap_mb") -> int | None:
     """A user's size of buckets, in bytes; None if there is none.
+
+    Args:
+        bucket_cap_mb: In MiB.
+        what: The name of the argument, for the error.
 
     Raises:
         InvalidUsage: It is no number of MiB.
@@ -36,7 +40,7 @@ def cap_bytes_of(bucket_cap_mb: float | None) -> int | None:
     is_number = isinstance(bucket_cap_mb, numbers.Real) and not isinstance(bucket_cap_mb, bool)
     if not (is_number and 0 < bucket_cap_mb < math.inf):
         raise InvalidUsage(
-            f"bucket_cap_mb is {bucket_cap_mb!r}; it must be a number of MiB greater than zero, "
+            f"{what} is {bucket_cap_mb!r}; it must be a number of MiB greater than zero, "
             "such as 8, or None"
         )
     return int(bucket_cap_mb * 2**20)
@@ -63,12 +67,15 @@ class PlannedParameter:
     is_regular: bool
 
 
-def plan_buckets(parameters: Sequence[PlannedParameter], cap_bytes: int) -> list[list[int]]:
+def plan_buckets(
+    parameters: Sequence[PlannedParameter], cap_bytes: int | Sequence[int]
+) -> list[list[int]]:
     """Cuts parameters into buckets of at least `cap_bytes`, but for the last of each block.
 
     Args:
         parameters: In the order in which backward is expected to complete them.
-        cap_bytes: A bucket is closed once it holds at least this much.
+        cap_bytes: A bucket is closed once it holds at least this much. Several: for the first
+            bucket of each block, the second, and so on; the last of them for all that follow.
 
     Returns:
         The buckets in the order of launching, each a list of `index`; every parameter once.
@@ -76,13 +83,17 @@ def plan_buckets(parameters: Sequence[PlannedParameter], cap_bytes: int) -> list
     """
     closed: list[tuple[int, list[int]]] = []  # with the position of the last member
     filling: dict[tuple[bool, int], tuple[int, int, list[int]]] = {}
+    caps = [cap_bytes] if isinstance(cap_bytes, int) else list(cap_bytes)
+    counts: dict[tuple[bool, int], int] = {}  # of closed buckets
     for position, parameter in enumerate(parameters):
         key = (parameter.is_regular, parameter.block)
         _, size_bytes, members = filling.pop(key, (0, 0, []))
         size_bytes += parameter.size_bytes
         members.append(parameter.index)
-        if size_bytes >= cap_bytes:
+        count = counts.get(key, 0)
+        if size_bytes >= caps[min(count, len(caps) - 1)]:
             closed.append((position, members))
+            counts[key] = count + 1
         else:
             filling[key] = (position, size_bytes, members)
     closed += [(position, members) for position, _, members in filling.values()]

@@ -58,11 +58,12 @@ class BucketStep:
             fused = fused_step(bucket.optimizer, own, segments[number])
             self._parts.append(_Part(number, own, segments[number], fused))
 
-    def run(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def run(self, param_groups: Sequence[dict[str, Any]], *, takes_back: bool = True) -> None:
         """Steps once.
 
         Args:
             param_groups: Of whole parameters, with the options for this step.
+            takes_back: Whether parameters may have been given other memory since the last step.
 
         Raises:
             InvalidUsage: A gradient is sparse, or was to be averaged and is not. Nothing of the
@@ -71,7 +72,7 @@ class BucketStep:
         bucket = self.bucket
         if bucket.averages_gradients:
             _require_averaged(bucket)
-        changing = bucket.take_back_strays()
+        changing = bucket.take_back_strays() if takes_back else []
         changing += [p for p in bucket.parameters if p.grad is not None]
         # The same on all ranks, as gradients are. A backward that has saved one of the others may
         # still use it.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from pydist._torch import buffers_of
+from pydist.buffer_changes import BufferChanges
+from pydist.compiled_graphs import runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
+from pydist.rank_local import RankLocal
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -20,18 +24,23 @@ _ALIGNMENT_BYTES = 64
 
 
 class BufferSync:
-    """The buffers of a module as one message of bytes, whatever their dtypes.
+    """The buffers of a module that are no rank's own, as one message of bytes of whatever dtypes.
 
     All ranks construct it together.
 
     Attributes:
         memory: The message, on symmetric memory: the buffers as they were last exchanged, at first
             those at construction.
+        is_enabled: Whether this rank asks for an exchange where it has changed its buffers. All
+            ranks set it alike; any of them has its way.
+        changes: What the program changes between steps.
     """
 
-    def __init__(self, communicator: Communicator, module: nn.Module) -> None:
+    def __init__(self, communicator: Communicator, module: RankLocal) -> None:
         self._communicator = communicator
         self._module = module
+        self.is_enabled = True
+        self.changes = BufferChanges()
         self._lay_out()
 
     def renew(self) -> Tensor:
@@ -44,12 +53,15 @@ class BufferSync:
 
     def _lay_out(self) -> None:
         self._owners: list[tuple[str, nn.Module, str]] = []
+        self._tables: list[tuple[dict[str, Tensor | None], str]] = []
         self._places: list[Tensor] = []
         places: list[tuple[int, Tensor]] = []
         size_bytes = 0
-        for name, buffer in self._module.named_buffers():
+        self._module.look_again()
+        for name, buffer in self._module.shared_buffers():
             path, _, attribute = name.rpartition(".")
-            self._owners.append((name, self._module.get_submodule(path), attribute))
+            self._owners.append((name, self._module.module.get_submodule(path), attribute))
+            self._tables.append((buffers_of(self._owners[-1][1]), attribute))
             places.append((size_bytes, buffer))
             size_bytes += buffer.numel() * buffer.element_size()
             size_bytes += -size_bytes % _ALIGNMENT_BYTES
@@ -65,6 +77,21 @@ class BufferSync:
             place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)
             self._places.append(place)
         self.pack()
+        self.changes.note(self.present())
+
+    def present(self) -> list[Any]:
+        """The buffers that the module has now in the places of the message."""
+        return [table.get(attribute) for table, attribute in self._tables]
+
+    @runs_uncompiled_throughout
+    def before_forward(self, *, averages: bool) -> None:
+        """Notices what the program has changed since the last round.
+
+        Args:
+            averages: Whether the backward of this forward averages.
+        """
+        if self.is_enabled:
+            self.changes.before_forward(self.present(), averages=averages)
 
     def has_changed(self) -> bool:
         """Whether a buffer is no longer what the message says.
@@ -73,7 +100,11 @@ class BufferSync:
         a device the host waits for the answer, so it asks once for all of them, and not at all
         where layers keep statistics: those have changed.
         """
+        if not self.is_enabled:
+            return False
+        self.changes.warn_where_ranks_differ([name for name, _, _ in self._owners])
         buffers = list(self._buffers())  # all of them must be as they were wrapped
+        self.changes.note(buffers)
         # They may have moved since.
         pairs = [(p, b.to(p.device)) for p, b in zip(self._places, buffers, strict=True)]
         if not self.memory.is_cuda:
@@ -99,6 +130,7 @@ class BufferSync:
                 buffer.data.copy_(place)
             else:
                 buffer.copy_(place)
+        self.changes.note(self.present())
 
     def _buffers(self) -> Iterator[Tensor]:
         for place, (name, owner, attribute) in zip(self._places, self._owners, strict=True):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -72,20 +72,69 @@ def uncompiled(module: Any) -> Any:
     return module
 
 
-@dataclass
 class _Active:
-    bucket_bytes_cap: int
+    """Stands for the active module while any thread is in a forward of ours.
+
+    For dynamo in such a thread it has the size of that forward's buckets. In any other it is what
+    was there before: nothing, as a rule, so that another thread's graphs stay whole.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._forwards = 0
+        self._before: Any = None
+        self._of_thread = threading.local()
+
+    @runs_uncompiled_throughout
+    def enter(self, cap_bytes: int) -> None:
+        owner: Any = DistributedDataParallel
+        self._caps().append(cap_bytes)
+        with self._lock:
+            self._forwards += 1
+            now = getattr(owner, "_active_ddp_module", None)
+            if now is not self:
+                # Torch's own, which may have changed since a forward of another thread.
+                self._before, owner._active_ddp_module = now, self
+
+    @runs_uncompiled_throughout
+    def leave(self) -> None:
+        owner: Any = DistributedDataParallel
+        self._caps().pop()
+        with self._lock:
+            self._forwards -= 1
+            if self._forwards == 0:
+                before, self._before = self._before, None
+                if owner._active_ddp_module is self:
+                    owner._active_ddp_module = before
+
+    def __bool__(self) -> bool:
+        return bool(self._caps()) or self._before is not None
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        caps = self._caps()
+        return int(caps[-1] if caps else self._before.bucket_bytes_cap)
+
+    def _caps(self) -> list[int]:
+        # Wrappers may nest.
+        if not hasattr(self._of_thread, "caps"):
+            self._of_thread.caps = []
+        caps: list[int] = self._of_thread.caps
+        return caps
+
+
+_active = _Active()
 
 
 @contextlib.contextmanager
 @runs_uncompiled
 def graphs_cut_at(cap_bytes: int) -> Iterator[None]:
-    """Lets dynamo cut what it compiles inside into pieces with so many bytes of parameters."""
-    owner: Any = DistributedDataParallel
-    before = getattr(owner, "_active_ddp_module", None)
-    owner._active_ddp_module = _Active(max(cap_bytes, _LEAST_CAP_BYTES))
+    """Lets dynamo cut what it compiles inside into pieces with so many bytes of parameters.
+
+    In this thread; others may be inside as well.
+    """
+    _active.enter(max(cap_bytes, _LEAST_CAP_BYTES))
     try:
         yield
     finally:
-        # Wrappers may nest.
-        owner._active_ddp_module = before
+        _active.leave()

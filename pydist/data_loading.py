@@ -1,28 +1,25 @@
 """Loaders that share out their samples, know what was trained on, and seed their workers.
 
-Note [Seeds of workers]
-torch seeds a worker once, when it starts: what a dataset draws at random depends on how many
-batches that worker has fetched before, so it would be another after a resumption, with another
-number of workers, and from one epoch of persistent workers to the next. Here each batch of indices
-carries a seed to the worker that fetches it, which seeds torch, numpy and random when the indices
-arrive there. The seed follows from the sampler's, the epoch, the position and the rank. In the main
-process (num_workers=0) nothing is seeded: its generators are the script's.
+Note [The first batch decides]
+An iterator begins with the first batch that it is asked for, workers included. Until then
+`set_epoch` and `load_state_dict` still count: some training loops ask for the iterator, then set
+the epoch, and then ask for the first batch. Asking for an iterator changes nothing.
 """
 
 from __future__ import annotations
 
-import hashlib
-import random
-import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.utils.data as torch_data
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
+from pydist._torch import FedLoader
+from pydist.agreed_seed import SeedChoice
 from pydist.batch_sampler import BatchSampler
 from pydist.epoch_pass import EpochPass
 from pydist.errors import InvalidUsage
@@ -30,6 +27,7 @@ from pydist.ledger import Ledger
 from pydist.orders import sample_count
 from pydist.sampler import DistributedSampler, placement
 from pydist.shares import Pad
+from pydist.worker_seeds import Marking, Sent, seed_of
 
 __all__ = ["PreparedLoader", "prepare"]
 
@@ -49,7 +47,8 @@ def prepare(
 
     It has the loader's dataset, workers, collate function and other settings, shuffles where that
     one shuffles, and leaves the given one as it is. Its `state_dict()` counts the batches that the
-    loop has got, whatever workers have fetched. Not collective; every rank prepares its own.
+    loop has got, whatever workers have fetched. Not collective; every rank prepares its own, in the
+    same order.
 
     - A loader made with `shuffle=` gets a `DistributedSampler` and batches of `batch_size` on each
       rank. With `drop_last`, a smaller last batch is left out on all ranks or on none.
@@ -60,7 +59,12 @@ def prepare(
 
     Args:
         loader: not iterated yet, or at least not from now on.
-        seed: of the order, the same on every rank; 0 by default.
+        seed: of the order, and of what workers draw at random; the same on every rank. By default
+            it is drawn from the loader's `generator`, or from torch's: what `torch.manual_seed` was
+            given before preparing or before the first iteration decides. Each rank draws, and rank
+            0's counts; the others take it from the job's store when they begin to iterate, which
+            they do not before rank 0 does. A loader that neither shuffles nor has workers asks
+            nobody.
         pad: see `DistributedSampler`; "repeat" by default.
         split_batches: whether the loader's `batch_size` is that of all ranks together, which share
             it. By default it is each rank's.
@@ -68,9 +72,14 @@ def prepare(
         rank: see `DistributedSampler`.
 
     Raises:
-        InvalidUsage: the loader has a sampler that can't be shared (the message says what to do),
-            or `in_order=False`, which leaves unknown what was trained on; or what
-            `DistributedSampler` and `BatchSampler` refuse.
+        InvalidUsage: the loader is prepared already; it has a sampler that can't be shared (the
+            message says what to do), or `in_order=False`, which leaves unknown what was trained on;
+            or what `DistributedSampler` and `BatchSampler` refuse. From the first iteration: there
+            is no seed, and the ranks that share the samples are not those of the job, or it has not
+            been joined yet.
+        Mismatch: from the first iteration, where there is no seed: rank 0 has prepared other
+            loaders.
+        Timeout: from the first iteration, where there is no seed: rank 0 does not begin.
 
     Example:
         >>> import pydist
@@ -85,7 +94,10 @@ def prepare(
             f"pydist.prepare takes a DataLoader of torch, and got a {type(loader).__name__}."
         )
     if isinstance(loader, PreparedLoader):
-        raise InvalidUsage("the loader is prepared already.")
+        raise InvalidUsage(
+            "the loader is prepared already: pydist.prepare has shared out its samples, and again "
+            "would leave only a part of them. Use it as it is."
+        )
     if isinstance(loader.dataset, IterableDataset):
         _warn_of_iterable(loader.dataset, placement()[1] if num_replicas is None else num_replicas)
         return cast("PreparedLoader[T]", loader)
@@ -131,17 +143,22 @@ def prepare(
             0 if seed is None else seed,
             pad=pad,
         )
-    if batched is None:
+    source: BatchSampler | DistributedSampler = sampler
+    if batched is not None:
+        sizes: dict[str, Any] = {"batch_size": batched.batch_size}
         if split_batches:
-            raise InvalidUsage(
-                "split_batches=True shares out batches, and with batch_size=None there are none."
-            )
-        return _prepared(loader, sampler)
-    if split_batches:
-        sizes: dict[str, Any] = {"global_batch_size": batched.batch_size}
-    else:
-        sizes = {"batch_size": batched.batch_size}
-    return _prepared(loader, BatchSampler(sampler, drop_last=batched.drop_last, **sizes))
+            sizes = {"global_batch_size": batched.batch_size}
+        source = BatchSampler(sampler, drop_last=batched.drop_last, **sizes)
+    elif split_batches:
+        raise InvalidUsage(
+            "split_batches=True shares out batches, and with batch_size=None there are none."
+        )
+    prepared = _prepared(loader, source)
+    if sampler is not single and seed is None:
+        generator = getattr(single, "generator", None)
+        generator = loader.generator if generator is None else generator
+        sampler.seed_by(SeedChoice(generator, sampler.num_replicas))
+    return prepared
 
 
 def _require_none(given: list[str]) -> None:
@@ -201,40 +218,44 @@ def _shuffles(sampler: object, dataset: object) -> bool:
     )
 
 
-class PreparedLoader(DataLoader[T]):
+class PreparedLoader(FedLoader[T]):
     """A loader whose samples the ranks share, and which can be resumed; `prepare` makes it.
 
     A batch counts as trained on from when the loop has got it, so take a state after the step, or
     between epochs. Leaving a loop early and iterating anew begins where the epoch began for this
-    process: at its front, or where a loaded state was made.
+    process: at its front, or where a loaded state was made. An iterator begins with its first
+    batch: until then `set_epoch` and `load_state_dict` count.
+
+    Its `sampler` is a `DistributedSampler`, and its `batch_sampler` a `BatchSampler`, which are
+    torch's types, too: libraries that share out samples leave it alone, or are refused when they
+    iterate. A library that makes another loader like this one, of its class and settings, gets one
+    of the class that was prepared, whose batches are this rank's share, and which has no state.
     """
 
+    # What this one was prepared from.
+    _kind: type[DataLoader[Any]] = DataLoader
     # What yields the indices of a step, and keeps the state.
     _source: BatchSampler | DistributedSampler
-    # Seeds workers as they start; None where the script has given a generator.
-    _own_generator: torch.Generator | None
+    _feed: _Feed
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> Any:
+        if not arguments and not settings:  # of `prepare`, and of copies
+            return super().__new__(cls)
+        return cls._kind(*arguments, **settings)
 
     @property
     def distributed_sampler(self) -> DistributedSampler:
         """The sampler that holds order, epoch and position."""
-        source = self._source
-        return source.sampler if isinstance(source, BatchSampler) else source
+        return _sampler_of(self._source)
 
     def __iter__(self) -> Any:
-        sampler = self.distributed_sampler
-        if self._own_generator is not None:
-            self._own_generator.manual_seed(_seed_of(sampler, sampler.epoch, 0))
-        before = sampler.current
-        with sampler.counting():
-            # With workers, torch asks for an iterator twice and uses the second.
-            fetched = super().__iter__()
-        return _Delivered(fetched, sampler, before, len(self))
+        return _Delivered(super().__iter__, self._feed, self.distributed_sampler, len(self))
 
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch comes next; see `DistributedSampler.set_epoch`."""
         self.distributed_sampler.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | None]:
         """Where training is in the data, for any checkpoint; see `DistributedSampler.state_dict`.
 
         Example:
@@ -258,30 +279,86 @@ class PreparedLoader(DataLoader[T]):
         """What the loop has got of the epoch that was iterated over last. Not collective."""
         return self._source.ledger()
 
+    # --- for iterators ---------------------------------------------------------------------------
+
+    def feed(self) -> _Feed:
+        """What iterators ask for indices, in place of the samplers."""
+        return self._feed
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Entered while an iterator is made: sees to what its workers are seeded with."""
+        has_workers = self._feed.has_workers = self.num_workers > 0
+        given, generator = self.worker_init_fn, self.generator
+        own = torch.Generator()
+        if has_workers:
+            sampler = self.distributed_sampler
+            # Persistent workers start once, in whichever epoch.
+            seed, epoch = sampler.settle_seed(), 0 if self.persistent_workers else sampler.epoch
+            own.manual_seed(seed_of(seed, epoch, 0, sampler.rank))
+            if given is not None:
+                self.worker_init_fn = Marking(given, self.num_workers)
+        # torch draws from it, workers or not.
+        self.generator = own
+        try:
+            yield
+        finally:
+            self.worker_init_fn, self.generator = given, generator
+
+
+class _Feed:
+    """What the iterators of a prepared loader ask for indices, each of which begins a pass."""
+
+    def __init__(self, source: BatchSampler | DistributedSampler) -> None:
+        self._source = source
+        # Whether indices go to workers, and seeds with them. See Note [Seeds of workers].
+        self.has_workers = False
+        # The pass that was begun last.
+        self.begun: EpochPass | None = None
+
+    def __len__(self) -> int:
+        return self._source.epoch_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        # torch asks for more iterators than it uses: those begin nothing.
+        return chain.from_iterable(self._begun_when_asked())
+
+    def _begun_when_asked(self) -> Iterator[Iterator[Any]]:
+        seed = _sampler_of(self._source).settle_seed() if self.has_workers else 0
+        self.begun = begun = self._source.begin_epoch(is_counted=True)
+        indices: Iterator[Any] = self._source.indices_of(begun)
+        yield self._seeded(indices, begun, seed) if self.has_workers else indices
+
+    def _seeded(self, steps: Iterator[Any], begun: EpochPass, seed: int) -> Iterator[Sent]:
+        share, rank = begun.share, _sampler_of(self._source).rank
+        for step, indices in enumerate(steps):
+            position = share.start + step * share.step
+            yield Sent(indices, seed_of(seed, begun.epoch, position, rank))
+
 
 class _Delivered:
-    """An iterator of a prepared loader, which counts what it delivers."""
+    """An iterator of a prepared loader, which counts what it delivers.
+
+    Args:
+        start: makes the iterator of the loader's own class, once the first batch is asked for.
+        feed: where that iterator gets its indices.
+        sampler: whose state it moves.
+        length: of a whole epoch.
+    """
 
     def __init__(
         self,
-        fetched: Iterator[Any],
+        start: Callable[[], Iterator[Any]],
+        feed: _Feed,
         sampler: DistributedSampler,
-        before: EpochPass | None,
         length: int,
     ) -> None:
-        self._fetched = fetched
+        self._start = start
+        self._feed = feed
         self._sampler = sampler
-        self._before = before
         self._length = length
+        self._fetched: Iterator[Any] | None = None
         self._own: EpochPass | None = None
-        self._find_own()
-
-    def _find_own(self) -> None:
-        """The pass that the loader has begun, which a loader's own class may do with the first
-        batch only."""
-        current = self._sampler.current
-        if current is not self._before:
-            self._own, self._before = current, None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -292,21 +369,32 @@ class _Delivered:
     def __next__(self) -> Any:
         try:
             if self._own is None:
-                with self._sampler.counting():
-                    batch = next(self._fetched)
+                batch = self._first()
             else:
+                assert self._fetched is not None
                 batch = next(self._fetched)
         except StopIteration:
-            if self._own is None:
-                self._find_own()
             if self._own is not None:
                 self._sampler.close(self._own)
             raise
-        if self._own is None:
-            self._find_own()
         if self._own is not None:
             self._own.count_step()
         return batch
+
+    def _first(self) -> Any:
+        """A batch of an iterator that has begun no pass yet."""
+        if self._fetched is None:
+            self._feed.begun = None
+            self._fetched = self._start()
+        try:
+            return next(self._fetched)
+        finally:
+            # A loader's own class may have begun it with this batch, or not even now.
+            self._own = self._feed.begun
+
+
+def _sampler_of(source: BatchSampler | DistributedSampler) -> DistributedSampler:
+    return source.sampler if isinstance(source, BatchSampler) else source
 
 
 def _prepared(
@@ -316,79 +404,20 @@ def _prepared(
     # A loader's class may do things of its own in __iter__: it goes on doing them, below ours.
     made: type[PreparedLoader[T]] = PreparedLoader
     if kind is not DataLoader:
-        made = type(f"Prepared{kind.__name__}", (PreparedLoader, kind), {})
-    prepared = made.__new__(made)
+        made = type(f"Prepared{kind.__name__}", (PreparedLoader, kind), {"_kind": kind})
+    prepared: PreparedLoader[T] = made.__new__(made)
     # torch's loader refuses to have its samplers set; what it was made with is all in here.
     prepared.__dict__.update(loader.__dict__)
-    sampler = source.sampler if isinstance(source, BatchSampler) else source
-    feed = _Seeded(source, sampler) if loader.num_workers > 0 else source
-    generator = torch.Generator() if loader.generator is None else None
     batch_size = loader.batch_size
     if batch_size is not None and isinstance(source, BatchSampler):
         batch_size = source.batch_size  # this rank's
+    is_batched = loader.batch_sampler is not None
     prepared.__dict__.update(
         _source=source,
-        _own_generator=generator,
+        _feed=_Feed(source),
         _iterator=None,
         batch_size=batch_size,
-        generator=loader.generator if generator is None else generator,
-        batch_sampler=None if loader.batch_sampler is None else feed,
-        sampler=feed if loader.batch_sampler is None else sampler,
+        batch_sampler=source if is_batched else None,
+        sampler=_sampler_of(source) if is_batched else source,
     )
     return prepared
-
-
-def _seed_of(sampler: DistributedSampler, epoch: int, position: int) -> int:
-    """63 bits for what is drawn at random in fetching the step at `position`."""
-    words = (sampler.seed % 2**64, epoch, position, sampler.rank)
-    digest = hashlib.blake2b(struct.pack("<4Q", *words), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-class _Seeded:
-    """What a loader with workers asks for indices: they come with seeds. See Note [Seeds of
-    workers]."""
-
-    def __init__(
-        self, source: BatchSampler | DistributedSampler, sampler: DistributedSampler
-    ) -> None:
-        self._source = source
-        self._sampler = sampler
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __iter__(self) -> Iterator[_Sent]:
-        steps: Iterable[Any] = iter(self._source)
-        current = self._sampler.current
-        assert current is not None
-        share = current.share
-        return (
-            _Sent(indices, _seed_of(self._sampler, current.epoch, share.start + step * share.step))
-            for step, indices in enumerate(steps)
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # a copy under construction has no _source yet
-            raise AttributeError(name)
-        return getattr(self._source, name)
-
-
-class _Sent:
-    """Indices on their way to a worker: pickled here, plain and its generators seeded there."""
-
-    def __init__(self, indices: Any, seed: int) -> None:
-        self._indices = indices
-        self._seed = seed
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self._indices, self._seed)
-
-
-def _arrive(indices: Any, seed: int) -> Any:
-    if get_worker_info() is not None:
-        random.seed(seed)
-        np.random.seed([seed % 2**32, seed >> 32])
-        # Those of accelerators belong to nobody in a worker, and setting them is slow.
-        torch.default_generator.manual_seed(seed)
-    return indices

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import math
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -23,7 +24,6 @@ from pydist.bucket_plan import (
     PlannedBucket,
     PlannedParameter,
     best_cap_bytes,
-    cap_bytes_of,
     plan_buckets,
     typical_cap_bytes,
 )
@@ -39,10 +39,29 @@ from pydist.gradient_sync import (
 )
 from pydist.live_wrappers import ids_in_any, note_wrapper, training_too
 from pydist.module_agreement import check_same, copy_from, facts_of
+from pydist.nested_wrappers import refuse_active_torch, refuse_wrapped
+from pydist.prefixed_names import warn_of_prefix
+from pydist.rank_local import RankLocal
+from pydist.state_dict_hooks import (
+    HookedLoading,
+    has_loading_hooks,
+    load_pre_hooks_first,
+    run_hooks_of_module,
+    taken_with_hooks,
+)
 from pydist.state_dict_names import matched
 from pydist.step_guard import forget_steps, guard_steps
 from pydist.sync_batch_norm import refuse_under_join
+from pydist.torch_arguments import (
+    caps_of,
+    group_of,
+    input_device_of,
+    refuse_unsupported,
+    warn_of_check_reduction,
+)
+from pydist.torch_idioms import TorchIdioms
 from pydist.trained_parameters import TrainedParameters, require_trainable
+from pydist.watched_methods import WatchedMethods
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,6 +87,10 @@ _OWN_NAMES = {
     "_compresses",
     "_owners",
     "_sharded_ids",
+    "_local",
+    "_buffer_sync",
+    "_torch_attributes",
+    "_watched_methods",
 }
 
 # The wrapper that is in join(); ranks that wait for each other in two would wait in a circle.
@@ -91,17 +114,14 @@ class ShardOwner(Protocol):
     def during_forward(self) -> contextlib.AbstractContextManager[None]:
         """Hides from the forward what it can't do with."""
 
-    def note_written(self) -> None:
-        """All ranks write the same into parameters, on purpose."""
-
-    def note_settled(self) -> None:
-        """What this rank has written, no rank changes any more."""
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """All ranks write the same into parameters, and nobody reads them. All have met before."""
 
     def finish(self) -> None:
         """Returns once all parameters have arrived that the last step has updated."""
 
 
-class DataParallel(nn.Module):
+class DataParallel(TorchIdioms):
     """Wraps a module so that every backward leaves the mean of all ranks' gradients.
 
     All ranks construct it together, with the same module. It joins the job from the environment by
@@ -115,12 +135,20 @@ class DataParallel(nn.Module):
 
     A parameter that the backward of this rank did not reach counts as zero in the mean if another
     rank's did, and keeps the gradient that it had (None, as a rule) if none did. Gradients live in
-    memory that all ranks share: `parameter.grad` is a view of it, and `zero_grad()` may set it to
-    None as always.
+    memory that all ranks share, and `zero_grad()` may set them to None as always. One that the
+    program keeps beyond that keeps its values (see `gradient_as_bucket_view`).
+
+    As in torch's wrapper, it is the forward that decides whether its backward averages: one inside
+    `no_sync()` does not, nor does one of `model.module(...)`, past the wrapper. Methods of the
+    module that are called through the wrapper, `model.encode(x)` say, count as forwards.
 
     Buffers of rank 0 are copied to all ranks at the end of every synchronised backward before
     which any rank changed its own. Hence they are the same everywhere whenever no step is under
     way, and a forward talks to nobody: one rank may evaluate alone.
+
+    Parameters and buffers that `module._ddp_params_and_buffers_to_ignore` names, as for torch's
+    class, are each rank's own: they are neither compared, copied nor averaged, and ranks may have
+    others of them (docs/training.md).
 
     Parameters that are unfrozen or added later train from the next backward on, if all ranks do
     the same. Those added get rank 0's values at its end.
@@ -139,28 +167,42 @@ class DataParallel(nn.Module):
         module: The module, on the CPU or on CUDA devices (also several), with its parameters in
             their final dtypes.
         device_ids: One GPU, by number, to which forward moves its arguments. Default: they stay
-            where they are. Without meaning for a module on the CPU.
-        output_device: Accepted for compatibility.
-        dim: Accepted for compatibility.
+            where they are. None for a module on the CPU.
+        output_device: That GPU again, or None: outputs stay where the module computes them.
+        dim: Of no effect, in torch's class as well: a rank's batch is its own, so nothing is cut
+            along a dimension. It can be read as `model.dim`.
         broadcast_buffers: Whether to copy rank 0's buffers to all ranks, at construction and after
-            each backward. Default: True.
-        init_sync: Whether to copy rank 0's parameters and buffers at construction. If False, seeing
-            to it that all ranks start from the same values is up to you.
+            each backward. Default: True. `model.broadcast_buffers = False` stops it later.
+        init_sync: Whether to copy rank 0's parameters at construction, and its buffers. If False,
+            seeing to it that all ranks start from the same values is up to you; buffers are copied
+            all the same where they are copied while training, as torch's first forward does.
         process_group: The ranks to average over, with this one among them; default: all.
         bucket_cap_mb: A bucket is closed once it holds at least so many MiB. Default: what a short
             measurement of the connection between the ranks finds best; with a
             `pydist.ShardedOptimizer`, the same in every run of the same model.
-        find_unused_parameters: Accepted for compatibility: they are always found.
-        check_reduction: Accepted for compatibility.
-        gradient_as_bucket_view: Accepted for compatibility: gradients always are.
-        static_graph: Accepted for compatibility: nothing is assumed about the graph.
-        delay_all_reduce_named_params: Not supported.
-        param_to_hook_all_reduce: Not supported.
+        find_unused_parameters: Either is accepted, because they are found always, at the end of
+            backward, without a search through the graph.
+        check_reduction: Deprecated in torch, and of no effect there: warns.
+        gradient_as_bucket_view: If False, the default, a gradient that the program holds beyond the
+            step (in a list, by a view, `detach()`, a NumPy array) keeps its values, and one that it
+            has put into `parameter.grad` itself, such as a view of a flat buffer, stays there and
+            receives the average. Gradients lie in shared memory either way, and only those that
+            somebody holds are copied (`stats().copied_bytes`). If True, the next backward writes
+            into what is held. Without meaning for gradients that a `pydist.ShardedOptimizer` has.
+        static_graph: Either is accepted, because it allows torch a faster search and some uses
+            (reentrant checkpoints, a layer twice in one backward) that need no leave here: nothing
+            is assumed about the graph.
+        delay_all_reduce_named_params: Not supported: all parameters of the module are averaged as
+            backward completes them.
+        param_to_hook_all_reduce: Not supported, like the one before.
         mixed_precision: Not supported; use `torch.autocast`.
         device_mesh: A mesh of one dimension, instead of `process_group`.
-        skip_all_reduce_unused_params: Accepted for compatibility.
-        bucket_cap_mb_list: Not supported; give one `bucket_cap_mb`.
-        batched_grad_copy: Accepted for compatibility.
+        skip_all_reduce_unused_params: Either is accepted: what all ranks leave unused keeps its
+            gradient always, and buckets of such parameters alone are the last ones.
+        bucket_cap_mb_list: The size of each bucket, in MiB, in the order in which they travel; the
+            last one is that of all buckets that follow. Counts instead of `bucket_cap_mb`.
+        batched_grad_copy: Either is accepted, because it is about copies of gradients into buckets,
+            and gradients are in buckets from the beginning.
         forward_sync_buffers: torch's newer name for `broadcast_buffers`, which it then overrides,
             but for the copy at construction.
         reduction: What backward leaves: the "mean" over the ranks, or their "sum".
@@ -171,10 +213,11 @@ class DataParallel(nn.Module):
 
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
-            part of the module is wrapped already, an argument is not supported, `device_ids` names
-            a GPU that the module is not on, this rank is not in `process_group`, or the backend
-            can't reduce such gradients (NCCL, in a wire type or on the ring, without pydist's CUDA
-            kernels).
+            part of the module is wrapped already (also by torch's class), an argument is not
+            supported, `device_ids` names a GPU that the module is not on, this rank is not in
+            `process_group`, a parameter is named as ignored by some of its names only, or the
+            backend can't reduce such gradients (NCCL, in a wire type or on the ring, without
+            pydist's CUDA kernels).
         Mismatch: The module or an argument differs between ranks (on every rank, naming the first
             difference).
 
@@ -199,7 +242,7 @@ class DataParallel(nn.Module):
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         delay_all_reduce_named_params: object = None,
         param_to_hook_all_reduce: object = None,
@@ -213,17 +256,14 @@ class DataParallel(nn.Module):
         compress: Literal["bf16", "fp16"] | None = None,
     ) -> None:
         super().__init__()
-        _refuse(
+        refuse_unsupported(
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
-            bucket_cap_mb_list=bucket_cap_mb_list,
         )
-        if device_mesh is not None:
-            if process_group is not None:
-                raise InvalidUsage("pass either process_group or device_mesh, not both")
-            process_group = device_mesh.get_group()
-        cap_bytes = cap_bytes_of(bucket_cap_mb)
+        warn_of_check_reduction(check_reduction)
+        process_group = group_of(process_group, device_mesh)
+        caps_bytes = caps_of(bucket_cap_mb, bucket_cap_mb_list)
         if reduction not in ("mean", "sum"):
             raise InvalidUsage(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
         if compress is not None and compress not in _WIRE_DTYPES:
@@ -232,11 +272,11 @@ class DataParallel(nn.Module):
             raise InvalidUsage(
                 f"pydist.DataParallel wraps a torch.nn.Module, not a {type(module).__name__}"
             )
-        if isinstance(module, DataParallel):
-            raise InvalidUsage("the module is a pydist.DataParallel already")
-        _refuse_wrapped(module)
-        require_trainable(module)
-        input_device = _input_device_of(module, device_ids)
+        refuse_wrapped(module, DataParallel)
+        local = RankLocal(module)
+        _warn_of_unknown(local)
+        require_trainable(local)
+        input_device = input_device_of(local, device_ids, output_device)
         sync_buffers = broadcast_buffers is not False
         if forward_sync_buffers is not None:
             sync_buffers = forward_sync_buffers
@@ -245,7 +285,6 @@ class DataParallel(nn.Module):
         # module as a child, so that all of nn.Module finds the same names in both.
         self.__dict__.update(
             module=module,
-            training=module.training,
             _parameters=module._parameters,
             _buffers=module._buffers,
             _non_persistent_buffers_set=module._non_persistent_buffers_set,
@@ -255,11 +294,13 @@ class DataParallel(nn.Module):
         # A group of its own: the user's collectives can't be taken for these, or these for theirs.
         parent = groups.communicator_of(process_group)
         self._communicator = groups.split(parent, range(parent.size))
-        self._graph_cap_bytes = cap_bytes or DEFAULT_CAP_BYTES
+        self._local = local
+        self._graph_cap_bytes = max(caps_bytes, default=DEFAULT_CAP_BYTES)
         self._input_device = input_device
         averages_itself = type(self).average_bucket is not DataParallel.average_bucket
         arguments = [
             f"bucket_cap_mb={bucket_cap_mb}",
+            f"bucket_cap_mb_list={bucket_cap_mb_list}",
             f"reduction={reduction!r}",
             f"compress={compress!r}",
             f"init_sync={init_sync}",
@@ -268,31 +309,54 @@ class DataParallel(nn.Module):
             f"PYDIST_DEBUG={int(_native.read_environment().debug)}",
         ]
         check_same(self._communicator, "pydist.DataParallel's setting", arguments)
-        check_same(self._communicator, "the module", facts_of(module))
+        check_same(self._communicator, "the module", facts_of(local))
         wire_dtype = _WIRE_DTYPES[compress] if compress else None
-        _require_reducible(self._communicator, module, reduction, wire_dtype)
-        if init_sync:
-            with_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
-            copy_from(self._communicator, 0, module, with_buffers=with_buffers)
-        self._trained = TrainedParameters(module)
+        _require_reducible(self._communicator, local, reduction, wire_dtype)
+        # Where only the values at the start are up to the user, torch's first forward would copy
+        # the buffers.
+        also_at_first = broadcast_buffers is not False or forward_sync_buffers is not None
+        copy_from(
+            self._communicator,
+            0,
+            local,
+            with_parameters=init_sync,
+            with_buffers=also_at_first if init_sync else sync_buffers,
+        )
+        self._trained = TrainedParameters(local)
+        self._buffer_sync = BufferSync(self._communicator, local) if sync_buffers else None
         self._owners: list[weakref.ref[Any]] = []
         self._sharded_ids: set[int] = set()
-        # The reducer must not keep the wrapper alive, which keeps the reducer.
+        # The reducer must not keep the wrapper alive, which keeps the reducer. Nor must methods.
         itself = weakref.ref(self)
+        self._watched_methods = WatchedMethods(lambda outputs: _watch(itself, outputs))
         self._why_retired = ""
         self._working_reducer: _native.Reducer | None = make_reducer(
             self._communicator,
             self._trained.known,
-            lambda *arguments: _plan(itself(), cap_bytes, *arguments),
-            BufferSync(self._communicator, module) if sync_buffers else None,
+            lambda *arguments: _plan(itself(), caps_bytes, *arguments),
+            self._buffer_sync,
             sums=reduction == "sum",
             wire_dtype=wire_dtype,
-            measures_link=bucket_cap_mb is None,
+            measures_link=not caps_bytes,
+            gradients_are_views=gradient_as_bucket_view,
             rank=process.rank(),
         )
+        if self._buffer_sync is not None:
+            self._buffer_sync.changes.reducer = weakref.ref(self._working_reducer)
         self._compresses = compress is not None
         if averages_itself:
             self._reducer.register_comm_hook(itself, _returning_future(_average_bucket))
+        self._take_torch_attributes(
+            input_device,
+            process_group,
+            dim=dim,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            mixed_precision=None,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+        )
+        self.register_load_state_dict_post_hook(run_hooks_of_module)  # type: ignore[no-untyped-call]
         self._take_up(self._trained.known, "wrapped anew")
         note_wrapper(self)
         guard_steps(self._reducer)
@@ -304,6 +368,7 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. Talks to no other rank."""
         self.require_working()
+        refuse_active_torch(self)
         # Not in an evaluation, which one rank may do alone.
         if torch.is_grad_enabled() and (joining := self._trained.joined()):
             self._take_up(joining, "unfrozen in, or added to, another pydist.DataParallel")
@@ -321,23 +386,25 @@ class DataParallel(nn.Module):
                 is_leaf=lambda value: isinstance(value, PackedSequence),
             )
         self._reducer.prepare_forward(self.module.training and torch.is_grad_enabled())
+        if self._buffer_sync is not None and torch.is_grad_enabled():
+            self._buffer_sync.before_forward(averages=self._reducer.enabled)
         with contextlib.ExitStack() as during:
             during.enter_context(graphs_cut_at(self._graph_cap_bytes))
             for owner in self.shard_owners():
                 during.enter_context(owner.during_forward())
             outputs = self.module(*args, **kwargs)
-        if torch.is_grad_enabled():
-            for tensor in outputs_with_graph(outputs):
-                self._reducer.watch(tensor)
+        _watch(weakref.ref(self), outputs)
         return outputs
 
     @contextlib.contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
-        """Accumulates gradients without averaging them, in every backward that runs inside.
+        """Accumulates gradients without averaging them, in backwards of forwards that run inside.
 
-        The next backward outside averages what has been accumulated, also of parameters that it
-        does not reach itself; so does `sync_gradients()`. All ranks do the same. An optimizer that
-        is to use gradients of this rank alone, or that were averaged by other means, steps inside.
+        It is the forward that counts, as in torch's wrapper, wherever its backward runs; a backward
+        from several averages if any of them was outside. The next one that averages takes in what
+        has been accumulated, also of parameters that it does not reach itself; so does
+        `sync_gradients()`. All ranks do the same. An optimizer that is to use gradients of this
+        rank alone, or that were averaged by other means, steps inside.
 
         Args:
             enabled: If False, nothing changes: `with model.no_sync(enabled=step % 4 != 3)`.
@@ -463,7 +530,8 @@ class DataParallel(nn.Module):
         finally:
             _joining = None
             self._reducer.set_joining("", False)
-        copy_from(self._communicator, self._reducer.last_root, self.module, with_buffers=True)
+        root = self._reducer.last_root
+        copy_from(self._communicator, root, self._local, with_buffers=self.forward_sync_buffers)
 
     # -- measuring
 
@@ -545,19 +613,22 @@ class DataParallel(nn.Module):
             module = self.__dict__.get("module")
             if module is None:
                 raise
-            return getattr(module, name)
+            value = getattr(module, name)
+            if inspect.ismethod(value) and value.__self__ is module:
+                return self._watched_methods.of(value)
+            return value
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards average; what `no_sync()` switches off. Torch's name, may be set."""
+        """Whether backwards of the forwards that follow average: what `no_sync()` switches off.
+
+        Torch's name; may be set.
+        """
         return self._reducer.enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._reducer.enabled = value
-
-    def _set_static_graph(self) -> None:
-        """Accepted for compatibility: nothing is assumed about the graph."""
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__ or hasattr(type(self), name):
@@ -571,6 +642,7 @@ class DataParallel(nn.Module):
         if module is None or is_own or not hasattr(module, name):
             super().__setattr__(name, value)
         else:
+            _warn_of_setting(module, name)
             setattr(module, name, value)
 
     def register_comm_hook(
@@ -631,6 +703,10 @@ class DataParallel(nn.Module):
     def trains(self, parameter: Tensor) -> bool:
         """Whether the wrapper averages a parameter's gradients, or did before it was retired."""
         return self._trained.knows(parameter)
+
+    def has_alone(self, parameter: Tensor) -> bool:
+        """Whether a parameter is this rank's own, so that nothing of it is averaged."""
+        return self._local.has(parameter)
 
     def _take_up(self, trained: Trained, how: str) -> None:
         """Retires whoever else trains any of some parameters. Talks to nobody."""
@@ -713,7 +789,8 @@ class DataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state, under the module's own names."""
-        return self.module.state_dict(*args, **kwargs)
+        warn_of_prefix("state_dict")
+        return taken_with_hooks(self, self.module, *args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -735,24 +812,50 @@ class DataParallel(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that pydist."
                 "DataParallel has hooked: load the module first, then wrap it"
             )
-        for owner in self.shard_owners():
-            owner.note_written()
-        loaded = self.module.load_state_dict(matched(state_dict, self.module), strict)
-        for owner in self.shard_owners():
-            # Whoever is later, writes the same again.
-            owner.note_settled()
-        return loaded
+        if has_loading_hooks(self):
+            hooked = HookedLoading(self, self.module, state_dict)
+            return hooked.load(matched(hooked.state_dict, self.module), strict)
+        return self.module.load_state_dict(matched(state_dict, self.module), strict)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self.module._load_from_state_dict(*args)
+        load_pre_hooks_first(self, self.module._load_from_state_dict, *args)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The module and those within it, under the module's own names."""
-        yield from self.module.named_modules(*args, **kwargs)
+        warn_of_prefix("named_modules")
+        named: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **kwargs)
+        return named
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters, under the module's own names."""
+        warn_of_prefix("named_parameters")
+        return super().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers, under the module's own names."""
+        warn_of_prefix("named_buffers")
+        return super().named_buffers(*args, **kwargs)
+
+    def children(self) -> Iterator[nn.Module]:
+        """The module itself, as in torch's class: what goes on from there reaches all of it.
+
+        By name, `named_children()`, there are the module's own children.
+        """
+        yield self.module
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode: the wrapper has no mode of its own."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        # torch's constructor sets it before there is a module.
+        if "module" in self.__dict__:
+            self.module.training = mode
 
     def train(self, mode: bool = True) -> DataParallel:
         """Sets training mode in the module."""
-        self.training = mode
         self.module.train(mode)
         return self
 
@@ -778,22 +881,53 @@ class DataParallel(nn.Module):
         return _unwrapped, (self.module,)
 
 
-def _refuse_wrapped(module: nn.Module) -> None:
-    """Raises InvalidUsage where a wrapped model is a part of another."""
-    # Not by named_modules(), in which a wrapper is not itself.
-    for path, part in module.named_modules():
-        for name, child in part._modules.items():
-            if isinstance(child, DataParallel):
-                raise InvalidUsage(
-                    f"{path}{'.' if path else ''}{name} of the module is a pydist.DataParallel "
-                    "already, and two can't average one gradient: wrap the outermost module alone "
-                    "(the inner one's own is its .module)"
-                )
+# Of attributes that were set in a module through its wrapper: the module's class, and the name.
+_warned_of: set[tuple[type, str]] = set()
+
+
+def _warn_of_setting(module: nn.Module, name: str) -> None:
+    """Warns once of an attribute that torch's wrapper would have set in itself."""
+    if (type(module), name) in _warned_of:
+        return
+    _warned_of.add((type(module), name))
+    warnings.warn(
+        f"setting {name!r} on a pydist.DataParallel sets it in the wrapped module, a "
+        f"{type(module).__name__}, which has an attribute of that name; torch's "
+        "DistributedDataParallel would set its own "
+        f"and leave the module as it is: write model.module.{name} = ... to say which is meant",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _warn_of_unknown(local: RankLocal) -> None:
+    """Warns of names to ignore that ignore nothing, as in torch."""
+    unknown = local.unknown_names()
+    if unknown:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        warnings.warn(
+            "_ddp_params_and_buffers_to_ignore of the module has "
+            f"{', '.join(map(repr, unknown[:3]))}{more}, which nothing in the module is called, so "
+            "nothing is ignored for that, as in torch's DistributedDataParallel: give names as "
+            "named_parameters() and named_buffers() of this module have them",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _watch(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
+    """Lets the backward that comes from the outputs of a forward average, or only accumulate."""
+    watching = wrapper()
+    if watching is None or watching.is_retired or not torch.is_grad_enabled():
+        return
+    watching._reducer.note_forward()
+    for tensor in outputs_with_graph(outputs):
+        watching._reducer.watch(tensor)
 
 
 def _require_reducible(
     communicator: _native.Communicator,
-    module: nn.Module,
+    module: RankLocal,
     reduction: Literal["mean", "sum"],
     wire_dtype: torch.dtype | None,
 ) -> None:
@@ -801,7 +935,8 @@ def _require_reducible(
 
     In a backward it would come while other ranks are in the middle of theirs.
     """
-    on_gpu = [p for p in module.parameters() if p.requires_grad and p.device.type == "cuda"]
+    trained = [p for _, p in module.shared_parameters() if p.requires_grad]
+    on_gpu = [p for p in trained if p.device.type == "cuda"]
     for dtype in dict.fromkeys(p.dtype for p in on_gpu):
         if why := communicator.why_unsupported("all_reduce", reduction, dtype):
             raise InvalidUsage(f"pydist.DataParallel: {why.removesuffix('.')}.")
@@ -825,20 +960,21 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 def _plan(
     wrapper: DataParallel | None,
-    cap_bytes: int | None,
+    caps_bytes: tuple[int, ...],
     parameters: Sequence[PlannedParameter],
     latency_s: float,
     seconds_per_byte: float,
 ) -> list[list[int]]:
-    if cap_bytes is None:
+    if not caps_bytes:
         total_bytes = sum(parameter.size_bytes for parameter in parameters)
         if wrapper is not None and any(wrapper.shard_owners()):
-            cap_bytes = typical_cap_bytes(total_bytes)
+            caps_bytes = (typical_cap_bytes(total_bytes),)
         else:
-            cap_bytes = best_cap_bytes(total_bytes, latency_s, seconds_per_byte)
+            caps_bytes = (best_cap_bytes(total_bytes, latency_s, seconds_per_byte),)
     # Without the wrapper, a last backward of its graph is under way.
-    plan = plan_buckets if wrapper is None else wrapper.plan_buckets
-    return plan(parameters, cap_bytes)
+    if wrapper is None or type(wrapper).plan_buckets is DataParallel.plan_buckets:
+        return plan_buckets(parameters, caps_bytes)
+    return wrapper.plan_buckets(parameters, max(caps_bytes))
 
 
 def _came_out_of_averaging(error: BaseException) -> bool:
@@ -874,32 +1010,3 @@ def _average_bucket(
             "until backward is over"
         )
     return wrapper.average_bucket(bucket)
-
-
-def _input_device_of(
-    module: nn.Module, device_ids: Sequence[int | torch.device] | None
-) -> torch.device | None:
-    """Where forward's arguments are to be; None: where they are."""
-    if not device_ids:
-        return None
-    if len(device_ids) > 1:
-        raise InvalidUsage(
-            f"device_ids is {list(device_ids)}; a process computes on one GPU, so name that"
-        )
-    chosen = device_ids[0]
-    device = torch.device("cuda", chosen) if isinstance(chosen, int) else torch.device(chosen)
-    places = {parameter.device for parameter in module.parameters()}
-    if all(place.type == "cpu" for place in places):
-        return None
-    if device not in places:
-        raise InvalidUsage(
-            f"device_ids is {list(device_ids)}, and the module's parameters are on "
-            f"{', '.join(sorted(map(str, places)))}: move the module there, or leave device_ids out"
-        )
-    return device
-
-
-def _refuse(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value:
-            raise InvalidUsage(f"pydist.DataParallel does not support {name}")

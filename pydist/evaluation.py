@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pydist import groups, process
 from pydist.batch_sampler import BatchSampler
-from pydist.data_loading import PreparedLoader
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.groups import Group
 from pydist.metrics.means import Mean
@@ -230,9 +229,7 @@ def _batches(
         return data, None
     sampler = data.sampler if data.batch_sampler is None else data.batch_sampler
     inner = getattr(sampler, "sampler", sampler)
-    # What a prepared loader has for its workers stands in front of the sampler.
-    owns = (data.distributed_sampler,) if isinstance(data, PreparedLoader) else (sampler, inner)
-    for own in owns:
+    for own in (sampler, inner):
         if hasattr(own, "num_replicas"):
             _check_shares(own, data.dataset, communicator)
             _check_batches(data, own)
@@ -281,9 +278,7 @@ def _check_shares(sampler: Any, dataset: Any, communicator: Communicator) -> Non
 
 def _check_batches(loader: DataLoader[Any], sampler: Any) -> None:
     """Refuses to leave out a ragged last batch, whose samples depend on the number of ranks."""
-    batched: Any = loader.batch_sampler
-    if isinstance(loader, PreparedLoader):
-        batched = loader._source
+    batched: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if not getattr(batched, "drop_last", False) or batched is sampler:
         return
     dataset: Any = loader.dataset

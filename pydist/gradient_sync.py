@@ -5,7 +5,7 @@ What happens during backward is C++: csrc/reducer/reducer.h.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ def make_reducer(
     sums: bool,
     wire_dtype: torch.dtype | None,
     measures_link: bool,
+    gradients_are_views: bool,
     rank: int,
 ) -> _native.Reducer:
     """Lays out the gradients of a module and hooks its parameters. All ranks call it together.
@@ -50,6 +51,7 @@ def make_reducer(
         sums: Whether gradients are summed instead of averaged.
         wire_dtype: The 16-bit dtype in which float32 gradients travel, if not their own.
         measures_link: Whether `planner` wants to know how fast the ranks are connected.
+        gradients_are_views: Whether the next step writes into gradients that the program holds.
         rank: This process's rank in the job, for traces.
     """
 
@@ -80,6 +82,7 @@ def make_reducer(
         sums,
         wire_dtype,
         measures_link,
+        gradients_are_views,
         rank,
         *(
             (buffers.memory, buffers.has_changed, buffers.pack, buffers.unpack, buffers.renew)
@@ -89,21 +92,26 @@ def make_reducer(
     )
 
 
-def outputs_with_graph(outputs: Any) -> Iterator[Tensor]:
+def outputs_with_graph(outputs: Any, within: tuple[int, ...] = ()) -> Iterator[Tensor]:
     """Finds the tensors in the outputs of a forward that a backward can start from.
 
     Args:
         outputs: Tensors in any nesting of lists, tuples, mappings and dataclasses.
+        within: The ids of what they are part of, which may be part of itself.
     """
     if isinstance(outputs, Tensor):
         if outputs.grad_fn is not None:
             yield outputs
-    elif isinstance(outputs, dict):
-        for value in outputs.values():
-            yield from outputs_with_graph(value)
+        return
+    parts: Iterable[Any]
+    if isinstance(outputs, dict):
+        parts = outputs.values()
     elif isinstance(outputs, (list, tuple)):
-        for value in outputs:
-            yield from outputs_with_graph(value)
+        parts = outputs
     elif hasattr(outputs, "__dataclass_fields__"):
-        for name in outputs.__dataclass_fields__:
-            yield from outputs_with_graph(getattr(outputs, name, None))
+        parts = (getattr(outputs, name, None) for name in outputs.__dataclass_fields__)
+    else:
+        return
+    if id(outputs) not in within:
+        for part in parts:
+            yield from outputs_with_graph(part, (*within, id(outputs)))

@@ -89,6 +89,22 @@ def communicator_in(group: dist.ProcessGroup) -> _native.Communicator | None:
     return None
 
 
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store that the ranks of a group share.
+
+    Raises:
+        InvalidUsage: the group has none.
+    """
+    # torch has no public way to ask.
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    if store is None:
+        raise InvalidUsage(
+            f"group {group.group_name!r} has no key-value store (it was destroyed, or its backend "
+            "keeps none), so pydist can't meet its other ranks there."
+        )
+    return store
+
+
 def bootstrap(
     group: dist.ProcessGroup,
     *,
@@ -103,12 +119,7 @@ def bootstrap(
     known = _bootstrapped.get(group)
     if known is not None:
         return known
-    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
-    if store is None:
-        raise InvalidUsage(
-            f"group {group.group_name!r} has no key-value store (it was destroyed, or its backend "
-            "keeps none), so pydist can't meet its other ranks there."
-        )
+    store = store_of(group)
     wait = backends.default_timeout()
     if timeout is not None:
         wait = timedelta(seconds=timeout)

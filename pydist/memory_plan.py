@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 import io
 import numbers
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -38,6 +39,7 @@ from pydist.data_parallel import DataParallel
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import InvalidUsage
 from pydist.fused_step import FUSED_CLASSES
+from pydist.rank_local import RankLocal
 from pydist.step_memory import StepMemory, step_memory, temporaries
 from pydist.trained_parameters import ids_of_sparse
 
@@ -296,26 +298,31 @@ def plan(
     )
     # pydist's kernels read gradients in their own dtype.
     has_kernel = bool(options.get("fused")) and optimizer in FUSED_CLASSES
-    total_bytes = sum(t.count * t.dtype.itemsize for t in trained)
+    alone = {name for name, _ in RankLocal(module).parameters()}
+    shared = [t for t in trained if t.name not in alone]
+    total_bytes = sum(_sizes(shared))
     cap_bytes = cap_bytes or typical_cap_bytes(total_bytes)
-    sharded = _Sharded.of(trained, ranks, cap_bytes, has_kernel)
-    frozen = parameters - sum(t.count * t.dtype.itemsize for t in trained)
+    sharded = _Sharded.of(shared, ranks, cap_bytes, has_kernel)
+    # What each rank has alone is updated there, in one bucket for each type.
+    own = [t for t in trained if t.name in alone]
+    owned = _Sharded.of(own, 1, sys.maxsize, has_kernel)
+    frozen = parameters - sum(_sizes(shared))
     copies = (ranks_per_host or ranks) if share_parameters else 1
     stage1, stage2 = (
         RankMemory(
             parameters=frozen + -(-sharded.whole // copies),
             buffers=buffers,
-            gradients=gradients,
-            state=sharded.state,
-            master=sharded.master,
+            gradients=gradients + sum(_sizes(own)),
+            state=sharded.state + owned.state,
+            master=sharded.master + owned.master,
             buckets=buckets,
             activations=activations,
             handover=on_their_way,
-            step=sharded.step,
+            step=max(sharded.step, owned.step),
         )
         for gradients, buckets, on_their_way in (
             (sharded.whole, 0, handover),
-            (sharded.shards, sharded.stagings, sharded.largest),
+            (sharded.shards, sharded.stagings, max([sharded.largest, *_sizes(own)])),
         )
     )
     notes = []
@@ -329,6 +336,11 @@ def plan(
             f"{len(sparse)} embeddings with sparse gradients: neither those nor their optimizer's "
             "state are counted, and a sharded optimizer refuses them"
         )
+    if alone:
+        notes.append(
+            f"{len(alone)} parameters are each rank's own (the module's list of ignored ones), so "
+            "they are neither averaged nor sharded; they are counted as this module has them"
+        )
     if sample is None:
         notes.append("activations are predicted from a sample of the input only; none was given")
     return MemoryPlan(
@@ -341,6 +353,10 @@ def plan(
         optimizer=optimizer.__name__,
         notes=tuple(notes),
     )
+
+
+def _sizes(trained: Sequence[_Trained]) -> list[int]:
+    return [t.count * t.dtype.itemsize for t in trained]
 
 
 def _up(count: int, multiple: int) -> int:

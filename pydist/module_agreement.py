@@ -7,24 +7,25 @@ import json
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pydist.errors import Mismatch
+from pydist.rank_local import RankLocal
 from pydist.trained_parameters import ids_of_sparse
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
 
 
-def facts_of(module: nn.Module) -> list[str]:
+def facts_of(module: RankLocal) -> list[str]:
     """What must be the same on all ranks, a line for each parameter and buffer."""
     lines = []
-    sparse = ids_of_sparse(module)
-    for name, parameter in module.named_parameters():
+    sparse = ids_of_sparse(module.module)
+    for name, parameter in module.shared_parameters():
         kind = "parameter" if parameter.requires_grad else "frozen parameter"
         kind_of_gradient = ", sparse gradient" if id(parameter) in sparse else ""
         lines.append(f"{kind} {name}: {_layout(parameter)}{kind_of_gradient}")
-    for name, buffer in module.named_buffers():
+    for name, buffer in module.shared_buffers():
         lines.append(f"buffer {name}: {_layout(buffer)}")
     return lines
 
@@ -83,11 +84,20 @@ def _gather(communicator: Communicator, tensor: Tensor) -> list[Tensor]:
 
 
 def copy_from(
-    communicator: Communicator, root: int, module: nn.Module, *, with_buffers: bool
+    communicator: Communicator,
+    root: int,
+    module: RankLocal,
+    *,
+    with_parameters: bool = True,
+    with_buffers: bool = True,
 ) -> None:
     """Gives every rank one rank's parameters and buffers. All ranks call it together."""
-    tensors = [*module.parameters(), *(module.buffers() if with_buffers else ())]
-    for tensor in tensors:
+    named: list[tuple[str, Tensor]] = []
+    if with_parameters:
+        named += module.shared_parameters()
+    if with_buffers:
+        named += module.shared_buffers()
+    for _, tensor in named:
         # Byte by byte, because not every backend can carry every dtype.
         memory = tensor.detach().contiguous()
         communicator.broadcast(memory.view(-1).view(torch.uint8), root, False)

@@ -2,7 +2,7 @@
 
 torch's distributed checkpoint asks any optimizer for its `state_dict()`, in which all ranks call
 what they have by the same names, and keeps one rank's of each; `pydist.save(extra=)` keeps rank
-0's. Whoever looks into `optimizer.state` expects tensors of the parameters' shapes.
+0's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 import sys
 import types
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from pydist.errors import InvalidUsage
 
@@ -27,7 +24,9 @@ def refuse_checkpoints() -> None:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        keeper = next((k for k in _KEEP_ONE_RANKS if f"{name}.".startswith(f"{k}.")), None)
+        keeper = None
+        if "checkpoint" in name:
+            keeper = next((k for k in _KEEP_ONE_RANKS if f"{name}.".startswith(f"{k}.")), None)
         if keeper is not None:
             raise InvalidUsage(
                 f"{keeper} would keep one rank's part of the state of a pydist.ShardedOptimizer "
@@ -68,69 +67,3 @@ class RanksPart:
 
     def __repr__(self) -> str:
         return f"RanksPart(rank={self.rank}, size={self.size})"
-
-
-class NoWholeState(defaultdict[Tensor, Any]):
-    """`optimizer.state` of an optimizer of which each rank has a part: raises for who looks.
-
-    Before there is any, it reads as empty, for what goes through the state of any optimizer, to
-    move it to a device say. `get` alone finds nothing at all times: torch's profiler calls it from
-    C++.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_empty = True
-
-    def note_state(self) -> None:
-        """From now on there is some, on some rank."""
-        self._is_empty = False
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise InvalidUsage(
-            "optimizer.state of a pydist.ShardedOptimizer: each rank has the state of its shard "
-            "alone; optimizer.sharded_state() is this rank's part, by names and ranges, and "
-            "pydist.save keeps all of it"
-        )
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Nothing: `default`."""
-        return default
-
-    def _nothing(self) -> dict[Tensor, Any]:
-        """All that there is; raises once there may be more.
-
-        And for torch's distributed checkpoint, which would step an optimizer that has no state.
-        """
-        if not self._is_empty:
-            self._refuse()
-        refuse_checkpoints()
-        return {}
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._nothing())
-
-    def __len__(self) -> int:
-        return len(self._nothing())
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._nothing()
-
-    def keys(self) -> Any:
-        """None, as long as there is no state; likewise the next two."""
-        return self._nothing().keys()
-
-    def values(self) -> Any:
-        return self._nothing().values()
-
-    def items(self) -> Any:
-        return self._nothing().items()
-
-    __getitem__ = __setitem__ = __delitem__ = _refuse
-    __reduce_ex__ = __copy__ = copy = _refuse
-    pop = popitem = setdefault = update = clear = _refuse
-
-    def __repr__(self) -> str:
-        return "NoWholeState()"
-
-    __str__ = __repr__

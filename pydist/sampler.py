@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import distributed
+from torch.utils.data import DataLoader, Sampler, distributed
 
 from pydist import process
+from pydist.agreed_seed import SeedChoice
 from pydist.environment import read_placement
 from pydist.epoch_pass import EpochPass
 from pydist.errors import InvalidUsage
 from pydist.ledger import Ledger
 from pydist.orders import Order, Sequential, Shuffled, name_digest, sample_count
+from pydist.shared_twice import refuse_sharing_again
 from pydist.shares import PADS, Pad, Share
 
 __all__ = ["DistributedSampler", "placement"]
@@ -53,9 +54,10 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         order: an order of one's own (`pydist.Order`); `shuffle` has no meaning then.
 
     Raises:
-        InvalidUsage: the data set is empty or has no length; `rank` is not one of `num_replicas`;
-            `pad="drop"` would leave nothing, with more ranks than samples; arguments are of a wrong
-            type, or contradict each other.
+        InvalidUsage: the data set is empty or has no length, or is a sampler or a loader; `rank` is
+            not one of `num_replicas`; `pad="drop"` would leave nothing, with more ranks than
+            samples; arguments are of a wrong type, or contradict each other. Where it is asked for
+            indices or for its length: another sampler is about to share them out again.
 
     Example:
         >>> import pydist
@@ -63,6 +65,9 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         >>> list(sampler), sampler.epoch
         ([1, 4, 7, 0], 1)
     """
+
+    # None in a prepared loader, until the ranks have agreed on one.
+    seed: int | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -76,6 +81,12 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         pad: Pad | None = None,
         order: Order | None = None,
     ) -> None:
+        if isinstance(dataset, Sampler | DataLoader):
+            raise InvalidUsage(
+                f"a DistributedSampler shares out the samples of a data set, and got a "
+                f"{type(dataset).__name__}: give it the data set itself. (An order of one's own is "
+                "order=, see pydist.Order.)"
+            )
         self.dataset = dataset
         self._dataset_length = sample_count(dataset)
         self.pad: Pad = _pad_of(pad, drop_last)
@@ -97,6 +108,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         self.rank = rank
         self.shuffle = shuffle
         self.seed = _whole_number("seed", seed, -(2**63), 2**64)
+        self._choice: SeedChoice | None = None
         if order is None:
             make = Shuffled if shuffle else Sequential
             order = make(self._dataset_length)
@@ -124,13 +136,14 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         # What the state depends on: the latest iterator's, unless set_epoch has gone elsewhere.
         self._pass: EpochPass | None = None
         self._latest: EpochPass | None = None
-        self._is_counting = False
 
     def __iter__(self) -> Iterator[int]:
-        return self.begin(self.num_replicas).single_indices()
+        self.refuse_sharing_again(self)
+        return self.indices_of(self.begin_epoch())
 
     def __len__(self) -> int:
         """The number of this rank's samples in a whole epoch."""
+        self.refuse_sharing_again(self)
         return self.num_samples
 
     @property
@@ -158,7 +171,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         elif self._pass is not None and self._pass.epoch != epoch:
             self._pass = None
 
-    def state_dict(self, samples_seen: int | None = None) -> dict[str, int]:
+    def state_dict(self, samples_seen: int | None = None) -> dict[str, int | None]:
         """Where training is in the data: the same on every rank that has done as many steps.
 
         Where it was prepared (`pydist.prepare`), the loader's progress is known: it counts what the
@@ -172,7 +185,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
 
         Returns:
             A few whole numbers, for any checkpoint. One rank's is enough for all; where ranks have
-            different numbers of samples, that of rank 0, which has the most.
+            different numbers of samples, that of rank 0, which has the most. The seed is None where
+            a prepared loader has none yet.
 
         Raises:
             InvalidUsage: it would have to guess, or the number can't be.
@@ -193,7 +207,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where a state was made, on any number of ranks. Every rank loads it.
 
-        The seed is the state's, whatever this sampler was made with.
+        The seed is the state's, whatever this sampler was made with, unless the state has none.
 
         Args:
             state: what `state_dict` gave, of this sampler, a `BatchSampler` or a loader.
@@ -215,7 +229,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
                 f"{_hint_at_shuffle(values['order'])}: make the sampler with the same shuffle= and "
                 "order=, or begin an epoch anew (set_epoch)."
             )
-        self.seed = values["seed"]
+        self.seed = values.get("seed", self.seed)
         self._epoch, self._start = values["epoch"], values["position"]
         self._start_batch = values["batch"]
         self._pass = self._latest = None
@@ -246,44 +260,79 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             drops_last_step=drops_last_step,
         )
 
-    def begin(self, step: int, *, drops_last_step: bool = False, batch: int = 0) -> EpochPass:
+    def begin(
+        self,
+        step: int,
+        *,
+        drops_last_step: bool = False,
+        batch: int = 0,
+        is_counted: bool = False,
+    ) -> EpochPass:
         """A pass over what is left of the epoch, which the state depends on from now on.
 
         Args:
             step: positions of a step.
             drops_last_step: whether a ragged last step is left out.
             batch: samples of a step, where steps are what the optimizer does; 0 where unknown.
+            is_counted: whether the caller counts what arrives.
 
         Raises:
             InvalidUsage: the data set or the job has changed, or the batch is another one than that
                 of the state that was loaded.
+            Error: what `settle_seed` raises.
         """
         self._check_unchanged()
         self.check_batch(batch)
+        if self._choice is not None and type(self.order) is Sequential:
+            seed = 0  # nothing depends on it: no need to ask anybody
+        else:
+            seed = self.settle_seed()
         self._pass = self._latest = EpochPass(
             self.order,
-            self.seed,
+            seed,
             self._epoch,
             self.share(step, drops_last_step=drops_last_step, start=self._start),
             batch=batch,
-            is_counted=self._is_counting,
+            is_counted=is_counted,
             on_end=self._go_on,
         )
         return self._pass
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Within it, passes begin of which somebody counts what arrives."""
-        self._is_counting = True
-        try:
-            yield
-        finally:
-            self._is_counting = False
+    def begin_epoch(self, *, is_counted: bool = False) -> EpochPass:
+        """A pass over what is left of the epoch, a sample a step."""
+        return self.begin(self.num_replicas, is_counted=is_counted)
+
+    def indices_of(self, begun: EpochPass) -> Iterator[int]:
+        """What a pass goes through."""
+        return begun.single_indices()
 
     @property
-    def current(self) -> EpochPass | None:
-        """The pass that the state depends on."""
-        return self._pass
+    def epoch_steps(self) -> int:
+        """In how many steps `begin_epoch` goes through a whole epoch."""
+        return self.num_samples
+
+    def seed_by(self, choice: SeedChoice) -> None:
+        """Leaves the seed to the first iteration."""
+        self.seed, self._choice = None, choice
+
+    def settle_seed(self) -> int:
+        """The seed, which the ranks agree on if they have not yet; see `SeedChoice.settle`."""
+        if self._choice is not None:
+            self._check_unchanged()
+            facts: dict[str, int | str] = {
+                "samples": len(self.order),
+                "order": self.order.name,
+                "ranks": self.num_replicas,
+            }
+            self.seed = self._choice.settle(self.seed, self.rank, facts)
+            self._choice = None
+        assert self.seed is not None
+        return self.seed
+
+    def refuse_sharing_again(self, asked: Sampler[Any]) -> None:
+        """Raises where another sampler shares out what `asked`, of these indices, yields."""
+        if self.num_replicas > 1:
+            refuse_sharing_again(asked, self.num_replicas, lambda: placement()[1])
 
     @property
     def start(self) -> int:
@@ -296,7 +345,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         if self._pass is finished:
             self._pass = None
 
-    def check_batch(self, batch: int, state: Mapping[str, int] | None = None) -> None:
+    def check_batch(self, batch: int, state: Mapping[str, Any] | None = None) -> None:
         """Whether batches of so many samples fit a state in the middle of an epoch.
 
         Args:
@@ -320,7 +369,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
                 "{**state, 'batch': 0}."
             )
 
-    def state_of(self, seen: int | None, argument: str, unit: str) -> dict[str, int]:
+    def state_of(self, seen: int | None, argument: str, unit: str) -> dict[str, int | None]:
         """The state after so many steps of the latest pass; see `state_dict`."""
         current = self._pass
         epoch, position, batch = self._epoch, self._start, self._start_batch
@@ -412,7 +461,7 @@ def _whole_number(name: str, value: Any, low: int, end: int) -> int:
 
 
 def _read_state(state: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers of a state, checked for what can be without a sampler."""
+    """The numbers of a state, checked for what can be without a sampler; the seed if it has one."""
     if not isinstance(state, Mapping) or "version" not in state:
         raise InvalidUsage(
             f"this is no state of a sampler of pydist's: expected a dict with {', '.join(_KEYS)}; "
@@ -427,10 +476,13 @@ def _read_state(state: Mapping[str, Any]) -> dict[str, int]:
     if missing:
         raise InvalidUsage(f"the sampler's state has no {', '.join(missing)}.")
     length = _whole_number("length", state["length"], 1, 2**63)
+    seed = {}
+    if state["seed"] is not None:
+        seed["seed"] = _whole_number("seed", state["seed"], -(2**63), 2**64)
     return {
+        **seed,
         "length": length,
         "order": _whole_number("order", state["order"], 0, 2**32),
-        "seed": _whole_number("seed", state["seed"], -(2**63), 2**64),
         "epoch": _whole_number("epoch", state["epoch"], 0, 2**63),
         "position": _whole_number("position", state["position"], 0, length + 1),
         "batch": _whole_number("batch", state["batch"], 0, 2**63),

@@ -47,7 +47,8 @@ def state_of(
         for member in bucket.members:
             if member.index in names:
                 states[member.index].dims = member.dims
-                states[member.index].is_part = True
+                states[member.index].is_part = not bucket.is_own
+                states[member.index].is_own = bucket.is_own
         for segment in bucket.segments:
             if segment.member.index not in names:
                 continue

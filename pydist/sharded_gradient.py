@@ -38,6 +38,12 @@ class GradientParts(Protocol):
     def note_change(self) -> None:
         """This rank has changed its parts, as have all."""
 
+    def require_same(self, factors: Sequence[Any]) -> None:
+        """Raises Mismatch, on all ranks, where they would change their parts by other numbers."""
+
+    def note_own_finite(self, found_inf: Tensor) -> None:
+        """Sets `found_inf` where a gradient that this rank has alone is not finite."""
+
 
 class ShardedGradient(Tensor):
     """A gradient of which this rank has a part; has the shape and dtype of the whole, no values.
@@ -168,6 +174,7 @@ def _check_operands(name: str, operands: Iterable[Any]) -> None:
 
 def _change(name: str, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> ShardedGradient:
     _check_operands(name, [*args, *kwargs.values()])
+    gradient._parts.require_same([*args, *kwargs.values()])
     getattr(_part(gradient), name)(*args, **kwargs)
     gradient._parts.note_change()
     return gradient
@@ -179,6 +186,8 @@ def _change_each(
     """Such as `torch._foreach_mul_`, also with a factor for each."""
     if gradients and not any(isinstance(value, (list, tuple)) for value in args):
         _check_operands(name, [*args, *kwargs.values()])
+        for owner in _owners(gradients):
+            owner.require_same([*args, *kwargs.values()])
         parts = [_part(g) if isinstance(g, ShardedGradient) else g for g in gradients]
         parts = [part for part in parts if part.numel() != 0]
         if parts:
@@ -194,8 +203,12 @@ def _change_each(
 
 def _note_changes(gradients: Iterable[Tensor]) -> None:
     """Of gradients that may be several optimizers'."""
-    for parts in {g._parts for g in gradients if isinstance(g, ShardedGradient)}:
+    for parts in _owners(gradients):
         parts.note_change()
+
+
+def _owners(gradients: Iterable[Tensor]) -> list[GradientParts]:
+    return list(dict.fromkeys(g._parts for g in gradients if isinstance(g, ShardedGradient)))
 
 
 def _norm_of(gradient: ShardedGradient, order: Any, dtype: torch.dtype | None) -> Tensor:
@@ -267,9 +280,11 @@ def _check_finite_and_unscale(
     parts = [part for part in parts if part.numel() != 0]
     if parts:
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
+    owners = _owners(gradients)
+    for owner in owners:
+        owner.note_own_finite(found_inf)
     # Any optimizer's ranks are those of the others.
-    first = next(g for g in gradients if isinstance(g, ShardedGradient))
-    first._parts.combine(found_inf, "max")
+    owners[0].combine(found_inf, "max")
     _note_changes(gradients)
 
 

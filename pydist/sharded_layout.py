@@ -1,7 +1,8 @@
 """Which parameters a sharded optimizer has, and the buckets that they lie in.
 
 With a `pydist.DataParallel` model they are the buckets that its reducer makes for averaged shards;
-without one, they are planned here.
+without one, they are planned here. Parameters that each rank has alone (`rank_local`) lie in
+buckets of this rank alone, whose shard is all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pydist import _native
+from pydist._torch import is_marked_as_ignored
 from pydist.bucket_plan import DEFAULT_CAP_BYTES, PlannedParameter, plan_buckets
 from pydist.data_parallel import DataParallel
 from pydist.errors import InvalidUsage
@@ -21,7 +23,7 @@ from pydist.module_agreement import check_same
 from pydist.sharded_gradient import GradientParts, ShardedGradient
 from pydist.sharded_parameters import Bucket, Member, Segment, cut, dense_strides, move_in
 from pydist.state_dict_names import distinct_names, plain_names
-from pydist.trained_parameters import require_plain
+from pydist.trained_parameters import ids_of_sparse, require_plain
 
 # Its label, how it is cut, what it has, and the shard of averaged gradients, if that is apart.
 _NewBucket = tuple[str, _native.ShardLayout, list[Member], Tensor | None]
@@ -46,6 +48,8 @@ class ShardedLayout:
         parameters: All there are; those that are frozen have no place.
         names: Theirs, as of when they entered, or the last `named()`: for errors.
         indices: Their numbers, by id.
+        own: The numbers of those that are this rank's alone.
+        some_have_own: Whether any rank has such; the same on all of them.
         shown: What stands for their gradients.
         buckets: What has a place, in the order in which it got one.
         segments: This rank's, by the number of the parameter.
@@ -53,6 +57,7 @@ class ShardedLayout:
             parameters have not moved into yet, as they do at the next step.
         gradients: This rank's parts of their gradients, with where they begin.
         number: The optimizer's, among those of the model.
+        copies: The memory of buckets, where all ranks map the same.
     """
 
     def __init__(
@@ -69,8 +74,11 @@ class ShardedLayout:
         self.parameters: list[Tensor] = []
         self.names: list[str] = []
         self.indices: dict[int, int] = {}
+        self.own: set[int] = set()
+        self.some_have_own = False
         self.shown: list[ShardedGradient] = []
         self.buckets: list[Bucket] = []
+        self.copies: list[_native.OneCopy] = []
         self.segments: dict[int, Segment] = {}
         self.members: dict[int, Member] = {}
         self.gradients: dict[int, tuple[int, Tensor]] = {}
@@ -85,6 +93,11 @@ class ShardedLayout:
         self._seen_shardings = -1
         self._placed: set[int] = set()
         self._noticed: list[_NewBucket] = []
+
+    @property
+    def shared_buckets(self) -> list[Bucket]:
+        """Those of which each rank has a shard."""
+        return [bucket for bucket in self.buckets if not bucket.is_own]
 
     def enter(self, param_groups: list[dict[str, Any]]) -> list[int]:
         """Takes up the parameters of groups that are new. All ranks call it.
@@ -101,30 +114,40 @@ class ShardedLayout:
             given = group.get("param_names")
             for position, parameter in enumerate(group["params"]):
                 index = len(self.parameters)
-                own.append(given[position] if given else f"{index}")
+                is_own = self._is_own(parameter)
+                # Ranks have the same numbers of what they share.
+                number = f"own {len(self.own)}" if is_own else f"{index - len(self.own)}"
+                own.append(given[position] if given else number)
+                if is_own:
+                    self.own.add(index)
                 self.parameters.append(parameter)
                 self.indices[id(parameter)] = index
                 self.shown.append(ShardedGradient.of(self._parts, index, parameter))
                 entering.append(index)
         # Of the names without a model, those that entered before keep theirs.
         self.names = distinct_names([known.get(id(p)) for p in self.parameters], own)
+        shared = [index for index in entering if index not in self.own]
         # Ranks have other devices, but they meet them in the same order.
-        devices = list(dict.fromkeys(self.parameters[index].device for index in entering))
+        devices = list(dict.fromkeys(self.parameters[index].device for index in shared))
         facts = [
             f"{self.names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}, "
             f"device {devices.index(p.device)} of these, "
             f"{'trained' if p.requires_grad else 'frozen'}, "
             f"gradient={'none' if p.grad is None else 'present'}, "
             f"strides {dense_strides(p)}"
-            for index in entering
+            for index in shared
             for p in [self.parameters[index]]
         ]
         try:
             check_same(self._communicator, "what pydist.ShardedOptimizer was given", facts)
             for index in entering:
                 self._require_shardable(index)
+            having = torch.tensor([len(self.own)])
+            self._communicator.all_reduce(having, having, "sum", False)
+            self.some_have_own = bool(having.item())
         except BaseException:
             for index in reversed(entering):
+                self.own.discard(index)
                 del self.indices[id(self.parameters[index])]
                 for entries in (self.parameters, self.names, self.shown):
                     entries.pop()
@@ -160,9 +183,16 @@ class ShardedLayout:
         Returns:
             The buckets that they got.
         """
+        shared = [index for index in entering if index not in self.own]
+        new = self._lay_out_own([index for index in entering if index in self.own])
+        new += self._lay_out(shared) if self._wrapper is None else self._shard_gradients(shared)
+        return new
+
+    def _is_own(self, parameter: Tensor) -> bool:
+        """Whether a parameter is this rank's alone."""
         if self._wrapper is None:
-            return self._lay_out(entering)
-        return self._shard_gradients(entering)
+            return is_marked_as_ignored(parameter)
+        return self._wrapper.has_alone(parameter)
 
     def _require_shardable(self, index: int) -> None:
         parameter, name = self.parameters[index], self.names[index]
@@ -172,6 +202,13 @@ class ShardedLayout:
             "pydist.ShardedOptimizer",
             f", or use the optimizer's class on {name} without pydist.ShardedOptimizer",
         )
+        if self._wrapper is not None:
+            owner = self._owner()
+            if any(o is not owner and o.owns(parameter) for o in self._wrapper.shard_owners()):
+                raise InvalidUsage(f"parameter {name} has another pydist.ShardedOptimizer already")
+        if index in self.own:
+            self._require_dense(index)
+            return
         devices = self._communicator.capabilities()["devices"]
         if parameter.device.type not in devices or parameter.layout != torch.strided:
             raise InvalidUsage(
@@ -188,9 +225,6 @@ class ShardedLayout:
             raise InvalidUsage(f"parameter {name} is {parameter.dtype}, which nothing can train")
         if self._wrapper is None:
             return
-        owner = self._owner()
-        if any(o is not owner and o.owns(parameter) for o in self._wrapper.shard_owners()):
-            raise InvalidUsage(f"parameter {name} has another pydist.ShardedOptimizer already")
         if parameter.grad is not None:
             raise InvalidUsage(
                 f"parameter {name} has a gradient already, and the ranks' shards of it would not "
@@ -198,6 +232,42 @@ class ShardedLayout:
                 "pydist.ShardedOptimizer"
             )
         self._wrapper.require_shardable(name, parameter)
+
+    def _require_dense(self, index: int) -> None:
+        """For a parameter that is this rank's alone, which no group has to move."""
+        parameter, name = self.parameters[index], self.names[index]
+        sparse = set() if self._wrapper is None else ids_of_sparse(self._wrapper.module)
+        if parameter.layout != torch.strided or id(parameter) in sparse:
+            what = "a sparse gradient" if parameter.layout == torch.strided else parameter.layout
+            raise InvalidUsage(
+                f"parameter {name}, which this rank has alone, is of {what}, and "
+                "pydist.ShardedOptimizer takes dense ones: give it an optimizer of its own"
+            )
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise InvalidUsage(f"parameter {name} is {parameter.dtype}, which nothing can train")
+
+    def _lay_out_own(self, entering: list[int]) -> list[Bucket]:
+        """Parameters that this rank has alone: buckets of each kind, in memory of its own."""
+        kinds: dict[_Kind, list[int]] = {}
+        for index in entering:
+            kinds.setdefault(_kind_of(self.parameters[index]), []).append(index)
+        made = []
+        for (dtype, device), indices in kinds.items():
+            layout, members = self._members(indices, ranks=1)
+            with torch.no_grad():
+                made.append(
+                    move_in(
+                        f"this rank's own, first parameter {members[0].name}",
+                        torch.empty(layout.count, dtype=dtype, device=device),
+                        layout,
+                        members,
+                        None,
+                        None,
+                        with_masters=self._with_masters,
+                    )
+                )
+            self._note(made[-1])
+        return made
 
     def _lay_out(self, entering: list[int]) -> list[Bucket]:
         """Without a reducer: the parameters from the last to the first, as backward would."""
@@ -214,22 +284,25 @@ class ShardedLayout:
         ]
         new: list[_NewBucket] = []
         for bucket in plan_buckets(planned, DEFAULT_CAP_BYTES):
-            first = self.parameters[bucket[0]].dtype.to_real()
-            counts = [
-                self.parameters[i].numel() * (2 if self.parameters[i].is_complex() else 1)
-                for i in bucket
-            ]
-            layout = _native.ShardLayout(counts, first.itemsize, self._communicator.size)
-            members = [
-                Member(i, self.names[i], self.parameters[i], offset, dense_strides(p))
-                for i, offset in zip(bucket, layout.offsets, strict=True)
-                for p in [self.parameters[i]]
-            ]
+            layout, members = self._members(bucket, self._communicator.size)
             number = len(self.buckets) + len(new)
             new.append(
                 (f"bucket {number}, first parameter {members[0].name}", layout, members, None)
             )
         return self._move_in(new)
+
+    def _members(
+        self, indices: Sequence[int], ranks: int
+    ) -> tuple[_native.ShardLayout, list[Member]]:
+        """The places of parameters of one kind in a bucket that so many ranks share."""
+        parameters = [self.parameters[index] for index in indices]
+        counts = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
+        layout = _native.ShardLayout(counts, parameters[0].dtype.to_real().itemsize, ranks)
+        members = [
+            Member(index, self.names[index], p, offset, dense_strides(p))
+            for index, p, offset in zip(indices, parameters, layout.offsets, strict=True)
+        ]
+        return layout, members
 
     def _shard_gradients(self, entering: list[int]) -> list[Bucket]:
         """With one: what it averages now, in shards; the rest once it is unfrozen."""
@@ -288,18 +361,14 @@ class ShardedLayout:
         for _, layout, members, _ in new:
             kind = _kind_of(members[0].parameter)
             counts[kind] = counts.get(kind, 0) + layout.count
-        blocks = {
-            (dtype, device): self._communicator.one_copy(count, dtype)
-            if self._is_one_copy
-            else self._communicator.symmetric_empty([count], dtype, device)
-            for (dtype, device), count in counts.items()
-        }
+        blocks = {kind: self._memory_of(count, *kind) for kind, count in counts.items()}
         made = []
         with torch.no_grad():
             for label, layout, members, gradients in new:
                 kind = _kind_of(members[0].parameter)
-                memory = blocks[kind][: layout.count]
-                blocks[kind] = blocks[kind][layout.count :]
+                memory, view = (block[: layout.count] for block in blocks[kind])
+                left, left_of_view = (block[layout.count :] for block in blocks[kind])
+                blocks[kind] = left, left_of_view
                 bucket = move_in(
                     label,
                     memory,
@@ -308,13 +377,27 @@ class ShardedLayout:
                     gradients,
                     self._communicator,
                     with_masters=self._with_masters,
-                    is_one_copy=self._is_one_copy,
+                    view=view if self._is_one_copy else None,
                 )
                 made.append(bucket)
-                self.buckets.append(bucket)
-                for segment in bucket.segments:
-                    self.segments[segment.member.index] = segment
+                self._note(bucket)
         return made
+
+    def _memory_of(
+        self, count: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Memory for buckets, and what parameters become views of. All ranks call it."""
+        if not self._is_one_copy:
+            memory = self._communicator.symmetric_empty([count], dtype, device)
+            return memory, memory
+        copy = _native.OneCopy(self._communicator, count, dtype)
+        self.copies.append(copy)
+        return copy.memory, copy.view
+
+    def _note(self, bucket: Bucket) -> None:
+        self.buckets.append(bucket)
+        for segment in bucket.segments:
+            self.segments[segment.member.index] = segment
 
 
 def _kind_of(parameter: Tensor) -> _Kind:

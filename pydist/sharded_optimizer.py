@@ -9,7 +9,7 @@ import inspect
 import os
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,9 +27,9 @@ from pydist.compiled_graphs import (
 from pydist.element_wise import require_element_wise, require_plain_options
 from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
 from pydist.module_agreement import check_same
-from pydist.no_whole_state import NoWholeState, RanksPart, refuse_checkpoints
+from pydist.no_whole_state import RanksPart, refuse_checkpoints
 from pydist.options_of_class import require_options_of
-from pydist.parameter_audit import ParameterAudit
+from pydist.own_writes import OwnWrites
 from pydist.parameter_groups import (
     checked_group,
     digest_of,
@@ -60,8 +60,10 @@ from pydist.state_dict_form import (
     is_sharded,
     require_form,
     to_state_dict,
+    to_unsharded,
     without_absent,
 )
+from pydist.state_of_shards import StateOfShards
 from pydist.trained_parameters import registrations
 
 if TYPE_CHECKING:
@@ -81,6 +83,9 @@ def _let_all_arrive() -> None:
     for leave in list(_leaving.values()):
         leave()
 
+
+# The rank, of the optimizer's group, that writes for all inside `writing()`.
+_WRITER = 0
 
 # Where one rank raises them, so do the others, or their group has ended.
 _OF_ALL_RANKS = (Aborted, CheckpointError, Mismatch, PeerLost)
@@ -107,6 +112,11 @@ def _what_to_add(wrapper: DataParallel | None) -> str:
         "register them in the wrapped module first, as in model.module.append(layer), or use an "
         "optimizer of their own for them"
     )
+
+
+def _forget_states(steps: Iterable[BucketStep]) -> None:
+    for step in steps:
+        step.forget_states()
 
 
 def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,6 +156,9 @@ class ShardedOptimizer(Optimizer):
     With parameters of anything else, gradients are expected to be averaged already when `step()` is
     called, and the same on all ranks: torch's DistributedDataParallel sees to that.
 
+    Parameters that each rank has alone (torch calls them ignored; see `pydist.DataParallel`) are
+    updated by that rank, whole, with its own gradients; their state is that rank's.
+
     Parameters, which may be on GPUs, move into memory of the ranks' group. `step()` returns before
     all updates have arrived; whoever reads a parameter waits for those of its bucket, so they
     travel while the next forward runs. By NCCL, the reader's stream waits.
@@ -162,8 +175,9 @@ class ShardedOptimizer(Optimizer):
             yes.
         share_parameters: Whether all ranks map one copy of the parameters, which takes one host.
             Nothing is gathered then; each rank writes its shard where the others read it, between
-            two barriers. So nobody else may write parameters, unless all ranks do, the same, and
-            meet before anybody reads. `PYDIST_DEBUG=1` notices who does.
+            two barriers. What the program itself writes stays the rank's own until the next step,
+            which takes over what all ranks have written alike; `writing()` lets one rank write for
+            all.
         process_group: The ranks, where they aren't those of a `pydist.DataParallel` model; default:
             all.
         **defaults: The options of `optimizer_class`. With `fused=True`, pydist's kernels step for
@@ -211,9 +225,6 @@ class ShardedOptimizer(Optimizer):
         self._options = dict(defaults)
         self._is_one_copy = bool(share_parameters)
         self._is_debugging = bool(_native.read_environment().debug)
-        self._audit: ParameterAudit | None = None
-        if share_parameters and self._is_debugging:
-            self._audit = ParameterAudit()
         self._wrapper = model_of(model_or_params, param_groups)
         self._require_working_model()
         if self._wrapper is None and stage == 2:
@@ -234,6 +245,7 @@ class ShardedOptimizer(Optimizer):
         # Loaded for parameters that have no place yet, because they are frozen.
         self._waiting: dict[int, ParameterState] = {}
         self._failed = ""
+        self._is_writing = False
         # The options of the last step; empty: there was none, or ranks differed in it.
         self._stepped_with: list[list[Any]] = []
         # Whether the model holds TorchScript, and when that was seen.
@@ -241,7 +253,6 @@ class ShardedOptimizer(Optimizer):
         self._is_ready = False
         prototype = self._prototype([dict(group) for group in param_groups])
         super().__init__(param_groups, dict(prototype.defaults))
-        self.state: NoWholeState = NoWholeState()
         # Not before all that a rank may refuse by itself.
         self._communicator = groups.split(parent, range(parent.size))
         facts = [
@@ -265,6 +276,14 @@ class ShardedOptimizer(Optimizer):
             with_masters=master_weights is not False,
             is_one_copy=self._is_one_copy,
         )
+        self._state = StateOfShards(
+            self._layout,
+            self._waiting,
+            functools.partial(_forget_states, self._steps),
+            self._communicator.rank,
+            self._communicator.size,
+        )
+        self._writes = OwnWrites(self._communicator, self._layout.buckets, self._layout.copies)
         self._gradients = ReducedGradients(self._layout, self._communicator, self._wrapper)
         # Peers need this rank until its shards have arrived: it does not go before, whoever
         # forgets the optimizer.
@@ -388,8 +407,6 @@ class ShardedOptimizer(Optimizer):
         """Makes new buckets ready to step."""
         for bucket in new:
             self._steps.append(BucketStep(bucket, self.param_groups, self._make))
-        if self._audit is not None:
-            self._audit.note(new)
         take_over(self._waiting, new)
         for member in (member for bucket in new for member in bucket.members):
             self._waiting.pop(member.index, None)
@@ -431,6 +448,7 @@ class ShardedOptimizer(Optimizer):
                 self._give_up_unless_known("the closure of step()", error)
                 raise
         self._require_sound()
+        self._refuse_writing("step()")
         self._refuse_capture()
         self._refuse_pending()
         self._refuse_removed()
@@ -438,12 +456,11 @@ class ShardedOptimizer(Optimizer):
         if self._is_debugging:
             self._check_options(self.param_groups)
         self._check_last_options()
-        self.state.note_state()
+        self._state.note_state()
         with self._giving_up_for_all("step()"):
             self._take_up(self._layout.adopt_buckets())
         if self._is_one_copy:
-            self._communicator.barrier(False, "before parameters are written")
-            self._check_writers()
+            self._writes.settle()
         with self._giving_up_for_all("step()"):
             if self._is_one_copy:
                 self._step_one_copy()
@@ -464,10 +481,11 @@ class ShardedOptimizer(Optimizer):
         if any(id(parameter) in owned for parameter in self._wrapper._reducer.pending):
             error = InvalidUsage(
                 "ShardedOptimizer.step() would use gradients that were accumulated under no_sync() "
-                "and never averaged. Each rank updates a part of every parameter, so ranks can't "
-                "train apart, and this ends the groups of the optimizer and its model: mend the "
-                "program, so that the last backward before step() is outside of no_sync(), or "
-                "sync_gradients() comes before step(), and start it again"
+                "(or past the wrapper, by model.module(...)) and never averaged. Each rank updates "
+                "a part of every parameter, so ranks can't train apart, and this ends the groups "
+                "of the optimizer and its model: mend the program, so that the last forward before "
+                "step() is model(...) outside of no_sync(), or sync_gradients() comes before "
+                "step(), and start it again"
             )
             with self._giving_up_for_all("step()"):  # the others may have averaged theirs
                 raise error
@@ -523,22 +541,78 @@ class ShardedOptimizer(Optimizer):
         if self._communicator.size > 1 and not (self._failed or is_known):
             self._give_up(doing, error)
 
-    def _check_writers(self) -> None:
-        if self._audit is not None:
-            try:
-                self._audit.check(self._layout.buckets, self._communicator)
-            except InvalidUsage as error:
-                self._failed = str(error)  # of all ranks
-                raise
-
     def _step_one_copy(self) -> None:
         """Updates what all ranks read: none reads it any more, and none does before it is whole."""
         for step in self._steps:
-            step.run(self.param_groups)
-        if self._audit is not None:
-            self._audit.forget()
-            self._audit.note(self._layout.buckets)
+            step.run(self.param_groups, takes_back=step.bucket.is_own)
         self._communicator.barrier(False, "after parameters were written")
+
+    @contextlib.contextmanager
+    @runs_uncompiled_throughout
+    def writing(self) -> Iterator[bool]:
+        """Lets one rank write into the parameters for all ranks. All ranks call it together.
+
+            with optimizer.writing() as mine:
+                if mine:
+                    model.head.weight.normal_()
+
+        Inside, autograd records nothing, as in `torch.no_grad()`.
+
+        With `share_parameters=True`, `mine` is True on rank 0 of the optimizer's group alone. What
+        it writes stays its own until the end; there, all ranks meet, and all have it. If any rank
+        raises inside, all raise, and parameters stay as they were. Without it, every rank has
+        parameters of its own, so `mine` is True on all, which write the same.
+
+        It is for parameters that train: those that are frozen are each rank's own, so writing them
+        inside raises. What all ranks write alike needs no `writing()`.
+
+        Yields:
+            Whether this rank is to write.
+
+        Raises:
+            InvalidUsage: It is called inside itself, or within backward; or a rank has written for
+                which `mine` is False, or what is frozen.
+            Mismatch: Ranks have written different values before it (on every rank).
+            Error: Another rank raised inside.
+        """
+        self._require_working_model()
+        self._require_sound()
+        if self._is_writing:
+            raise InvalidUsage("optimizer.writing() is called inside optimizer.writing()")
+        if self._wrapper is not None and self._wrapper._reducer.is_in_backward:
+            raise InvalidUsage(
+                "optimizer.writing() is called within backward, from a hook say, which still needs "
+                "the parameters as they are: call it after backward()"
+            )
+        self.finish()
+        mine = True
+        guarded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._is_one_copy:
+            self._writes.settle()
+            self._communicator.barrier(False, "before one rank writes parameters")
+            mine = self._communicator.rank == _WRITER
+            guarded = self._writes.of_one_rank(_WRITER, self._apart())
+        self._is_writing = True
+        try:
+            with torch.no_grad(), guarded:
+                yield mine
+        finally:
+            self._is_writing = False
+
+    def _apart(self) -> list[tuple[str, Tensor]]:
+        """Parameters, of the model or the optimizer, of which every rank has one of its own."""
+        named = list(zip(self._layout.names, self._layout.parameters, strict=True))
+        if self._wrapper is not None:
+            named += self._wrapper.named_parameters()
+        placed = {id(p) for bucket in self._layout.shared_buckets for p in bucket.parameters}
+        return [(name, parameter) for name, parameter in named if id(parameter) not in placed]
+
+    def _refuse_writing(self, what: str) -> None:
+        if self._is_writing:
+            raise InvalidUsage(
+                f"{what} is called inside optimizer.writing(), where one rank writes parameters "
+                "that all need: call it before or after that"
+            )
 
     @runs_uncompiled_throughout
     def finish(self) -> None:
@@ -584,7 +658,10 @@ class ShardedOptimizer(Optimizer):
     ) -> Tensor:
         """Scales all gradients so that their norm, as of one vector, is `max_norm` at most.
 
-        All ranks call it. What `torch.nn.utils.clip_grad_norm_` does, and faster.
+        All ranks call it. What `torch.nn.utils.clip_grad_norm_` does, and faster. Where ranks have
+        parameters of their own, the norm is of the gradients of all ranks' together, and so are
+        all of them scaled alike; torch's function raises `Mismatch` where it would scale the ranks'
+        parts of one gradient differently.
 
         Args:
             max_norm: Of the whole gradient, over all ranks' shards.
@@ -594,6 +671,8 @@ class ShardedOptimizer(Optimizer):
         Returns:
             The norm before scaling, the same on every rank.
         """
+        if self._layout.some_have_own:
+            return self._gradients.clip_with_own(max_norm, float(norm_type), error_if_nonfinite)
         return torch.nn.utils.clip_grad_norm_(
             self._layout.parameters, max_norm, norm_type, error_if_nonfinite, foreach=True
         )
@@ -622,6 +701,27 @@ class ShardedOptimizer(Optimizer):
         return staging_bytes
 
     # -- state
+
+    @property  # type: ignore[override]
+    def state(self) -> StateOfShards:
+        """By parameter, what this rank has of the optimizer's state. Talks to nobody.
+
+        For what walks the state of any optimizer: a mapping of the class's own names to tensors of
+        one dimension, the elements that this rank's shard has of the parameter, and to numbers that
+        are the same for all elements, such as `step`. What changes a tensor in place changes the
+        shard. Parameters that are wholly on other ranks are not in it. In a world of one, tensors
+        have the parameters' shapes.
+
+        Setting a value takes a tensor of the shard's size, or of the parameter's, of which this
+        rank takes its part. What would remove or copy state, or save this rank's part for all of
+        it, raises InvalidUsage, but in a world of one.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._is_ready:
+            self._state.assign(state)
 
     def sharded_state(self) -> ShardedState:
         """This rank's part of the state: ranges of parameters, by name. Talks to nobody.
@@ -670,15 +770,15 @@ class ShardedOptimizer(Optimizer):
             require_plain_options(group)
         waiting = waiting_state(self._layout, names, state)
         self.finish()
-        self.state.note_state()
+        self._state.note_state()
         for own, loaded in matching:
             self.param_groups[own].update(copy.deepcopy(options_of(state.groups[loaded])))
-        for step in self._steps:
-            step.forget_states()
+        _forget_states(self._steps)
         states = {index: state.parameters[name] for index, name in names.items()}
         take_over(states, self._layout.buckets)
-        absent = {index: s for index, s in self._waiting.items() if index not in names}
-        self._waiting = absent | waiting
+        for index in self._waiting.keys() & names.keys():
+            del self._waiting[index]
+        self._waiting.update(waiting)
 
     def _named_groups(self, names: dict[int, str]) -> list[dict[str, Any]]:
         indices = self._layout.indices
@@ -698,17 +798,20 @@ class ShardedOptimizer(Optimizer):
         is there is a list of ranges: (begin, end, values), as in
         `sharded_state()`, whose shapes and orders of dimensions are in "parameters" with the
         names. It is of use to `load_state_dict` on the same rank of as many, with the same buckets
-        (`bucket_cap_mb=`); what `pydist.save` keeps loads anywhere.
+        (`bucket_cap_mb=`); what `pydist.save` keeps loads anywhere. In a world of one it is what
+        `optimizer_class` has for whole parameters, and a float32 copy of one is "master".
 
         Raises:
             InvalidUsage: torch.distributed.checkpoint calls, which would keep one rank's for all.
         """
-        refuse_checkpoints()
+        rank, size = self._communicator.rank, self._communicator.size
+        if size > 1:
+            refuse_checkpoints()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state_dict = to_state_dict(
-            self.sharded_state(),
-            RanksPart(self._communicator.rank, self._communicator.size),
+        local = self.sharded_state()
+        state_dict = (
+            to_unsharded(local) if size == 1 else to_state_dict(local, RanksPart(rank, size))
         )
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)
@@ -768,15 +871,11 @@ class ShardedOptimizer(Optimizer):
         """What the reducer needs to know of a parameter that was unfrozen."""
         return self._layout.number, self._layout.shown[self._layout.indices[id(parameter)]]
 
-    def note_written(self) -> None:
-        """All ranks write the same into parameters, on purpose."""
-        if self._audit is not None:
-            self._audit.forget()
-
-    def note_settled(self) -> None:
-        """What this rank has written, no rank changes any more."""
-        if self._audit is not None:
-            self._audit.note(self._layout.buckets)
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """All ranks write the same into parameters, and nobody reads them. All have met before."""
+        self._refuse_writing("pydist.load()")
+        self.finish()
+        return self._writes.together()
 
     def before_forward(self, module: nn.Module) -> None:
         """Waits for all parameters where forward may read some past torch's dispatch."""
@@ -827,3 +926,9 @@ class _Parts:
 
     def note_change(self) -> None:
         self._get()._gradients.note_change()
+
+    def require_same(self, factors: Sequence[Any]) -> None:
+        self._get()._gradients.require_same(factors)
+
+    def note_own_finite(self, found_inf: Tensor) -> None:
+        self._get()._gradients.note_own_finite(found_inf)

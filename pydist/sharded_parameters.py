@@ -78,6 +78,12 @@ def dims_in_memory(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, .
     return tuple(next(order) if shape[dim] != 1 else dim for dim in range(len(shape)))
 
 
+def shaped(row: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
+    """All elements of a tensor, in the order of its memory, as a view of its shape."""
+    extents = [shape[dim] for dim in dims]
+    return row.view(extents).permute([dims.index(dim) for dim in range(len(extents))])
+
+
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
     """The strides of a dense copy: the parameter's own, if it is dense in any order."""
     return torch.empty_like(parameter, device="meta").stride()
@@ -130,21 +136,26 @@ class Bucket:
     Attributes:
         label: For errors and journals.
         memory: All values, with padding.
+        view: What the parameters are views of: the same memory, or where all ranks have one copy of
+            it, this rank's view of that (see own_writes).
         shard: This rank's part of it.
         members: In the order of their places.
         segments: What the shard has of them: at most one of each.
         optimizer: Of the wrapped class, over the segments; None if there are none.
         averages_gradients: Whether a reducer averages gradients into a shard of their own.
+        is_own: Whether it is this rank's alone, whose shard is all of it. Nothing is gathered.
         gather: What brings the other ranks' shards, since the last step.
         parameters: Those of the members.
     """
 
     label: str
     memory: Tensor
+    view: Tensor
     shard: Tensor
     members: list[Member]
     segments: list[Segment]
     averages_gradients: bool
+    is_own: bool = False
     optimizer: Optimizer | None = None
     gather: Gather | None = field(default=None, repr=False)
 
@@ -156,6 +167,10 @@ class Bucket:
         if self.gather is not None:
             self.gather.finish()
             self.gather = None
+
+    def place(self, member: Member) -> Tensor:
+        """Where a parameter is, or was before it was given other memory."""
+        return _place(self.view, member)
 
     def strays(self) -> list[Member]:
         """Those whose memory was replaced, by `parameter.data = ...`."""
@@ -176,8 +191,8 @@ class Bucket:
         strays = self.strays()
         for member in strays:
             parameter = member.parameter
-            place = _place(self.memory, member)
-            before, now = _kind_of(place), _kind_of(parameter)
+            place = self.place(member)
+            before, now = kind_of(place), kind_of(parameter)
             if before != now:
                 raise InvalidUsage(
                     f"parameter {member.name} was {before} when pydist.ShardedOptimizer was "
@@ -190,7 +205,8 @@ class Bucket:
         return [member.parameter for member in strays]
 
 
-def _kind_of(parameter: Tensor) -> str:
+def kind_of(parameter: Tensor) -> str:
+    """Its shape, dtype and device, for people."""
     return f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device}"
 
 
@@ -227,10 +243,10 @@ def move_in(
     layout: _native.ShardLayout,
     members: list[Member],
     gradients: Tensor | None,
-    communicator: _native.Communicator,
+    communicator: _native.Communicator | None,
     *,
     with_masters: bool,
-    is_one_copy: bool,
+    view: Tensor | None = None,
 ) -> Bucket:
     """Moves parameters into the memory of a bucket. All ranks call it.
 
@@ -241,19 +257,21 @@ def move_in(
         members: In the order of their places.
         gradients: This rank's shard of the averaged gradients, if it arrives apart from the
             parameters.
-        communicator: The ranks.
+        communicator: The ranks; None for parameters that this rank has alone. It calls alone then.
         with_masters: Whether to keep float32 copies of segments in 16 bits.
-        is_one_copy: Whether `memory` is the same on all ranks. It gets rank 0's values then.
+        view: What the parameters become views of, where `memory` is the same on all ranks. That
+            gets rank 0's values then. Default: `memory`.
     """
-    rank = communicator.rank
-    if not is_one_copy or rank == 0:
+    rank = 0 if communicator is None else communicator.rank
+    if view is None or rank == 0:
         memory.zero_()
         for member in members:
             _place(memory, member).copy_(member.parameter.detach())
-    if is_one_copy:
+    if view is not None and communicator is not None:
         communicator.barrier(False)
+    seen = memory if view is None else view
     for member in members:
-        member.parameter.data = _place(memory, member)
+        member.parameter.data = _place(seen, member)
         member.address = member.parameter.data_ptr()
     shard = memory.narrow(0, rank * layout.shard, layout.shard)
     arriving: dict[int, Tensor] = {}
@@ -265,7 +283,8 @@ def move_in(
         if with_masters and needs_master(values):
             updated = values.float()
         segments.append(Segment(member, begin, values, updated, arriving.get(member.index)))
-    return Bucket(label, memory, shard, members, segments, gradients is not None)
+    is_own = communicator is None
+    return Bucket(label, memory, seen, shard, members, segments, gradients is not None, is_own)
 
 
 def gather(bucket: Bucket, communicator: _native.Communicator) -> None:
@@ -277,7 +296,7 @@ def gather(bucket: Bucket, communicator: _native.Communicator) -> None:
         bucket: Its own shard holds new values.
         communicator: The ranks.
     """
-    if communicator.size == 1:
+    if communicator.size == 1 or bucket.is_own:
         return
     label = f"parameters of {bucket.label}"
     if not all(type(p) is nn.Parameter for p in bucket.parameters):

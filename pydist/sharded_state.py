@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pydist.errors import InvalidUsage
-from pydist.sharded_parameters import dense_strides, dims_in_memory
+from pydist.sharded_parameters import dense_strides, dims_in_memory, shaped
 from pydist.state_values import is_per_element, require_divisible
 
 # The float32 copy of a 16-bit parameter, beside what the optimizer's class calls its own.
@@ -24,7 +24,7 @@ MASTER = "master"
 
 # What torch's classes keep one of for each parameter, and so looks like the state of one of no
 # dimensions.
-_NUMBERS = {"step", "eta", "mu", "mu_product"}
+NUMBERS = {"step", "eta", "mu", "mu_product"}
 
 
 @dataclass
@@ -55,12 +55,14 @@ class ParameterState:
         ranges: In any order; of one rank, or of several.
         is_part: Whether elements that are in no range are some other rank's. Otherwise nothing was
             ever updated if there are no ranges.
+        is_own: Whether the parameter is one rank's alone: another rank's of that name is another.
     """
 
     shape: tuple[int, ...]
     dims: tuple[int, ...]
     ranges: list[StateRange] = field(default_factory=list)
     is_part: bool = False
+    is_own: bool = False
 
     @property
     def count(self) -> int:
@@ -82,7 +84,18 @@ class ShardedState:
 
     @staticmethod
     def merged(states: Iterable[ShardedState]) -> ShardedState:
-        """The parts of several ranks as one state; ranges share memory with theirs."""
+        """The parts of several ranks as one state; ranges share memory with theirs.
+
+        Raises:
+            InvalidUsage: They are of different parameters, or a rank has some that are its own.
+        """
+        states = list(states)
+        own = [name for state in states for name, known in state.parameters.items() if known.is_own]
+        if own and len(states) > 1:
+            raise InvalidUsage(
+                f"parameter {own[0]} is each rank's own, so the parts of several ranks are not one "
+                "state: load each rank's own part there, or use pydist.save and pydist.load"
+            )
         parameters: dict[str, ParameterState] = {}
         groups: list[dict[str, Any]] = []
         for state in states:
@@ -211,18 +224,12 @@ def _in_order(name: str, state: ParameterState, dims: tuple[int, ...]) -> Parame
     whole = cut_out(name, state, state.dims, 0, count) or {}
     require_divisible(name, whole, count)
     values = {
-        key: _shaped(state, value).permute(dims).reshape(-1)
+        key: shaped(value, state.shape, state.dims).permute(dims).reshape(-1)
         if is_per_element(value, count)
         else value
         for key, value in whole.items()
     }
     return ParameterState(state.shape, dims, [StateRange(0, count, values)])
-
-
-def _shaped(state: ParameterState, row: Tensor) -> Tensor:
-    """A row of all elements as a tensor of the parameter's shape: the same memory."""
-    extents = [state.shape[dim] for dim in state.dims]
-    return row.view(extents).permute([state.dims.index(dim) for dim in range(len(extents))])
 
 
 def from_whole(parameter: Tensor, values: Mapping[str, Any]) -> ParameterState:
@@ -232,7 +239,7 @@ def from_whole(parameter: Tensor, values: Mapping[str, Any]) -> ParameterState:
         key: value.detach().permute(dims).reshape(-1)
         if isinstance(value, Tensor)
         and value.shape == parameter.shape
-        and (parameter.dim() != 0 or key not in _NUMBERS)
+        and (parameter.dim() != 0 or key not in NUMBERS)
         else value
         for key, value in values.items()
     }
@@ -248,7 +255,7 @@ def to_whole(name: str, state: ParameterState) -> dict[str, Any]:
     count = state.count
     values = cut_out(name, state, state.dims, 0, count) or {}
     return {
-        key: _shaped(state, value) if is_per_element(value, count) else value
+        key: shaped(value, state.shape, state.dims) if is_per_element(value, count) else value
         for key, value in values.items()
         if key != MASTER
     }

@@ -10,7 +10,9 @@ from torch import Tensor
 from pydist.errors import InvalidUsage
 from pydist.no_whole_state import RanksPart
 from pydist.parameter_groups import options_of
+from pydist.sharded_parameters import shaped
 from pydist.sharded_state import ParameterState, ShardedState, StateRange, from_whole
+from pydist.state_values import is_per_element
 
 
 def to_state_dict(local: ShardedState, part: RanksPart) -> dict[str, Any]:
@@ -36,6 +38,33 @@ def to_state_dict(local: ShardedState, part: RanksPart) -> dict[str, Any]:
             for name, state in local.parameters.items()
         ],
         "part": part,
+    }
+
+
+def to_unsharded(local: ShardedState) -> dict[str, Any]:
+    """What a class of torch's has for whole parameters; shares memory with the state.
+
+    Float32 copies of parameters in 16 bits are among the values: torch's classes pass them by.
+
+    Args:
+        local: All of a state, as the only rank has it.
+    """
+    numbers = {name: number for number, name in enumerate(local.parameters)}
+    return {
+        "state": {
+            numbers[name]: {
+                key: shaped(value, state.shape, state.dims)
+                if is_per_element(value, state.count)
+                else value
+                for key, value in state.ranges[0].values.items()
+            }
+            for name, state in local.parameters.items()
+            if state.ranges and state.ranges[0].values
+        },
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]}
+            for group in local.groups
+        ],
     }
 
 

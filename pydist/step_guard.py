@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pydist import _native
 from pydist.errors import InvalidUsage
 
+_lock = threading.Lock()
 _reducers: weakref.WeakSet[_native.Reducer] = weakref.WeakSet()
 _is_hooked = False
 
@@ -20,36 +23,91 @@ def guard_steps(reducer: _native.Reducer) -> None:
     """Checks, before every step of any optimizer, that what it uses was averaged by this reducer.
 
     A step inside `no_sync()` is left alone: there, ranks train apart on purpose. So is an optimizer
-    with `refuses_pending_gradients`, whose ranks can't.
+    with `refuses_pending_gradients`, whose ranks can't. Where the step is given a closure, which
+    may run the backward that averages, the check follows each run of the closure.
     """
     global _is_hooked
-    if not _is_hooked:
-        register_optimizer_step_pre_hook(_check)
-        _is_hooked = True
-    _reducers.add(reducer)
+    with _lock:
+        if not _is_hooked:
+            register_optimizer_step_pre_hook(_before_step)
+            _is_hooked = True
+        _reducers.add(reducer)
 
 
 def forget_steps(reducer: _native.Reducer) -> None:
     """Checks no longer for a reducer that averages nothing any more."""
-    _reducers.discard(reducer)
+    with _lock:
+        _reducers.discard(reducer)
 
 
-def _check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for reducer in _reducers:
-        if reducer.is_in_backward and _uses(optimizer, reducer.parameters):
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    reducers = _concerned(optimizer)
+    if not reducers:
+        return None
+    _require_outside_backward(optimizer, reducers)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        _require_averaged(optimizer, reducers)
+        return None
+
+    @functools.wraps(closure)
+    def checked(*of_closure: Any, **named: Any) -> Any:
+        loss = closure(*of_closure, **named)
+        _require_averaged(optimizer, _concerned(optimizer))
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": checked}
+    return (args[0], checked, *args[2:]), kwargs
+
+
+def _require_outside_backward(optimizer: Optimizer, reducers: list[_native.Reducer]) -> None:
+    for reducer in reducers:
+        if reducer.is_in_backward:
             raise InvalidUsage(
                 f"{type(optimizer).__name__}.step() is called within backward, from a hook say, "
                 "before gradients are averaged: call it after backward()"
             )
-        if getattr(optimizer, "refuses_pending_gradients", False):
+
+
+def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> None:
+    if getattr(optimizer, "refuses_pending_gradients", False):
+        return
+    for reducer in reducers:
+        if not (reducer.enabled and reducer.has_pending and _uses(optimizer, reducer.pending)):
             continue
-        if reducer.enabled and reducer.has_pending and _uses(optimizer, reducer.pending):
+        if reducer.has_bypassed:
             raise InvalidUsage(
-                f"{type(optimizer).__name__}.step() would use gradients that were accumulated "
-                "under no_sync() and never averaged, so the ranks' models would part: run the last "
-                "backward outside of no_sync(), or call sync_gradients() first; to train the ranks "
-                "apart on purpose, call step() inside no_sync()"
+                f"{type(optimizer).__name__}.step() would use gradients that were never averaged, "
+                "so the ranks' models would part: they come from a backward past the wrapper. As "
+                "in torch's DistributedDataParallel, backward of model.module(...), or of a part "
+                "of the module that is called by itself, does not average: call model(...), or "
+                "sync_gradients() before the step; to train the ranks apart on purpose, call "
+                "step() inside no_sync()"
             )
+        raise InvalidUsage(
+            f"{type(optimizer).__name__}.step() would use gradients that were accumulated "
+            "under no_sync() and never averaged, so the ranks' models would part: run the last "
+            "forward outside of no_sync(), whose backward then averages all of them, or call "
+            "sync_gradients() first; to train the ranks apart on purpose, call step() inside "
+            "no_sync()"
+        )
+
+
+def _concerned(optimizer: Optimizer) -> list[_native.Reducer]:
+    """Those that average any of its parameters.
+
+    Nothing else is asked of the others, nor waited for: other threads may train their models.
+    """
+    with _lock:
+        reducers = list(_reducers)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    concerned = [reducer for reducer in reducers if any(map(reducer.averages, parameters))]
+    for reducer in concerned:
+        reducer.await_thrown()
+    return concerned
 
 
 def _uses(optimizer: Optimizer, parameters: list[Tensor]) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pydist.errors import InvalidUsage
 from pydist.gradient_sync import Trained
+from pydist.rank_local import RankLocal
 
 # Counts how often any module anywhere was given a parameter or a submodule. A wrapper that has seen
 # the present count knows all of its module's parameters, without walking through them every time.
@@ -41,16 +42,17 @@ def registrations() -> int:
 
 
 class TrainedParameters:
-    """The parameters of a module that require gradients.
+    """The parameters of a module that require gradients, and that are no rank's own.
 
     Attributes:
         known: Names, parameters, whether their gradients are sparse: first those at construction,
             in the order of registration, then those that `add` was given, in that order.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: RankLocal) -> None:
         _count_registrations()
-        self._module = module
+        self._local = module
+        self._module = module.module
         self._seen = _registrations
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self.known: Trained = []
@@ -91,7 +93,8 @@ class TrainedParameters:
         return joined
 
     def _walk(self) -> Trained:
-        named = list(self._module.named_parameters())
+        self._local.look_again()
+        named = self._local.shared_parameters()
         sparse = ids_of_sparse(self._module)
         joined = [
             (name, parameter, id(parameter) in sparse)
@@ -131,16 +134,17 @@ def ids_of_sparse(module: nn.Module) -> set[int]:
     return {id(weight) for weight in weights}
 
 
-def require_trainable(module: nn.Module) -> None:
+def require_trainable(module: RankLocal) -> None:
     """Raises InvalidUsage where the module holds what DataParallel can't train, or nothing."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.shared_parameters():
         require_ordinary("parameter", name, parameter)
-    for name, buffer in module.named_buffers():
+    for name, buffer in module.shared_buffers():
         require_ordinary("buffer", name, buffer)
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    if not any(parameter.requires_grad for _, parameter in module.shared_parameters()):
+        beside = " beside those that it lets each rank have alone" if module.parameters() else ""
         raise InvalidUsage(
-            "no parameter of the module requires a gradient, so there is nothing to average: "
-            "unfreeze what is to train before wrapping it, or use the module as it is"
+            f"no parameter of the module{beside} requires a gradient, so there is nothing to "
+            "average: unfreeze what is to train before wrapping it, or use the module as it is"
         )
 
 

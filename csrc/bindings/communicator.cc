@@ -2,7 +2,6 @@
 
 #include "communicator/communicator.h"
 
-#include <ATen/ops/from_blob.h>
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -24,7 +23,6 @@
 #include "communicator/endpoint.h"
 #include "communicator/native_communicator.h"
 #include "communicator/nccl_communicator.h"
-#include "communicator/one_copy.h"
 #include "communicator/open_communicators.h"
 #include "cuda/device_memory.h"
 
@@ -248,16 +246,6 @@ bool is_device_capturing(at::Device device) {
   return !device.is_cpu() && is_capturing(current_stream(device_of(device)));
 }
 
-at::Tensor one_copy(Communicator& self, std::size_t count, at::ScalarType dtype) {
-  const ReleasedGil released;
-  SharedSegment segment = allocate_one_copy(self, count * at::elementSize(dtype));
-  void* const data = segment.data();
-  return at::from_blob(
-      data, {static_cast<std::int64_t>(count)},
-      [segment = std::move(segment)](void*) mutable { segment = SharedSegment(); },
-      at::TensorOptions().dtype(dtype));
-}
-
 CommunicatorPtr split(Communicator& self, const std::vector<int>& ranks) {
   const ReleasedGil released;
   return for_python(self.split(ranks));
@@ -427,8 +415,6 @@ void bind_communicator(py::module_& module) {
   type.def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"),
            py::arg_v("device", at::Device(at::kCPU), "torch.device('cpu')"),
            "A tensor over memory that the backend allocates; all ranks call, with equal sizes.")
-      .def("one_copy", &one_copy, py::arg("count"), py::arg("dtype"),
-           "A tensor of zeros of which all ranks, of one host, map the same memory; all call.")
       .def("split", &split, py::arg("ranks"),
            "A group of the given ranks of this one, in that order; only they call.")
       .def(

@@ -68,10 +68,10 @@ NamedParameter named(std::tuple<std::string, at::Tensor, bool> parameter) {
 std::shared_ptr<Reducer> create_reducer(
     CommunicatorPtr communicator,
     const std::vector<std::tuple<std::string, at::Tensor, bool>>& parameters, py::function planner,
-    bool sums, std::optional<at::ScalarType> wire_dtype, bool measures_link, int rank,
-    std::optional<at::Tensor> buffer_memory, std::optional<py::function> has_changed,
-    std::optional<py::function> pack, std::optional<py::function> unpack,
-    std::optional<py::function> renew) {
+    bool sums, std::optional<at::ScalarType> wire_dtype, bool measures_link,
+    bool gradients_are_views, int rank, std::optional<at::Tensor> buffer_memory,
+    std::optional<py::function> has_changed, std::optional<py::function> pack,
+    std::optional<py::function> unpack, std::optional<py::function> renew) {
   std::vector<NamedParameter> named_parameters;
   for (const auto& parameter : parameters) {
     named_parameters.push_back(named(parameter));
@@ -97,6 +97,7 @@ std::shared_ptr<Reducer> create_reducer(
     options.wire_dtype = dtype_of(*wire_dtype);
   }
   options.measures_link = measures_link;
+  options.gradients_are_views = gradients_are_views;
   options.checks_gradients = environment.debug;
   options.timeline = environment.timeline;
   options.timeline_rank = rank;
@@ -199,6 +200,9 @@ void bind_stats(py::module_& module) {
       .def_readonly("rounds", &ReducerStats::rounds, "Backward passes that were synchronised.")
       .def_readonly("bytes", &ReducerStats::bytes,
                     "Bytes of gradients that were averaged, on this rank.")
+      .def_readonly("copied_bytes", &ReducerStats::copied_bytes,
+                    "Bytes that were copied because the program holds gradients of earlier steps, "
+                    "or has put its own into `parameter.grad` and holds them. Otherwise 0.")
       .def_readonly("compute_s", &ReducerStats::compute_s,
                     "Seconds in backward, without launching communication.")
       .def_readonly("communication_s", &ReducerStats::communication_s,
@@ -209,8 +213,9 @@ void bind_stats(py::module_& module) {
       .def_readonly("buckets", &ReducerStats::buckets, "In the order of launching.")
       .def("__repr__", [](const ReducerStats& self) {
         return join("ReducerStats(rounds=", self.rounds, ", bytes=", self.bytes,
-                    ", compute_s=", self.compute_s, ", communication_s=", self.communication_s,
-                    ", exposed_s=", self.exposed_s, ", buckets=<", self.buckets.size(), ">)");
+                    ", copied_bytes=", self.copied_bytes, ", compute_s=", self.compute_s,
+                    ", communication_s=", self.communication_s, ", exposed_s=", self.exposed_s,
+                    ", buckets=<", self.buckets.size(), ">)");
       });
 }
 
@@ -223,7 +228,7 @@ void bind_reducer(py::module_& module) {
       module, "Reducer", "Averages gradients over the ranks while backward still runs.")
       .def(py::init(&create_reducer), py::arg("communicator"), py::arg("parameters"),
            py::arg("planner"), py::arg("sums"), py::arg("wire_dtype"), py::arg("measures_link"),
-           py::arg("rank"), py::arg("buffer_memory") = py::none(),
+           py::arg("gradients_are_views"), py::arg("rank"), py::arg("buffer_memory") = py::none(),
            py::arg("has_changed") = py::none(), py::arg("pack") = py::none(),
            py::arg("unpack") = py::none(), py::arg("renew") = py::none(),
            "All ranks call, with the same parameters: (name, parameter, whether its gradient is "
@@ -237,8 +242,13 @@ void bind_reducer(py::module_& module) {
            py::call_guard<ReleasedGil>(),
            "Waits for what a backward that raised left under way; raises pydist.InvalidUsage where "
            "a parameter has changed its type.")
+      .def("note_forward", &Reducer::note_forward,
+           "After a forward whose outputs may go backward: one that no output of a forward "
+           "announces "
+           "averages if this one was to.")
       .def("watch", &Reducer::watch, py::arg("output"),
-           "Announces the backward that will start from an output of forward.")
+           "Announces the backward that will start from an output of forward, and whether it "
+           "averages.")
       .def(
           "add",
           [](Reducer& self, const std::string& name, const at::Tensor& parameter, bool is_sparse,
@@ -271,6 +281,13 @@ void bind_reducer(py::module_& module) {
           "note_step", &Reducer::note_step, py::arg("owner"), py::arg("options"),
           "Tells what an optimizer has stepped with, as a digest of 64 bits, for the next round to "
           "compare.")
+      .def("note_changed_buffers", &Reducer::note_changed_buffers, py::arg("first"),
+           py::arg("digest"),
+           "Tells that the program has changed buffers since the last round: the number of the "
+           "first, from 1, and a digest of their values, for the next round to compare.")
+      .def_property_readonly("first_differing_buffer", &Reducer::first_differing_buffer,
+                             "The number, from 1, of the first buffer in which the ranks of the "
+                             "present round differ by what note_changed_buffers() said; 0: none.")
       .def_property_readonly("has_stepped_alike", &Reducer::has_stepped_alike,
                              "Whether what note_step() said before the last round was the same on "
                              "all ranks.")
@@ -288,7 +305,7 @@ void bind_reducer(py::module_& module) {
           "Called once, before the first backward.")
       .def_property_readonly("has_hook", &Reducer::has_hook)
       .def_property("enabled", &Reducer::is_enabled, &Reducer::set_enabled,
-                    "Whether backwards that begin from now on are synchronised.")
+                    "Whether backwards from forwards that end from now on are synchronised.")
       .def_property("weight", &Reducer::weight, &Reducer::set_weight,
                     "What backwards that begin from now on count for; None: each rank as one.")
       .def(
@@ -330,13 +347,16 @@ void bind_reducer(py::module_& module) {
             return parameters;
           },
           "All that it averages.")
-      .def_property_readonly(
-          "has_pending",
-          [](Reducer& self) {
-            without_gil([&] { self.await_thrown(); });
-            return self.has_pending();
-          },
-          "Whether a gradient was accumulated and not averaged.")
+      .def("averages", &Reducer::averages, py::arg("parameter"),
+           "Whether it averages the gradients of a parameter. May be asked while another thread is "
+           "in its backward.")
+      .def("await_thrown", &Reducer::await_thrown, py::call_guard<ReleasedGil>(),
+           "Outside of backward: waits until autograd has let go of a backward that has raised.")
+      .def_property_readonly("has_pending", &Reducer::has_pending,
+                             "Whether a gradient was accumulated and not averaged.")
+      .def_property_readonly("has_bypassed", &Reducer::has_bypassed,
+                             "Whether a backward has accumulated since the last round because it "
+                             "came from no forward.")
       .def_property_readonly("pending", &Reducer::pending, "The parameters that hold one.")
       .def_property_readonly("buckets", &buckets_of,
                              "(label, bytes, indices of parameters), in the order of launching.")

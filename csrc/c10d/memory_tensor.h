@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
 
 #include "base/buffer.h"
 #include "communicator/communicator.h"
@@ -20,5 +21,16 @@ namespace pydist {
 
 // One-dimensional, of bytes; the caller keeps the memory alive.
 [[nodiscard]] at::Tensor borrow_bytes(void* data, std::size_t bytes, Device device);
+
+// `count` elements of a one-dimensional, contiguous tensor from `begin` on, with a storage of their
+// own. How often that storage is used says who holds these elements. It keeps the tensor's memory
+// alive, but not the tensor.
+[[nodiscard]] at::Tensor part_with_storage(const at::Tensor& whole, std::int64_t begin,
+                                           std::int64_t count);
+
+// Moves all who share a tensor's storage, this tensor among them, into new memory with the same
+// values, in the order of the current stream. Returns a tensor like it over the memory that they
+// had. The tensor is dense and fills its storage.
+[[nodiscard]] at::Tensor move_holders(const at::Tensor& tensor);
 
 }  // namespace pydist

@@ -62,20 +62,21 @@ void serve_until(SegmentServer& server, const WorkPtr& done) {
 
 }  // namespace
 
-SharedSegment allocate_one_copy(Communicator& communicator, std::size_t bytes) {
+OneCopy allocate_one_copy(Communicator& communicator, std::size_t bytes) {
   bytes = std::max<std::size_t>(bytes, 1);
   const bool is_first = communicator.rank() == 0;
-  SharedSegment segment;
+  OneCopy copy;
   std::unique_ptr<SegmentServer> server;
   std::string error;
   Offer offer;
   if (is_first) {
     try {
-      segment = SharedSegment::create("one-copy", bytes);
-      segment.reserve(0, segment.bytes(), "the one copy of the parameters");
+      copy.segment = SharedSegment::create("one-copy", bytes);
+      copy.segment.reserve(0, copy.segment.bytes(), "the one copy of the parameters");
+      copy.view = PrivateView(copy.segment);
       server = std::make_unique<SegmentServer>();
       const std::string key = random_token();
-      server->offer(key, segment.fd());
+      server->offer(key, copy.segment.fd());
       put(server->address(), offer.address);
       put(key, offer.key);
     } catch (const std::exception& caught) {
@@ -91,10 +92,11 @@ SharedSegment allocate_one_copy(Communicator& communicator, std::size_t bytes) {
   }
   if (!is_first) {
     try {
-      segment = SharedSegment::map(fetch_segment(offer.address.data(), offer.key.data(),
-                                                 Deadline::in(communicator.timeout()))
-                                       .fd,
-                                   round_up(bytes, page_bytes()));
+      copy.segment = SharedSegment::map(fetch_segment(offer.address.data(), offer.key.data(),
+                                                      Deadline::in(communicator.timeout()))
+                                            .fd,
+                                        round_up(bytes, page_bytes()));
+      copy.view = PrivateView(copy.segment);
     } catch (const std::exception& caught) {
       error = caught.what();
     }
@@ -111,7 +113,7 @@ SharedSegment allocate_one_copy(Communicator& communicator, std::size_t bytes) {
                               error.empty() ? "; its own message says why." : ": " + error,
                               " All ranks of one copy share a host."));
   }
-  return segment;
+  return copy;
 }
 
 }  // namespace pydist

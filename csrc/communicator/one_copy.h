@@ -1,20 +1,27 @@
 // Memory of which all ranks of a group map one and the same copy, where they share a host.
 //
 // Unlike symmetric memory (Communicator::allocate), of which each rank has a part of its own.
-// Nothing orders what ranks read and write there: barriers do.
+// Nothing orders what ranks read and write there: barriers do. Whoever must not disturb the other
+// ranks reads and writes the view, in which what a rank writes stays its own.
 
 #pragma once
 
 #include <cstddef>
 
 #include "communicator/communicator.h"
+#include "memory/private_view.h"
 #include "memory/shared_segment.h"
 
 namespace pydist {
 
+struct OneCopy {
+  SharedSegment segment;
+  PrivateView view;
+};
+
 // Collective: the same `bytes` on every rank. The memory is zeroed and reserved; it lives until the
 // last rank lets go of it. Throws TransportError, on every rank, where ranks are on several hosts
 // or there is no room.
-[[nodiscard]] SharedSegment allocate_one_copy(Communicator& communicator, std::size_t bytes);
+[[nodiscard]] OneCopy allocate_one_copy(Communicator& communicator, std::size_t bytes);
 
 }  // namespace pydist

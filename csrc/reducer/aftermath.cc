@@ -113,8 +113,9 @@ void Reducer::send_late() {
   for (GradientSlot& slot : arena_.slots()) {
     const bool is_new = !slot.is_sparse && !has_place(slot) && closings_->used(slot.index) != 0;
     if (is_new) {
-      slot.late = slot.contributes ? slot.parameter.grad().detach().contiguous()
-                                   : at::zeros_like(slot.parameter).detach();
+      slot.late = slot.sends == GradientSlot::Sends::kOwn
+                      ? slot.parameter.grad().detach().contiguous()
+                      : at::zeros_like(slot.parameter).detach();
     } else if (!closings_->is_late(slot.index)) {
       continue;
     } else {
@@ -131,7 +132,7 @@ void Reducer::send_sparse() {
       continue;
     }
     const bool has_gradient = slot.parameter.grad().defined();
-    if (slot.contributes) {
+    if (slot.sends == GradientSlot::Sends::kOwn) {
       slot.late = slot.parameter.grad();
     } else if (has_gradient && is_present_ && keeps_averages()) {
       slot.late = slot.parameter.grad().clone();  // as in fill()
@@ -193,16 +194,15 @@ void Reducer::settle(bool learns) {
   if (round_.is_bare) {
     return;
   }
-  for (const Absent& absent : round_.absent) {
-    GradientSlot& slot = arena_.slots()[absent.slot];
-    if (closings_->used(absent.slot) != 0) {
-      if (is_sharded(slot)) {
-        show_shard(slot);  // so that what was set aside is added to it
-      } else if (!holds_gradient(slot)) {
-        expose(slot);
-      }
-    } else if (absent.before.defined()) {
-      slot.view.copy_(absent.before);
+  for (GradientSlot& slot : arena_.slots()) {
+    if (!has_place(slot)) {
+      continue;
+    }
+    const bool is_used = closings_->used(slot.index) != 0;
+    if (!is_sharded(slot)) {
+      arena_.lent().unload(slot, is_used);
+    } else if (is_used && is_absent(slot)) {
+      show_shard(slot);  // so that what was set aside is added to it
     }
   }
   std::vector<bool> is_used_by_all;
@@ -220,12 +220,15 @@ void Reducer::settle(bool learns) {
         slot.parameter.mutable_grad() = slot.late;
       }
     }
+    if (slot.aside.defined() && !slot.parameter.grad().defined()) {
+      arena_.lent().make_room(slot);
+    }
     put_back(slot);
     if (is_sharded(slot) && closings_->used(slot.index) != 0) {
       show_shard(slot);
     }
     slot.is_pending = false;
-    note_seen(slot);
+    note_seen(slot, /*by_value=*/adds_up());
     if (learns && slot.fired_in == round_.number) {
       slot.expected_fires = std::max(slot.fires, 1);
     }

@@ -20,41 +20,38 @@ void BucketHook::adapt(const GradientArena& arena) {
   for (const GradientBucket& bucket : arena.buckets()) {
     View& view = views_.emplace_back();
     view.label = bucket.label;
-    view.payload = bucket.memory;
     std::vector<std::int64_t> ends;
     for (const std::size_t index : bucket.slots) {
       const GradientSlot& slot = arena.slots()[index];
-      const std::int64_t offset = slot.view.storage_offset() * (slot.view.is_complex() ? 2 : 1) -
-                                  bucket.memory.storage_offset();
-      view.offsets.push_back(static_cast<std::size_t>(offset));
+      view.offsets.push_back(static_cast<std::size_t>(slot.offset));
       view.lengths.push_back(slot.view.nbytes() / bucket.memory.itemsize());
       view.sizes.push_back(slot.view.sizes().vec());
       if (slot.view.is_complex()) {
         view.sizes.back().push_back(2);
       }
       view.parameters.push_back(slot.parameter);
-      const std::int64_t end = offset + static_cast<std::int64_t>(view.lengths.back());
-      ends.push_back(end);
+      ends.push_back(slot.offset + static_cast<std::int64_t>(view.lengths.back()));
     }
     for (std::size_t i = 0; i < ends.size(); ++i) {
       const std::int64_t next = i + 1 < ends.size() ? static_cast<std::int64_t>(view.offsets[i + 1])
-                                                    : view.payload.numel();
+                                                    : bucket.memory.numel();
       if (next > ends[i]) {
-        view.padding.push_back(view.payload.narrow(0, ends[i], next - ends[i]));
+        view.padding.emplace_back(ends[i], next - ends[i]);
       }
     }
   }
 }
 
-void BucketHook::start(std::size_t bucket, std::function<void()> on_completion) {
+void BucketHook::start(std::size_t bucket, const at::Tensor& memory,
+                       std::function<void()> on_completion) {
   const View& view = views_[bucket];
-  for (const at::Tensor& padding : view.padding) {
-    padding.zero_();  // a hook has written there, or may take a norm
+  for (const auto& [begin, count] : view.padding) {
+    memory.narrow(0, begin, count).zero_();  // a hook has written there, or may take a norm
   }
-  c10d::GradBucket grad_bucket(bucket, views_.size(), view.payload, view.offsets, view.lengths,
+  c10d::GradBucket grad_bucket(bucket, views_.size(), memory, view.offsets, view.lengths,
                                {view.sizes.begin(), view.sizes.end()}, view.parameters,
                                std::nullopt);
-  promises_.push_back({bucket, hook_->runHook(grad_bucket)});
+  promises_.push_back({bucket, memory, hook_->runHook(grad_bucket)});
   promises_.back().future->addCallback(
       [on_completion = std::move(on_completion)](const auto& /*future*/) { on_completion(); });
 }
@@ -63,15 +60,16 @@ void BucketHook::wait() {
   for (const Promise& promise : promises_) {
     promise.future->wait();
     const at::Tensor averaged = hook_->parseHookResult(promise.future->value());
-    const View& view = views_[promise.bucket];
-    if (averaged.const_data_ptr() == view.payload.const_data_ptr()) {
+    const at::Tensor& memory = promise.memory;
+    if (averaged.const_data_ptr() == memory.const_data_ptr()) {
       continue;
     }
-    if (averaged.numel() != view.payload.numel()) {
+    if (averaged.numel() != memory.numel()) {
       throw InvalidUsage(join("the communication hook returned ", averaged.numel(),
-                              " elements for ", view.label, ", which has ", view.payload.numel()));
+                              " elements for ", views_[promise.bucket].label, ", which has ",
+                              memory.numel()));
     }
-    view.payload.copy_(averaged.reshape(view.payload.sizes()));
+    memory.copy_(averaged.reshape(memory.sizes()));
   }
 }
 

@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "reducer/gradient_arena.h"
@@ -30,11 +31,11 @@ class BucketHook {
   // After the arena was arranged anew, while nothing is under way.
   void adapt(const GradientArena& arena);
 
-  // Lets the hook start on a bucket; throws what it throws. `on_completion` is called when it has
-  // finished, on any thread.
-  void start(std::size_t bucket, std::function<void()> on_completion);
+  // Lets the hook start on what a bucket sends in `memory`; throws what it throws. `on_completion`
+  // is called when it has finished, on any thread.
+  void start(std::size_t bucket, const at::Tensor& memory, std::function<void()> on_completion);
 
-  // Waits for everything that was started, and writes what comes of it into the buckets.
+  // Waits for everything that was started, and writes what comes of it into the memory.
   void wait();
 
   // Drops what was started, finished or not.
@@ -47,15 +48,15 @@ class BucketHook {
  private:
   struct View {
     std::string label;
-    at::Tensor payload;
-    std::vector<std::size_t> offsets;  // of each slot in the payload, in its elements
+    std::vector<std::size_t> offsets;  // of each slot in the memory, in its elements
     std::vector<std::size_t> lengths;
     std::vector<std::vector<std::int64_t>> sizes;
     std::vector<at::Tensor> parameters;
-    std::vector<at::Tensor> padding;  // between gradients
+    std::vector<std::pair<std::int64_t, std::int64_t>> padding;  // between gradients: from, count
   };
   struct Promise {
     std::size_t bucket;
+    at::Tensor memory;
     c10::intrusive_ptr<c10::ivalue::Future> future;
   };
 

@@ -1,6 +1,5 @@
 #include "reducer/gradient_arena.h"
 
-#include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -25,11 +24,6 @@ at::ScalarType real_type(const at::Tensor& parameter) {
   return c10::toRealValueType(parameter.scalar_type());
 }
 
-// Elements of the real type that a slot takes.
-std::int64_t real_count(const at::Tensor& parameter) {
-  return parameter.numel() * (parameter.is_complex() ? 2 : 1);
-}
-
 std::int64_t padded(std::int64_t count, at::ScalarType dtype) {
   const std::int64_t alignment =
       kAlignmentBytes / static_cast<std::int64_t>(c10::elementSize(dtype));
@@ -52,14 +46,12 @@ std::vector<std::int64_t> strides_for(const at::Tensor& parameter) {
 
 // A parameter's part of a block.
 at::Tensor view_for(const GradientSlot& slot, const at::Tensor& block, std::int64_t offset) {
-  const at::Tensor& parameter = slot.parameter;
-  at::Tensor flat = block.narrow(0, offset, real_count(parameter));
-  if (parameter.is_complex()) {
-    flat = at::view_as_complex(flat.view({parameter.numel(), 2}));
-  }
-  const at::Tensor view = flat.as_strided(parameter.sizes(), slot.strides);
-  // With a version of its own, which tells whether somebody has written into the slot.
-  return view.variable_data();
+  return shaped(slot, block.narrow(0, offset, real_count(slot.parameter)));
+}
+
+// The same, with a storage of its own.
+at::Tensor home_for(const GradientSlot& slot, const at::Tensor& block, std::int64_t offset) {
+  return shaped(slot, part_with_storage(block, offset, real_count(slot.parameter)));
 }
 
 // One-dimensional. Collective.
@@ -117,6 +109,7 @@ void GradientArena::shard(int owner, int stage, const std::vector<std::size_t>& 
     slot.shown = shown[i];
     // The old place is in a block with others.
     slot.view.reset();
+    slot.home.reset();
     block_of_[slot.index] = kNoBlock;
   }
   for (const GradientSlot& slot : slots_) {
@@ -150,8 +143,13 @@ void GradientArena::arrange(const BucketPlan& plan) {
     throw InvalidUsage(join("a plan of buckets does not fit the model: ", why));
   }
   std::vector<at::Tensor> moving(slots_.size());
-  for (const GradientSlot& slot : slots_) {
-    if (!slot.is_sparse && !is_sharded(slot) && holds_gradient(slot)) {
+  for (GradientSlot& slot : slots_) {
+    if (slot.is_sparse || is_sharded(slot)) {
+      continue;
+    }
+    if (lends_ && slot.owner == 0) {
+      lent_.leave_home(slot);
+    } else if (holds_gradient(slot)) {
       moving[slot.index] = slot.parameter.grad().clone();
     }
   }
@@ -193,7 +191,13 @@ void GradientArena::arrange(const BucketPlan& plan) {
     const std::int64_t begin = filled[number];
     for (const std::size_t index : members) {
       GradientSlot& slot = slots_[index];
-      slot.view = view_for(slot, block, filled[number]);
+      slot.offset = filled[number] - begin;
+      if (!lends_) {
+        slot.view = view_for(slot, block, filled[number]);
+      } else {
+        slot.home = home_for(slot, block, filled[number]);
+        slot.view = has_place(slot) ? slot.view : slot.home;
+      }
       filled[number] += padded(real_count(slot.parameter), block.scalar_type());
     }
     bucket.memory = block.narrow(0, begin, filled[number] - begin);
@@ -206,6 +210,7 @@ void GradientArena::arrange(const BucketPlan& plan) {
     if (!device_ && has_place(slot) && !slot.view.is_cpu()) {
       device_ = device_of(slot.view.device());
     }
+    lent_.go_home(slot);
     if (!has_place(slot)) {
       slot.bucket = buckets_.empty() ? 0 : buckets_.size() - 1;
     } else if (!moving[slot.index].defined()) {
@@ -338,6 +343,13 @@ bool GradientArena::is_landing_in(const std::vector<std::size_t>& members) const
 void GradientArena::release() {
   for (const auto& [owner, staging] : stagings_) {
     staging->release(slots_);
+  }
+}
+
+void GradientArena::let_go() {
+  for (GradientSlot& slot : slots_) {
+    slot.view.reset();
+    slot.home.reset();
   }
 }
 

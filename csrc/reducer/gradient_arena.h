@@ -27,12 +27,15 @@
 #include "communicator/communicator.h"
 #include "reducer/gradient_shard.h"
 #include "reducer/gradient_slot.h"
+#include "reducer/lent_memory.h"
 
 namespace pydist {
 
 struct GradientBucket {
   std::string label;
   at::Tensor memory;
+  // What travels in this round, once launched: `memory`, unless somebody holds a part of it.
+  at::Tensor travelling;
   std::vector<std::size_t> slots;  // by index
   // How many of them, and of what counts as part of it, are not complete yet in this round.
   std::size_t missing = 0;
@@ -49,7 +52,9 @@ struct GradientBucket {
 
 class GradientArena {
  public:
-  explicit GradientArena(CommunicatorPtr communicator) : communicator_(std::move(communicator)) {}
+  // Lends the memory of gradients, unless they are to be mere views of it; see lent_memory.h.
+  GradientArena(CommunicatorPtr communicator, bool lends)
+      : communicator_(std::move(communicator)), lends_(lends) {}
 
   // A slot without a place; the same on every rank, in the same order.
   GradientSlot& add(std::string name, at::Tensor parameter, bool is_sparse);
@@ -62,7 +67,8 @@ class GradientArena {
   void shard(int owner, int stage, const std::vector<std::size_t>& slots,
              const std::vector<at::Tensor>& shown);
 
-  // Cuts the blocks anew, after allocate(). Gradients that lie there move along. Throws
+  // Cuts the blocks anew, after allocate(). Gradients that lie there move along, unless somebody
+  // holds them. Throws
   // InvalidUsage where the plan does not fit, and has changed nothing. Collective where slots that
   // are to have shards have no place yet.
   void arrange(const BucketPlan& plan);
@@ -78,7 +84,10 @@ class GradientArena {
   [[nodiscard]] bool is_landing_in(const std::vector<std::size_t>& members) const;
   // Takes back all memory that buckets share.
   void release();
+  // Forgets where gradients lie, which are somebody else's from now on.
+  void let_go();
 
+  [[nodiscard]] LentMemory& lent() noexcept { return lent_; }
   [[nodiscard]] const BucketPlan& plan() const noexcept { return plan_; }
   // The block of each slot.
   [[nodiscard]] const std::vector<std::size_t>& blocks() const noexcept { return block_of_; }
@@ -103,6 +112,8 @@ class GradientArena {
   void evict_from(Staging& staging);
 
   const CommunicatorPtr communicator_;
+  const bool lends_;
+  LentMemory lent_;
   std::vector<GradientSlot> slots_;
   std::vector<std::size_t> block_of_;
   std::vector<at::Tensor> blocks_;  // of one dimension, of the real dtype; undefined: with shards

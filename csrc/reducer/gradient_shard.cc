@@ -37,7 +37,7 @@ void move_in(GradientSlot& slot) {
     return;
   }
   if (slot.parameter.grad().defined() && !shows_shard(slot)) {
-    bring_in(slot);
+    keep_seen(slot, [&] { adopt(slot); });
   }
   slot.is_bound = true;
 }

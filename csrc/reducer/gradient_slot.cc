@@ -1,8 +1,10 @@
 #include "reducer/gradient_slot.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/isclose.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/ScalarType.h>
@@ -40,6 +42,18 @@ std::string dtype_name(const at::Tensor& tensor) {
 
 }  // namespace
 
+std::int64_t real_count(const at::Tensor& parameter) {
+  return parameter.numel() * (parameter.is_complex() ? 2 : 1);
+}
+
+at::Tensor shaped(const GradientSlot& slot, const at::Tensor& flat) {
+  const at::Tensor& parameter = slot.parameter;
+  const at::Tensor elements =
+      parameter.is_complex() ? at::view_as_complex(flat.view({parameter.numel(), 2})) : flat;
+  // With a version of its own, which tells whether somebody has written into the slot.
+  return elements.as_strided(parameter.sizes(), slot.strides).variable_data();
+}
+
 bool holds_gradient(const GradientSlot& slot) {
   const at::Tensor& gradient = slot.parameter.grad();
   if (!has_place(slot) || !slot.is_bound) {
@@ -53,7 +67,14 @@ bool holds_gradient(const GradientSlot& slot) {
 
 void expose(const GradientSlot& slot) { slot.parameter.mutable_grad() = slot.view.variable_data(); }
 
-void adopt(const GradientSlot& slot) {
+bool fits(const GradientSlot& slot) {
+  const at::Tensor& gradient = slot.parameter.grad();
+  const at::Tensor& like = has_place(slot) ? slot.view : slot.parameter;
+  return gradient.scalar_type() == like.scalar_type() && gradient.sizes() == like.sizes() &&
+         gradient.device() == like.device();
+}
+
+void require_fitting(const GradientSlot& slot) {
   const at::Tensor& gradient = slot.parameter.grad();
   if (slot.is_sparse) {
     throw InvalidUsage(
@@ -74,10 +95,14 @@ void adopt(const GradientSlot& slot) {
              "torch.autograd.grad(..., create_graph=True) for the inner derivative and backward() "
              "for the loss"));
   }
-  if (gradient.scalar_type() != slot.view.scalar_type() || gradient.sizes() != slot.view.sizes() ||
-      gradient.device() != slot.view.device()) {
+  if (!fits(slot)) {
     throw_changed(slot, gradient);
   }
+}
+
+void adopt(const GradientSlot& slot) {
+  require_fitting(slot);
+  const at::Tensor& gradient = slot.parameter.grad();
   const c10::AutoGradMode no_grad(false);
   slot.view.copy_(gradient);
   if (!gradient.is_cpu()) {
@@ -85,18 +110,6 @@ void adopt(const GradientSlot& slot) {
     gradient.record_stream(current_stream(device_of(gradient.device())));
   }
   expose(slot);
-}
-
-void bring_in(GradientSlot& slot) {
-  const bool was_seen = is_seen(slot);
-  const bool was_untouched = is_untouched(slot);
-  adopt(slot);
-  if (was_seen) {
-    note_seen(slot);
-  }
-  if (was_seen && !was_untouched) {
-    slot.parameter.grad().unsafeGetTensorImpl()->bump_version();
-  }
 }
 
 at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, double factor) {
@@ -143,12 +156,14 @@ bool is_by_hand(const GradientSlot& slot) {
 }
 
 void set_aside(GradientSlot& slot) {
-  if (is_sharded(slot)) {
-    slot.aside = slot.segment.clone();
-  } else {
-    slot.aside = has_place(slot) ? slot.parameter.grad().clone() : slot.parameter.grad();
+  at::Tensor& gradient = slot.parameter.mutable_grad();
+  if (!is_sharded(slot) && has_place(slot)) {
+    slot.aside = gradient.clone();
+    gradient.zero_();
+    return;
   }
-  slot.parameter.mutable_grad().reset();
+  slot.aside = is_sharded(slot) ? slot.segment.clone() : gradient;
+  gradient.reset();
 }
 
 void put_back(GradientSlot& slot) {
@@ -178,10 +193,13 @@ void put_back(GradientSlot& slot) {
   slot.aside.reset();
 }
 
-void note_seen(GradientSlot& slot) {
+void note_seen(GradientSlot& slot, bool by_value) {
   const at::Tensor& gradient = slot.parameter.grad();
   slot.seen = gradient.getIntrusivePtr();
   slot.seen_version = gradient.defined() ? gradient._version() : 0;
+  const bool has_one_of_its_own =
+      !gradient.defined() || gradient.unsafeGetTensorImpl()->unique_version();
+  slot.seen_values = by_value && !has_one_of_its_own ? gradient.clone() : at::Tensor();
 }
 
 bool is_seen(const GradientSlot& slot) {
@@ -190,7 +208,17 @@ bool is_seen(const GradientSlot& slot) {
 }
 
 bool is_untouched(const GradientSlot& slot) {
-  return is_seen(slot) && slot.parameter.grad()._version() == slot.seen_version;
+  if (!is_seen(slot)) {
+    return false;
+  }
+  const at::Tensor& gradient = slot.parameter.grad();
+  if (gradient._version() == slot.seen_version) {
+    return true;
+  }
+  return slot.seen_values.defined() &&
+         at::isclose(gradient, slot.seen_values, /*rtol=*/0, /*atol=*/0, /*equal_nan=*/true)
+             .all()
+             .item<bool>();
 }
 
 bool is_zero(const GradientSlot& slot) {

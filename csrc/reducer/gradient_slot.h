@@ -1,9 +1,9 @@
 // A parameter's place in the arena of gradients, and how its gradient gets there.
 //
-// `parameter.grad` is a view of the slot. After `zero_grad(set_to_none=True)` it is undefined until
-// the next gradient arrives, which lands in the same slot. A sparse gradient (of an embedding) has
-// no slot: it stays where autograd puts it. So does that of a parameter that joined the model in
-// this round.
+// `parameter.grad` lies in the slot. After `zero_grad(set_to_none=True)` it is undefined until the
+// next gradient arrives, which lands in the same slot, unless the program still holds the one
+// before: see lent_memory.h. A sparse gradient (of an embedding) has no slot: it stays where
+// autograd puts it. So does that of a parameter that joined the model in this round.
 
 #pragma once
 
@@ -25,15 +25,26 @@ struct GradientSlot {
   bool is_sparse = false;
   // How the gradient lies in the slot: as the parameter did when it was added, if that was dense.
   std::vector<std::int64_t> strides;
-  // Never handed out: Module.to() swaps the memory under `parameter.grad`. Undefined where there is
-  // no place.
+  // Where the gradient is, or lands next. Never handed out: Module.to() swaps the memory under
+  // `parameter.grad`. Undefined where there is no place.
   at::Tensor view;
+  // The slot's part of its bucket's memory, with a storage of its own, where that memory is lent;
+  // see lent_memory.h. The same tensor as `view` unless the gradient lies elsewhere. Undefined
+  // where nothing is lent: then `view` is that part.
+  at::Tensor home;
+  std::int64_t offset = 0;  // of that part in the bucket's memory, in elements of that
   // What has no place counts as part of the last bucket.
   std::size_t bucket = 0;
   // The parameter holds a gradient that was not averaged yet.
   bool is_pending = false;
-  // This rank has a gradient of its own to send in this round.
-  bool contributes = false;
+  // What this rank sends of it in this round: nothing yet, a gradient of its own, what an earlier
+  // round has left (it counts if another rank adds to it), or zeros.
+  enum class Sends { kNothing, kOwn, kAgain, kZeros };
+  Sends sends = Sends::kNothing;
+  // From where it is sent, and where the average arrives, if that is not `view`.
+  at::Tensor travels_in;
+  // What to put back into `view` if no rank has used the parameter; undefined: nothing.
+  at::Tensor before;
   // The gradient on its way into `parameter.grad` is one, not nothing.
   bool has_arrived = false;
   // How many are: one may have landed in the slot and not be `parameter.grad` yet, so the memory
@@ -53,6 +64,7 @@ struct GradientSlot {
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> seen{
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
   std::uint32_t seen_version = 0;
+  at::Tensor seen_values;  // instead of the version, where that is of other tensors, too
 
   // Which optimizer has shards of it; 0: its gradient is averaged as a whole. What follows is for
   // the others; see gradient_shard.h.
@@ -69,6 +81,17 @@ struct GradientSlot {
 
 [[nodiscard]] inline bool has_place(const GradientSlot& slot) { return slot.view.defined(); }
 
+// Whether this rank has no gradient of its own in a round that has come to the slot.
+[[nodiscard]] inline bool is_absent(const GradientSlot& slot) {
+  return slot.sends == GradientSlot::Sends::kAgain || slot.sends == GradientSlot::Sends::kZeros;
+}
+
+// Elements of the real type that a slot takes.
+[[nodiscard]] std::int64_t real_count(const at::Tensor& parameter);
+
+// `flat`, of one dimension and the real type, as the slot's gradient.
+[[nodiscard]] at::Tensor shaped(const GradientSlot& slot, const at::Tensor& flat);
+
 // Whether `parameter.grad` lies in the slot. For one without a place, or that is not bound: whether
 // there is one.
 [[nodiscard]] bool holds_gradient(const GradientSlot& slot);
@@ -76,13 +99,15 @@ struct GradientSlot {
 // Makes `parameter.grad` a view of the slot, whatever the slot holds.
 void expose(const GradientSlot& slot);
 
+// Whether `parameter.grad`, which is there, has the type, shape and device of the slot's.
+[[nodiscard]] bool fits(const GradientSlot& slot);
+
+// Throws InvalidUsage where `parameter.grad` cannot lie in the slot.
+void require_fitting(const GradientSlot& slot);
+
 // Moves `parameter.grad`, which lies elsewhere, into the slot. Throws InvalidUsage where it does
 // not fit.
 void adopt(const GradientSlot& slot);
-
-// The same, of a gradient that has no place in the slot for no fault of anybody's: it stays as seen
-// and as touched as it was.
-void bring_in(GradientSlot& slot);
 
 // Copies `factor` times a gradient that is about to become `parameter.grad` into the slot, and
 // returns an alias of the slot, which AccumulateGrad takes over instead of making a copy. Where
@@ -100,19 +125,37 @@ void bring_in(GradientSlot& slot);
 [[nodiscard]] bool is_by_hand(const GradientSlot& slot);
 
 // Keeps an averaged gradient apart from what is going to be added to it, so that averaging counts
-// only the latter; put_back() adds it again. `parameter.grad` is undefined in between, until the
-// next gradient arrives.
+// only the latter; put_back() adds it again. In between, `parameter.grad` is zero until the next
+// gradient arrives: the same tensor, for those who hold it. It is undefined where it has no place,
+// or is a stand-in for a shard.
 void set_aside(GradientSlot& slot);
 void put_back(GradientSlot& slot);
 
-// Remembers what `parameter.grad` is now.
-void note_seen(GradientSlot& slot);
+// Remembers what `parameter.grad` is now. Views of one buffer have one version, which tells of none
+// whether somebody has written there; if `by_value`, what they hold is remembered then.
+void note_seen(GradientSlot& slot, bool by_value = false);
 
 // Whether nobody has replaced `parameter.grad` since note_seen().
 [[nodiscard]] bool is_seen(const GradientSlot& slot);
 
 // Nor written into it.
 [[nodiscard]] bool is_untouched(const GradientSlot& slot);
+
+// Calls `move`, which changes where `parameter.grad` lies for no fault of anybody's: that is as
+// seen and as touched afterwards as it was.
+template <typename Move>
+void keep_seen(GradientSlot& slot, const Move& move) {
+  const bool was_seen = is_seen(slot);
+  const bool was_untouched = is_untouched(slot);
+  move();
+  if (!was_seen || is_seen(slot)) {
+    return;
+  }
+  note_seen(slot);
+  if (!was_untouched) {
+    slot.parameter.grad().unsafeGetTensorImpl()->bump_version();
+  }
+}
 
 // Whether `parameter.grad` is there and zero.
 [[nodiscard]] bool is_zero(const GradientSlot& slot);

@@ -80,7 +80,7 @@ class Reducer::Backward final : public EndingBackward,
     owner_->conclude_round(/*learns=*/true);
   }
 
-  const bool synchronizes;
+  bool synchronizes;  // or accumulates only, so far
   // Known to be a backward() that fills gradients, even where it reaches no parameter.
   const bool accumulates;
   const std::optional<double> weight;
@@ -138,7 +138,7 @@ Reducer::Reducer(CommunicatorPtr communicator, Planner planner,
       buffers_(std::move(buffers)),
       options_(std::move(options)),
       place_(next_place.fetch_add(1)),
-      arena_(communicator_),
+      arena_(communicator_, /*lends=*/!options_.gradients_are_views),
       order_(0),
       openings_(communicator_->rank(), communicator_->size()) {
   if (!options_.timeline.empty()) {
@@ -151,6 +151,7 @@ void Reducer::add(NamedParameter parameter) {
       arena_.add(std::move(parameter.name), std::move(parameter.parameter), parameter.is_sparse);
   slot.owner = parameter.owner;
   slot.shown = std::move(parameter.shown);
+  parameters_.insert(slot.parameter.unsafeGetTensorImpl());
   hooks_.push_back(make_hooks(slot));
   order_.add_slot();
   digest_.reset();
@@ -213,8 +214,9 @@ void Reducer::watch(const at::Tensor& output) {
     return;
   }
   // The graph keeps the reducer: who drops the wrapper after forward still gets averaged gradients.
-  on_backward(output,
-              [self = shared_from_this()] { guarded_for_torch([&] { self->announce(); }); });
+  on_backward(output, [self = shared_from_this(), averages = is_enabled_] {
+    guarded_for_torch([&] { self->announce(averages); });
+  });
 }
 
 // Outside of backward, waits for the end of one that has thrown: what autograd still knows of it
@@ -244,6 +246,9 @@ void Reducer::prepare_forward(bool is_for_training) {
       slot.is_pending = false;  // nobody has it, so what is put there next is another one
       slot.aside.reset();
     }
+    if (is_outside) {
+      arena_.lent().forget(slot);
+    }
     require_unchanged(slot);
     std::unique_ptr<AccumulationHooks>& hooks = hooks_[slot.index];
     // Converting a parameter, there and back, costs it what accumulates its gradient. And on
@@ -258,20 +263,34 @@ void Reducer::prepare_forward(bool is_for_training) {
   others_know_ = false;
 }
 
-void Reducer::announce() {
+void Reducer::note_changed_buffers(std::size_t first, std::uint64_t digest) {
+  Digest all;
+  all.add(changed_buffers_);
+  all.add(digest);
+  changed_buffers_ = all.value();
+  const bool is_first = first_changed_buffer_ == 0 || first < first_changed_buffer_;
+  first_changed_buffer_ = is_first ? first : first_changed_buffer_;
+}
+
+void Reducer::announce(bool averages) {
   const std::lock_guard turn(turn_);
   if (!retired_.empty()) {
     throw InvalidUsage(retired_);
   }
-  if (current_.expired()) {
-    begin(std::any_of(hooks_.begin(), hooks_.end(),
-                      [](const auto& hooks) { return hooks->will_run(); }));
+  if (const auto backward = current_.lock(); backward == nullptr) {
+    begin(averages, std::any_of(hooks_.begin(), hooks_.end(),
+                                [](const auto& hooks) { return hooks->will_run(); }));
+  } else if (averages && !backward->synchronizes) {
+    let_average(*backward);
   }
 }
 
 std::shared_ptr<Reducer::Backward> Reducer::require_backward() {
-  auto backward = current_.lock();
-  return backward != nullptr ? backward : begin(/*accumulates=*/true);
+  if (auto backward = current_.lock(); backward != nullptr) {
+    return backward;
+  }
+  has_bypassed_ = has_bypassed_ || !last_forward_averages_;
+  return begin(last_forward_averages_.value_or(false), /*accumulates=*/true);
 }
 
 at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
@@ -300,6 +319,9 @@ at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
     if (is_averaged(slot)) {
       set_aside(slot);
     }
+  }
+  if (!slot.parameter.grad().defined() && slot.landing == 0) {
+    arena_.lent().make_room(slot);
   }
   at::Tensor landed = land(slot, gradient, backward->factor);
   ++slot.landing;
@@ -353,11 +375,11 @@ void Reducer::accumulated(std::size_t index) {
       return;
     }
     if (!holds_gradient(slot) && slot.landing == 0) {
-      adopt(slot);
+      arena_.lent().take_in(slot);
     }
     slot.is_pending = true;
     weights_.has_gradients = true;
-    note_seen(slot);
+    note_seen(slot, /*by_value=*/adds_up());
     note_stream(slot);
   }
   if (!backward->synchronizes) {
@@ -411,6 +433,7 @@ bool Reducer::finish(Backward& backward) {
   if (!begins_round(backward)) {
     return false;
   }
+  last_forward_averages_.reset();
   round_.times->computed = now_ns();
   open_or_give_up();
   return true;
@@ -423,6 +446,9 @@ void Reducer::abandon(Backward& backward) noexcept {
   current_.reset();
   end_landings();
   const bool was_given_up = backward.round && *backward.round != round_.number;
+  if (backward.synchronizes) {
+    last_forward_averages_.reset();
+  }
   if (was_given_up || !begins_round(backward)) {
     return;
   }
@@ -436,8 +462,8 @@ void Reducer::abandon(Backward& backward) noexcept {
 
 // -- beginning
 
-std::shared_ptr<Reducer::Backward> Reducer::begin(bool accumulates) {
-  auto backward = std::make_shared<Backward>(shared_from_this(), is_enabled_, accumulates, weight_);
+std::shared_ptr<Reducer::Backward> Reducer::begin(bool averages, bool accumulates) {
+  auto backward = std::make_shared<Backward>(shared_from_this(), averages, accumulates, weight_);
   backward->is_captured = is_capturing();
   current_ = backward;
   at_end_of_backward([backward] { guarded_for_torch([&] { backward->finish(); }); });
@@ -454,6 +480,9 @@ void Reducer::enter(Backward& backward) {
     round_.is_captured = round_.is_captured || backward.is_captured;
   } else {
     drain();
+    // Now, because it may have to average in the end: then gradients lie there already.
+    apply_plan();
+    arena_.lent().set_fixed(is_plan_fixed_ || is_capturing());
   }
   backward.round = round_.number;
   if (is_frozen()) {
@@ -470,6 +499,16 @@ void Reducer::enter(Backward& backward) {
     weights_.first = weight;
   }
   backward.factor = weight == 0 ? 0.0 : weight / weights_.first;
+}
+
+// For a backward that has begun from a forward that averages nothing, and comes to one that does.
+// What has arrived before then leaves at its end.
+void Reducer::let_average(Backward& backward) {
+  backward.synchronizes = true;
+  if (backward.round) {
+    prepare_round(backward.began);
+    round_.is_captured = round_.is_captured || backward.is_captured;
+  }
 }
 
 // The gradients of earlier backwards, set to zero or None since, take their weights along.
@@ -523,6 +562,7 @@ void Reducer::prepare_round(Instant began) {
     std::rethrow_exception(make_error(ErrorKind::kError, out_of_step_));
   }
   apply_plan();
+  arena_.lent().set_fixed(is_plan_fixed_ || is_capturing());
   round_.is_bare = is_frozen();
   round_.times = std::make_shared<RoundTimes>(arena_.buckets().size());
   round_.times->forward_began = forward_began_;
@@ -617,14 +657,14 @@ void Reducer::take_over_by_hand(GradientSlot& slot) {
     return;
   }
   if (has_place(slot) && !holds_gradient(slot)) {
-    adopt(slot);
+    arena_.lent().take_in(slot);
   } else if (options_.sums && is_seen(slot)) {
     throw InvalidUsage(join("the gradient of parameter ", slot.name,
                             " was summed and then changed in place, so part of it may count once "
                             "for each rank: set it to None first, or replace it"));
   }
   slot.is_pending = true;
-  note_seen(slot);
+  note_seen(slot, /*by_value=*/adds_up());
   weights_.has_plain = true;
 }
 
@@ -675,6 +715,7 @@ void Reducer::retire(std::string reason) {
   const std::lock_guard turn(turn_);
   retired_ = std::move(reason);
   hooks_.clear();
+  arena_.let_go();
 }
 
 bool Reducer::is_in_backward() const {

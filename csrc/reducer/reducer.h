@@ -11,15 +11,22 @@
 // it, because such a hook runs in the outermost graph task, also where all parameters get their
 // gradients in reentrant ones (activation checkpointing). The engine's end-of-backward callback is
 // queued there; it owns the Backward object, so that object dies without having been finished
-// exactly when a backward has thrown. Where nothing announced it (the loss did not come from the
-// outputs of forward), the first parameter does; a nested graph task may then be synchronised
-// before the outer one, and what comes later goes in a second round. That costs time and changes
-// nothing: averaging what is already the same on all ranks leaves it as it is.
+// exactly when a backward has thrown. Where nothing announced it (the outputs of forward were in an
+// object that nobody can look into), the first parameter does; a nested graph task may then be
+// synchronised before the outer one, and what comes later goes in a second round. That costs time
+// and changes nothing: averaging what is already the same on all ranks leaves it as it is.
+//
+// Note [Whether it averages]
+// As in torch's DDP, that is decided in forward, where its outputs are watched: a backward that
+// comes from any output of an averaging forward averages, and one that comes from outputs of others
+// alone accumulates. A backward that nothing announced does what the last forward wanted, if no
+// averaged backward came since; without such a forward (the loss came from the module itself, past
+// the wrapper) it accumulates.
 //
 // Note [Rounds]
 // What one synchronisation does, on every rank in the same order:
-//   1. an opening: who is present, each rank's share in the average, digests of model and plan and
-//      of what optimizers with shards last stepped with;
+//   1. an opening: who is present, each rank's share in the average, digests of model and plan, of
+//      what optimizers with shards last stepped with, and of buffers that the program changed;
 //   2. every bucket, in the order of the plan, with zeros where this rank has nothing. So ranks
 //      that use different parameters never wait for each other;
 //   3. a closing: whether backward threw anywhere, who used which parameter, and what else there is
@@ -57,6 +64,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -98,6 +106,8 @@ struct ReducerOptions {
   // soon as they have the exception of a backward, of which another thread may still let go.
   std::function<void(const std::function<void()>&)> among_users =
       [](const std::function<void()>& function) { function(); };
+  // Gradients are mere views of the buckets' memory, which the next step writes again.
+  bool gradients_are_views = false;
   // A path, and the rank in the job that the trace is of; empty for none.
   std::string timeline;
   int timeline_rank = 0;
@@ -127,13 +137,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Outside of backward: waits until autograd has let go of a backward that has thrown.
   void await_thrown();
 
+  // After a forward whose outputs may go backward; see Note [Whether it averages].
+  void note_forward() noexcept { last_forward_averages_ = is_enabled_; }
+
   // Before a forward: waits for what a backward that threw has left under way, and throws
   // InvalidUsage where a parameter has changed its type. Ranks that run different numbers of
   // forwards `is_for_training` between two rounds are warned of once.
   void prepare_forward(bool is_for_training);
 
   // Announces the backward that will start from an output of forward; see
-  // Note [A backward, not a forward]. Tensors that are not part of a graph are left alone.
+  // Note [A backward, not a forward] and Note [Whether it averages]. Tensors that are not part of a
+  // graph are left alone.
   void watch(const at::Tensor& output);
 
   // A parameter that was unfrozen or joined the model. Its gradients are averaged from the next
@@ -149,6 +163,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // What the optimizer `owner` has stepped with, as a digest. The next round compares it.
   void note_step(int owner, std::uint64_t options) { stepped_with_[owner] = options; }
+  // Before a forward: the program has changed buffers since the last round, of which this is the
+  // first, by number from 1. The next round compares the digests. Several forwards add up.
+  void note_changed_buffers(std::size_t first, std::uint64_t digest);
+  // The first buffer in which the ranks of the present round differ then, by number from 1; 0:
+  // none. The same answer on all of them, from the closing on.
+  [[nodiscard]] std::size_t first_differing_buffer() const {
+    return openings_.first_differing_buffer();
+  }
+
   // Whether all ranks' optimizers had stepped with the same when the last round began; the same
   // answer on all of them.
   [[nodiscard]] bool has_stepped_alike() const noexcept { return has_stepped_alike_; }
@@ -159,7 +182,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
   [[nodiscard]] bool has_hook() const noexcept { return hook_.has_value(); }
 
-  // Whether backwards that begin from now on are synchronised, or accumulate only.
+  // Whether backwards from forwards that end from now on are synchronised, or accumulate only.
   void set_enabled(bool enabled) noexcept { is_enabled_ = enabled; }
   [[nodiscard]] bool is_enabled() const noexcept { return is_enabled_; }
 
@@ -199,12 +222,19 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Grows with every round; the same on all ranks.
   [[nodiscard]] std::uint64_t round() const noexcept { return round_.number; }
 
+  // Whether the gradients of a parameter are averaged here. For the thread that adds parameters.
+  [[nodiscard]] bool averages(const at::Tensor& parameter) const {
+    return parameters_.contains(parameter.unsafeGetTensorImpl());
+  }
+
   // Whether a backward that synchronises is under way.
   [[nodiscard]] bool is_in_backward() const;
 
   // Whether a parameter holds a gradient that was accumulated and not averaged.
   [[nodiscard]] bool has_pending() const;
   [[nodiscard]] std::vector<at::Tensor> pending() const;
+  // Whether a backward has accumulated since the last round because it came from no forward.
+  [[nodiscard]] bool has_bypassed() const noexcept { return has_bypassed_; }
 
   [[nodiscard]] const GradientArena& arena() const noexcept { return arena_; }
   [[nodiscard]] const ReducerStats& stats() const noexcept { return stats_; }
@@ -212,11 +242,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
  private:
   class Backward;
-  // A parameter without a gradient of its own in a round.
-  struct Absent {
-    std::size_t slot;
-    at::Tensor before;  // what to put back if no rank used the parameter; undefined: nothing
-  };
   // How the ranks' gradients become one.
   struct Combination {
     ReduceOp op = ReduceOp::kMean;
@@ -233,7 +258,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool has_waited_in_vain = false;  // for memory
     WorkPtr opening;
     std::optional<Combination> combination;  // once it is known
-    std::vector<Absent> absent;
     std::shared_ptr<RoundTimes> times;
     double launching_s = 0.0;
   };
@@ -253,7 +277,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // -- what the hooks call
   std::shared_ptr<Backward> require_backward();
-  void announce();
+  void announce(bool averages);
   [[nodiscard]] at::Tensor arriving(std::size_t index, const at::Tensor& gradient);
   [[nodiscard]] bool take_memory(const Backward& backward, const GradientBucket& bucket);
   void accumulated(std::size_t index);
@@ -264,8 +288,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void end_landings();
 
   // -- beginning
-  std::shared_ptr<Backward> begin(bool accumulates);
+  std::shared_ptr<Backward> begin(bool averages, bool accumulates);
   void enter(Backward& backward);
+  void let_average(Backward& backward);
   [[nodiscard]] bool begins_round(const Backward& backward) const;
   [[nodiscard]] bool is_frozen() const;
   [[nodiscard]] bool is_late(const GradientSlot& slot) const;
@@ -342,6 +367,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ArrivalOrder order_;
   LinkSpeed speed_;
   std::vector<std::unique_ptr<AccumulationHooks>> hooks_;  // by slot
+  std::unordered_set<const c10::TensorImpl*> parameters_;  // of the slots, which keep them
   std::optional<BucketHook> hook_;
   std::optional<BucketPlan> next_plan_;  // agreed, for the next round
   bool has_learned_ = false;             // the order of a backward
@@ -354,6 +380,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Set from outside.
   bool is_enabled_ = true;
+  // What the last forward wanted, until a backward is averaged.
+  std::optional<bool> last_forward_averages_;
+  bool has_bypassed_ = false;
   std::optional<double> weight_;
   Joining joining_ = Joining::kNot;
   bool throws_on_first_ = false;
@@ -382,8 +411,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int last_root_ = 0;
   std::map<int, std::uint64_t> stepped_with_;  // digests of options, by optimizer
   bool has_stepped_alike_ = true;
-  std::string out_of_step_;  // why nothing more can be averaged
-  std::string retired_;      // why it is; empty: it is not
+  std::uint64_t changed_buffers_ = 0;     // a digest; 0: none changed since the last round
+  std::size_t first_changed_buffer_ = 0;  // by number from 1
+  std::string out_of_step_;               // why nothing more can be averaged
+  std::string retired_;                   // why it is; empty: it is not
   ReducerStats stats_;
 };
 

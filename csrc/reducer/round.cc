@@ -43,9 +43,15 @@ void Reducer::restart() {
   round_ = {};
   round_.number = next;
   weights_ = {};
+  has_bypassed_ = false;
   for (GradientSlot& slot : arena_.slots()) {
-    slot.contributes = false;
+    slot.sends = GradientSlot::Sends::kNothing;
+    slot.travels_in.reset();
+    slot.before.reset();
     slot.late.reset();
+  }
+  for (GradientBucket& bucket : arena_.buckets()) {
+    bucket.travelling.reset();
   }
   count_missing();
 }
@@ -81,6 +87,8 @@ void Reducer::open_round() {
     stepped_with.add(options);
   }
   own.stepped_with = stepped_with.value();
+  own.changed_buffers = std::exchange(changed_buffers_, 0);
+  own.first_changed_buffer = std::exchange(first_changed_buffer_, 0);
   openings_.write(own);
   Operation operation;
   operation.kind = OpKind::kAllGather;
@@ -143,10 +151,14 @@ void Reducer::launch(Closing::Status status) {
     for (const std::size_t index : bucket.slots) {
       fill(arena_.slots()[index]);
     }
+    bucket.travelling = arena_.lent().load(arena_.slots(), bucket.slots, bucket.memory);
   } else if (!bucket.memory.is_cpu() && is_capturing() &&
              communicator_->capabilities().needs_host) {
     // Nobody looks at the values, but the peers wait for them: beside the capture, which refuses.
     beside.emplace(high_priority_stream(device_of(bucket.memory.device())));
+  }
+  if (status != Closing::Status::kFine) {
+    bucket.travelling = arena_.lent().load_nothing(arena_.slots(), bucket.slots, bucket.memory);
   }
   note_capture();
   round_.times->buckets[number].launched = now_ns();
@@ -154,7 +166,7 @@ void Reducer::launch(Closing::Status status) {
   if (!hook_) {
     WorkPtr work;
     if (bucket.owner == 0) {
-      work = combine(bucket.memory, bucket.label);
+      work = combine(bucket.travelling, bucket.label);
     } else if (is_lost) {
       work =
           combine_shards(at::empty_like(bucket.memory), at::empty_like(bucket.shard), bucket.label);
@@ -182,7 +194,7 @@ void Reducer::start_hook(std::size_t bucket, Closing::Status status,
     return;
   }
   try {
-    hook_->start(bucket, std::move(note_done));
+    hook_->start(bucket, arena_.buckets()[bucket].travelling, std::move(note_done));
   } catch (...) {
     out_of_step_ = kHooksOutOfStep;
     if (status == Closing::Status::kFine) {
@@ -219,7 +231,7 @@ bool Reducer::keeps_averages() const {
   return round_.combination->op == ReduceOp::kMean && joining_ == Joining::kNot;
 }
 
-// Sees to it that the slot holds what this rank contributes.
+// Decides what this rank sends, and sees to it that the slot holds that.
 void Reducer::fill(GradientSlot& slot) {
   move_in(slot);
   const bool has_gradient = slot.parameter.grad().defined();
@@ -227,31 +239,27 @@ void Reducer::fill(GradientSlot& slot) {
     return has_gradient && !holds_gradient(slot) && !shows_shard(slot);
   };
   if (lies_elsewhere() && is_seen(slot)) {
-    bring_in(slot);  // it had no place to land, or was moved with the module
+    arena_.lent().take_in(slot);  // it had no place to land, or was moved with the module
   }
   check_aside(slot);
   const bool counts = is_present_ && has_gradient && (slot.is_pending || is_by_hand(slot));
   if (lies_elsewhere()) {
-    adopt(slot);
+    arena_.lent().take_in(slot);
   }
+  using Sends = GradientSlot::Sends;
   if (counts) {
-    slot.contributes = true;
-    return;
-  }
-  Absent absent{slot.index, {}};
-  if (!is_present_) {
+    slot.sends = Sends::kOwn;
+  } else if (!is_present_) {
     slot.parameter.mutable_grad().reset();  // of an earlier step, which the others have forgotten
-    slot.view.zero_();
+    slot.sends = Sends::kZeros;
   } else if (has_gradient && keeps_averages() && !is_sharded(slot)) {
-    // What an earlier round has left; it counts if another rank adds to it.
-    absent.before = slot.view.clone();
+    slot.sends = Sends::kAgain;
   } else {
     if (has_gradient) {
       set_aside(slot);
     }
-    slot.view.zero_();
+    slot.sends = Sends::kZeros;
   }
-  round_.absent.push_back(std::move(absent));
 }
 
 void Reducer::launch_rest(Closing::Status status) {
@@ -288,10 +296,11 @@ void Reducer::close_round(Closing::Status status) {
   for (GradientSlot& slot : arena_.slots()) {
     if (!has_place(slot) && status == Closing::Status::kFine) {
       check_aside(slot);
-      slot.contributes =
+      const bool counts =
           is_present_ && holds_gradient(slot) && (slot.is_pending || is_by_hand(slot));
+      slot.sends = counts ? GradientSlot::Sends::kOwn : GradientSlot::Sends::kNothing;
     }
-    if (slot.contributes) {
+    if (slot.sends == GradientSlot::Sends::kOwn) {
       closings_->set_used(slot.index);
     }
     if (slot.late.defined()) {
@@ -641,6 +650,7 @@ void Reducer::finish_times() {
     return;
   }
   round_.times->ended = now_ns();
+  stats_.copied_bytes += arena_.lent().take_copied_bytes();
   add_round(stats_, arena_, *round_.times, round_.launching_s);
   if (timeline_ != nullptr) {
     timeline_->write(arena_, *round_.times, place_, stats_.rounds);

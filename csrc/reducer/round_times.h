@@ -54,6 +54,9 @@ struct BucketStats {
 struct ReducerStats {
   std::int64_t rounds = 0;
   std::int64_t bytes = 0;
+  // Copied from and to gradients that do not lie in their buckets because the program holds them,
+  // or gradients of earlier steps.
+  std::int64_t copied_bytes = 0;
   double compute_s = 0.0;        // from the beginning to the end of backward
   double communication_s = 0.0;  // at least one bucket was under way
   double exposed_s = 0.0;        // the training thread launched and waited

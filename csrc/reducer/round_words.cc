@@ -8,7 +8,7 @@ namespace pydist {
 namespace {
 
 // Counts and flags are exact in float64, and so are digests of 53 bits.
-constexpr std::size_t kOpeningWords = 8;
+constexpr std::size_t kOpeningWords = 10;
 constexpr std::size_t kClosingWords = 4;
 constexpr std::uint64_t kDigestMask = (std::uint64_t{1} << 53) - 1;
 
@@ -34,6 +34,8 @@ void Openings::write(const Opening& own) {
   words[5] = own.is_bare ? 1.0 : 0.0;
   words[6] = static_cast<double>(own.forwards);
   words[7] = static_cast<double>(own.stepped_with & kDigestMask);
+  words[8] = static_cast<double>(own.changed_buffers & kDigestMask);
+  words[9] = static_cast<double>(own.first_changed_buffer);
 }
 
 Opening Openings::of(int rank) const {
@@ -48,6 +50,8 @@ Opening Openings::of(int rank) const {
   opening.is_bare = words[5] != 0;
   opening.forwards = static_cast<std::size_t>(words[6]);
   opening.stepped_with = static_cast<std::uint64_t>(words[7]);
+  opening.changed_buffers = static_cast<std::uint64_t>(words[8]);
+  opening.first_changed_buffer = static_cast<std::size_t>(words[9]);
   return opening;
 }
 
@@ -83,6 +87,22 @@ bool Openings::all_stepped_alike() const {
     }
   }
   return true;
+}
+
+std::size_t Openings::first_differing_buffer() const {
+  const int first = lowest_present();
+  bool differ = false;
+  std::size_t lowest = 0;
+  for (int rank = std::max(first, 0); rank < size_; ++rank) {
+    const Opening opening = of(rank);
+    if (!opening.is_present) {
+      continue;
+    }
+    differ = differ || opening.changed_buffers != of(first).changed_buffers;
+    const std::size_t changed = opening.first_changed_buffer;
+    lowest = lowest == 0 || (changed != 0 && changed < lowest) ? changed : lowest;
+  }
+  return differ ? lowest : 0;
 }
 
 Closings::Closings(int rank, int size, std::size_t slots)

@@ -27,6 +27,9 @@ struct Opening {
   bool is_bare = false;      // no gradients: all parameters are frozen at the time
   // Of the options that sharded optimizers last stepped with: should be the same.
   std::uint64_t stepped_with = 0;
+  // Of the buffers that the program changed between rounds; 0: of none. Should be the same.
+  std::uint64_t changed_buffers = 0;
+  std::size_t first_changed_buffer = 0;  // by number, from 1; 0: none
 };
 
 // After the last bucket.
@@ -49,6 +52,9 @@ class Openings {
   [[nodiscard]] int present() const;         // how many
   [[nodiscard]] int lowest_present() const;  // -1: none
   [[nodiscard]] bool all_stepped_alike() const;
+  // The number, from 1, of the first buffer that some ranks changed and others did not, or to other
+  // values; 0: there is none.
+  [[nodiscard]] std::size_t first_differing_buffer() const;
   // The part of the buffer that is this rank's, and all of it.
   [[nodiscard]] const at::Tensor& own() const noexcept { return own_; }
   [[nodiscard]] const at::Tensor& all() const noexcept { return all_; }

@@ -9,6 +9,7 @@ Only functions import this module: torch's takes half a second to import.
 
 from __future__ import annotations
 
+import functools
 import io
 import warnings
 from collections.abc import Iterable, Sequence
@@ -45,7 +46,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from pydist.checkpoint.own_names import owner_in
 from pydist.checkpoint.packing import unpack
+from pydist.checkpoint.parts import PARTS
 from pydist.checkpoint.pieces import Piece
 from pydist.errors import CheckpointError
 
@@ -174,6 +177,27 @@ class Contents:
     def names(self) -> set[str]:
         """Of everything in it."""
         return set(self._metadata.state_dict_metadata)
+
+    @functools.cached_property
+    def parts(self) -> dict[str, list[str]]:
+        """Of which kinds of objects it has several, and what they are called (parts.py)."""
+        found: dict[str, list[str]] = {}
+        if PARTS in self.names:
+            found = self.read_objects([PARTS])[PARTS]
+        return found
+
+    @property
+    def saved_by(self) -> int:
+        """The number of ranks that have saved it."""
+        return sum(name.startswith("random.") for name in self.names)
+
+    def of_all_ranks(self, prefix: str) -> list[str]:
+        """The names that begin so."""
+        return [name for name in self.names if name.startswith(prefix)]
+
+    def of_rank(self, rank: int, prefix: str) -> list[str]:
+        """The names that begin so, without those of what other ranks have alone."""
+        return [name for name in self.of_all_ranks(prefix) if owner_in(name) in (None, rank)]
 
     def tensor(self, name: str) -> TensorStorageMetadata | None:
         """What is known of a tensor; None if there is none of that name."""

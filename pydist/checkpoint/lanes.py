@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -135,21 +135,42 @@ class Lane:
 _lanes: WeakKeyDictionary[Communicator, Lane] = WeakKeyDictionary()
 
 
-def lane_of(model: Any, optimizer: Any, group: groups.Group | None) -> Lane:
-    """The lane of a model's ranks, an optimizer's, or a group's. All ranks call it."""
-    model = uncompiled(model)
+def lane_of(models: Iterable[Any], optimizers: Iterable[Any], group: groups.Group | None) -> Lane:
+    """The lane of the ranks of models, or of optimizers, or of a group. All ranks call it.
+
+    Args:
+        models: In an order that all ranks have; the first that has a group says whose lane it is.
+        optimizers: Likewise, where no model has one.
+        group: Takes precedence.
+
+    Raises:
+        InvalidUsage: They are on groups of different ranks.
+    """
     if group is not None:
-        parent = groups.communicator_of(group)
-    elif isinstance(model, DataParallel):
-        parent = model._communicator
-    elif isinstance(optimizer, ShardedOptimizer):
-        parent = optimizer._communicator
-    elif isinstance(model, DistributedDataParallel):
+        return _lane(groups.communicator_of(group))
+    found: list[Communicator] = []
+    for model in map(uncompiled, models):
+        if isinstance(model, DataParallel):
+            found.append(model._communicator)
+        elif isinstance(model, DistributedDataParallel):
+            process.init()
+            found.append(groups.communicator_of(model.process_group))
+    if not found:
+        found = [o._communicator for o in optimizers if isinstance(o, ShardedOptimizer)]
+    if not found:
         process.init()
-        parent = groups.communicator_of(model.process_group)
-    else:
-        process.init()
-        parent = groups.communicator_of()
+        found = [groups.communicator_of()]
+    places = {(communicator.rank, communicator.size): None for communicator in found}
+    if len(places) > 1:
+        where = " and ".join(f"rank {rank} of {size}" for rank, size in places)
+        raise InvalidUsage(
+            f"what one checkpoint is to hold is on groups of different ranks: this process is "
+            f"{where}. Save it into checkpoints of their own, or pass process_group="
+        )
+    return _lane(found[0])
+
+
+def _lane(parent: Communicator) -> Lane:
     lane = _lanes.get(parent)
     if lane is None:
         lane = _lanes[parent] = Lane(groups.split(parent, range(parent.size)))

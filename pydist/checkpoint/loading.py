@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist.checkpoint.lanes import lane_of
-from pydist.checkpoint.manifest import read_manifest, verify
+from pydist.checkpoint.manifest import read_manifest, saved_after, verify
+from pydist.checkpoint.own_names import own_name, require_ranks
+from pydist.checkpoint.parts import Part, parts_of, require_entry, stateful_parts, values_of
 from pydist.checkpoint.random_states import restore_random_states
 from pydist.checkpoint.replacement import absolute, find, real
 from pydist.checkpoint.verdict import agree
@@ -25,22 +29,44 @@ if TYPE_CHECKING:
 _CALL = "pydist.load()"
 
 
+class Loaded(dict[str, Any]):
+    """What `load` returns: the items of `extra`, as it was saved.
+
+    Attributes:
+        step: The step after which the checkpoint was saved; None if it was saved without one.
+        path: The checkpoint's folder.
+    """
+
+    def __init__(self, extra: Mapping[str, Any], step: int | None, path: Path) -> None:
+        super().__init__(extra)
+        self.step = step
+        self.path = path
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Copied and pickled, it is a plain dictionary, which torch.load(weights_only=True) knows.
+        # So it can be saved again.
+        return OrderedDict, (), None, None, iter(self.items())
+
+
 def load(
     path: str | os.PathLike[str],
     *,
-    model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
+    model: nn.Module | Mapping[str, nn.Module] | None = None,
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     scheduler: Any = None,
     scaler: Any = None,
     sampler: Any = None,
+    stateful: Mapping[str, Any] | None = None,
     random: bool = True,
     process_group: Group | None = None,
 ) -> Any:
     """Reads a checkpoint of `pydist.save`, of any number of ranks. All ranks call it.
 
-    Every file is compared with its checksum, and everything with the model and the optimizer,
+    Every file is compared with its checksum, and everything with the models and the optimizers,
     before anything is changed. A sharded optimizer's state is read and replaced one parameter's
     part at a time, so that no rank has its share twice (docs/checkpoints.md).
+
+    What was saved by name is loaded by the same names; of several, some may be left out.
 
     Args:
         path: What `save` was given: of a checkpoint, or of those of steps; then the one that was
@@ -50,34 +76,49 @@ def load(
         scheduler: Has `load_state_dict()`, as have the next two.
         scaler: Of gradients.
         sampler: A prepared loader, or a sampler.
+        stateful: By name, what was saved of every rank; on as many ranks only.
         random: Whether to restore the random generators' states. A rank that there was none of when
             the checkpoint was saved keeps its own.
-        process_group: The ranks; default: those of the model or the optimizer, or all.
+        process_group: The ranks; default: those of the models or the optimizers, or all.
 
     Returns:
-        `extra`, as it was saved.
+        `extra`, as it was saved. Where that was a dictionary, or nothing, it is a `Loaded`: that
+        dictionary, with the step as `.step` and the folder as `.path`. (`checkpoint.step_of(path)`
+        tells the step of any checkpoint.)
 
     Raises:
-        CheckpointError: There is no checkpoint, or a file is damaged; names it (on every rank).
+        CheckpointError: There is no checkpoint, or a file is damaged; names it (on every rank). Or
+            ranks had parameters, buffers or states of their own, and there were more or fewer of
+            them.
         InvalidUsage: The checkpoint is of another model or optimizer, or lacks a part that was
             passed (on every rank).
         Mismatch: Ranks pass different paths, or find different checkpoints there (on every rank).
     """
-    lane = lane_of(model, optimizer, process_group)
+    models, optimizers = parts_of("model", model), parts_of("optimizer", optimizer)
+    lane = lane_of(values_of(models), values_of(optimizers), process_group)
     communicator = lane.communicator
     with lane.turn(_CALL):
         agree(communicator, _CALL, "the asynchronous save before this load", lane.settle(path))
-        stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
-        present = {name: value for name, value in stateful.items() if value is not None}
-        return _load(communicator, path, model, optimizer, present, random)
+        error: BaseException | None = None
+        shared: list[Part] = []
+        own: list[Part] = []
+        try:
+            for kind, given in (("scheduler", scheduler), ("scaler", scaler), ("sampler", sampler)):
+                shared += parts_of(kind, given)
+            own = stateful_parts(stateful)
+        except InvalidUsage as raised:
+            error = raised
+        agree(communicator, _CALL, _CALL, error)
+        return _load(communicator, path, models, optimizers, shared, own, random)
 
 
 def _load(
     communicator: Communicator,
     path: str | os.PathLike[str],
-    model: nn.Module | None,
-    optimizer: Optimizer | None,
-    stateful: dict[str, Any],
+    models: list[Part],
+    optimizers: list[Part],
+    shared: list[Part],
+    stateful: list[Part],
     random: bool,
 ) -> Any:
     from pydist.checkpoint.dcp_files import Contents
@@ -85,11 +126,13 @@ def _load(
     doing = f"loading the checkpoint {path}"
     error: BaseException | None = None
     named = folder = Path()
+    step = None
     try:
         named = absolute(path)
         doing = f"loading the checkpoint {named}"
         # Where links lead, which may be elsewhere on other hosts.
         folder = find(real(named))
+        step = saved_after(folder)
         files = sorted(read_manifest(folder).items())
         for name, known in files[communicator.rank :: communicator.size]:
             verify(folder, name, known)
@@ -99,41 +142,77 @@ def _load(
 
     names: optimizer_state.Names = {}
     objects: dict[str, Any] = {}
-    own = f"random.{communicator.rank}"
+    outlines: dict[str, optimizer_state.Outline] = {}
+    rank = communicator.rank
+    own_random = f"random.{rank}"
     try:
-        if model is not None:
-            names = model_state.names_in(model)
+        names = model_state.names_in(models, rank)
         contents = Contents(folder)
-        wanted = ["extra", *stateful, *(["optimizer"] if optimizer is not None else [])]
-        for name in wanted:
-            if name not in contents.names:
-                raise InvalidUsage(f"the checkpoint has no {name}: it was saved without one")
-        if random and own in contents.names:
-            wanted.append(own)
+        for part in (*optimizers, *shared):
+            require_entry(contents, part)
+        wanted = ["extra", *(part.entry for part in (*optimizers, *shared))]
+        if random and own_random in contents.names:
+            wanted.append(own_random)
         objects = contents.read_objects(wanted)
-        if model is not None:
-            model_state.check_fits(model, contents)
-        if optimizer is not None:
-            optimizer_state.check_fits(optimizer, names, objects["optimizer"])
+        concerned = []
+        for part in models:
+            concerned += contents.of_all_ranks(f"{part.entry}.")
+        for part in optimizers:
+            concerned += optimizer_state.own_in(objects[part.entry])
+        for part in stateful:
+            of_ranks = contents.of_all_ranks(f"{part.entry}@rank")
+            if not of_ranks:
+                require_entry(contents, part)
+            concerned += of_ranks
+        require_ranks(concerned, communicator.size, contents.saved_by)
+        objects |= contents.read_objects(own_name(part.entry, rank) for part in stateful)
+        for part in models:
+            with part.named():
+                model_state.check_fits(part, contents, rank)
+        for part in optimizers:
+            with part.named():
+                outline = optimizer_state.outline_of(objects[part.entry], rank)
+                optimizer_state.check_fits(part.value, names, outline, rank)
+            outlines[part.entry] = outline
     except Exception as raised:
         error = raised
-    agree(communicator, _CALL, doing, error, f"parts {', '.join(stateful)}")
+    parts = ", ".join(part.entry for part in (*models, *optimizers, *shared, *stateful))
+    agree(communicator, _CALL, doing, error, f"parts {parts}")
 
     try:
-        if model is not None:
-            masters = {}
-            if optimizer is not None:
-                masters = optimizer_state.masters_in(objects["optimizer"])
-            model_state.put_back(model, contents, masters)
-        if optimizer is not None:
-            optimizer_state.put_back(optimizer, names, objects["optimizer"], contents)
-        for name, value in stateful.items():
-            value.load_state_dict(objects[name])
-        if own in objects:
-            restore_random_states(objects[own])
+        masters: dict[str, optimizer_state.Master] = {}
+        for part in optimizers:
+            masters |= optimizer_state.masters_in(part.entry, outlines[part.entry])
+        for part in models:
+            model_state.put_back(part, contents, masters, rank)
+        for part in optimizers:
+            outline = outlines[part.entry]
+            optimizer_state.put_back(part.value, part.entry, names, outline, contents, rank)
+        for part in shared:
+            part.value.load_state_dict(objects[part.entry])
+        for part in stateful:
+            part.value.load_state_dict(objects[own_name(part.entry, rank)])
+        if own_random in objects:
+            restore_random_states(objects[own_random])
     except Exception as raised:
         error = raised
     agree(communicator, _CALL, f"{doing} half-way, so that what was loaded is of no use,", error)
-    if model is not None:
-        model_state.note_settled(model)
-    return objects["extra"]
+    extra = objects["extra"]
+    if extra is None or isinstance(extra, dict):
+        return Loaded(extra or {}, step, folder)
+    return extra
+
+
+def step_of(path: str | os.PathLike[str]) -> int | None:
+    """The step after which a checkpoint was saved. Talks to nobody.
+
+    Args:
+        path: As for `pydist.load`.
+
+    Returns:
+        What `pydist.save` was given as `step`; None if nothing.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or its list of files is damaged.
+    """
+    return saved_after(find(real(path)))

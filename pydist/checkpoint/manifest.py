@@ -16,8 +16,11 @@ MANIFEST = "manifest.json"
 FORMAT = "pydist checkpoint 1"
 # The fact that says which of several checkpoints was saved later.
 SEQUENCE = "sequence"
+# The fact that says after which step it was saved.
+STEP = "step"
 _BLOCK_BYTES = 1 << 20
 _SEQUENCE = re.compile(rf'"{SEQUENCE}": (\d+)'.encode())
+_FOLDER_OF_STEP = re.compile(r"\.?step-(\d+)(?:\.previous)?")
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def sum_of(path: Path) -> FileSum:
 
 
 def write_manifest(folder: Path, files: dict[str, FileSum], facts: dict[str, Any]) -> None:
-    """Lists the files of a checkpoint; `facts` are for people, but for `SEQUENCE`."""
+    """Lists the files of a checkpoint; `facts` are for people, but for `SEQUENCE` and `STEP`."""
     listed = {name: [known.bytes, known.sha256] for name, known in sorted(files.items())}
     content = {"format": FORMAT, **facts, "files": listed, "sha256": _digest(listed)}
     with (folder / MANIFEST).open("w") as file:
@@ -55,6 +58,10 @@ def read_manifest(folder: Path) -> dict[str, FileSum]:
     Raises:
         CheckpointError: There is no list, or it is damaged.
     """
+    return {name: FileSum(*known) for name, known in _content_of(folder)["files"].items()}
+
+
+def _content_of(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text())
@@ -68,7 +75,23 @@ def read_manifest(folder: Path) -> dict[str, FileSum]:
     listed = content.get("files")
     if not isinstance(listed, dict) or _digest(listed) != content.get("sha256"):
         raise CheckpointError(f"{path} is damaged: its checksum is not that of its list")
-    return {name: FileSum(*known) for name, known in listed.items()}
+    return content
+
+
+def saved_after(folder: Path) -> int | None:
+    """The step after which a checkpoint was saved; None if it was saved without one.
+
+    Earlier versions tell it by the folder's name alone.
+
+    Raises:
+        CheckpointError: There is no list, or it is damaged.
+    """
+    step = _content_of(folder).get(STEP)
+    if step is None and (found := _FOLDER_OF_STEP.fullmatch(folder.name)):
+        step = int(found[1])
+    if step is not None and not isinstance(step, int):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: its step is {step!r}")
+    return step
 
 
 def sequence_of(folder: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,21 +12,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pydist.checkpoint.optimizer_state as optimizer_state
+from pydist.checkpoint.own_names import own_name, own_tensors_of, plain_of, require_unambiguous
 from pydist.checkpoint.packing import pack
+from pydist.checkpoint.parts import Part, what_it_has
 from pydist.checkpoint.pieces import Piece, of_rows, share_out
 from pydist.compiled_graphs import uncompiled
 from pydist.data_parallel import DataParallel
 from pydist.errors import InvalidUsage
 from pydist.live_wrappers import owners_within
 from pydist.sharded_parameters import SHORT
-from pydist.sharded_state import MASTER
 from pydist.state_dict_names import matched, plain_names
 
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents
 
-# What an entry of a checkpoint is called: `model.NAME`.
+# What an entry of a checkpoint is called: `model.NAME`, and `model.G.NAME` where there are several
+# models, of which this one is "G". The name of a parameter is then `G.NAME` everywhere.
 PREFIX = "model."
+
+# Where a tensor is, and how it lies there.
+_Place = tuple[object, ...]
 
 
 @dataclass
@@ -52,8 +57,8 @@ def inner(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise InvalidUsage(
-            f"model is a {type(model).__name__}; it must be one module: put several into an "
-            "nn.ModuleDict, or into checkpoints of their own"
+            f"model is a {type(model).__name__}; it must be a module, or a mapping of names to "
+            "modules"
         )
     module: nn.Module = uncompiled(model)
     while isinstance(module, (DataParallel, DistributedDataParallel)):
@@ -61,15 +66,26 @@ def inner(model: nn.Module) -> nn.Module:
     return module
 
 
-def names_in(model: nn.Module) -> optimizer_state.Names:
-    """What a model calls its parameters; None stands for those that were taken out of it."""
-    module, wrapper = inner(model), uncompiled(model)
-    named = dict(module.named_parameters())
-    plain = plain_names(module, named)
-    names: dict[int, str | None] = {id(p): plain[name] for name, p in named.items()}
-    if isinstance(wrapper, DataParallel):
-        names.update((id(parameter), None) for parameter in wrapper.removed())
-    return names
+def names_in(parts: Iterable[Part], rank: int) -> optimizer_state.Names:
+    """What a checkpoint calls the parameters of models; None: those that were taken out of them."""
+    names: dict[int, str | None] = {}
+    removed: set[int] = set()
+    for part in parts:
+        with part.named():
+            module = inner(part.value)
+        wrapper = uncompiled(part.value)
+        named = dict(module.named_parameters())
+        plain = plain_names(module, named)
+        own = own_tensors_of(module, wrapper)
+        for name, parameter in named.items():
+            known = f"{part.entry}.{plain[name]}".removeprefix(PREFIX)
+            # Several models may share a parameter.
+            names.setdefault(
+                id(parameter), own_name(known, rank) if id(parameter) in own else known
+            )
+        if isinstance(wrapper, DataParallel):
+            removed.update(id(parameter) for parameter in wrapper.removed())
+    return {**dict.fromkeys(removed), **names}
 
 
 def arrive(model: nn.Module) -> None:
@@ -78,33 +94,28 @@ def arrive(model: nn.Module) -> None:
         owner.finish()
 
 
-def note_writing(model: nn.Module) -> None:
-    """All ranks are about to write the same into the parameters."""
-    arrive(model)
-    for owner in owners_within(inner(model)):
-        owner.note_written()
-
-
-def note_settled(model: nn.Module) -> None:
-    """All ranks have written into the parameters, and met."""
-    for owner in owners_within(inner(model)):
-        owner.note_settled()
-
-
-def take(model: nn.Module, rank: int, size: int) -> Taken:
+def take(part: Part, rank: int, size: int, seen: dict[_Place, str]) -> Taken:
     """Looks at a model's state. Talks to nobody, copies nothing.
 
     Parameters are the same on all ranks, which share them out. Buffers need not be: those of rank 0
-    are saved.
+    are saved. What a rank has alone, it writes.
+
+    Args:
+        part: The model.
+        rank: This one.
+        size: The number of ranks.
+        seen: What models before this one have taken, as several may share it; this adds to it.
     """
+    model = part.value
     arrive(model)
     module = inner(model)
     state = module.state_dict()
-    entries = _entries(module, state)
+    require_unambiguous(state)
+    own = _own_names(model)
+    entries = _entries(part, state, rank)
     trained = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     taken = Taken([], {}, {})
     shared: list[Piece] = []
-    seen: dict[tuple[object, ...], str] = {}
     for name, value in state.items():
         entry = entries[name]
         if not isinstance(value, Tensor):
@@ -112,6 +123,9 @@ def take(model: nn.Module, rank: int, size: int) -> Taken:
                 taken.objects[entry] = pack(f"{name} of the model's state", value)
             continue
         _require_plain(name, value)
+        if name in own:
+            taken.pieces += of_rows(entry, value)
+            continue
         place = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
         if value.numel() and place in seen:
             taken.aliases[entry] = seen[place]
@@ -125,10 +139,23 @@ def take(model: nn.Module, rank: int, size: int) -> Taken:
     return taken
 
 
-def _entries(module: nn.Module, state: dict[str, Any]) -> dict[str, str]:
-    """What a checkpoint calls the tensors and objects of a module's state."""
-    plain = plain_names(module, state)
-    return {name: f"{PREFIX}{known}" for name, known in plain.items()}
+def _entries(part: Part, state: dict[str, Any], rank: int) -> dict[str, str]:
+    """What a checkpoint calls the tensors and objects of a model's state."""
+    plain = plain_names(inner(part.value), state)
+    own = _own_names(part.value)
+    return {
+        name: f"{part.entry}.{own_name(known, rank) if name in own else known}"
+        for name, known in plain.items()
+    }
+
+
+def _own_names(model: nn.Module) -> set[str]:
+    """The names in a model's state of what each rank has alone."""
+    module = inner(model)
+    own = own_tensors_of(module, uncompiled(model))
+    named: list[tuple[str, Tensor]] = list(module.named_parameters(remove_duplicate=False))
+    named += module.named_buffers(remove_duplicate=False)
+    return {name for name, tensor in named if id(tensor) in own}
 
 
 def _require_plain(name: str, value: Tensor) -> None:
@@ -144,23 +171,24 @@ def _require_plain(name: str, value: Tensor) -> None:
         )
 
 
-def check_fits(model: nn.Module, contents: Contents) -> None:
-    """Whether a model can take a state.
+def check_fits(part: Part, contents: Contents, rank: int) -> None:
+    """Whether a model can take a state, with this rank's part of it.
 
     Raises:
         InvalidUsage: It has other names or shapes.
     """
-    module = inner(model)
-    state = module.state_dict()
-    entries = _entries(module, state)
+    state = inner(part.value).state_dict()
+    entries = _entries(part, state, rank)
     for name, value in state.items():
         if isinstance(value, Tensor):
             _require_plain(name, value)
     ours = set(entries.values())
-    theirs = {name for name in contents.names if name.startswith(PREFIX)}
+    root = f"{part.entry}."
+    theirs = set(contents.of_rank(rank, root))
     if ours != theirs:
-        missing = sorted(name.removeprefix(PREFIX) for name in ours - theirs)
-        extra = sorted(name.removeprefix(PREFIX) for name in theirs - ours)
+        missing = sorted(name.removeprefix(root) for name in ours - theirs)
+        extra = sorted(name.removeprefix(root) for name in theirs - ours)
+        is_several = bool(contents.parts.get(part.kind))
         raise InvalidUsage(
             "the checkpoint is of another model: "
             + "; ".join(
@@ -168,6 +196,7 @@ def check_fits(model: nn.Module, contents: Contents) -> None:
                 for what, names in (("it lacks", missing), ("the model lacks", extra))
                 if names
             )
+            + (f". {what_it_has(contents, part.kind)}" if is_several else "")
         )
     for name, value in state.items():
         entry = contents.tensor(entries[name])
@@ -179,27 +208,39 @@ def check_fits(model: nn.Module, contents: Contents) -> None:
             )
 
 
-def put_back(model: nn.Module, contents: Contents, masters: Mapping[str, tuple[int, ...]]) -> None:
-    """Reads a state into a model, which `check_fits`: tensors in place.
+def put_back(
+    part: Part, contents: Contents, masters: Mapping[str, optimizer_state.Master], rank: int
+) -> None:
+    """Reads a state into a model, which `check_fits`: tensors in place. All ranks have met before.
 
     Args:
-        model: Wrapped or not.
+        part: The model, wrapped or not.
         contents: Of the checkpoint.
-        masters: Parameters that have float32 copies there, and the order of dimensions of those: a
-            parameter in more than 16 bits takes the copy.
+        masters: The float32 copies that parameters have there: a parameter in more than 16 bits
+            takes the copy.
+        rank: Whose part of the state it is.
     """
-    note_writing(model)
-    module = inner(model)
+    with contextlib.ExitStack() as loading:
+        for owner in owners_within(inner(part.value)):
+            loading.enter_context(owner.loading())
+        _put_back(part, contents, masters, rank)
+
+
+def _put_back(
+    part: Part, contents: Contents, masters: Mapping[str, optimizer_state.Master], rank: int
+) -> None:
+    module = inner(part.value)
     state = module.state_dict()
-    entries = _entries(module, state)
+    entries = _entries(part, state, rank)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     contents.read_tensors(
         (entries[name], (0,) * value.dim(), value.detach()) for name, value in tensors.items()
     )
     for name, value in tensors.items():
-        known = entries[name].removeprefix(PREFIX)
-        if known in masters and value.dtype not in SHORT:
-            _widen(value.detach().permute(masters[known]), known, contents)
+        master = masters.get(entries[name].removeprefix(PREFIX))
+        if master is not None and value.dtype not in SHORT:
+            whole = value.detach().permute(master.dims)
+            _widen(whole, entries[name], master.entry, contents)
     objects = contents.read_objects(entries[name] for name in state if name not in tensors)
     state.update({name: objects[entries[name]] for name in state if name not in tensors})
     # What is in place stays there; the module's hooks get to see the rest.
@@ -212,7 +253,7 @@ def load_torchs(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     Raises:
         InvalidUsage: It is of another model, which may be half-loaded: see `unchanged_by_errors`.
     """
-    note_writing(model)
+    arrive(model)
     module = inner(model)
     try:
         module.load_state_dict(matched(state_dict, module))
@@ -236,26 +277,32 @@ def unchanged_by_errors(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _widen(value: Tensor, name: str, contents: Contents) -> None:
+def _widen(value: Tensor, entry: str, master_entry: str, contents: Contents) -> None:
     """Takes the float32 copy of a parameter that was in 16 bits, where those are its rounding."""
-    rounded = contents.tensor(f"{PREFIX}{name}")
+    rounded = contents.tensor(entry)
     assert rounded is not None
     master = torch.empty(value.numel(), dtype=torch.float32)
-    contents.read_tensors([(optimizer_state.entry_of(name, MASTER), (0,), master)])
+    contents.read_tensors([(master_entry, (0,), master)])
     wide = master.view(value.shape).to(value.device, value.dtype)
     value.copy_(torch.where(wide.to(rounded.properties.dtype) == value, wide, value))
 
 
-def read_whole(contents: Contents) -> dict[str, object]:
-    """A model's state as torch's modules have it."""
-    names = sorted(name for name in contents.names if name.startswith(PREFIX))
+def read_whole(contents: Contents, root: str, rank: int) -> dict[str, object]:
+    """A model's state as torch's modules have it, on one rank.
+
+    Args:
+        contents: Of the checkpoint.
+        root: What it calls the model.
+        rank: Whose part of it is read.
+    """
     state: dict[str, object] = {}
-    for name in names:
+    for name in sorted(contents.of_rank(rank, f"{root}.")):
+        plain = plain_of(name.removeprefix(f"{root}."))
         entry = contents.tensor(name)
         if entry is not None:
             value = torch.empty(entry.size, dtype=entry.properties.dtype)
             contents.read_tensors([(name, (0,) * value.dim(), value)])
-            state[name.removeprefix(PREFIX)] = value
+            state[plain] = value
         else:
-            state[name.removeprefix(PREFIX)] = contents.read_objects([name])[name]
+            state[plain] = contents.read_objects([name])[name]
     return state

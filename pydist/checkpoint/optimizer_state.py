@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pydist.checkpoint.own_names import is_own, own_name, owner_in
 from pydist.checkpoint.pieces import Piece, of_range, share_out
 from pydist.element_wise import require_plain_options
 from pydist.errors import InvalidUsage
@@ -35,8 +36,9 @@ from pydist.state_values import is_per_element, require_divisible
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents
 
-# What an entry of a checkpoint is called: `optimizer.state.NAME.KEY`.
-PREFIX = "optimizer.state."
+# Comes between what a checkpoint calls an optimizer ("optimizer", or "optimizer.G" where there are
+# several) and the names of its tensors: `optimizer.state.NAME.KEY`.
+_STATE = "state"
 
 # What a checkpoint calls the parameter itself.
 _MODEL = "model."
@@ -45,7 +47,8 @@ _MODEL = "model."
 Names = Mapping[int, str | None]
 
 # Of an optimizer: the groups, with names of parameters; and of each parameter shape, order of
-# dimensions, names of what has a value for each element, and the values that are for all.
+# dimensions, names of what has a value for each element, and the values that are for all. Where
+# ranks have parameters alone, also "own": the names in each rank's groups, by rank.
 Outline = dict[str, Any]
 
 
@@ -62,35 +65,56 @@ class Taken:
     pieces: list[Piece]
 
 
-def entry_of(name: str, key: str) -> str:
-    """What a checkpoint calls a part of the state of a parameter."""
-    return f"{PREFIX}{name}.{key}"
+def entry_of(root: str, name: str, key: str) -> str:
+    """What a checkpoint calls a part of the state of a parameter, of the optimizer at `root`."""
+    return f"{root}.{_STATE}.{name}.{key}"
 
 
-def masters_in(outline: Outline) -> dict[str, tuple[int, ...]]:
-    """The parameters that have float32 copies, with the order of their dimensions."""
+@dataclass(frozen=True)
+class Master:
+    """The float32 copy of a parameter, in a checkpoint.
+
+    Attributes:
+        entry: What it is called.
+        dims: The order of the dimensions in which its elements lie.
+    """
+
+    entry: str
+    dims: tuple[int, ...]
+
+
+def masters_in(root: str, outline: Outline) -> dict[str, Master]:
+    """The parameters that have float32 copies with the optimizer at `root`."""
     return {
-        name: tuple(entry["dims"])
+        name: Master(entry_of(root, name, MASTER), tuple(entry["dims"]))
         for name, entry in outline["parameters"].items()
         if MASTER in entry["keys"]
     }
 
 
-def take(optimizer: Optimizer, names: Names, rank: int, size: int) -> Taken:
-    """Looks at the state of an optimizer, of either kind. Talks to nobody, copies nothing."""
+def take(optimizer: Optimizer, root: str, names: Names, rank: int, size: int) -> Taken:
+    """Looks at the state of an optimizer, of either kind. Talks to nobody, copies nothing.
+
+    Args:
+        optimizer: Sharded or not.
+        root: What a checkpoint calls it.
+        names: What it calls parameters.
+        rank: This one.
+        size: The number of ranks.
+    """
     _require_optimizer(optimizer)
     if isinstance(optimizer, ShardedOptimizer):
-        state = _renamed(optimizer, names)
+        state = _renamed(optimizer, names, rank)
     else:
-        state = _of_whole(optimizer, names)
-    return _outlined(state, rank, size, type_of(optimizer))
+        state = _of_whole(optimizer, names, rank)
+    return _outlined(state, root, rank, size, type_of(optimizer))
 
 
 def _require_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         raise InvalidUsage(
-            f"optimizer is a {type(optimizer).__name__}; it must be one optimizer: write several "
-            "into checkpoints of their own"
+            f"optimizer is a {type(optimizer).__name__}; it must be an optimizer, or a mapping of "
+            "names to optimizers"
         )
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise InvalidUsage(
@@ -114,7 +138,14 @@ def merged(outlines: list[Outline]) -> Outline:
         InvalidUsage: They are of other parameters, or those lie in memory otherwise.
     """
     whole = dict(outlines[0])
-    first, *others = [{n for g in outline["groups"] for n in g["params"]} for outline in outlines]
+    groups = [[group["params"] for group in outline["groups"]] for outline in outlines]
+    if any(_is_own(name) for own in groups for group in own for name in group):
+        whole["own"] = dict(enumerate(groups))
+        whole["groups"] = [
+            {**group, "params": [name for name in group["params"] if not _is_own(name)]}
+            for group in whole["groups"]
+        ]
+    first, *others = [{n for group in own for n in group if not _is_own(n)} for own in groups]
     for rank, names in enumerate(others, 1):
         if odd := sorted(first ^ names):
             raise InvalidUsage(
@@ -138,14 +169,42 @@ def merged(outlines: list[Outline]) -> Outline:
     return whole
 
 
-def _outlined(state: ShardedState, rank: int, size: int, kind: str) -> Taken:
+def outline_of(whole: Outline, rank: int) -> Outline:
+    """What of an outline of all ranks is one rank's: all but what others have alone."""
+    if "own" not in whole:
+        return whole
+    mine = whole["own"][rank]
+    return {
+        **whole,
+        "groups": [
+            {**group, "params": names} for group, names in zip(whole["groups"], mine, strict=True)
+        ],
+        "parameters": {
+            name: entry
+            for name, entry in whole["parameters"].items()
+            if owner_in(name) in (None, rank)
+        },
+    }
+
+
+def own_in(whole: Outline) -> list[str]:
+    """The names in an outline of all ranks of what ranks have alone."""
+    groups = (group for own in whole.get("own", {}).values() for group in own)
+    return [name for group in groups for name in group if _is_own(name)]
+
+
+def _is_own(name: str) -> bool:
+    return owner_in(name) is not None
+
+
+def _outlined(state: ShardedState, root: str, rank: int, size: int, kind: str) -> Taken:
     parameters: dict[str, Any] = {}
     own: list[Piece] = []
     # Of parameters whose state all ranks have whole.
     shared: list[Piece] = []
     for name, known in state.parameters.items():
         count = known.count
-        pieces = own if known.is_part else shared
+        pieces = own if known.is_part or _is_own(name) else shared
         keys: list[str] = []
         numbers: dict[str, Any] = {}
         for piece in known.ranges:
@@ -164,7 +223,7 @@ def _outlined(state: ShardedState, rank: int, size: int, kind: str) -> Taken:
                     if key not in per_element
                 }
             for key, value in per_element.items():
-                pieces += of_range(entry_of(name, key), count, piece.begin, value)
+                pieces += of_range(entry_of(root, name, key), count, piece.begin, value)
         parameters[name] = {
             "shape": known.shape,
             "dims": known.dims,
@@ -175,24 +234,24 @@ def _outlined(state: ShardedState, rank: int, size: int, kind: str) -> Taken:
     return Taken(outline, own + share_out(shared, rank, size))
 
 
-def _renamed(optimizer: ShardedOptimizer, names: Names) -> ShardedState:
+def _renamed(optimizer: ShardedOptimizer, names: Names, rank: int) -> ShardedState:
     local = optimizer.sharded_state()
-    renaming = _renaming(optimizer, names)
+    renaming = _renaming(optimizer, names, rank)
     return ShardedState(
         {renaming[name]: known for name, known in local.parameters.items()},
         [{**group, "params": [renaming[n] for n in group["params"]]} for group in local.groups],
     )
 
 
-def _renaming(optimizer: ShardedOptimizer, names: Names) -> dict[str, str]:
-    """What the model calls the parameters that an optimizer has names of its own for."""
+def _renaming(optimizer: ShardedOptimizer, names: Names, rank: int) -> dict[str, str]:
+    """What a checkpoint calls the parameters that an optimizer has names of its own for."""
     own = [name for group in optimizer.named() for name in group]
-    known = [name for group in _named(optimizer, names) for name in group]
+    known = [name for group in _named(optimizer, names, rank) for name in group]
     return dict(zip(own, known, strict=True))
 
 
-def _named(optimizer: Optimizer, names: Names) -> list[dict[str, Tensor]]:
-    """The parameters that a state is of, by name, group by group.
+def _named(optimizer: Optimizer, names: Names, rank: int) -> list[dict[str, Tensor]]:
+    """The parameters that a state is of, by their names in a checkpoint, group by group.
 
     Without those that the model has no more, which the model's own state lacks as well.
 
@@ -218,12 +277,14 @@ def _named(optimizer: Optimizer, names: Names) -> list[dict[str, Tensor]]:
             "the model has none of the optimizer's parameters any more: all of them were replaced "
             "since the optimizer was made; make it anew, of those that the model has now"
         )
-    distinct = iter(distinct_names([names.get(id(p)) for group in kept for p in group], own))
+    flat = [parameter for group in kept for parameter in group]
+    own = [own_name(n, rank) if is_own(p) else n for n, p in zip(own, flat, strict=True)]
+    distinct = iter(distinct_names([names.get(id(p)) for p in flat], own))
     return [{next(distinct): parameter for parameter in group} for group in kept]
 
 
-def _of_whole(optimizer: Optimizer, names: Names) -> ShardedState:
-    named = _named(optimizer, names)
+def _of_whole(optimizer: Optimizer, names: Names, rank: int) -> ShardedState:
+    named = _named(optimizer, names, rank)
     options = [
         {k: v for k, v in group.items() if k not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -238,8 +299,8 @@ def _of_whole(optimizer: Optimizer, names: Names) -> ShardedState:
     )
 
 
-def check_fits(optimizer: Optimizer, names: Names, outline: Outline) -> None:
-    """Whether an optimizer can take a state.
+def check_fits(optimizer: Optimizer, names: Names, outline: Outline, rank: int) -> None:
+    """Whether an optimizer can take a state, of which the outline is this rank's.
 
     Raises:
         InvalidUsage: It is of another class, of other parameters or groups, or has options that the
@@ -256,7 +317,7 @@ def check_fits(optimizer: Optimizer, names: Names, outline: Outline) -> None:
         for name, entry in outline["parameters"].items():
             count = math.prod(entry["shape"])
             require_divisible(name, entry["numbers"], count, outline["class"])
-    named = _named(optimizer, names)
+    named = _named(optimizer, names, rank)
     ours = [list(group) for group in named]
     theirs = [group["params"] for group in outline["groups"]]
     if matching_groups(ours, theirs) is None:
@@ -310,14 +371,16 @@ def check_torchs(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     from_unsharded(state_dict, [(str(n), p) for n, p in enumerate(flat)])
 
 
-def put_back(optimizer: Optimizer, names: Names, outline: Outline, contents: Contents) -> None:
+def put_back(
+    optimizer: Optimizer, root: str, names: Names, outline: Outline, contents: Contents, rank: int
+) -> None:
     """Reads what this rank needs of a state into an optimizer, which `check_fits`.
 
     A sharded one takes it over segment by segment; where reading fails, it has taken a part.
     """
     if isinstance(optimizer, ShardedOptimizer):
         local = optimizer.sharded_state()
-        renaming = _renaming(optimizer, names)
+        renaming = _renaming(optimizer, names, rank)
         with_masters = {
             own
             for own, known in local.parameters.items()
@@ -328,7 +391,8 @@ def put_back(optimizer: Optimizer, names: Names, outline: Outline, contents: Con
         parameters = {}
         for own, (dims, ranges) in optimizer.ranges().items():
             name = renaming[own]
-            parameters[own] = _read(contents, name, outline["parameters"][name], dims, ranges)
+            entry = outline["parameters"][name]
+            parameters[own] = _read(contents, root, name, entry, dims, ranges)
             if own in with_masters:
                 _add_masters(contents, name, parameters[own], dims, ranges)
         back = {name: own for own, name in renaming.items()}
@@ -338,8 +402,8 @@ def put_back(optimizer: Optimizer, names: Names, outline: Outline, contents: Con
         ]
         optimizer.load_sharded_state(ShardedState(parameters, groups))
         return
-    named = _named(optimizer, names)
-    known = _of_all(optimizer, named, outline, whole_state(outline, contents))
+    named = _named(optimizer, names, rank)
+    known = _of_all(optimizer, named, outline, whole_state(root, outline, contents))
     optimizer.load_state_dict(laid_out(optimizer, known))
 
 
@@ -408,8 +472,8 @@ def _strided(value: Tensor, strides: tuple[int, ...]) -> Tensor:
     return laid.copy_(value.detach())
 
 
-def whole_state(outline: Outline, contents: Contents) -> dict[str, Any]:
-    """A state as torch's unsharded class has it: all of it."""
+def whole_state(root: str, outline: Outline, contents: Contents) -> dict[str, Any]:
+    """The state of the optimizer at `root`, as torch's unsharded class has it: all of it."""
     state: dict[int, dict[str, Any]] = {}
     groups = []
     number = 0
@@ -420,9 +484,9 @@ def whole_state(outline: Outline, contents: Contents) -> dict[str, Any]:
             entry = outline["parameters"][name]
             count = math.prod(entry["shape"])
             dims = tuple(entry["dims"])
-            values = to_whole(name, _read(contents, name, entry, dims, [(0, count)]))
+            values = to_whole(name, _read(contents, root, name, entry, dims, [(0, count)]))
             if count == 0 and not values:
-                values = _of_no_elements(entry["shape"], outline, group["params"], contents)
+                values = _of_no_elements(root, entry["shape"], outline, group["params"], contents)
             if values:
                 state[index] = values
         groups.append({**group, "params": numbers})
@@ -430,7 +494,7 @@ def whole_state(outline: Outline, contents: Contents) -> dict[str, Any]:
 
 
 def _of_no_elements(
-    shape: tuple[int, ...], outline: Outline, group: list[str], contents: Contents
+    root: str, shape: tuple[int, ...], outline: Outline, group: list[str], contents: Contents
 ) -> dict[str, Any]:
     """What a parameter without elements has beside others of its group that have state.
 
@@ -442,7 +506,7 @@ def _of_no_elements(
         return {}
     values: dict[str, Any] = copy.deepcopy(entry["numbers"])
     for key in entry["keys"]:
-        found = contents.tensor(entry_of(other, key))
+        found = contents.tensor(entry_of(root, other, key))
         if key != MASTER and found is not None:
             values[key] = torch.empty(shape, dtype=found.properties.dtype)
     return values
@@ -450,6 +514,7 @@ def _of_no_elements(
 
 def _read(
     contents: Contents,
+    root: str,
     name: str,
     entry: dict[str, Any],
     dims: tuple[int, ...],
@@ -469,7 +534,10 @@ def _read(
                 begin,
                 end,
                 _Values(
-                    {key: _reader(contents, name, key, begin, end) for key in entry["keys"]},
+                    {
+                        key: _reader(contents, entry_of(root, name, key), begin, end)
+                        for key in entry["keys"]
+                    },
                     entry["numbers"],
                 ),
             )
@@ -478,8 +546,7 @@ def _read(
     )
 
 
-def _reader(contents: Contents, name: str, key: str, begin: int, end: int) -> Callable[[], Tensor]:
-    stored = entry_of(name, key)
+def _reader(contents: Contents, stored: str, begin: int, end: int) -> Callable[[], Tensor]:
     entry = contents.tensor(stored)
     assert entry is not None
 

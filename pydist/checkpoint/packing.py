@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,27 @@ def pack(what: str, value: Any) -> bytes:
         except pickle.UnpicklingError:
             return _packed(_with_plain_numbers(value))
     except Exception as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        why = f"it holds a {found[1]}" if found else str(error).splitlines()[0]
         raise InvalidUsage(
-            f"{what} can't be saved: {why}, and a checkpoint holds numbers, text, tensors, and "
-            "lists, tuples and dictionaries of them"
+            f"{what} can't be saved: {_culprit(value, '', error)}, and a checkpoint holds numbers, "
+            "text, tensors, and lists, tuples and dictionaries of them"
         ) from error
+
+
+def _culprit(value: Any, place: str, error: Exception) -> str:
+    """The smallest part of a value that can't be saved: what it is, where, and what it says."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if type(value) is dict:
+        items = value.items()
+    elif type(value) in (list, tuple):
+        items = enumerate(value)
+    for key, item in items:
+        try:
+            _packed(_with_plain_numbers(item))
+        except Exception as inner:
+            return _culprit(item, f"{place}[{key!r}]", inner)
+    kind = f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
+    said = "" if isinstance(error, pickle.UnpicklingError) else f": {str(error).splitlines()[0]}"
+    return f"it holds {kind} at {place}{said}" if place else f"it is {kind}{said}"
 
 
 def unpack(packed: bytes) -> Any:

@@ -13,6 +13,8 @@ import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist.checkpoint.lanes import settle_at
 from pydist.checkpoint.manifest import read_manifest, verify
+from pydist.checkpoint.own_names import owner_in, plain_of
+from pydist.checkpoint.parts import SHARED_KINDS, STATEFUL, Part, parts_of
 from pydist.checkpoint.replacement import find, real
 from pydist.errors import InvalidUsage
 from pydist.sharded_optimizer import ShardedOptimizer
@@ -21,24 +23,30 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-_OBJECTS = ("scheduler", "scaler", "sampler", "extra")
+    from pydist.checkpoint.dcp_files import Contents
+
+# What entries of states that ranks have of their own begin with.
+_STATEFUL = f"{STATEFUL}."
 
 
-def to_torch(path: str | os.PathLike[str]) -> dict[str, Any]:
+def to_torch(path: str | os.PathLike[str], *, rank: int | None = None) -> dict[str, Any]:
     """Reads a checkpoint into plain dictionaries, all of it. Talks to nobody.
 
     Args:
         path: As for `pydist.load`.
+        rank: Of what each rank had alone (torch calls it ignored), whose is taken, under its plain
+            names; needed only where there is such. With it, "stateful" has that rank's, too.
 
     Returns:
         What was saved of "model", "optimizer", "scheduler", "scaler", "sampler" and "extra": for
         `load_state_dict` of an unwrapped module and of the unsharded optimizer over the same groups
-        of parameters. Without the float32 copies of parameters in 16 bits, which torch's classes
-        have no place for.
+        of parameters; of several, a dictionary by name. Without the float32 copies of parameters in
+        16 bits, which torch's classes have no place for.
 
     Raises:
         CheckpointError: There is none, a file is damaged, or an asynchronous save there, which this
             waits for, has failed.
+        InvalidUsage: Ranks had parameters or buffers of their own, and `rank` is none of them.
     """
     from pydist.checkpoint.dcp_files import Contents
 
@@ -50,22 +58,47 @@ def to_torch(path: str | os.PathLike[str]) -> dict[str, Any]:
     for name, known in read_manifest(folder).items():
         verify(folder, name, known)
     contents = Contents(folder)
+    own = sorted(
+        name
+        for name in contents.names
+        if owner_in(name) is not None and (rank is not None or not name.startswith(_STATEFUL))
+    )
+    if own and rank not in range(contents.saved_by):
+        raise InvalidUsage(
+            f"the checkpoint has what each of {contents.saved_by} ranks had alone, such as "
+            f"{own[0]}, and rank={rank}: pass the number of the rank whose it shall be"
+        )
     state: dict[str, Any] = {}
-    model = model_state.read_whole(contents)
-    if model:
-        state["model"] = model
-    if "optimizer" in contents.names:
-        outline = contents.read_objects(["optimizer"])["optimizer"]
-        state["optimizer"] = optimizer_state.whole_state(outline, contents)
-    state |= contents.read_objects(name for name in _OBJECTS if name in contents.names)
+    for kind in ("model", "optimizer", *SHARED_KINDS, "extra"):
+        names = contents.parts.get(kind)
+        if names is not None:
+            state[kind] = {name: _read(contents, f"{kind}.{name}", rank or 0) for name in names}
+        elif kind in contents.names or contents.of_all_ranks(f"{kind}."):
+            state[kind] = _read(contents, kind, rank or 0)
+    mine = [name for name in own if name.startswith(_STATEFUL) and owner_in(name) == rank]
+    if mine:
+        found = contents.read_objects(mine)
+        state[STATEFUL] = {plain_of(n).removeprefix(_STATEFUL): found[n] for n in mine}
     return state
+
+
+def _read(contents: Contents, entry: str, rank: int) -> Any:
+    """What a checkpoint has under a name of a kind, or of one of several."""
+    kind = entry.partition(".")[0]
+    if kind == "model":
+        return model_state.read_whole(contents, entry, rank)
+    found = contents.read_objects([entry])[entry]
+    if kind == "optimizer":
+        outline = optimizer_state.outline_of(found, rank)
+        return optimizer_state.whole_state(entry, outline, contents)
+    return found
 
 
 def from_torch(
     state: Mapping[str, Any] | str | os.PathLike[str],
     *,
-    model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
+    model: nn.Module | Mapping[str, nn.Module] | None = None,
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
 ) -> None:
     """Loads what plain torch has saved. Every rank calls it, with the same; talks to nobody.
 
@@ -73,10 +106,12 @@ def from_torch(
         state: "model", with or without the `module.` that torch's DistributedDataParallel puts
             before names, and what `torch.compile` puts into them; and "optimizer", of the unsharded
             class: `state_dict()`, which torch's ZeroRedundancyOptimizer has after
-            `consolidate_state_dict()`. Or a file of `torch.save` with such a dictionary.
-        model: Wrapped or not.
-        optimizer: Over the same groups of parameters, sharded or not. One of torch's takes tensors
-            as they are, as in its `load_state_dict`, and will write into them.
+            `consolidate_state_dict()`. Of several, dictionaries by name. Or a file of `torch.save`
+            with such a dictionary.
+        model: Wrapped or not; several by name, as for `pydist.save`.
+        optimizer: Over the same groups of parameters, sharded or not; several by name. One of
+            torch's takes tensors as they are, as in its `load_state_dict`, and will write into
+            them.
 
     Raises:
         InvalidUsage: The state lacks a part, is of other parameters or, by the options of its
@@ -88,20 +123,31 @@ def from_torch(
         plain = state
     else:
         plain = torch.load(state, map_location="cpu", weights_only=True)
-    for name, target in (("model", model), ("optimizer", optimizer)):
-        if target is not None and name not in plain:
-            raise InvalidUsage(
-                f"the state has no {name!r}, but {', '.join(map(repr, plain)) or 'nothing'}: pass "
-                "a dictionary of 'model' and 'optimizer'"
-            )
-    if optimizer is not None:
-        optimizer_state.check_torchs(optimizer, plain["optimizer"])
+    models = [(part, _found(plain, part)) for part in parts_of("model", model)]
+    optimizers = [(part, _found(plain, part)) for part in parts_of("optimizer", optimizer)]
+    for part, theirs in optimizers:
+        with part.named():
+            optimizer_state.check_torchs(part.value, theirs)
     with contextlib.ExitStack() as whole_or_not:
-        if model is not None:
-            whole_or_not.enter_context(model_state.unchanged_by_errors(model))
-            model_state.load_torchs(model, plain["model"])
-        if optimizer is not None:
-            theirs = plain["optimizer"]
-            if not isinstance(optimizer, ShardedOptimizer):
-                theirs = optimizer_state.laid_out(optimizer, theirs)
-            optimizer.load_state_dict(theirs)
+        for part, theirs in models:
+            with part.named():
+                whole_or_not.enter_context(model_state.unchanged_by_errors(part.value))
+                model_state.load_torchs(part.value, theirs)
+        for part, theirs in optimizers:
+            if not isinstance(part.value, ShardedOptimizer):
+                theirs = optimizer_state.laid_out(part.value, theirs)
+            part.value.load_state_dict(theirs)
+
+
+def _found(plain: Mapping[str, Any], part: Part) -> Any:
+    """What a dictionary has for an object."""
+    found: Any = plain
+    for name in [part.kind] if part.key is None else [part.kind, part.key]:
+        if not isinstance(found, Mapping) or name not in found:
+            has = ", ".join(map(repr, found)) if isinstance(found, Mapping) else "no names"
+            raise InvalidUsage(
+                f"the state has no {part.label}, but {has or 'nothing'}: pass a dictionary of "
+                "'model' and 'optimizer', and dictionaries by name in these for several"
+            )
+        found = found[name]
+    return found

@@ -6,7 +6,7 @@ import functools
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,19 @@ import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist._load import __version__
 from pydist.checkpoint.lanes import Lane, Saving, lane_of
-from pydist.checkpoint.manifest import SEQUENCE, FileSum, sum_of, write_manifest
+from pydist.checkpoint.manifest import SEQUENCE, STEP, FileSum, sum_of, write_manifest
+from pydist.checkpoint.own_names import own_name
 from pydist.checkpoint.packing import pack, unpack
+from pydist.checkpoint.parts import (
+    PARTS,
+    SHARED_KINDS,
+    Part,
+    names_of,
+    parts_of,
+    state_of,
+    stateful_parts,
+    values_of,
+)
 from pydist.checkpoint.pieces import Piece
 from pydist.checkpoint.random_states import random_states
 from pydist.checkpoint.replacement import (
@@ -32,6 +43,7 @@ from pydist.checkpoint.replacement import (
     require_no_checkpoint,
     step_folder,
 )
+from pydist.checkpoint.same_state import require_same_state
 from pydist.checkpoint.verdict import agree, exchange
 from pydist.errors import CheckpointError, InvalidUsage
 
@@ -53,18 +65,19 @@ class _Part:
     pieces: list[Piece] = field(default_factory=list)
     objects: dict[str, bytes] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    # Of the optimizer, packed: training goes on while it is written.
-    outline: bytes | None = None
+    # Of optimizers, by their entries. Packed: training goes on while they are written.
+    outlines: dict[str, bytes] = field(default_factory=dict)
 
 
 def save(
     path: str | os.PathLike[str],
     *,
-    model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
+    model: nn.Module | Mapping[str, nn.Module] | None = None,
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     scheduler: Any = None,
     scaler: Any = None,
     sampler: Any = None,
+    stateful: Mapping[str, Any] | None = None,
     extra: Any = None,
     step: int | None = None,
     keep: int | None = None,
@@ -77,24 +90,31 @@ def save(
     was at `path` is replaced once all of the new checkpoint is on the disk: whatever happens, the
     old or the new one is there, whole.
 
+    Of models, optimizers, schedulers, scalers and samplers there may be several, by name, as in
+    `model={"G": generator, "D": critic}`.
+
     Args:
         path: A folder that all ranks can reach. With `step`, the checkpoint is in
             `path/step-000123`.
         model: On any wrapper; saved under the module's own names. Parameters are the same on all
-            ranks; buffers are those of rank 0.
+            ranks; buffers are those of rank 0. Those that each rank has alone (torch calls them
+            ignored) are saved of every rank, and load on as many ranks only.
         optimizer: A `pydist.ShardedOptimizer`, or one that is the same on all ranks. Its state goes
-            by the model's present names: pass both. Parameters that were taken out of the model are
+            by the models' present names: pass both. Parameters that were taken out of a model are
             left out.
-        scheduler: Has `state_dict()`, as have the next two; that of rank 0 is saved.
+        scheduler: Has `state_dict()`, as have the next two, which is the same on all ranks.
         scaler: Of gradients.
         sampler: A prepared loader, or a sampler.
+        stateful: By name, what has a state of its own on each rank, and `state_dict()` and
+            `load_state_dict()` for it, as torch.distributed.checkpoint's `Stateful`: a loader of
+            another library, say. Saved of every rank; loads on as many ranks only.
         extra: Numbers, text, tensors, and containers of them; that of rank 0 is saved.
         step: The number of the step after which it is.
         keep: How many checkpoints of steps stay, those saved last, this one among them; default:
             all.
         asynchronous: Whether to return once everything is copied, and to write in a thread. One
             save is under way at a time: the next one, `load` and the end of the process wait.
-        process_group: The ranks; default: those of the model or the optimizer, or all.
+        process_group: The ranks; default: those of the models or the optimizers, or all.
 
     Returns:
         A handle, whose `wait()` returns when the checkpoint is written; done unless `asynchronous`.
@@ -102,8 +122,10 @@ def save(
     Raises:
         CheckpointError: Some rank could not write, now or in the asynchronous save before this one
             (on every rank). What was at `path` before still is.
-        InvalidUsage: An argument is not supported (on every rank).
-        Mismatch: Ranks pass different paths or settings (on every rank).
+        InvalidUsage: An argument is not supported, or a state holds what could not be loaded
+            without running code (on every rank).
+        Mismatch: Ranks pass different paths or settings, or the state of a scheduler, scaler or
+            sampler differs between them (on every rank).
 
     Example:
         >>> import pydist, tempfile, torch
@@ -113,27 +135,44 @@ def save(
         ...     pydist.load(folder + "/checkpoint", model=model)
         {'epoch': 3}
     """
-    lane = lane_of(model, optimizer, process_group)
+    models, optimizers = parts_of("model", model), parts_of("optimizer", optimizer)
+    lane = lane_of(values_of(models), values_of(optimizers), process_group)
     with lane.turn(_CALL):
         error = lane.settle(path)
         agree(lane.communicator, _CALL, "the asynchronous save before this one", error)
-        stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
-        given = {"model": model, "optimizer": optimizer, **stateful}
+        given = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            "sampler": sampler,
+            "stateful": stateful,
+        }
         named = top = Path()
         part = _Part()
+        parts: list[Part] = []
+        states: list[tuple[Part, Any]] = []
         try:
             named = absolute(path)
             # A link stays where it is; what it leads to is replaced.
             top = real(named)
             _check(top, step, keep)
-            part = _collect(lane.communicator, model, optimizer, stateful, extra)
+            of_all = [p for kind in SHARED_KINDS for p in parts_of(kind, given[kind])]
+            of_each = stateful_parts(stateful)
+            parts = [*models, *optimizers, *of_all, *of_each]
+            states = [(p, state_of(p)) for p in of_all]
+            part = _collect(lane.communicator, models, optimizers, states, of_each, extra)
+            if several := names_of(given):
+                part.objects |= {PARTS: pack("names", several)}
             if asynchronous:
                 part.pieces = [piece.copy() for piece in part.pieces]
         except Exception as raised:
             error = raised
-        present = [name for name, value in given.items() if value is not None]
         facts = f"path={str(named)!r}, {step=}, {keep=}, {asynchronous=}"
-        agree(lane.communicator, _CALL, _CALL, error, f"{facts}, with {', '.join(present)}")
+        present = ", ".join(p.entry for p in parts)
+        agree(lane.communicator, _CALL, _CALL, error, f"{facts}, with {present}")
+        for p, state in states:
+            require_same_state(lane.communicator, p, state)
         place = top if step is None else step_folder(top, step)
 
         older = None
@@ -141,7 +180,7 @@ def save(
             older = functools.partial(forget_older, top, keep, step)
         saving = Saving(place)
         lane.last = saving
-        saving.run(lambda: _write(lane, place, part, older), asynchronous=asynchronous)
+        saving.run(lambda: _write(lane, place, part, step, older), asynchronous=asynchronous)
         return saving
 
 
@@ -162,39 +201,52 @@ def _check(top: Path, step: int | None, keep: int | None) -> None:
 
 def _collect(
     communicator: Communicator,
-    model: nn.Module | None,
-    optimizer: Optimizer | None,
-    stateful: dict[str, Any],
+    models: list[Part],
+    optimizers: list[Part],
+    states: list[tuple[Part, Any]],
+    stateful: list[Part],
     extra: Any,
 ) -> _Part:
     rank, size = communicator.rank, communicator.size
     part = _Part()
-    if model is not None:
-        taken = model_state.take(model, rank, size)
+    seen: dict[tuple[object, ...], str] = {}
+    for model in models:
+        with model.named():
+            taken = model_state.take(model, rank, size, seen)
         part.pieces += taken.pieces
         part.objects |= taken.objects
-        part.aliases = taken.aliases
-    if optimizer is not None:
-        names = {} if model is None else model_state.names_in(model)
-        found = optimizer_state.take(optimizer, names, rank, size)
+        part.aliases |= taken.aliases
+    names = model_state.names_in(models, rank)
+    for optimizer in optimizers:
+        with optimizer.named():
+            found = optimizer_state.take(optimizer.value, optimizer.entry, names, rank, size)
+            part.outlines[optimizer.entry] = pack("the optimizer's state", found.outline)
         part.pieces += found.pieces
-        part.outline = pack("the optimizer's state", found.outline)
     part.objects[f"random.{rank}"] = pack("random states", random_states())
+    for each in stateful:
+        packed = pack(f"the state of {each.label}", state_of(each))
+        part.objects[own_name(each.entry, rank)] = packed
+    for each, state in states:
+        packed = pack(f"the state of {each.label}", state)
+        if rank == 0:
+            part.objects[each.entry] = packed
     if rank == 0:
-        for name, value in stateful.items():
-            if value is not None:
-                part.objects[name] = pack(f"the {name}'s state", value.state_dict())
         part.objects["extra"] = pack("extra", extra)
     return part
 
 
-def _write(lane: Lane, place: Path, part: _Part, forget: Callable[[], None] | None) -> None:
+def _write(
+    lane: Lane, place: Path, part: _Part, step: int | None, forget: Callable[[], None] | None
+) -> None:
     communicator = lane.communicator
     rank = communicator.rank
     partial = partial_of(place)
     with lane.turn(f"writing the checkpoint {place}"):
         try:
-            outlines = [] if part.outline is None else exchange(communicator, _CALL, part.outline)
+            outlines = {
+                entry: exchange(communicator, _CALL, outline)
+                for entry, outline in part.outlines.items()
+            }
             if rank == 0:
                 _agreed(communicator, place, lambda: _begin(place, part, outlines))
             else:
@@ -203,7 +255,9 @@ def _write(lane: Lane, place: Path, part: _Part, forget: Callable[[], None] | No
             told = exchange(communicator, _CALL, pickle.dumps(own))
             if rank == 0:
                 everybody = [pickle.loads(each) for each in told]
-                _agreed(communicator, place, lambda: _complete(place, everybody, part.aliases))
+                _agreed(
+                    communicator, place, lambda: _complete(place, everybody, part.aliases, step)
+                )
                 _agreed(communicator, place, forget)
             else:
                 _agreed(communicator, place)
@@ -214,10 +268,10 @@ def _write(lane: Lane, place: Path, part: _Part, forget: Callable[[], None] | No
             raise
 
 
-def _begin(place: Path, part: _Part, outlines: list[bytes]) -> None:
-    if outlines:
-        whole = optimizer_state.merged([unpack(each) for each in outlines])
-        part.objects["optimizer"] = pack("the optimizer's state", whole)
+def _begin(place: Path, part: _Part, outlines: dict[str, list[bytes]]) -> None:
+    for entry, packed in outlines.items():
+        whole = optimizer_state.merged([unpack(each) for each in packed])
+        part.objects[entry] = pack("the optimizer's state", whole)
     begin(place)
 
 
@@ -240,7 +294,10 @@ def _write_own(partial: Path, rank: int, part: _Part) -> tuple[dcp_files.Written
 
 
 def _complete(
-    place: Path, everybody: list[tuple[dcp_files.Written, FileSum]], aliases: dict[str, str]
+    place: Path,
+    everybody: list[tuple[dcp_files.Written, FileSum]],
+    aliases: dict[str, str],
+    step: int | None,
 ) -> None:
     import pydist.checkpoint.dcp_files as dcp_files
 
@@ -249,6 +306,8 @@ def _complete(
     files = {dcp_files.file_of(rank): known for rank, (_, known) in enumerate(everybody)}
     files[dcp_files.METADATA] = sum_of(partial / dcp_files.METADATA)
     facts = {"pydist": __version__, "torch": str(torch.__version__), "ranks": len(everybody)}
+    if step is not None:
+        facts[STEP] = step
     if (sequence := next_sequence(place)) is not None:
         facts[SEQUENCE] = sequence
     write_manifest(partial, files, facts)

@@ -19,6 +19,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string_view>
 #include <unordered_map>
@@ -55,6 +56,10 @@ at::Tensor make_tensor(c10::Storage storage, c10::DispatchKeySet key, const at::
 // The tensors of one call, on the CPU and on the device.
 class Call {
  public:
+  // Whether the tensors on the CPU keep the storages of those on the device. Those that wait in a
+  // stream or a graph keep the memory alone: nobody is to see a storage in use by CUDA's kernels.
+  explicit Call(bool keeps_storages) : keeps_storages_(keeps_storages) {}
+
   // Shares the memory of a tensor on the device; any other stays as it is.
   at::Tensor on_cpu(const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.is_cuda()) {
@@ -123,10 +128,11 @@ class Call {
     auto& [original, alias] = storages_[storage.unsafeGetStorageImpl()];
     if (!original) {
       original = storage;
-      auto* const held = new c10::Storage(storage);
+      using Held = std::pair<c10::Storage, std::shared_ptr<void>>;
+      auto* const held = keeps_storages_ ? new Held(storage, nullptr)
+                                         : new Held(c10::Storage(), keep(storage.data_ptr()));
       c10::DataPtr data(
-          storage.mutable_data(), held,
-          [](void* holder) { delete static_cast<c10::Storage*>(holder); },
+          storage.mutable_data(), held, [](void* holder) { delete static_cast<Held*>(holder); },
           c10::Device(c10::DeviceType::CPU));
       alias = c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data),
                            c10::GetAllocator(c10::DeviceType::CPU), /*resizable=*/true);
@@ -134,6 +140,7 @@ class Call {
     return alias;
   }
 
+  const bool keeps_storages_;
   std::optional<c10::DeviceIndex> device_;
   // Of the device, and its alias on the CPU.
   std::unordered_map<const void*, std::pair<at::Tensor, at::Tensor>> tensors_;
@@ -205,7 +212,7 @@ bool run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool is_full = !has_out;
   // Whether the caller may go on before the stream has come so far.
   bool is_awaited = false;
-  Call call;
+  Call call(/*keeps_storages=*/false);
   torch::jit::Stack later;
   const bool is_copy = schema.name() == "aten::copy_";
   const bool is_non_blocking = is_copy && arguments[2].toBool();
@@ -265,7 +272,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, torch::jit
   }
   const c10::FunctionSchema& schema = op.schema();
   const std::size_t count = schema.arguments().size();
-  Call call;
+  Call call(/*keeps_storages=*/true);
   const std::size_t begin = stack->size() - count;
   for (std::size_t i = begin; i < stack->size(); ++i) {
     c10::IValue& argument = (*stack)[i];

@@ -70,10 +70,14 @@ struct Block {
   const void* capture;   // during which it was allocated
   std::mutex mutex;
   std::vector<c10::Stream> used_on;  // guarded by mutex
+  std::atomic<int> users{1};         // whoever has allocated it, and kernels
 };
 
 void free_block(void* context) {
   auto* const block = static_cast<Block*>(context);
+  if (--block->users != 0) {
+    return;
+  }
   if (block->capture != nullptr) {
     return;  // the graph's, which may be replayed for as long as the process lives
   }
@@ -93,7 +97,7 @@ void free_block(void* context) {
 c10::DataPtr hold(void* data, std::size_t bytes, c10::DeviceIndex device, c10::Storage storage) {
   open_context(device);
   const c10::Stream stream = current_stream(device);
-  auto* const block = new Block{data, bytes, stream, std::move(storage), capture_now(), {}, {}};
+  auto* const block = new Block{data, bytes, stream, std::move(storage), capture_now(), {}, {}, 1};
   return {data, block, &free_block, c10::Device(c10::DeviceType::CUDA, device)};
 }
 
@@ -237,6 +241,14 @@ void record_stream(const c10::DataPtr& data, const c10::Stream& stream) {
     const std::lock_guard lock(block->mutex);
     block->used_on.push_back(stream);
   }
+}
+
+std::shared_ptr<void> keep(const c10::DataPtr& data) {
+  if (data.get_deleter() != &free_block) {
+    return nullptr;
+  }
+  ++static_cast<Block*>(data.get_context())->users;
+  return {data.get_context(), &free_block};
 }
 
 bool is_of_capture(const c10::DataPtr& data) {

@@ -11,6 +11,7 @@
 #include <c10/core/Stream.h>
 
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 namespace fake_cuda {
@@ -22,6 +23,9 @@ namespace fake_cuda {
 
 // Frees it no sooner than `stream` has done what it has been given by then.
 void record_stream(const c10::DataPtr& data, const c10::Stream& stream);
+
+// Keeps memory of the device's allocator as long as what it returns; nothing for any other.
+[[nodiscard]] std::shared_ptr<void> keep(const c10::DataPtr& data);
 
 // Whether it was allocated while the capture that is under way was.
 [[nodiscard]] bool is_of_capture(const c10::DataPtr& data);

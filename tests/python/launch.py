@@ -72,6 +72,10 @@ _DUMP_S = 2.0
 # PYDIST_TEST_OWN_GPUS=1: a rank sees a GPU of its own alone, if there are as many as ranks.
 _OWN_GPUS = os.environ.pop("PYDIST_TEST_OWN_GPUS", "0") == "1"
 
+# What the server that ranks are forked off loads before it forks, and they find there. Every
+# optimizer's first step imports torch._dynamo: seconds, in each rank.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy"]
+
 _LAUNCHER_PREFIXES = (
     "PYDIST_",
     "OMPI_",
@@ -173,8 +177,7 @@ def _one_thread() -> contextlib.AbstractContextManager[object]:
 def _context(method: str) -> Any:
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
-        # Every optimizer's first step imports torch._dynamo: seconds, in each rank.
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy"])
+        context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -88,13 +88,17 @@ def raise_and_zero_in_place(set_to_none: bool) -> None:
     def explode(_: Tensor) -> None:
         raise ValueError("in the middle of backward")
 
-    out = model.module[0](batch(rank, 2, 3))
-    if rank == 1:
-        out.register_hook(explode)
+    def watch(*args: Any) -> None:
+        args[-1].register_hook(explode)
+
+    watching = model.module[0].register_forward_hook(watch) if rank == 1 else None
+    loss = model(batch(rank, 2, 3)).sum()
+    if watching is not None:
+        watching.remove()
     else:
         time.sleep(0.3)  # the round goes on after rank 1 has zeroed its gradients
     with pytest.raises((ValueError, pydist.Error), match=r"in the middle|raised on rank 1"):
-        model.module[1](out).sum().backward()
+        loss.backward()
     model.zero_grad(set_to_none=set_to_none)
     model(batch(rank, 2, 3, step=1)).sum().backward()
     for r in range(size):

@@ -1,13 +1,16 @@
 """Buffers: everybody has those of rank 0."""
 
 import copy
+import warnings
 
 import gpu_ranks
 import pytest
 import torch
-from launch import run_ranks
+from launch import Ranks, run_ranks
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from training import (
+    LIMIT_S,
     TIME_LIMIT,
     Runner,
     assert_like_reference,
@@ -214,3 +217,162 @@ def move_a_buffer() -> None:
 @gpu_ranks.needs_gpu_ranks
 def test_a_buffer_may_move_off_its_device() -> None:
     run_ranks(move_a_buffer, 2, env={"PYDIST_BACKEND": "nccl"}, timeout=35)
+
+
+# --- buffers that the program changes between steps ----------------------------------------------
+
+
+class Tempered(nn.Module):
+    """Computes with a buffer that the training loop sets, and with one that forward adds to."""
+
+    temperature: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        self.register_buffer("temperature", torch.ones(1, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += x.abs().sum()
+        out: Tensor = self.norm(self.fc(x)) * self.temperature * (1 + 0.01 * self.calls.clone())
+        return out.square().mean()
+
+
+def set_in_place(module: Tempered, value: float) -> None:
+    module.temperature.fill_(value)
+
+
+def set_by_assignment(module: Tempered, value: float) -> None:
+    module.temperature = torch.full_like(module.temperature, value)
+
+
+def load_state(module: Tempered, value: float) -> None:
+    state = module.state_dict()
+    module.load_state_dict({**state, "temperature": torch.full_like(module.temperature, value)})
+
+
+def reset_statistics(module: Tempered, value: float) -> None:
+    if value:
+        module.norm.reset_running_stats()
+
+
+WAYS = {f.__name__: f for f in (set_in_place, set_by_assignment, load_state, reset_statistics)}
+
+
+def change_between_steps(way: str, who: str, when: int) -> list[str]:
+    """Returns what was warned of, and in which step."""
+    rank, size = joined()
+    torch.manual_seed(0)
+    module = Tempered()
+    model = pydist.DataParallel(module)
+    told = []
+    for step in range(4):
+        if step == when and (who == "all" or rank == {"first": 0, "last": size - 1}[who]):
+            WAYS[way](module, 3.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(batch(rank, 5, 4, step=step)).backward()
+        told += [f"{step}: {warning.message}" for warning in caught]
+    # Rank 0's count by the end of a backward, as ever.
+    for buffer in module.buffers():
+        first = buffer.clone()
+        pydist.broadcast(first, root=0)
+        assert torch.equal(first, buffer)
+    return told
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("way", ["set_in_place", "set_by_assignment", "load_state"])
+@pytest.mark.parametrize("who", ["first", "last"])
+def test_a_buffer_changed_on_one_rank_warns_all(
+    three: Ranks, way: str, who: str, when: int
+) -> None:
+    for told in three.run(change_between_steps, way, who, when, timeout=LIMIT_S):
+        assert len(told) == 1, told
+        assert told[0].startswith(f"{when}: buffer temperature of the model was changed")
+
+
+def test_statistics_reset_on_one_rank_warn_all(three: Ranks) -> None:
+    for told in three.run(change_between_steps, "reset_statistics", "first", 2, timeout=LIMIT_S):
+        assert len(told) == 1, told
+        assert "buffer norm.running_mean of the model" in told[0]
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_a_buffer_changed_alike_on_all_ranks_warns_nobody(three: Ranks, way: str) -> None:
+    assert three.run(change_between_steps, way, "all", 2, timeout=LIMIT_S) == [[], [], []]
+
+
+def change_before_a_forward(kind: str) -> tuple[list[float], list[float], int]:
+    """The outputs here and in torch, with a buffer that is changed on rank 0; and warnings."""
+    rank, _ = joined()
+    outputs: list[list[float]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for wrap in (pydist.DataParallel, DistributedDataParallel):
+            torch.manual_seed(0)
+            module = Tempered()
+            net = wrap(module)
+            outputs.append([])
+            for step in range(3):
+                if step == 1 and rank == 0 and kind != "in eval":
+                    module.temperature.fill_(2.0)
+                if kind == "two forwards":
+                    with torch.no_grad():
+                        module.temperature.fill_(1.0 + step)
+                    net(batch(rank, 5, 4, step=step))
+                elif kind == "in eval":
+                    # Evaluation may follow any change: it is not compared.
+                    net.eval()
+                    with torch.no_grad():
+                        net(batch(rank, 5, 4, step=step))
+                    net.train()
+                elif kind == "under no_sync":
+                    with net.no_sync():
+                        net(batch(rank, 5, 4, step=step)).backward()
+                    if step == 2 and rank == 0:
+                        # In torch the next forward copies nothing either.
+                        module.temperature.fill_(9.0)
+                loss = net(batch(rank, 5, 4, step=step))
+                loss.backward()
+                outputs[-1].append(loss.item())
+    told = [str(warning.message) for warning in caught if "of the model was" in str(warning)]
+    return outputs[0], outputs[1], len(told)
+
+
+@pytest.mark.parametrize("kind", ["plainly", "two forwards", "in eval", "under no_sync"])
+def test_where_forwards_differ_from_torch_a_warning_says_so(three: Ranks, kind: str) -> None:
+    found = three.run(change_before_a_forward, kind, timeout=LIMIT_S)
+    differ = any(ours != pytest.approx(theirs, rel=1e-9) for ours, theirs, _ in found)
+    assert {warned for _, _, warned in found} == {int(differ)}
+    assert differ == (kind != "in eval")
+
+
+def change_inside_transforms() -> None:
+    rank, _ = joined()
+    model = pydist.DataParallel(Tempered())
+    x = batch(rank, 5, 4)
+    buffers = {"temperature": torch.full((1,), 2.0, dtype=torch.float64)}
+    torch.func.functional_call(model, buffers, (x,)).backward()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    model.eval()
+    torch.func.grad(lambda values: torch.func.functional_call(model, values, (x,)))(parameters)
+    model.train()
+    with torch.inference_mode():
+        model.module.norm.running_mean = torch.ones(4, dtype=torch.float64)
+    model.module.norm.eval()
+    with torch.no_grad():
+        model(x)
+    model.module.norm.running_mean = torch.ones(4, dtype=torch.float64)
+    model(x).backward()
+    del model.module.temperature
+    with pytest.raises((AttributeError, pydist.Error)):
+        model(x).backward()
+
+
+def test_buffers_of_transforms(run: Runner) -> None:
+    run(change_inside_transforms)

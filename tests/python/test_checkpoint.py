@@ -304,16 +304,24 @@ def refuse_what_is_not_whole(place: Path, training: Training) -> None:
     parted: Any = nn.Linear(4, 4)
     parted.weight = nn.Parameter(distribute_tensor(parted.weight.detach(), mesh, [Shard(0)]))
     several: list[Any] = [training.optimizer]
-    both: Any = {"model": module}
     for arguments, match in (
-        ({"optimizer": several}, "optimizer is a list; it must be one optimizer"),
-        ({"model": both}, "model is a dict; it must be one module"),
+        ({"optimizer": several}, "optimizer is a list; it must be an optimizer, or a mapping"),
+        ({"model": [module]}, "model is a list; it must be a module, or a mapping"),
+        ({"model": {"G": 3}}, "model 'G': model is a int; it must be a module"),
+        ({"model": {"a.b": module}}, r"model= has the name 'a\.b'; names are text of letters"),
+        ({"optimizer": {3: zero}}, "optimizer= has the name 3; names are text"),
+        ({"scheduler": {"G": None}}, r"scheduler\['G'\] is None: leave out"),
+        ({"stateful": module}, "stateful is a Linear; it must be a mapping"),
+        ({"stateful": {"it": 3}}, r"stateful 'it' is a int, which has no load_state_dict\(\)"),
         ({"optimizer": zero}, "ZeroRedundancyOptimizer.*from_torch"),
+        ({"optimizer": {"zero": zero}}, "optimizer 'zero': .*ZeroRedundancyOptimizer.*from_torch"),
         ({"model": parted}, r"weight is a DTensor.*use torch\.distributed\.checkpoint"),
         ({"model": nn.Linear(2, 2, device="meta")}, "weight is torch.strided on meta"),
     ):
         with pytest.raises(pydist.InvalidUsage, match=match):
             pydist.save(place, **arguments)
+        if "zero'" in match:
+            match = "has no optimizer 'zero': it was saved with one that has no name"
         with pytest.raises(pydist.InvalidUsage, match=match):
             pydist.load(place, **arguments)
     with pytest.raises(pydist.InvalidUsage, match="pass a folder in it"):

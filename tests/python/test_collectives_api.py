@@ -24,7 +24,7 @@ def alone() -> Iterator[None]:
 
 MODULES = ["collectives", "process", "groups", "large_batch", "spawn", "sync_batch_norm"]
 MODULES += ["metrics.means", "metrics.classification", "metrics.ragged", "metrics.rows"]
-MODULES += ["evaluation"]
+MODULES += ["evaluation", "orders", "ledger", "sampler", "batch_sampler", "data_loading"]
 
 
 @pytest.mark.parametrize("name", MODULES)

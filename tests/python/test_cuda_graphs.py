@@ -77,6 +77,50 @@ def test_a_backward_is_captured_or_says_why_not() -> None:
     run_ranks(backward_alone, 2, env=NCCL, timeout=35)
 
 
+def hold_beside_a_graph() -> None:
+    """A replay writes where gradients were when it was captured: nobody may hold others there."""
+    rank, _ = start()
+    model = pydist.DataParallel(Branches().to("cuda"))
+    inputs = batch(rank, 3, 4).to("cuda")
+
+    def backward() -> None:
+        model(inputs, True).sum().backward()
+
+    for _ in range(3):
+        backward()
+        expected = model.first.weight.grad.cpu()
+        held = model.first.weight.grad
+        model.zero_grad(set_to_none=True)
+    message = "holds a gradient of parameter first.weight of an earlier step.*CUDA graph"
+    with pytest.raises(pydist.InvalidUsage, match=message), Graph():
+        backward()
+    torch.testing.assert_close(held.cpu(), expected)
+    del held
+    for _ in range(2):
+        backward()
+        model.zero_grad(set_to_none=True)
+    with Graph() as graph:
+        backward()
+    held = model.first.weight.grad
+    graph.replay()
+    gpu_ranks.synchronize()
+    torch.testing.assert_close(held.cpu(), expected)
+    # What the graph writes stays where it is; so does what it is added to.
+    backward()
+    assert model.first.weight.grad is held
+    torch.testing.assert_close(held.cpu(), 2 * expected)
+    model.zero_grad(set_to_none=True)
+    with pytest.raises(pydist.InvalidUsage, match=message):
+        backward()
+    del held
+    backward()
+    torch.testing.assert_close(model.first.weight.grad.cpu(), expected)
+
+
+def test_what_is_held_in_the_memory_of_a_graph_is_refused() -> None:
+    run_ranks(hold_beside_a_graph, 2, env=NCCL, timeout=35)
+
+
 def backward_that_is_compared() -> None:
     rank, _ = start()
     torch.manual_seed(3)

@@ -70,28 +70,28 @@ def gradients_of(net: nn.Module) -> list[Tensor]:
 def leave_either_outside() -> None:
     rank, size = joined()
     model, reference = net_and_reference()
-    # The forward alone under no_sync: averaged.
+    # The backward alone under no_sync: averaged.
+    loss = mean_output(model, rank, 0)
     with model.no_sync():
-        loss = mean_output(model, rank, 0)
-    loss.backward()
+        loss.backward()
     assert model.stats().rounds == 1
     for r in range(size):
         (mean_output(reference, r, 0) / size).backward()
     for ours, theirs in zip(gradients_of(model), gradients_of(reference), strict=True):
         assert_near(ours, theirs)
-    # The backward alone: this rank's own.
+    # The forward alone: this rank's own.
     model.zero_grad()
     reference.zero_grad()
-    loss = mean_output(model, rank, 1)
     with model.no_sync():
-        loss.backward()
+        loss = mean_output(model, rank, 1)
+    loss.backward()
     assert model.stats().rounds == 1
     mean_output(reference, rank, 1).backward()
     for ours, theirs in zip(gradients_of(model), gradients_of(reference), strict=True):
         assert_near(ours, theirs)
 
 
-def test_it_is_the_backward_that_counts(run: Runner) -> None:
+def test_it_is_the_forward_that_counts(run: Runner) -> None:
     run(leave_either_outside)
 
 

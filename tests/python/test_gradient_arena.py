@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from training import TIME_LIMIT, Runner, Tied, batch, joined
+from training import TIME_LIMIT, Parts, Runner, Tied, batch, joined
 
 import pydist
 
@@ -47,12 +47,12 @@ def test_gradients_stay_in_the_arena(run: Runner) -> None:
 
 def clip_out_of_place() -> None:
     rank, size = joined()
-    module = nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)})
+    module = Parts({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)})
     model = pydist.DataParallel(module)
     with model.no_sync():
-        model.b(torch.full((1, 2), rank + 1.0)).sum().backward()
+        model("b", torch.full((1, 2), rank + 1.0)).sum().backward()
     model.module.b.weight.grad = model.module.b.weight.grad.clamp(max=100.0)
-    model.module.a(torch.ones(1, 2)).sum().backward()
+    model("a", torch.ones(1, 2)).sum().backward()
     mean = sum(range(1, size + 1)) / size
     assert model.module.b.weight.grad.tolist() == [[mean, mean]]
 

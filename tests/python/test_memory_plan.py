@@ -547,3 +547,24 @@ def test_command_says_what_is_wrong(
     printed = capsys.readouterr().err
     assert printed.startswith("pydist plan: ")
     assert message in printed
+
+
+def test_what_a_rank_has_alone_is_not_shared_out() -> None:
+    shared, own = nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)
+    without = pydist.plan(nn.ModuleList([shared]), ranks=4)
+    module = nn.ModuleList([shared, own])
+    all_shared = pydist.plan(module, ranks=4)
+    module._ddp_params_and_buffers_to_ignore = ["1.weight"]  # type: ignore[assignment]
+    found = pydist.plan(module, ranks=4)
+    own_bytes = 64 * 32 * 4
+    for name in ("stage1", "stage2"):
+        ours, theirs = getattr(found, name), getattr(without, name)
+        assert ours.gradients == theirs.gradients + own_bytes
+        assert ours.parameters == theirs.parameters + own_bytes
+        # Two moments and a step.
+        assert ours.state == theirs.state + 2 * own_bytes + (
+            found.ddp.state - without.ddp.state - 2 * own_bytes
+        )
+        assert ours.state > getattr(all_shared, name).state
+    assert found.ddp.state == all_shared.ddp.state
+    assert any("1 parameters are each rank's own" in note for note in found.notes)

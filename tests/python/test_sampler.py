@@ -360,7 +360,7 @@ def test_states_are_a_few_whole_numbers_that_fit_their_data_set() -> None:
     late = pydist.BatchSampler(samplers(100, 3)[0], 11)
     late.sampler.load_state_dict(state)
     with pytest.raises(pydist.InvalidUsage, match="batches of 32"):
-        iter(late)
+        next(iter(late))
     late.load_state_dict({**state, "batch": 0})
     assert len(list(late)) == 3
     # From the end of an epoch any batch may follow.

@@ -1,21 +1,163 @@
 """`share_parameters=True`: one copy of the parameters for all ranks of a host."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from launch import Ranks
-from torch import nn
-from twins import LIMIT_S, TIME_LIMIT, Twins, small_model
+from torch import Tensor, nn
+from training import batch, joined
+from twins import LIMIT_S, TIME_LIMIT, ManyKinds, Twins, assert_same, small_model
 
 import pydist
 
 pytestmark = TIME_LIMIT
 
+Write = Callable[[nn.Module], None]
 
-def share(folder: str) -> None:
-    """One copy of the parameters: the same training, a fraction of the memory."""
+
+def writing_in_place(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
+def writing_past_versions(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+        parameter.data.add_(0.25)
+
+
+def writing_many_at_once(model: nn.Module) -> None:
+    torch._foreach_mul_(list(model.parameters()), 0.5)
+
+
+def writing_through_numpy(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dtype not in (torch.bfloat16, torch.float16):
+            values = parameter.detach().numpy()
+            np.multiply(values, 0.5, out=values)
+
+
+def writing_a_vector(model: nn.Module) -> None:
+    """Which gives parameters other memory."""
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+
+
+def writing_one_element(model: nn.Module) -> None:
+    """Beside parameters, and other ranks' shards of this one, on the same page."""
+    list(model.parameters())[1].view(-1)[3:5] -= 1.0
+
+
+def clamping(model: nn.Module) -> None:
+    """As for a Wasserstein distance."""
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def other_memory(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.detach() * 0.5
+
+
+def other_memory_of_the_same_values(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().clone()
+
+
+def copying_an_average(model: nn.Module) -> None:
+    """As who trains on with an average of the weights."""
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with torch.no_grad():
+        for ours, averaged in zip(model.parameters(), average.parameters(), strict=True):
+            ours.copy_(averaged * 0.9)
+
+
+def swapping_an_average(model: nn.Module) -> None:
+    """For an evaluation on rank 0 alone, as libraries for averages of weights do."""
+    if pydist.rank() == 0:
+        stored = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.detach() * 0.9)
+        for parameter, before in zip(model.parameters(), stored, strict=True):
+            parameter.data.copy_(before)
+
+
+def loading_a_state(model: nn.Module) -> None:
+    model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
+
+
+def loading_the_module(model: Any) -> None:
+    """Not through the wrapper, as libraries do that unwrap models."""
+    module = model.module
+    module.load_state_dict({k: v * 0.5 for k, v in module.state_dict().items()})
+    module[0].load_state_dict({k: v * 3.0 for k, v in module[0].state_dict().items()})
+
+
+def initialising_anew(model: Any) -> None:
+    torch.manual_seed(8)
+    model.apply(lambda part: part.reset_parameters() if hasattr(part, "reset_parameters") else None)
+
+
+WRITES: list[Write] = [
+    writing_in_place,
+    writing_past_versions,
+    writing_many_at_once,
+    writing_through_numpy,
+    writing_a_vector,
+    writing_one_element,
+    clamping,
+    other_memory,
+    other_memory_of_the_same_values,
+    copying_an_average,
+    swapping_an_average,
+    loading_a_state,
+    loading_the_module,
+    initialising_anew,
+]
+
+
+def write_alike(write: Write) -> None:
+    """On all ranks, as a program without sharing does: it means what it means there."""
+    for dtype in (torch.float32, torch.bfloat16):
+        twins = Twins(small_model(dtype), torch.optim.AdamW, share_parameters=True)
+        before_the_first = copy.deepcopy(twins.models[1].module)
+        for number in range(3):
+            with torch.no_grad():
+                for model in twins.models:
+                    write(model)
+            twins.check("written")
+            pydist.barrier()
+            twins.check("written by all")
+            if dtype == torch.float32:
+                twins.step(number)
+                twins.check("stepped")
+            else:  # through float32 copies, which the double has none of
+                twins.ours.zero_grad()
+                loss = twins.models[0](batch(twins.rank, 6, 10, step=number, dtype=dtype))
+                loss.square().mean().backward()
+                with torch.no_grad():
+                    written = [p.detach().clone() for p in twins.models[0].parameters()]
+                for group in twins.ours.param_groups:
+                    group["lr"] = 0.0
+                twins.ours.step()
+                for ours, theirs in zip(twins.models[0].parameters(), written, strict=True):
+                    assert_same(ours.detach(), theirs, "a step that changes nothing", exact=True)
+            if number == 0 and write is not swapping_an_average:
+                unchanged = zip(
+                    twins.models[1].parameters(), before_the_first.parameters(), strict=True
+                )
+                is_same = all(torch.equal(a, b) for a, b in unchanged)
+                values_stay = write in (other_memory_of_the_same_values, writing_through_numpy)
+                assert not is_same or (values_stay and dtype == torch.bfloat16), write
+
+
+def train() -> None:
+    """The same training as without sharing, with a copy of the parameters for all ranks."""
     for dtype in (torch.float32, torch.bfloat16):
         twins = Twins(
             small_model(dtype),
@@ -27,93 +169,361 @@ def share(folder: str) -> None:
         for step in range(4):
             twins.step(step)
         twins.check("one copy")
-        model = twins.models[0]
-        first = next(model.parameters())
-        pydist.barrier()
-        if twins.rank == 0:
-            with torch.no_grad():
-                first[0, 0] = 42.0
-        pydist.barrier()
-        assert first[0, 0].item() == 42.0
-        pydist.barrier()
-        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
-        pydist.barrier()
-        twins.ours.step()
-        pydist.barrier()
-        if twins.rank == 0:
-            with torch.no_grad():
-                first[0, 0] = 43.0
-        with pytest.raises(pydist.InvalidUsage, match=r"0.weight was written between two steps"):
-            twins.ours.step()
-        with pytest.raises(pydist.InvalidUsage, match="earlier step"):
-            twins.ours.step()
-        # Before the first step, also of what joins later; but for what all ranks load.
-        for loads in ("by itself", "from a checkpoint", ""):
-            module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-            module[0].requires_grad_(False)
-            model = pydist.DataParallel(module)
-            optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, share_parameters=True)
-            model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
-            model(torch.ones(1, 4)).sum().backward()
-            if not loads:
-                optimizer.step()
-                module[0].requires_grad_(True)
-                model(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-            pydist.barrier()
-            if loads:
-                state = copy.deepcopy(optimizer.state_dict())
-                if loads == "by itself":
-                    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
-                    optimizer.load_state_dict(state)
-                else:
-                    path = Path(folder, str(dtype))
-                    pydist.save(path, model=model, optimizer=optimizer)
-                    pydist.load(path, model=model, optimizer=optimizer)
-                pydist.barrier()
-            part = module[1] if loads else module[0]
-            if twins.rank == 0:
-                with torch.no_grad():
-                    part.bias[-1] += 1.0
-            with pytest.raises(
-                pydist.InvalidUsage, match=r"[01].bias was written.*before the first"
-            ):
-                optimizer.step()
-        model = pydist.DataParallel(nn.Linear(4, 4))
-        optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, share_parameters=True)
-        model(torch.ones(1, 4)).sum().backward()
-        pydist.barrier()
-        if twins.rank == 0:
-            with torch.no_grad():
-                model.bias[-1] += 1.0
-        with pytest.raises(pydist.InvalidUsage, match=r"bias was written.*before the first"):
-            optimizer.step()
+        assert no_own_pages(twins.ours)
 
 
-def give_other_memory() -> None:
-    """On all ranks, which means what it does without sharing; and on one alone."""
+def no_own_pages(optimizer: pydist.ShardedOptimizer) -> bool:
+    """Whether this rank has a copy of nothing."""
+    return not any(one_copy.written() for one_copy in optimizer._layout.copies)
+
+
+def write_all_kinds() -> None:
+    """Complex numbers, layouts, scalars, no elements, parameters that join."""
+    joined()
+    torch.manual_seed(2)
+    module = ManyKinds()
+    models = [pydist.DataParallel(copy.deepcopy(module), bucket_cap_mb=0.001) for _ in range(2)]
+    kinds = [True, False]
+    optimizers = [
+        pydist.ShardedOptimizer(m, torch.optim.SGD, lr=0.1, momentum=0.9, share_parameters=shared)
+        for m, shared in zip(models, kinds, strict=True)
+    ]
+    for number in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(batch(pydist.rank(), 2, 30, step=number, dtype=torch.float32)).sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.75)
+                if number == 1:
+                    model.image.weight.data = model.image.weight.detach() * 2.0
+                    model.pairs.data = model.pairs.detach() * 2.0
+            optimizer.step()
+            if number == 0:
+                model.frozen.requires_grad_(True)
+        for (name, ours), theirs in zip(
+            models[0].named_parameters(), models[1].parameters(), strict=True
+        ):
+            assert_same(ours.detach(), theirs.detach(), f"{name} of step {number}")
+
+
+def write_beside_own() -> None:
+    """Ranks have parameters of their own among those that they share: more on each than before."""
+    rank, _ = joined()
+    nets = []
+    for shared in (True, False):
+        torch.manual_seed(4)
+        module = nn.Module()
+        module.first = nn.Linear(10, 33)
+        module.experts = nn.ModuleList(nn.Linear(33, 33) for _ in range(rank + 1))
+        module.last = nn.Linear(33, 1)
+        names = [f"experts.{name}" for name, _ in module.experts.named_parameters()]
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        torch.manual_seed(4)
+        for parameter in module.last.parameters():
+            nn.init.normal_(parameter)
+        model = pydist.DataParallel(module, bucket_cap_mb=0.001)
+        optimizer = pydist.ShardedOptimizer(
+            model, torch.optim.AdamW, lr=0.01, share_parameters=shared
+        )
+        nets.append((model, module, optimizer))
+    for number in range(3):
+        for model, module, optimizer in nets:
+            optimizer.zero_grad()
+            x = module.first(batch(rank, 4, 10, step=number, dtype=torch.float32))
+            for expert in module.experts:
+                x = expert(x).tanh()
+            module.last(x).square().mean().backward()
+            model.sync_gradients()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.75)
+                module.experts[0].weight.data = module.experts[0].weight.detach() * (1.0 + rank)
+            optimizer.step()
+        ours, theirs = (model.named_parameters() for model, _, _ in nets)
+        for (name, a), (_, b) in zip(ours, theirs, strict=True):
+            assert_same(a.detach(), b.detach(), f"{name} of step {number}")
+    model, module, optimizer = nets[0]
+    with (
+        pytest.raises(pydist.Error, match=r"experts\.0\.bias, which was written inside"),
+        optimizer.writing(),
+        torch.no_grad(),
+    ):
+        module.experts[0].bias.zero_()
+
+
+def write_apart() -> None:
+    """Values that the ranks do not have alike; the model stays as it was."""
     twins = Twins(small_model(), torch.optim.SGD, options={"lr": 0.1}, share_parameters=True)
+    model, optimizer = twins.models[0], twins.ours
+    for number in range(2):  # before the first step, and between two
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        others = "by rank 1 alone"
+        for wrong, who in (
+            (lambda p: p.data[0, 0].add_(1.0), others),
+            (lambda p: setattr(p, "data", p.detach() * 2.0), others),
+            (lambda p: p.detach()[0, 0].add_(float(pydist.rank())), "by ranks 1, 2 alone"),
+            (lambda p: p.detach()[0, 0].add_(1.0 + pydist.rank()), "with other values on some"),
+        ):
+            pydist.barrier()
+            weight = model.module[2].weight
+            if who != others or twins.rank == 1:
+                wrong(weight)
+            for _ in range(2):
+                with pytest.raises(
+                    pydist.Mismatch, match=rf"parameter 2\.weight was written {who}"
+                ):
+                    optimizer.step()
+            # Whoever puts it right goes on.
+            model.load_state_dict(state)
+        twins.step(number)
+        twins.check("put right")
+
+
+def write_for_all() -> None:
+    """`optimizer.writing()`: one rank writes, and all have it."""
+    twins = Twins(small_model(), torch.optim.AdamW, options={"lr": 0.01}, share_parameters=True)
+    model, optimizer = twins.models[0], twins.ours
+    rank = twins.rank
+
+    def both(factor: float) -> None:
+        with optimizer.writing() as mine:
+            assert mine == (rank == 0)
+            if mine:
+                for parameter in model.parameters():
+                    parameter.mul_(factor)
+                first = next(model.parameters())
+                first.data = first.detach() + 1.0
+        with torch.no_grad():
+            for parameter in twins.models[1].parameters():
+                parameter.mul_(factor)
+            next(twins.models[1].parameters()).add_(1.0)
+
+    for number in range(3):
+        # What all have written alike before counts.
+        with torch.no_grad():
+            for each in twins.models:
+                next(each.parameters()).mul_(2.0)
+        both(0.5)
+        twins.check("written")
+        assert no_own_pages(optimizer)
+        twins.step(number)
+        twins.check("stepped")
+
+    # What saves a parameter for backward sees that it has changed, on all ranks.
+    loss = model(batch(rank, 6, 10, dtype=torch.float32)).square().mean()
+    with optimizer.writing() as mine:
+        if mine:
+            model.module[2].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|raised"):
+        loss.backward()
+    twins.ours.zero_grad()
+    with torch.no_grad():
+        twins.models[1].module[2].weight.add_(1.0)
+    twins.step(3)
+    twins.check("stepped after that")
+
+
+def fail_to_write_for_all() -> None:
+    """Nothing of it stays, on any rank, and training goes on."""
+    twins = Twins(small_model(), torch.optim.AdamW, options={"lr": 0.01}, share_parameters=True)
+    model, optimizer = twins.models[0], twins.ours
+    rank = twins.rank
+    weight = next(model.parameters())
     twins.step(0)
-    for model in twins.models:
-        weight = next(model.parameters())
-        weight.data = weight.detach() * 2
+
+    def spoil() -> None:
+        weight.mul_(3.0)
+        model.module[2].weight.data = model.module[2].weight.detach() * 2.0
+
+    def raising_on(raising: int) -> None:
+        with optimizer.writing() as mine:
+            if mine:
+                spoil()
+            if rank == raising:
+                raise KeyError("spoilt")
+
+    def out_of_turn() -> None:
+        with optimizer.writing():
+            if rank == 2:
+                spoil()
+
+    def converting() -> None:
+        with optimizer.writing() as mine:
+            if mine:
+                weight.data = weight.detach().double()
+
+    def with_inside(act: Callable[[], object]) -> None:
+        with optimizer.writing() as mine:
+            if mine:
+                spoil()
+            act()
+
+    for raising in (0, 1):
+        own = pytest.raises(KeyError, match="spoilt")
+        others = pytest.raises(pydist.Error, match=rf"rank {raising} raised inside.*KeyError")
+        with own if rank == raising else others:
+            raising_on(raising)
+        twins.check("spoilt")
+    with pytest.raises(pydist.InvalidUsage, match=r"rank 2 has written.*: 0\.weight, 2\.weight\."):
+        out_of_turn()
+    twins.check("written by a rank whose turn it was not")
+    with pytest.raises(pydist.Error, match=r"0\.weight was .*float32.* and is .*float64"):
+        converting()
+    twins.check("converted")
+    joining = nn.Linear(10, 33)
+    model.module.add_module("joining", joining)
+    with pytest.raises(pydist.Error, match=r"parameter joining\.weight, which was written inside"):
+        with_inside(joining.weight.zero_)
+    del model.module.joining
+    for inside, match in (
+        (lambda: optimizer.writing().__enter__(), "inside optimizer.writing"),
+        (optimizer.step, r"step\(\) is called inside optimizer.writing"),
+    ):
+        with pytest.raises(pydist.InvalidUsage, match=match):
+            with_inside(inside)
+    twins.check("nested")
     twins.step(1)
-    twins.check("other memory")
-    first = next(twins.models[0].parameters())
-    if twins.rank == 1:
-        first.data = first.detach() * 2
-    match = r"0\.weight was given other memory on 1 rank\(s\) between two steps"
-    with pytest.raises(pydist.InvalidUsage, match=match):
-        twins.ours.step()
+    twins.check("stepped")
+    # Where ranks have written apart before it, too.
+    if rank == 1:
+        weight.data.add_(1.0)
+    with (
+        pytest.raises(pydist.Mismatch, match=r"0\.weight was written by rank 1 alone"),
+        optimizer.writing(),
+    ):
+        raise AssertionError("not reached")
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
-def test_other_memory_on_some_ranks(backend: str) -> None:
-    with Ranks(3, {"PYDIST_BACKEND": backend, "PYDIST_DEBUG": "1"}) as ranks:
-        ranks.run(give_other_memory, timeout=LIMIT_S)
+def write_in_backward() -> None:
+    twins = Twins(small_model(), torch.optim.SGD, share_parameters=True)
+    model, optimizer = twins.models[0], twins.ours
+
+    def hook(_: Tensor) -> None:
+        with optimizer.writing():
+            pass
+
+    next(model.parameters()).register_hook(hook)
+    with pytest.raises(pydist.Error, match="called within backward"):
+        model(batch(twins.rank, 6, 10, dtype=torch.float32)).sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
-def test_one_copy_of_the_parameters(backend: str, tmp_path: Path) -> None:
-    with Ranks(3, {"PYDIST_BACKEND": backend, "PYDIST_DEBUG": "1"}) as ranks:
-        ranks.run(share, str(tmp_path), timeout=LIMIT_S)
+def write_without_sharing() -> None:
+    """The same program: every rank has parameters of its own, and writes them."""
+    twins = Twins(small_model(), torch.optim.SGD, options={"lr": 0.1})
+    twins.step(0)
+    with twins.ours.writing() as mine:
+        assert mine
+        next(twins.models[0].parameters()).mul_(0.5)
+    with torch.no_grad():
+        next(twins.models[1].parameters()).mul_(0.5)
+    twins.step(1)
+    twins.check("own parameters")
+    with (
+        pytest.raises(pydist.InvalidUsage, match="inside"),
+        twins.ours.writing(),
+        twins.ours.writing(),
+    ):
+        raise AssertionError("not reached")
+
+
+def load(folder: str) -> None:
+    """All ranks read it into the one copy: none has pages of its own of it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        twins = Twins(small_model(dtype), torch.optim.AdamW, share_parameters=True)
+        model, optimizer = twins.models[0], twins.ours
+        path = Path(folder, str(dtype))
+        for step in range(2):
+            model(batch(twins.rank, 6, 10, step=step, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pydist.save(path, model=model, optimizer=optimizer)
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+        pydist.load(path, model=model, optimizer=optimizer)
+        assert no_own_pages(optimizer)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, saved[name]), name
+        model(batch(twins.rank, 6, 10, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+        assert no_own_pages(optimizer)
+        if twins.rank == 0:
+            # And what one rank writes from then on is its own.
+            next(model.parameters()).data.zero_()
+        pydist.barrier()
+        assert twins.rank == 0 or bool(next(model.parameters()).detach().any())
+        pydist.barrier()
+
+
+def refuse_loading_inside(folder: str) -> None:
+    twins = Twins(small_model(), torch.optim.SGD, share_parameters=True)
+    pydist.save(folder, model=twins.models[0])
+    with pytest.raises(pydist.Error, match=r"inside optimizer\.writing"), twins.ours.writing():
+        pydist.load(folder, model=twins.models[0])
+    twins.step(0)
+    twins.check("after that")
+
+
+@pytest.fixture(scope="module", params=["native", "gloo"])
+def run_shared(request: pytest.FixtureRequest) -> Any:
+    with Ranks(3, {"PYDIST_BACKEND": request.param}) as ranks:
+        yield lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
+
+
+def test_one_copy_of_the_parameters(run_shared: Any) -> None:
+    run_shared(train)
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_what_all_ranks_write_counts_once(run_shared: Any, write: Write) -> None:
+    run_shared(write_alike, write)
+
+
+def test_what_all_ranks_write_into_parameters_of_all_kinds(run_shared: Any) -> None:
+    run_shared(write_all_kinds)
+
+
+def test_what_is_written_beside_parameters_of_ranks_alone(run_shared: Any) -> None:
+    run_shared(write_beside_own)
+
+
+def test_what_ranks_write_apart_is_refused(run_shared: Any) -> None:
+    run_shared(write_apart)
+
+
+def test_one_rank_writes_for_all(run_shared: Any) -> None:
+    run_shared(write_for_all)
+
+
+def test_what_raises_while_one_rank_writes_leaves_nothing(run_shared: Any) -> None:
+    run_shared(fail_to_write_for_all)
+
+
+def test_writing_for_all_in_backward_is_refused(run_shared: Any) -> None:
+    run_shared(write_in_backward)
+
+
+def test_writing_for_all_where_nothing_is_shared(run_shared: Any) -> None:
+    run_shared(write_without_sharing)
+
+
+def test_loading_makes_no_copies(run_shared: Any, tmp_path: Path) -> None:
+    run_shared(load, str(tmp_path))
+
+
+def test_loading_while_one_rank_writes_is_refused(run_shared: Any, tmp_path: Path) -> None:
+    run_shared(refuse_loading_inside, str(tmp_path / "checkpoint"))
+
+
+def write_alone() -> None:
+    for write in WRITES:
+        write_alike(write)
+    write_all_kinds()
+    write_without_sharing()
+
+
+def test_a_world_of_one() -> None:
+    with Ranks(1, {"PYDIST_BACKEND": "native"}) as ranks:
+        ranks.run(write_alone, timeout=LIMIT_S)

@@ -467,8 +467,9 @@ def inputs_are_moved() -> None:
             continue
         with pytest.raises(pydist.InvalidUsage, match=said):
             pydist.DataParallel(module, device_ids=wrong)
-    # A script for GPUs, run without.
-    assert pydist.DataParallel(nn.Linear(3, 2), device_ids=[0])(torch.ones(4, 3)).is_cpu
+    # As in torch.
+    with pytest.raises(pydist.InvalidUsage, match="device_ids=None for a module on the CPU"):
+        pydist.DataParallel(nn.Linear(3, 2), device_ids=[0])
 
 
 def test_forward_moves_its_arguments_to_the_device_named() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from launch import Ranks
 from torch import Tensor, nn
-from training import LIMIT_S, TIME_LIMIT, Runner, assert_near, batch, joined
+from training import LIMIT_S, TIME_LIMIT, Parts, Runner, assert_near, batch, joined
 
 import pydist
 from pydist.bucket_plan import PlannedParameter
@@ -79,8 +79,8 @@ def weigh_with_zero() -> None:
     # Rank 0's batch holds nothing that counts: the mean over it is NaN.
     mask = torch.arange(4) < rank
     for first in (True, False):
-        losses = model(batch(rank, 4, 4))
         with model.no_sync(enabled=first), model.weighted(mask.sum()):
+            losses = model(batch(rank, 4, 4))
             (losses[mask].mean() if rank or first else losses.mean() * math.nan).backward()
     taken = [batch(r, 4, 4)[:r] for r in range(size)]
     reference(torch.cat(taken)).mean().backward()
@@ -129,18 +129,19 @@ def test_what_was_averaged_counts_once(run: Runner, kind: str) -> None:
 def add_up_what_some_use(micro_batches: int) -> None:
     rank, size = joined()
     torch.manual_seed(0)
-    module = nn.ModuleList(nn.Linear(2, 1, dtype=torch.float64) for _ in range(size + 1))
+    module = Parts({str(n): nn.Linear(2, 1, dtype=torch.float64) for n in range(size + 1)})
     model = pydist.DataParallel(module, reduction="sum", bucket_cap_mb=1e-6)
     x = torch.ones(1, 2, dtype=torch.float64)
     for step in range(1, 4):
         for micro in range(micro_batches):
             with model.no_sync(enabled=micro + 1 < micro_batches):
-                model.module[0 if micro else rank](x).sum().backward()
+                model("0" if micro else str(rank), x).sum().backward()
         for number in range(size):
             expected = float(step * (1 + (size * (micro_batches - 1) if number == 0 else 0)))
-            assert model.module[number].weight.grad is not None
-            assert model.module[number].weight.grad.tolist() == [[expected] * 2], (step, number)
-        assert model.module[size].weight.grad is None
+            gradient = module[str(number)].weight.grad
+            assert gradient is not None
+            assert gradient.tolist() == [[expected] * 2], (step, number)
+        assert module[str(size)].weight.grad is None
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -275,7 +275,8 @@ def set_attributes(kind: str) -> None:
         model.register_buffer("late", torch.ones(1))
         assert "late" in dict(module.named_buffers())
         return
-    model.hidden = 9
+    with pytest.warns(UserWarning, match="setting 'hidden' on a pydist"):
+        model.hidden = 9
     assert model.hidden == 9
     assert model.double_hidden() == 18
     assert module.hidden == 9

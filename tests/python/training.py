@@ -66,6 +66,14 @@ def batch(rank: int, *shape: int, step: int = 0, dtype: torch.dtype = torch.floa
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+class Parts(nn.ModuleDict):
+    """Of which each forward takes one."""
+
+    def forward(self, name: str, x: Tensor) -> Tensor:
+        out: Tensor = self[name](x)
+        return out
+
+
 class Branches(nn.Module):
     """Of several branches, each forward takes one."""
 

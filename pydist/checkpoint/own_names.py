@@ -1,0 +1,83 @@
+"""Names in a checkpoint of what each rank has alone: `experts.0.weight@rank3`.
+
+A parameter or buffer that torch calls ignored (`rank_local`) is another one on each rank, so its
+name says whose it is. Such a checkpoint loads on as many ranks as have saved it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from pydist._torch import is_marked_as_ignored
+from pydist.data_parallel import DataParallel
+from pydist.errors import CheckpointError, InvalidUsage
+from pydist.live_wrappers import newest_first
+from pydist.rank_local import RankLocal
+
+_OWN = re.compile(r"(.*)@rank(\d+)")
+
+
+def own_name(name: str, rank: int) -> str:
+    """What a checkpoint calls something of one rank alone."""
+    return f"{name}@rank{rank}"
+
+
+def owner_in(name: str) -> int | None:
+    """The rank that a name, or an entry that begins with one, belongs to; None: to all."""
+    found = re.search(r"@rank(\d+)(?:\.|$)", name)
+    return None if found is None else int(found[1])
+
+
+def plain_of(name: str) -> str:
+    """A name without the rank."""
+    found = _OWN.fullmatch(name)
+    return name if found is None else found[1]
+
+
+def require_unambiguous(names: Iterable[str]) -> None:
+    """Raises InvalidUsage where something of a model is called as what one rank has alone."""
+    odd = next((name for name in names if owner_in(name) is not None), None)
+    if odd is not None:
+        raise InvalidUsage(
+            f"the model has {odd}, and in a checkpoint names that end in '@rank' and a number are "
+            "of what one rank has alone: call it otherwise"
+        )
+
+
+def own_tensors_of(module: nn.Module, wrapper: nn.Module) -> set[int]:
+    """The parameters and buffers of a model that each rank has alone, by id.
+
+    Args:
+        module: The one whose names are saved.
+        wrapper: What it was passed in.
+    """
+    local = wrapper._local if isinstance(wrapper, DataParallel) else RankLocal(module)
+    return {id(tensor) for _, tensor in (*local.parameters(), *local.buffers())}
+
+
+def is_own(parameter: Tensor) -> bool:
+    """Whether each rank has a parameter alone, of whatever model."""
+    if is_marked_as_ignored(parameter):
+        return True
+    return any(wrapper.has_alone(parameter) for wrapper in newest_first())
+
+
+def require_ranks(names: Iterable[str], ranks: int, saved_by: int) -> None:
+    """Raises CheckpointError where what ranks have alone is for another number of ranks.
+
+    Args:
+        names: Of the checkpoint's entries.
+        ranks: That load it.
+        saved_by: How many saved it.
+    """
+    own = sorted({name for name in names if owner_in(name) is not None})
+    if own and ranks != saved_by:
+        more = f" and {len(own) - 3} more" if len(own) > 3 else ""
+        raise CheckpointError(
+            f"the checkpoint was saved by {saved_by} ranks, each of which has parameters, buffers "
+            f"or state of its own ({', '.join(own[:3])}{more}), so it can't be loaded by {ranks}: "
+            "load it on as many ranks, or take it apart by pydist.checkpoint.to_torch(path, rank=)"
+        )

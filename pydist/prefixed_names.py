@@ -1,0 +1,197 @@
+"""Warns programs that look for torch's prefix `module.` in names, where pydist has none.
+
+torch's DistributedDataParallel puts `module.` before every name. So programs written for it select
+parameters by `name.startswith("module.encoder.")`, and cut seven characters off the keys of a
+state. Under the wrapped module's own names the first selects nothing and the second leaves garbage,
+neither with an error. Names have to be plain strings all the same, because they become keys of
+files that are read elsewhere. So the code that asks for them is looked at instead, once for each
+place: the loop or the comprehension over the names, what follows in the same function, and the
+functions that the loop calls.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_PREFIX = "module."
+# What patterns and regular expressions with the prefix begin with.
+_BEGINNINGS = (_PREFIX, "module\\.", "^module.", "^module\\.", "module[.]", "^module[.]")
+# Calls that select by their argument. Others may rename, which changes nothing without the prefix.
+_SELECTING = {
+    "startswith",
+    "get",
+    "pop",
+    "find",
+    "index",
+    "match",
+    "fullmatch",
+    "search",
+    "compile",
+    "fnmatch",
+    "fnmatchcase",
+    "filter",
+}
+_COMPARING = {"COMPARE_OP", "CONTAINS_OP"}
+_STORING = ("STORE_", "LIST_EXTEND", "SET_UPDATE")
+_INLINE = {"<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
+# How far before a call its statement may begin.
+_LINES_BEFORE = 6
+
+# The places that were looked at: code, and instructions in it.
+_seen: weakref.WeakKeyDictionary[types.CodeType, set[int]] = weakref.WeakKeyDictionary()
+
+
+def warn_of_prefix(method: str) -> None:
+    """Warns where the caller of a wrapper's method looks for the prefix in what that returns.
+
+    Args:
+        method: The name of the method, which calls this directly.
+    """
+    if torch.compiler.is_compiling():
+        return  # the frames are those of the compiler
+    frame = sys._getframe(2)
+    places = _seen.setdefault(frame.f_code, set())
+    if frame.f_lasti in places:
+        return
+    places.add(frame.f_lasti)
+    line = _line_of_use(frame, cuts=method == "state_dict")
+    if line is None:
+        return
+    warnings.warn(
+        f"line {line} of {frame.f_code.co_filename} looks for names that begin with {_PREFIX!r}, "
+        f"or cuts that off, in what {method}() of a pydist.DataParallel gives. There are none: "
+        "names are those of the wrapped module, without the prefix that torch's "
+        "DistributedDataParallel puts before them. Leave the prefix out; if the code is right "
+        "without it as well, ignore this",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _line_of_use(frame: types.FrameType, *, cuts: bool) -> int | None:
+    """The line that looks for the prefix, in what follows the call at which a frame stands."""
+    code, last, line = frame.f_code, frame.f_lasti, frame.f_lineno
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _NOTHING]
+    after = [i for i in instructions if i.offset > last]
+    if (found := _search(after, cuts=cuts)) is not None:
+        return found or line
+    inside = _loop(after)
+    end = max([line, *(n for i in inside if (n := _line(i)) is not None)])
+    for inner in _inline(code, line - _LINES_BEFORE, end):
+        if (found := _search(_of(inner), cuts=cuts)) is not None:
+            return found or line
+    for function in _called(frame, inside):
+        if (found := _search(_of(function.__code__), cuts=cuts)) is not None:
+            return found or line
+    return None
+
+
+_NOTHING = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME", "NOT_TAKEN"}
+
+
+def _of(code: types.CodeType) -> list[dis.Instruction]:
+    return [i for i in dis.get_instructions(code) if i.opname not in _NOTHING]
+
+
+def _line(instruction: dis.Instruction) -> int | None:
+    positions = getattr(instruction, "positions", None)  # not in Python 3.10
+    number = positions.lineno if positions is not None else instruction.starts_line
+    return int(number) if number else None
+
+
+def _loop(after: list[dis.Instruction]) -> list[dis.Instruction]:
+    """The body of the loop over what the call has returned; empty if there is none."""
+    for position, instruction in enumerate(after[:12]):
+        if instruction.opname == "FOR_ITER":
+            end = instruction.argval
+            return [i for i in after[position:] if i.offset < end]
+    return []
+
+
+def _inline(code: types.CodeType, first: int, last: int) -> Iterator[types.CodeType]:
+    """Comprehensions and lambdas between two lines."""
+    for constant in code.co_consts:
+        is_inline = isinstance(constant, types.CodeType) and constant.co_name in _INLINE
+        if is_inline and first <= constant.co_firstlineno <= last:
+            yield constant
+            yield from _inline(constant, first, last)
+
+
+def _called(frame: types.FrameType, body: list[dis.Instruction]) -> Iterator[types.FunctionType]:
+    """The functions of Python that a loop's body has names of."""
+    for name in dict.fromkeys(i.argval for i in body if i.opname.startswith(("LOAD_", "CALL_"))):
+        if not isinstance(name, str):
+            continue
+        value: Any = frame.f_locals.get(name, frame.f_globals.get(name))
+        if value is None:  # a method
+            value = getattr(type(frame.f_locals.get("self")), name, None)
+        if isinstance(value, types.FunctionType):
+            yield value
+
+
+def _search(instructions: list[dis.Instruction], *, cuts: bool) -> int | None:
+    """The line of the first instruction that selects by the prefix; 0 where that is not known."""
+    line = 0
+    for position, instruction in enumerate(instructions):
+        line = _line(instruction) or line
+        before = instructions[position - 1] if position else None
+        behind = instructions[position + 1 : position + 4]
+        if _has_prefix(instruction) and _selects(before, behind, instructions):
+            return line
+        if cuts and _is_cut(instruction, before, behind):
+            return line
+    return None
+
+
+def _has_prefix(instruction: dis.Instruction) -> bool:
+    if not instruction.opname.startswith("LOAD_CONST"):
+        return False
+    value = instruction.argval
+    items = value if isinstance(value, (tuple, frozenset)) else (value,)
+    return any(isinstance(item, str) and item.startswith(_BEGINNINGS) for item in items)
+
+
+def _selects(
+    before: dis.Instruction | None, behind: list[dis.Instruction], all_: list[dis.Instruction]
+) -> bool:
+    """Whether a constant with the prefix decides about names."""
+    is_argument = before is not None and before.opname in ("LOAD_ATTR", "LOAD_METHOD")
+    if before is not None and is_argument:
+        return before.argval in _SELECTING
+    # `name == "module.x"`, `name in (...)`; and with the operands in the other order.
+    names_first = bool(behind) and behind[0].opname in _COMPARING
+    names_last = len(behind) > 1 and behind[1].opname in _COMPARING
+    if names_first or (names_last and behind[0].opname.startswith("LOAD_")):
+        return True
+    is_stored = bool(behind) and behind[0].opname.startswith(_STORING)
+    calls = [i.argval for i in all_ if i.opname in ("LOAD_ATTR", "LOAD_METHOD")]
+    return is_stored and "startswith" in calls
+
+
+def _is_cut(
+    instruction: dis.Instruction, before: dis.Instruction | None, behind: list[dis.Instruction]
+) -> bool:
+    """Whether the first seven characters of something are cut off: `key[7:]`."""
+    length = len(_PREFIX)
+    if instruction.opname.startswith("LOAD_CONST") and instruction.argval == slice(length, None):
+        return True
+    is_length = instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+    is_length = is_length and instruction.argval == length
+    if not is_length and instruction.opname.startswith("CALL") and before is not None:
+        is_length = _has_prefix(before)  # len("module.")
+    ends = [i.opname for i in behind[:2]]
+    return (
+        is_length
+        and len(ends) == 2
+        and behind[0].opname.startswith("LOAD_CONST")
+        and behind[0].argval is None
+        and ends[1] in ("BINARY_SLICE", "BUILD_SLICE")
+    )

@@ -1,0 +1,75 @@
+"""Refuses that a library shares out among ranks what one rank's share is already.
+
+Note [Who asks]
+Libraries that share out samples put a sampler of their own around the one that they find, which
+asks it for indices and keeps every n-th. Around a share of pydist's only a part of the data set
+would be left, without any error. What such samplers have in common is no type but a number of
+shares among their attributes (`num_replicas`, as torch's, or `num_processes`). So a sampler of
+pydist's that is asked for something looks at the methods that are running. Where one of them
+belongs to another sampler of several shares, and there would be more shares of shares than ranks,
+the sampler refuses.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+from torch.utils.data import Sampler
+
+from pydist.errors import InvalidUsage
+
+__all__ = ["refuse_sharing_again"]
+
+# Attributes that hold a number of shares: of torch and Lightning, of Accelerate and Transformers.
+_NUMBERS = ("num_replicas", "num_processes", "num_shards", "world_size")
+# What stands above torch's loader does not ask for indices, but for batches.
+_LOADER = "torch.utils.data.dataloader"
+# Deeper than any chain of samplers.
+_MOST_FRAMES = 16
+
+
+def refuse_sharing_again(own: Sampler[object], shares: int, ranks: Callable[[], int]) -> None:
+    """Raises where the caller's caller shares out what `own` yields; see Note [Who asks].
+
+    Args:
+        own: the sampler that is asked.
+        shares: how many ranks share its samples, 2 or more.
+        ranks: tells how many there are.
+
+    Raises:
+        InvalidUsage: the message names the other sampler, and what to do.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame is None or frame.f_globals.get("__name__") == _LOADER:
+            return
+        asking = _self_of(frame)
+        further = _shares_of(asking) if asking is not own else 1
+        if further > 1 and shares * further > ranks():
+            kind = type(asking)
+            raise InvalidUsage(
+                f"a {type(own).__name__} of pydist's has shared out the samples among {shares} "
+                f"ranks, and a {kind.__name__} (of {kind.__module__}) is about to share out each "
+                f"rank's again, among {further}: most samples would never be trained on. Share "
+                "them out once: give the library a plain DataLoader, as it was before "
+                "pydist.prepare; or keep pydist's, and tell the library not to share it out "
+                "(Lightning: Trainer(use_distributed_sampler=False); Accelerate: leave the loader "
+                "out of accelerator.prepare())."
+            )
+        frame = frame.f_back
+
+
+def _self_of(frame: FrameType) -> object:
+    """The object whose method runs in a frame; None in a function of its own."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
+def _shares_of(asking: object) -> int:
+    # Attributes of its own only: a sampler that hands on others' has nothing to share out.
+    if not isinstance(asking, Sampler) or type(asking).__module__.startswith("pydist."):
+        return 1
+    values = [vars(asking).get(name) for name in _NUMBERS]
+    return max([1, *(value for value in values if isinstance(value, int))])

@@ -1,0 +1,26 @@
+"""What pytest finds by itself: time limits, and the ranks of all arms."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from arms import Arms
+from launch import PRELOADED, warm_up
+from time_limit import pytest_configure, pytest_timeout_cancel_timer, pytest_timeout_set_timer
+
+__all__ = ["pytest_configure", "pytest_timeout_cancel_timer", "pytest_timeout_set_timer"]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Loads torch for all ranks before the first test's limit counts: a slow disk takes long."""
+    is_here = any(Path(__file__).parent in item.path.parents for item in session.items)
+    if is_here and not session.config.option.collectonly:
+        PRELOADED.append("torch._inductor.compile_fx")  # for the programs that compile
+        warm_up()
+
+
+@pytest.fixture(scope="session")
+def arms() -> Iterator[Arms]:
+    arms = Arms()
+    yield arms
+    arms.close()

@@ -1,0 +1,209 @@
+"""Hooks on parameters, modules, outputs, gradients and states."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Library, Record, program
+from nets import batch, mlp
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn import functional
+
+
+def train(lib: Library, record: Record, model: Any, steps: int = 3) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        inputs, targets = batch(lib, step)
+        loss = functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        record(model, optimizer, loss)
+
+
+@program()
+def hooks_on_parameters_before_wrapping(lib: Library, record: Record) -> None:
+    module = mlp().to(lib.device)
+    module[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    module[2].bias.register_hook(lambda gradient: gradient.clone().zero_())
+    train(lib, record, lib.DataParallel(module))
+
+
+@program()
+def hooks_on_parameters_after_wrapping(lib: Library, record: Record) -> None:
+    # A mask that keeps pruned weights at zero.
+    model = lib.DataParallel(mlp().to(lib.device))
+    mask = (torch.arange(6, device=lib.device) % 2).expand(8, 6).to(torch.float64)
+    with torch.no_grad():
+        model.module[0].weight.mul_(mask)
+    model.module[0].weight.register_hook(lambda gradient: gradient * mask)
+    train(lib, record, model)
+
+
+@program("torch DDP")
+def hooks_see_gradients_before_they_are_averaged(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    seen: list[Tensor] = []
+    model.module[2].bias.register_hook(lambda gradient: seen.append(gradient.clone()))
+    train(lib, record, model)
+    record(local={"seen": seen})
+
+
+@program("torch DDP")
+def hooks_after_accumulation(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    norms: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.norm()))
+    train(lib, record, model)
+    record(local={"norms": sorted(norm.item() for norm in norms)})
+
+
+@program(without_ddp="torch's DDP lets each rank step on its own gradients", refused="backward")
+def optimizer_steps_within_backward(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for number in range(2):
+        inputs, targets = batch(lib, number)
+        loss = functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        record(model, None, loss)
+
+
+@program()
+def hooks_on_modules(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    means: list[Tensor] = []
+    slopes: list[Tensor] = []
+    model.module[0].register_forward_hook(lambda m, args, out: means.append(out.detach().mean()))
+    model.module[2].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    model.module[2].register_full_backward_hook(
+        lambda m, of_inputs, of_outputs: slopes.append(of_outputs[0].square().mean().sqrt())
+    )
+    train(lib, record, model)
+    record(averaged={"means": means})
+
+
+@program()
+def hooks_on_the_wrapper(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    calls: list[str] = []
+    model.register_forward_pre_hook(lambda m, args: calls.append("before"))
+    model.register_forward_hook(lambda m, args, out: out * 2)
+    model.register_full_backward_hook(lambda m, of_inputs, of_outputs: calls.append("backward"))
+    train(lib, record, model)
+    record(calls=calls)
+
+
+@program("torch DDP")
+def hooks_on_outputs(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        inputs, targets = batch(lib, step)
+        outputs = model(inputs)
+        outputs.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        outputs.retain_grad()
+        loss = functional.cross_entropy(outputs, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        record(model, optimizer, loss, local={"slope": outputs.grad})
+
+
+@program()
+def hooks_on_states(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    calls: list[str] = []
+    model.register_state_dict_post_hook(lambda *arguments: calls.append("saved"))
+    model.register_state_dict_pre_hook(lambda *arguments: calls.append("saving"))
+    model.register_load_state_dict_pre_hook(lambda *arguments: calls.append("loading"))
+    model.register_load_state_dict_post_hook(lambda *arguments: calls.append("loaded"))
+    model.load_state_dict(model.state_dict())
+    record(model, calls=calls)
+
+
+@program()
+def hooks_of_all_modules(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    kinds: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: kinds.append(type(module).__name__)
+    )
+    try:
+        train(lib, record, model, steps=1)
+    finally:
+        handle.remove()
+    record(kinds=[kind for kind in kinds if kind in ("Linear", "Tanh", "Sequential")])
+
+
+@program("torch DDP")
+def a_communication_hook(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        scaled = bucket.buffer().mul_(state / dist.get_world_size())
+        future = dist.all_reduce(scaled, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    model.register_comm_hook(0.5, hook)
+    train(lib, record, model)
+
+
+# The sums are taken in 16 bits, in an order of each backend's own.
+@program("torch DDP", tolerance=1e-3)
+def compression_to_sixteen_bits(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device, torch.float32))
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        inputs, targets = batch(lib, step)
+        loss = functional.cross_entropy(model(inputs.float()), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        record(model, optimizer, loss)
+
+
+@program("torch DDP", on_gpu=False)
+def power_sgd(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3)))
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train(lib, record, model, steps=5)
+
+
+@program("torch DDP")
+def hooks_on_several_gradients(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(mlp().to(lib.device))
+    seen: list[Tensor] = []
+
+    def note(gradients: Any) -> None:
+        seen.append(torch.cat([gradient.flatten() for gradient in gradients]))
+
+    handle = torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), note)
+    train(lib, record, model)
+    handle.remove()
+    record(local={"seen": seen})
+
+
+@program(without_ddp="torch's DDP steps with its averages", refused="backward")
+def optimizers_that_torch_puts_into_backward(lib: Library, record: Record) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = mlp().to(lib.device)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = lib.DataParallel(module)
+    for number in range(2):
+        inputs, targets = batch(lib, number)
+        loss = functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        record(model, None, loss)

@@ -1,0 +1,243 @@
+"""Programs that look for torch's prefix `module.` in names are told that there is none."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import Ranks
+from torch import nn
+from training import LIMIT_S, TIME_LIMIT
+
+import pydist
+
+pytestmark = TIME_LIMIT
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Ranks]:
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    pydist.init()
+    return pydist.DataParallel(
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ModuleDict({"head": nn.Linear(2, 1)}))
+    )
+
+
+# --- what selects by the prefix ------------------------------------------------------------------
+
+
+def freeze_in_a_loop(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if name.startswith("module.0"):
+            parameter.requires_grad = False
+
+
+def select_in_a_comprehension(model: Any) -> None:
+    _ = [p for name, p in model.named_parameters() if name.startswith("module.")]
+
+
+def select_in_a_generator(model: Any) -> None:
+    prefixes = ("module.0", "module.1")
+    _ = all(p.requires_grad for n, p in model.named_parameters() if not n.startswith(prefixes))
+
+
+def select_by_a_filter(model: Any) -> None:
+    _ = list(filter(lambda item: item[0].startswith("module.2"), model.named_parameters()))
+
+
+def is_head(name: str) -> bool:
+    return name.startswith("module.2.head")
+
+
+def select_by_a_function(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_head(name))
+
+
+class Selector:
+    def is_head(self, name: str) -> bool:
+        return "module.2.head" in name
+
+    def select(self, model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(self.is_head(name))
+
+
+def select_by_a_method(model: Any) -> None:
+    Selector().select(model)
+
+
+def select_by_an_expression(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.match(r"module\.[01]\.", name) is None)
+
+
+def select_by_a_variable(model: Any) -> None:
+    named = dict(model.named_parameters())
+    prefix = "module.2."
+    for name, parameter in named.items():
+        if name.startswith(prefix):
+            parameter.requires_grad_(False)
+
+
+def select_by_equality(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if name == "module.0.weight" or name in ("module.0.bias", "module.2.head.bias"):
+            parameter.requires_grad_(False)
+
+
+def look_up_with_a_default(model: Any) -> None:
+    _ = dict(model.named_parameters()).get("module.0.weight")
+
+
+def ask_whether_it_is_there(model: Any) -> None:
+    names = {name for name, _ in model.named_modules()}
+    if "module.2.head" in names:
+        model.eval()
+
+
+def select_buffers(model: Any) -> None:
+    _ = [buffer for name, buffer in model.named_buffers() if name.startswith("module.1")]
+
+
+def select_of_a_state(model: Any) -> None:
+    _ = {key[7:]: v for key, v in model.state_dict().items() if key.startswith("module.")}
+
+
+def cut_the_keys_of_a_state(model: Any) -> None:
+    _ = {key[7:]: value for key, value in model.state_dict().items()}
+
+
+def cut_by_a_length(model: Any) -> None:
+    state = {}
+    for key, value in model.state_dict().items():
+        state[key[len("module.") :]] = value
+
+
+SELECTING = [
+    freeze_in_a_loop,
+    select_in_a_comprehension,
+    select_in_a_generator,
+    select_by_a_filter,
+    select_by_a_function,
+    select_by_a_method,
+    select_by_an_expression,
+    select_by_a_variable,
+    select_by_equality,
+    look_up_with_a_default,
+    ask_whether_it_is_there,
+    select_buffers,
+    select_of_a_state,
+    cut_the_keys_of_a_state,
+    cut_by_a_length,
+]
+
+
+def run_twice(name: str) -> list[tuple[str, str]]:
+    model = build()
+    function: Callable[[Any], None] = globals()[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(model)
+        function(model)
+    return [(str(warning.message), warning.filename) for warning in caught]
+
+
+@pytest.mark.parametrize("function", SELECTING, ids=lambda function: function.__name__)
+def test_selecting_by_the_prefix_warns_once(one: Ranks, function: Callable[[Any], None]) -> None:
+    [told] = one.run(run_twice, function.__name__, timeout=LIMIT_S)
+    assert len(told) == 1, told
+    message, filename = told[0]
+    assert Path(filename) == Path(__file__)
+    found = re.match(r"line (\d+) of (\S+) looks for names that begin with 'module\.'", message)
+    assert found is not None
+    line = Path(__file__).read_text().splitlines()[int(found[1]) - 1]
+    assert "module" in line or "[7:]" in line, line
+
+
+# --- what does not -------------------------------------------------------------------------------
+
+
+def use_plain_names(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if name.startswith("0.") or name.endswith("bias"):
+            parameter.requires_grad_(False)
+
+
+def take_a_prefix_off(model: Any) -> None:
+    _ = {name.replace("module.", ""): p for name, p in model.named_parameters()}
+    _ = {key.removeprefix("module."): v for key, v in model.state_dict().items()}
+    _ = [name.split("module.")[-1] for name, _ in model.named_modules()]
+
+
+def put_a_prefix_on(model: Any) -> None:
+    _ = {f"module.{name}": p for name, p in model.named_parameters()}
+    _ = {"module." + key: value for key, value in model.state_dict().items()}
+
+
+def load_what_torch_has_saved(state: dict[str, Any]) -> dict[str, Any]:
+    return {k[7:] if k.startswith("module.") else k: v for k, v in state.items()}
+
+
+def speak_of_modules(model: Any) -> None:
+    """module.py is not a prefix."""
+    loaded = load_what_torch_has_saved({"module.0.weight": torch.ones(2)})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in loaded)
+    _ = [str(v)[7:] for v in model.parameters()]
+
+
+def ask_for_no_names(model: Any) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model.zero_grad()
+    _ = list(model.buffers())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [use_plain_names, take_a_prefix_off, put_a_prefix_on, speak_of_modules, ask_for_no_names],
+    ids=lambda function: function.__name__,
+)
+def test_other_uses_of_names_do_not_warn(one: Ranks, function: Callable[[Any], None]) -> None:
+    [told] = one.run(run_twice, function.__name__, timeout=LIMIT_S)
+    assert told == []
+
+
+# --- names are plain -----------------------------------------------------------------------------
+
+
+def save_names(path: str) -> None:
+    model = build()
+    named = {name: p.detach() for name, p in model.named_parameters()}
+    named |= dict(model.named_buffers())
+    assert all(type(name) is str for name in [*named, *dict(model.named_modules())])
+    torch.save(named, path)
+    assert json.loads(json.dumps(list(named))) == list(named)
+    assert pickle.loads(pickle.dumps(list(named))) == list(named)
+
+
+def test_names_are_read_where_there_is_no_pydist(one: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "named.pt"
+    one.run(save_names, str(path), timeout=LIMIT_S)
+    program = (
+        "import sys, torch\n"
+        "print(sorted(torch.load(sys.argv[1], weights_only=True)))\n"
+        "assert 'pydist' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert "'0.bias'" in done.stdout, done.stderr

@@ -1,0 +1,321 @@
+"""Libraries that share out samples meet what is shared out already: they are refused, or leave it.
+
+The libraries' ways are written out by hand, as far as they touch loaders. Accelerate wraps the
+batch sampler. Lightning and Ray put in a DistributedSampler, unless they find one. Some wrap the
+sampler into a data set, so as to put a DistributedSampler over that.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from launch import run_ranks
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from torch.utils.data import DistributedSampler as TorchSampler
+
+import pydist
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    # Of machines with one core, and of Python 3.12 and later about fork.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
+
+DATA: Any = range(22)
+RANKS = 2
+
+
+def share(**settings: Any) -> pydist.DistributedSampler:
+    return pydist.DistributedSampler(DATA, RANKS, 0, shuffle=False, **settings)
+
+
+def prepared(**settings: Any) -> pydist.PreparedLoader[Any]:
+    loader: Any = DataLoader(DATA, **{"batch_size": 4, "shuffle": True, **settings})
+    return pydist.prepare(loader, seed=0, num_replicas=RANKS, rank=0)
+
+
+# --- what libraries do ---------------------------------------------------------------------------
+
+
+class BatchSamplerShard(BatchSampler):
+    """As Accelerate's: of the batches of one process, this process's."""
+
+    def __init__(self, batch_sampler: Any, num_processes: int, process_index: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) // self.num_processes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, batch in enumerate(self.batch_sampler):
+            if number % self.num_processes == self.process_index:
+                yield batch
+
+
+def accelerate(loader: DataLoader[Any], processes: int = RANKS) -> DataLoader[Any]:
+    """As `Accelerator.prepare` does with a loader."""
+    batches: Any = loader.batch_sampler
+    if isinstance(loader.sampler, BatchSampler):
+        batches = loader.sampler
+    if processes > 1:
+        batches = BatchSamplerShard(batches, processes, 0)
+    settings: Any = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
+    if isinstance(loader.sampler, BatchSampler):
+        settings.update(sampler=batches, batch_size=None)
+    else:
+        settings.update(batch_sampler=batches)
+    return DataLoader(loader.dataset, **settings)
+
+
+class DatasetOfSampler(Dataset[Any]):
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def read(self) -> None:
+        self.indices = list(self.sampler)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.indices[place]
+
+
+class SamplerWrapper(TorchSampler[Any]):
+    """As Lightning's DistributedSamplerWrapper, and others': shares out what any sampler yields."""
+
+    def __init__(self, sampler: Any, num_replicas: int, rank: int) -> None:
+        super().__init__(DatasetOfSampler(sampler), num_replicas, rank, shuffle=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        dataset: Any = self.dataset
+        dataset.read()
+        return (dataset[place] for place in super().__iter__())
+
+
+def lightning(loader: DataLoader[Any], replicas: int = RANKS) -> DataLoader[Any]:
+    """As a Trainer does with a loader."""
+    if isinstance(loader.sampler, TorchSampler):
+        return loader
+    return renewed(loader, SamplerWrapper(loader.sampler, replicas, 0))
+
+
+def renewed(loader: DataLoader[Any], sampler: Any, wrap: Any = None) -> DataLoader[Any]:
+    """A loader of the same class with another sampler, as Lightning makes one."""
+    batches: Any = loader.batch_sampler
+    settings: Any = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
+    if batches is None:
+        return type(loader)(loader.dataset, None, sampler=sampler, **settings)
+    if type(batches) is BatchSampler:
+        return type(loader)(loader.dataset, loader.batch_size, sampler=sampler, **settings)
+    batches = type(batches)(sampler, batch_size=batches.batch_size, drop_last=batches.drop_last)
+    if wrap is not None:
+        batches = wrap(batches)
+    return type(loader)(loader.dataset, batch_sampler=batches, **settings)
+
+
+def ray(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """As ray.train.torch.prepare_data_loader does."""
+    if isinstance(loader.sampler, TorchSampler):
+        return loader
+    sampler: Any = TorchSampler(loader.dataset, RANKS, 0)  # type: ignore[arg-type]
+    return DataLoader(loader.dataset, loader.batch_size, sampler=sampler)
+
+
+class Recorder:
+    """As Lightning's wrapper of batch samplers, which keeps the indices of predictions."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+        self.seen: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            self.seen.append(batch)
+            yield batch
+
+
+class SkippingBatches(BatchSampler):
+    """As Accelerate's `skip_first_batches`."""
+
+    def __init__(self, batch_sampler: Any, skipped: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.skipped = skipped
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, batch in enumerate(self.batch_sampler):
+            if number >= self.skipped:
+                yield batch
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) - self.skipped
+
+
+# --- what can be recognised ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_they_are_of_torchs_types(workers: int) -> None:
+    loader = prepared(num_workers=workers)
+    assert isinstance(loader, DataLoader)
+    assert isinstance(loader.sampler, TorchSampler)
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    assert loader.batch_sampler.sampler is loader.sampler
+    assert loader.batch_size == loader.batch_sampler.batch_size == 4
+    singles = prepared(batch_size=None, num_workers=workers)
+    assert isinstance(singles.sampler, TorchSampler)
+    # What anybody gets out of it is what the loader delivers.
+    assert isinstance(loader.sampler, pydist.DistributedSampler)
+    batches = [batch.tolist() for batch in loader]
+    loader.set_epoch(0)
+    assert list(loader.batch_sampler) == batches
+    loader.set_epoch(0)
+    assert list(loader.sampler) == [index for batch in batches for index in batch]
+    again = pydist.prepare(DataLoader(DATA, batch_sampler=loader.batch_sampler))
+    again.set_epoch(0)
+    assert [batch.tolist() for batch in again] == batches
+
+
+# --- refused by name -----------------------------------------------------------------------------
+
+
+def with_sampler() -> DataLoader[Any]:
+    return DataLoader(DATA, 4, sampler=share())
+
+
+def with_batch_sampler() -> DataLoader[Any]:
+    return DataLoader(DATA, batch_sampler=pydist.BatchSampler(share(), 4))
+
+
+def with_indexed_batches() -> DataLoader[Any]:
+    tensors: Any = torch.arange(22)
+    batches: Any = pydist.BatchSampler(share(), 4)
+    return DataLoader(tensors, None, sampler=batches)
+
+
+def prepared_batches() -> DataLoader[Any]:
+    return pydist.prepare(with_indexed_batches())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_wrapped_batch_sampler_is_refused(workers: int) -> None:
+    for loader in (prepared(num_workers=workers), with_sampler(), with_batch_sampler()):
+        wrapped = accelerate(loader)
+        with pytest.raises(pydist.InvalidUsage, match=r"among 2 ranks, and a BatchSamplerShard"):
+            len(wrapped)
+        with pytest.raises(pydist.InvalidUsage, match=r"again, among 2: .*plain DataLoader"):
+            next(iter(wrapped))
+
+
+@pytest.mark.parametrize("make", [with_indexed_batches, prepared_batches])
+def test_indexed_batches_are_refused(make: Callable[[], DataLoader[Any]]) -> None:
+    with pytest.raises(pydist.InvalidUsage, match="a BatchSamplerShard"):
+        list(accelerate(make()))
+    with pytest.raises(pydist.InvalidUsage, match="a SamplerWrapper"):
+        list(lightning(make()))
+
+
+def test_a_sampler_over_a_sampler_is_refused() -> None:
+    for sampler in (share(), pydist.BatchSampler(share(), 4)):
+        over: Any = sampler
+        with pytest.raises(pydist.InvalidUsage, match=r"a DistributedSampler \(of torch\.utils"):
+            TorchSampler(over, RANKS, 0)
+        with pytest.raises(pydist.InvalidUsage, match="a SamplerWrapper"):
+            list(SamplerWrapper(over, RANKS, 0))
+        with pytest.raises(pydist.InvalidUsage, match="shares out the samples of a data set"):
+            pydist.DistributedSampler(over, RANKS, 0)
+    with pytest.raises(pydist.InvalidUsage, match="got a PreparedLoader: give it the data set"):
+        pydist.DistributedSampler(prepared(), RANKS, 0)
+
+
+def test_another_sampler_in_our_batches_is_refused() -> None:
+    with pytest.raises(pydist.InvalidUsage, match=r"a SamplerWrapper \(of .*tell the library not"):
+        lightning(with_batch_sampler())
+    with pytest.raises(pydist.InvalidUsage, match="got a SequentialSampler"):
+        renewed(prepared(), SequentialSampler(DATA))
+
+
+def test_preparing_twice_is_refused() -> None:
+    with pytest.raises(pydist.InvalidUsage, match="prepared already"):
+        pydist.prepare(prepared())
+
+
+# --- left as it is -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("library", [lightning, ray])
+def test_a_loader_with_a_distributed_sampler_is_left_alone(library: Any, workers: int) -> None:
+    for loader in (prepared(num_workers=workers), with_sampler(), prepared(batch_size=None)):
+        assert library(loader) is loader
+
+
+class Doubling(DataLoader[Any]):
+    """With things of its own to do, and arguments of its own."""
+
+    def __init__(self, dataset: Any, *settings: Any, factor: int = 2, **named: Any) -> None:
+        super().__init__(dataset, *settings, **named)
+        self.factor = factor
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield self.factor * batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_made_anew_delivers_the_same_share(workers: int) -> None:
+    loader = prepared(num_workers=workers)
+    expected = [batch.tolist() for batch in loader]
+    loader.set_epoch(0)
+    again = renewed(loader, loader.sampler)
+    assert type(again) is DataLoader
+    assert [batch.tolist() for batch in again] == expected
+    loader.set_epoch(0)
+    recorded = renewed(loader, loader.sampler, Recorder)
+    assert [batch.tolist() for batch in recorded] == expected
+
+    plain: Any = Doubling(DATA, 4, shuffle=True)
+    loader = pydist.prepare(plain, seed=0, num_replicas=RANKS, rank=0)
+    again = renewed(loader, loader.sampler)
+    assert type(again) is Doubling
+    assert [batch.tolist() for batch in again] == [[2 * i for i in batch] for batch in expected]
+
+
+def test_what_does_not_share_out_is_let_through() -> None:
+    loader = prepared()
+    expected = [batch.tolist() for batch in loader]
+    loader.set_epoch(0)
+    assert [batch.tolist() for batch in accelerate(loader, processes=1)] == expected
+    loader.set_epoch(0)
+    skipping = DataLoader(DATA, batch_sampler=SkippingBatches(loader.batch_sampler, 1))
+    assert (len(skipping), [batch.tolist() for batch in skipping]) == (2, expected[1:])
+    # Nobody has counted, so the loader says nothing about where training is.
+    with pytest.raises(pydist.InvalidUsage, match="only you can know"):
+        loader.state_dict()
+    # A sampler of one share may be shared out.
+    whole = DataLoader(DATA, 4, sampler=pydist.DistributedSampler(DATA, 1, 0))
+    assert len(list(accelerate(whole))) == 3
+
+
+def share_by_hosts() -> list[list[int]]:
+    """Four ranks, of which two by two share a part that pydist has shared out."""
+    pydist.init()
+    sampler = pydist.DistributedSampler(DATA, 2, pydist.rank() // 2, shuffle=False)
+    loader: Any = DataLoader(DATA, batch_sampler=pydist.BatchSampler(sampler, 2))
+    loader = accelerate(loader)
+    return [batch.tolist() for batch in loader]
+
+
+def test_shares_of_shares_may_be_what_is_meant() -> None:
+    results = run_ranks(share_by_hosts, 4)
+    assert results[0] == results[1] == [[0, 2], [8, 10], [16, 18]]
+    assert results[2] == results[3] == [[1, 3], [9, 11], [17, 19]]
