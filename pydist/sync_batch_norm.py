@@ -28,6 +28,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from pydist._native import Communicator
 
 __all__ = ["SyncBatchNorm", "refuse_under_join"]
+
+# The communicator on which each layer talks, and the group that it was made for.
+_in_use: WeakKeyDictionary[SyncBatchNorm, tuple[object, Communicator]] = WeakKeyDictionary()
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -164,7 +168,12 @@ class SyncBatchNorm(_BatchNorm):
         group = self.process_group
         if group is None:
             process.init()
-        return groups.layer_communicator(group)
+        # It stays with the layer: a forward that is recomputed runs in a thread of autograd's.
+        key = groups.default if group is None else group
+        known = _in_use.get(self)
+        if known is None or known[0] is not key:
+            known = _in_use[self] = (key, groups.layer_communicator(group))
+        return known[1]
 
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
         weight = self.momentum
