@@ -51,7 +51,7 @@ from pydist.state_dict_hooks import (
 )
 from pydist.state_dict_names import matched
 from pydist.step_guard import forget_steps, guard_steps
-from pydist.sync_batch_norm import refuse_under_join
+from pydist.sync_batch_norm import refuse_under_join, talk_apart
 from pydist.torch_arguments import (
     caps_of,
     group_of,
@@ -294,6 +294,7 @@ class DataParallel(TorchIdioms):
         # A group of its own: the user's collectives can't be taken for these, or these for theirs.
         parent = groups.communicator_of(process_group)
         self._communicator = groups.split(parent, range(parent.size))
+        talk_apart(module, process_group, self._communicator)
         self._local = local
         self._graph_cap_bytes = max(caps_bytes, default=DEFAULT_CAP_BYTES)
         self._input_device = input_device

@@ -50,6 +50,7 @@ PYTHON_LAYERS = (
     "agreement",
     "gloo_network",
     "backends",
+    "crossed_threads",
     "groups",
     "process",
     "collectives",
