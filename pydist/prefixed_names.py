@@ -81,15 +81,15 @@ def _line_of_use(frame: types.FrameType, *, cuts: bool) -> int | None:
     code, last, line = frame.f_code, frame.f_lasti, frame.f_lineno
     instructions = [i for i in dis.get_instructions(code) if i.opname not in _NOTHING]
     after = [i for i in instructions if i.offset > last]
-    if (found := _search(after, cuts=cuts)) is not None:
+    if (found := _search(after, frame, cuts=cuts)) is not None:
         return found or line
     inside = _loop(after)
     end = max([line, *(n for i in inside if (n := _line(i)) is not None)])
     for inner in _inline(code, line - _LINES_BEFORE, end):
-        if (found := _search(_of(inner), cuts=cuts)) is not None:
+        if (found := _search(_of(inner), frame, cuts=cuts)) is not None:
             return found or line
     for function in _called(frame, inside):
-        if (found := _search(_of(function.__code__), cuts=cuts)) is not None:
+        if (found := _search(_of(function.__code__), frame, cuts=cuts)) is not None:
             return found or line
     return None
 
@@ -137,24 +137,32 @@ def _called(frame: types.FrameType, body: list[dis.Instruction]) -> Iterator[typ
             yield value
 
 
-def _search(instructions: list[dis.Instruction], *, cuts: bool) -> int | None:
+def _search(
+    instructions: list[dis.Instruction], frame: types.FrameType, *, cuts: bool
+) -> int | None:
     """The line of the first instruction that selects by the prefix; 0 where that is not known."""
     line = 0
     for position, instruction in enumerate(instructions):
         line = _line(instruction) or line
         before = instructions[position - 1] if position else None
         behind = instructions[position + 1 : position + 4]
-        if _has_prefix(instruction) and _selects(before, behind, instructions):
+        if _has_prefix(instruction, frame) and _selects(before, behind, instructions):
             return line
-        if cuts and _is_cut(instruction, before, behind):
+        if cuts and _is_cut(instruction, before, behind, frame):
             return line
     return None
 
 
-def _has_prefix(instruction: dis.Instruction) -> bool:
-    if not instruction.opname.startswith("LOAD_CONST"):
-        return False
+_VARIABLES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL")
+
+
+def _has_prefix(instruction: dis.Instruction, frame: types.FrameType) -> bool:
+    """Whether a constant, or a variable of the caller's with its value of now, has the prefix."""
     value = instruction.argval
+    if instruction.opname.startswith(_VARIABLES) and isinstance(value, str):
+        value = frame.f_locals.get(value, frame.f_globals.get(value))
+    elif not instruction.opname.startswith("LOAD_CONST"):
+        return False
     items = value if isinstance(value, (tuple, frozenset)) else (value,)
     return any(isinstance(item, str) and item.startswith(_BEGINNINGS) for item in items)
 
@@ -177,7 +185,10 @@ def _selects(
 
 
 def _is_cut(
-    instruction: dis.Instruction, before: dis.Instruction | None, behind: list[dis.Instruction]
+    instruction: dis.Instruction,
+    before: dis.Instruction | None,
+    behind: list[dis.Instruction],
+    frame: types.FrameType,
 ) -> bool:
     """Whether the first seven characters of something are cut off: `key[7:]`."""
     length = len(_PREFIX)
@@ -186,7 +197,7 @@ def _is_cut(
     is_length = instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
     is_length = is_length and instruction.argval == length
     if not is_length and instruction.opname.startswith("CALL") and before is not None:
-        is_length = _has_prefix(before)  # len("module.")
+        is_length = _has_prefix(before, frame)  # len("module.")
     ends = [i.opname for i in behind[:2]]
     return (
         is_length

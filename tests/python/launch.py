@@ -40,8 +40,10 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -428,6 +430,21 @@ def run_command(
             _end_family(process)
             raise
         return subprocess.CompletedProcess(argv, process.returncode, _text(out), _text(err))
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on.
+
+    It lies below those that the system gives to outgoing connections, so none of other processes
+    takes it before a test serves something there.
+    """
+    range_of_system = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    end = min(int(range_of_system.split()[0]), 32768)
+    while True:
+        port = random.randrange(max(1024, end // 2), end)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _text(file: Any) -> str:
