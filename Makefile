@@ -7,6 +7,8 @@
 #   VENV_FLAGS  for `python -m venv` where it makes that: --system-site-packages keeps to the torch,
 #               and all else, that PYTHON has already
 #   TORCH_SPEC  what is installed where torch is missing        (torch==2.13.0)
+#   TORCH       the version that `make test-torch` tests with; it needs no other variable
+#   OUT         the folder of what is built                     (build)
 #   PIP_FLAGS   more flags for pip, such as an index of CPU-only wheels
 #   WERROR      ON makes compiler warnings errors             (OFF; .ci/run sets it)
 #   N           processes of `make train`                       (2)
@@ -15,6 +17,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
+OUT ?= build
+TORCH ?=
 TORCH_SPEC ?= torch==2.13.0
 PIP_FLAGS ?=
 WERROR ?= OFF
@@ -28,7 +32,7 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-builtin-rules
 
 BIN := $(VENV)/bin
-BUILD := build/dev
+BUILD := $(OUT)/dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
@@ -55,7 +59,7 @@ help:  ## list the targets
 	  /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: build
-build: build/.installed  ## compile and install pydist into .venv (editable)
+build: $(OUT)/.installed  ## compile and install pydist into .venv (editable)
 
 .PHONY: train
 train: build  ## train a small GPT on N=2 processes
@@ -93,7 +97,7 @@ bench-peers: build bench-engine  ## all_reduce in C++ beside the MPIs in C
 	$(BIN)/python bench/peers/compare.py
 
 .PHONY: bench-engine
-bench-engine: build/.tools  ## the C++ part of bench
+bench-engine: $(OUT)/.tools  ## the C++ part of bench
 	cmake -S . -B build/bench -G Ninja -DPYDIST_BUILD_PYTHON=OFF -DPYDIST_BUILD_BENCH=ON >/dev/null
 	cmake --build build/bench --target bench_engine bench_kernels
 	build/bench/bench/bench_engine 2
@@ -114,6 +118,12 @@ test-python: build  ## the Python tests
 # pytest-benchmark, which says that it can't measure then.
 	$(BIN)/python -m pytest -n 2 --dist loadfile -p no:benchmark $(ARGS)
 
+# In an environment and a build folder of its own, beside those of every other version.
+.PHONY: test-torch
+test-torch:  ## every test with another torch: TORCH=2.11.0
+	@[ -n "$(TORCH)" ] || { echo "Say which torch to test with: make test-torch TORCH=2.11.0" >&2; exit 1; }
+	$(MAKE) OUT=build/torch-$(TORCH) VENV=build/torch-$(TORCH)/venv TORCH_SPEC=torch==$(TORCH) test
+
 SANITIZERS := address,undefined thread
 # The linker takes a comma in a path for the end of it.
 comma := ,
@@ -128,7 +138,7 @@ export TSAN_OPTIONS ?= halt_on_error=1 second_deadlock_stack=1
 sanitize: $(SANITIZERS:%=sanitize-%)  ## the C++ tests under ASan and UBSan, and under TSan
 
 .PHONY: $(SANITIZERS:%=sanitize-%)
-$(SANITIZERS:%=sanitize-%): sanitize-%: build/.tools
+$(SANITIZERS:%=sanitize-%): sanitize-%: $(OUT)/.tools
 	@[ $(GTEST) = ON ] || { echo "make sanitize runs the C++ tests. $(GTEST_HINT)" >&2; exit 1; }
 	cmake -S . -B $(SANITIZED) -G Ninja -DPYDIST_SANITIZE=$* -DPYDIST_BUILD_TESTS=ON -DPYDIST_WERROR=$(WERROR)
 	cmake --build $(SANITIZED)
@@ -146,15 +156,15 @@ lint-python: build  ## ruff and mypy
 	$(BIN)/mypy
 
 .PHONY: lint-cpp
-lint-cpp: build/.tools  ## clang-format
+lint-cpp: $(OUT)/.tools  ## clang-format
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 .PHONY: lint-shell
-lint-shell: build/.tools  ## shellcheck
+lint-shell: $(OUT)/.tools  ## shellcheck
 	$(BIN)/shellcheck .ci/run
 
 .PHONY: format
-format: build/.tools  ## rewrite the sources in the project's format
+format: $(OUT)/.tools  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
@@ -167,7 +177,7 @@ TIDY_SOURCES = $(shell sed -n 's|^ *"file": "$(CURDIR)/\(csrc/.*\)",*$$|\1|p' \
 tidy: build/lint/compile_commands.json  ## clang-tidy
 	@$(MAKE) --no-print-directory -j$$(nproc) $(TIDY_SOURCES:%.cc=build/lint/%.tidy)
 
-build/lint/compile_commands.json: $(CMAKE) | build/.tools
+build/lint/compile_commands.json: $(CMAKE) | $(OUT)/.tools
 	cmake -S . -B build/lint -G Ninja -DPYDIST_BUILD_PYTHON=OFF >/dev/null
 
 build/lint/%.tidy: %.cc $(filter %.h,$(CPP)) .clang-tidy build/lint/compile_commands.json
@@ -188,7 +198,7 @@ check-stubs: build  ## the stub fits the compiled module
 	  { echo "pydist/_native.pyi differs from the compiled module: run make stubs." >&2; exit 1; }
 
 .PHONY: wheel
-wheel: build/.tools  ## dist/*.whl for the torch minor and the Python of .venv
+wheel: $(OUT)/.tools  ## dist/*.whl for the torch minor and the Python of .venv
 	$(PIP) wheel --quiet $(BUILD_FLAGS) --no-deps --wheel-dir dist .
 	@ls -1 dist/*.whl
 
@@ -196,14 +206,14 @@ wheel: build/.tools  ## dist/*.whl for the torch minor and the Python of .venv
 clean:  ## remove what was built (not .venv)
 	rm -rf build dist
 
-# Stamps. build/.tools: the virtual environment with the pinned tools and a torch; made again with an
+# Stamps. $(OUT)/.tools: the virtual environment with the pinned tools and a torch; made again with an
 # environment that is newer.
 $(BIN)/python:
 	@echo "making $(VENV)"
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 
-build/.tools: pyproject.toml $(BIN)/python $(wildcard $(VENV)/pyvenv.cfg)
-	@mkdir -p build
+$(OUT)/.tools: pyproject.toml $(BIN)/python $(wildcard $(VENV)/pyvenv.cfg)
+	@mkdir -p $(OUT)
 	@echo "installing the pinned tools into $(VENV)"
 	$(PIP) install --quiet $(PIP_FLAGS) 'pip>=25.1'
 	@# Before the tools: one of them needs a torch, and would bring the newest.
@@ -212,7 +222,7 @@ build/.tools: pyproject.toml $(BIN)/python $(wildcard $(VENV)/pyvenv.cfg)
 	$(PIP) install --quiet $(PIP_FLAGS) --group dev
 	@touch $@
 
-build/.installed: build/.tools $(CMAKE) $(CPP)
+$(OUT)/.installed: $(OUT)/.tools $(CMAKE) $(CPP)
 	@echo "compiling pydist (a few minutes the first time)"
 	$(PIP) install --quiet $(PIP_FLAGS) $(BUILD_FLAGS) --editable '.[examples]'
 	@touch $@

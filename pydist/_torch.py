@@ -5,12 +5,15 @@ A new torch may rename any of them; this is where to look then.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _functorch
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -92,6 +95,22 @@ def version_of(tensor: Tensor | None) -> int:
 def is_of_functorch(tensor: Tensor) -> bool:
     """Whether a transform of `torch.func` stands for a tensor, which then has no values."""
     return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_timeout_torchs_own() -> bool:
+    """Whether nobody gave the group that torch is making a time-out, so that torch took its own.
+
+    For the function that torch calls to make a group's backend. Where a program gives no time-out,
+    torch passes its constant `default_pg_timeout` on (as some frameworks do by themselves); the
+    backend gets a copy, which looks like 30 minutes that the program asked for. Only
+    `_new_process_group_helper`, the function of torch's that calls the backend's, still holds the
+    object itself.
+    """
+    maker = dist.distributed_c10d._new_process_group_helper.__code__
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not maker:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_locals.get("timeout") is default_pg_timeout
 
 
 class Indices(Protocol):

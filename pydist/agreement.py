@@ -51,6 +51,8 @@ class Verdict(NamedTuple):
     for_cuda: bool
     # Whether any rank has no GPU where one was meant (`describe_gpus`).
     misses_gpu: bool
+    # What each rank told of its network (`describe_network`), in rank order.
+    networks: tuple[dict[str, Any], ...]
 
 
 def judge(hellos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -92,6 +94,7 @@ def judge(hellos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "not_nccl": obstacle.why if obstacle is not None else None,
         "for_cuda": any(hello["for_cuda"] for hello in hellos),
         "misses_gpu": any(hello["misses_gpu"] for hello in hellos),
+        "networks": [hello["network"] for hello in hellos],
     }
 
 
@@ -159,7 +162,8 @@ def agree(
     Args:
         store: for this agreement alone.
         hello: `host`, `pydist`, `torch` (versions), `wish` and its `source`, what `describe_gpus`
-            tells; or the `error` that all are to raise.
+            tells, and in `network` what `describe_network` does; or the `error` that all are to
+            raise.
         timeout: how long to wait for the others.
 
     Raises:
@@ -187,4 +191,5 @@ def agree(
         verdict["not_nccl"],
         verdict["for_cuda"],
         verdict["misses_gpu"],
+        tuple(verdict["networks"]),
     )

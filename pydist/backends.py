@@ -21,12 +21,23 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist._load import __version__
+from pydist._torch import is_timeout_torchs_own
 from pydist.agreement import Verdict, agree
 from pydist.errors import Error, InvalidUsage, TransportError
+from pydist.gloo_network import GlooNetwork, describe_network, join_network
 from pydist.nccl_library import connect_at_joining, find_nccl
 from pydist.rank_gpu import describe_gpus, make_current
 
-__all__ = ["Job", "Options", "create_communicator", "parse_backend", "register", "valid_backends"]
+__all__ = [
+    "Job",
+    "Options",
+    "create_communicator",
+    "create_process_group",
+    "parse_backend",
+    "parse_timeout",
+    "register",
+    "valid_backends",
+]
 
 logger = logging.getLogger("pydist")
 
@@ -37,6 +48,9 @@ class Options:
 
     # As in PYDIST_BACKEND, which it overrides.
     backend: str | None = None
+    # How long joining, and later each operation, may take; in seconds, if it is a number. None
+    # leaves that to init_process_group's `timeout`, and to PYDIST_TIMEOUT if that has none either.
+    timeout: float | timedelta | None = None
 
 
 @dataclass(frozen=True)
@@ -53,10 +67,8 @@ class Job:
     hosts: tuple[str, ...]
     # The number of the GPU that each rank takes, of those that it sees; None where it sees none.
     gpus: tuple[int | None, ...]
-
-    @property
-    def is_on_one_host(self) -> bool:
-        return len(set(self.hosts)) == 1
+    # Where gloo listens on this rank.
+    network: GlooNetwork
 
     def local_ranks(self, rank: int) -> list[int]:
         """The ranks on the host of `rank`, in order."""
@@ -124,7 +136,7 @@ def host_identity() -> str:
     return " ".join(parts)
 
 
-def _hello(backend: str | None) -> dict[str, Any]:
+def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
     hello: dict[str, Any] = {
         "host": host_identity(),
         "pydist": __version__,
@@ -133,6 +145,7 @@ def _hello(backend: str | None) -> dict[str, Any]:
     try:
         hello["wish"], hello["source"] = _wish(backend)
         _native.read_environment()
+        hello["network"] = describe_network(store, size)
     except InvalidUsage as error:
         hello["error"] = str(error)
     else:
@@ -141,25 +154,19 @@ def _hello(backend: str | None) -> dict[str, Any]:
 
 
 def gloo_factory(
-    one_host: bool,
+    network: GlooNetwork,
 ) -> Callable[[dist.Store, int, int, float | timedelta], dist.ProcessGroup]:
-    """What makes torch's gloo for `create_gloo`; `one_host`: all ranks share the loopback."""
+    """What makes torch's gloo for `create_gloo`."""
 
     def create(
         store: dist.Store, rank: int, size: int, timeout: float | timedelta
     ) -> dist.ProcessGroup:
         if not dist.is_gloo_available():
             raise TransportError("this torch was built without gloo.")
+        options = network.options()
+        options._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         # Any: torch's stubs leave out its options.
         gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        # Left to itself gloo takes the interface that the host's name resolves to, which may be a
-        # slow one, or none.
-        if one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
-            options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        else:
-            options._devices = [gloo.create_default_device()]
         group: dist.ProcessGroup = gloo(store, rank, size, options)
         return group
 
@@ -175,8 +182,7 @@ class _Meeting:
     size: int
     name: str
     timeout: timedelta
-    # Whether all ranks of the job share the loopback.
-    one_host: bool
+    network: GlooNetwork
 
     def create(self, backend: str) -> _native.Communicator:
         """A communicator on native or gloo."""
@@ -184,7 +190,8 @@ class _Meeting:
         if backend == "native":
             made = _native.create_native(store, self.rank, self.size, self.name, timeout_s)
         else:
-            factory = gloo_factory(self.one_host)
+            self.network.require_usable()
+            factory = gloo_factory(self.network)
             made = _native.create_gloo(store, self.rank, self.size, self.name, timeout_s, factory)
         made.timeout = timeout_s
         return made
@@ -236,13 +243,16 @@ def create_communicator(
     turn = store.add(f"{met_by}/{rank}", 1)
     store = dist.PrefixStore(f"{met_by}#{turn}", store)
     if _job is not None and not is_world:
-        meeting = _Meeting(store, rank, size, name, timeout, _job.is_on_one_host)
+        meeting = _Meeting(store, rank, size, name, timeout, _job.network)
         gpu = _job.gpus[rank if members is None else members[rank]]
         return _create(meeting, _job, gpu)
     start_s = time.monotonic()
-    agreed = agree(dist.PrefixStore("agree", store), rank, size, _hello(backend), timeout)
+    agreed = agree(
+        dist.PrefixStore("agree", store), rank, size, _hello(backend, store, size), timeout
+    )
     gpu = agreed.gpus[rank]
-    meeting = _Meeting(store, rank, size, name, timeout, len(set(agreed.hosts)) == 1)
+    network = join_network(rank, agreed.hosts, agreed.networks)
+    meeting = _Meeting(store, rank, size, name, timeout, network)
     job, communicator = _choose(meeting, agreed, gpu)
     if is_world:
         if gpu is not None:
@@ -300,7 +310,8 @@ def _choose(
             not_nccl = str(error)
     if is_auto and backend != "nccl" and agreed.for_cuda:
         reason += f"; not nccl: {not_nccl}"
-    return Job(backend, host_backend, reason, agreed.hosts, agreed.gpus), communicator
+    job = Job(backend, host_backend, reason, agreed.hosts, agreed.gpus, meeting.network)
+    return job, communicator
 
 
 def _create(meeting: _Meeting, job: Job, gpu: int | None) -> _native.Communicator:
@@ -317,16 +328,33 @@ def default_timeout() -> timedelta:
     return timedelta(seconds=_native.read_environment().timeout)
 
 
-def _create_process_group(options: Any, pg_options: Any = None) -> _native.ProcessGroup:
+def parse_timeout(timeout: float | timedelta) -> timedelta:
+    """A time-out as users give it: a timedelta, or seconds.
+
+    Raises:
+        InvalidUsage: it is not positive, or longer than ten years.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not 0 < seconds < 3.2e8:
+        raise InvalidUsage(f"timeout={timeout} is not valid; it must be a number of seconds > 0.")
+    return timedelta(seconds=seconds)
+
+
+def _timeout_of(handed_down: timedelta, pg_options: Options | None) -> timedelta:
+    """The time-out of a group that torch makes."""
+    if pg_options is not None and pg_options.timeout is not None:
+        return parse_timeout(pg_options.timeout)
+    return default_timeout() if is_timeout_torchs_own() else handed_down
+
+
+def create_process_group(options: Any, pg_options: Any = None) -> _native.ProcessGroup:
     """What torch.distributed calls for every group on backend "pydist"."""
     if pg_options is not None and not isinstance(pg_options, Options):
         raise InvalidUsage(
             f"pg_options of backend 'pydist' is a {type(pg_options).__name__}; it must be a "
             "pydist.backends.Options, or None."
         )
-    # torch hands down its own default where the script gave no time-out.
-    is_default = options.timeout == dist.distributed_c10d.default_pg_timeout
-    timeout = default_timeout() if is_default else options.timeout
+    timeout = _timeout_of(options.timeout, pg_options)
     # torch names no ranks for the default group.
     is_world = not options.global_ranks_in_group
     if is_world:
@@ -347,10 +375,10 @@ def _create_process_group(options: Any, pg_options: Any = None) -> _native.Proce
 def register() -> None:
     """Makes "pydist" a backend of torch.distributed, for CPU and CUDA tensors. Idempotent.
 
-    `import pydist` calls it, and so does torch, where it looks for backends among the installed
-    packages' entry points.
+    `import pydist` calls it, and so does torch from 2.14 on, where a program names "pydist" before
+    that. Where `import torch` has called `_pydist_backend.register`, there is nothing left to do.
     """
-    if "PYDIST" not in dist.Backend._plugins:
+    if not hasattr(dist.Backend, "PYDIST"):
         dist.Backend.register_backend(
-            "pydist", _create_process_group, extended_api=True, devices=["cpu", "cuda"]
+            "pydist", create_process_group, extended_api=True, devices=["cpu", "cuda"]
         )

@@ -52,7 +52,7 @@ from pydist.state_dict_hooks import (
 )
 from pydist.state_dict_names import matched
 from pydist.step_guard import forget_steps, guard_steps
-from pydist.sync_batch_norm import refuse_under_join
+from pydist.sync_batch_norm import refuse_under_join, talk_apart
 from pydist.torch_arguments import (
     input_device_of,
     refuse_unsupported,
@@ -369,6 +369,7 @@ class DataParallel(TorchIdioms):
         # A group of its own: the user's collectives can't be taken for these, or these for theirs.
         parent = groups.communicator_of(settings.process_group)
         communicator = groups.split(parent, range(parent.size))
+        talk_apart(local.module, settings.process_group, communicator)
         averages_itself = type(self).average_bucket is not DataParallel.average_bucket
         facts = [*settings.facts(), f"average_bucket of its own={averages_itself}"]
         check_same(communicator, "pydist.DataParallel's setting", facts)

@@ -4,24 +4,45 @@ Launchers and what they set, in the order in which they are asked:
 
     torchrun, `pydist run`, by hand   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE
     Open MPI's mpirun                 OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+    MVAPICH2's mpirun                 MV2_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
     Hydra (MPICH, Intel MPI)          PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
+    flux run                          FLUX_TASK_RANK, FLUX_JOB_SIZE, FLUX_TASK_LOCAL_ID
+    jsrun                             JSM_NAMESPACE_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
     srun                              SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID
+    Cray's mpiexec (PALS)             PALS_RANKID, PMI_SIZE, PALS_LOCAL_RANKID, PMI_LOCAL_SIZE
     other PMI launchers               PMI_RANK, PMI_SIZE
+    horovodrun                        HOROVOD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+    SkyPilot, a process on each node  SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES
 
 Hydra stands before srun because inside a Slurm allocation it starts its own proxies by srun; the
-bare PMI variables stand after it because srun's PMI plugins set them too. A Slurm shell (salloc,
-the batch script itself) carries SLURM_* variables but is no rank: only a job step counts.
+bare PMI variables stand after srun, flux and PALS because those set them too. SkyPilot stands last
+because a task of SkyPilot's may call any of the others. A Slurm shell (salloc, the batch script
+itself) carries SLURM_* variables but is no rank: only a job step counts.
 
-The ranks meet at MASTER_ADDR and MASTER_PORT. mpirun and srun set neither: ranks of one host then
-meet on the loopback device, those of a job step on the step's first host, at a port derived from
-the job's id. MPICH gives no such id: there, the process that started this host's ranks stands for
-it. Nothing here talks to anybody.
+RANK=0 WORLD_SIZE=1 says that a process trains alone, whatever else is set. MASTER_ADDR and
+MASTER_PORT name a place, and no rank: where nothing else is set, the process is alone.
+
+Note [Signs of other processes]
+A process that takes itself for the only one, and is not, trains a model of its own and overwrites
+the others' checkpoint. So variables that show a launcher which started several processes, or may
+have, and which do not suffice to tell the ranks, are an error. That holds for PMIX_RANK, which
+comes without a number of ranks, and for PET_NNODES: torchrun's arguments take their defaults from
+PET_* variables, so these are meant for torchrun or `pydist run`, which then set RANK. What shows
+only that more processes were planned for (a Slurm shell of several tasks, PET_NPROC_PER_NODE) is
+told in a sentence, since one process in such a place is common.
+
+The ranks meet at MASTER_ADDR and MASTER_PORT. Most launchers set neither: ranks of one host then
+meet on the loopback device, those of a job step on the step's first host, those of SkyPilot on its
+first node, at a port derived from the job's id. MPICH gives no such id: there, the process that
+started this host's ranks stands for it. Nothing here talks to anybody.
 """
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,15 +81,24 @@ class Placement:
     rendezvous: Rendezvous | None
     # For messages: "torchrun", "mpirun (Open MPI)", ...
     launcher: str
+    # A sentence for whoever may have meant several processes, or nothing.
+    doubt: str = ""
 
 
 @dataclass(frozen=True)
 class _Launcher:
+    """The variables of one launcher."""
+
     name: str
     rank: str
     world_size: str
     local_rank: str = ""
     local_world_size: str = ""
+    # The number of hosts, in the first of these variables that is set.
+    host_count: tuple[str, ...] = ()
+    # What all ranks of a job share and no other job of this user has: the first of these texts
+    # whose variables are all set.
+    job: tuple[str, ...] = ()
 
 
 _TORCHRUN = _Launcher(
@@ -80,13 +110,114 @@ _OPEN_MPI = _Launcher(
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
+    job=("PMIX_NAMESPACE {PMIX_NAMESPACE}", "ess_base_jobid {OMPI_MCA_ess_base_jobid}"),
+)
+_MVAPICH = _Launcher(
+    "mpirun (MVAPICH2)",
+    "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    job=("PMI_JOBID {PMI_JOBID}",),
 )
 _HYDRA = _Launcher(
-    "mpirun (MPICH or Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+    "mpirun (MPICH or Intel MPI)",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+    job=("I_MPI_HYDRA_UUID {I_MPI_HYDRA_UUID}", "PMI_JOBID {PMI_JOBID}"),
 )
-_PMI = _Launcher("a PMI launcher", "PMI_RANK", "PMI_SIZE")
+_FLUX = _Launcher(
+    "flux run",
+    "FLUX_TASK_RANK",
+    "FLUX_JOB_SIZE",
+    "FLUX_TASK_LOCAL_ID",
+    host_count=("FLUX_JOB_NNODES",),
+    job=("flux {FLUX_JOB_ID}",),
+)
+_JSRUN = _Launcher(
+    "jsrun",
+    "JSM_NAMESPACE_RANK",
+    "JSM_NAMESPACE_SIZE",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+    job=("PMIX_NAMESPACE {PMIX_NAMESPACE}",),
+)
+_SRUN = _Launcher(
+    "srun",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    host_count=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    job=("slurm {SLURM_JOB_ID}.{SLURM_STEP_ID}",),
+)
+_PALS = _Launcher(
+    "mpiexec (PALS)",
+    "PALS_RANKID",
+    "PMI_SIZE",
+    "PALS_LOCAL_RANKID",
+    "PMI_LOCAL_SIZE",
+    job=("PALS_APID {PALS_APID}", "PMI_JOBID {PMI_JOBID}"),
+)
+_PMI = _Launcher(
+    "a PMI launcher",
+    "PMI_RANK",
+    "PMI_SIZE",
+    job=("PMIX_NAMESPACE {PMIX_NAMESPACE}", "PMI_JOBID {PMI_JOBID}"),
+)
+_HOROVODRUN = _Launcher(
+    "horovodrun",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    job=("horovod {HOROVOD_GLOO_RENDEZVOUS_ADDR}:{HOROVOD_GLOO_RENDEZVOUS_PORT}",),
+)
+_SKYPILOT = _Launcher(
+    "SkyPilot",
+    "SKYPILOT_NODE_RANK",
+    "SKYPILOT_NUM_NODES",
+    host_count=("SKYPILOT_NUM_NODES",),
+    job=("skypilot {SKYPILOT_TASK_ID}",),
+)
 
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class _Sign:
+    """A variable that a launcher sets which may have started several processes."""
+
+    variable: str
+    # What tells the number of processes, or nothing.
+    size: str = ""
+    # What to do about this launcher; by default what serves for any.
+    advice: str = ""
+
+
+# What is asked once no launcher was understood. See Note [Signs of other processes].
+_SIGNS = (
+    _Sign("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    _Sign("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    _Sign("PALS_RANKID"),
+    _Sign("ALPS_APP_PE"),
+    _Sign("MPIRUN_RANK", "MPIRUN_NPROCS"),
+    _Sign("MP_CHILD", "MP_PROCS"),
+    _Sign("PMIX_RANK"),
+    _Sign("HOROVOD_RANK", "HOROVOD_SIZE"),
+    _Sign("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
+    _Sign("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"),
+    _Sign("SM_HOSTS", "SM_HOSTS"),
+    _Sign(
+        "PET_NNODES",
+        "PET_NNODES",
+        "PET_* variables are arguments for torchrun: start the script by `torchrun` or `pydist "
+        "run`, which read them, on every node.",
+    ),
+)
+
+_ALONE = "If this process is to train alone, set RANK=0 WORLD_SIZE=1."
 
 
 def read_placement(environment: Mapping[str, str] | None = None) -> Placement:
@@ -100,27 +231,66 @@ def read_placement(environment: Mapping[str, str] | None = None) -> Placement:
 
     Raises:
         InvalidUsage: some variables of a launcher are set and others missing (the message names
-            them), a value is no number or out of range, or the meeting place cannot be derived.
+            them), a value is no number or out of range, the meeting place cannot be derived, or
+            the variables are those of a launcher of several processes that is not understood.
     """
-    env = {name: value for name, value in (environment or os.environ).items() if value != ""}
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return _read(_TORCHRUN, env)
-    if _OPEN_MPI.rank in env:
-        return _read(_OPEN_MPI, env)
-    if _HYDRA.rank in env and _HYDRA.local_rank in env:
-        return _read(_HYDRA, env)
-    step = _slurm_step(env)
-    if step is not None:
-        return _read(step, env)
-    if _PMI.rank in env:
-        return _read(_PMI, env)
-    ours = (_TORCHRUN.rank, _TORCHRUN.world_size, _TORCHRUN.local_rank, _TORCHRUN.local_world_size)
-    names = (*ours, *_MASTER)
-    found = [name for name in names if name in env]
+    given = os.environ if environment is None else environment
+    env = {name: value for name, value in given.items() if value != ""}
+    launcher = _launcher(env)
+    if launcher is not None:
+        return _read(launcher, env)
+    found = [name for name in _ranks_of(_TORCHRUN) if name in env]
     if found:
         needed = (_TORCHRUN.rank, _TORCHRUN.world_size, *_MASTER)
+        found += [name for name in _MASTER if name in env]
         raise _incomplete(found, [name for name in needed if name not in env])
-    return Placement(0, 1, 0, 1, None, "no launcher")
+    if _is_only_task(env):
+        return Placement(0, 1, 0, 1, None, "srun")
+    _refuse_signs_of_others(env)
+    return Placement(0, 1, 0, 1, None, "no launcher", _doubt(env))
+
+
+def _ranks_of(launcher: _Launcher) -> tuple[str, ...]:
+    names = (
+        launcher.rank,
+        launcher.world_size,
+        launcher.local_rank,
+        launcher.local_world_size,
+    )
+    return tuple(name for name in names if name)
+
+
+def _launcher(env: dict[str, str]) -> _Launcher | None:
+    """The launcher that started this process, if its variables tell rank and size."""
+    if "SKYPILOT_NUM_NODES" not in env and "SKYPILOT_NODE_IPS" in env:
+        env["SKYPILOT_NUM_NODES"] = str(len(env["SKYPILOT_NODE_IPS"].split()))
+    if "SLURM_STEP_NUM_TASKS" not in env and "SLURM_NTASKS" in env:
+        env["SLURM_STEP_NUM_TASKS"] = env["SLURM_NTASKS"]
+
+    def sets(launcher: _Launcher) -> bool:
+        return launcher.rank in env and launcher.world_size in env
+
+    if sets(_TORCHRUN):
+        return _TORCHRUN
+    # A rank of theirs without a number of ranks is an error of its own.
+    for launcher in (_OPEN_MPI, _MVAPICH):
+        if launcher.rank in env:
+            return launcher
+    if _HYDRA.rank in env and _HYDRA.local_rank in env:
+        return _HYDRA
+    for launcher in (_FLUX, _JSRUN):
+        if sets(launcher):
+            return launcher
+    if _is_job_step(env) and env[_SRUN.world_size] != "1":
+        return _SRUN
+    if sets(_PALS):
+        return _PALS
+    if _PMI.rank in env:
+        return _PMI
+    for launcher in (_HOROVODRUN, _SKYPILOT):
+        if sets(launcher):
+            return launcher
+    return None
 
 
 def _incomplete(found: list[str], missing: list[str]) -> InvalidUsage:
@@ -131,13 +301,61 @@ def _incomplete(found: list[str], missing: list[str]) -> InvalidUsage:
     )
 
 
-def _slurm_step(env: Mapping[str, str]) -> _Launcher | None:
-    if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env:
-        return None
-    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    if size not in env or _integer(env, "SLURM_STEP_ID") >= _FIRST_RESERVED_STEP:
-        return None
-    return _Launcher("srun", "SLURM_PROCID", size, "SLURM_LOCALID") if env[size] != "1" else None
+def _is_job_step(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process, rather than a shell of salloc or a batch script."""
+    needed = ("SLURM_PROCID", "SLURM_STEP_ID", _SRUN.world_size)
+    if not all(name in env for name in needed):
+        return False
+    return _integer(env, "SLURM_STEP_ID") < _FIRST_RESERVED_STEP
+
+
+def _is_only_task(env: Mapping[str, str]) -> bool:
+    return _is_job_step(env) and env[_SRUN.world_size] == "1"
+
+
+def _refuse_signs_of_others(env: Mapping[str, str]) -> None:
+    for sign in _SIGNS:
+        if sign.variable not in env or _largest_size(env.get(sign.size, "")) == 1:
+            continue
+        told = f"{sign.variable}={env[sign.variable]}"
+        if sign.size not in ("", sign.variable):
+            told += f", {sign.size}={env.get(sign.size, 'not set')}"
+        advice = sign.advice or (
+            "pydist can't tell the ranks from the variables of this launcher: set RANK, "
+            "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from them, or start the script by "
+            "`pydist run`, torchrun, mpirun or srun."
+        )
+        raise InvalidUsage(
+            f"{told} in the environment shows a launcher that may have started several processes, "
+            f"of which each would train a model of its own. {advice} {_ALONE}"
+        )
+
+
+def _largest_size(value: str) -> int:
+    """The number of processes by such a variable: "4", "1:4", or a JSON list; 0 where unknown."""
+    with suppress(ValueError):
+        names = json.loads(value)
+        if isinstance(names, list):
+            return len(names)
+    with suppress(ValueError):
+        return int(value.rpartition(":")[2])
+    return 0
+
+
+def _doubt(env: Mapping[str, str]) -> str:
+    """A sentence where several processes were planned for, and this one was started alone."""
+    for planned, start in (
+        ("SLURM_NTASKS", "srun"),
+        ("SLURM_NNODES", "srun"),
+        ("PET_NPROC_PER_NODE", "torchrun or `pydist run`"),
+    ):
+        if planned in env and _largest_size(env[planned]) != 1:
+            return (
+                f"{planned}={env[planned]} is set, but {start} has not started this process, so it "
+                f"trains alone: start the script by {start} if several processes are meant, or "
+                "set RANK=0 WORLD_SIZE=1 if this one is."
+            )
+    return ""
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
@@ -155,6 +373,9 @@ def _read(launcher: _Launcher, env: Mapping[str, str]) -> Placement:
         raise _incomplete([launcher.rank], [launcher.world_size])
     rank, world_size = _integer(env, launcher.rank), _integer(env, launcher.world_size)
     _check_range(launcher.rank, rank, launcher.world_size, world_size)
+    if world_size == 1:
+        # The process is alone, whatever else a launcher of several processes has set.
+        return Placement(0, 1, 0, 1, None, launcher.name)
     local_rank = _integer(env, launcher.local_rank) if launcher.local_rank in env else None
     local_world_size = None
     if launcher.local_world_size in env:
@@ -168,9 +389,9 @@ def _read(launcher: _Launcher, env: Mapping[str, str]) -> Placement:
                 f"{launcher.local_world_size}={local_world_size} is more than "
                 f"{launcher.world_size}={world_size}: one host can't hold more ranks than the job."
             )
-    if world_size == 1:
-        return Placement(0, 1, 0, 1, None, launcher.name)
-    rendezvous = _rendezvous(launcher, env, local_world_size == world_size)
+    hosts = next((env[name] for name in launcher.host_count if name in env), None)
+    one_host = local_world_size == world_size or hosts == "1"
+    rendezvous = _rendezvous(launcher, env, one_host)
     return Placement(rank, world_size, local_rank, local_world_size, rendezvous, launcher.name)
 
 
@@ -191,12 +412,10 @@ def _rendezvous(launcher: _Launcher, env: Mapping[str, str], one_host: bool) -> 
     if launcher is _TORCHRUN:
         found = [name for name in (launcher.rank, launcher.world_size, *_MASTER) if name in env]
         raise _incomplete(found, [name for name in _MASTER if name not in env])
-    job = _job(env)
-    if launcher.name == "srun":
-        one_host = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES")) == "1"
+    job = _job(launcher, env)
     address = env.get("MASTER_ADDR")
     if address is None:
-        address = "127.0.0.1" if one_host else _first_slurm_host(launcher, env)
+        address = "127.0.0.1" if one_host else _first_host_of(launcher, env)
     if address is None or (job is None and "MASTER_PORT" not in env):
         what = "address of rank 0" if address is None else "job's id"
         variable = "MASTER_ADDR" if address is None else "MASTER_PORT"
@@ -210,14 +429,12 @@ def _rendezvous(launcher: _Launcher, env: Mapping[str, str], one_host: bool) -> 
     return Rendezvous(address, port, job or "")
 
 
-def _job(env: Mapping[str, str]) -> str | None:
+def _job(launcher: _Launcher, env: Mapping[str, str]) -> str | None:
     """Something that all ranks of this job share and that no other job of this user has."""
-    if "SLURM_STEP_ID" in env and "SLURM_JOB_ID" in env:
-        return f"slurm {env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
-    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "I_MPI_HYDRA_UUID", "PMI_JOBID"):
-        if name in env:
-            return f"{name} {env[name]}"
-    return _hydra_proxy() if _HYDRA.local_rank in env else None
+    for text in launcher.job:
+        with suppress(KeyError):
+            return text.format_map(env)
+    return _hydra_proxy() if launcher is _HYDRA else None
 
 
 def _hydra_proxy() -> str | None:
@@ -242,11 +459,14 @@ def _port(job: str) -> int:
     return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _PORT_COUNT
 
 
-def _first_slurm_host(launcher: _Launcher, env: Mapping[str, str]) -> str | None:
-    if launcher.name != "srun":
-        return None
-    hosts = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST"))
-    return first_host(hosts) if hosts else env.get("SLURM_LAUNCH_NODE_IPADDR")
+def _first_host_of(launcher: _Launcher, env: Mapping[str, str]) -> str | None:
+    """Where rank 0 is, as far as the launcher tells."""
+    if launcher is _SRUN:
+        hosts = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST"))
+        return first_host(hosts) if hosts else env.get("SLURM_LAUNCH_NODE_IPADDR")
+    if launcher is _SKYPILOT:
+        return next(iter(env.get("SKYPILOT_NODE_IPS", "").split()), None)
+    return None
 
 
 def first_host(hosts: str) -> str:

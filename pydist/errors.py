@@ -60,10 +60,14 @@ class PeerLost(Error):  # noqa: N818
 class Timeout(Error, TimeoutError):  # noqa: N818
     """A deadline passed before the operation was done.
 
-    The message names the rank that is waited for and what it is in. If that rank is only slow (it
-    loads data, compiles, writes a checkpoint), give more time: `PYDIST_TIMEOUT`, the `timeout` of
-    `pydist.init`, or that of the call.
+    The message says "timed out", which tools that restart jobs look for, and names the rank that is
+    waited for and what it is in. If that rank is only slow (it loads data, compiles, writes a
+    checkpoint), give more time: `PYDIST_TIMEOUT`, the `timeout` of `pydist.init`, or that of the
+    call.
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message if "timed out" in message else f"timed out: {message}")
 
 
 class Aborted(Error):  # noqa: N818

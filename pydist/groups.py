@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary, WeakSet
@@ -9,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from pydist import _native, backends
+from pydist import _native, backends, crossed_threads
 from pydist.errors import InvalidUsage
 
 __all__ = ["Group", "communicator_of", "new_group"]
@@ -40,6 +41,10 @@ _bootstrapped: "WeakKeyDictionary[dist.ProcessGroup, _native.Communicator]" = We
 _split: "WeakSet[_native.Communicator]" = WeakSet()
 # Those split for the layers of models: one for each group, whatever the number of layers.
 _of_layers: "WeakKeyDictionary[Group, _native.Communicator]" = WeakKeyDictionary()
+# Held while a group of another backend is met: threads that need it at the same time meet it once.
+_meeting: "WeakKeyDictionary[dist.ProcessGroup, threading.Lock]" = WeakKeyDictionary()
+# Guards the tables.
+_lock = threading.Lock()
 # What runs in threads on such communicators is finished by these before they close.
 before_closing: list[Callable[[], None]] = []
 # The process that made them: a forked child has them in memory, but they are not its to close.
@@ -116,14 +121,26 @@ def bootstrap(
 
     Every rank of the group calls it. The communicator lives until `close_all`.
     """
-    known = _bootstrapped.get(group)
-    if known is not None:
-        return known
+    with _lock:
+        meeting = _meeting.setdefault(group, threading.Lock())
+    with meeting:
+        known = _bootstrapped.get(group)
+        if known is None:
+            known = _meet(group, backend, timeout, is_world)
+            with _lock:
+                _bootstrapped[group] = known
+            _own()
+    return known
+
+
+def _meet(
+    group: dist.ProcessGroup, backend: str | None, timeout: float | None, is_world: bool
+) -> _native.Communicator:
     store = store_of(group)
     wait = backends.default_timeout()
     if timeout is not None:
         wait = timedelta(seconds=timeout)
-    communicator = backends.create_communicator(
+    return backends.create_communicator(
         dist.PrefixStore("pydist", store),
         group.rank(),
         group.size(),
@@ -133,9 +150,6 @@ def bootstrap(
         backend=backend,
         is_world=is_world,
     )
-    _bootstrapped[group] = communicator
-    _own()
-    return communicator
 
 
 def communicator_of(group: Group | None = None) -> _native.Communicator:
@@ -171,10 +185,20 @@ def communicator_of(group: Group | None = None) -> _native.Communicator:
 
 
 def split(parent: _native.Communicator, ranks: Sequence[int]) -> _native.Communicator:
-    """A communicator of some ranks of `parent`, closed by `close_all` at the latest."""
+    """A communicator of some ranks of `parent`, closed by `close_all` at the latest.
+
+    All of these ranks call it, in the same order where they make several.
+
+    Raises:
+        Mismatch: threads that make groups at the same time have met crosswise; on all ranks.
+    """
+    crossed_threads.note_maker(parent)
     communicator = parent.split(list(ranks))
-    _split.add(communicator)
+    with _lock:
+        _split.add(communicator)
     _own()
+    if len(ranks) > 1:
+        crossed_threads.refuse_crossed(communicator, parent, ranks)
     return communicator
 
 

@@ -66,10 +66,12 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
     Creates torch.distributed's default process group on backend "pydist", so that
     `torch.distributed.*` works too. Where there is a default group already, on whatever backend,
     pydist uses it, and meets the other ranks through its store. Where no launcher has set anything,
-    this is a world of one rank without any server. A second call changes nothing.
+    this is a world of one rank without any server. A second call changes nothing: it may repeat
+    the backend and the time-out of the first, or leave them out.
 
-    `pydist run`, torchrun, mpirun (Open MPI, MPICH, Intel MPI) and srun are understood; see
-    `pydist.environment`.
+    `pydist run`, torchrun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), srun, flux run, jsrun,
+    PALS, horovodrun and SkyPilot are understood; see `pydist.environment`. RANK=0 WORLD_SIZE=1 in
+    the environment says that this process trains alone.
 
     Args:
         backend: "auto", "native", "gloo" or "nccl", the same on every rank; by default the value
@@ -79,8 +81,9 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             default the value of PYDIST_TIMEOUT, and 600 without one.
 
     Raises:
-        InvalidUsage: the backend is unknown, or another one than the running one; the environment
-            describes half a job (the message names what is missing); NCCL was asked for and a rank
+        InvalidUsage: the backend is unknown, or another one than the running one, or the time-out
+            is; the environment describes half a job (the message names what is missing), or shows
+            a launcher of several processes that is not understood; NCCL was asked for and a rank
             has no GPU, or shares one (the message names the ranks and the GPU).
         Mismatch: the ranks were asked for different backends, or run different versions.
         Timeout: a rank did not come in time; the message names it.
@@ -93,7 +96,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         True
     """
     global _process
-    wait = timeout if isinstance(timeout, timedelta) or timeout is None else _seconds(timeout)
+    wait = None if timeout is None else backends.parse_timeout(timeout)
     with _lock:
         if is_initialized():
             _check_same(backend, wait)
@@ -117,12 +120,6 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
                 )
 
 
-def _seconds(timeout: float) -> timedelta:
-    if not 0 < timeout < 3.2e8:
-        raise InvalidUsage(f"timeout={timeout} is not valid; it must be a number of seconds > 0.")
-    return timedelta(seconds=timeout)
-
-
 def _check_same(backend: str | None, timeout: timedelta | None) -> None:
     assert _process is not None
     if backend is not None:
@@ -132,13 +129,22 @@ def _check_same(backend: str | None, timeout: timedelta | None) -> None:
                 f"pydist runs on backend '{_process.backend}' already, so backend='{wanted}' can't "
                 "be had now; ask for it in the first call, or call pydist.shutdown() before."
             )
-    if timeout is not None:
-        _process.communicator.timeout = timeout.total_seconds()
+    running_s = _process.communicator.timeout
+    # The engine counts in milliseconds.
+    if timeout is not None and abs(timeout.total_seconds() - running_s) >= 0.001:
+        raise InvalidUsage(
+            f"pydist runs with a time-out of {running_s:g} s already, so timeout="
+            f"{timeout.total_seconds():g} can't be had now: give it in the first call of "
+            "pydist.init(), which comes before the first pydist.DataParallel, set PYDIST_TIMEOUT, "
+            "or call pydist.shutdown() before."
+        )
 
 
 def _join(backend: str | None, timeout: timedelta | None) -> _Process:
     """Meets the other ranks and creates the default group."""
     placement = read_placement()
+    if placement.doubt:
+        backends.logger.warning("%s", placement.doubt)
     wait = timeout or backends.default_timeout()
     store, serves = _meet(placement, wait)
     dist.init_process_group(
@@ -147,7 +153,7 @@ def _join(backend: str | None, timeout: timedelta | None) -> _Process:
         rank=placement.rank,
         world_size=placement.world_size,
         timeout=wait,
-        pg_options=backends.Options(backend),
+        pg_options=backends.Options(backend, wait),
     )
     if serves:
         # The server must outlive everybody's joining, even if this rank ends right after.

@@ -251,6 +251,9 @@ def _run(
         _raise_first(folder, [process.exitcode for process in context.processes], context.pids())
     finally:
         _end(context.processes)
+        # torch's own account of what ranks raised; they have left us a fuller one in `folder`.
+        for file in context.error_files:
+            Path(file).unlink(missing_ok=True)
 
 
 def _end(processes: Sequence[Any]) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -44,6 +45,12 @@ if TYPE_CHECKING:
     from pydist._native import Communicator
 
 __all__ = ["SyncBatchNorm", "refuse_under_join"]
+
+# The communicator on which each layer talks, and the group that it stands for.
+_in_use: WeakKeyDictionary[SyncBatchNorm, tuple[object, Communicator]] = WeakKeyDictionary()
+# Where layers of wrapped models are to get theirs from: the wrapper's, and the wrapper's group.
+# Wrapped models may be trained in threads, whose layers must not take each other's turns.
+_of_wrapper: WeakKeyDictionary[SyncBatchNorm, tuple[object, Communicator]] = WeakKeyDictionary()
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -164,7 +171,13 @@ class SyncBatchNorm(_BatchNorm):
         group = self.process_group
         if group is None:
             process.init()
-        return groups.layer_communicator(group)
+        key = _key_of(group)
+        known = _in_use.get(self)
+        if known is None or known[0] is not key:
+            known = _of_wrapper.pop(self, None)
+            parent = known[1] if known is not None and known[0] is key else group
+            known = _in_use[self] = (key, groups.layer_communicator(parent))
+        return known[1]
 
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
         weight = self.momentum
@@ -354,6 +367,26 @@ def _check_convertible(name: str, layer: _BatchNorm) -> None:
         raise InvalidUsage(
             f"{name} ({kind}) is parametrized: convert the module first, then parametrize it"
         )
+
+
+def _key_of(group: groups.Group | None) -> object:
+    return groups.default if group is None else group
+
+
+def talk_apart(module: nn.Module, group: groups.Group | None, communicator: Communicator) -> None:
+    """Lets the layers within a wrapped module talk apart from those of all other models.
+
+    Talks to no other rank: the layers make a group of their own at their first forward.
+
+    Args:
+        module: What has been wrapped.
+        group: The wrapper's group; layers that were given another one keep to that.
+        communicator: The wrapper's own communicator over this group.
+    """
+    key = _key_of(group)
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm) and _key_of(layer.process_group) is key:
+            _of_wrapper[layer] = (key, communicator)
 
 
 def refuse_under_join(module: nn.Module) -> None:

@@ -3,6 +3,13 @@
 #include <cstring>
 
 namespace pydist {
+namespace {
+
+bool says_timed_out(const std::string& message) {
+  return message.find("timed out") != std::string::npos;
+}
+
+}  // namespace
 
 std::string_view to_string(ErrorKind kind) noexcept {
   switch (kind) {
@@ -23,6 +30,12 @@ std::string_view to_string(ErrorKind kind) noexcept {
   }
   return "Error";
 }
+
+Error::Error(ErrorKind kind, const std::string& message)
+    : std::runtime_error(kind == ErrorKind::kTimeout && !says_timed_out(message)
+                             ? "timed out: " + message
+                             : message),
+      kind_(kind) {}
 
 std::exception_ptr make_error(ErrorKind kind, const std::string& message) {
   switch (kind) {

@@ -30,7 +30,9 @@ inline constexpr int kErrorKindCount = 7;
 
 class Error : public std::runtime_error {
  public:
-  Error(ErrorKind kind, const std::string& message) : std::runtime_error(message), kind_(kind) {}
+  // The text of a kTimeout contains "timed out", which tools that restart jobs look for: where
+  // `message` lacks these words, they come first.
+  Error(ErrorKind kind, const std::string& message);
 
   [[nodiscard]] ErrorKind kind() const noexcept { return kind_; }
 

@@ -2,28 +2,47 @@
 
 #include <pthread.h>
 
-#include <atomic>
-
 #include "base/error.h"
 
 namespace pydist {
 namespace {
 
-std::atomic<bool> has_started{false};
+std::atomic<int> groups_at_work{0};
 std::atomic<bool> is_forked{false};
+// How many forks lie between this process and the one that loaded the engine.
+std::atomic<unsigned> generation{0};
 
-void mark_child() {
-  if (has_started.load(std::memory_order_relaxed)) {
+void note_fork() {
+  generation.fetch_add(1, std::memory_order_relaxed);
+  if (groups_at_work.load(std::memory_order_relaxed) > 0) {
     is_forked.store(true, std::memory_order_relaxed);
   }
 }
 
+void watch_forks() noexcept {
+  [[maybe_unused]] static const int is_watching = ::pthread_atfork(nullptr, nullptr, note_fork);
+}
+
 }  // namespace
 
-void note_engine_started() noexcept {
-  if (!has_started.exchange(true)) {
-    ::pthread_atfork(nullptr, nullptr, mark_child);
+GroupAtWork::GroupAtWork() noexcept {
+  watch_forks();
+  groups_at_work.fetch_add(1, std::memory_order_relaxed);
+}
+
+void GroupAtWork::end() noexcept {
+  if (!has_ended_.exchange(true)) {
+    groups_at_work.fetch_sub(1, std::memory_order_relaxed);
   }
+}
+
+Birth::Birth() noexcept {
+  watch_forks();
+  generation_ = generation.load(std::memory_order_relaxed);
+}
+
+bool Birth::is_inherited() const noexcept {
+  return generation_ != generation.load(std::memory_order_relaxed);
 }
 
 bool in_forked_child() noexcept { return is_forked.load(std::memory_order_relaxed); }
@@ -31,9 +50,11 @@ bool in_forked_child() noexcept { return is_forked.load(std::memory_order_relaxe
 void require_not_forked() {
   if (in_forked_child()) [[unlikely]] {
     throw InvalidUsage(
-        "pydist cannot be used in a process that was forked from a rank (a data-loader worker, "
-        "say): it has none of the rank's threads. Call it in the rank itself, or start the process "
-        "with the 'spawn' method.");
+        "pydist cannot be used in a process that was forked from a rank amid its job (a "
+        "data-loader worker, say): it has none of the rank's threads. Call it in the rank itself, "
+        "start the process with the 'spawn' method, or leave the job before the fork: "
+        "pydist.shutdown(), and torch.distributed.destroy_process_group() for a group of the "
+        "script's own.");
   }
 }
 

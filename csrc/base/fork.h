@@ -1,19 +1,54 @@
-// Whether this process was forked from one in which the engine was at work.
+// Whether this process, or an object in it, comes from another process by fork().
 //
-// A forked child (a data-loader worker) has the parent's memory but none of its threads, and
-// shares its segments: it must not touch them, nor wait for threads that do not exist there. A
-// process forked before the engine did anything is as good as any other.
+// A forked child (a data-loader worker, a notebook launcher's process) has the parent's memory but
+// none of its threads, and shares its segments and sockets. Two questions follow:
+//
+// - May the child use pydist? Not where the parent was amid a job: the child would speak in the
+//   parent's name. Where the parent had shut down all of its groups before, or never had one, the
+//   child is as good as any other process. GroupAtWork counts the groups.
+// - May the child touch an object that it has inherited? It must not wait for threads that do not
+//   exist there, nor write into pages by which the parent's peers know the parent. Birth tells.
+//
+// Thread safe.
 
 #pragma once
 
+#include <atomic>
+
 namespace pydist {
 
-// From now on, children of this process are forked from one in which the engine is at work.
-void note_engine_started() noexcept;
+// Held by a group from its creation until it has been shut down. Children that are forked meanwhile
+// may not use pydist.
+class GroupAtWork {
+ public:
+  GroupAtWork() noexcept;
+  GroupAtWork(const GroupAtWork&) = delete;
+  GroupAtWork& operator=(const GroupAtWork&) = delete;
+  ~GroupAtWork() { end(); }
 
+  // The group has been shut down. Idempotent.
+  void end() noexcept;
+
+ private:
+  std::atomic<bool> has_ended_{false};
+};
+
+// A member of objects that must know whether they were made in this process.
+class Birth {
+ public:
+  Birth() noexcept;
+
+  // Whether the object was made in a process of which this one is a forked descendant.
+  [[nodiscard]] bool is_inherited() const noexcept;
+
+ private:
+  unsigned generation_;
+};
+
+// Whether this process was forked while a group was at work.
 [[nodiscard]] bool in_forked_child() noexcept;
 
-// Throws InvalidUsage in a forked child.
+// Throws InvalidUsage in such a process.
 void require_not_forked();
 
 }  // namespace pydist

@@ -60,7 +60,7 @@ py::object launch(Communicator& communicator, OpKind kind, const Options& option
       work = with_tensors(communicator.submit(std::move(operation)), std::move(tensors));
     } else {
       source = communicator.run(std::move(operation));
-      tensors.copy_back();
+      tensors.finish_outputs();
     }
   }
   if (work != nullptr) {
@@ -457,6 +457,7 @@ void bind_communicator(py::module_& module) {
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     const ReleasedGil released;
     shut_down_all();
+    Endpoint::depart_all();
     release_process();
   }));
   module.def("release_process", &release_process, py::call_guard<ReleasedGil>(),

@@ -56,6 +56,9 @@ bool contains_any(std::string_view text, std::initializer_list<std::string_view>
   // Advice that does not apply here follows some messages.
   text = text.substr(0, text.find(" This is typically"));
   if (contains_any(text, {"imed out", "imeout"})) {
+    if (text.starts_with("Timed out")) {
+      text[0] = 't';
+    }
     throw Timeout("gloo: " + text);
   }
   if (contains_any(

@@ -501,6 +501,7 @@ class GlooCommunicator : public Communicator {
       group_->channel.abandon();
     }
     group_->channel.release();
+    at_work_.end();
   }
 
   std::optional<Absence> absence() const override {
@@ -615,6 +616,7 @@ class GlooCommunicator : public Communicator {
     return operation.deadline ? *operation.deadline : Deadline::in(timeout());
   }
 
+  GroupAtWork at_work_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const GlooFactory factory_;
   const int rank_;
@@ -628,6 +630,17 @@ class GlooCommunicator : public Communicator {
   SerialQueue queue_{"pydist-gloo"};
 };
 
+// torch's gloo waits for its peers inside a call of the store, and a TCPStore serves one call at a
+// time. On a shared connection a group that one thread makes would keep all other threads from the
+// store until every rank has joined that group, which those threads may have to bring about.
+c10::intrusive_ptr<c10d::Store> with_own_connection(c10::intrusive_ptr<c10d::Store> store) {
+  try {
+    return store->clone();
+  } catch (const std::exception&) {
+    return store;  // Stores that are written in Python need not implement clone().
+  }
+}
+
 }  // namespace
 
 CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -640,7 +653,6 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     throw InvalidUsage("A group needs a store for its ranks to meet at, and got None.");
   }
   require_not_forked();
-  note_engine_started();
   if (size > 1) {
     // A store whose host is stopped is to be told here: torch's gloo would ask it without limit.
     const StorePtr asked =
@@ -651,6 +663,7 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     const std::string key = join("here/", rank);
     asked->set(key, "1");
     (void)asked->get(key, Deadline::in(timeout));
+    store = with_own_connection(std::move(store));
   }
   auto communicator = std::make_shared<GlooCommunicator>(
       std::move(store), rank, size, std::move(name), timeout, std::move(factory));

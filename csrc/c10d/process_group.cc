@@ -155,13 +155,23 @@ TorchProcessGroup::TorchProcessGroup(CommunicatorPtr communicator, milliseconds 
 
 TorchProcessGroup::~TorchProcessGroup() = default;
 
-void TorchProcessGroup::set_op(Operation& operation, const c10d::ReduceOp& op,
-                               const at::Tensor& tensor) const {
+// Note [Averages of integers]
+// The engine defines no mean of integers, whose fraction nobody should lose by accident. Programs
+// for torch.distributed expect what NCCL does: the sum, with the element type's own overflow,
+// divided by the number of ranks, and the fraction dropped (towards zero: the average of -1 and -2
+// is -1).
+std::int64_t TorchProcessGroup::set_op(Operation& operation, const c10d::ReduceOp& op,
+                                       const at::Tensor& tensor) const {
   operation.op = reduce_op_of(op);
   if (operation.op == ReduceOp::kPremulSum) {
     operation.factor = factor_of(op);
   }
   require_arithmetic(tensor, operation.kind, operation.op);
+  if (operation.op != ReduceOp::kMean || !is_averaged_by_division(tensor.scalar_type())) {
+    return 1;
+  }
+  operation.op = ReduceOp::kSum;
+  return size_;
 }
 
 WorkRef TorchProcessGroup::wrap(c10d::OpType type, WorkPtr work, Tensors results) {
@@ -211,7 +221,7 @@ WorkRef TorchProcessGroup::launch(Call call) {
     } else {
       communicator_->run(std::move(call.operations[0]));
     }
-    call.tensors.copy_back();
+    call.tensors.finish_outputs();
     static const WorkPtr done = completed_work();
     return c10::make_intrusive<TorchWork>(rank_, call.type, done, std::move(call.results),
                                           sequence_.load());
@@ -303,9 +313,9 @@ WorkRef TorchProcessGroup::allreduce(Tensors& tensors, const c10d::AllreduceOpti
               options.asyncOp || coalescing());
     for (const at::Tensor& tensor : tensors) {
       Operation& operation = call.add(OpKind::kAllReduce);
-      set_op(operation, options.reduceOp, tensor);
+      const std::int64_t divisor = set_op(operation, options.reduceOp, tensor);
       operation.inputs = {call.tensors.input(tensor)};
-      operation.outputs = {call.tensors.output(tensor)};
+      operation.outputs = {call.tensors.output(tensor, divisor)};
     }
     call.results = tensors;
     return launch(std::move(call));
@@ -337,10 +347,10 @@ WorkRef TorchProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& o
     Call call(*communicator_, c10d::OpType::REDUCE, options.timeout,
               options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kReduce, static_cast<int>(options.rootRank));
-    set_op(operation, options.reduceOp, tensor);
+    const std::int64_t divisor = set_op(operation, options.reduceOp, tensor);
     operation.inputs = {call.tensors.input(tensor)};
     if (operation.peer == rank_) {
-      operation.outputs = {call.tensors.output(tensor)};
+      operation.outputs = {call.tensors.output(tensor, divisor)};
     }
     call.results = tensors;
     return launch(std::move(call));
@@ -456,9 +466,9 @@ WorkRef TorchProcessGroup::reduce_scatter(Tensors& outputs, std::vector<Tensors>
     Call call(*communicator_, c10d::OpType::REDUCE_SCATTER, options.timeout,
               options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kReduceScatter);
-    set_op(operation, options.reduceOp, output);
+    const std::int64_t divisor = set_op(operation, options.reduceOp, output);
     operation.inputs = call.tensors.inputs(only(inputs, OpKind::kReduceScatter));
-    operation.outputs = {call.tensors.output(output)};
+    operation.outputs = {call.tensors.output(output, divisor)};
     call.results = outputs;
     return launch(std::move(call));
   });
@@ -470,9 +480,9 @@ WorkRef TorchProcessGroup::_reduce_scatter_base(at::Tensor& output, at::Tensor& 
     Call call(*communicator_, c10d::OpType::_REDUCE_SCATTER_BASE, options.timeout,
               options.asyncOp || coalescing());
     Operation& operation = call.add(OpKind::kReduceScatter);
-    set_op(operation, options.reduceOp, input);
+    const std::int64_t divisor = set_op(operation, options.reduceOp, input);
     operation.inputs = {call.tensors.input(input)};
-    operation.outputs = {call.tensors.output(output)};
+    operation.outputs = {call.tensors.output(output, divisor)};
     call.results = {output};
     return launch(std::move(call));
   });
@@ -489,9 +499,9 @@ WorkRef TorchProcessGroup::reduce_scatter_tensor_coalesced(
               /*is_async=*/true);
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       Operation& operation = call.add(OpKind::kReduceScatter);
-      set_op(operation, options.reduceOp, inputs[i]);
+      const std::int64_t divisor = set_op(operation, options.reduceOp, inputs[i]);
       operation.inputs = {call.tensors.input(inputs[i])};
-      operation.outputs = {call.tensors.output(outputs[i])};
+      operation.outputs = {call.tensors.output(outputs[i], divisor)};
     }
     call.results = outputs;
     return launch(std::move(call));

@@ -131,7 +131,10 @@ class TorchProcessGroup : public c10d::Backend {
   WorkRef wrap(c10d::OpType type, WorkPtr work, Tensors results);
   WorkPtr submit(std::vector<Operation> operations);
   Coalescing* coalescing();
-  void set_op(Operation& operation, const c10d::ReduceOp& op, const at::Tensor& tensor) const;
+  // Returns what the results are to be divided by behind the operation: see Note [Averages of
+  // integers].
+  [[nodiscard]] std::int64_t set_op(Operation& operation, const c10d::ReduceOp& op,
+                                    const at::Tensor& tensor) const;
 
   const CommunicatorPtr communicator_;
   const c10::intrusive_ptr<ProcessGroupOptions> options_;

@@ -7,6 +7,8 @@
 #include <c10/core/StreamGuard.h>
 
 #include <chrono>
+#include <cstdint>
+#include <limits>
 
 #include "base/error.h"
 #include "c10d/device_streams.h"
@@ -15,10 +17,57 @@ namespace pydist {
 namespace {
 
 // How long staged results may take to be copied within a device.
-constexpr std::chrono::minutes kCopyBackPatience{10};
+constexpr std::chrono::minutes kFinishPatience{10};
 
 bool is_dense(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+// What torch can divide there.
+bool is_divisible_on_device(at::ScalarType type) noexcept {
+  return type != at::kUInt16 && type != at::kUInt32 && type != at::kUInt64;
+}
+
+// `Wide` holds every value of Integer and the divisor.
+template <typename Integer, typename Wide = std::int64_t>
+void divide_elements(const at::Tensor& dense, std::int64_t divisor) {
+  Integer* const values = dense.mutable_data_ptr<Integer>();
+  const std::int64_t count = dense.numel();
+  for (std::int64_t i = 0; i < count; ++i) {
+    values[i] = static_cast<Integer>(static_cast<Wide>(values[i]) / static_cast<Wide>(divisor));
+  }
+}
+
+// Of a dense tensor of integers: each quotient without its fraction, as C++ and NCCL divide.
+void divide(const at::Tensor& dense, std::int64_t divisor) {
+  if (!dense.is_cpu()) {
+    if (dense.itemsize() == 1 && divisor > std::numeric_limits<std::int8_t>::max()) {
+      dense.copy_(dense.to(at::kInt).div(divisor, "trunc"));
+    } else {
+      dense.div_(divisor, "trunc");
+    }
+    return;
+  }
+  switch (dense.scalar_type()) {
+    case at::kChar:
+      return divide_elements<std::int8_t>(dense, divisor);
+    case at::kShort:
+      return divide_elements<std::int16_t>(dense, divisor);
+    case at::kInt:
+      return divide_elements<std::int32_t>(dense, divisor);
+    case at::kLong:
+      return divide_elements<std::int64_t>(dense, divisor);
+    case at::kByte:
+      return divide_elements<std::uint8_t>(dense, divisor);
+    case at::kUInt16:
+      return divide_elements<std::uint16_t>(dense, divisor);
+    case at::kUInt32:
+      return divide_elements<std::uint32_t>(dense, divisor);
+    case at::kUInt64:
+      return divide_elements<std::uint64_t, std::uint64_t>(dense, divisor);
+    default:
+      PYDIST_CHECK(false);
+  }
 }
 
 }  // namespace
@@ -95,6 +144,10 @@ at::ScalarType scalar_type_of(DType dtype) noexcept {
       return at::kByte;
   }
   return at::kByte;
+}
+
+bool is_averaged_by_division(at::ScalarType type) noexcept {
+  return at::isIntegralType(type, /*includeBool=*/false);
 }
 
 void require_arithmetic(const at::Tensor& tensor, OpKind kind, ReduceOp op) {
@@ -176,10 +229,19 @@ Buffer DenseTensors::input(const at::Tensor& tensor) {
   return buffer;
 }
 
-Buffer DenseTensors::output(const at::Tensor& tensor) {
+Buffer DenseTensors::output(const at::Tensor& tensor, std::int64_t divisor) {
   require_movable(tensor);
+  if (divisor != 1 && !tensor.is_cpu() && !is_divisible_on_device(tensor.scalar_type())) {
+    throw InvalidUsage(join("op 'mean' is not defined for torch.",
+                            at::toString(tensor.scalar_type()),
+                            " on a GPU: torch cannot divide it there; convert the tensor first."));
+  }
+  // An alias of the target, so that releasing it never touches the user's Python object.
   if (is_dense(tensor)) {
     hold(tensor);
+    if (divisor != 1) {
+      unfinished_.push_back({tensor.alias(), at::Tensor(), divisor});
+    }
     return buffer_of(tensor, tensor.mutable_data_ptr());
   }
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
@@ -190,8 +252,7 @@ Buffer DenseTensors::output(const at::Tensor& tensor) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   at::Tensor staged = at::empty(tensor.sizes(), tensor.options());
   const Buffer buffer = buffer_of(staged, staged.mutable_data_ptr());
-  // An alias of the target, so that releasing it never touches the user's Python object.
-  copies_.push_back({tensor.alias(), std::move(staged)});
+  unfinished_.push_back({tensor.alias(), std::move(staged), divisor});
   return buffer;
 }
 
@@ -213,28 +274,33 @@ std::vector<Buffer> DenseTensors::outputs(const std::vector<at::Tensor>& tensors
   return buffers;
 }
 
-void DenseTensors::copy_back() const {
-  if (copies_.empty()) {
+void DenseTensors::finish_outputs() const {
+  if (unfinished_.empty()) {
     return;
   }
   // Below autograd: the results of a collective have no history, and a leaf that requires a
   // gradient may be received into.
   const at::AutoDispatchBelowADInplaceOrView guard;
-  for (const Copy& copy : copies_) {
-    copy.target.copy_(copy.staged);
+  for (const Unfinished& each : unfinished_) {
+    if (each.divisor != 1) {
+      divide(each.staged.defined() ? each.staged : each.target, each.divisor);
+    }
+    if (each.staged.defined()) {
+      each.target.copy_(each.staged);
+    }
   }
 }
 
-void DenseTensors::copy_back_and_wait() const {
-  if (copies_.empty() || copies_[0].target.is_cpu()) {
-    copy_back();
+void DenseTensors::finish_outputs_and_wait() const {
+  if (unfinished_.empty() || unfinished_[0].target.is_cpu()) {
+    finish_outputs();
     return;
   }
-  const c10::Stream stream = high_priority_stream(device_of(copies_[0].target.device()));
+  const c10::Stream stream = high_priority_stream(device_of(unfinished_[0].target.device()));
   const c10::StreamGuard guard(stream);
-  copy_back();
-  if (!wait_on_host(*record_event(stream), Deadline::in(kCopyBackPatience))) {
-    throw Timeout("The device did not come to copying the results into place.");
+  finish_outputs();
+  if (!wait_on_host(*record_event(stream), Deadline::in(kFinishPatience))) {
+    throw Timeout("The device timed out in copying the results into place.");
   }
 }
 

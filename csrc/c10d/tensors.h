@@ -12,6 +12,7 @@
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
+#include <cstdint>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -29,6 +30,9 @@ namespace pydist {
 // torch's name of an element type; kFloat8 is torch.uint8, its bytes.
 [[nodiscard]] at::ScalarType scalar_type_of(DType dtype) noexcept;
 
+// Whether an average over ranks of such elements is a sum that is divided behind it.
+[[nodiscard]] bool is_averaged_by_division(at::ScalarType type) noexcept;
+
 // Throws InvalidUsage where the engine has no arithmetic for the tensor's elements.
 void require_arithmetic(const at::Tensor& tensor, OpKind kind, ReduceOp op);
 
@@ -45,7 +49,8 @@ class DenseTensors {
   // Throw InvalidUsage for what the communicator cannot move: other devices, sparse or quantized
   // tensors, tensors without memory.
   [[nodiscard]] Buffer input(const at::Tensor& tensor);
-  [[nodiscard]] Buffer output(const at::Tensor& tensor);
+  // finish_outputs() divides the integers of the result by `divisor` and drops the fraction.
+  [[nodiscard]] Buffer output(const at::Tensor& tensor, std::int64_t divisor = 1);
 
   [[nodiscard]] std::vector<Buffer> inputs(const std::vector<at::Tensor>& tensors);
   [[nodiscard]] std::vector<Buffer> outputs(const std::vector<at::Tensor>& tensors);
@@ -63,24 +68,26 @@ class DenseTensors {
   // Whether that stream is captured into a CUDA graph.
   [[nodiscard]] bool is_captured() const;
 
-  // Whether an output was staged, so that copy_back() has something to do.
-  [[nodiscard]] bool has_copies() const noexcept { return !copies_.empty(); }
+  // Whether an output was staged or is to be divided, so that finish_outputs() has something to do.
+  [[nodiscard]] bool has_unfinished() const noexcept { return !unfinished_.empty(); }
 
-  [[nodiscard]] bool are_copies_on_device() const {
-    return has_copies() && !copies_[0].target.is_cpu();
+  [[nodiscard]] bool are_unfinished_on_device() const {
+    return has_unfinished() && !unfinished_[0].target.is_cpu();
   }
 
-  // Writes staged results to where they belong, in the order of the calling thread's stream. Only
-  // after the operation has succeeded.
-  void copy_back() const;
+  // Divides results and writes staged ones to where they belong, in the order of the calling
+  // thread's stream. Once, and only after the operation has succeeded.
+  void finish_outputs() const;
   // The same on a stream of its own; the results are there when it returns. For threads that have
   // nothing to do with the caller's.
-  void copy_back_and_wait() const;
+  void finish_outputs_and_wait() const;
 
  private:
-  struct Copy {
+  // An output that is not yet what the caller asked for when the operation is over.
+  struct Unfinished {
     at::Tensor target;
-    at::Tensor staged;
+    at::Tensor staged;  // undefined where the operation writes into the target
+    std::int64_t divisor;
   };
 
   void require_movable(const at::Tensor& tensor) const;
@@ -96,7 +103,7 @@ class DenseTensors {
   // finishes an operation must never wait for that.
   std::vector<c10::Storage> storages_;
   std::vector<at::Tensor> staged_inputs_;
-  std::vector<Copy> copies_;
+  std::vector<Unfinished> unfinished_;
 };
 
 }  // namespace pydist

@@ -97,15 +97,15 @@ class EpilogueWork : public Work {
   const std::function<void()> on_stream_;
 };
 
-// What was captured with results that are copied into place behind it, on `copying`.
-class CopiedInCapture : public Work {
+// What was captured with results that are finished behind it, on `finishing`.
+class FinishedInCapture : public Work {
  public:
   // That device is current.
-  CopiedInCapture(WorkPtr inner, void* copying, int device)
+  FinishedInCapture(WorkPtr inner, void* finishing, int device)
       : inner_(std::move(inner)),
         device_(device),
-        capture_(cuda::Driver::get().capture_of(copying)) {
-    copied_.record(copying);
+        capture_(cuda::Driver::get().capture_of(finishing)) {
+    finished_.record(finishing);
   }
 
   [[nodiscard]] bool wait_on_stream(void* stream) override {
@@ -116,7 +116,7 @@ class CopiedInCapture : public Work {
     // Which it is since then, or its capture is over.
     const std::optional<cuda::Capture> now = cuda::Driver::get().capture_of(stream);
     if (now && capture_ && now->id == capture_->id) {
-      copied_.hold_back(stream);
+      finished_.hold_back(stream);
     }
     return true;
   }
@@ -127,7 +127,7 @@ class CopiedInCapture : public Work {
   const WorkPtr inner_;
   const int device_;
   const std::optional<cuda::Capture> capture_;
-  const cuda::OwnedEvent copied_;
+  const cuda::OwnedEvent finished_;
 };
 
 // Those that a future has to know: callbacks get streams on them that wait for the results.
@@ -178,26 +178,26 @@ WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors) {
   // In a graph nothing happens later that would not happen at every replay: the caller's stream
   // joins the operation at once, and memory may go in its order.
   if (tensors.is_captured() && inner->wait_on_stream(tensors.stream())) {
-    if (!tensors.has_copies()) {
+    if (!tensors.has_unfinished()) {
       return inner;
     }
-    tensors.copy_back();
+    tensors.finish_outputs();
     const cuda::DeviceGuard guard(tensors.device_index());
-    auto copied =
-        std::make_shared<CopiedInCapture>(inner, tensors.stream(), tensors.device_index());
-    inner->on_completion([copied](const Work::Outcome& outcome) {
-      copied->finish(outcome.error, outcome.source_rank);
+    auto finished =
+        std::make_shared<FinishedInCapture>(inner, tensors.stream(), tensors.device_index());
+    inner->on_completion([finished](const Work::Outcome& outcome) {
+      finished->finish(outcome.error, outcome.source_rank);
     });
-    return copied;
+    return finished;
   }
   auto held = std::make_shared<DenseTensors>(std::move(tensors));
-  if (held->has_copies()) {
-    if (!held->are_copies_on_device()) {
-      return with_epilogue(std::move(inner), [held] { held->copy_back(); });
+  if (held->has_unfinished()) {
+    if (!held->are_unfinished_on_device()) {
+      return with_epilogue(std::move(inner), [held] { held->finish_outputs(); });
     }
     return with_epilogue(
-        std::move(inner), [held] { held->copy_back_and_wait(); }, [held] { held->copy_back(); },
-        held->device_index());
+        std::move(inner), [held] { held->finish_outputs_and_wait(); },
+        [held] { held->finish_outputs(); }, held->device_index());
   }
   if (held->is_on_device()) {
     // Not on the thread that finishes operations: a device's allocator may wait for the device.

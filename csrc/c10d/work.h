@@ -25,8 +25,8 @@ namespace pydist {
 [[nodiscard]] WorkPtr with_epilogue(WorkPtr inner, std::function<void()> epilogue,
                                     std::function<void()> on_stream = nullptr, int device = 0);
 
-// A work that finishes when `inner` has and the staged outputs among `tensors` are copied back;
-// it keeps their memory until then.
+// A work that finishes when `inner` has and the outputs among `tensors` are finished; it keeps
+// their memory until then.
 [[nodiscard]] WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors);
 
 // Waits for the results of an operation. Where they are on a device and the backend can, the

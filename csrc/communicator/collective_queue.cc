@@ -274,7 +274,7 @@ void CollectiveQueue::check_hope(Pending& pending) {
     throw PeerLost(join(vain, ". ", health_->who(health_->rank()), " waited for ", "it in ", what,
                         ". The group is of no further use; save what you need and start again."));
   }
-  throw Timeout(join(health_->who(health_->rank()), " gave up on ", what, " at its deadline: ",
+  throw Timeout(join(health_->who(health_->rank()), " timed out in ", what, ": ",
                      health_->where(rank, pending.operation.kind, group_.sequence()), "."));
 }
 

@@ -3,10 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <set>
 #include <sstream>
+#include <utility>
 
 #include "base/error.h"
-#include "base/fork.h"
 #include "topology/hosts.h"
 #include "topology/rendezvous.h"
 
@@ -21,6 +22,16 @@ std::shared_ptr<Endpoint>& process_endpoint() {
   // from a static destructor.
   static auto& endpoint = *new std::shared_ptr<Endpoint>;
   return endpoint;
+}
+
+// Those that exist in this process.
+struct Registry {
+  std::mutex mutex;
+  std::set<Endpoint*> all;  // guarded by mutex
+};
+Registry& registry() {
+  static auto& the_registry = *new Registry;
+  return the_registry;
 }
 
 }  // namespace
@@ -57,20 +68,42 @@ Endpoint::Endpoint(const Environment& environment)
       host_identity_(host_identity(environment.host_id)),
       segment_(SharedSegment::create("process", sizeof(ProcessPage))),
       deaths_(std::make_shared<std::atomic<std::uint64_t>>(0)) {
-  note_engine_started();
   segment_.reserve(0, segment_.bytes(), "the page of a process");
   page_ = reinterpret_cast<ProcessPage*>(segment_.data());
   // The doorbell lives as long as the mapping, which the progress thread keeps.
   auto mapping = std::make_shared<SharedSegment>(segment_);
   progress_ = std::make_shared<Progress>(std::shared_ptr<Doorbell>(mapping, &page_->doorbell),
                                          std::chrono::nanoseconds::zero());
+  const std::lock_guard lock(registry().mutex);
+  registry().all.insert(this);
 }
 
 Endpoint::~Endpoint() {
+  {
+    const std::lock_guard lock(registry().mutex);
+    registry().all.erase(this);
+  }
   progress_->stop();
   monitor_.reset();
-  if (!in_forked_child()) {
+  depart();
+}
+
+// Note [Departed or dead]
+// A peer that finds this process gone looks at its page to tell an orderly end from a crash. The
+// destructor says so there, and the end of the process does once more for all endpoints: whoever
+// holds a group (torch 2.14 does, until no destructor runs any more) holds its endpoint. Before
+// that, a group that is shut down does not make a departure: the process may crash in another
+// group.
+void Endpoint::depart() noexcept {
+  if (!birth_.is_inherited()) {
     page_->has_departed.store(1, std::memory_order_release);
+  }
+}
+
+void Endpoint::depart_all() noexcept {
+  const std::lock_guard lock(registry().mutex);
+  for (Endpoint* const endpoint : registry().all) {
+    endpoint->depart();
   }
 }
 
@@ -78,6 +111,10 @@ std::shared_ptr<Endpoint> Endpoint::of_process(const Environment& environment) {
   require_not_forked();
   const std::lock_guard lock(process_mutex);
   std::shared_ptr<Endpoint>& endpoint = process_endpoint();
+  if (endpoint && endpoint->birth_.is_inherited()) {
+    new std::shared_ptr<Endpoint>(std::move(endpoint));  // the parent's; nobody touches it here
+    endpoint = nullptr;
+  }
   if (!endpoint) {
     endpoint = std::make_shared<Endpoint>(environment);
   }

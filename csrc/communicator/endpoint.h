@@ -19,6 +19,7 @@
 
 #include "base/deadline.h"
 #include "base/env.h"
+#include "base/fork.h"
 #include "communicator/progress.h"
 #include "health/liveness.h"
 #include "health/process_page.h"
@@ -66,6 +67,9 @@ class Endpoint {
   [[nodiscard]] static std::shared_ptr<Endpoint> of_process(const Environment& environment);
   // Lets go of it: once the last group is gone, so are its threads and segments.
   static void release_process() noexcept;
+  // Tells the peers of every endpoint of this process that the process now ends in good order, also
+  // where something keeps the endpoint alive to the very end.
+  static void depart_all() noexcept;
 
   [[nodiscard]] Card card();
   [[nodiscard]] ProcessPage& page() noexcept { return *page_; }
@@ -87,6 +91,10 @@ class Endpoint {
   }
 
  private:
+  // That the process ends from now on is no crash.
+  void depart() noexcept;
+
+  const Birth birth_;
   const Environment environment_;
   const std::string host_identity_;
   SharedSegment segment_;

@@ -136,7 +136,7 @@ void MessageQueue::check_hope() {
                           ". The group is of no further use; save what you need and start again."));
     }
     throw Timeout(
-        join(me, " gave up on ", describe(pending), " at its deadline",
+        join(me, " timed out in ", describe(pending),
              rank >= 0 ? ": " + health_->who(rank) + " " + health_->activity(rank) : std::string(),
              "."));
   }

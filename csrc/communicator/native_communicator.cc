@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -234,6 +235,8 @@ class NativeCommunicator final : public Communicator,
   }
 
   [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
+    require_not_forked();
+    require_open("split");
     const Splits::Split split = splits_.next(ranks, rank_, size_);
     NativeOptions options = options_;
     options.environment.timeout = timeout();
@@ -264,6 +267,9 @@ class NativeCommunicator final : public Communicator,
 
   void abort(const Error& reason) override {
     require_not_forked();
+    if (birth_.is_inherited()) {
+      return;  // its shared memory is the parent's
+    }
     health_->fail(reason.kind(), reason.what());
     collectives_->drain();
     messages_->drain();
@@ -287,6 +293,7 @@ class NativeCommunicator final : public Communicator,
     } catch (const std::exception& error) {
       log_line(LogLevel::kError, join("shutdown of group '", name(), "': ", error.what()));
     }
+    at_work_.end();
   }
 
   [[nodiscard]] std::vector<std::string> whereabouts() const override {
@@ -330,10 +337,7 @@ class NativeCommunicator final : public Communicator,
   // Throws what stands in the way of the operation.
   void check(const Operation& operation) const {
     require_not_forked();
-    if (is_closed_.load(std::memory_order_relaxed)) {
-      throw InvalidUsage(join(to_string(operation.kind), " on the group '", name(),
-                              "', which has been shut down."));
-    }
+    require_open(to_string(operation.kind));
     if (health_->has_failed()) {
       std::rethrow_exception(health_->failure());
     }
@@ -350,6 +354,15 @@ class NativeCommunicator final : public Communicator,
     return operation.deadline ? *operation.deadline : Deadline::in(timeout());
   }
 
+  // Throws where the group has been shut down.
+  void require_open(std::string_view what) const {
+    if (is_closed_.load(std::memory_order_relaxed)) {
+      throw InvalidUsage(join(what, " on the group '", name(), "', which has been shut down."));
+    }
+  }
+
+  const Birth birth_;
+  GroupAtWork at_work_;
   const StorePtr store_;
   const int rank_;
   const int size_;

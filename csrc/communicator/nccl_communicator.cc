@@ -460,6 +460,8 @@ void let_go_of_nccl() noexcept {
 
 CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   require_not_forked();
+  // CUDA has been started, which no child that is forked from now on can use.
+  static const GroupAtWork for_ever;
   PYDIST_CHECK(options.host != nullptr && (options.api == nullptr) != options.why_no_api.empty());
   PYDIST_CHECK((options.kernels == nullptr) != options.why_no_kernels.empty());
   warn_of_blocking_communicators();

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "base/engine_thread.h"
-#include "base/fork.h"
 
 namespace pydist {
 
@@ -31,6 +30,9 @@ Progress::Progress(std::shared_ptr<Doorbell> doorbell, std::chrono::nanoseconds 
     : doorbell_(std::move(doorbell)), spin_ns_(spin.count()) {}
 
 void Progress::stop() noexcept {
+  if (birth_.is_inherited()) {
+    return;  // the thread does not exist here, and may have held the lock
+  }
   std::thread thread;
   std::vector<std::shared_ptr<Drivable>> dropped;
   {
@@ -44,9 +46,8 @@ void Progress::stop() noexcept {
   if (!thread.joinable()) {
     return;
   }
-  if (in_forked_child() || thread.get_id() == std::this_thread::get_id()) {
-    // The thread does not exist here, or is this one, on its way out.
-    thread.detach();
+  if (thread.get_id() == std::this_thread::get_id()) {
+    thread.detach();  // on its way out
   } else {
     thread.join();
   }

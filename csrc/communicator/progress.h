@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/fork.h"
 #include "communicator/drive_lock.h"
 #include "communicator/work.h"
 #include "health/wait.h"
@@ -120,6 +121,7 @@ class Progress : public std::enable_shared_from_this<Progress> {
   // Waits for something to drive; false when it is time to stop.
   bool take_work(std::vector<std::shared_ptr<Drivable>>& drivables);
 
+  const Birth birth_;
   const std::shared_ptr<Doorbell> doorbell_;
   std::atomic<std::int64_t> spin_ns_;
   std::mutex mutex_;

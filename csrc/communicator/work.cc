@@ -13,9 +13,8 @@ void Work::wait(Deadline deadline) {
   wait_quietly(deadline);
   if (!is_completed()) {
     const std::string who = diagnosis();
-    throw Timeout(who.empty()
-                      ? "The operation did not finish within the time given to wait()."
-                      : "The operation did not finish within the time given to wait(): " + who);
+    throw Timeout(who.empty() ? "wait() timed out before the operation had finished."
+                              : "wait() timed out before the operation had finished: " + who);
   }
   if (const std::exception_ptr error = exception()) {
     std::rethrow_exception(error);

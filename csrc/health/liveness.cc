@@ -12,7 +12,6 @@
 
 #include "base/engine_thread.h"
 #include "base/error.h"
-#include "base/fork.h"
 #include "base/log.h"
 
 namespace pydist {
@@ -39,7 +38,7 @@ Monitor::Monitor(ProcessPage& own_page, std::chrono::milliseconds heartbeat_warn
 
 Monitor::~Monitor() {
   stopping_.store(true, std::memory_order_relaxed);
-  if (in_forked_child()) {
+  if (birth_.is_inherited()) {
     thread_.detach();  // it does not exist here
     return;
   }

@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/fork.h"
 #include "health/process_page.h"
 #include "memory/file_descriptor.h"
 
@@ -64,6 +65,7 @@ class Monitor {
   void check_heartbeats();
   void report_death(WatchedPeer& watched);
 
+  const Birth birth_;
   ProcessPage& own_page_;
   const std::chrono::milliseconds heartbeat_warning_;
   FileDescriptor wake_fd_;

@@ -17,6 +17,7 @@ from pydist import _build, _native, backends
 from pydist.benchmarks.machine import processor_name, shared_memory_room
 from pydist.environment import read_placement
 from pydist.errors import Error, InvalidUsage
+from pydist.gloo_network import GlooNetwork
 from pydist.nccl_library import find_nccl
 from pydist.nccl_obstacles import why_no_nccl_here
 from pydist.rank_gpu import identify_gpus
@@ -108,7 +109,12 @@ def _probe(create: Callable[[], _native.Communicator]) -> str:
 def _backends() -> dict[str, str]:
     def gloo() -> _native.Communicator:
         return _native.create_gloo(
-            dist.HashStore(), 0, 1, "info", _PROBE_TIMEOUT_S, backends.gloo_factory(one_host=True)
+            dist.HashStore(),
+            0,
+            1,
+            "info",
+            _PROBE_TIMEOUT_S,
+            backends.gloo_factory(GlooNetwork(address="127.0.0.1")),
         )
 
     return {
@@ -128,7 +134,8 @@ def _launcher() -> str:
         placement = read_placement()
     except InvalidUsage as error:
         return str(error)
-    return f"{placement.launcher}: rank {placement.rank} of {placement.world_size}"
+    doubt = f" ({placement.doubt})" if placement.doubt else ""
+    return f"{placement.launcher}: rank {placement.rank} of {placement.world_size}{doubt}"
 
 
 def collect() -> dict[str, Any]:

@@ -12,10 +12,11 @@ namespace {
 
 template <typename Expected>
 bool is_thrown_as(ErrorKind kind) {
+  const std::string text = "what timed out";
   try {
-    std::rethrow_exception(make_error(kind, "text"));
+    std::rethrow_exception(make_error(kind, text));
   } catch (const Expected& error) {
-    return error.kind() == kind && std::string(error.what()) == "text";
+    return error.kind() == kind && error.what() == text;
   } catch (...) {
     return false;
   }
@@ -37,13 +38,21 @@ TEST(ErrorTest, KindsComeBackFromDescriptions) {
   for (int index = 0; index < kErrorKindCount; ++index) {
     const auto kind = static_cast<ErrorKind>(index);
     names.insert(to_string(kind));
-    const ErrorDescription description = describe(make_error(kind, "what happened"));
+    const ErrorDescription description = describe(make_error(kind, "what timed out"));
     EXPECT_EQ(description.kind, kind);
-    EXPECT_EQ(description.message, "what happened");
+    EXPECT_EQ(description.message, "what timed out");
     // Every one of them is a pydist::Error, and a runtime_error.
     EXPECT_THROW(std::rethrow_exception(make_error(kind, "")), std::runtime_error);
   }
   EXPECT_EQ(names.size(), static_cast<std::size_t>(kErrorKindCount));
+}
+
+TEST(ErrorTest, ATimeoutSaysTimedOut) {
+  EXPECT_STREQ(Timeout("nobody came").what(), "timed out: nobody came");
+  EXPECT_STREQ(Timeout("rank 1 timed out in barrier #3").what(), "rank 1 timed out in barrier #3");
+  const ErrorDescription first = describe(make_error(ErrorKind::kTimeout, "nobody came"));
+  EXPECT_EQ(describe(make_error(first.kind, first.message)).message, first.message);
+  EXPECT_STREQ(PeerLost("nobody came").what(), "nobody came");
 }
 
 TEST(ErrorTest, ForeignExceptionsAreDescribed) {

@@ -317,7 +317,7 @@ TEST(NativeFailureTest, TimeoutNamesTheRankThatNeverEnteredAndWhatItDoes) {
     const ErrorDescription what = describe(error);
     EXPECT_EQ(what.kind, ErrorKind::kTimeout);
     EXPECT_PRED2(contains, what.message,
-                 "gave up on all_reduce #2 (bucket 7, first parameter layer4.bias)");
+                 "timed out in all_reduce #2 (bucket 7, first parameter layer4.bias)");
     EXPECT_PRED2(contains, what.message, "rank 2 (pid ");
     EXPECT_PRED2(contains, what.message, "never entered all_reduce #2; it is in barrier #1 of ");
     EXPECT_PRED2(contains, what.message, "of another group since 0.");

@@ -78,7 +78,26 @@ _OWN_GPUS = os.environ.pop("PYDIST_TEST_OWN_GPUS", "0") == "1"
 # optimizer's first step imports torch._dynamo: seconds, in each rank.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy"]
 
-_LAUNCHER_PREFIXES = ("PYDIST_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
+_LAUNCHER_PREFIXES = (
+    "PYDIST_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "SLURM_",
+    "TORCHELASTIC_",
+    "MPI_LOCAL",
+    "MV2_",
+    "MPIRUN_",
+    "FLUX_",
+    "JSM_",
+    "PALS_",
+    "ALPS_",
+    "HOROVOD_",
+    "SKYPILOT_",
+    "PET_",
+    "SM_HOSTS",
+    "AWS_BATCH_JOB_",
+)
 _LAUNCHER_NAMES = (
     "RANK",
     "WORLD_SIZE",

@@ -35,6 +35,54 @@ SRUN = {
     "SLURM_STEP_NODELIST": "gpu[03-04]",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
 }
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "2",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMI_JOBID": "kvs_71_0",
+}
+FLUX = {
+    "FLUX_JOB_ID": "f2Sxgn7X",
+    "FLUX_JOB_SIZE": "2",
+    "FLUX_JOB_NNODES": "1",
+    "FLUX_TASK_RANK": "1",
+    "FLUX_TASK_LOCAL_ID": "1",
+    # Flux speaks PMI as well.
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "1",
+    "JSM_NAMESPACE_SIZE": "2",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+    "PMIX_RANK": "1",
+    "PMIX_NAMESPACE": "jsm 8",
+}
+PALS = {
+    "PALS_RANKID": "1",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_APID": "8f1c",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "PMI_LOCAL_RANK": "1",
+    "PMI_LOCAL_SIZE": "2",
+}
+HOROVODRUN = {
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "2",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.7",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "40123",
+}
+SKYPILOT = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
+    "SKYPILOT_TASK_ID": "sky-2026-11-01-03-30-45-123456_cluster_id-1",
+}
 TORCHRUN = {
     "RANK": "2",
     "WORLD_SIZE": "4",
@@ -77,8 +125,107 @@ def test_torchrun_wins_over_the_launcher_that_started_it() -> None:
     assert place(read_placement({**OPEN_MPI, **SRUN, **TORCHRUN})) == (2, 4, 0, 2)
 
 
+@pytest.mark.parametrize(
+    ("launcher", "local_size"),
+    [(MVAPICH, 2), (FLUX, None), (JSRUN, 2), (PALS, 2), (HOROVODRUN, 2)],
+    ids=["mvapich", "flux", "jsrun", "pals", "horovodrun"],
+)
+def test_launchers_of_one_host_meet_on_the_loopback(
+    launcher: dict[str, str], local_size: int | None
+) -> None:
+    placement = read_placement(launcher)
+    assert place(placement) == (1, 2, 1, local_size)
+    assert placement.rendezvous is not None
+    assert placement.rendezvous.address == "127.0.0.1"
+    assert placement.rendezvous.job
+    again = {name: value.replace("1", "0") for name, value in launcher.items() if "RANK" in name}
+    again |= {name: "0" for name in launcher if name == "FLUX_TASK_LOCAL_ID"}
+    other_rank = read_placement({**launcher, **again})
+    assert (other_rank.rank, other_rank.rendezvous) == (0, placement.rendezvous)
+
+
+def test_skypilot_is_a_process_on_each_node() -> None:
+    placement = read_placement(SKYPILOT)
+    assert place(placement) == (1, 2, None, None)
+    assert placement.rendezvous is not None
+    assert placement.rendezvous.address == "10.0.0.4"
+    # Older versions give the addresses alone.
+    older = {name: value for name, value in SKYPILOT.items() if name != "SKYPILOT_NUM_NODES"}
+    assert read_placement(older) == placement
+    alone = {**SKYPILOT, "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.4"}
+    assert place(read_placement({**alone, "SKYPILOT_NUM_NODES": "1"})) == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("launcher", [MVAPICH, FLUX, HOROVODRUN], ids=["mvapich", "flux", "hvd"])
+def test_launchers_of_several_hosts_ask_for_a_meeting_place(launcher: dict[str, str]) -> None:
+    names = [name for name in launcher if name.endswith("_SIZE") and "LOCAL" not in name]
+    hosts = {"FLUX_JOB_NNODES": "2"} if launcher is FLUX else {}
+    with pytest.raises(InvalidUsage, match="Set MASTER_ADDR"):
+        read_placement({**launcher, **dict.fromkeys(names, "4"), **hosts})
+
+
+@pytest.mark.parametrize(
+    "signs",
+    [
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-a-1@1"},
+        {"PALS_RANKID": "0"},
+        {"ALPS_APP_PE": "0"},
+        {"MPIRUN_RANK": "0", "MPIRUN_NPROCS": "2"},
+        {"MP_CHILD": "1"},
+        {"FLUX_TASK_RANK": "0"},
+        {"JSM_NAMESPACE_RANK": "0"},
+        {"HOROVOD_RANK": "0"},
+        {"SKYPILOT_NODE_RANK": "0"},
+        {"AWS_BATCH_JOB_NODE_INDEX": "0", "AWS_BATCH_JOB_NUM_NODES": "2"},
+        {"SM_HOSTS": '["algo-1", "algo-2"]'},
+        {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"},
+        {"PET_NNODES": "1:4"},
+        {"PET_NNODES": "many"},
+    ],
+    ids=lambda signs: next(iter(signs)),
+)
+def test_signs_of_other_processes_are_refused_by_name(signs: dict[str, str]) -> None:
+    variable = next(iter(signs))
+    with pytest.raises(InvalidUsage, match=variable) as caught:
+        read_placement(signs)
+    assert "If this process is to train alone, set RANK=0 WORLD_SIZE=1." in str(caught.value)
+    assert "torchrun" in str(caught.value)
+    assert "pydist run" in str(caught.value)
+    alone = read_placement({**signs, "RANK": "0", "WORLD_SIZE": "1"})
+    assert place(alone) == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "signs",
+    [
+        {"MPIRUN_RANK": "0", "MPIRUN_NPROCS": "1"},
+        {"AWS_BATCH_JOB_NODE_INDEX": "0", "AWS_BATCH_JOB_NUM_NODES": "1"},
+        {"SM_HOSTS": '["algo-1"]'},
+        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"},
+        {"PET_NNODES": "1:1"},
+        {"PET_MASTER_ADDR": "a"},
+        {"MASTER_ADDR": "127.0.0.1"},
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        # One task of srun, with the PMIx plugin.
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMIX_RANK": "0"},
+    ],
+    ids=lambda signs: " ".join(signs)[:40],
+)
+def test_evidently_one_process_is_a_world_of_one(signs: dict[str, str]) -> None:
+    placement = read_placement(signs)
+    assert place(placement) == (0, 1, 0, 1)
+    assert placement.rendezvous is None
+    assert placement.doubt == ""
+
+
 def test_a_world_of_one_needs_no_meeting_place() -> None:
     assert read_placement({"RANK": "0", "WORLD_SIZE": "1"}).rendezvous is None
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, OPEN_MPI, SRUN, {"PMIX_RANK": "3"}])
+def test_rank_0_of_1_is_alone_under_any_launcher(launcher: dict[str, str]) -> None:
+    alone = read_placement({**launcher, "RANK": "0", "WORLD_SIZE": "1"})
+    assert alone == Placement(0, 1, 0, 1, None, "torchrun's variables")
 
 
 def test_open_mpi() -> None:
@@ -145,6 +292,34 @@ def test_a_slurm_shell_is_no_rank(change: dict[str, str]) -> None:
     assert place(read_placement({**SRUN, **change})) == (0, 1, 0, 1)
 
 
+@pytest.mark.parametrize(
+    ("variables", "variable"),
+    [
+        ({**SRUN, "SLURM_STEP_ID": ""}, "SLURM_NTASKS=8"),
+        ({"SLURM_JOB_ID": "77", "SLURM_NNODES": "4"}, "SLURM_NNODES=4"),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto"),
+    ],
+)
+def test_planned_processes_that_nobody_started_are_a_doubt(
+    variables: dict[str, str], variable: str
+) -> None:
+    placement = read_placement(variables)
+    assert place(placement) == (0, 1, 0, 1)
+    assert variable in placement.doubt
+    assert read_placement({**variables, "RANK": "0", "WORLD_SIZE": "1"}).doubt == ""
+
+
+def test_a_plain_process_in_a_slurm_shell_warns_in_a_sentence() -> None:
+    script = "import pydist; pydist.init(); print(pydist.world_size())"
+    shell = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+    done = run_command([sys.executable, "-c", script], env=dict(shell))
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert done.stderr.count("pydist[rank 0] warning: SLURM_NTASKS=8 is set, but srun") == 1
+    meant = {**shell, "RANK": "0", "WORLD_SIZE": "1"}
+    done = run_command([sys.executable, "-c", script], env=dict(meant))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
 def test_mpich_under_slurm_is_mpich() -> None:
     # Hydra starts its proxies by srun: the step's variables count hosts, not ranks.
     placement = read_placement({**SRUN, **INTEL_MPI})
@@ -162,7 +337,6 @@ def test_srun_with_a_pmi_plugin_is_srun() -> None:
         ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing"),
         ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT missing"),
         ({"LOCAL_RANK": "1"}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing"),
-        ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK, WORLD_SIZE missing"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT missing"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT missing"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE missing"),

@@ -40,6 +40,7 @@ def hello(
         "misses_gpu": False,
         "nccl": NCCL.code,
         "sharing": NO_SHARING,
+        "network": {},
         **({} if gpus else {"no_gpu": "it sees none"}),
         **told,
     }

@@ -111,6 +111,40 @@ def test_everyday_use() -> None:
     run_ranks(everyday_use, 2, env=NCCL, timeout=35)
 
 
+def integer_averages() -> None:
+    """As NCCL divides: the fraction is dropped, also below zero."""
+    rank, _ = start()
+    values = [[-1, -2, 7, 10], [-2, -3, 8, 13]]
+    for dtype in (torch.int8, torch.int32, torch.int64):
+        counts = torch.tensor(values[rank], device="cuda", dtype=dtype)
+        dist.all_reduce(counts, dist.ReduceOp.AVG)
+        assert counts.tolist() == [-1, -2, 7, 11]
+        counts = torch.tensor(values[rank], device="cuda", dtype=dtype)
+        work = dist.all_reduce(counts, dist.ReduceOp.AVG, async_op=True)
+        work.wait()
+        assert (counts * 2).tolist() == [-2, -4, 14, 22]
+        # Finished by nobody who waits, and not contiguous.
+        grid = torch.zeros(4, 2, device="cuda", dtype=dtype)
+        grid[:, 0] = torch.tensor(values[rank], device="cuda", dtype=dtype)
+        handle = dist.all_reduce(grid[:, 0], dist.ReduceOp.AVG, async_op=True)
+        while not handle.is_completed():
+            time.sleep(0.001)
+        assert grid[:, 0].tolist() == [-1, -2, 7, 11]
+    future = dist.all_reduce(
+        torch.tensor([5 + rank], device="cuda"), dist.ReduceOp.AVG, async_op=True
+    ).get_future()
+    assert future.then(lambda done: done.value()[0] + 1).wait().item() == 6
+    with pytest.raises(pydist.InvalidUsage, match="cannot divide it there"):
+        dist.all_reduce(torch.ones(2, device="cuda", dtype=torch.uint32), dist.ReduceOp.AVG)
+    pydist.shutdown()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "native", "gloo"])
+def test_averages_of_integers(backend: str) -> None:
+    env = {**NCCL, "PYDIST_BACKEND": backend}
+    run_ranks(integer_averages, 2, env=env, timeout=35)
+
+
 def crossed() -> None:
     rank, _ = start()
     tensor = torch.ones(4, device="cuda")

@@ -98,6 +98,86 @@ def test_a_module_for_another_python_is_named_at_import() -> None:
     assert "rebuild" in sentence
 
 
+USE = """
+dist.init_process_group("pydist", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+dist.destroy_process_group()
+print("used")
+"""
+
+
+def test_torch_knows_the_backend_before_the_import_of_pydist() -> None:
+    ended = run_python(
+        "import sys, torch\n"
+        "import torch.distributed as dist\n"
+        "loaded = [name for name in sys.modules if name.split('.')[0] == 'pydist']\n"
+        "assert not loaded, loaded\n"
+        "assert dist.is_backend_available('pydist')\n"
+        f"{USE}"
+        "import pydist\n"
+        f"{USE}"
+    )
+    assert ended.stdout == "used\nused\n", ended.stderr
+
+
+def test_the_backend_is_the_same_where_pydist_comes_first() -> None:
+    ended = run_python(f"import pydist\nimport torch, torch.distributed as dist\n{USE}")
+    assert ended.stdout == "used\n", ended.stderr
+
+
+def test_without_autoload_the_import_of_pydist_registers() -> None:
+    ended = run_python(
+        "import sys, torch, torch.distributed as dist\n"
+        "assert '_pydist_backend' not in sys.modules\n"
+        f"import pydist\n{USE}",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert ended.stdout == "used\n", ended.stderr
+
+
+def test_a_pydist_that_cannot_load_does_not_break_torch() -> None:
+    """The reason comes when the backend is used."""
+    for broken in ("pydist", "pydist._native"):
+        ended = run_python(
+            f"{hide(broken)}import torch, torch.distributed as dist\n"
+            "assert torch.ones(2).sum() == 2\n"
+            "print('fine', flush=True)\n"
+            f"{USE}"
+        )
+        assert ended.stdout == "fine\n"
+        assert "used" not in ended.stdout
+        assert last_line(ended.stderr).startswith(("ImportError: ", "ModuleNotFoundError: "))
+
+
+def test_a_torch_that_registers_otherwise_is_not_broken() -> None:
+    ended = run_python(
+        "import torch, _pydist_backend\n"
+        "from torch.distributed import Backend\n"
+        "def refuse(*args, **kwargs): raise TypeError('another interface')\n"
+        "Backend.register_backend, registered = refuse, Backend.PYDIST\n"
+        "del Backend.PYDIST\n"
+        "_pydist_backend.register()\n"
+        "print(registered)"
+    )
+    assert ended.stdout == "pydist\n", ended.stderr
+
+
+def test_the_early_registration_costs_next_to_nothing() -> None:
+    """It loads one module of a few lines, and nothing that torch has not loaded already."""
+    ended = run_python(
+        "import sys, torch, importlib\n"
+        "import _pydist_backend\n"
+        "before = set(sys.modules)\n"
+        "from torch.distributed import Backend\n"
+        "del Backend.PYDIST, sys.modules['_pydist_backend']\n"
+        "Backend._plugins.pop('PYDIST')\n"
+        "importlib.import_module('_pydist_backend').register()\n"
+        "print(sorted(set(sys.modules) - before), Backend.PYDIST)"
+    )
+    assert ended.stdout == "[] pydist\n", ended.stderr
+
+
 def test_import_starts_nothing() -> None:
     """No thread, socket, shared memory or process group comes from loading the package."""
     ended = run_python(

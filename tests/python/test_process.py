@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -445,6 +446,223 @@ def test_timeouts_come_from_whoever_gave_one() -> None:
     assert run_ranks(timeout_given_to_torch, 1, env={"PYDIST_TIMEOUT": "123"}) == [[77.0, 123.0]]
 
 
+def thirty_minutes() -> list[float]:
+    half_an_hour = timedelta(minutes=30)
+    seen = []
+
+    def timeout_of(group: Any = None) -> float:
+        return float(pydist.groups.communicator_of(group).timeout)
+
+    pydist.init(timeout=1800)
+    seen.append(timeout_of())
+    seen.append(timeout_of(dist.new_group([0], timeout=half_an_hour)))
+    seen.append(timeout_of(dist.new_group([0])))
+    pydist.shutdown()
+    for kept in (1800, half_an_hour, 45.5):
+        options = pydist.backends.Options(timeout=kept)
+        dist.init_process_group("pydist", pg_options=options)
+        seen.append(timeout_of(dist.group.WORLD))
+        dist.destroy_process_group()
+    dist.init_process_group("pydist", timeout=half_an_hour)
+    pydist.init()
+    seen.append(timeout_of())
+    pydist.shutdown()
+    dist.destroy_process_group()
+    # What frameworks pass where their user gives none.
+    dist.init_process_group("pydist", timeout=dist.constants.default_pg_timeout)
+    seen.append(timeout_of(dist.group.WORLD))
+    dist.destroy_process_group()
+    return seen
+
+
+def test_thirty_minutes_that_somebody_asked_for_stay() -> None:
+    nobody = 600.0
+    expected = [1800.0, 1800.0, nobody, 1800.0, 1800.0, 45.5, 1800.0, nobody]
+    assert run_ranks(thirty_minutes, 1) == [expected]
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_bad_timeout_in_options_is_refused(timeout: float) -> None:
+    options = pydist.backends.Options(timeout=timeout)
+    with pytest.raises(pydist.InvalidUsage, match="timeout="):
+        dist.init_process_group(
+            "pydist", store=dist.HashStore(), rank=0, world_size=1, pg_options=options
+        )
+    assert not dist.is_initialized()
+
+
+def init_with_other_timeouts() -> float:
+    pydist.init(timeout=45)
+    pydist.init()
+    pydist.init(timeout=45.0)
+    pydist.init(timeout=timedelta(seconds=45))
+    with pytest.raises(pydist.InvalidUsage, match="time-out of 45 s already, so timeout=60"):
+        pydist.init(timeout=60)
+    assert pydist.groups.communicator_of().timeout == 45.0
+    pydist.shutdown()
+    pydist.init(timeout=60)
+    return float(pydist.groups.communicator_of().timeout)
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_a_second_init_cannot_change_the_timeout(backend: str) -> None:
+    env = {"PYDIST_BACKEND": backend}
+    assert run_ranks(init_with_other_timeouts, 2, env=env) == [60.0, 60.0]
+
+
+def test_a_timeout_says_timed_out() -> None:
+    assert str(pydist.Timeout("nobody came")) == "timed out: nobody came"
+    assert str(pydist.Timeout("it timed out")) == "it timed out"
+    assert repr(pickle.loads(pickle.dumps(pydist.Timeout("late")))) == "Timeout('timed out: late')"
+
+
+def wait_in_vain(what: str) -> str:
+    pydist.init(timeout=1.0)
+    if pydist.rank() == 1:
+        time.sleep(3.0)
+        return ""
+    try:
+        if what == "collective":
+            pydist.all_reduce(torch.ones(4))
+        elif what == "message":
+            pydist.recv(torch.ones(4), 1)
+        elif what == "wait":
+            pydist.all_reduce(torch.ones(4), async_op=True).wait(0.2)
+        else:
+            pydist.new_group([0, 1])
+    except pydist.Timeout as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("what", ["collective", "message", "wait", "group"])
+def test_every_timeout_says_timed_out(what: str, backend: str) -> None:
+    message = rank_outcomes(wait_in_vain, 2, what, env={"PYDIST_BACKEND": backend})[0].value
+    assert "timed out" in message
+
+
+NOTEBOOK = """
+import os, socket, sys
+import torch
+import pydist
+import torch.distributed as dist
+
+backend, how = sys.argv[1:3]
+os.environ["PYDIST_BACKEND"] = backend
+PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+def train(size):
+    torch.manual_seed(1)
+    model = pydist.DataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.full((2, 4), 1.0 + pydist.rank())).sum().backward()
+    optimizer.step()
+    total = torch.tensor([float(pydist.rank() + 1)])
+    pydist.all_reduce(total)
+    assert pydist.world_size() == size and total.item() == size * (size + 1) / 2
+    assert model.weight.grad[0].tolist() == [1.0 + size] * 4
+    return model, optimizer
+
+def leave():
+    pydist.shutdown()
+    if how == "destroy":
+        dist.destroy_process_group()
+
+def rank_of_a_fork(rank, port):
+    os.environ.update(zip(PLACE, (str(rank), "2", "127.0.0.1", str(port))))
+    if how == "destroy":
+        dist.init_process_group("pydist")
+    train(2)
+    leave()
+    os._exit(0)
+
+def launch():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            try:
+                rank_of_a_fork(rank, port)
+            except BaseException as error:
+                os.write(2, f"{type(error).__name__}: {error}\\n".encode())
+            os._exit(1)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+kept = []
+for _ in range(2):
+    if how == "destroy":
+        dist.init_process_group("pydist", store=dist.HashStore(), rank=0, world_size=1)
+    kept.append(train(1))
+    leave()
+    # The notebook still has the model, the optimizer and the last gradients.
+    print(launch(), flush=True)
+if how == "destroy":
+    dist.init_process_group("pydist", store=dist.HashStore(), rank=0, world_size=1)
+train(1)
+print("parent", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["shutdown", "destroy"])
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_a_process_that_has_left_its_job_may_fork_ranks(
+    tmp_path: Path, backend: str, how: str
+) -> None:
+    script = tmp_path / "notebook.py"
+    script.write_text(NOTEBOOK)
+    done = run_command([sys.executable, str(script), backend, how], timeout=90)
+    assert done.stdout == "[0, 0]\n[0, 0]\nparent\n", done.stderr
+
+
+def fork_after_leaving(backend: str) -> list[Any]:
+    pydist.init(backend)
+    model = pydist.DataParallel(nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    told: list[Any] = []
+
+    def child_says(act: Callable[[], object]) -> int:
+        child = os.fork()
+        if child == 0:
+            try:
+                act()
+                os._exit(0)
+            except pydist.InvalidUsage:
+                os._exit(7)
+            finally:
+                os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def alone() -> None:
+        os.environ.update(RANK="0", WORLD_SIZE="1")
+        pydist.init(backend)
+        net = pydist.DataParallel(nn.Linear(3, 3))
+        net(torch.ones(2, 3)).sum().backward()
+        pydist.shutdown()
+
+    told.append(child_says(alone))  # amid the job
+    pydist.barrier()
+    pydist.shutdown()
+    told.append(child_says(alone))
+    # What the child has inherited is of no use to it, and no harm to the parent.
+    told.append(child_says(lambda: model(torch.ones(2, 3)).sum().backward()))
+    pydist.init(backend)
+    again = pydist.DataParallel(nn.Linear(3, 3))
+    again(torch.ones(2, 3)).sum().backward()
+    return [*told, sum_of_ranks()]
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_only_a_fork_amid_the_job_is_refused(backend: str) -> None:
+    for amid, after, inherited, total in run_ranks(fork_after_leaving, 2, backend):
+        assert (amid, after, total) == (7, 0, 1.0)
+        assert inherited in (1, 7)
+
+
 def test_a_world_of_one_needs_no_server_and_ends_by_itself() -> None:
     script = (
         "import pydist, torch; pydist.init(timeout=3); t = torch.ones(2); pydist.all_reduce(t);"
@@ -480,7 +698,7 @@ def test_half_a_job_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_judging_hellos() -> None:
     hello = {"host": "a", "pydist": "1", "torch": "2", "wish": "auto", "source": "PYDIST_BACKEND"}
-    hello.update(describe_gpus(wants_nccl=True))
+    hello.update(describe_gpus(wants_nccl=True), network={})
     verdict = judge([hello, {**hello, "host": "b"}])
     assert (verdict["wish"], verdict["hosts"]) == ("auto", ["a", "b"])
     verdict = judge([hello, {**hello, "torch": "3"}, hello])

@@ -4,6 +4,7 @@ import functools
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -55,6 +56,22 @@ def test_the_first_culprit_is_raised_with_its_traceback() -> None:
     assert not psutil.Process().children(recursive=True) or all(
         "spawn_main" not in " ".join(child.cmdline()) for child in psutil.Process().children()
     )
+
+
+@pytest.mark.parametrize("how", ["raises", "is killed", "takes too long"])
+def test_a_spawn_that_fails_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    function, args, timeout = {
+        "raises": (fail_on, (1,), 90),
+        "is killed": (kill_rank_1, (), 90),
+        "takes too long": (sleep_long, (), 5),
+    }[how]
+    with pytest.raises((KeyError, pydist.PeerLost, pydist.Timeout)):
+        pydist.spawn(function, args, nprocs=2, timeout=timeout)
+    assert list(tmp_path.iterdir()) == []
 
 
 class TwoPartsError(Exception):

@@ -306,7 +306,9 @@ def test_failures(backend: str) -> None:
     env = {"PYDIST_BACKEND": backend, "PYDIST_STAGING_BYTES": "65536"}
     on_device(backend, is_captured_or_wrong)
     late = on_device(backend, device_is_late)
-    assert str(late[1]).startswith("Timeout: all_reduce on rank 1 of 2 of group 'world': the dev")
+    assert str(late[1]).startswith(
+        "Timeout: timed out: all_reduce on rank 1 of 2 of group 'world': "
+    )
     assert late[0] != "no error"
 
     def errors(function: Callable[[], object]) -> list[Outcome]:

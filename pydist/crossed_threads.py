@@ -1,0 +1,96 @@
+"""Refuses groups in which different threads of the ranks have met.
+
+Ranks tell the groups that are split off another one apart by their number. Where two threads of
+each rank make a group at the same time, the first of one rank may be the second of another: the
+model of one thread would be averaged with the other thread's model, which may look just like it.
+
+So the ranks of a new group compare the names of the threads that have made it. Different names
+alone say nothing, since frameworks number the threads in which they train, on each rank otherwise.
+But where two threads with different names have met, and on either rank a thread with the other's
+name makes groups of the same parent as well, the threads are crossed. A rank may know of that only
+when its second thread comes, so groups that were made before by different names fail then as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from pydist.errors import Mismatch
+
+if TYPE_CHECKING:
+    from pydist._native import Communicator
+
+__all__ = ["note_maker", "refuse_crossed"]
+
+# How much of a thread's name is compared.
+_NAME_BYTES = 128
+
+_lock = threading.Lock()
+# For each group the threads that have split others off, or are about to. Guarded by _lock.
+_makers: WeakKeyDictionary[Communicator, WeakSet[threading.Thread]] = WeakKeyDictionary()
+# For each group those split off by threads of different names. Guarded by _lock.
+_doubtful: WeakKeyDictionary[Communicator, WeakSet[Communicator]] = WeakKeyDictionary()
+
+
+def note_maker(parent: Communicator) -> None:
+    """Notes that the calling thread is about to split a group off `parent`. Talks to nobody."""
+    with _lock:
+        _makers.setdefault(parent, WeakSet()).add(threading.current_thread())
+
+
+def refuse_crossed(communicator: Communicator, parent: Communicator, ranks: Sequence[int]) -> None:
+    """Compares the threads that have made a group. Every rank of the new group calls it.
+
+    Args:
+        communicator: the new group.
+        parent: the one that it was split off.
+        ranks: those of `parent` that are in the new group, in its order.
+
+    Raises:
+        Mismatch: different threads have met; on all ranks. The caller drops the new group.
+    """
+    own = _short(threading.current_thread().name)
+    names = _names_of_all(communicator, own)
+    if len(set(names)) == 1:
+        return
+    with _lock:
+        makers = {_short(thread.name) for thread in _makers[parent] if thread.is_alive()}
+    # The rank whose thread this one should not have met, as its namesake here makes groups too.
+    mine = next((r for r, name in enumerate(names) if name != own and name in makers), -1)
+    others = torch.empty(communicator.size, dtype=torch.int64)
+    communicator.all_gather(torch.tensor([mine]), others, False)
+    crossed = [(rank, other) for rank, other in enumerate(others.tolist()) if other >= 0]
+    if not crossed:
+        with _lock:
+            _doubtful.setdefault(parent, WeakSet()).add(communicator)
+        return
+    rank, other = crossed[0]
+    message = (
+        f"thread {names[rank]!r} of rank {ranks[rank]} met thread {names[other]!r} of rank "
+        f"{ranks[other]} when they made a group (for a model, an optimizer or a checkpoint), but "
+        f"thread {names[other]!r} of rank {ranks[rank]} makes groups as well. Threads that make "
+        "groups at the same time meet in any order. Build the models and optimizers of all threads "
+        "one after the other, in the same order on all ranks, and then train them in the threads; "
+        "or give each thread a process_group of its own."
+    )
+    with _lock:
+        doubtful = list(_doubtful.get(parent, ()))
+    for each in doubtful:
+        each.abort(message)
+    raise Mismatch(message)
+
+
+def _short(name: str) -> str:
+    return name.encode()[:_NAME_BYTES].decode(errors="ignore")
+
+
+def _names_of_all(communicator: Communicator, name: str) -> list[str]:
+    padded = bytearray(name.encode().ljust(_NAME_BYTES, b"\0"))
+    names = torch.empty(communicator.size * _NAME_BYTES, dtype=torch.uint8)
+    communicator.all_gather(torch.frombuffer(padded, dtype=torch.uint8), names, False)
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in names.view(-1, _NAME_BYTES)]

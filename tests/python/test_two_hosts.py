@@ -1,0 +1,231 @@
+"""A job on two hosts, played by two network namespaces whose host names mean a loopback address."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import run_command
+
+from pydist.gloo_network import GlooNetwork, join_network
+
+pytestmark = pytest.mark.timeout(120)
+
+# Two links between the hosts: what the ranks talk by, and another one.
+NETS = ("10.197.41", "10.197.42")
+PORT = "29417"
+NAMES = ("hosta", "hostb")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Two hosts; on each, net0 and net1 lead to the other."""
+
+    spaces: tuple[str, str]
+    folder: Path
+
+    def start(self, host: int, command: str) -> str:
+        """A shell command that runs `command` on a host."""
+        return (
+            f"ip netns exec {self.spaces[host]} unshare --uts "
+            f"sh -c 'hostname {NAMES[host]}; exec {command}'"
+        )
+
+
+def _ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True, capture_output=True, timeout=20)
+
+
+def why_no_hosts() -> str:
+    """Why this machine can't play two hosts; empty if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces are for root"
+    if not all(map(shutil.which, ("ip", "unshare", "hostname"))):
+        return "ip, unshare or hostname is not installed"
+    probe = f"pydist-probe-{os.getpid()}"
+    try:
+        _ip(f"netns add {probe}")
+    except (subprocess.SubprocessError, OSError) as error:
+        return f"network namespaces can't be made here: {error}"
+    try:
+        _ip(f"-n {probe} link add net0 type veth peer name net1")
+    except subprocess.SubprocessError as error:
+        return f"this kernel has no veth devices: {error}"
+    finally:
+        _ip(f"netns del {probe}")
+    return ""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    spaces = (f"pydist-a-{os.getpid()}", f"pydist-b-{os.getpid()}")
+    folders = [Path("/etc/netns") / space for space in spaces]
+    try:
+        for host, (space, folder) in enumerate(zip(spaces, folders, strict=True)):
+            _ip(f"netns add {space}")
+            _ip(f"-n {space} link set lo up")
+            folder.mkdir(parents=True)
+            # As the installers of Debian and Ubuntu leave it, with the other host added.
+            other = f"{NETS[0]}.{2 - host} {NAMES[1 - host]}\n"
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {NAMES[host]}\n{other}")
+        for number, net in enumerate(NETS):
+            _ip(
+                f"link add net{number} netns {spaces[0]} type veth "
+                f"peer name net{number} netns {spaces[1]}"
+            )
+            for host, space in enumerate(spaces):
+                _ip(f"-n {space} address add {net}.{host + 1}/24 dev net{number}")
+                _ip(f"-n {space} link set net{number} up")
+        yield Hosts(spaces, tmp_path_factory.mktemp("hosts"))
+    finally:
+        for space, folder in zip(spaces, folders, strict=True):
+            with contextlib.suppress(subprocess.SubprocessError):
+                _ip(f"netns del {space}")
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+SCRIPT = """
+import json, os, sys
+import psutil
+import torch
+import torch.distributed as dist
+import pydist
+
+rank, size, how, out = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), *sys.argv[1:3]
+said = {}
+try:
+    if how == "group of the script":
+        dist.init_process_group("pydist")
+    pydist.init(timeout=30)
+    total = torch.tensor([float(rank + 1)])
+    pydist.all_reduce(total)
+    model = pydist.DataParallel(torch.nn.Linear(2, 1))
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    said["backend"] = pydist.backend()
+    said["sum"] = float(total)
+    said["gradient"] = model.weight.grad[0].tolist()
+    listening = {
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    # The store's server listens everywhere.
+    said["listens on"] = sorted(listening - {"::", "0.0.0.0"})
+    pydist.barrier()
+except Exception as error:
+    said["error"] = f"{type(error).__name__}: {error}"
+with open(f"{out}/{rank}", "w") as file:
+    json.dump(said, file)
+"""
+
+# Two ranks on the host of the meeting place, one on the other.
+HOST_OF_RANK = (0, 0, 1)
+
+
+def run_job(
+    hosts: Hosts,
+    master: str,
+    *,
+    how: str = "init",
+    variables: tuple[dict[str, str], ...] = ({}, {}, {}),
+) -> list[dict[str, Any]]:
+    script = hosts.folder / "script.py"
+    script.write_text(SCRIPT)
+    starts = []
+    for rank, host in enumerate(HOST_OF_RANK):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(len(HOST_OF_RANK)), "MASTER_ADDR": master}
+        given = {**place, "MASTER_PORT": PORT, **variables[rank]}
+        environment = " ".join(f'{name}="{value}"' for name, value in given.items())
+        command = f'env {environment} {sys.executable} {script} "{how}" {hosts.folder}'
+        (hosts.folder / str(rank)).unlink(missing_ok=True)
+        starts.append(hosts.start(host, command))
+    done = run_command(["sh", "-c", " & ".join(starts) + " & wait"], timeout=60)
+    said = []
+    for rank in range(len(HOST_OF_RANK)):
+        file = hosts.folder / str(rank)
+        assert file.exists(), done.stderr
+        said.append(json.loads(file.read_text()))
+    return said
+
+
+def require_trained(said: list[dict[str, Any]], addresses: list[list[str]]) -> None:
+    for rank, each in enumerate(said):
+        assert "error" not in each, (rank, each["error"])
+        assert (each["backend"], each["sum"], each["gradient"]) == ("gloo", 6.0, [1.0, 1.0])
+        assert each["listens on"] == addresses[rank]
+
+
+A0, B0 = (f"{NETS[0]}.{host}" for host in (1, 2))
+A1, B1 = (f"{NETS[1]}.{host}" for host in (1, 2))
+
+
+@pytest.mark.parametrize("how", ["init", "group of the script"])
+@pytest.mark.parametrize("master", ["hosta", A0])
+def test_hosts_whose_names_mean_a_loopback_address(hosts: Hosts, master: str, how: str) -> None:
+    """The master's name is 127.0.1.1 on its own host, and its address on the other."""
+    require_trained(run_job(hosts, master, how=how), [[A0], [A0], [B0]])
+
+
+def test_without_a_variable_the_way_to_the_meeting_place_decides(hosts: Hosts) -> None:
+    require_trained(run_job(hosts, A1), [[A1], [A1], [B1]])
+
+
+@pytest.mark.parametrize(
+    ("names", "addresses"),
+    [
+        ("net0", [[A0], [A0], [B0]]),
+        ("net1", [[A1], [A1], [B1]]),
+        ("net0, net1,", [[A0, A1], [A0, A1], [B0, B1]]),
+    ],
+)
+def test_the_interfaces_named_are_taken(
+    hosts: Hosts, names: str, addresses: list[list[str]]
+) -> None:
+    variables = ({"GLOO_SOCKET_IFNAME": names},) * 3
+    require_trained(run_job(hosts, "hosta", variables=variables), addresses)
+
+
+def test_an_interface_that_is_not_there_is_an_error_on_all(hosts: Hosts) -> None:
+    variables = ({}, {}, {"GLOO_SOCKET_IFNAME": "net0,eth7"})
+    for each in run_job(hosts, "hosta", variables=variables):
+        assert each["error"].startswith("InvalidUsage: rank 2: GLOO_SOCKET_IFNAME='net0,eth7'")
+        assert "'eth7', which host hostb does not have; it has lo, net" in each["error"]
+
+
+def test_different_numbers_of_interfaces_are_an_error_on_all(hosts: Hosts) -> None:
+    variables = ({}, {"GLOO_SOCKET_IFNAME": "net0"}, {"GLOO_SOCKET_IFNAME": "net0,net1"})
+    for each in run_job(hosts, "hosta", variables=variables):
+        assert each["error"].startswith("Mismatch: GLOO_SOCKET_IFNAME names different numbers")
+        assert "none on rank 0; 1 on rank 1; 2 on rank 2" in each["error"]
+
+
+def told(v4: str = "", v6: str = "", interfaces: int = 0, problem: str = "") -> dict[str, Any]:
+    return {"addresses": [v4, v6], "interfaces": interfaces, "problem": problem}
+
+
+def test_addresses_are_of_one_family() -> None:
+    both = [told("10.0.0.1", "fd00::1"), told("10.0.0.2", "fd00::2")]
+    assert join_network(1, "ab", both) == GlooNetwork(address="10.0.0.2")
+    mixed = [told("10.0.0.1", "fd00::1"), told("", "fd00::2")]
+    assert join_network(0, "ab", mixed) == GlooNetwork(address="fd00::1")
+    # Nothing that all have: gloo's own choice.
+    none = [told("10.0.0.1", ""), told("", "fd00::2")]
+    assert join_network(0, "ab", none) == GlooNetwork()
+
+
+def test_a_tunnel_on_the_loopback_device_leaves_the_choice_to_gloo() -> None:
+    assert join_network(1, "ab", [told("127.0.0.1"), told("127.0.0.1")]) == GlooNetwork()
+
+
+def test_ranks_of_one_host_meet_on_the_loopback_device() -> None:
+    far = [told("10.0.0.1"), told("10.0.0.1")]
+    assert join_network(1, "aa", far) == GlooNetwork(address="127.0.0.1")
