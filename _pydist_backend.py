@@ -12,7 +12,7 @@ from typing import Any
 
 def _create_process_group(options: Any, pg_options: Any = None) -> Any:
     """Makes a group's backend: imports pydist, whose own function does it."""
-    from pydist.backends import create_process_group
+    from pydist.job.backends import create_process_group
 
     return create_process_group(options, pg_options)
 

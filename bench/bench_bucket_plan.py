@@ -6,7 +6,7 @@ import torch.distributed as dist
 from rank_groups import MeasureInTurns
 from turns import Pair
 
-from pydist.bucket_plan import DEFAULT_CAP_BYTES, PlannedParameter, plan_buckets
+from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES, PlannedParameter, plan_buckets
 
 # Of a layer of a transformer, in elements: matrices, biases and the scales of its norms.
 COUNTS = (3 * 512 * 512, 3 * 512, 512 * 512, 512, 4 * 512 * 512, 4 * 512, 512, 512)

@@ -21,7 +21,7 @@ from rich.table import Table
 from pydist.benchmarks import machine, models
 from pydist.benchmarks.noise import Ratio, ratio_of
 from pydist.benchmarks.ranks import StartedRanks
-from pydist.spawn import job_variables
+from pydist.job.spawn import job_variables
 
 RANK = Path(__file__).with_name("timed_rank.py")
 # pydist plans its buckets anew after steps 1, 2 and 4.

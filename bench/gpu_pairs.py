@@ -21,8 +21,8 @@ from launch import Ranks
 from turns import Pair, Times, take_turns
 
 import pydist
-from pydist.nccl_library import find_nccl
-from pydist.visible_gpus import why_none
+from pydist.gpu.nccl import find_nccl
+from pydist.gpu.visible import why_none
 
 # Of one case, beside the seconds that it is given: NCCL takes some to join.
 _LIMIT_S = 120.0

@@ -5,8 +5,6 @@ from pydist._load import __version__  # isort: skip
 
 from pydist import checkpoint, metrics
 from pydist._native import Communicator, Work
-from pydist.backends import register as _register
-from pydist.batch_sampler import BatchSampler
 from pydist.checkpoint import load, save
 from pydist.collectives import (
     all_gather,
@@ -22,15 +20,6 @@ from pydist.collectives import (
     send,
     symmetric_empty,
 )
-from pydist.data_loading import PreparedLoader, prepare
-from pydist.data_parallel import (
-    BucketPlan,
-    BucketStats,
-    CommunicationStats,
-    DataParallel,
-    PlannedBucket,
-    PlannedParameter,
-)
 from pydist.errors import (
     Aborted,
     CheckpointError,
@@ -41,13 +30,10 @@ from pydist.errors import (
     Timeout,
     TransportError,
 )
-from pydist.evaluation import evaluate
-from pydist.groups import new_group
-from pydist.large_batch import effective_batch_size, scale_lr
-from pydist.ledger import Ledger
-from pydist.memory_plan import MemoryPlan, RankMemory, plan
-from pydist.orders import Order, Sequential, Shuffled
-from pydist.process import (
+from pydist.evaluation.evaluate import evaluate
+from pydist.job import backends
+from pydist.job.groups import new_group
+from pydist.job.membership import (
     backend,
     device,
     init,
@@ -58,15 +44,29 @@ from pydist.process import (
     shutdown,
     world_size,
 )
-from pydist.sampler import DistributedSampler
-from pydist.sharded_optimizer import (
+from pydist.job.spawn import spawn
+from pydist.parallel.large_batch import effective_batch_size, scale_lr
+from pydist.parallel.sync_batch_norm import SyncBatchNorm
+from pydist.parallel.wrapper import (
+    BucketPlan,
+    BucketStats,
+    CommunicationStats,
+    DataParallel,
+    PlannedBucket,
+    PlannedParameter,
+)
+from pydist.planning.memory import MemoryPlan, RankMemory, plan
+from pydist.sampling.audit import Ledger
+from pydist.sampling.batch_sampler import BatchSampler
+from pydist.sampling.loader import PreparedLoader, prepare
+from pydist.sampling.order import Order, Sequential, Shuffled
+from pydist.sampling.sampler import DistributedSampler
+from pydist.sharding.optimizer import (
     ParameterState,
     ShardedOptimizer,
     ShardedState,
     StateRange,
 )
-from pydist.spawn import spawn
-from pydist.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Aborted",
@@ -104,6 +104,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "backend",
+    "backends",
     "barrier",
     "broadcast",
     "checkpoint",
@@ -134,4 +135,4 @@ __all__ = [
     "world_size",
 ]
 
-_register()
+backends.register()

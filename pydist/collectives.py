@@ -34,10 +34,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pydist import groups as _groups
 from pydist._native import Work
 from pydist.errors import InvalidUsage
-from pydist.groups import Group
+from pydist.job import groups as _groups
+from pydist.job.groups import Group
 
 __all__ = [
     "all_gather",

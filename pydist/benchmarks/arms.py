@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pydist
-from pydist import _native, groups
+from pydist import _native
 from pydist.benchmarks.cases import Buffers, Case
 from pydist.errors import InvalidUsage
+from pydist.job import groups
 
 __all__ = [
     "Arm",

@@ -24,8 +24,8 @@ from pydist.benchmarks.ranks import FoundRanks, Ranks, start_mpi_ranks, start_to
 from pydist.benchmarks.results import ROOFLINE, Results, rows_of
 from pydist.benchmarks.sizes import parse_size, size_text, sweep
 from pydist.benchmarks.subcommand import add_ranks_argument
-from pydist.environment import Placement
 from pydist.errors import Error, InvalidUsage
+from pydist.job.launchers import Placement
 
 __all__ = ["COMPARABLE", "add_arguments", "main"]
 

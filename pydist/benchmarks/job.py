@@ -11,8 +11,8 @@ import torch.distributed as dist
 import pydist
 from pydist.benchmarks.machine import keep_freed_blocks, pin, shared_memory_room
 from pydist.benchmarks.sizes import size_text
-from pydist.environment import Placement, read_placement
 from pydist.errors import InvalidUsage
+from pydist.job.launchers import Placement, read_placement
 
 __all__ = ["Job", "count_ranks", "find_job", "launched_placement", "require_room"]
 

@@ -38,8 +38,8 @@ from pydist.benchmarks.noise import Ratio, is_noisy, ratio_of
 from pydist.benchmarks.outputs import require_writable
 from pydist.benchmarks.progress import Progress
 from pydist.benchmarks.slow_link import Link, Round, read_trace, send
-from pydist.environment import read_placement
 from pydist.errors import InvalidUsage
+from pydist.job.launchers import read_placement
 
 __all__ = ["add_arguments", "main", "summarize"]
 

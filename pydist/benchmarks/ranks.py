@@ -26,7 +26,7 @@ from pydist.benchmarks.peers import Installation
 from pydist.benchmarks.rank_commands import Failed, Stop, obey
 from pydist.benchmarks.rank_process import make_arms, prepare
 from pydist.errors import Error, InvalidUsage, PeerLost, Timeout
-from pydist.spawn import job_variables
+from pydist.job.spawn import job_variables
 
 __all__ = ["FoundRanks", "Ranks", "StartedRanks", "start_mpi_ranks", "start_torch_ranks"]
 

@@ -20,8 +20,8 @@ from pydist.benchmarks.fresh_job import FreshJob, join_job
 from pydist.benchmarks.job import require_room
 from pydist.benchmarks.noise import Ratio, is_noisy, ratio_of
 from pydist.benchmarks.progress import Progress
-from pydist.environment import read_placement
 from pydist.errors import InvalidUsage
+from pydist.job.launchers import read_placement
 
 __all__ = ["add_arguments", "main", "summarize"]
 

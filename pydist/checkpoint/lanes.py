@@ -21,12 +21,12 @@ from weakref import WeakKeyDictionary
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pydist import groups, process
 from pydist.checkpoint.replacement import real
-from pydist.compiled_graphs import uncompiled
-from pydist.data_parallel import DataParallel
 from pydist.errors import CheckpointError, InvalidUsage, Mismatch
-from pydist.sharded_optimizer import ShardedOptimizer
+from pydist.job import groups, membership
+from pydist.parallel.compiled_graphs import uncompiled
+from pydist.parallel.wrapper import DataParallel
+from pydist.sharding.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,12 +153,12 @@ def lane_of(models: Iterable[Any], optimizers: Iterable[Any], group: groups.Grou
         if isinstance(model, DataParallel):
             found.append(model.communicator_to_split())
         elif isinstance(model, DistributedDataParallel):
-            process.init()
+            membership.init()
             found.append(groups.communicator_of(model.process_group))
     if not found:
         found = [o._communicator for o in optimizers if isinstance(o, ShardedOptimizer)]
     if not found:
-        process.init()
+        membership.init()
         found = [groups.communicator_of()]
     places = {(communicator.rank, communicator.size): None for communicator in found}
     if len(places) > 1:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from pydist._native import Communicator
-    from pydist.groups import Group
+    from pydist.job.groups import Group
 
 _CALL = "pydist.load()"
 

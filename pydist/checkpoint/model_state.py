@@ -16,12 +16,12 @@ from pydist.checkpoint.own_names import own_name, own_tensors_of, plain_of, requ
 from pydist.checkpoint.packing import pack
 from pydist.checkpoint.parts import Part, what_it_has
 from pydist.checkpoint.pieces import Piece, of_rows, share_out
-from pydist.compiled_graphs import uncompiled
-from pydist.data_parallel import DataParallel
 from pydist.errors import InvalidUsage
-from pydist.live_wrappers import owners_within
-from pydist.sharded_parameters import SHORT
-from pydist.state_dict_names import matched, plain_names
+from pydist.parallel.compiled_graphs import uncompiled
+from pydist.parallel.ownership import owners_within
+from pydist.parallel.state_names import matched, plain_names
+from pydist.parallel.wrapper import DataParallel
+from pydist.sharding.buckets import SHORT
 
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 
 from pydist.checkpoint.own_names import is_own, own_name, owner_in
 from pydist.checkpoint.pieces import Piece, of_range, share_out
-from pydist.element_wise import require_plain_options
 from pydist.errors import InvalidUsage
-from pydist.options_of_class import require_options_of
-from pydist.sharded_optimizer import ShardedOptimizer
-from pydist.sharded_parameters import SHORT, dense_strides
-from pydist.sharded_state import (
+from pydist.parallel.state_names import distinct_names, plain_name
+from pydist.sharding.buckets import SHORT, dense_strides
+from pydist.sharding.element_wise import require_plain_options
+from pydist.sharding.optimizer import ShardedOptimizer
+from pydist.sharding.options_of_class import require_options_of
+from pydist.sharding.sharded_state import (
     MASTER,
     ParameterState,
     ShardedState,
@@ -29,9 +30,8 @@ from pydist.sharded_state import (
     matching_groups,
     to_whole,
 )
-from pydist.state_dict_form import from_unsharded, is_sharded, require_form, without_absent
-from pydist.state_dict_names import distinct_names, plain_name
-from pydist.state_values import is_per_element, require_divisible
+from pydist.sharding.state_dict_form import from_unsharded, is_sharded, require_form, without_absent
+from pydist.sharding.state_values import is_per_element, require_divisible
 
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from pydist._torch import is_marked_as_ignored
-from pydist.data_parallel import DataParallel
 from pydist.errors import CheckpointError, InvalidUsage
-from pydist.live_wrappers import newest_first
-from pydist.rank_local import RankLocal
+from pydist.parallel.ownership import newest_first
+from pydist.parallel.rank_local import RankLocal
+from pydist.parallel.wrapper import DataParallel
 
 _OWN = re.compile(r"(.*)@rank(\d+)")
 

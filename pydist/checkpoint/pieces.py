@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pydist.bucket_plan import DEFAULT_CAP_BYTES
+from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES
 
 # torch's writer has two copies of what it writes: of a bucket together.
 _PIECE_BYTES = DEFAULT_CAP_BYTES // 2

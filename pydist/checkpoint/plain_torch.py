@@ -17,7 +17,7 @@ from pydist.checkpoint.own_names import owner_in, plain_of
 from pydist.checkpoint.parts import SHARED_KINDS, STATEFUL, Part, parts_of
 from pydist.checkpoint.replacement import find, real
 from pydist.errors import InvalidUsage
-from pydist.sharded_optimizer import ShardedOptimizer
+from pydist.sharding.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from torch import nn

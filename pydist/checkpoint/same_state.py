@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pydist.batch_sampler import BatchSampler
-from pydist.data_loading import PreparedLoader
-from pydist.module_agreement import check_same
-from pydist.sampler import DistributedSampler
+from pydist.parallel.replica_check import check_same
+from pydist.sampling.batch_sampler import BatchSampler
+from pydist.sampling.loader import PreparedLoader
+from pydist.sampling.sampler import DistributedSampler
 
 if TYPE_CHECKING:
     from pydist._native import Communicator

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     import pydist.checkpoint.dcp_files as dcp_files
     from pydist._native import Communicator
-    from pydist.groups import Group
+    from pydist.job.groups import Group
 
 _CALL = "pydist.save()"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pydist.errors import CheckpointError, InvalidUsage, Mismatch
-from pydist.rank_names import name_ranks
+from pydist.job.rank_names import name_ranks
 
 if TYPE_CHECKING:
     from pydist._native import Communicator

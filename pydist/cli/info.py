@@ -13,14 +13,15 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from pydist import _build, _native, backends
+from pydist import _build, _native
 from pydist.benchmarks.machine import processor_name, shared_memory_room
-from pydist.environment import read_placement
 from pydist.errors import Error, InvalidUsage
-from pydist.gloo_network import GlooNetwork
-from pydist.nccl_library import find_nccl
-from pydist.nccl_obstacles import why_no_nccl_here
-from pydist.rank_gpu import identify_gpus
+from pydist.gpu.nccl import find_nccl
+from pydist.job import backends
+from pydist.job.gloo_network import GlooNetwork
+from pydist.job.gpu_assignment import identify_gpus
+from pydist.job.launchers import read_placement
+from pydist.job.nccl_obstacles import why_no_nccl_here
 
 __all__ = ["collect", "main"]
 

@@ -19,7 +19,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from pydist.errors import Error
-from pydist.gpu_choice import choose_gpus, from_command_line, gpu_variables, process_count
+from pydist.gpu.selection import choose_gpus, from_command_line, gpu_variables, process_count
 
 __all__ = ["main"]
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pydist.errors import InvalidUsage
-from pydist.groups import Group
+from pydist.job.groups import Group
 from pydist.metrics.exact_sum import LENGTH, add_count, add_up, as_float64, quotient, total
 from pydist.metrics.metric import Metric
 

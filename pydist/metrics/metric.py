@@ -7,10 +7,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pydist import groups, process
 from pydist._native import Communicator
 from pydist.errors import InvalidUsage
-from pydist.groups import Group
+from pydist.job import groups, membership
+from pydist.job.groups import Group
 
 __all__ = ["Metric", "compute_all", "require_tensor"]
 
@@ -73,7 +73,7 @@ class Metric(ABC, Generic[Result]):
             Mismatch: the ranks compute different metrics.
         """
         if group is None:
-            process.init()
+            membership.init()
         value: Result
         (value,) = compute_all([self], groups.communicator_of(group), timeout=timeout)
         return value

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pydist import groups, process
 from pydist.errors import Error, InvalidUsage, Mismatch
-from pydist.groups import Group
+from pydist.job import groups, membership
+from pydist.job.groups import Group
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -116,7 +116,7 @@ def _gathered(
     rows: Any, root: int | None, positions: Tensor | None, group: Group | None, wait: float | None
 ) -> Any:
     if group is None:
-        process.init()
+        membership.init()
     communicator = groups.communicator_of(group)
     if root is not None and not 0 <= root < communicator.size:
         raise InvalidUsage(

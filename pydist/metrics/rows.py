@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pydist.errors import InvalidUsage
-from pydist.groups import Group
+from pydist.job.groups import Group
 from pydist.metrics.metric import require_tensor
 from pydist.metrics.ragged import all_gather_ragged
 

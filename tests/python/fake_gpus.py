@@ -18,8 +18,10 @@ from unittest import mock
 import pytest
 import torch
 
-from pydist import _native, backends, rank_gpu, visible_gpus
-from pydist.nccl_library import NcclLibrary
+from pydist import _native
+from pydist.gpu import visible
+from pydist.gpu.nccl import NcclLibrary
+from pydist.job import backends, gpu_assignment
 
 NCCL = NcclLibrary(22_907, "/fake/libnccl.so.2")
 
@@ -87,7 +89,7 @@ def fake_gpus(
         (torch.cuda, "is_initialized", lambda: gpus.current is not None),
         (torch.cuda, "current_device", lambda: gpus.current),
         (torch.cuda, "_lazy_call", gpus.queued.append),
-        (rank_gpu, "find_nccl", lambda: nccl),
+        (gpu_assignment, "find_nccl", lambda: nccl),
         (backends, "find_nccl", lambda: nccl),
         (_native, "create_nccl", create_nccl or join),
     ]
@@ -95,6 +97,6 @@ def fake_gpus(
         stack.callback(gpus.patch.undo)
         for owner, name, value in changes:
             gpus.patch.setattr(owner, name, value)
-        for name in (visible_gpus.VARIABLE, "NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
+        for name in (visible.VARIABLE, "NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
             os.environ.pop(name, None)
         yield gpus

@@ -361,7 +361,7 @@ def run_forward_twice() -> None:
     for step in range(3):
         # As of a discriminator: on real samples, and on generated ones.
         losses = [model(batch(rank, 5, 4, step=2 * step + i)).square().mean() for i in range(2)]
-        with mock.patch("pydist.buffer_changes._bytes_of", side_effect=AssertionError):
+        with mock.patch("pydist.parallel.buffer_changes._bytes_of", side_effect=AssertionError):
             again = model(batch(rank, 5, 4, step=9)).mean()
         (losses[0] + losses[1] + again).backward()
 

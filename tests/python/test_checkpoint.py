@@ -30,8 +30,8 @@ from training import Tied, joined
 
 import pydist
 import pydist.checkpoint.dcp_files as dcp_files
-from pydist.bucket_plan import DEFAULT_CAP_BYTES
 from pydist.checkpoint.manifest import MANIFEST
+from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,8 +15,8 @@ from torch.optim import SGD, AdamW
 from training import assert_near, batch, joined
 
 import pydist
-from pydist.bucket_plan import DEFAULT_CAP_BYTES
 from pydist.checkpoint.pieces import of_rows
+from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES
 
 LIMIT_S = 20.0
 

@@ -272,7 +272,7 @@ def test_the_python_side_of_a_call_is_a_fraction_of_torchs() -> None:
     import timeit
 
     tensor = torch.ones(2)
-    communicator = pydist.groups.communicator_of()
+    communicator = pydist.job.groups.communicator_of()
 
     def best(statement: Callable[[], object]) -> float:
         return min(timeit.repeat(statement, number=2000, repeat=15))
@@ -292,7 +292,7 @@ def call_something_else(ranks_differ: str, rank: int) -> None:
         pydist.all_gather(torch.ones(2))
     elif ranks_differ == "wire dtype":
         tensor = torch.ones(2)
-        pydist.groups.communicator_of().all_reduce(
+        pydist.job.groups.communicator_of().all_reduce(
             tensor, tensor, wire_dtype=torch.bfloat16 if rank else None
         )
     else:

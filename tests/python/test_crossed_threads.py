@@ -12,7 +12,7 @@ from launch import run_ranks
 from torch import nn
 
 import pydist
-from pydist import groups
+from pydist.job import groups
 
 pytestmark = pytest.mark.timeout(90)
 

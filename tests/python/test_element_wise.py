@@ -12,7 +12,7 @@ from training import TIME_LIMIT, Runner, joined
 from twins import Twins, small_model
 
 import pydist
-from pydist.element_wise import ELEMENT_WISE, require_element_wise
+from pydist.sharding.element_wise import ELEMENT_WISE, require_element_wise
 
 pytestmark = TIME_LIMIT
 

@@ -7,8 +7,8 @@ import time
 import pytest
 from launch import run_command
 
-from pydist.environment import Placement, Rendezvous, first_host, read_placement
 from pydist.errors import InvalidUsage
+from pydist.job.launchers import Placement, Rendezvous, first_host, read_placement
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",

@@ -18,9 +18,10 @@ from training import Runner, batch, joined
 from twins import ManyKinds, Twins, small_model
 
 import pydist
-from pydist import _native, fused_step
-from pydist.bucket_step import BucketStep
-from pydist.sharded_parameters import Member, dense_strides, move_in
+from pydist import _native
+from pydist.sharding import fused_step
+from pydist.sharding.bucket_step import BucketStep
+from pydist.sharding.buckets import Member, dense_strides, move_in
 
 LIMIT_S = 40.0
 

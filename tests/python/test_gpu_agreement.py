@@ -13,11 +13,13 @@ from fake_gpus import NCCL, fake_gpus
 from launch import run_ranks
 
 import pydist
-from pydist import _native, backends, nccl_library
-from pydist.agreement import judge
+from pydist import _native
 from pydist.cli import info
-from pydist.nccl_library import NcclLibrary, find_nccl, version_of
-from pydist.rank_gpu import describe_gpus, gpus_of_ranks, make_current
+from pydist.gpu import nccl
+from pydist.gpu.nccl import NcclLibrary, find_nccl, version_of
+from pydist.job import backends
+from pydist.job.gpu_assignment import describe_gpus, gpus_of_ranks, make_current
+from pydist.job.meeting import judge
 
 NO_SHARING = {"host": "", "allowed": False}
 
@@ -200,7 +202,7 @@ def test_a_job_on_the_cpu_asks_neither_cuda_nor_nccl(monkeypatch: pytest.MonkeyP
     for name in ("device_count", "get_device_properties", "set_device", "_lazy_call", "init"):
         monkeypatch.setattr(torch.cuda, name, unasked)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    monkeypatch.setattr("pydist.rank_gpu.find_nccl", unasked)
+    monkeypatch.setattr("pydist.job.gpu_assignment.find_nccl", unasked)
     monkeypatch.setattr(_native, "create_nccl", unasked, raising=False)
     pydist.init()
     assert (pydist.backend(), pydist.device()) == ("native", torch.device("cpu"))
@@ -514,8 +516,8 @@ def test_finding_nccl(
         return FakeLibrary(loaded[name], failed=5 if loaded[name] == -1 else 0)
 
     monkeypatch.setattr(ctypes, "CDLL", open_library)
-    monkeypatch.setattr(nccl_library, "_of_wheels", lambda: ["/wheel/nccl"])
-    monkeypatch.setattr(nccl_library, "_path_of", lambda _, path: path)
+    monkeypatch.setattr(nccl, "_of_wheels", lambda: ["/wheel/nccl"])
+    monkeypatch.setattr(nccl, "_path_of", lambda _, path: path)
     result = find_nccl.__wrapped__()
     assert found in (result.version, result.problem)
     assert bool(result.path) == (not result.problem)
@@ -529,9 +531,9 @@ def test_where_nccl_lies(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None
         "importlib.util.find_spec",
         lambda _: types.SimpleNamespace(submodule_search_locations=[str(library.parents[1])]),
     )
-    assert nccl_library._of_wheels() == [str(library)]
+    assert nccl._of_wheels() == [str(library)]
     # Any function of any library will do to find a file by.
     libc = ctypes.CDLL("libc.so.6")
     libc.ncclGetVersion = libc.getpid
-    assert "libc" in os.path.basename(nccl_library._path_of(libc, "libc.so.6"))
-    assert nccl_library._path_of(libc, "/as/given") == "/as/given"
+    assert "libc" in os.path.basename(nccl._path_of(libc, "libc.so.6"))
+    assert nccl._path_of(libc, "/as/given") == "/as/given"

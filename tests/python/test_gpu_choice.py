@@ -15,11 +15,11 @@ from fake_gpus import fake_gpus
 from torch.distributed import run as torchrun
 
 import pydist
-from pydist import gpu_load
 from pydist.cli import main
-from pydist.gpu_choice import choose_gpus, from_command_line, process_count
-from pydist.gpu_load import InstalledGpu, installed_gpus, parse_nvidia_smi
-from pydist.visible_gpus import (
+from pydist.gpu import inventory
+from pydist.gpu.inventory import InstalledGpu, installed_gpus, parse_nvidia_smi
+from pydist.gpu.selection import choose_gpus, from_command_line, process_count
+from pydist.gpu.visible import (
     VARIABLE,
     listed_gpus,
     narrow_to_own_instance,
@@ -342,7 +342,7 @@ def test_asking_nvml(nvidia_smi: Callable[[str], None], monkeypatch: pytest.Monk
         nvmlDeviceGetUUID=lambda handle: b"GPU-a" if handle == 0 else "GPU-b",
         nvmlDeviceGetName=lambda _: "H200",
     )
-    monkeypatch.setattr(gpu_load.importlib, "import_module", lambda _: nvml)
+    monkeypatch.setattr(inventory.importlib, "import_module", lambda _: nvml)
     assert installed_gpus() == [
         InstalledGpu(0, "GPU-a", "H200", 7, 0),
         InstalledGpu(1, "GPU-b", "H200", None, 1),

@@ -15,7 +15,7 @@ import torch
 from launch import Ranks, run_command
 
 import pydist
-from pydist.groups import communicator_of
+from pydist.job.groups import communicator_of
 
 pytestmark = pytest.mark.timeout(60)
 

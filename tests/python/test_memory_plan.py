@@ -19,11 +19,11 @@ from training import TIME_LIMIT
 
 import pydist
 from pydist import _native
-from pydist.bucket_plan import typical_cap_bytes
 from pydist.cli import main
-from pydist.element_wise import ELEMENT_WISE
-from pydist.memory_plan import shard_counts
-from pydist.step_memory import step_memory, temporaries
+from pydist.parallel.bucket_planner import typical_cap_bytes
+from pydist.planning.memory import shard_counts
+from pydist.planning.step_memory import step_memory, temporaries
+from pydist.sharding.element_wise import ELEMENT_WISE
 
 pytestmark = TIME_LIMIT
 

@@ -294,7 +294,7 @@ def parts_of_a_bound_group() -> None:
         mesh = init_device_mesh("cuda", (2, size // 2), mesh_dim_names=("outer", "inner"))
         assert total(mesh.get_group("inner")) == rank // 2 * 4 + 1
         assert total(mesh.get_group("outer")) == rank % 2 * 2 + 2
-        assert pydist.groups.communicator_of(mesh.get_group("outer")).timeout == 20.0
+        assert pydist.job.groups.communicator_of(mesh.get_group("outer")).timeout == 20.0
         some = dist.split_group(split_ranks=[[0, 2]])
         assert (some is None) == (rank in (1, 3))
         assert some is None or total(some) == 2.0
@@ -531,7 +531,7 @@ def failing_and_leaving() -> None:
     tensor = torch.ones(1000, device="cuda")
     pydist.all_reduce(tensor)
     if rank == 1:
-        pydist.groups.communicator_of().abort("enough")
+        pydist.job.groups.communicator_of().abort("enough")
         pydist.shutdown()
         return
     with pytest.raises(pydist.Error, match="enough"):

@@ -23,7 +23,7 @@ from launch import Ranks, rank_outcomes, run_ranks
 from training import LIMIT_S, TIME_LIMIT, joined
 
 import pydist
-from pydist import groups
+from pydist.job import groups
 
 pytestmark = [
     needs_gpu_ranks,

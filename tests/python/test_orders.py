@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import pydist
-from pydist.orders import Order, name_digest
+from pydist.sampling.order import Order, name_digest
 
 LIMIT = 4.0
 # Just beyond the table, where the grid is smallest; a full grid, one with the most places too many;

@@ -22,8 +22,8 @@ from torch import nn
 
 import pydist
 from pydist import metrics
-from pydist.agreement import judge
-from pydist.rank_gpu import describe_gpus
+from pydist.job.gpu_assignment import describe_gpus
+from pydist.job.meeting import judge
 
 
 def sum_of_ranks() -> float:
@@ -433,11 +433,11 @@ def test_torch_runs_on_the_backend_without_init() -> None:
 def timeout_given_to_torch() -> list[float]:
     dist.init_process_group("pydist", timeout=timedelta(seconds=77))
     pydist.init()
-    communicator = pydist.groups.communicator_of()
+    communicator = pydist.job.groups.communicator_of()
     given = communicator.timeout
     dist.destroy_process_group()
     dist.init_process_group("pydist", store=dist.HashStore(), rank=0, world_size=1)
-    ours = pydist.groups.communicator_of(dist.group.WORLD).timeout
+    ours = pydist.job.groups.communicator_of(dist.group.WORLD).timeout
     dist.destroy_process_group()
     return [given, ours]
 
@@ -451,7 +451,7 @@ def thirty_minutes() -> list[float]:
     seen = []
 
     def timeout_of(group: Any = None) -> float:
-        return float(pydist.groups.communicator_of(group).timeout)
+        return float(pydist.job.groups.communicator_of(group).timeout)
 
     pydist.init(timeout=1800)
     seen.append(timeout_of())
@@ -459,7 +459,7 @@ def thirty_minutes() -> list[float]:
     seen.append(timeout_of(dist.new_group([0])))
     pydist.shutdown()
     for kept in (1800, half_an_hour, 45.5):
-        options = pydist.backends.Options(timeout=kept)
+        options = pydist.job.backends.Options(timeout=kept)
         dist.init_process_group("pydist", pg_options=options)
         seen.append(timeout_of(dist.group.WORLD))
         dist.destroy_process_group()
@@ -483,7 +483,7 @@ def test_thirty_minutes_that_somebody_asked_for_stay() -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
 def test_a_bad_timeout_in_options_is_refused(timeout: float) -> None:
-    options = pydist.backends.Options(timeout=timeout)
+    options = pydist.job.backends.Options(timeout=timeout)
     with pytest.raises(pydist.InvalidUsage, match="timeout="):
         dist.init_process_group(
             "pydist", store=dist.HashStore(), rank=0, world_size=1, pg_options=options
@@ -498,10 +498,10 @@ def init_with_other_timeouts() -> float:
     pydist.init(timeout=timedelta(seconds=45))
     with pytest.raises(pydist.InvalidUsage, match="time-out of 45 s already, so timeout=60"):
         pydist.init(timeout=60)
-    assert pydist.groups.communicator_of().timeout == 45.0
+    assert pydist.job.groups.communicator_of().timeout == 45.0
     pydist.shutdown()
     pydist.init(timeout=60)
-    return float(pydist.groups.communicator_of().timeout)
+    return float(pydist.job.groups.communicator_of().timeout)
 
 
 @pytest.mark.parametrize("backend", ["native", "gloo"])

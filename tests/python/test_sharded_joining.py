@@ -12,7 +12,7 @@ from training import Runner, batch, joined
 from twins import LIMIT_S, TIME_LIMIT, Twins
 
 import pydist
-from pydist import sharded_layout
+from pydist.sharding import placement
 
 pytestmark = TIME_LIMIT
 
@@ -150,7 +150,7 @@ def run_out_of_memory(how: str) -> None:
     if how == "unfrozen":
         model(torch.ones(2, 10)).sum().backward()
     if rank == 1:
-        with mock.patch.object(sharded_layout, "move_in", raise_here), pytest.raises(MemoryError):
+        with mock.patch.object(placement, "move_in", raise_here), pytest.raises(MemoryError):
             change()
         for again in (optimizer.step, change):
             with pytest.raises(pydist.InvalidUsage, match=r"earlier step or change.*no room"):

@@ -15,7 +15,8 @@ from training import Runner, joined
 from twins import LIMIT_S, TIME_LIMIT
 
 import pydist
-from pydist import gathers, sharded_optimizer
+from pydist.sharding import in_flight
+from pydist.sharding import optimizer as sharded_optimizer
 
 pytestmark = TIME_LIMIT
 
@@ -106,7 +107,7 @@ def wait_for_own() -> None:
     with no_functions():
         optimizer.step()
     waited: list[Any] = []
-    with mock.patch.object(gathers.Gather, "wait", lambda gather: waited.append(gather)):
+    with mock.patch.object(in_flight.Gather, "wait", lambda gather: waited.append(gather)):
         for hook in nn.modules.module._global_forward_pre_hooks.values():
             hook(module[1], ())
     own = {module[1].weight.gathered_by, module[1].bias.gathered_by}

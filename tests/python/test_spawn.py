@@ -16,7 +16,7 @@ import torch
 from launch import run_command
 
 import pydist
-from pydist.unpicklable import find_unpicklable
+from pydist.job.pickling import find_unpicklable
 
 
 def place_and_sum(offset: float) -> tuple[int, int, float, str]:

@@ -342,7 +342,7 @@ def test_what_torch_refuses_a_rank_is_told_to_the_others() -> None:
 
 def alone() -> None:
     start()
-    communicator = pydist.groups.communicator_of()
+    communicator = pydist.job.groups.communicator_of()
     mine = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     for op, factor in (("sum", 1.0), ("mean", 1.0), ("premul_sum", 0.3)):
         for wire in (None, torch.bfloat16, torch.float16):
@@ -359,7 +359,7 @@ def test_one_rank_alone_gets_the_bits_of_the_cpu() -> None:
 
 def without_devices() -> list[str]:
     joined()
-    devices: list[str] = pydist.groups.communicator_of().capabilities()["devices"]
+    devices: list[str] = pydist.job.groups.communicator_of().capabilities()["devices"]
     return devices
 
 

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from training import LIMIT_S, Runner, assert_near, joined
 
 import pydist
-from pydist import groups
-from pydist.sync_batch_norm import _statistics, refuse_under_join
+from pydist.job import groups
+from pydist.parallel.sync_batch_norm import _statistics, refuse_under_join
 
 pytestmark = pytest.mark.timeout(30)
 

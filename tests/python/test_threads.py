@@ -13,7 +13,7 @@ from training import TIME_LIMIT, Runner, batch, joined
 from twins import Pausing
 
 import pydist
-from pydist.compiled_graphs import graphs_cut_at
+from pydist.parallel.compiled_graphs import graphs_cut_at
 
 pytestmark = TIME_LIMIT
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from launch import run_command
 
-from pydist.gloo_network import GlooNetwork, join_network
+from pydist.job.gloo_network import GlooNetwork, join_network
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from training import LIMIT_S, TIME_LIMIT, Parts, Runner, assert_near, batch, joined
 
 import pydist
-from pydist.bucket_plan import PlannedParameter
+from pydist.parallel.bucket_planner import PlannedParameter
 
 pytestmark = TIME_LIMIT
 

@@ -154,7 +154,7 @@ def moving_case(
 
 def every_op_on_every_dtype(suite: Suite) -> None:
     """Kinds that reduce, on every dtype with every op; what is not defined is refused, by name."""
-    communicator = pydist.groups.communicator_of()
+    communicator = pydist.job.groups.communicator_of()
     salts = itertools.count()
     for kind, dtype, op in itertools.product(REDUCING_KINDS, DTYPES, OPS):
         if not is_defined(op, dtype):

@@ -49,7 +49,7 @@ def _highest_tag(rank: int) -> str:
 def reductions() -> list[str]:
     """Runs on every rank: which op is defined for which family of dtypes."""
     pydist.init()
-    communicator = pydist.groups.communicator_of()
+    communicator = pydist.job.groups.communicator_of()
     lines = []
     for op in OPS:
         cells = [op]
@@ -73,7 +73,7 @@ def differences() -> dict[str, str]:
     if os.environ["PYDIST_BACKEND"] == "nccl":
         gpu_ranks.install()
     pydist.init()
-    communicator = pydist.groups.communicator_of()
+    communicator = pydist.job.groups.communicator_of()
     said = communicator.capabilities()
     memory = pydist.symmetric_empty(8).fill_(1.0)
     assert pydist.all_reduce(memory).tolist() == [float(pydist.world_size())] * 8

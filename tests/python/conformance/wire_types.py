@@ -20,7 +20,7 @@ COUNTS = (0, 1, 7, 20, 21, 4099, CHUNK_BYTES // 2, CHUNK_BYTES + 77)
 def wire_types(suite: Suite) -> None:
     """What comes out is what a sum of tensors of the wire type gives, as float32."""
     rank, size = suite.rank, suite.size
-    communicator = pydist.groups.communicator_of()
+    communicator = pydist.job.groups.communicator_of()
     factor = factor_of(rank)
     counts = COUNTS[1::2] if suite.is_slow else COUNTS
     for wire, op, count in itertools.product(WIRE_DTYPES, OPS, counts):

@@ -1,0 +1,1 @@
+"""Evaluation that gives all ranks the result of one process."""

@@ -1,0 +1,1 @@
+"""Who is in the job: launchers, meeting, backends, groups, joining and leaving."""

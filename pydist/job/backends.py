@@ -1,0 +1,384 @@
+"""Which backend carries a group, and the "pydist" backend of torch.distributed.
+
+The ranks of a job agree on one backend when they meet (Note [One choice for the whole job] in
+`pydist.job.meeting`). On NCCL, which moves nothing but GPU tensors, a group has a communicator on
+native or gloo beside it, for tensors on the CPU.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pydist import _native
+from pydist._load import __version__
+from pydist._torch import is_timeout_torchs_own
+from pydist.errors import Error, InvalidUsage, TransportError
+from pydist.gpu.nccl import connect_at_joining, find_nccl
+from pydist.job.gloo_network import GlooNetwork, describe_network, join_network
+from pydist.job.gpu_assignment import describe_gpus, make_current
+from pydist.job.meeting import Verdict, agree
+
+__all__ = [
+    "Job",
+    "Options",
+    "create_communicator",
+    "create_process_group",
+    "parse_backend",
+    "parse_timeout",
+    "register",
+    "valid_backends",
+]
+
+logger = logging.getLogger("pydist")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `init_process_group("pydist", pg_options=...)` takes."""
+
+    # As in PYDIST_BACKEND, which it overrides.
+    backend: str | None = None
+    # How long joining, and later each operation, may take; in seconds, if it is a number. None
+    # leaves that to init_process_group's `timeout`, and to PYDIST_TIMEOUT if that has none either.
+    timeout: float | timedelta | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of the job have agreed on."""
+
+    # "native", "gloo" or "nccl".
+    backend: str
+    # What carries tensors on the CPU: the same, except beside nccl.
+    host_backend: str
+    # Why that one; for people.
+    reason: str
+    # An identity of each rank's host, in rank order.
+    hosts: tuple[str, ...]
+    # The number of the GPU that each rank takes, of those that it sees; None where it sees none.
+    gpus: tuple[int | None, ...]
+    # Where gloo listens on this rank.
+    network: GlooNetwork
+
+    def local_ranks(self, rank: int) -> list[int]:
+        """The ranks on the host of `rank`, in order."""
+        return [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
+
+
+# The agreement of the job's world group, from its creation until shutdown.
+_job: Job | None = None
+
+
+def job() -> Job | None:
+    """The job's agreement, if its ranks have met."""
+    return _job
+
+
+def forget_job() -> None:
+    """Lets the next world group agree anew."""
+    global _job
+    _job = None
+
+
+def valid_backends() -> tuple[str, ...]:
+    """The values of PYDIST_BACKEND and of `pydist.init(backend=)`."""
+    for name, values, *_ in _native.environment_variables():
+        if name == "PYDIST_BACKEND":
+            return tuple(value.strip() for value in values.split("|"))
+    raise Error("the engine declares no PYDIST_BACKEND: pydist and its engine differ in version.")
+
+
+def parse_backend(value: str, where: str) -> str:
+    """Checks a backend's name.
+
+    Args:
+        value: the name.
+        where: its source, for the message: "PYDIST_BACKEND", "backend=".
+
+    Raises:
+        InvalidUsage: the name is unknown; the message lists the valid ones.
+    """
+    if value not in valid_backends():
+        raise InvalidUsage(
+            f"{where}{'' if where.endswith('=') else '='}'{value}' is not valid; use one of: "
+            f"{', '.join(valid_backends())}."
+        )
+    return value
+
+
+def _wish(backend: str | None) -> tuple[str, str]:
+    """What this rank was asked for, and by whom."""
+    if backend is not None:
+        return parse_backend(backend, "backend="), "backend="
+    return parse_backend(os.environ.get("PYDIST_BACKEND") or "auto", "PYDIST_BACKEND"), (
+        "PYDIST_BACKEND"
+    )
+
+
+def host_identity() -> str:
+    """The same on two ranks when both see one machine, one host name and one network."""
+    if override := os.environ.get("PYDIST_HOST_ID"):
+        return override
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(os.stat("/proc/self/ns/net").st_ino))
+    return " ".join(parts)
+
+
+def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
+    hello: dict[str, Any] = {
+        "host": host_identity(),
+        "pydist": __version__,
+        "torch": torch.__version__.split("+")[0],
+    }
+    try:
+        hello["wish"], hello["source"] = _wish(backend)
+        _native.read_environment()
+        hello["network"] = describe_network(store, size)
+    except InvalidUsage as error:
+        hello["error"] = str(error)
+    else:
+        hello.update(describe_gpus(wants_nccl=hello["wish"] in ("auto", "nccl")))
+    return hello
+
+
+def gloo_factory(
+    network: GlooNetwork,
+) -> Callable[[dist.Store, int, int, float | timedelta], dist.ProcessGroup]:
+    """What makes torch's gloo for `create_gloo`."""
+
+    def create(
+        store: dist.Store, rank: int, size: int, timeout: float | timedelta
+    ) -> dist.ProcessGroup:
+        if not dist.is_gloo_available():
+            raise TransportError("this torch was built without gloo.")
+        options = network.options()
+        options._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        # Any: torch's stubs leave out its options.
+        gloo: Any = dist.ProcessGroupGloo
+        group: dist.ProcessGroup = gloo(store, rank, size, options)
+        return group
+
+    return create
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """The ranks of one group, as they meet to make its communicators."""
+
+    store: dist.Store
+    rank: int
+    size: int
+    name: str
+    timeout: timedelta
+    network: GlooNetwork
+
+    def create(self, backend: str) -> _native.Communicator:
+        """A communicator on native or gloo."""
+        store, timeout_s = dist.PrefixStore(backend, self.store), self.timeout.total_seconds()
+        if backend == "native":
+            made = _native.create_native(store, self.rank, self.size, self.name, timeout_s)
+        else:
+            self.network.require_usable()
+            factory = gloo_factory(self.network)
+            made = _native.create_gloo(store, self.rank, self.size, self.name, timeout_s, factory)
+        made.timeout = timeout_s
+        return made
+
+    def create_nccl(self, host: _native.Communicator, gpu: int) -> _native.Communicator:
+        """A communicator on NCCL that leaves tensors on the CPU to `host`, and owns it."""
+        connect_at_joining()
+        made = _native.create_nccl(host, gpu, find_nccl().path)
+        made.timeout = self.timeout.total_seconds()
+        return made
+
+
+def create_communicator(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    *,
+    name: str,
+    timeout: timedelta,
+    members: Sequence[int] | None = None,
+    backend: str | None = None,
+    is_world: bool = False,
+) -> _native.Communicator:
+    """Joins a group. Every rank of the group calls it.
+
+    A rank that sees a GPU has its own as the current one after it has joined the world.
+
+    Args:
+        store: the group's own key-value store.
+        rank: this process's rank in the group.
+        size: the number of ranks in the group.
+        name: unique among the process's groups, the same on every rank.
+        timeout: how long joining, and later each operation, may take.
+        members: the ranks of the group by their rank in the world; None for all.
+        backend: as in PYDIST_BACKEND, which it overrides.
+        is_world: whether the group holds all ranks of the job, so that its choice is the job's.
+
+    Raises:
+        InvalidUsage: an unknown backend, or one that this version does not have; or NCCL was asked
+            for and a rank has no GPU, or shares one.
+        Mismatch: the ranks were asked for different backends, or run different versions.
+        Timeout: a rank did not come.
+        TransportError: the backend asked for can't serve these ranks.
+    """
+    global _job
+    # After destroy_process_group torch begins its names anew, on the same store. The same ranks
+    # have met under a name equally often; others may have met under it in between.
+    met_by = f"{name} of {','.join(map(str, members)) if members is not None else size}"
+    turn = store.add(f"{met_by}/{rank}", 1)
+    store = dist.PrefixStore(f"{met_by}#{turn}", store)
+    if _job is not None and not is_world:
+        meeting = _Meeting(store, rank, size, name, timeout, _job.network)
+        gpu = _job.gpus[rank if members is None else members[rank]]
+        return _create(meeting, _job, gpu)
+    start_s = time.monotonic()
+    agreed = agree(
+        dist.PrefixStore("agree", store), rank, size, _hello(backend, store, size), timeout
+    )
+    gpu = agreed.gpus[rank]
+    network = join_network(rank, agreed.hosts, agreed.networks)
+    meeting = _Meeting(store, rank, size, name, timeout, network)
+    job, communicator = _choose(meeting, agreed, gpu)
+    if is_world:
+        if gpu is not None:
+            # Not before all have joined: where it fails, it may fail on this rank alone.
+            make_current(gpu)
+        _job = job
+    if rank == 0:
+        took_s = time.monotonic() - start_s
+        # Where there is no GPU, and none was meant, nobody misses NCCL.
+        best = "native" if size == 1 or set(agreed.gpus) == {None} else "nccl"
+        fell_back = agreed.wish == "auto" and (job.backend != best or agreed.misses_gpu)
+        logger.log(
+            logging.WARNING if fell_back else logging.INFO,
+            "backend %s on %d rank%s (%s); joined in %.2f s",
+            job.backend,
+            size,
+            "" if size == 1 else "s",
+            job.reason,
+            took_s,
+        )
+    return communicator
+
+
+def _choose(
+    meeting: _Meeting, agreed: Verdict, gpu: int | None
+) -> tuple[Job, _native.Communicator]:
+    """Takes the best backend that can serve all ranks of those that the wish leaves."""
+    is_auto = agreed.wish == "auto"
+    host_backend = "native" if agreed.wish in ("auto", "nccl") else agreed.wish
+    reason = "asked for"
+    try:
+        communicator = meeting.create(host_backend)
+        if is_auto:
+            reason = "the fastest that every rank can use"
+    except TransportError as error:
+        if agreed.wish not in ("auto", "nccl"):
+            raise
+        host_backend, reason = "gloo", f"native can't serve these ranks: {error}"
+        communicator = meeting.create(host_backend)
+    backend, not_nccl = host_backend, agreed.not_nccl
+    if is_auto and meeting.size == 1 and not_nccl is None:
+        # Nothing to move, and CUDA and NCCL take seconds to start.
+        not_nccl = "one rank alone does without"
+    if agreed.wish in ("auto", "nccl") and not_nccl is None:
+        assert gpu is not None
+        try:
+            communicator = meeting.create_nccl(communicator, gpu)
+            backend = "nccl"
+            reason = "every rank has a GPU" if is_auto else "asked for"
+            reason += f"; {host_backend} for tensors on the CPU"
+        except TransportError as error:
+            if not is_auto:
+                communicator.shutdown()
+                raise
+            not_nccl = str(error)
+    if is_auto and backend != "nccl" and agreed.for_cuda:
+        reason += f"; not nccl: {not_nccl}"
+    job = Job(backend, host_backend, reason, agreed.hosts, agreed.gpus, meeting.network)
+    return job, communicator
+
+
+def _create(meeting: _Meeting, job: Job, gpu: int | None) -> _native.Communicator:
+    """A further group of a job that has agreed."""
+    communicator = meeting.create(job.host_backend)
+    if job.backend == "nccl":
+        assert gpu is not None
+        return meeting.create_nccl(communicator, gpu)
+    return communicator
+
+
+def default_timeout() -> timedelta:
+    """PYDIST_TIMEOUT, or what stands for it."""
+    return timedelta(seconds=_native.read_environment().timeout)
+
+
+def parse_timeout(timeout: float | timedelta) -> timedelta:
+    """A time-out as users give it: a timedelta, or seconds.
+
+    Raises:
+        InvalidUsage: it is not positive, or longer than ten years.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not 0 < seconds < 3.2e8:
+        raise InvalidUsage(f"timeout={timeout} is not valid; it must be a number of seconds > 0.")
+    return timedelta(seconds=seconds)
+
+
+def _timeout_of(handed_down: timedelta, pg_options: Options | None) -> timedelta:
+    """The time-out of a group that torch makes."""
+    if pg_options is not None and pg_options.timeout is not None:
+        return parse_timeout(pg_options.timeout)
+    return default_timeout() if is_timeout_torchs_own() else handed_down
+
+
+def create_process_group(options: Any, pg_options: Any = None) -> _native.ProcessGroup:
+    """What torch.distributed calls for every group on backend "pydist"."""
+    if pg_options is not None and not isinstance(pg_options, Options):
+        raise InvalidUsage(
+            f"pg_options of backend 'pydist' is a {type(pg_options).__name__}; it must be a "
+            "pydist.backends.Options, or None."
+        )
+    timeout = _timeout_of(options.timeout, pg_options)
+    # torch names no ranks for the default group.
+    is_world = not options.global_ranks_in_group
+    if is_world:
+        forget_job()
+    communicator = create_communicator(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        name="world" if is_world else f"group {options.group_id}",
+        timeout=timeout,
+        members=options.global_ranks_in_group if not is_world else None,
+        backend=pg_options.backend if pg_options is not None else None,
+        is_world=is_world,
+    )
+    return _native.ProcessGroup(communicator, timeout)
+
+
+def register() -> None:
+    """Makes "pydist" a backend of torch.distributed, for CPU and CUDA tensors. Idempotent.
+
+    `import pydist` calls it, and so does torch from 2.14 on, where a program names "pydist" before
+    that. Where `import torch` has called `_pydist_backend.register`, there is nothing left to do.
+    """
+    if not hasattr(dist.Backend, "PYDIST"):
+        dist.Backend.register_backend(
+            "pydist", create_process_group, extended_api=True, devices=["cpu", "cuda"]
+        )

@@ -1,0 +1,195 @@
+"""What the ranks of a job tell each other when they meet, and the one verdict that follows.
+
+Note [One choice for the whole job]
+`auto` must come out the same on every rank, and a rank that was told something else must not be
+left waiting. So the first thing that the ranks of a job exchange, through the store and before
+anything is built on it, is a hello: what each was asked for, which versions it runs, and which GPUs
+it has. Rank 0 reads what all said and publishes one verdict, which all follow: the backend to try,
+or the error that all raise. Whether the native engine can serve them all is agreed by the engine
+itself (`create_native` succeeds on every rank, or raises the same TransportError on every rank, as
+does `create_nccl`); on TransportError `auto` takes the next one, everywhere. Groups that are made
+later follow the job's choice without asking again.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from pydist.errors import Error, InvalidUsage, Mismatch, Timeout, TransportError
+from pydist.job.gpu_assignment import gpus_of_ranks
+from pydist.job.nccl_obstacles import why_not_nccl
+from pydist.job.rank_names import name_ranks, who_said_what
+
+__all__ = ["Verdict", "agree", "judge", "wait_for_keys"]
+
+# How long after rank 0's own deadline the others wait for its verdict.
+_VERDICT_GRACE_S = 5.0
+# How often a wait looks whether it is in vain.
+_LOOK_S = 0.5
+
+_ERRORS: dict[str, type[Error]] = {
+    kind.__name__: kind for kind in (InvalidUsage, Mismatch, Timeout, TransportError)
+}
+
+
+class Verdict(NamedTuple):
+    """What follows for all ranks."""
+
+    # As in PYDIST_BACKEND.
+    wish: str
+    # An identity of each rank's host, in rank order.
+    hosts: tuple[str, ...]
+    # The number of the GPU that each rank takes, of those that it sees; None where it sees none.
+    gpus: tuple[int | None, ...]
+    # Why NCCL can't serve these ranks, for people; None if it can, or nobody asked for it.
+    not_nccl: str | None
+    # Whether any rank's torch is built for CUDA: otherwise nobody expects a GPU.
+    for_cuda: bool
+    # Whether any rank has no GPU where one was meant (`describe_gpus`).
+    misses_gpu: bool
+    # What each rank told of its network (`describe_network`), in rank order.
+    networks: tuple[dict[str, Any], ...]
+
+
+def judge(hellos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What follows from what all ranks said: the fields of a verdict, or an error for all."""
+    wrong = [f"rank {r}: {h['error']}" for r, h in enumerate(hellos) if "error" in h]
+    if wrong:
+        return {"error": "InvalidUsage", "message": " ".join(wrong)}
+    for package in ("pydist", "torch"):
+        if len({hello[package] for hello in hellos}) > 1:
+            versions = who_said_what(f"{package} {hello[package]}" for hello in hellos)
+            return {
+                "error": "Mismatch",
+                "message": f"the ranks run different versions: {versions}. Install the same "
+                "everywhere.",
+            }
+    wish = hellos[0]["wish"]
+    if len({hello["wish"] for hello in hellos}) > 1:
+        wishes = who_said_what(
+            f"{hello['source']}{'' if hello['source'].endswith('=') else '='}'{hello['wish']}'"
+            for hello in hellos
+        )
+        return {
+            "error": "Mismatch",
+            "message": f"the ranks were asked for different backends: {wishes}. Give all of them "
+            "the same.",
+        }
+    gpus = gpus_of_ranks(hellos)
+    obstacle = why_not_nccl(hellos, gpus) if wish in ("auto", "nccl") else None
+    if obstacle is not None and wish == "nccl":
+        return {
+            "error": obstacle.error,
+            "message": f"backend 'nccl' can't serve these ranks: {obstacle.why}. "
+            f"{obstacle.way_out}",
+        }
+    return {
+        "wish": wish,
+        "hosts": [hello["host"] for hello in hellos],
+        "gpus": gpus,
+        "not_nccl": obstacle.why if obstacle is not None else None,
+        "for_cuda": any(hello["for_cuda"] for hello in hellos),
+        "misses_gpu": any(hello["misses_gpu"] for hello in hellos),
+        "networks": [hello["network"] for hello in hellos],
+    }
+
+
+def wait_for_keys(
+    store: dist.Store,
+    keys: list[str],
+    timeout: timedelta,
+    look: Callable[[], None] | None = None,
+) -> bool:
+    """Waits until the keys are in the store; False when the time is up.
+
+    Unlike the store's own wait it lets signal handlers run, and a TCPStore serve other threads.
+
+    Args:
+        store: asked again and again.
+        keys: all of which have to be there.
+        timeout: how long to wait.
+        look: called every half second, to raise where waiting is in vain.
+
+    Raises:
+        TransportError: the store is gone.
+    """
+    now_s = time.monotonic()
+    deadline_s, look_s = now_s + timeout.total_seconds(), now_s + _LOOK_S
+    pause_s = 0.0002
+    try:
+        while not store.check(keys):
+            now_s = time.monotonic()
+            if now_s > deadline_s:
+                return False
+            if look is not None and now_s > look_s:
+                look()
+                look_s = now_s + _LOOK_S
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.01)
+    except Error:
+        raise  # of `look`
+    except RuntimeError as error:
+        raise TransportError(
+            f"the store of the job is gone; is the rank that hosts it still alive? ({error})"
+        ) from error
+    return True
+
+
+def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]:
+    keys = [f"hello/{rank}" for rank in range(size)]
+    if not wait_for_keys(store, keys, timeout):
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return {
+            "error": "Timeout",
+            "message": f"{name_ranks(missing)} of {size} did not join within "
+            f"{timeout.total_seconds():g} s. Look at what they print; PYDIST_TIMEOUT or "
+            "pydist.init(timeout=) gives them more time.",
+        }
+    return judge([json.loads(store.get(key)) for key in keys])
+
+
+def agree(
+    store: dist.Store, rank: int, size: int, hello: Mapping[str, Any], timeout: timedelta
+) -> Verdict:
+    """Tells the other ranks `hello`; see Note [One choice for the whole job].
+
+    Every rank calls it.
+
+    Args:
+        store: for this agreement alone.
+        hello: `host`, `pydist`, `torch` (versions), `wish` and its `source`, what `describe_gpus`
+            tells, and in `network` what `describe_network` does; or the `error` that all are to
+            raise.
+        timeout: how long to wait for the others.
+
+    Raises:
+        InvalidUsage: a rank said an error, or asks for a backend that can't be.
+        Mismatch: the ranks were asked for different backends, or run different versions.
+        Timeout: a rank did not come.
+        TransportError: the store is gone, or NCCL was asked for and some rank has none.
+    """
+    store.set(f"hello/{rank}", json.dumps(hello))
+    if rank == 0:
+        verdict = _collect(store, size, timeout)
+        store.set("verdict", json.dumps(verdict))
+    else:
+        if not wait_for_keys(store, ["verdict"], timeout + timedelta(seconds=_VERDICT_GRACE_S)):
+            raise Timeout(
+                f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it prints."
+            )
+        verdict = json.loads(store.get("verdict"))
+    if "error" in verdict:
+        raise _ERRORS[verdict["error"]](verdict["message"])
+    return Verdict(
+        verdict["wish"],
+        tuple(verdict["hosts"]),
+        tuple(verdict["gpus"]),
+        verdict["not_nccl"],
+        verdict["for_cuda"],
+        verdict["misses_gpu"],
+        tuple(verdict["networks"]),
+    )

@@ -1,0 +1,501 @@
+"""Joining a job and leaving it."""
+
+import atexit
+import logging
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pydist import _native
+from pydist.errors import InvalidUsage, Timeout, TransportError
+from pydist.job import backends, groups
+from pydist.job.gpu_assignment import gpu_of_local_rank
+from pydist.job.launchers import Placement, Rendezvous, read_placement
+
+__all__ = [
+    "backend",
+    "device",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_world_size",
+    "rank",
+    "shutdown",
+    "world_size",
+]
+
+
+@dataclass(frozen=True)
+class _Process:
+    """This process in its job."""
+
+    communicator: _native.Communicator
+    # torch.distributed's default group, and whether pydist made it.
+    group: dist.ProcessGroup
+    owns_group: bool
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    # The process that joined; a forked child is another one.
+    pid: int
+
+
+_lock = threading.RLock()
+_process: _Process | None = None
+_log_handler: logging.Handler | None = None
+
+# How often this process has met the others: keeps the meetings apart in one store.
+_meetings = 0
+
+# How long a rank waits for the server that it reached to prove that it is this meeting's.
+_PROOF_S = 2.0
+
+
+def init(backend: str | None = None, *, timeout: float | timedelta | None = None) -> None:
+    """Joins the job that the launcher describes in the environment. Every rank calls it.
+
+    Creates torch.distributed's default process group on backend "pydist", so that
+    `torch.distributed.*` works too. Where there is a default group already, on whatever backend,
+    pydist uses it, and meets the other ranks through its store. Where no launcher has set anything,
+    this is a world of one rank without any server. A second call changes nothing: it may repeat
+    the backend and the time-out of the first, or leave them out.
+
+    `pydist run`, torchrun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), srun, flux run, jsrun,
+    PALS, horovodrun and SkyPilot are understood; see `pydist.job.launchers`. RANK=0 WORLD_SIZE=1 in
+    the environment says that this process trains alone.
+
+    Args:
+        backend: "auto", "native", "gloo" or "nccl", the same on every rank; by default the value
+            of PYDIST_BACKEND, and "auto" without one. "auto" takes the fastest that every rank can
+            use: nccl if every rank has a GPU of its own.
+        timeout: seconds (or a timedelta) that joining, and later each operation, may take; by
+            default the value of PYDIST_TIMEOUT, and 600 without one.
+
+    Raises:
+        InvalidUsage: the backend is unknown, or another one than the running one, or the time-out
+            is; the environment describes half a job (the message names what is missing), or shows
+            a launcher of several processes that is not understood; NCCL was asked for and a rank
+            has no GPU, or shares one (the message names the ranks and the GPU).
+        Mismatch: the ranks were asked for different backends, or run different versions.
+        Timeout: a rank did not come in time; the message names it.
+        TransportError: rank 0 can't be reached, or the backend asked for can't serve these ranks.
+
+    Example:
+        >>> import pydist
+        >>> pydist.init()
+        >>> 0 <= pydist.rank() < pydist.world_size()
+        True
+    """
+    global _process
+    wait = None if timeout is None else backends.parse_timeout(timeout)
+    with _lock:
+        if is_initialized():
+            _check_same(backend, wait)
+            return
+        shutdown()  # of what a destroyed default group has left
+        _start_log()
+        try:
+            _process = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
+        except BaseException:
+            groups.close_all()
+            backends.forget_job()
+            _stop_log()
+            raise
+        groups.set_default(_process.communicator)
+        _native.set_log_rank(_process.rank)
+        atexit.register(shutdown)
+        if _process.rank == 0:
+            for name, nearest in _native.unknown_variables():
+                backends.logger.warning(
+                    "%s is set, but there is no such variable; did you mean %s?", name, nearest
+                )
+
+
+def _check_same(backend: str | None, timeout: timedelta | None) -> None:
+    assert _process is not None
+    if backend is not None:
+        wanted = backends.parse_backend(backend, "backend=")
+        if wanted not in ("auto", _process.backend):
+            raise InvalidUsage(
+                f"pydist runs on backend '{_process.backend}' already, so backend='{wanted}' can't "
+                "be had now; ask for it in the first call, or call pydist.shutdown() before."
+            )
+    running_s = _process.communicator.timeout
+    # The engine counts in milliseconds.
+    if timeout is not None and abs(timeout.total_seconds() - running_s) >= 0.001:
+        raise InvalidUsage(
+            f"pydist runs with a time-out of {running_s:g} s already, so timeout="
+            f"{timeout.total_seconds():g} can't be had now: give it in the first call of "
+            "pydist.init(), which comes before the first pydist.DataParallel, set PYDIST_TIMEOUT, "
+            "or call pydist.shutdown() before."
+        )
+
+
+def _join(backend: str | None, timeout: timedelta | None) -> _Process:
+    """Meets the other ranks and creates the default group."""
+    placement = read_placement()
+    if placement.doubt:
+        backends.logger.warning("%s", placement.doubt)
+    wait = timeout or backends.default_timeout()
+    store, serves = _meet(placement, wait)
+    dist.init_process_group(
+        "pydist",
+        store=dist.PrefixStore("group", store),
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=wait,
+        pg_options=backends.Options(backend, wait),
+    )
+    if serves:
+        # The server must outlive everybody's joining, even if this rank ends right after.
+        store.set(f"joined/{placement.rank}", "")
+        with suppress(RuntimeError):
+            store.wait([f"joined/{rank}" for rank in range(placement.world_size)], wait)
+    elif placement.rendezvous is not None:
+        store.set(f"joined/{placement.rank}", "")
+    return _describe(owns_group=True, placement=placement)
+
+
+def _adopt(backend: str | None, timeout: timedelta | None) -> _Process:
+    """Takes the default group that the script has made."""
+    group = dist.group.WORLD
+    assert group is not None
+    communicator = groups.communicator_in(group)
+    if communicator is None:
+        seconds = timeout.total_seconds() if timeout is not None else None
+        communicator = groups.bootstrap(group, backend=backend, timeout=seconds, is_world=True)
+    else:
+        if backend is not None and backends.parse_backend(backend, "backend=") not in (
+            "auto",
+            communicator.backend,
+        ):
+            raise InvalidUsage(
+                f"torch.distributed's default group runs on pydist's backend "
+                f"'{communicator.backend}' already, so backend='{backend}' can't be had: set "
+                f"PYDIST_BACKEND={backend} before init_process_group, or let pydist.init() create "
+                "the group."
+            )
+        if timeout is not None:
+            communicator.timeout = timeout.total_seconds()
+    placement = None
+    with suppress(InvalidUsage):
+        placement = read_placement()
+    return _describe(owns_group=False, placement=placement)
+
+
+def _describe(*, owns_group: bool, placement: Placement | None) -> _Process:
+    group, job = dist.group.WORLD, backends.job()
+    assert group is not None
+    communicator = groups.communicator_in(group) or groups.bootstrap(group)
+    rank, size = communicator.rank, communicator.size
+    if job is not None:
+        same_host = job.local_ranks(rank)
+        local_rank, local_world_size = same_host.index(rank), len(same_host)
+    else:
+        local_rank, local_world_size = rank, size
+    # A launcher that says so knows better: two of its "hosts" may be one machine.
+    if placement is not None and (placement.rank, placement.world_size) == (rank, size):
+        if placement.local_rank is not None:
+            local_rank = placement.local_rank
+        if placement.local_world_size is not None:
+            local_world_size = placement.local_world_size
+    return _Process(
+        communicator=communicator,
+        group=group,
+        owns_group=owns_group,
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        device=_device(job, rank, local_rank),
+        backend=communicator.backend,
+        pid=os.getpid(),
+    )
+
+
+def _device(job: backends.Job | None, rank: int, local_rank: int) -> torch.device:
+    if job is not None:
+        gpu = job.gpus[rank]
+    else:
+        count = torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
+        gpu = gpu_of_local_rank(local_rank, count)
+    return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+
+
+def _meet(placement: Placement, timeout: timedelta) -> tuple[dist.Store, bool]:
+    """The store that all ranks share, and whether this process serves it."""
+    global _meetings
+    _meetings += 1
+    rendezvous = placement.rendezvous
+    if rendezvous is None:
+        return dist.HashStore(), False
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    meeting = f"pydist {rendezvous.job} {restart} {_meetings}"
+    # torchrun's agent serves the store; otherwise rank 0 does.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.PrefixStore(meeting, _connect(rendezvous, placement, timeout)), False
+    if placement.rank == 0:
+        store = _serve(rendezvous, placement, timeout)
+        store.set(meeting, "here")
+        return dist.PrefixStore(meeting, store), True
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    while True:
+        # The server may be the one of an earlier meeting, on its way down, or somebody else's.
+        left = timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
+        store = _connect(rendezvous, placement, left)
+        with suppress(RuntimeError):
+            store.wait([meeting], min(left, timedelta(seconds=_PROOF_S)))
+            return dist.PrefixStore(meeting, store), False
+        if time.monotonic() >= deadline_s:
+            raise Timeout(
+                f"rank {placement.rank}: what answers at {rendezvous.address}:{rendezvous.port} "
+                "is not this job's rank 0 (another job may use the port): set MASTER_PORT to a "
+                "free one on all ranks."
+            )
+
+
+def _serve(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> dist.Store:
+    try:
+        return dist.TCPStore(
+            rendezvous.address,
+            rendezvous.port,
+            world_size=placement.world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        raise TransportError(
+            f"rank 0 can't serve the job's store at {rendezvous.address}:{rendezvous.port}; if "
+            f"another job uses the port, set MASTER_PORT to a free one on all ranks. ({error})"
+        ) from error
+
+
+def _await_server(rendezvous: Rendezvous, timeout: timedelta) -> None:
+    """Waits until something listens there: torch's client would, too, but deaf to Ctrl-C."""
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    place = (rendezvous.address, rendezvous.port)
+    problem = ""
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            socket.create_connection(place, min(left_s, 1.0)).close()
+        except OSError as error:
+            problem = str(error)
+            time.sleep(min(left_s, 0.05))
+        else:
+            return
+    raise TransportError(
+        f"nothing answers at the job's store, {place[0]}:{place[1]}, within "
+        f"{timeout.total_seconds():g} s: is rank 0 up, and are MASTER_ADDR and MASTER_PORT those "
+        f"of its host? ({problem})"
+    )
+
+
+def _connect(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> dist.Store:
+    start_s = time.monotonic()
+    _await_server(rendezvous, timeout)
+    left = timeout - timedelta(seconds=time.monotonic() - start_s)
+    try:
+        return dist.TCPStore(
+            rendezvous.address,
+            rendezvous.port,
+            world_size=placement.world_size,
+            is_master=False,
+            timeout=max(left, timedelta(seconds=0.1)),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise TransportError(
+            f"rank {placement.rank} can't reach the job's store at "
+            f"{rendezvous.address}:{rendezvous.port} within {timeout.total_seconds():g} s: is rank "
+            "0 up, and are MASTER_ADDR and MASTER_PORT those of its host? "
+            f"({error})"
+        ) from error
+
+
+def _start_log() -> None:
+    """Prints what PYDIST_LOG asks for, unless the script has set up logging itself."""
+    global _log_handler
+    logger = backends.logger
+    if logger.hasHandlers() or logger.level != logging.NOTSET:
+        return
+    _log_handler = logging.StreamHandler()
+    _log_handler.setFormatter(_LikeTheEngine())
+    logger.addHandler(_log_handler)
+    level = os.environ.get("PYDIST_LOG", "").upper()
+    logger.setLevel(level if level in ("ERROR", "INFO", "DEBUG") else "WARNING")
+
+
+class _LikeTheEngine(logging.Formatter):
+    """Lines like the engine's own: "pydist[rank 0] warning: ..."; only rank 0 logs here."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"pydist[rank 0] {record.levelname.lower()}: {record.getMessage()}"
+
+
+def _stop_log() -> None:
+    global _log_handler
+    if _log_handler is not None:
+        backends.logger.removeHandler(_log_handler)
+        backends.logger.setLevel(logging.NOTSET)
+        _log_handler = None
+
+
+def is_initialized() -> bool:
+    """Whether this process has joined a job.
+
+    False again after `shutdown`, after the script has destroyed the default process group that
+    pydist stood on, and in a forked child.
+
+    Example:
+        >>> import pydist
+        >>> pydist.init()
+        >>> pydist.is_initialized()
+        True
+    """
+    process = _process
+    return (
+        process is not None
+        and process.pid == os.getpid()
+        and dist.is_initialized()
+        and dist.group.WORLD is process.group
+    )
+
+
+def shutdown() -> None:
+    """Leaves the job: no thread, socket or shared segment stays behind.
+
+    Runs at exit by itself. Destroys torch.distributed's default group if pydist made it; one that
+    the script made stays. Operations under way fail with Aborted; ranks that still wait for this
+    one fail with PeerLost. May be called twice, and before `init`.
+
+    Example:
+        >>> import pydist
+        >>> pydist.init()
+        >>> pydist.shutdown()
+        >>> pydist.is_initialized()
+        False
+    """
+    global _process
+    with _lock:
+        process, _process = _process, None
+        atexit.unregister(shutdown)
+        if process is not None and process.pid != os.getpid():
+            return  # the parent's job is the parent's to leave
+        groups.close_all()
+        backends.forget_job()
+        if process is None:
+            return
+        if process.owns_group:
+            if dist.is_initialized() and dist.group.WORLD is process.group:
+                dist.destroy_process_group()
+            process.communicator.shutdown()
+        del process
+        _native.release_process()
+        _native.set_log_rank(-1)
+        _stop_log()
+
+
+def private_communicator(group: groups.Group | None = None) -> _native.Communicator:
+    """A communicator of its own over the ranks of `group`. Every rank of the group calls it.
+
+    For parts of pydist whose traffic must not mix with the script's. Without a group it is over
+    the world, which the process joins first if it has not.
+    """
+    if group is None:
+        init()
+    parent = groups.communicator_of(group)
+    return groups.split(parent, range(parent.size))
+
+
+def _joined() -> _Process:
+    if _process is None:
+        raise InvalidUsage("this process has not joined a job yet: call pydist.init() first.")
+    return _process
+
+
+def rank() -> int:
+    """This process's number in the job, from 0 to `world_size() - 1`.
+
+    Raises:
+        InvalidUsage: the process has not joined a job.
+    """
+    return _joined().rank
+
+
+def world_size() -> int:
+    """The number of processes in the job.
+
+    Raises:
+        InvalidUsage: the process has not joined a job.
+    """
+    return _joined().world_size
+
+
+def local_rank() -> int:
+    """This process's number among those of its host, from 0 to `local_world_size() - 1`.
+
+    Raises:
+        InvalidUsage: the process has not joined a job.
+    """
+    return _joined().local_rank
+
+
+def local_world_size() -> int:
+    """The number of the job's processes on this host.
+
+    Raises:
+        InvalidUsage: the process has not joined a job.
+    """
+    return _joined().local_world_size
+
+
+def device() -> torch.device:
+    """The device that this rank computes on: its GPU, or the CPU if it sees no GPU.
+
+    The i-th rank of a host takes the i-th GPU that it sees (CUDA_VISIBLE_DEVICES, `pydist run
+    --gpus`), counted from the first again where ranks outnumber GPUs; a process that has called
+    `torch.cuda.set_device` for another GPU than the first before it joined keeps its own. `init`
+    makes that GPU the current one, so plain `"cuda"` means it, but does not start CUDA for it.
+
+    Returns:
+        `torch.device("cuda", i)` or `torch.device("cpu")`.
+
+    Raises:
+        InvalidUsage: the process has not joined a job.
+
+    Example:
+        >>> import pydist, torch
+        >>> pydist.init()
+        >>> model = torch.nn.Linear(3, 3).to(pydist.device())
+    """
+    return _joined().device
+
+
+def backend() -> str:
+    """The backend that carries the collectives: "native", "gloo" or "nccl".
+
+    On "nccl" tensors on the CPU travel through native or gloo.
+
+    Raises:
+        InvalidUsage: the process has not joined a job.
+
+    Example:
+        >>> import pydist
+        >>> pydist.init("gloo")
+        >>> pydist.backend()
+        'gloo'
+        >>> pydist.shutdown()
+    """
+    return _joined().backend

@@ -1,0 +1,360 @@
+"""Starting ranks from within a program: for notebooks, and scripts that can't be run again.
+
+Note [No second main]
+multiprocessing runs the main script once more in every process that it spawns, so that functions
+of the script can be found by name there. A script without a guard would start ranks from within
+ranks, and a notebook has no script. With cloudpickle (installed with IPython, Ray, Dask and many
+others) functions of the main script travel by value, so the children need no main module, and
+`_without_main` keeps multiprocessing from running one. Without cloudpickle it is as multiprocessing
+has it: the function must be importable, and a script needs the guard.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import process as multiprocessing_process
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+import torch.multiprocessing as torch_multiprocessing
+
+from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout
+from pydist.job import backends
+from pydist.job.pickling import find_unpicklable
+
+if TYPE_CHECKING:
+    from pydist.gpu.selection import Gpus
+
+__all__ = ["spawn"]
+
+R = TypeVar("R")
+
+# How long the other ranks get to end by themselves once one has failed, and again after SIGTERM.
+_GRACE_S = 2.0
+
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank leaves behind when its function raises."""
+
+    rank: int
+    pid: int
+    time_s: float
+    traceback: str
+    # None if it can't be pickled.
+    error: bytes | None
+    # Whether it only tells of another rank's failure.
+    is_consequence: bool
+
+
+class _RemoteTraceback(Exception):  # noqa: N818
+    """Carries the traceback of another process, as the cause of what it raised."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+def spawn(
+    fn: Callable[..., R],
+    args: Sequence[Any] = (),
+    nprocs: int | None = None,
+    *,
+    gpus: "Gpus | None" = None,
+    timeout: float | None = None,
+    backend: str | None = None,
+) -> list[R]:
+    """Runs `fn(*args)` on new processes of this host, each a rank of one job, and waits for them.
+
+    In the processes `pydist.init()` finds its job as it does under `pydist run`; DataParallel joins
+    it by itself. Functions of the main script or notebook work if cloudpickle is installed.
+
+    Args:
+        fn: what each rank runs. It and its arguments are sent by pickle.
+        args: its arguments, the same for every rank; tensors are copied.
+        nprocs: how many processes; by default one for each of `gpus`, otherwise one for each core
+            that this process may use.
+        gpus: the GPUs that the ranks see, of those that this process sees: how many (0 for none,
+            -1 for all), which (`[0, 2]`, also as an array or tensor), or `"auto:2"` for idle ones;
+            strings are read as by `pydist run --gpus`, except that `"0"` is the first GPU. By
+            default all.
+        timeout: seconds that the whole call may take; by default without limit. When it has passed,
+            each rank prints its stacks on standard error.
+        backend: for the ranks' PYDIST_BACKEND; by default this process's.
+
+    Returns:
+        What `fn` returned, in rank order.
+
+    Raises:
+        InvalidUsage: `fn`, `args` or a result can't be pickled; the message names the part by its
+            attribute path. Or `nprocs` is less than 1, or the script lacks the guard, or there are
+            no such `gpus`, or not as many as `nprocs`.
+        PeerLost: a rank's process died.
+        Timeout: the call took longer than `timeout`.
+        Exception: whatever `fn` raised on the rank that failed first, with that rank's traceback
+            as its cause. The other ranks have ended by then.
+
+    Example:
+        >>> import pydist
+        >>> pydist.spawn(max, ((1, 5, 3),), nprocs=2)
+        [5, 5]
+    """
+    if getattr(multiprocessing_process.current_process(), "_inheriting", False):
+        raise InvalidUsage(
+            "pydist.spawn ran again while a rank was importing the main script. Put the call under "
+            'if __name__ == "__main__":, or install cloudpickle.'
+        )
+    count = len(os.sched_getaffinity(0)) if nprocs is None else nprocs
+    if count < 1:
+        raise InvalidUsage(f"nprocs={nprocs} is not valid; it must be 1 or more.")
+    variables: dict[str, str] = {}
+    if gpus is not None:
+        from pydist.gpu import selection  # not at import: few need it
+
+        chosen = selection.choose_gpus(gpus)
+        variables = selection.gpu_variables(chosen)
+        if chosen:
+            count = selection.process_count(chosen, nprocs, f"gpus={gpus!r}", f"nprocs={nprocs}")
+    if backend is not None:
+        backends.parse_backend(backend, "backend=")
+    payload, by_value = _pack(fn, tuple(args))
+    with tempfile.TemporaryDirectory(prefix="pydist-spawn-") as name:
+        folder = Path(name)
+        (folder / "payload").write_bytes(payload)
+        # Served here and on a port that the system picks: nothing to race for.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        variables.update(job_variables(count, store.port, backend))
+        _run(folder, variables, count, timeout, by_value)
+        return [_unpack(folder, rank) for rank in range(count)]
+
+
+def job_variables(count: int, port: int, backend: str | None) -> dict[str, str]:
+    """Tells `count` ranks of this host of their job; this process serves its store on `port`."""
+    variables = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # What torchrun says of a store that its agent serves.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    if count > 1:
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    if backend is not None:
+        variables["PYDIST_BACKEND"] = backend
+    return variables
+
+
+def _cloudpickle() -> Any:
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("cloudpickle")
+    return None
+
+
+def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, bool]:
+    """`fn` and `args` as bytes, and whether functions of the main script went by value."""
+    cloudpickle = _cloudpickle()
+    dumps = pickle.dumps if cloudpickle is None else cloudpickle.dumps
+    try:
+        payload: bytes = dumps((fn, args))
+    except Exception as error:
+        for value, path in ((fn, "fn"), (args, "args")):
+            try:
+                dumps(value)
+            except Exception:
+                hint = "" if cloudpickle else " (with cloudpickle installed, more can be)"
+                culprit = find_unpicklable(value, path, dumps)
+                raise InvalidUsage(f"can't be sent to other processes{hint}: {culprit}") from error
+        raise
+    has_main_file = getattr(sys.modules["__main__"], "__file__", None) is not None
+    if cloudpickle is None and fn.__module__ == "__main__" and not has_main_file:
+        raise InvalidUsage(
+            f"fn is {fn.__qualname__}, defined in a notebook or an interactive session, where "
+            "other processes can't import it: install cloudpickle, or move it to a module."
+        )
+    return payload, cloudpickle is not None
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables that processes must have from their very start (OMP_NUM_THREADS)."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hides the main module from multiprocessing; see Note [No second main]."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _run(
+    folder: Path,
+    variables: dict[str, str],
+    count: int,
+    timeout: float | None,
+    by_value: bool,
+) -> None:
+    deadline_s = None if timeout is None else time.monotonic() + timeout
+    with _lock, _environment(variables), _without_main() if by_value else contextlib.nullcontext():
+        context = torch_multiprocessing.spawn(
+            _run_rank, (str(folder), deadline_s), nprocs=count, join=False
+        )
+    try:
+        while True:
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                # The ranks write their stacks at this moment.
+                time.sleep(0.5)
+                waiting = [r for r, process in enumerate(context.processes) if process.is_alive()]
+                raise Timeout(
+                    f"ranks {waiting} of {count} still ran after {timeout:g} s; their stacks are "
+                    "on standard error."
+                )
+            if context.join(left_s, grace_period=_GRACE_S):
+                return
+    except (
+        torch_multiprocessing.ProcessRaisedException,
+        torch_multiprocessing.ProcessExitedException,
+    ):
+        _raise_first(folder, [process.exitcode for process in context.processes], context.pids())
+    finally:
+        _end(context.processes)
+        # torch's own account of what ranks raised; they have left us a fuller one in `folder`.
+        for file in context.error_files:
+            Path(file).unlink(missing_ok=True)
+
+
+def _end(processes: Sequence[Any]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline_s = time.monotonic() + _GRACE_S
+    for process in processes:
+        process.join(max(0.0, deadline_s - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def _raise_first(folder: Path, exit_codes: Sequence[int | None], pids: Sequence[int]) -> None:
+    """Raises what the rank that failed first raised.
+
+    Ranks that raised PeerLost or Aborted only saw another one fail; those ended by SIGTERM were
+    ended by us.
+    """
+    failures: list[_Failure] = []
+    died = []
+    for rank, code in enumerate(exit_codes):
+        file = folder / f"failure-{rank}"
+        if file.exists():
+            failures.append(pickle.loads(file.read_bytes()))
+        elif code not in (0, -signal.SIGTERM):
+            died.append((rank, code))
+    failures.sort(key=lambda failure: (failure.is_consequence, failure.time_s))
+    if died and (not failures or failures[0].is_consequence):
+        rank, code = died[0]
+        how = f"exited with status {code}"
+        if code is not None and code < 0:
+            how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        raise PeerLost(
+            f"rank {rank} of {len(exit_codes)} (pid {pids[rank]}) {how} without an exception; what "
+            "it printed may say why. The other ranks have been ended."
+        )
+    if not failures:
+        raise Error(f"the ranks ended with exit codes {list(exit_codes)} and left no reason.")
+    first = failures[0]
+    cause = _RemoteTraceback(
+        f"rank {first.rank} of {len(exit_codes)} (pid {first.pid}) raised:\n{first.traceback}"
+    )
+    if first.error is not None:
+        raise pickle.loads(first.error) from cause
+    raise Error(f"rank {first.rank} failed: {first.traceback.strip().splitlines()[-1]}") from cause
+
+
+def _unpack(folder: Path, rank: int) -> Any:
+    return pickle.loads((folder / f"result-{rank}").read_bytes())
+
+
+def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
+    """The life of a spawned process."""
+    folder = Path(folder_name)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    if deadline_s is not None:
+        # The monotonic clock is the same in all processes of a host.
+        faulthandler.dump_traceback_later(max(0.001, deadline_s - time.monotonic()))
+    try:
+        fn, args = pickle.loads((folder / "payload").read_bytes())
+        result = fn(*args)
+        _write(folder / f"result-{rank}", _pack_result(rank, result))
+    except BaseException as error:
+        _write(folder / f"failure-{rank}", pickle.dumps(_failure(rank, error)))
+        # Not sys.exit: torch's wrapper would take it for a success of its own.
+        raise RuntimeError(f"rank {rank} failed") from error
+
+
+def _write(file: Path, content: bytes) -> None:
+    part = file.with_suffix(".part")
+    part.write_bytes(content)
+    part.rename(file)
+
+
+def _pack_result(rank: int, result: object) -> bytes:
+    cloudpickle = _cloudpickle()
+    dumps = pickle.dumps if cloudpickle is None else cloudpickle.dumps
+    try:
+        packed: bytes = dumps(result)
+    except Exception as error:
+        raise InvalidUsage(
+            f"what rank {rank} returned can't be sent back: "
+            f"{find_unpicklable(result, 'result', dumps)}"
+        ) from error
+    return packed
+
+
+def _failure(rank: int, error: BaseException) -> _Failure:
+    packed = None
+    if isinstance(error, Exception):  # a rank's sys.exit must not end the caller
+        with contextlib.suppress(Exception):
+            dumped = pickle.dumps(error)
+            pickle.loads(dumped)
+            packed = dumped
+    return _Failure(
+        rank=rank,
+        pid=os.getpid(),
+        time_s=time.monotonic(),
+        traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        error=packed,
+        is_consequence=isinstance(error, (PeerLost, Aborted)),
+    )

@@ -1,0 +1,1 @@
+"""The wrapper that averages gradients, and all that it needs."""

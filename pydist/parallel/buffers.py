@@ -1,0 +1,172 @@
+"""Packs the buffers of one rank into one message, and takes them out of it on the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pydist._torch import buffers_of
+from pydist.errors import InvalidUsage
+from pydist.parallel.buffer_changes import BufferChanges
+from pydist.parallel.compiled_graphs import runs_uncompiled_throughout
+from pydist.parallel.rank_local import RankLocal
+
+if TYPE_CHECKING:
+    from pydist._native import Communicator
+
+_STATISTICS = ("running_mean", "running_var")
+
+# Alignment of each buffer in the message: that of the widest dtype, and whole cache lines.
+_ALIGNMENT_BYTES = 64
+
+
+class BufferSync:
+    """The buffers of a module that are no rank's own, as one message of bytes of whatever dtypes.
+
+    All ranks construct it together.
+
+    Attributes:
+        memory: The message, on symmetric memory: the buffers as they were last exchanged, at first
+            those at construction.
+        is_enabled: Whether this rank asks for an exchange where it has changed its buffers. All
+            ranks set it alike; any of them has its way.
+        changes: What the program changes between steps.
+    """
+
+    def __init__(self, communicator: Communicator, module: RankLocal) -> None:
+        self._communicator = communicator
+        self._module = module
+        self.is_enabled = True
+        self.changes = BufferChanges()
+        self._lay_out()
+
+    def renew(self) -> Tensor:
+        """Lays out the message anew, for the buffers that the module has now; returns its memory.
+
+        All ranks call it together.
+        """
+        self._lay_out()
+        return self.memory
+
+    def _lay_out(self) -> None:
+        self._owners: list[tuple[str, nn.Module, str]] = []
+        self._tables: list[tuple[dict[str, Tensor | None], str]] = []
+        self._places: list[Tensor] = []
+        # Whose changes between steps count.
+        self._watched: list[int] = []
+        places: list[tuple[int, Tensor]] = []
+        size_bytes = 0
+        self._module.look_again()
+        for name, buffer in self._module.shared_buffers():
+            path, _, attribute = name.rpartition(".")
+            self._owners.append((name, self._module.module.get_submodule(path), attribute))
+            owner = self._owners[-1][1]
+            self._tables.append((buffers_of(owner), attribute))
+            if not _only_counts(owner, attribute):
+                self._watched.append(len(self._owners) - 1)
+            places.append((size_bytes, buffer))
+            size_bytes += buffer.numel() * buffer.element_size()
+            size_bytes += -size_bytes % _ALIGNMENT_BYTES
+        # Beside the buffers, where they are on one device: then no step waits for a copy of them.
+        devices = {buffer.device for _, buffer in places}
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        self.memory = torch.zeros(0, dtype=torch.uint8)
+        if size_bytes:
+            self.memory = self._communicator.symmetric_empty([size_bytes], torch.uint8, device)
+            self.memory.zero_()
+        for begin, buffer in places:
+            end = begin + buffer.numel() * buffer.element_size()
+            place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)
+            self._places.append(place)
+        self.pack()
+        self.changes.note(self._watched_now())
+
+    def forget(self) -> None:
+        """Lets the next averaged backward copy the buffers, whether they change or not."""
+        self.memory.zero_()
+
+    def _watched_now(self) -> list[Any]:
+        """The buffers that the module has now in the places whose changes count."""
+        places = [self._tables[number] for number in self._watched]
+        return [table.get(attribute) for table, attribute in places]
+
+    @runs_uncompiled_throughout
+    def before_forward(self, *, averages: bool) -> None:
+        """Notices what the program has changed since the last round.
+
+        Args:
+            averages: Whether the backward of this forward averages.
+        """
+        if self.is_enabled:
+            self.changes.before_forward(self._watched_now(), averages=averages)
+
+    def has_changed(self) -> bool:
+        """Whether a buffer is no longer what the message says.
+
+        By value: BatchNorm's kernels change its statistics behind autograd's version counters. On
+        a device the host waits for the answer, so it asks once for all of them, and not at all
+        where layers keep statistics: those have changed.
+        """
+        if not self.is_enabled:
+            return False
+        self.changes.warn_where_ranks_differ([self._owners[n][0] for n in self._watched])
+        buffers = list(self._buffers())  # all of them must be as they were wrapped
+        self.changes.note(self._watched_now())
+        # They may have moved since.
+        pairs = [(p, b.to(p.device)) for p, b in zip(self._places, buffers, strict=True)]
+        if not self.memory.is_cuda:
+            return any(not torch.equal(place, buffer) for place, buffer in pairs)
+        if any(_is_statistic(owner, name) and owner.training for _, owner, name in self._owners):
+            return True
+        return bool(torch.stack([(place != buffer).any() for place, buffer in pairs]).any())
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Writes the buffers into the message."""
+        for place, buffer in zip(self._places, self._buffers(), strict=True):
+            place.copy_(buffer)
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Sets the buffers to what the message holds."""
+        pairs = zip(self._owners, self._places, self._buffers(), strict=True)
+        for (_, owner, attribute), place, buffer in pairs:
+            if _is_statistic(owner, attribute):
+                # As BatchNorm's own kernels do, behind the back of a graph that has saved them: it
+                # would refuse to go backward again, though in training it does not use them.
+                buffer.data.copy_(place)
+            else:
+                buffer.copy_(place)
+        self.changes.note(self._watched_now())
+
+    def _buffers(self) -> Iterator[Tensor]:
+        for place, (name, owner, attribute) in zip(self._places, self._owners, strict=True):
+            buffer = getattr(owner, attribute)
+            if not isinstance(buffer, Tensor) or (buffer.dtype, buffer.shape) != (
+                place.dtype,
+                place.shape,
+            ):
+                raise InvalidUsage(
+                    f"buffer {name} was {tuple(place.shape)} {place.dtype} when "
+                    "pydist.DataParallel wrapped the module and no longer is: change it before "
+                    "wrapping, or pass broadcast_buffers=False"
+                )
+            yield buffer
+
+
+def _is_statistic(owner: nn.Module, attribute: str) -> bool:
+    """Whether a buffer is one that a layer's own kernels update in each forward in training."""
+    return isinstance(owner, nn.modules.batchnorm._NormBase) and attribute in _STATISTICS
+
+
+def _only_counts(owner: nn.Module, attribute: str) -> bool:
+    """Whether a buffer counts a layer's forwards, and no forward computes with it.
+
+    Every forward in training changes such a count, also the first of two before one backward. On a
+    device the host would wait there for its value.
+    """
+    is_count = isinstance(owner, nn.modules.batchnorm._NormBase)
+    return is_count and attribute == "num_batches_tracked" and owner.momentum is not None

@@ -1,0 +1,117 @@
+"""Makes what averages the gradients of a module while backward still runs.
+
+What happens during backward is C++: csrc/reducer/reducer.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pydist import _native
+from pydist.parallel.bucket_planner import PlannedParameter
+
+if TYPE_CHECKING:
+    from pydist.parallel.buffers import BufferSync
+
+CommunicationStats = _native.ReducerStats
+BucketStats = _native.BucketStats
+
+# Names, parameters, and whether their gradients are sparse.
+Trained = list[tuple[str, nn.Parameter, bool]]
+
+# From parameters in the order in which they are expected, what an all-reduce takes however small,
+# and what it takes more for each byte, to buckets of indices.
+Planner = Callable[[Sequence[PlannedParameter], float, float], list[list[int]]]
+
+
+def make_reducer(
+    communicator: _native.Communicator,
+    trained: Trained,
+    planner: Planner,
+    buffers: BufferSync | None,
+    *,
+    sums: bool,
+    wire_dtype: torch.dtype | None,
+    measures_link: bool,
+    gradients_are_views: bool,
+    rank: int,
+) -> _native.Reducer:
+    """Lays out the gradients of a module and hooks its parameters. All ranks call it together.
+
+    Args:
+        communicator: The ranks to average over; used by nobody else.
+        trained: The parameters that require gradients, in the order of registration. The reducer's
+            own list, to which `add` appends.
+        planner: Cuts them into buckets; called on rank 0.
+        buffers: What copies the buffers between ranks, if anything.
+        sums: Whether gradients are summed instead of averaged.
+        wire_dtype: The 16-bit dtype in which float32 gradients travel, if not their own.
+        measures_link: Whether `planner` wants to know how fast the ranks are connected.
+        gradients_are_views: Whether the next step writes into gradients that the program holds.
+        rank: This process's rank in the job, for traces.
+    """
+
+    def plan(
+        order: list[int],
+        regular: list[int],
+        blocks: list[int],
+        latency_s: float,
+        seconds_per_byte: float,
+    ) -> list[list[int]]:
+        is_regular = set(regular)
+        parameters = [
+            PlannedParameter(
+                index,
+                trained[index][0],
+                trained[index][1].numel() * trained[index][1].element_size(),
+                blocks[index],
+                index in is_regular,
+            )
+            for index in order
+        ]
+        return planner(parameters, latency_s, seconds_per_byte)
+
+    return _native.Reducer(
+        communicator,
+        list(trained),
+        plan,
+        sums,
+        wire_dtype,
+        measures_link,
+        gradients_are_views,
+        rank,
+        *(
+            (buffers.memory, buffers.has_changed, buffers.pack, buffers.unpack, buffers.renew)
+            if buffers is not None
+            else ()
+        ),
+    )
+
+
+def outputs_with_graph(outputs: Any, within: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """Finds the tensors in the outputs of a forward that a backward can start from.
+
+    Args:
+        outputs: Tensors in any nesting of lists, tuples, mappings and dataclasses.
+        within: The ids of what they are part of, which may be part of itself.
+    """
+    if isinstance(outputs, Tensor):
+        if outputs.grad_fn is not None:
+            yield outputs
+        return
+    parts: Iterable[Any]
+    if isinstance(outputs, dict):
+        parts = outputs.values()
+    elif isinstance(outputs, (list, tuple)):
+        parts = outputs
+    elif hasattr(outputs, "__dataclass_fields__"):
+        parts = (getattr(outputs, name, None) for name in outputs.__dataclass_fields__)
+    else:
+        return
+    if id(outputs) not in within:
+        for part in parts:
+            yield from outputs_with_graph(part, (*within, id(outputs)))

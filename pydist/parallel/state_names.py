@@ -1,0 +1,106 @@
+"""The names in a state that wrappers of torch's or ours have saved."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pydist.parallel.compiled_graphs import uncompiled
+
+# What torch.compile calls the module that it wraps.
+_COMPILED = "_orig_mod"
+
+
+def plain_name(name: str) -> str:
+    """A name without what `torch.compile` has put into it."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Names in a module's state, as if torch had wrapped nothing within it; by the module's own."""
+    wrapped = {
+        f"{at}.module".removeprefix(".")
+        for at, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, DistributedDataParallel)
+    }
+    return {name: plain_name(_without(name, wrapped)) for name in names}
+
+
+def distinct_names(known: Sequence[str | None], own: Sequence[str]) -> list[str]:
+    """A name for each parameter of an optimizer, none of them twice.
+
+    Args:
+        known: What the model calls them; None for those that it does not have.
+        own: What to call those: where that is taken, with their number, as in `weight (7)`.
+    """
+    taken = {name for name in known if name is not None}
+    names = []
+    for number, (given, name) in enumerate(zip(known, own, strict=True)):
+        if given is not None:
+            names.append(given)
+            continue
+        while name in taken:
+            name = f"{name} ({number})"
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def _without(name: str, wrapped: Collection[str]) -> str:
+    parts = name.split(".")
+    return ".".join(
+        part for number, part in enumerate(parts) if ".".join(parts[: number + 1]) not in wrapped
+    )
+
+
+def matched(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """A state under the names that a module has, whatever had wrapped or compiled either."""
+    own = module.state_dict()
+    if own.keys() == state_dict.keys():
+        return state_dict
+    given = _without_prefix(_uncompiled(state_dict), uncompiled(module))
+    names = {plain: name for name, plain in plain_names(module, own).items()}
+    found = OrderedDict((names.get(name, name), value) for name, value in given.items())
+    metadata = getattr(given, "_metadata", None)
+    if metadata is not None:
+        places = plain_names(module, (at for at, _ in module.named_modules()))
+        found._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (at, metadata[plain]) for at, plain in places.items() if plain in metadata
+        )
+    return found
+
+
+def _uncompiled(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state without what `torch.compile` has put into its names."""
+    plain = OrderedDict((plain_name(name), value) for name, value in state_dict.items())
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        plain._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (plain_name(name), value) for name, value in metadata.items()
+        )
+    return plain
+
+
+def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """Takes `module.` off all names, unless it is the module that has them."""
+    prefix = "module."
+    if not state_dict or not all(name.startswith(prefix) for name in state_dict):
+        return state_dict
+    own = module.state_dict()
+    if own and all(name.startswith(prefix) for name in own):
+        stripped = all(name.removeprefix(prefix) in own for name in state_dict)
+        if not stripped:
+            return state_dict
+    plain = OrderedDict((name.removeprefix(prefix), value) for name, value in state_dict.items())
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        plain._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (name.removeprefix("module").removeprefix("."), value)
+            for name, value in metadata.items()
+            if name.startswith("module")
+        )
+    return plain

@@ -1,0 +1,121 @@
+"""The arguments of torch's DistributedDataParallel: what is refused, and what the others mean."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pydist.errors import InvalidUsage
+from pydist.parallel.bucket_planner import cap_bytes_of
+from pydist.parallel.rank_local import RankLocal
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+_REFUSED = {
+    "delay_all_reduce_named_params": (
+        "it says when torch averages some parameters, and pydist.DataParallel averages all "
+        "parameters of the module as backward completes them: leave it out, with "
+        "param_to_hook_all_reduce"
+    ),
+    "param_to_hook_all_reduce": "leave it out, with delay_all_reduce_named_params",
+    "mixed_precision": (
+        "compute in 16 bits by torch.autocast, and let gradients travel in 16 bits by compress="
+    ),
+}
+
+
+def refuse_unsupported(**arguments: object) -> None:
+    """Raises InvalidUsage for what was given and is not supported."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise InvalidUsage(f"pydist.DataParallel does not support {name}: {_REFUSED[name]}")
+
+
+def warn_of_check_reduction(check_reduction: bool) -> None:
+    """As torch does, where it has no effect either."""
+    if check_reduction:
+        warnings.warn(
+            "check_reduction is deprecated, and without effect in torch's DistributedDataParallel "
+            "as in pydist.DataParallel, which finds unused parameters always: leave it out",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
+def group_of(
+    process_group: ProcessGroup | None, device_mesh: DeviceMesh | None
+) -> ProcessGroup | None:
+    """The ranks to average over; None: all."""
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise InvalidUsage("pass either process_group or device_mesh, not both")
+    if device_mesh.ndim != 1:
+        raise InvalidUsage(
+            f"device_mesh has {device_mesh.ndim} dimensions, {device_mesh.mesh_dim_names}; it must "
+            'have one: pass the dimension to average over, as in device_mesh["dp"]'
+        )
+    return device_mesh.get_group()
+
+
+def caps_of(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
+) -> tuple[int, ...]:
+    """The sizes at which buckets are closed, in bytes, the last for all that follow; empty: none.
+
+    As in torch, the list counts where both are given.
+    """
+    if bucket_cap_mb_list:
+        caps = [cap_bytes_of(size, "a size in bucket_cap_mb_list") for size in bucket_cap_mb_list]
+        return tuple(cap for cap in caps if cap is not None)
+    cap = cap_bytes_of(bucket_cap_mb)
+    return () if cap is None else (cap,)
+
+
+def input_device_of(
+    module: RankLocal, device_ids: Sequence[int | torch.device] | None, output_device: object
+) -> torch.device | None:
+    """Where forward's arguments are to be; None: where they are.
+
+    Raises:
+        InvalidUsage: The module is not there, or outputs were to be elsewhere.
+    """
+    places = {parameter.device for _, parameter in module.shared_parameters()}
+    where = ", ".join(sorted(map(str, places)))
+    if not device_ids:
+        if output_device:
+            raise InvalidUsage(
+                f"output_device is {output_device!r} without device_ids: outputs stay where the "
+                "module computes them, so leave it out"
+            )
+        return None
+    if len(device_ids) > 1:
+        raise InvalidUsage(
+            f"device_ids is {list(device_ids)}; a process computes on one GPU, so name that"
+        )
+    if all(place.type == "cpu" for place in places):
+        raise InvalidUsage(
+            f"device_ids is {list(device_ids)}, and the module's parameters are on {where}: pass "
+            "device_ids=None for a module on the CPU"
+        )
+    device = _gpu(device_ids[0])
+    if device not in places:
+        raise InvalidUsage(
+            f"device_ids is {list(device_ids)}, and the module's parameters are on {where}: move "
+            "the module there, or leave device_ids out"
+        )
+    if output_device is not None and _gpu(output_device) != device:
+        raise InvalidUsage(
+            f"output_device is {output_device!r}, and device_ids is {list(device_ids)}: outputs "
+            "stay where the module computes them, so leave output_device out"
+        )
+    return device
+
+
+def _gpu(named: Any) -> torch.device:
+    return torch.device("cuda", named) if isinstance(named, int) else torch.device(named)

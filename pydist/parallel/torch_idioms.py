@@ -1,0 +1,174 @@
+"""What programs for torch's DistributedDataParallel read, set and call on a wrapped model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pydist._torch import set_ignored_names
+from pydist.errors import InvalidUsage
+from pydist.parallel.rank_local import RankLocal
+from pydist.parallel.settings import Settings
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from pydist import _native
+    from pydist.parallel.buffers import BufferSync
+
+
+class TorchIdioms(nn.Module):
+    """The part of `pydist.DataParallel` that is there for such programs alone."""
+
+    module: nn.Module
+    _reducer: Any
+    _communicator: _native.Communicator
+    _local: RankLocal
+    _buffer_sync: BufferSync | None
+    _torch_attributes: dict[str, Any]
+    _settings: Settings
+
+    if TYPE_CHECKING:
+
+        @property
+        def has_joined(self) -> bool: ...
+
+    register_comm_hook: Callable[..., None]
+
+    def _take_torch_attributes(
+        self,
+        input_device: torch.device | None,
+        process_group: ProcessGroup | None,
+        **arguments: object,
+    ) -> None:
+        """Has the attributes of torch's class, but for those that the module has by the same name.
+
+        Args:
+            input_device: To which forward moves its arguments.
+            process_group: As it was given, or of the mesh that was given.
+            **arguments: Of the constructor, which torch's class has as attributes.
+        """
+        device_ids = None if input_device is None else [input_device.index]
+        attributes = {
+            **arguments,
+            "device": self._local.shared_parameters()[0][1].device,
+            "device_ids": device_ids,
+            "output_device": None if device_ids is None else device_ids[0],
+            "process_group": dist.group.WORLD if process_group is None else process_group,
+        }
+        self._torch_attributes = {
+            name: value for name, value in attributes.items() if not hasattr(self.module, name)
+        }
+        self.__dict__.update(self._torch_attributes)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
+    ) -> None:
+        """Lets each rank have some parameters and buffers of a module alone, as torch's class does.
+
+        Called before the module is wrapped. They are not copied, averaged or compared.
+
+        Args:
+            module: To be wrapped.
+            params_and_buffers_to_ignore: Their names in the module. A parameter of the module
+                itself has its name twice, once with a dot before it.
+        """
+        set_ignored_names(module, params_and_buffers_to_ignore)
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether rank 0's buffers are copied to all ranks while training. May be switched off."""
+        if not self.has_joined:
+            return self._settings.copies_buffers
+        return self._buffer_sync is not None and self._buffer_sync.is_enabled
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        if not self.has_joined:
+            self._settings = dataclasses.replace(self._settings, copies_buffers=bool(value))
+        elif self._buffer_sync is not None:
+            self._buffer_sync.is_enabled = bool(value)
+        elif value:
+            raise InvalidUsage(
+                "the pydist.DataParallel was made without copying buffers, which can't be switched "
+                "on later: pass forward_sync_buffers=True when wrapping the module"
+            )
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """torch's older name for `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """torch's note on whether the next forward copies buffers; here it never does."""
+        return True
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        if not value:
+            raise InvalidUsage(
+                "require_forward_param_sync=False would leave out one forward's copy of buffers in "
+                "torch; pydist.DataParallel copies them at the end of backward: set "
+                "forward_sync_buffers, before that backward and on all ranks"
+            )
+
+    def _set_static_graph(self) -> None:
+        """Accepted for compatibility: nothing is assumed about the graph."""
+        if "static_graph" in self._torch_attributes:
+            self.__dict__["static_graph"] = True
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Refuses `torch.distributed.algorithms.Join`, which needs a collective in every forward.
+
+        Raises:
+            InvalidUsage: Always.
+        """
+        raise InvalidUsage(
+            "torch.distributed.algorithms.Join can't join a pydist.DataParallel, whose forward "
+            "talks to nobody: put the loop into `with model.join():`"
+        )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Registers the hook of Python that does what one of torch's C++ hooks does."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        kinds = torch.distributed.BuiltinCommHookType
+        hooks = {
+            kinds.ALLREDUCE: default_hooks.allreduce_hook,
+            kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        group = self._torch_attributes.get("process_group", dist.group.WORLD)
+        self.register_comm_hook(group, hooks[comm_hook_type])
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What is known here of torch's logging data, under torch's names."""
+        reducer = self._reducer
+        parameters = [p for _, p in self._local.shared_parameters() if p.requires_grad]
+        is_simple = (bool, int, str)
+        return {
+            "module_name": type(self.module).__name__,
+            "backend_name": self._communicator.backend,
+            "rank": self._communicator.rank,
+            "world_size": self._communicator.size,
+            "iteration": reducer.stats.rounds,
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
+            "bucket_sizes": ", ".join(str(size) for _, size, _ in reducer.buckets),
+            "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
+            "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in self.modules())),
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            # Nothing is assumed about the graph, so there is nothing that it could violate.
+            "can_set_static_graph": 1,
+            **{k: v for k, v in self._torch_attributes.items() if isinstance(v, is_simple)},
+        }

@@ -1,0 +1,1139 @@
+"""`pydist.DataParallel`: the same model on every rank, trained on the mean of their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import math
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map_only
+
+from pydist import _native
+from pydist.errors import Error, InvalidUsage
+from pydist.job import groups, membership
+from pydist.parallel.bucket_planner import (
+    BucketPlan,
+    PlannedBucket,
+    PlannedParameter,
+    best_cap_bytes,
+    plan_buckets,
+    typical_cap_bytes,
+)
+from pydist.parallel.buffers import BufferSync
+from pydist.parallel.compiled_graphs import (
+    graphs_cut_at,
+    runs_uncompiled,
+    runs_uncompiled_throughout,
+)
+from pydist.parallel.nested_wrappers import refuse_active_torch, refuse_wrapped
+from pydist.parallel.ownership import ids_in_any, note_wrapper, training_too
+from pydist.parallel.prefixed_names import warn_of_prefix
+from pydist.parallel.rank_local import RankLocal
+from pydist.parallel.reducer import (
+    BucketStats,
+    CommunicationStats,
+    Trained,
+    make_reducer,
+    outputs_with_graph,
+)
+from pydist.parallel.replica_check import check_same, copy_from, facts_of
+from pydist.parallel.settings import Settings, settings_of
+from pydist.parallel.state_hooks import (
+    HookedLoading,
+    has_loading_hooks,
+    load_pre_hooks_first,
+    run_hooks_of_module,
+    taken_with_hooks,
+)
+from pydist.parallel.state_names import matched
+from pydist.parallel.sync_batch_norm import refuse_under_join, talk_apart
+from pydist.parallel.torch_arguments import (
+    input_device_of,
+    refuse_unsupported,
+    warn_of_check_reduction,
+)
+from pydist.parallel.torch_idioms import TorchIdioms
+from pydist.parallel.trained_parameters import TrainedParameters, require_trainable
+from pydist.parallel.unsynced_step import forget_steps, guard_steps
+from pydist.parallel.watched_methods import WatchedMethods
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "BucketPlan",
+    "BucketStats",
+    "CommunicationStats",
+    "DataParallel",
+    "PlannedBucket",
+    "PlannedParameter",
+]
+
+# Attributes of the wrapper's own, whatever the module has.
+_OWN_NAMES = {
+    "_communicator",
+    "_working_reducer",
+    "_why_retired",
+    "_settings",
+    "_trained",
+    "_averages_when_joined",
+    "_input_device",
+    "_owners",
+    "_sharded_ids",
+    "_local",
+    "_buffer_sync",
+    "_torch_attributes",
+    "_watched_methods",
+}
+
+# Of a wrapper's attributes, those that its copies do not take over.
+_NOT_COPIED = {
+    "module",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_modules",
+    "_compiled_call_impl",
+    "process_group",
+}
+
+# The wrapper that is in join(); ranks that wait for each other in two would wait in a circle.
+_joining: weakref.ref[DataParallel] | None = None
+
+
+class ShardOwner(Protocol):
+    """An optimizer that updates shards of parameters, for what the wrapper asks of it."""
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether it is one of the optimizer's."""
+
+    def entry_of(self, parameter: Tensor) -> tuple[int, Tensor]:
+        """The optimizer's number in the reducer, and what stands for the gradient."""
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Waits for what the forward of this module would not wait for itself."""
+
+    def during_forward(self) -> contextlib.AbstractContextManager[None]:
+        """Hides from the forward what it can't do with."""
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """All ranks write the same into parameters, and nobody reads them. All have met before."""
+
+    def finish(self) -> None:
+        """Returns once all parameters have arrived that the last step has updated."""
+
+
+class DataParallel(TorchIdioms):
+    """Wraps a module so that every backward leaves the mean of all ranks' gradients.
+
+    All ranks construct it together, with the same module. It joins the job from the environment by
+    itself (`pydist.init()`), and talks in a group of its own, so it never gets in the way of
+    collectives of yours.
+
+    To everything that goes by names, the wrapper is the module: `state_dict`, `named_parameters`,
+    `named_buffers` and `named_modules` have no `module.` prefix, and attributes of the module are
+    attributes of the wrapper. Pickles (`torch.save` too) are of the module alone, without the
+    wrapper.
+
+    `copy.deepcopy(model)` is a wrapper with the same settings around a copy of the module. It talks
+    to nobody, so one rank may make it and evaluate with it under `torch.no_grad()`. It joins the
+    other ranks at its first forward with gradients enabled in which a parameter requires one, or
+    when a method is called that needs all ranks (`weighted`, `join`, `register_comm_hook`, ...), or
+    a `pydist.ShardedOptimizer` is made: on all ranks. Then modules are compared, and rank 0's
+    buffers copied, but no parameters. `plan` and `stats()` are there from then on.
+
+    A parameter that the backward of this rank did not reach counts as zero in the mean if another
+    rank's did, and keeps the gradient that it had (None, as a rule) if none did. Gradients live in
+    memory that all ranks share, and `zero_grad()` may set them to None as always. One that the
+    program keeps beyond that keeps its values (see `gradient_as_bucket_view`).
+
+    As in torch's wrapper, it is the forward that decides whether its backward averages: one inside
+    `no_sync()` does not, nor does one of `model.module(...)`, past the wrapper. Methods of the
+    module that are called through the wrapper, `model.encode(x)` say, count as forwards.
+
+    Buffers of rank 0 are copied to all ranks at the end of every synchronised backward before
+    which any rank changed its own. Hence they are the same everywhere whenever no step is under
+    way, and a forward talks to nobody: one rank may evaluate alone.
+
+    Parameters and buffers that `module._ddp_params_and_buffers_to_ignore` names, as for torch's
+    class, are each rank's own: they are neither compared, copied nor averaged, and ranks may have
+    others of them (docs/training.md).
+
+    Parameters that are unfrozen or added later train from the next backward on, if all ranks do
+    the same. Those added get rank 0's values at its end.
+
+    A parameter is trained by one wrapper: whoever takes it up last, at construction or because it
+    was unfrozen, retires any other that trains it, whatever still refers to that. Its `forward`,
+    and `step()` of its `pydist.ShardedOptimizer`, raise InvalidUsage from then on.
+
+    Two methods may be overridden: `plan_buckets` and `average_bucket`.
+
+    If backward raises on one rank, the others get a `pydist.Error` that names it at the end of
+    theirs, and all can go on with the next step. What raises outside of the module's part of
+    backward, in the loss say, is nobody's but that rank's: it must not leave the step out.
+
+    Args:
+        module: The module, on the CPU or on CUDA devices (also several), with its parameters in
+            their final dtypes.
+        device_ids: One GPU, by number, to which forward moves its arguments. Default: they stay
+            where they are. None for a module on the CPU.
+        output_device: That GPU again, or None: outputs stay where the module computes them.
+        dim: Of no effect, in torch's class as well: a rank's batch is its own, so nothing is cut
+            along a dimension. It can be read as `model.dim`.
+        broadcast_buffers: Whether to copy rank 0's buffers to all ranks, at construction and after
+            each backward. Default: True. `model.broadcast_buffers = False` stops it later.
+        init_sync: Whether to copy rank 0's parameters at construction, and its buffers. If False,
+            seeing to it that all ranks start from the same values is up to you; buffers are copied
+            all the same where they are copied while training, as torch's first forward does.
+        process_group: The ranks to average over, with this one among them; default: all.
+        bucket_cap_mb: A bucket is closed once it holds at least so many MiB. Default: what a short
+            measurement of the connection between the ranks finds best; with a
+            `pydist.ShardedOptimizer`, the same in every run of the same model.
+        find_unused_parameters: Either is accepted, because they are found always, at the end of
+            backward, without a search through the graph.
+        check_reduction: Deprecated in torch, and of no effect there: warns.
+        gradient_as_bucket_view: If False, the default, a gradient that the program holds beyond the
+            step (in a list, by a view, `detach()`, a NumPy array) keeps its values, and one that it
+            has put into `parameter.grad` itself, such as a view of a flat buffer, stays there and
+            receives the average. Gradients lie in shared memory either way, and only those that
+            somebody holds are copied (`stats().copied_bytes`). If True, the next backward writes
+            into what is held. Without meaning for gradients that a `pydist.ShardedOptimizer` has.
+        static_graph: Either is accepted, because it allows torch a faster search and some uses
+            (reentrant checkpoints, a layer twice in one backward) that need no leave here: nothing
+            is assumed about the graph.
+        delay_all_reduce_named_params: Not supported: all parameters of the module are averaged as
+            backward completes them.
+        param_to_hook_all_reduce: Not supported, like the one before.
+        mixed_precision: Not supported; use `torch.autocast`.
+        device_mesh: A mesh of one dimension, instead of `process_group`.
+        skip_all_reduce_unused_params: Either is accepted: what all ranks leave unused keeps its
+            gradient always, and buckets of such parameters alone are the last ones.
+        bucket_cap_mb_list: The size of each bucket, in MiB, in the order in which they travel; the
+            last one is that of all buckets that follow. Counts instead of `bucket_cap_mb`.
+        batched_grad_copy: Either is accepted, because it is about copies of gradients into buckets,
+            and gradients are in buckets from the beginning.
+        forward_sync_buffers: torch's newer name for `broadcast_buffers`, which it then overrides,
+            but for the copy at construction.
+        reduction: What backward leaves: the "mean" over the ranks, or their "sum".
+        compress: "bf16" or "fp16" lets float32 gradients travel in that type: each rank's is
+            rounded to it, they are added up (in float32; on NCCL, and around a ring, every partial
+            sum is rounded to the type, and "fp16" loses bits of what is below 6e-5 times the number
+            of ranks), and the result is rounded to it. Default: as they are.
+
+    Raises:
+        InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
+            part of the module is wrapped already (also by torch's class), an argument is not
+            supported, `device_ids` names a GPU that the module is not on, this rank is not in
+            `process_group`, a parameter is named as ignored by some of its names only, or the
+            backend can't reduce such gradients (NCCL, in a wire type or on the ring, without
+            pydist's CUDA kernels).
+        Mismatch: The module or an argument differs between ranks (on every rank, naming the first
+            difference).
+
+    Example:
+        >>> model = pydist.DataParallel(torch.nn.Linear(2, 1))
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> model.weight.grad
+        tensor([[4., 4.]])
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: object = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: object = None,
+        param_to_hook_all_reduce: object = None,
+        mixed_precision: object = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        compress: Literal["bf16", "fp16"] | None = None,
+    ) -> None:
+        super().__init__()
+        refuse_unsupported(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+        )
+        warn_of_check_reduction(check_reduction)
+        settings = settings_of(
+            device_ids=device_ids,
+            output_device=output_device,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            device_mesh=device_mesh,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            forward_sync_buffers=forward_sync_buffers,
+            reduction=reduction,
+            compress=compress,
+            dim=dim,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            mixed_precision=None,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+        )
+        if not isinstance(module, nn.Module):
+            raise InvalidUsage(
+                f"pydist.DataParallel wraps a torch.nn.Module, not a {type(module).__name__}"
+            )
+        refuse_wrapped(module, DataParallel)
+        local = RankLocal(module)
+        _warn_of_unknown(local)
+        require_trainable(local)
+        input_device = input_device_of(local, settings.device_ids, settings.output_device)
+        membership.init()
+        self._wrap(local, settings, input_device)
+        self._join(
+            with_parameters=init_sync,
+            with_buffers=settings.copies_buffers_first if init_sync else settings.copies_buffers,
+        )
+        self.register_load_state_dict_post_hook(run_hooks_of_module)  # type: ignore[no-untyped-call]
+        note_wrapper(self)
+
+    # Note [Joining]
+    # A wrapper is made in two parts. `_wrap` talks to nobody; from then on the wrapper stands for
+    # the module. `_join` meets the other ranks, and makes what averages: a communicator, memory for
+    # gradients. The constructor does both. A copy (`copy.deepcopy`) is only wrapped, and joins when
+    # it is to train: at the first forward with gradients enabled that a parameter requires, or when
+    # a method is called that needs all ranks. So copies that never train, such as averages of the
+    # weights, cost nothing, and one rank alone may make them.
+
+    def _wrap(
+        self, local: RankLocal, settings: Settings, input_device: torch.device | None
+    ) -> None:
+        module = local.module
+        # Note [One set of names]: the wrapper shares the module's tables instead of holding the
+        # module as a child, so that all of nn.Module finds the same names in both.
+        self.__dict__.update(
+            module=module,
+            _parameters=module._parameters,
+            _buffers=module._buffers,
+            _non_persistent_buffers_set=module._non_persistent_buffers_set,
+            _modules=module._modules,
+        )
+        self._settings = settings
+        self._local = local
+        self._input_device = input_device
+        self._trained = TrainedParameters(local)
+        self._buffer_sync = None
+        self._owners: list[weakref.ref[Any]] = []
+        self._sharded_ids: set[int] = set()
+        # The reducer must not keep the wrapper alive, which keeps the reducer. Nor must methods.
+        itself = weakref.ref(self)
+        self._watched_methods = WatchedMethods(lambda outputs: _watch(itself, outputs))
+        self._why_retired = ""
+        self._working_reducer: _native.Reducer | None = None
+        # What becomes the reducer's `enabled`.
+        self._averages_when_joined = True
+        self._take_torch_attributes(input_device, settings.process_group, **settings.of_torch)
+
+    @runs_uncompiled_throughout
+    def _join(self, *, with_parameters: bool, with_buffers: bool) -> None:
+        """Meets the other ranks, which all call it. Where it raises, nothing has changed.
+
+        Args:
+            with_parameters: Whether to copy rank 0's parameters.
+            with_buffers: Whether to copy rank 0's buffers.
+        """
+        settings, local = self._settings, self._local
+        local.look_again()
+        require_trainable(local)
+        input_device = input_device_of(local, settings.device_ids, settings.output_device)
+        membership.init()
+        # A group of its own: the user's collectives can't be taken for these, or these for theirs.
+        parent = groups.communicator_of(settings.process_group)
+        communicator = groups.split(parent, range(parent.size))
+        talk_apart(local.module, settings.process_group, communicator)
+        averages_itself = type(self).average_bucket is not DataParallel.average_bucket
+        facts = [*settings.facts(), f"average_bucket of its own={averages_itself}"]
+        check_same(communicator, "pydist.DataParallel's setting", facts)
+        check_same(communicator, "the module", facts_of(local))
+        _require_reducible(communicator, local, settings.reduction, settings.wire_dtype)
+        copy_from(
+            communicator, 0, local, with_parameters=with_parameters, with_buffers=with_buffers
+        )
+        trained = TrainedParameters(local)
+        trained.add_all()
+        buffer_sync = BufferSync(communicator, local) if settings.copies_buffers else None
+        itself = weakref.ref(self)
+        reducer = make_reducer(
+            communicator,
+            trained.known,
+            lambda *arguments: _plan(itself(), settings.caps_bytes, *arguments),
+            buffer_sync,
+            sums=settings.reduction == "sum",
+            wire_dtype=settings.wire_dtype,
+            measures_link=not settings.caps_bytes,
+            gradients_are_views=settings.gradients_are_views,
+            rank=membership.rank(),
+        )
+        reducer.enabled = self._averages_when_joined
+        if buffer_sync is not None:
+            buffer_sync.changes.reducer = weakref.ref(reducer)
+        if averages_itself:
+            reducer.register_comm_hook(itself, _returning_future(_average_bucket))
+        self._communicator, self._input_device = communicator, input_device
+        self._trained, self._buffer_sync = trained, buffer_sync
+        self._working_reducer = reducer
+        self._take_up(trained.known, "wrapped anew")
+        guard_steps(reducer)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the wrapper has met the other ranks. A copy does so when it is to train."""
+        return self._working_reducer is not None or self.is_retired
+
+    def require_joined(self) -> None:
+        """Lets a copy join, if it has not yet. All ranks call it together."""
+        if not self.has_joined:
+            self._join(with_parameters=False, with_buffers=self._settings.copies_buffers)
+
+    def communicator_to_split(self) -> _native.Communicator:
+        """One of the ranks that train the model, also before a copy has joined them."""
+        if self.has_joined:
+            return self._communicator
+        membership.init()
+        return groups.communicator_of(self._settings.process_group)
+
+    def _join_after_forward(self) -> None:
+        """Lets a copy join of which a method has run, whose graph may need its buffers."""
+        self._join(with_parameters=False, with_buffers=False)
+        if self._buffer_sync is not None:
+            self._buffer_sync.forget()
+
+    # -- computation
+
+    # This frame is nothing to compile; what it calls is.
+    @runs_uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward. Talks to no other rank."""
+        self.require_working()
+        refuse_active_torch(self)
+        # Not in an evaluation, which one rank may do alone.
+        if torch.is_grad_enabled() and (joining := self._trained.joined()):
+            if self.has_joined:
+                self._add(joining)
+            else:
+                self.require_joined()
+        for owner in self.shard_owners():
+            owner.before_forward(self.module)
+        if self._input_device is not None:
+            # A packed sequence moves whole: its sizes of batches stay on the CPU.
+            args, kwargs = tree_map_only(
+                (Tensor, PackedSequence),
+                lambda value: value.to(self._input_device),
+                (args, kwargs),
+                is_leaf=lambda value: isinstance(value, PackedSequence),
+            )
+        if self.has_joined:
+            self._reducer.prepare_forward(self.module.training and torch.is_grad_enabled())
+        if self._buffer_sync is not None and torch.is_grad_enabled():
+            self._buffer_sync.before_forward(averages=self._reducer.enabled)
+        with contextlib.ExitStack() as during:
+            during.enter_context(graphs_cut_at(self._settings.graph_cap_bytes))
+            for owner in self.shard_owners():
+                during.enter_context(owner.during_forward())
+            outputs = self.module(*args, **kwargs)
+        _watch(weakref.ref(self), outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
+        """Accumulates gradients without averaging them, in backwards of forwards that run inside.
+
+        It is the forward that counts, as in torch's wrapper, wherever its backward runs; a backward
+        from several averages if any of them was outside. The next one that averages takes in what
+        has been accumulated, also of parameters that it does not reach itself; so does
+        `sync_gradients()`. All ranks do the same. An optimizer that is to use gradients of this
+        rank alone, or that were averaged by other means, steps inside.
+
+        Args:
+            enabled: If False, nothing changes: `with model.no_sync(enabled=step % 4 != 3)`.
+        """
+        before = self.require_backward_grad_sync
+        self._set_averages(before and not enabled)
+        try:
+            yield
+        finally:
+            self._set_averages(before)
+
+    @contextlib.contextmanager
+    def weighted(self, weight: float | Tensor) -> Iterator[None]:
+        """Lets every backward that runs inside count for `weight` in the mean.
+
+        The mean over tokens of the whole job, where each rank's loss is the mean over its own:
+
+            with model.weighted(mask.sum()):
+                loss.backward()
+
+        Together with `no_sync()`, the mean is over all backwards that a step accumulates: each has
+        its weight, whichever rank and micro-batch it belongs to. The weights are summed in float64,
+        and every gradient is rounded once, after the sum over the ranks; what one rank accumulates
+        is rounded as it is added, as always. With `reduction="sum"`, gradients are
+        multiplied by their weights and added.
+
+        Every rank gives a weight to each of the backwards of a step, or none does.
+
+        Args:
+            weight: Not negative; 0 for a batch that counts for nothing, even where its loss is NaN.
+
+        Raises:
+            InvalidUsage: The weight is negative or not finite, or a communication hook averages.
+            Error: At the end of backward, if only some of the step's backwards had a weight.
+        """
+        value = float(weight)
+        if not (value >= 0 and math.isfinite(value)):
+            raise InvalidUsage(
+                f"the weight of a backward is {value}; it must be finite and not negative"
+            )
+        self.require_joined()
+        self._refuse_hook("weighted() gives ranks different weights")
+        reducer = self._reducer
+        before, reducer.weight = reducer.weight, value
+        try:
+            yield
+        finally:
+            reducer.weight = before
+
+    def sync_gradients(self) -> None:
+        """Averages gradients outside of backward: those that were not yet. All ranks call it.
+
+        That is what was accumulated under `no_sync()`, and what was put into `parameter.grad` by
+        hand, from `torch.autograd.grad` say, which accumulates nothing and so averages nothing.
+        A backward averages what was put by hand before it, too, with its own, for the weight of
+        the first backward that the step accumulates.
+
+        Raises:
+            InvalidUsage: A gradient that accumulates on top of an averaged one was changed or
+                replaced in between (with sums, weights or a `pydist.ShardedOptimizer`), or one that
+                accumulates with weights was replaced (backward raises both as well); or it was
+                summed, and then changed in place.
+        """
+        self.require_joined()
+        self._reducer.synchronize()
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Lets ranks have different numbers of batches: whoever has no more joins the others.
+
+        Around the training loop, on all ranks. A rank that leaves it goes on taking part in the
+        others' steps, with gradients of zero, until all have left; then every rank has the model of
+        the rank that had the most batches. Gradients are those of its own last step. It takes no
+        part in the others' steps of the optimizer, whose state so misses them. Backwards under
+        `no_sync()` are nobody else's concern.
+
+        Args:
+            divide_by_initial_world_size: Whether ranks without a batch count as zeros in the mean,
+                so that each sample weighs the same in all steps of the epoch. If False, the mean
+                is over the ranks that have a batch.
+            enable: If False, nothing is done.
+            throw_on_early_termination: Whether all ranks raise as soon as one has no more batches.
+
+        Raises:
+            InvalidUsage: The module holds a SyncBatchNorm, another wrapped model is in `join()`, or
+                (with `divide_by_initial_world_size=False`) a communication hook averages.
+            Error: A rank had no more batches, and `throw_on_early_termination` is set.
+        """
+        if not enable:
+            yield
+            return
+        self.require_working()
+        self.require_joined()
+        refuse_under_join(self.module)
+        if self._owners:
+            raise InvalidUsage(
+                "join() leaves ranks without batches out of the optimizer's steps, and each rank's "
+                "pydist.ShardedOptimizer updates a part of every parameter: give all ranks as many "
+                "batches, those of weighted(0) if need be"
+            )
+        if not divide_by_initial_world_size:
+            self._refuse_hook("join(divide_by_initial_world_size=False) leaves ranks out")
+        global _joining
+        if _joining is not None:
+            raise InvalidUsage(
+                "another pydist.DataParallel is in join() already: ranks without batches would "
+                "have to take part in the steps of both, in an order that they can't know"
+            )
+        _joining = weakref.ref(self)
+        self._reducer.set_joining(
+            "zeros" if divide_by_initial_world_size else "absent", throw_on_early_termination
+        )
+        try:
+            try:
+                yield
+            except BaseException as error:
+                if not self.others_know_of(error):
+                    self._reducer.fail_round()
+                raise
+            # Those of this rank's own last step, which rounds without it take away. Where gradients
+            # are views, such a round would write into them as well.
+            are_views = self._settings.gradients_are_views
+            kept = [
+                (parameter, gradient.clone() if are_views else gradient)
+                for _, parameter, _ in self._trained.known
+                if (gradient := parameter.grad) is not None
+            ]
+            while self._reducer.join_round():
+                pass
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+        finally:
+            _joining = None
+            self._reducer.set_joining("", False)
+        root = self._reducer.last_root
+        copy_from(self._communicator, root, self._local, with_buffers=self.forward_sync_buffers)
+
+    # -- measuring
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets in which gradients travel, in the order of launching; prints as a table.
+
+        Agreed by all ranks. After the first steps it follows the order in which backward has
+        completed the gradients; parameters that not every rank uses are in buckets of their own, at
+        the end.
+        """
+        seen = self._reducer.stats.buckets
+        return BucketPlan(
+            tuple(
+                PlannedBucket(
+                    size_bytes,
+                    tuple(self._trained.known[index][0] for index in members),
+                    seen[number].ready_s if seen else None,
+                )
+                for number, (_, size_bytes, members) in enumerate(self._reducer.buckets)
+            )
+        )
+
+    def stats(self) -> CommunicationStats:
+        """What averaging has cost this rank since construction or the last `reset_stats()`.
+
+        In total, and for each bucket when it was ready, launched and done. `PYDIST_TIMELINE=path`
+        writes the same of every step as a trace that Perfetto shows.
+        """
+        return self._reducer.stats
+
+    def reset_stats(self) -> None:
+        """Lets `stats()` count from zero."""
+        self._reducer.reset_stats()
+
+    # -- to override
+
+    def plan_buckets(
+        self, parameters: Sequence[PlannedParameter], bucket_cap_bytes: int
+    ) -> list[list[int]]:
+        """Cuts the gradients into buckets. Override it to choose them yourself.
+
+        Called on rank 0 alone, by the constructor of this class, after steps whose order did not
+        fit the plan (the 1st, 2nd, 4th, 8th, ... at most), and when parameters have joined. All
+        ranks get what it returns.
+
+        Args:
+            parameters: Those with dense gradients, in the order in which backward is expected to
+                complete them: at first the reverse of registration.
+            bucket_cap_bytes: `bucket_cap_mb`, or what measurements found best; with a
+                `pydist.ShardedOptimizer`, what is best for a model of that size on a typical link.
+
+        Returns:
+            The buckets in the order of launching, each a list of `PlannedParameter.index`: every
+            parameter exactly once, and in one bucket only such of one `block`.
+        """
+        return plan_buckets(parameters, bucket_cap_bytes)
+
+    def average_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """What happens when a bucket is ready. Override it to average in a way of your own.
+
+        A method instead of a hook: all of `register_comm_hook` holds. Unless it is overridden, it
+        is never called, and the engine averages.
+
+        Args:
+            bucket: `bucket.buffer()` holds this rank's gradients, `bucket.parameters()` says whose.
+
+        Returns:
+            A future of their mean.
+        """
+        raise NotImplementedError
+
+    # -- the wrapper stands for the module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("module")
+            if module is None:
+                raise
+            value = getattr(module, name)
+            if inspect.ismethod(value) and value.__self__ is module:
+                return self._watched_methods.of(value)
+            return value
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards of the forwards that follow average: what `no_sync()` switches off.
+
+        Torch's name; may be set.
+        """
+        self.require_working()
+        reducer = self._working_reducer
+        return self._averages_when_joined if reducer is None else reducer.enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.require_working()
+        self._set_averages(value)
+
+    def _set_averages(self, value: bool) -> None:
+        self._averages_when_joined = value
+        if self._working_reducer is not None:
+            self._working_reducer.enabled = value
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or hasattr(type(self), name):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("module")
+        is_own = name in _OWN_NAMES or name in self.__dict__ or hasattr(type(self), name)
+        if module is None or is_own or not hasattr(module, name):
+            super().__setattr__(name, value)
+        else:
+            _warn_of_setting(module, name)
+            setattr(module, name, value)
+
+    def register_comm_hook(
+        self, state: object, hook: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+    ) -> None:
+        """Lets a communication hook of torch's kind average the gradients, bucket by bucket.
+
+        Torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unmodified. All ranks
+        register the same one, once, before the first backward. The buckets then follow the order of
+        the first backward and no later one, because hooks may keep state for each. Sparse gradients
+        do not pass through it. `bucket.buffer()` has zeros between gradients, which start on cache
+        lines; `bucket.gradients()` has none. Complex ones arrive as pairs of real numbers.
+
+        Args:
+            state: The first argument of every call.
+            hook: `hook(state, bucket)` starts averaging `bucket.buffer()` and returns a future of
+                the mean: in the bucket's dtype, or in one that is converted to it. It is called on
+                the thread that runs backward, in the order of `bucket.index()`.
+
+        Raises:
+            InvalidUsage: `hook` can't be called so, or there is a hook already, or a backward was.
+        """
+        if not callable(hook):
+            raise InvalidUsage(f"hook is a {type(hook).__name__}; it must be callable")
+        try:
+            inspect.signature(hook).bind(state, None)
+        except TypeError as error:
+            raise InvalidUsage(
+                f"hook must take two arguments, the state and a torch.distributed.GradBucket: "
+                f"{error}"
+            ) from None
+        except ValueError:
+            pass  # a builtin without a signature
+        if self._settings.compress is not None:
+            raise InvalidUsage(
+                "compress= lets the engine's own average travel in 16 bits, which a communication "
+                "hook takes the place of: use one of the two"
+            )
+        self.require_joined()
+        self._reducer.register_comm_hook(state, _returning_future(hook))
+
+    # -- which wrapper trains a parameter
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether others have taken up parameters of this wrapper, which trains nothing since."""
+        return bool(self._why_retired)
+
+    @property
+    def _reducer(self) -> _native.Reducer:
+        self.require_working()
+        if self._working_reducer is None:
+            raise InvalidUsage(
+                "this pydist.DataParallel is a copy that has not met the other ranks yet, so there "
+                "is nothing to show: it joins them at its first forward that is to train"
+            )
+        return self._working_reducer
+
+    def require_working(self) -> None:
+        """Raises InvalidUsage where another wrapper has taken up a parameter of this one."""
+        if self.is_retired:
+            raise InvalidUsage(self._why_retired)
+
+    def trains(self, parameter: Tensor) -> bool:
+        """Whether the wrapper averages a parameter's gradients, or did before it was retired."""
+        return self._trained.knows(parameter)
+
+    def has_alone(self, parameter: Tensor) -> bool:
+        """Whether a parameter is this rank's own, so that nothing of it is averaged."""
+        return self._local.has(parameter)
+
+    def _add(self, joining: Trained) -> None:
+        """Trains more parameters, from the next backward on. Talks to nobody."""
+        self._take_up(joining, "unfrozen in, or added to, another pydist.DataParallel")
+        for joined in joining:
+            self._reducer.add(*joined, *self._owner_of(joined))
+            self._trained.add(*joined)
+
+    def _take_up(self, trained: Trained, how: str) -> None:
+        """Retires whoever else trains any of some parameters. Talks to nobody."""
+        parameters = [parameter for _, parameter, _ in trained]
+        for other in training_too(parameters, self):
+            other._retire(parameters, how)
+
+    def _retire(self, taken: list[nn.Parameter], how: str) -> None:
+        ids = {id(parameter) for parameter in taken}
+        named = [name for name, parameter, _ in self._trained.known if id(parameter) in ids]
+        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+        reason = (
+            f"this pydist.DataParallel was retired: its parameters {', '.join(named[:3])}{more} "
+            f"were {how}, and two can't average one gradient. Use the new wrapper, with optimizers "
+            "made for it; put modules that share parameters into one module (in an nn.ModuleDict, "
+            "say), whose forward runs them, and wrap that"
+        )
+        if _joining is not None and _joining() is self:
+            raise InvalidUsage(f"in join() of that wrapper, which has to be over first: {reason}")
+        for owner in self.shard_owners():
+            with contextlib.suppress(Error):  # of a group that failed; then nothing arrives
+                owner.finish()
+        reducer = self._reducer
+        reducer.retire(reason)
+        forget_steps(reducer)
+        self._working_reducer, self._why_retired = None, reason
+
+    # -- for optimizers that update shards
+
+    def shard_owners(self) -> Iterator[ShardOwner]:
+        """The optimizers that update shards of the model's parameters."""
+        for reference in self._owners:
+            owner = reference()
+            if owner is not None:
+                yield owner
+
+    def _owner_of(self, joined: tuple[str, nn.Parameter, bool]) -> tuple[int, Tensor] | tuple[()]:
+        name, parameter, is_sparse = joined
+        for owner in self.shard_owners():
+            if owner.owns(parameter):
+                if is_sparse:
+                    raise _sparse_error(name)
+                return owner.entry_of(parameter)
+        return ()
+
+    def removed(self) -> list[Tensor]:
+        """Parameters that have trained here, and that no wrapped model has any more."""
+        own = {id(parameter) for parameter in self.module.parameters()}
+        former = [p for _, p, _ in self._trained.known if id(p) not in own]
+        elsewhere = ids_in_any() if former else set()
+        return [parameter for parameter in former if id(parameter) not in elsewhere]
+
+    def others_know_of(self, error: BaseException) -> bool:
+        """Whether the other ranks know of an error, because it ended a backward."""
+        return not self.is_retired and self._reducer.others_know and _came_out_of_averaging(error)
+
+    def add_owner(self, owner: weakref.ref[Any]) -> int:
+        """Makes an optimizer known that updates shards, before it takes any. Returns its number."""
+        self._owners.append(owner)
+        return len(self._owners)
+
+    def note_sharded(self, parameters: Iterable[Tensor]) -> None:
+        """Remembers parameters whose gradients are reduced into an optimizer's shards for good."""
+        self._sharded_ids.update(id(parameter) for parameter in parameters)
+
+    def require_shardable(self, name: str, parameter: Tensor) -> None:
+        """Raises InvalidUsage where no optimizer can have shards of a parameter."""
+        self._refuse_hook("pydist.ShardedOptimizer reduces gradients into shards")
+        if id(parameter) in self._sharded_ids:
+            raise InvalidUsage(
+                f"the gradient of parameter {name} was given to a pydist.ShardedOptimizer before: "
+                "keep that one, or wrap the module anew"
+            )
+        if any(p is parameter and is_sparse for _, p, is_sparse in self._trained.known):
+            raise _sparse_error(name)
+
+    def _refuse_hook(self, what: str) -> None:
+        if self._reducer.has_hook:
+            raise InvalidUsage(f"{what}, which a communication hook knows nothing of")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state, under the module's own names."""
+        warn_of_prefix("state_dict")
+        return taken_with_hooks(self, self.module, *args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a state saved with or without torch's wrapper, and with or without `torch.compile`.
+
+        All ranks load the same state: nothing is copied between them.
+
+        Args:
+            state_dict: Names and values.
+            strict: Whether missing and unexpected names are an error.
+            assign: Not supported: the parameters stay the ones that were wrapped.
+
+        Returns:
+            The missing and unexpected names, like `torch.nn.Module.load_state_dict`.
+        """
+        if assign:
+            raise InvalidUsage(
+                "load_state_dict(assign=True) would replace the parameters that pydist."
+                "DataParallel has hooked: load the module first, then wrap it"
+            )
+        if has_loading_hooks(self):
+            hooked = HookedLoading(self, self.module, state_dict)
+            return hooked.load(matched(hooked.state_dict, self.module), strict)
+        return self.module.load_state_dict(matched(state_dict, self.module), strict)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        load_pre_hooks_first(self, self.module._load_from_state_dict, *args)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The module and those within it, under the module's own names."""
+        warn_of_prefix("named_modules")
+        named: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **kwargs)
+        return named
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters, under the module's own names."""
+        warn_of_prefix("named_parameters")
+        return super().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers, under the module's own names."""
+        warn_of_prefix("named_buffers")
+        return super().named_buffers(*args, **kwargs)
+
+    def children(self) -> Iterator[nn.Module]:
+        """The module itself, as in torch's class: what goes on from there reaches all of it.
+
+        By name, `named_children()`, there are the module's own children.
+        """
+        yield self.module
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode: the wrapper has no mode of its own."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        # torch's constructor sets it before there is a module.
+        if "module" in self.__dict__:
+            self.module.training = mode
+
+    def train(self, mode: bool = True) -> DataParallel:
+        """Sets training mode in the module."""
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> DataParallel:
+        """Applies `fn` to the module and those within it."""
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallel:
+        self.module._apply(fn, recurse)
+        return self
+
+    def extra_repr(self) -> str:
+        """Where it runs, for `repr`."""
+        if not self.has_joined:
+            return "a copy that has not joined the other ranks"
+        return f"ranks={self._communicator.size}, backend={self._communicator.backend}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """A wrapper around a copy of the module, which joins when it is to train."""
+        copied = type(self).__new__(type(self))
+        nn.Module.__init__(copied)
+        memo[id(self)] = copied
+        settings = dataclasses.replace(self._settings, copies_buffers=self.forward_sync_buffers)
+        module = copy.deepcopy(self.module, memo)
+        copied._wrap(RankLocal(module), settings, self._input_device)
+        if not self.is_retired:
+            copied._averages_when_joined = self.require_backward_grad_sync
+        # Hooks, and attributes that the program has set. Communication hooks stay behind, as in
+        # torch: they may keep state of the buckets.
+        for name in self.__dict__.keys() - _OWN_NAMES - _NOT_COPIED:
+            copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        note_wrapper(copied)
+        return copied
+
+    def __reduce__(self) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
+        return _unwrapped, (self.module,)
+
+
+# Of attributes that were set in a module through its wrapper: the module's class, and the name.
+_warned_of: set[tuple[type, str]] = set()
+
+
+def _warn_of_setting(module: nn.Module, name: str) -> None:
+    """Warns once of an attribute that torch's wrapper would have set in itself."""
+    if (type(module), name) in _warned_of:
+        return
+    _warned_of.add((type(module), name))
+    warnings.warn(
+        f"setting {name!r} on a pydist.DataParallel sets it in the wrapped module, a "
+        f"{type(module).__name__}, which has an attribute of that name; torch's "
+        "DistributedDataParallel would set its own "
+        f"and leave the module as it is: write model.module.{name} = ... to say which is meant",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _warn_of_unknown(local: RankLocal) -> None:
+    """Warns of names to ignore that ignore nothing, as in torch."""
+    unknown = local.unknown_names()
+    if unknown:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        warnings.warn(
+            "_ddp_params_and_buffers_to_ignore of the module has "
+            f"{', '.join(map(repr, unknown[:3]))}{more}, which nothing in the module is called, so "
+            "nothing is ignored for that, as in torch's DistributedDataParallel: give names as "
+            "named_parameters() and named_buffers() of this module have them",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+@runs_uncompiled_throughout
+def _watch(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
+    """Lets the backward that comes from the outputs of a forward average, or only accumulate."""
+    watching = wrapper()
+    if watching is None or watching.is_retired or not torch.is_grad_enabled():
+        return
+    tensors = list(outputs_with_graph(outputs))
+    if not watching.has_joined:
+        if not tensors or not watching._trained.joined():
+            return  # not to be trained
+        watching._join_after_forward()
+    watching._reducer.note_forward()
+    for tensor in tensors:
+        watching._reducer.watch(tensor)
+
+
+def _require_reducible(
+    communicator: _native.Communicator,
+    module: RankLocal,
+    reduction: Literal["mean", "sum"],
+    wire_dtype: torch.dtype | None,
+) -> None:
+    """Raises InvalidUsage, on all ranks, where the group can't reduce gradients on the GPU.
+
+    In a backward it would come while other ranks are in the middle of theirs.
+    """
+    trained = [p for _, p in module.shared_parameters() if p.requires_grad]
+    on_gpu = [p for p in trained if p.device.type == "cuda"]
+    for dtype in dict.fromkeys(p.dtype for p in on_gpu):
+        if why := communicator.why_unsupported("all_reduce", reduction, dtype):
+            raise InvalidUsage(f"pydist.DataParallel: {why.removesuffix('.')}.")
+    narrowed = next((p for p in on_gpu if wire_dtype and p.dtype == torch.float32), None)
+    if narrowed is not None and not communicator.capabilities()["wire_dtypes"]:
+        nothing = narrowed.new_empty(0)
+        # Refused, with the reason.
+        communicator.all_reduce(nothing, nothing, reduction, wire_dtype=wire_dtype)
+
+
+def _sparse_error(name: str) -> InvalidUsage:
+    return InvalidUsage(
+        f"the gradient of parameter {name} is sparse, and pydist.ShardedOptimizer takes dense "
+        "ones: build the embedding with sparse=False, or give it an optimizer of its own"
+    )
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module
+
+
+def _plan(
+    wrapper: DataParallel | None,
+    caps_bytes: tuple[int, ...],
+    parameters: Sequence[PlannedParameter],
+    latency_s: float,
+    seconds_per_byte: float,
+) -> list[list[int]]:
+    if not caps_bytes:
+        total_bytes = sum(parameter.size_bytes for parameter in parameters)
+        if wrapper is not None and any(wrapper.shard_owners()):
+            caps_bytes = (typical_cap_bytes(total_bytes),)
+        else:
+            caps_bytes = (best_cap_bytes(total_bytes, latency_s, seconds_per_byte),)
+    # Without the wrapper, a last backward of its graph is under way.
+    if wrapper is None or type(wrapper).plan_buckets is DataParallel.plan_buckets:
+        return plan_buckets(parameters, caps_bytes)
+    return wrapper.plan_buckets(parameters, max(caps_bytes))
+
+
+def _came_out_of_averaging(error: BaseException) -> bool:
+    """Whether an error ended a backward."""
+    names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if names & {"_engine_run_backward", "sync_gradients"}:
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and _came_out_of_averaging(before)
+
+
+def _returning_future(hook: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def checked(state: Any, bucket: Any) -> Any:
+        future = hook(state, bucket)
+        # torch's C++ returns the base class of its Python one.
+        if not isinstance(future, torch._C.Future):
+            raise InvalidUsage(
+                f"what averages a bucket returned a {type(future).__name__}; it must return a "
+                "torch.futures.Future of the mean"
+            )
+        return future
+
+    return checked
+
+
+def _average_bucket(
+    itself: weakref.ref[DataParallel], bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    wrapper = itself()
+    if wrapper is None:
+        raise InvalidUsage(
+            "the pydist.DataParallel whose average_bucket() averages gradients is gone: keep it "
+            "until backward is over"
+        )
+    return wrapper.average_bucket(bucket)

@@ -1,0 +1,1 @@
+"""Which samples a rank gets, in which order, and how that is resumed."""

@@ -1,0 +1,496 @@
+"""A sampler that gives each rank its share of the samples, whole and resumable."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Sampler, distributed
+
+from pydist.errors import InvalidUsage
+from pydist.job import membership
+from pydist.job.launchers import read_placement
+from pydist.sampling.agreed_seed import SeedChoice
+from pydist.sampling.audit import Ledger
+from pydist.sampling.cursor import EpochPass
+from pydist.sampling.order import Order, Sequential, Shuffled, name_digest, sample_count
+from pydist.sampling.partition import PADS, Pad, Share
+from pydist.sampling.shared_twice import refuse_sharing_again
+
+__all__ = ["DistributedSampler", "placement"]
+
+_VERSION = 1
+_KEYS = ("version", "length", "order", "seed", "epoch", "position", "batch")
+
+
+# It is one of torch's, so that what looks for that (and calls set_epoch on it) finds it; nothing of
+# torch's is used.
+class DistributedSampler(distributed.DistributedSampler[int]):
+    """Gives each rank its share of a data set's indices; replaces torch's `DistributedSampler`.
+
+    The order of an epoch follows from the data set's length, the seed and the epoch alone; rank r
+    of N takes every N-th of it, from the r-th on. So the samples of the first k batches of all
+    ranks together are the same however many ranks share them, as long as their batch together is.
+    It begins at once and takes no memory, whatever the length.
+
+    The epoch goes on by itself when all indices have been handed out, never by asking for an
+    iterator; `set_epoch` overrules that. Not collective; every rank makes its own, with the same
+    arguments. Not thread-safe.
+
+    Args:
+        dataset: anything with a length.
+        num_replicas: how many ranks share it; by default those of the job that pydist or
+            torch.distributed has joined, or will, by what the launcher has set; 1 without any.
+        rank: whose share this is; by default this process's.
+        shuffle: whether to shuffle, in each epoch anew. Otherwise samples come as they stand.
+        seed: the same on every rank; any whole number of 64 bits.
+        drop_last: the same as `pad="drop"`.
+        pad: what to do where the ranks can't have the same number of samples. "repeat", the
+            default, gives some ranks a sample from the front of the epoch again; "drop" leaves out
+            what is too much; "none" gives some ranks one more than others, so that every sample is
+            there once: for evaluation, and for training under `model.join()`.
+        order: an order of one's own (`pydist.Order`); `shuffle` has no meaning then.
+
+    Raises:
+        InvalidUsage: the data set is empty or has no length, or is a sampler or a loader; `rank` is
+            not one of `num_replicas`; `pad="drop"` would leave nothing, with more ranks than
+            samples; arguments are of a wrong type, or contradict each other. Where it is asked for
+            indices or for its length: another sampler is about to share them out again.
+
+    Example:
+        >>> import pydist
+        >>> sampler = pydist.DistributedSampler(range(10), num_replicas=3, rank=1, shuffle=False)
+        >>> list(sampler), sampler.epoch
+        ([1, 4, 7, 0], 1)
+    """
+
+    # None in a prepared loader, until the ranks have agreed on one.
+    seed: int | None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        pad: Pad | None = None,
+        order: Order | None = None,
+    ) -> None:
+        if isinstance(dataset, Sampler | DataLoader):
+            raise InvalidUsage(
+                f"a DistributedSampler shares out the samples of a data set, and got a "
+                f"{type(dataset).__name__}: give it the data set itself. (An order of one's own is "
+                "order=, see pydist.Order.)"
+            )
+        self.dataset = dataset
+        self._dataset_length = sample_count(dataset)
+        self.pad: Pad = _pad_of(pad, drop_last)
+        self.drop_last = self.pad == "drop"
+        # What iterating looks at again: the job may have been joined since.
+        self._is_rank_given, self._are_ranks_given = rank is not None, num_replicas is not None
+        if num_replicas is None or rank is None:
+            own_rank, ranks = placement()
+            num_replicas = ranks if num_replicas is None else num_replicas
+            rank = own_rank if rank is None else rank
+        num_replicas = _whole_number("num_replicas", num_replicas, 1, 2**63)
+        rank = _whole_number("rank", rank, -(2**63), 2**63)
+        if not 0 <= rank < num_replicas:
+            raise InvalidUsage(
+                f"rank={rank} is not one of num_replicas={num_replicas}: ranks go from 0 to "
+                f"{num_replicas - 1}."
+            )
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.shuffle = shuffle
+        self.seed = _whole_number("seed", seed, -(2**63), 2**64)
+        self._choice: SeedChoice | None = None
+        if order is None:
+            make = Shuffled if shuffle else Sequential
+            order = make(self._dataset_length)
+        if not isinstance(order, Order):
+            raise InvalidUsage(
+                f"order is a {type(order).__name__}; it must have name, __len__ and indices(), "
+                "see pydist.Order."
+            )
+        self.order = order
+        if len(order) < 1:
+            raise InvalidUsage(f"the order '{order.name}' has {len(order)} positions.")
+        if self.pad == "drop" and num_replicas > len(order):
+            raise InvalidUsage(
+                f"{len(order)} samples for {num_replicas} ranks with pad='drop' would leave every "
+                "rank without any: use pad='repeat' or 'none', or fewer ranks."
+            )
+        # As torch has them: of an epoch, this rank's and, repeated ones included, all ranks'.
+        self.num_samples = self.share(num_replicas).samples
+        self.total_size = self.share(num_replicas).end
+        self._epoch = 0
+        # Where the next iterator begins, and the batch of all ranks that the state it comes from
+        # was made with (0: unknown).
+        self._start = 0
+        self._start_batch = 0
+        # What the state depends on: the latest iterator's, unless set_epoch has gone elsewhere.
+        self._pass: EpochPass | None = None
+        self._latest: EpochPass | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.refuse_sharing_again(self)
+        return self.indices_of(self.begin_epoch())
+
+    def __len__(self) -> int:
+        """The number of this rank's samples in a whole epoch."""
+        self.refuse_sharing_again(self)
+        return self.num_samples
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iterator goes through. Setting it is `set_epoch`."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch comes next; without it they follow one another.
+
+        It begins at its front, unless it is the epoch that the sampler is in already: one that was
+        loaded from a state in its middle goes on from there.
+
+        Args:
+            epoch: from 0.
+        """
+        epoch = _whole_number("epoch", epoch, 0, 2**63)
+        if epoch != self._epoch:
+            self._epoch, self._start, self._start_batch = epoch, 0, 0
+            self._pass = None
+        elif self._pass is not None and self._pass.epoch != epoch:
+            self._pass = None
+
+    def state_dict(self, samples_seen: int | None = None) -> dict[str, int | None]:
+        """Where training is in the data: the same on every rank that has done as many steps.
+
+        Where it was prepared (`pydist.prepare`), the loader's progress is known: it counts what the
+        loop has got, not what workers have fetched. Otherwise a sampler knows what it has handed
+        out, but not what of it still lies in a loader's queues: within an epoch, and at its end,
+        say what was trained on.
+
+        Args:
+            samples_seen: how many of the indices of its latest iterator this rank has trained on;
+                `len(sampler)` at the end of an epoch that was not resumed.
+
+        Returns:
+            A few whole numbers, for any checkpoint. One rank's is enough for all; where ranks have
+            different numbers of samples, that of rank 0, which has the most. The seed is None where
+            a prepared loader has none yet.
+
+        Raises:
+            InvalidUsage: it would have to guess, or the number can't be.
+        """
+        current = self._pass
+        steps = samples_seen
+        if samples_seen is not None and current is not None:
+            samples_seen = _whole_number("samples_seen", samples_seen, 0, 2**63)
+            steps = current.share.steps_of(samples_seen)
+            if steps is None:
+                raise InvalidUsage(
+                    f"samples_seen={samples_seen!r} is not valid: this rank had "
+                    f"{current.share.samples} samples of epoch {current.epoch} to go through, in "
+                    f"steps of {current.share.samples_before(1)}."
+                )
+        return self.state_of(steps, "samples_seen", "samples")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a state was made, on any number of ranks. Every rank loads it.
+
+        The seed is the state's, whatever this sampler was made with, unless the state has none.
+
+        Args:
+            state: what `state_dict` gave, of this sampler, a `BatchSampler` or a loader.
+
+        Raises:
+            InvalidUsage: it is no such state, or one of a data set of another length, or of another
+                order. Nothing has changed then.
+        """
+        values = _read_state(state)
+        if values["length"] != len(self.order):
+            raise InvalidUsage(
+                f"the state is of an epoch of {values['length']} samples, and this one has "
+                f"{len(self.order)}: positions in one mean nothing in the other. Give the data set "
+                "that the state was made with, or begin an epoch anew (set_epoch)."
+            )
+        if values["order"] != name_digest(self.order):
+            raise InvalidUsage(
+                f"the state is of another order of samples than '{self.order.name}'"
+                f"{_hint_at_shuffle(values['order'])}: make the sampler with the same shuffle= and "
+                "order=, or begin an epoch anew (set_epoch)."
+            )
+        self.seed = values.get("seed", self.seed)
+        self._epoch, self._start = values["epoch"], values["position"]
+        self._start_batch = values["batch"]
+        self._pass = self._latest = None
+
+    def ledger(self) -> Ledger:
+        """What this rank was given of the epoch that was iterated over last. Not collective.
+
+        `ledger().combined()` adds up those of all ranks, which is collective. That of an epoch that
+        was interrupted and resumed is the sum of both parts': `before + after`.
+
+        Returns:
+            Count and digest of the samples that the loop has got, of a prepared loader; of those
+            that were handed out, otherwise.
+        """
+        return Ledger(self._epoch) if self._latest is None else self._latest.ledger()
+
+    # --- for BatchSampler and prepared loaders ---------------------------------------------------
+
+    def share(self, step: int, *, drops_last_step: bool = False, start: int = 0) -> Share:
+        """This rank's part of an epoch that is consumed in steps of so many positions."""
+        return Share(
+            length=len(self.order),
+            start=start,
+            ranks=self.num_replicas,
+            rank=self.rank,
+            step=step,
+            pad=self.pad,
+            drops_last_step=drops_last_step,
+        )
+
+    def begin(
+        self,
+        step: int,
+        *,
+        drops_last_step: bool = False,
+        batch: int = 0,
+        is_counted: bool = False,
+    ) -> EpochPass:
+        """A pass over what is left of the epoch, which the state depends on from now on.
+
+        Args:
+            step: positions of a step.
+            drops_last_step: whether a ragged last step is left out.
+            batch: samples of a step, where steps are what the optimizer does; 0 where unknown.
+            is_counted: whether the caller counts what arrives.
+
+        Raises:
+            InvalidUsage: the data set or the job has changed, or the batch is another one than that
+                of the state that was loaded.
+            Error: what `settle_seed` raises.
+        """
+        self._check_unchanged()
+        self.check_batch(batch)
+        if self._choice is not None and type(self.order) is Sequential:
+            seed = 0  # nothing depends on it: no need to ask anybody
+        else:
+            seed = self.settle_seed()
+        self._pass = self._latest = EpochPass(
+            self.order,
+            seed,
+            self._epoch,
+            self.share(step, drops_last_step=drops_last_step, start=self._start),
+            batch=batch,
+            is_counted=is_counted,
+            on_end=self._go_on,
+        )
+        return self._pass
+
+    def begin_epoch(self, *, is_counted: bool = False) -> EpochPass:
+        """A pass over what is left of the epoch, a sample a step."""
+        return self.begin(self.num_replicas, is_counted=is_counted)
+
+    def indices_of(self, begun: EpochPass) -> Iterator[int]:
+        """What a pass goes through."""
+        return begun.single_indices()
+
+    @property
+    def epoch_steps(self) -> int:
+        """In how many steps `begin_epoch` goes through a whole epoch."""
+        return self.num_samples
+
+    def seed_by(self, choice: SeedChoice) -> None:
+        """Leaves the seed to the first iteration."""
+        self.seed, self._choice = None, choice
+
+    def settle_seed(self) -> int:
+        """The seed, which the ranks agree on if they have not yet; see `SeedChoice.settle`."""
+        if self._choice is not None:
+            self._check_unchanged()
+            facts: dict[str, int | str] = {
+                "samples": len(self.order),
+                "order": self.order.name,
+                "ranks": self.num_replicas,
+            }
+            self.seed = self._choice.settle(self.seed, self.rank, facts)
+            self._choice = None
+        assert self.seed is not None
+        return self.seed
+
+    def refuse_sharing_again(self, asked: Sampler[Any]) -> None:
+        """Raises where another sampler shares out what `asked`, of these indices, yields."""
+        if self.num_replicas > 1:
+            refuse_sharing_again(asked, self.num_replicas, lambda: placement()[1])
+
+    @property
+    def start(self) -> int:
+        """The position where the next iterator begins: beyond 0 where a state says so."""
+        return self._start
+
+    def close(self, finished: EpochPass) -> None:
+        """Says that an iterator has come to its end: the state is of the next epoch from now on."""
+        finished.end()
+        if self._pass is finished:
+            self._pass = None
+
+    def check_batch(self, batch: int, state: Mapping[str, Any] | None = None) -> None:
+        """Whether batches of so many samples fit a state in the middle of an epoch.
+
+        Args:
+            batch: of all ranks together; 0 where unknown, which fits any.
+            state: by default the one that was loaded last.
+
+        Raises:
+            InvalidUsage: they don't.
+        """
+        position, of_state = self._start, self._start_batch
+        if state is not None:
+            values = _read_state(state)
+            position, of_state = values["position"], values["batch"]
+        if batch and of_state and batch != of_state and 0 < position < len(self.order):
+            raise InvalidUsage(
+                f"the state is from the middle of an epoch with batches of {of_state} samples over "
+                f"all ranks, and those of these {self.num_replicas} ranks are of {batch}: what "
+                "follows would be another training. Give global_batch_size="
+                f"{of_state} to BatchSampler, which any number of ranks up to that can share, or "
+                "resume from the end of an epoch; if other batches are what you want, load "
+                "{**state, 'batch': 0}."
+            )
+
+    def state_of(self, seen: int | None, argument: str, unit: str) -> dict[str, int | None]:
+        """The state after so many steps of the latest pass; see `state_dict`."""
+        current = self._pass
+        epoch, position, batch = self._epoch, self._start, self._start_batch
+        if seen is not None:
+            if current is None:
+                if seen != 0:
+                    raise InvalidUsage(
+                        f"{argument}={seen}, but nothing of epoch {epoch} has been asked for yet."
+                    )
+            else:
+                seen = _whole_number(argument, seen, 0, current.share.steps + 1)
+                epoch, position = current.epoch, current.share.position_after(seen)
+                batch = current.batch
+        elif current is not None and current.is_counted:
+            epoch, position = current.epoch, current.share.position_after(current.steps)
+            batch = current.batch
+        elif current is not None and current.handed:
+            raise InvalidUsage(
+                f"{current.handed} of {current.share.samples} samples of epoch {current.epoch} "
+                "were handed out, but how many were trained on only you can know, since a loader "
+                f"fetches ahead: call state_dict({argument}=...) with the number of {unit} since "
+                "the iterator began, or let pydist.prepare(loader) count them."
+            )
+        return {
+            "version": _VERSION,
+            "length": len(self.order),
+            "order": name_digest(self.order),
+            "seed": self.seed,
+            "epoch": epoch,
+            "position": position,
+            "batch": batch,
+        }
+
+    def _go_on(self, finished: EpochPass) -> None:
+        # Of two iterators over the same epoch only one moves on.
+        if self._epoch == finished.epoch:
+            self._epoch, self._start, self._start_batch = finished.epoch + 1, 0, 0
+
+    def _check_unchanged(self) -> None:
+        length = sample_count(self.dataset)
+        if length != self._dataset_length:
+            raise InvalidUsage(
+                f"the data set had {self._dataset_length} samples when its sampler was made, and "
+                f"has {length} now: make a new sampler."
+            )
+        if membership.is_initialized() or dist.is_initialized():
+            rank, ranks = placement()
+            rank_fits = self._is_rank_given or rank == self.rank
+            if not rank_fits or not (self._are_ranks_given or ranks == self.num_replicas):
+                raise InvalidUsage(
+                    f"the sampler was made as rank {self.rank} of {self.num_replicas}, and this "
+                    f"process is rank {rank} of {ranks} now: make the sampler after pydist.init() "
+                    "(or init_process_group), or give it num_replicas= and rank=."
+                )
+
+
+def _pad_of(pad: Pad | None, drop_last: bool) -> Pad:
+    if pad is None:
+        return "drop" if drop_last else "repeat"
+    if pad not in PADS:
+        raise InvalidUsage(f"pad='{pad}' is not valid; use one of: {', '.join(PADS)}.")
+    if drop_last and pad != "drop":
+        raise InvalidUsage(f"drop_last=True and pad='{pad}' contradict each other: give one.")
+    return pad
+
+
+def placement() -> tuple[int, int]:
+    """This process's rank in its job, and the number of ranks."""
+    if membership.is_initialized():
+        return membership.rank(), membership.world_size()
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    # A script may make its sampler before its model, which joins the job.
+    job = read_placement()
+    return job.rank, job.world_size
+
+
+def _whole_number(name: str, value: Any, low: int, end: int) -> int:
+    """A number from `low` to before `end`; tensors and numpy's numbers are taken, too."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = end
+    if not low <= number < end:
+        raise InvalidUsage(
+            f"{name}={value!r} is not valid; use a whole number from {low} to {end - 1}."
+        )
+    return number
+
+
+def _read_state(state: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of a state, checked for what can be without a sampler; the seed if it has one."""
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise InvalidUsage(
+            f"this is no state of a sampler of pydist's: expected a dict with {', '.join(_KEYS)}; "
+            f"got {state!r:.100}."
+        )
+    if state["version"] != _VERSION:
+        raise InvalidUsage(
+            f"the state is of version {state['version']}, and this pydist reads {_VERSION}: load "
+            "it with the pydist that made it."
+        )
+    missing = [key for key in _KEYS if key not in state]
+    if missing:
+        raise InvalidUsage(f"the sampler's state has no {', '.join(missing)}.")
+    length = _whole_number("length", state["length"], 1, 2**63)
+    seed = {}
+    if state["seed"] is not None:
+        seed["seed"] = _whole_number("seed", state["seed"], -(2**63), 2**64)
+    return {
+        **seed,
+        "length": length,
+        "order": _whole_number("order", state["order"], 0, 2**32),
+        "epoch": _whole_number("epoch", state["epoch"], 0, 2**63),
+        "position": _whole_number("position", state["position"], 0, length + 1),
+        "batch": _whole_number("batch", state["batch"], 0, 2**63),
+    }
+
+
+def _hint_at_shuffle(digest: int) -> str:
+    for order in (Shuffled(1), Sequential(1)):
+        if digest == name_digest(order):
+            return f" (of '{order.name}')"
+    return ""

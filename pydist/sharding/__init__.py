@@ -1,0 +1,1 @@
+"""The optimizer whose state the ranks share out."""

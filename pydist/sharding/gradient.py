@@ -1,0 +1,381 @@
+"""What `parameter.grad` is where this rank has the average of a part of the gradient only.
+
+Each rank has another part, so what torch's functions would make of it is nobody's gradient. Those
+that people use before a step are done right, on all ranks' parts together: norms, and so
+`torch.nn.utils.clip_grad_norm_`; scaling and clamping in place; the check of `torch.amp.GradScaler`
+for values that are not finite. All others raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pydist.errors import InvalidUsage
+from pydist.parallel.compiled_graphs import runs_uncompiled
+
+
+class GradientParts(Protocol):
+    """Where the parts of an optimizer's gradients are."""
+
+    def name_of(self, index: int) -> str:
+        """The name of a parameter."""
+
+    def part(self, index: int) -> Tensor:
+        """This rank's part of its gradient: of one dimension, perhaps empty."""
+
+    def norms(self, order: float) -> dict[int, Tensor]:
+        """The norms, in float64, of all gradients that there are. All ranks call it."""
+
+    def combine(self, tensor: Tensor, op: str) -> None:
+        """Combines a tensor with the other ranks', in place. All ranks call it."""
+
+    def note_change(self) -> None:
+        """This rank has changed its parts, as have all."""
+
+    def require_same(self, factors: Sequence[Any]) -> None:
+        """Raises Mismatch, on all ranks, where they would change their parts by other numbers."""
+
+    def note_own_finite(self, found_inf: Tensor) -> None:
+        """Sets `found_inf` where a gradient that this rank has alone is not finite."""
+
+
+class ShardedGradient(Tensor):
+    """A gradient of which this rank has a part; has the shape and dtype of the whole, no values.
+
+    What reads it past torch's dispatch, such as `torch.tensor(gradient)` or a transform of
+    `torch.func`, finds NaN in every element.
+    """
+
+    _parts: GradientParts
+    _index: int
+
+    @staticmethod
+    def of(parts: GradientParts, index: int, parameter: Tensor) -> ShardedGradient:
+        """Stands for the gradient of a parameter."""
+        # One element, seen everywhere. Who reads it past torch's functions sees that it is none.
+        is_known = parameter.is_floating_point() or parameter.is_complex()
+        nothing = complex(math.nan, math.nan) if parameter.is_complex() else math.nan
+        stand_in = torch.full(
+            (), nothing if is_known else 0, dtype=parameter.dtype, device=parameter.device
+        )
+        itself = stand_in.expand(parameter.shape).as_subclass(ShardedGradient)
+        itself._parts = parts
+        itself._index = index
+        return itself
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NEED_NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _SAME_MEMORY:
+            return args[0]
+        if func == Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
+            return None
+        name = getattr(func, "__name__", str(func))
+        handler = _HANDLERS.get(name)
+        if handler is None:
+            raise InvalidUsage(
+                f"{_what_it_does(func, name)} of the gradient of {_names(args)}: each rank has the "
+                "average of its part of it alone, as pydist.ShardedOptimizer updates no more; "
+                "optimizer.gradient_of(parameter) gathers the whole one, norms and scaling in "
+                "place work as they are"
+            )
+        return handler(name, *args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shape = tuple(self.shape)
+        return (
+            f"ShardedGradient({self._parts.name_of(self._index)}, shape={shape}, "
+            f"dtype={self.dtype}, {self._parts.part(self._index).numel()} elements here)"
+        )
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise InvalidUsage(
+            f"a copy of the gradient of {self._parts.name_of(self._index)}: each rank has its part "
+            "of it alone; optimizer.gradient_of(parameter) gathers the whole one"
+        )
+
+
+@contextlib.contextmanager
+@runs_uncompiled
+def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Sets gradients that are sharded to None, and puts them back afterwards."""
+    with torch._C.DisableTorchFunctionSubclass():
+        hidden = [(p, p.grad) for p in parameters if isinstance(p.grad, ShardedGradient)]
+        for parameter, _ in hidden:
+            parameter.grad = None
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, gradient in hidden:
+                parameter.grad = gradient
+
+
+def _what_it_does(func: Callable[..., Any], name: str) -> str:
+    """For people: an attribute is a descriptor's method, `__get__` say."""
+    if name not in ("__get__", "__set__", "__delete__"):
+        return name
+    of = getattr(func, "__self__", None)  # of Python's properties, their function has the name
+    attribute = getattr(getattr(of, "fget", of), "__name__", name)
+    return {"__set__": "setting ", "__delete__": "deleting "}.get(name, "") + f".{attribute}"
+
+
+def _names(args: Iterable[Any]) -> str:
+    for value in args:
+        if isinstance(value, ShardedGradient):
+            return value._parts.name_of(value._index)
+        if isinstance(value, (list, tuple)) and (name := _names(value)):
+            return name
+    return ""
+
+
+def _part(gradient: ShardedGradient) -> Tensor:
+    return gradient._parts.part(gradient._index)
+
+
+def _convert(name: str, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> ShardedGradient:
+    """For `module.to(...)`, where it changes nothing."""
+    with torch._C.DisableTorchFunctionSubclass():
+        moved: Tensor = getattr(gradient, name)(*args, **kwargs)
+    if moved is not gradient:
+        raise InvalidUsage(
+            f"the gradient of {_names([gradient])} can't be moved or converted: convert the model "
+            "first, then wrap it, and make pydist.ShardedOptimizer last"
+        )
+    return gradient
+
+
+def _check_operands(name: str, operands: Iterable[Any]) -> None:
+    for value in operands:
+        if isinstance(value, Tensor) and (isinstance(value, ShardedGradient) or value.numel() != 1):
+            raise InvalidUsage(
+                f"{name} of a gradient of which each rank has its part alone takes numbers, not "
+                "tensors with several elements"
+            )
+
+
+def _change(name: str, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> ShardedGradient:
+    _check_operands(name, [*args, *kwargs.values()])
+    gradient._parts.require_same([*args, *kwargs.values()])
+    getattr(_part(gradient), name)(*args, **kwargs)
+    gradient._parts.note_change()
+    return gradient
+
+
+def _change_each(
+    name: str, gradients: Sequence[Tensor], *args: Any, **kwargs: Any
+) -> Sequence[Tensor]:
+    """Such as `torch._foreach_mul_`, also with a factor for each."""
+    if gradients and not any(isinstance(value, (list, tuple)) for value in args):
+        _check_operands(name, [*args, *kwargs.values()])
+        for owner in _owners(gradients):
+            owner.require_same([*args, *kwargs.values()])
+        parts = [_part(g) if isinstance(g, ShardedGradient) else g for g in gradients]
+        parts = [part for part in parts if part.numel() != 0]
+        if parts:
+            getattr(torch, name)(parts, *args, **kwargs)
+        _note_changes(gradients)
+        return gradients
+    single = name.removeprefix("_foreach_")
+    for number, gradient in enumerate(gradients):
+        own = [value[number] if isinstance(value, (list, tuple)) else value for value in args]
+        getattr(gradient, single)(*own, **kwargs)
+    return gradients
+
+
+def _note_changes(gradients: Iterable[Tensor]) -> None:
+    """Of gradients that may be several optimizers'."""
+    for parts in _owners(gradients):
+        parts.note_change()
+
+
+def _owners(gradients: Iterable[Tensor]) -> list[GradientParts]:
+    return list(dict.fromkeys(g._parts for g in gradients if isinstance(g, ShardedGradient)))
+
+
+def _norm_of(gradient: ShardedGradient, order: Any, dtype: torch.dtype | None) -> Tensor:
+    value = gradient._parts.norms(_order(order))[gradient._index]
+    return value.to(dtype or gradient.dtype.to_real(), copy=True)
+
+
+def _order(order: Any) -> float:
+    if order is None or order == "fro":
+        return 2.0
+    if isinstance(order, (int, float)) or (isinstance(order, Tensor) and order.numel() == 1):
+        return float(order)
+    raise InvalidUsage(f"the norm {order!r} of a gradient of which each rank has its part alone")
+
+
+def _norm(
+    name: str,
+    gradient: ShardedGradient,
+    order: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    order = kwargs.pop("ord", kwargs.pop("p", order))
+    if dim is not None or keepdim or any(value is not None for value in kwargs.values()):
+        raise InvalidUsage(
+            f"{name} along dimensions of the gradient of {_names([gradient])}, of which each rank "
+            "has its part alone: optimizer.gradient_of(parameter) gathers the whole one"
+        )
+    return _norm_of(gradient, order, dtype)
+
+
+def _linalg_norm(
+    name: str, gradient: ShardedGradient, order: Any = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Of all elements without an order; with one, a norm of matrices unless it is a vector."""
+    order = kwargs.pop("ord", order)
+    if order is not None and gradient.dim() != 1:
+        raise InvalidUsage(
+            f"{name} of order {order!r} of the gradient of {_names([gradient])}, of which each "
+            "rank has its part alone: torch.linalg.vector_norm is of all elements, and "
+            "optimizer.gradient_of(parameter) gathers the whole one"
+        )
+    return _norm(name, gradient, order, *args, **kwargs)
+
+
+def _norm_of_each(
+    _name: str,
+    gradients: Sequence[Tensor],
+    order: Any = 2,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> list[Tensor]:
+    order = kwargs.pop("ord", order)
+    return [
+        _norm_of(gradient, order, dtype)
+        if isinstance(gradient, ShardedGradient)
+        else torch.linalg.vector_norm(gradient, order, dtype=dtype)
+        for gradient in gradients
+    ]
+
+
+def _check_finite_and_unscale(
+    _name: str, gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor
+) -> None:
+    """For `torch.amp.GradScaler`: a step is left out on all ranks, or on none."""
+    parts = [_part(g) if isinstance(g, ShardedGradient) else g for g in gradients]
+    parts = [part for part in parts if part.numel() != 0]
+    if parts:
+        torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
+    owners = _owners(gradients)
+    for owner in owners:
+        owner.note_own_finite(found_inf)
+    # Any optimizer's ranks are those of the others.
+    owners[0].combine(found_inf, "max")
+    _note_changes(gradients)
+
+
+_IN_PLACE = (
+    "add_",
+    "clamp_",
+    "clamp_max_",
+    "clamp_min_",
+    "clip_",
+    "div_",
+    "mul_",
+    "nan_to_num_",
+    "neg_",
+    "sign_",
+    "sub_",
+    "zero_",
+)
+
+_CONVERSIONS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to")
+
+_HANDLERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_IN_PLACE, _change),
+    **{f"_foreach_{name}": _change_each for name in _IN_PLACE},
+    "__imul__": lambda _name, *args: _change("mul_", *args),
+    "__itruediv__": lambda _name, *args: _change("div_", *args),
+    "linalg_norm": _linalg_norm,
+    "linalg_vector_norm": _norm,
+    **dict.fromkeys(_CONVERSIONS, _convert),
+    "norm": _norm,
+    "_foreach_norm": _norm_of_each,
+    "_amp_foreach_non_finite_check_and_unscale_": _check_finite_and_unscale,
+}
+
+_FACTS = (
+    "_version",
+    "device",
+    "dtype",
+    "grad",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_sparse",
+    "itemsize",
+    "layout",
+    "nbytes",
+    "ndim",
+    "requires_grad",
+    "shape",
+)
+
+# No autograd graph has a gradient that is sharded: these would be the same over again, and what
+# changes one in place changes the other.
+_SAME_MEMORY: set[Any] = {
+    Tensor.data.__get__,  # type: ignore[attr-defined]
+    Tensor.detach,
+    torch.detach,
+}
+
+_NEED_NO_VALUES: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in _FACTS),
+    Tensor.detach_,
+    Tensor.dim,
+    Tensor.element_size,
+    Tensor.get_device,
+    Tensor.is_complex,
+    Tensor.is_floating_point,
+    Tensor.nelement,
+    Tensor.numel,
+    Tensor.requires_grad_,
+    Tensor.size,
+    Tensor.__hash__,
+    Tensor.__len__,
+    torch._has_compatible_shallow_copy_type,
+}
+
+
+def part_norm(part: Tensor, order: float) -> Tensor:
+    """What a rank adds to a norm: see `whole_norms`. In float64."""
+    if part.numel() == 0:
+        nothing = math.inf if order == -math.inf else 0.0
+        return torch.full((), nothing, dtype=torch.float64, device=part.device)
+    wide = torch.complex128 if part.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(part, order, dtype=wide)
+    return norm if math.isinf(order) or order == 0 else norm.pow(order)
+
+
+def whole_norms(parts: Tensor, order: float, combine: Callable[[Tensor, str], None]) -> Tensor:
+    """The norms of wholes, from what each rank's `part_norm` found. All ranks call it."""
+    if math.isinf(order):
+        combine(parts, "max" if order > 0 else "min")
+        return parts
+    combine(parts, "sum")
+    return parts if order == 0 else parts.pow(1 / order)

@@ -1,0 +1,936 @@
+"""`pydist.ShardedOptimizer`: each rank updates, and keeps the optimizer's state of, its share."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import os
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pydist import _native
+from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
+from pydist.job import groups, membership
+from pydist.parallel.compiled_graphs import (
+    compiles_anything,
+    runs_uncompiled,
+    runs_uncompiled_throughout,
+    scripts_any_function,
+)
+from pydist.parallel.replica_check import check_same
+from pydist.parallel.trained_parameters import registrations
+from pydist.sharding.bucket_step import BucketStep
+from pydist.sharding.buckets import Bucket, gather, let_arrive
+from pydist.sharding.element_wise import require_element_wise, require_plain_options
+from pydist.sharding.gradient import ShardedGradient, without_gradients
+from pydist.sharding.gradient_norms import ReducedGradients
+from pydist.sharding.options_of_class import require_options_of
+from pydist.sharding.own_writes import OwnWrites
+from pydist.sharding.parameter_groups import (
+    checked_group,
+    digest_of,
+    facts_of_options,
+    facts_of_values,
+    groups_of,
+    listed,
+    model_of,
+    named_like,
+    options_of,
+    values_of_step,
+)
+from pydist.sharding.placement import ShardedLayout
+from pydist.sharding.segment_state import (
+    ranges_of,
+    require_state_of,
+    state_of,
+    take_over,
+    waiting_state,
+)
+from pydist.sharding.sharded_state import ParameterState, ShardedState, StateRange
+from pydist.sharding.shown_state import StateOfShards
+from pydist.sharding.state_dict_form import (
+    from_state_dict,
+    from_unsharded,
+    is_sharded,
+    require_form,
+    to_state_dict,
+    to_unsharded,
+    without_absent,
+)
+from pydist.sharding.state_guard import RanksPart, refuse_checkpoints
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from pydist.parallel.wrapper import DataParallel
+
+__all__ = ["ParameterState", "ShardedOptimizer", "ShardedState", "StateRange"]
+
+# Of each optimizer that lives, what lets its parameters arrive before their group ends.
+_leaving: weakref.WeakKeyDictionary[ShardedOptimizer, weakref.finalize[..., ShardedOptimizer]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _let_all_arrive() -> None:
+    for leave in list(_leaving.values()):
+        leave()
+
+
+# The rank, of the optimizer's group, that writes for all inside `writing()`.
+_WRITER = 0
+
+# Where one rank raises them, so do the others, or their group has ended.
+_OF_ALL_RANKS = (Aborted, CheckpointError, Mismatch, PeerLost)
+
+
+def _came_out_of_step(error: BaseException, optimizer: ShardedOptimizer) -> bool:
+    """Whether it is one of pydist's that the step itself raises, which sees to the other ranks.
+
+    A hook, or the step of a subclass, may raise the same, on one rank alone.
+    """
+    if not isinstance(error, Error):
+        return False
+    code = inspect.unwrap(ShardedOptimizer.step).__code__
+    return any(
+        frame.f_code is code and frame.f_locals["self"] is optimizer
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def _what_to_add(wrapper: DataParallel | None) -> str:
+    if wrapper is None:
+        return "make another pydist.ShardedOptimizer for the model"
+    return (
+        "register them in the wrapped module first, as in model.module.append(layer), or use an "
+        "optimizer of their own for them"
+    )
+
+
+def _forget_states(steps: Iterable[BucketStep]) -> None:
+    for step in steps:
+        step.forget_states()
+
+
+def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step with its hooks; one that raises on this rank alone leaves no other rank waiting."""
+    hooked_step = Optimizer.profile_hook_step(step)
+
+    @runs_uncompiled_throughout
+    @functools.wraps(step)
+    def whole_step(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        # A subclass's own step has the hooks.
+        run = hooked_step if type(self).step is whole_step else step
+        try:
+            return run(self, *args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, _OF_ALL_RANKS) and not _came_out_of_step(error, self):
+                self._give_up_unless_known("step()", error)
+            raise
+
+    whole_step.hooked = True  # type: ignore[attr-defined]
+    return whole_step
+
+
+class ShardedOptimizer(Optimizer):
+    """Runs an optimizer of torch's on equal shards of the parameters, one a rank (ZeRO).
+
+    Each rank keeps the optimizer's state of its shard alone, updates that, and gathers the others'
+    shards. All ranks construct it together, and call `step()` together. To schedulers, scalers and
+    whoever asks, it is a `torch.optim.Optimizer` over whole parameters.
+
+    With a `pydist.DataParallel` model, gradients are reduced into the shards: `parameter.grad` then
+    stands for a gradient of which each rank has its part. `torch.nn.utils.clip_grad_norm_`,
+    `clip_grad_value_` and `torch.amp.GradScaler` work on it as they are, called on all ranks; what
+    else would look at its values raises; `gradient_of` gathers one. Everything else that the
+    model's backward can do, it still can, but for communication hooks, sparse gradients and
+    `join()`.
+
+    With parameters of anything else, gradients are expected to be averaged already when `step()` is
+    called, and the same on all ranks: torch's DistributedDataParallel sees to that.
+
+    Parameters that each rank has alone (torch calls them ignored; see `pydist.DataParallel`) are
+    updated by that rank, whole, with its own gradients; their state is that rank's.
+
+    Parameters, which may be on GPUs, move into memory of the ranks' group. `step()` returns before
+    all updates have arrived; whoever reads a parameter waits for those of its bucket, so they
+    travel while the next forward runs. By NCCL, the reader's stream waits.
+
+    Args:
+        model_or_params: A `pydist.DataParallel` model, or what any optimizer takes: parameters,
+            named parameters, or groups with options; of a `pydist.DataParallel` model or of none.
+            Frozen parameters may be among them: they train once they are unfrozen.
+        optimizer_class: An element-wise class, such as `torch.optim.AdamW`. Others than torch's are
+            tried out on small parameters first.
+        stage: 1 shards the optimizer's state, 2 the gradients as well: what is outside of the shard
+            is freed as soon as its bucket was reduced. 2 needs a `pydist.DataParallel` model.
+        master_weights: Whether to update float32 copies of float16 and bfloat16 shards; "auto":
+            yes.
+        share_parameters: Whether all ranks map one copy of the parameters, which takes one host.
+            Nothing is gathered then; each rank writes its shard where the others read it, between
+            two barriers. What the program itself writes stays the rank's own until the next step,
+            which takes over what all ranks have written alike; `writing()` lets one rank write for
+            all.
+        process_group: The ranks, where they aren't those of a `pydist.DataParallel` model; default:
+            all.
+        **defaults: The options of `optimizer_class`. With `fused=True`, pydist's kernels step for
+            torch's Adam, AdamW and SGD themselves, wherever they can (docs/sharding.md).
+
+    Raises:
+        InvalidUsage: The class is not element-wise, keeps state in its groups or state that can't
+            be cut, a gradient is sparse, a parameter has a gradient now or another optimizer, an
+            argument is not supported, or this rank is not in `process_group`.
+        Mismatch: Parameters, options or arguments differ between ranks (on every rank).
+
+    Note:
+        ZeRO: Rajbhandari et al., arXiv 1910.02054. Shards cut through parameters, so they are equal
+        whatever the parameters' sizes.
+
+    Example:
+        >>> model = pydist.DataParallel(torch.nn.Linear(2, 1))
+        >>> optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    # Its step does, inside no_sync() as well, and tells the other ranks: see step_guard.
+    refuses_pending_gradients = True
+
+    def __init__(
+        self,
+        model_or_params: nn.Module | Iterable[Any],
+        optimizer_class: type[Optimizer],
+        *,
+        stage: Literal[1, 2] = 1,
+        master_weights: bool | Literal["auto"] = "auto",
+        share_parameters: bool = False,
+        process_group: ProcessGroup | None = None,
+        **defaults: Any,
+    ) -> None:
+        if stage not in (1, 2):
+            raise InvalidUsage(f"stage is {stage!r}; it must be 1 or 2")
+        if master_weights not in (True, False, "auto"):
+            raise InvalidUsage(f"master_weights is {master_weights!r}; it must be a bool or 'auto'")
+        param_groups = groups_of(model_or_params)
+        require_element_wise(optimizer_class, defaults, [options_of(g) for g in param_groups])
+        self._class = optimizer_class
+        self._options = dict(defaults)
+        self._is_one_copy = bool(share_parameters)
+        self._is_debugging = bool(_native.read_environment().debug)
+        self._wrapper = model_of(model_or_params, param_groups)
+        self._require_working_model()
+        if self._wrapper is None and stage == 2:
+            raise InvalidUsage(
+                "stage=2 frees gradients as they are reduced, which pydist.DataParallel does: wrap "
+                "the model in it, or use stage=1"
+            )
+        membership.init()
+        if self._wrapper is not None:
+            if process_group is not None:
+                raise InvalidUsage(
+                    "process_group belongs to the pydist.DataParallel model: leave it out here"
+                )
+            self._wrapper.require_joined()
+            parent = self._wrapper._communicator
+        else:
+            parent = groups.communicator_of(process_group)
+        self._steps: list[BucketStep] = []
+        # Loaded for parameters that have no place yet, because they are frozen.
+        self._waiting: dict[int, ParameterState] = {}
+        self._failed = ""
+        self._is_writing = False
+        # The options of the last step; empty: there was none, or ranks differed in it.
+        self._stepped_with: list[list[Any]] = []
+        # Whether the model holds TorchScript, and when that was seen.
+        self._scripts: tuple[int, bool] | None = None
+        self._is_ready = False
+        prototype = self._prototype([dict(group) for group in param_groups])
+        super().__init__(param_groups, dict(prototype.defaults))
+        # Not before all that a rank may refuse by itself.
+        self._communicator = groups.split(parent, range(parent.size))
+        facts = [
+            f"optimizer_class={optimizer_class.__qualname__}",
+            f"stage={stage}",
+            f"master_weights={master_weights!r}",
+            f"share_parameters={share_parameters!r}",
+            f"pydist.DataParallel model={self._wrapper is not None}",
+            f"PYDIST_DEBUG={int(self._is_debugging)}",
+            *facts_of_options(self.param_groups),
+        ]
+        check_same(self._communicator, "pydist.ShardedOptimizer's setting", facts)
+        self._is_ready = True
+        itself = weakref.ref(self)
+        self._layout = ShardedLayout(
+            self._communicator,
+            self._wrapper,
+            itself,
+            _Parts(itself),
+            stage=stage,
+            with_masters=master_weights is not False,
+            is_one_copy=self._is_one_copy,
+        )
+        self._state = StateOfShards(
+            self._layout,
+            self._waiting,
+            functools.partial(_forget_states, self._steps),
+            self._communicator.rank,
+            self._communicator.size,
+        )
+        self._writes = OwnWrites(self._communicator, self._layout.buckets, self._layout.copies)
+        self._gradients = ReducedGradients(self._layout, self._communicator, self._wrapper)
+        # Peers need this rank until its shards have arrived: it does not go before, whoever
+        # forgets the optimizer.
+        leaving = weakref.finalize(
+            self, let_arrive, self._layout.buckets, self._communicator, os.getpid()
+        )
+        leaving.atexit = False  # by then the job is over
+        _leaving[self] = leaving
+        if _let_all_arrive not in groups.before_closing:
+            groups.before_closing.append(_let_all_arrive)
+        self._place(self._layout.enter(self.param_groups))
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "step" in cls.__dict__:
+            cls.step = _leaving_nobody(cls.step)  # type: ignore[method-assign]
+
+    # -- what it is made of
+
+    @property
+    def optimizer_class(self) -> type[Optimizer]:
+        """The class that updates the shards."""
+        return self._class
+
+    def _prototype(self, param_groups: list[dict[str, Any]]) -> Optimizer:
+        """The wrapped class over nothing: checks options, and has all of them."""
+        for group in param_groups:
+            tensors = [
+                item[1] if isinstance(item, tuple) else item for item in listed(group["params"])
+            ]
+            group["params"] = [
+                torch.empty(0, dtype=t.dtype, device=t.device)
+                for t in tensors[:1]
+                if isinstance(t, Tensor)
+            ]
+            group.pop("param_names", None)
+        prototype = self._class(param_groups, **self._options)
+        for group in prototype.param_groups:
+            require_plain_options(group)
+        return prototype
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, as any optimizer does. All ranks call it, with the same.
+
+        Args:
+            param_group: "params", and options where they differ from the defaults. Parameters
+                without names get those of the model, where the optimizer's others have names.
+
+        Raises:
+            InvalidUsage: As for the constructor.
+            Mismatch: The parameters differ between ranks.
+        """
+        if not self._is_ready:
+            super().add_param_group(dict(param_group))
+            return
+        given = checked_group(param_group, len(self.param_groups))
+        self._require_working_model()
+        found = model_of(None, [given], self._wrapper)
+        if found is not self._wrapper:
+            raise InvalidUsage(
+                "add_param_group() was given parameters of "
+                + ("no" if found is None else "another")
+                + " pydist.DataParallel model, unlike those that the optimizer has: "
+                + _what_to_add(self._wrapper)
+            )
+        if self._wrapper is not None and "param_names" in self.param_groups[0]:
+            given["params"] = named_like(self._wrapper, given["params"])
+        self._require_sound()
+        require_element_wise(self._class, self._options, [options_of(given)])
+        self._prototype([dict(given)])
+        super().add_param_group(given)
+        try:
+            self._check_options(self.param_groups[-1:])
+            entering = self._layout.enter(self.param_groups[-1:])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._place(entering)
+
+    def _check_options(self, param_groups: list[dict[str, Any]]) -> None:
+        """Raises Mismatch where ranks would update their shards in different ways."""
+        facts = facts_of_options(param_groups)
+        self._compare("an option of pydist.ShardedOptimizer's groups", facts)
+
+    def _check_last_options(self) -> None:
+        """Raises Mismatch where ranks took the last step with different options.
+
+        Costs no operation: a digest goes with the words of the next round of the wrapper, and all
+        ranks learn in that round whether theirs are the same.
+        """
+        if self._wrapper is None or self._communicator.size == 1:
+            return
+        reducer = self._wrapper._reducer
+        values = values_of_step(self.param_groups, self.defaults)
+        reducer.note_step(self._layout.number, digest_of(values))
+        last, self._stepped_with = self._stepped_with or values, values
+        if not reducer.has_stepped_alike:
+            # Said once, or who mends the options could not go on.
+            self._stepped_with = []
+            self._compare(
+                "an option that pydist.ShardedOptimizer last stepped with",
+                facts_of_values(last, self.defaults),
+            )
+            self._stepped_with = values
+
+    def _compare(self, what: str, facts: list[str]) -> None:
+        check_same(
+            self._communicator,
+            what,
+            facts,
+            "each rank updates a part of every parameter, so schedule by what all ranks have, such "
+            "as pydist.metrics.mean(loss)",
+        )
+
+    def _place(self, entering: list[int]) -> None:
+        self._group_sizes = [len(group["params"]) for group in self.param_groups]
+        with self._giving_up_for_all("placing parameters"):
+            self._take_up(self._layout.place(entering))
+
+    def _take_up(self, new: list[Bucket]) -> None:
+        """Makes new buckets ready to step."""
+        for bucket in new:
+            self._steps.append(BucketStep(bucket, self.param_groups, self._make))
+        take_over(self._waiting, new)
+        for member in (member for bucket in new for member in bucket.members):
+            self._waiting.pop(member.index, None)
+
+    def _make(self, param_groups: list[dict[str, Any]]) -> Optimizer:
+        return self._class(param_groups, **self._options)
+
+    # -- stepping
+
+    @_leaving_nobody
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates this rank's shard, and starts gathering the others'. All ranks call it.
+
+        What raises on one rank alone (the update, the closure, a hook of the step, a subclass's own
+        step) ends the group of the optimizer, and that of its model: the others get a
+        `pydist.Error` that names the rank.
+
+        Args:
+            closure: Evaluates the model again and returns the loss, first of all.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            InvalidUsage: Gradients were accumulated under `no_sync()`, or put into
+                `parameter.grad` by hand, and not averaged since: `sync_gradients()` before `step()`
+                does that. A group, or a parameter of one, was removed. The groups of the ranks have
+                ended then.
+            Mismatch: Ranks took the step before this one with different options (on every rank).
+        """
+        self._require_working_model()
+        loss = None
+        if closure is not None:
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except BaseException as error:
+                self._give_up_unless_known("the closure of step()", error)
+                raise
+        self._require_sound()
+        self._refuse_writing("step()")
+        self._refuse_capture()
+        self._refuse_pending()
+        self._refuse_removed()
+        self.finish()
+        if self._is_debugging:
+            self._check_options(self.param_groups)
+        self._check_last_options()
+        self._state.note_state()
+        with self._giving_up_for_all("step()"):
+            self._take_up(self._layout.adopt_buckets())
+        if self._is_one_copy:
+            self._writes.settle()
+        with self._giving_up_for_all("step()"):
+            if self._is_one_copy:
+                self._step_one_copy()
+                return loss
+            # What backward completes last, forward needs first.
+            for step in reversed(self._steps):
+                step.run(self.param_groups)
+                gather(step.bucket, self._communicator)
+        # Nobody knows what a scripted function reads, or when a graph runs outside of a wrapper.
+        if scripts_any_function() or (self._wrapper is None and compiles_anything()):
+            self.finish()
+        return loss
+
+    def _refuse_pending(self) -> None:
+        if self._wrapper is None:
+            return
+        owned = self._layout.indices
+        if any(id(parameter) in owned for parameter in self._wrapper._reducer.pending):
+            error = InvalidUsage(
+                "ShardedOptimizer.step() would use gradients that were accumulated under no_sync() "
+                "(or past the wrapper, by model.module(...)) and never averaged. Each rank updates "
+                "a part of every parameter, so ranks can't train apart, and this ends the groups "
+                "of the optimizer and its model: mend the program, so that the last forward before "
+                "step() is model(...) outside of no_sync(), or sync_gradients() comes before "
+                "step(), and start it again"
+            )
+            with self._giving_up_for_all("step()"):  # the others may have averaged theirs
+                raise error
+
+    def _refuse_removed(self) -> None:
+        """What was placed keeps its place, and knows its group by number."""
+        counts = [len(group["params"]) for group in self.param_groups]
+        if counts != self._group_sizes:
+            error = InvalidUsage(
+                "pydist.ShardedOptimizer's param_groups were changed by hand: it was given "
+                f"{sum(self._group_sizes)} parameters in {len(self._group_sizes)} groups, and "
+                f"step() finds {sum(counts)} in {len(counts)}. Add groups by add_param_group(); "
+                "none can be removed: freeze its parameters instead, by requires_grad_(False) and "
+                "parameter.grad = None"
+            )
+            with self._giving_up_for_all("step()"):  # the others may have theirs
+                raise error
+
+    def _refuse_capture(self) -> None:
+        """A graph would repeat neither what the host counts nor the wait for what travels."""
+        devices = {bucket.memory.device for bucket in self._layout.buckets}
+        if any(_native.is_capturing(device) for device in devices):
+            error = InvalidUsage(
+                "ShardedOptimizer.step() cannot be captured into a CUDA graph: leave it, and the "
+                "backward of its gradients, outside of the capture"
+            )
+            with self._giving_up_for_all("step()"):  # the others may not capture
+                raise error
+
+    @contextlib.contextmanager
+    def _giving_up_for_all(self, doing: str) -> Iterator[None]:
+        """Around what leaves parameters incomplete where it raises, perhaps on this rank alone."""
+        try:
+            yield
+        except BaseException as error:
+            self._give_up(doing, error)
+            raise
+
+    def _give_up(self, doing: str, error: BaseException) -> None:
+        """Tells whoever waits for this rank, in a step or in the backward of the next."""
+        self._failed = f"{type(error).__name__}: {error}"
+        reason = (
+            f"{doing} of pydist.ShardedOptimizer raised on rank {self._communicator.rank}, so the "
+            f"ranks' parameters are incomplete: {self._failed}"
+        )
+        self._communicator.abort(reason)
+        if self._wrapper is not None:
+            self._wrapper._communicator.abort(reason)
+
+    def _give_up_unless_known(self, doing: str, error: BaseException) -> None:
+        """After what has changed no parameter here."""
+        is_known = self._wrapper is not None and self._wrapper.others_know_of(error)
+        if self._communicator.size > 1 and not (self._failed or is_known):
+            self._give_up(doing, error)
+
+    def _step_one_copy(self) -> None:
+        """Updates what all ranks read: none reads it any more, and none does before it is whole."""
+        for step in self._steps:
+            step.run(self.param_groups, takes_back=step.bucket.is_own)
+        self._communicator.barrier(False, "after parameters were written")
+
+    @contextlib.contextmanager
+    @runs_uncompiled_throughout
+    def writing(self) -> Iterator[bool]:
+        """Lets one rank write into the parameters for all ranks. All ranks call it together.
+
+            with optimizer.writing() as mine:
+                if mine:
+                    model.head.weight.normal_()
+
+        Inside, autograd records nothing, as in `torch.no_grad()`.
+
+        With `share_parameters=True`, `mine` is True on rank 0 of the optimizer's group alone. What
+        it writes stays its own until the end; there, all ranks meet, and all have it. If any rank
+        raises inside, all raise, and parameters stay as they were. Without it, every rank has
+        parameters of its own, so `mine` is True on all, which write the same.
+
+        It is for parameters that train: those that are frozen are each rank's own, so writing them
+        inside raises. What all ranks write alike needs no `writing()`.
+
+        Yields:
+            Whether this rank is to write.
+
+        Raises:
+            InvalidUsage: It is called inside itself, or within backward; or a rank has written for
+                which `mine` is False, or what is frozen.
+            Mismatch: Ranks have written different values before it (on every rank).
+            Error: Another rank raised inside.
+        """
+        self._require_working_model()
+        self._require_sound()
+        if self._is_writing:
+            raise InvalidUsage("optimizer.writing() is called inside optimizer.writing()")
+        if self._wrapper is not None and self._wrapper._reducer.is_in_backward:
+            raise InvalidUsage(
+                "optimizer.writing() is called within backward, from a hook say, which still needs "
+                "the parameters as they are: call it after backward()"
+            )
+        self.finish()
+        mine = True
+        guarded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._is_one_copy:
+            self._writes.settle()
+            self._communicator.barrier(False, "before one rank writes parameters")
+            mine = self._communicator.rank == _WRITER
+            guarded = self._writes.of_one_rank(_WRITER, self._apart())
+        self._is_writing = True
+        try:
+            with torch.no_grad(), guarded:
+                yield mine
+        finally:
+            self._is_writing = False
+
+    def _apart(self) -> list[tuple[str, Tensor]]:
+        """Parameters, of the model or the optimizer, of which every rank has one of its own."""
+        named = list(zip(self._layout.names, self._layout.parameters, strict=True))
+        if self._wrapper is not None:
+            named += self._wrapper.named_parameters()
+        placed = {id(p) for bucket in self._layout.shared_buckets for p in bucket.parameters}
+        return [(name, parameter) for name, parameter in named if id(parameter) not in placed]
+
+    def _refuse_writing(self, what: str) -> None:
+        if self._is_writing:
+            raise InvalidUsage(
+                f"{what} is called inside optimizer.writing(), where one rank writes parameters "
+                "that all need: call it before or after that"
+            )
+
+    @runs_uncompiled_throughout
+    def finish(self) -> None:
+        """Returns once all parameters have arrived that the last step has updated.
+
+        Of those on a GPU, where NCCL brings them, the current stream waits in the host's place.
+        """
+        for bucket in self._layout.buckets:
+            bucket.wait()
+
+    @runs_uncompiled_throughout
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, as any optimizer does. Waits for nobody.
+
+        Args:
+            set_to_none: Whether to set them to None rather than to zero.
+        """
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._layout.parameters:
+                parameter.grad = None
+
+    def _require_working_model(self) -> None:
+        """Raises InvalidUsage, on all ranks, where the model's wrapper was retired."""
+        if self._wrapper is not None:
+            self._wrapper.require_working()
+
+    def _require_sound(self) -> None:
+        if self._failed:
+            raise InvalidUsage(
+                f"an earlier step or change of pydist.ShardedOptimizer failed ({self._failed}), "
+                "so the parameters are incomplete: load a checkpoint, and make the model and the "
+                "optimizer anew"
+            )
+
+    # -- gradients
+
+    @runs_uncompiled_throughout
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scales all gradients so that their norm, as of one vector, is `max_norm` at most.
+
+        All ranks call it. What `torch.nn.utils.clip_grad_norm_` does, and faster. Where ranks have
+        parameters of their own, the norm is of the gradients of all ranks' together, and so are
+        all of them scaled alike; torch's function raises `Mismatch` where it would scale the ranks'
+        parts of one gradient differently.
+
+        Args:
+            max_norm: Of the whole gradient, over all ranks' shards.
+            norm_type: The order of the norm; may be infinite.
+            error_if_nonfinite: Whether to raise where the norm is not finite.
+
+        Returns:
+            The norm before scaling, the same on every rank.
+        """
+        if self._layout.some_have_own:
+            return self._gradients.clip_with_own(max_norm, float(norm_type), error_if_nonfinite)
+        return torch.nn.utils.clip_grad_norm_(
+            self._layout.parameters, max_norm, norm_type, error_if_nonfinite, foreach=True
+        )
+
+    @runs_uncompiled_throughout
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """The whole averaged gradient of a parameter. All ranks call it, for the same one.
+
+        Args:
+            parameter: One of the optimizer's.
+
+        Returns:
+            A tensor of its own; None if there is no gradient.
+
+        Raises:
+            Mismatch: It was accumulated under `no_sync()`, put by hand or set to zero since it was
+                averaged, on some ranks (on every rank).
+        """
+        return self._gradients.gradient_of(parameter)
+
+    def bytes_in_flight(self) -> int:
+        """What gradients take for buckets that fill or travel, in stage 2, on this rank."""
+        if self._wrapper is None:
+            return 0
+        staging_bytes: int = self._wrapper._reducer.staging_bytes(self._layout.number)
+        return staging_bytes
+
+    # -- state
+
+    @property  # type: ignore[override]
+    def state(self) -> StateOfShards:
+        """By parameter, what this rank has of the optimizer's state. Talks to nobody.
+
+        For what walks the state of any optimizer: a mapping of the class's own names to tensors of
+        one dimension, the elements that this rank's shard has of the parameter, and to numbers that
+        are the same for all elements, such as `step`. What changes a tensor in place changes the
+        shard. Parameters that are wholly on other ranks are not in it. In a world of one, tensors
+        have the parameters' shapes.
+
+        Setting a value takes a tensor of the shard's size, or of the parameter's, of which this
+        rank takes its part. What would remove or copy state, or save this rank's part for all of
+        it, raises InvalidUsage, but in a world of one.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._is_ready:
+            self._state.assign(state)
+
+    def sharded_state(self) -> ShardedState:
+        """This rank's part of the state: ranges of parameters, by name. Talks to nobody.
+
+        It is of what a `pydist.DataParallel` model has now of the parameters, under its present
+        names: layers may have been inserted or replaced. What the model has no more is left out,
+        as in the model's own state.
+
+        The tensors are the optimizer's own memory, not copies. The parts of all ranks, in any
+        order, are the whole: `ShardedState.merged` puts parts together, `load_sharded_state` takes
+        any that cover what the rank needs, whatever ranks and stage they come from.
+        """
+        self._require_sound()
+        names = self._layout.named()
+        return state_of(self._layout, names, self._named_groups(names), self._waiting)
+
+    def ranges(self) -> dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]]:
+        """What of a state `load_sharded_state` needs on this rank. Talks to nobody.
+
+        Returns:
+            By the parameters' names, as in `sharded_state()`: the order of dimensions, as in
+            `ParameterState`, and ranges of elements. All of a parameter that has no place yet,
+            because it is frozen.
+        """
+        self._require_sound()
+        return ranges_of(self._layout, self._layout.named())
+
+    def load_sharded_state(self, state: ShardedState) -> None:
+        """Takes over a state, by the names of the parameters. Talks to nobody.
+
+        What the model has no more keeps the state that it has.
+
+        Args:
+            state: Its ranges cover what this rank's shard has of each parameter; what is beside
+                that is not looked at. Copied.
+
+        Raises:
+            InvalidUsage: Parameters or groups are not those of this optimizer, elements of the
+                shard are missing, values can't be cut for it (`pydist.save` says the same), or
+                options are not supported. Nothing has changed.
+        """
+        self._require_sound()
+        names = self._layout.named()
+        matching = require_state_of(self._layout, names, self._named_groups(names), state)
+        for group in state.groups:
+            require_plain_options(group)
+        waiting = waiting_state(self._layout, names, state)
+        self.finish()
+        self._state.note_state()
+        for own, loaded in matching:
+            self.param_groups[own].update(copy.deepcopy(options_of(state.groups[loaded])))
+        _forget_states(self._steps)
+        states = {index: state.parameters[name] for index, name in names.items()}
+        take_over(states, self._layout.buckets)
+        for index in self._waiting.keys() & names.keys():
+            del self._waiting[index]
+        self._waiting.update(waiting)
+
+    def _named_groups(self, names: dict[int, str]) -> list[dict[str, Any]]:
+        indices = self._layout.indices
+        return [
+            {
+                **options_of(group),
+                "params": [names[i] for p in group["params"] if (i := indices[id(p)]) in names],
+            }
+            for group in self.param_groups
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, in the form of torch's optimizers. Talks to nobody.
+
+        As in any optimizer, "param_groups" has the options and the parameters' numbers, and
+        "state" is by number, counted over what the model has of them, as in `sharded_state()`. What
+        is there is a list of ranges: (begin, end, values), as in
+        `sharded_state()`, whose shapes and orders of dimensions are in "parameters" with the
+        names. It is of use to `load_state_dict` on the same rank of as many, with the same buckets
+        (`bucket_cap_mb=`); what `pydist.save` keeps loads anywhere. In a world of one it is what
+        `optimizer_class` has for whole parameters, and a float32 copy of one is "master".
+
+        Raises:
+            InvalidUsage: torch.distributed.checkpoint calls, which would keep one rank's for all.
+        """
+        rank, size = self._communicator.rank, self._communicator.size
+        if size > 1:
+            refuse_checkpoints()
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        local = self.sharded_state()
+        state_dict = (
+            to_unsharded(local) if size == 1 else to_state_dict(local, RanksPart(rank, size))
+        )
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a `state_dict()`, or one of an unsharded optimizer of the class. Copies it.
+
+        Args:
+            state_dict: This rank's own, from as many ranks with the same buckets; or one of the
+                wrapped class, from torch, whole: every rank takes its part.
+
+        Raises:
+            InvalidUsage: As for `load_sharded_state`; or it is, by the options of its groups, of
+                another class. Nothing has changed.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        require_form(state_dict)
+        for group in state_dict["param_groups"]:
+            require_options_of(self._class.__qualname__, self, group)
+        if is_sharded(state_dict):
+            state = from_state_dict(state_dict)
+        else:
+            named = [item for group in self.named() for item in group.items()]
+            present = {id(parameter) for _, parameter in named}
+            of_present = without_absent(state_dict, self.param_groups, present)
+            state = from_unsharded(of_present, named)
+        self.load_sharded_state(state)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidUsage(
+            "a pydist.ShardedOptimizer can't be copied or pickled: parameters and gradients are "
+            "in memory of its ranks' group; pydist.save keeps its state, and state_dict() is this "
+            "rank's part of it"
+        )
+
+    def named(self) -> list[dict[str, Tensor]]:
+        """The parameters that `sharded_state()` is of, by name, group by group."""
+        names, indices = self._layout.named(), self._layout.indices
+        return [
+            {names[i]: p for p in group["params"] if (i := indices[id(p)]) in names}
+            for group in self.param_groups
+        ]
+
+    # -- for DataParallel
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether a parameter is one of the optimizer's."""
+        return id(parameter) in self._layout.indices
+
+    def entry_of(self, parameter: Tensor) -> tuple[int, ShardedGradient]:
+        """What the reducer needs to know of a parameter that was unfrozen."""
+        return self._layout.number, self._layout.shown[self._layout.indices[id(parameter)]]
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """All ranks write the same into parameters, and nobody reads them. All have met before."""
+        self._refuse_writing("pydist.load()")
+        self.finish()
+        return self._writes.together()
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Waits for all parameters where forward may read some past torch's dispatch."""
+        if not any(bucket.gather is not None for bucket in self._layout.buckets):
+            return
+        if compiles_anything() or self._holds_scripts(module):
+            self.finish()
+
+    @runs_uncompiled
+    def during_forward(self) -> contextlib.AbstractContextManager[None]:
+        """Hides gradients from dynamo, which describes those of all parameters that it meets."""
+        if compiles_anything():
+            return without_gradients(self._layout.parameters)
+        return contextlib.nullcontext()
+
+    def _holds_scripts(self, module: nn.Module) -> bool:
+        """Whether TorchScript is within a module; looks again only once that may have changed."""
+        count = registrations()
+        if self._scripts is None or self._scripts[0] != count:
+            held = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
+            self._scripts = (count, held)
+        return self._scripts[1]
+
+
+class _Parts:
+    """What stands for gradients asks here; does not keep the optimizer alive."""
+
+    def __init__(self, optimizer: weakref.ref[ShardedOptimizer]) -> None:
+        self._optimizer = optimizer
+
+    def _get(self) -> ShardedOptimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise InvalidUsage("the pydist.ShardedOptimizer that has this gradient is gone")
+        return optimizer
+
+    def name_of(self, index: int) -> str:
+        return self._get()._layout.names[index]
+
+    def part(self, index: int) -> Tensor:
+        return self._get()._gradients.part_of(index)
+
+    def norms(self, order: float) -> dict[int, Tensor]:
+        return self._get()._gradients.all_norms(order)
+
+    def combine(self, tensor: Tensor, op: str) -> None:
+        self._get()._gradients.combine(tensor, op)
+
+    def note_change(self) -> None:
+        self._get()._gradients.note_change()
+
+    def require_same(self, factors: Sequence[Any]) -> None:
+        self._get()._gradients.require_same(factors)
+
+    def note_own_finite(self, found_inf: Tensor) -> None:
+        self._get()._gradients.note_own_finite(found_inf)

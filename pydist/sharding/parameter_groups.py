@@ -1,0 +1,206 @@
+"""Parameter groups, as torch's optimizers understand their first argument."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from pydist.errors import InvalidUsage
+from pydist.parallel.ownership import any_has_any, fitting
+from pydist.parallel.wrapper import DataParallel
+
+# What a parameter group has beside the options of the optimizer's class.
+_NOT_OPTIONS = {"params", "param_names"}
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group says to the optimizer's class."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def facts_of_options(param_groups: Iterable[dict[str, Any]]) -> list[str]:
+    """What must be the same on all ranks: options that are numbers, or say what they are."""
+    return [
+        f"{key}={said} in group {number}"
+        for number, group in enumerate(param_groups)
+        for key, value in options_of(group).items()
+        if (said := _said(value)) is not None
+    ]
+
+
+def values_of_step(
+    param_groups: Iterable[dict[str, Any]], options: Iterable[str]
+) -> list[list[Any]]:
+    """What a step uses of groups, as far as no device has to be asked: plain, or in text.
+
+    Args:
+        param_groups: The groups.
+        options: The keys.
+    """
+    return [
+        [value if type(value := group.get(key)) in _PLAIN else _on_host(value) for key in options]
+        for group in param_groups
+    ]
+
+
+def facts_of_values(values: Iterable[list[Any]], options: Iterable[str]) -> list[str]:
+    """Of `values_of_step`, for people."""
+    return [
+        f"{key}={value if isinstance(value, str) else repr(value)} in group {number}"
+        for number, own in enumerate(values)
+        for key, value in zip(options, own, strict=True)
+    ]
+
+
+def digest_of(values: list[list[Any]]) -> int:
+    """Of `values_of_step`: 64 bits, the same wherever those are."""
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "big")
+
+
+_PLAIN = (bool, int, float, type(None))
+
+
+def _on_host(value: Any) -> str | None:
+    return None if isinstance(value, Tensor) and not value.is_cpu else _said(value)
+
+
+def _said(value: Any) -> str | None:
+    """A value in full, whatever device it is on; None for what has no text of its own."""
+    if isinstance(value, Tensor):
+        return f"tensor({value.tolist()!r}, {value.dtype})"
+    if isinstance(value, (tuple, list)):
+        items = [_said(item) for item in value]
+        if any(item is None for item in items):
+            return None
+        # A checkpoint may have made a list of a tuple.
+        return f"({', '.join(map(str, items))})"
+    if isinstance(value, (bool, int, float, complex, str, type(None))):
+        return repr(value)
+    return None
+
+
+_WHAT_IT_TAKES = (
+    "pydist.ShardedOptimizer takes a pydist.DataParallel model, parameters, pairs of names and "
+    "parameters, or dictionaries of 'params' and options"
+)
+
+
+def listed(params: Any) -> list[Any]:
+    """A group's "params", which may be a single one."""
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def groups_of(model_or_params: nn.Module | Iterable[Any]) -> list[dict[str, Any]]:
+    """The groups that an optimizer is given.
+
+    Raises:
+        InvalidUsage: There are none, a model that is not wrapped, or what is no parameter.
+    """
+    if isinstance(model_or_params, nn.Module):
+        if not isinstance(model_or_params, DataParallel):
+            raise InvalidUsage(
+                f"model_or_params is a {type(model_or_params).__name__}: wrap it in "
+                "pydist.DataParallel first, or pass model.parameters() if something else averages "
+                "its gradients"
+            )
+        named = list(model_or_params.named_parameters())
+        return [{"params": named}]
+    if isinstance(model_or_params, Tensor):
+        raise InvalidUsage("model_or_params is a tensor; pass a list of parameters")
+    if not isinstance(model_or_params, Iterable):
+        raise InvalidUsage(
+            f"model_or_params is a {type(model_or_params).__name__}; {_WHAT_IT_TAKES}"
+        )
+    items = list(model_or_params)
+    if not items:
+        raise InvalidUsage(
+            "pydist.ShardedOptimizer got an empty list of parameters, perhaps of an iterator that "
+            f"something has gone through before; {_WHAT_IT_TAKES}"
+        )
+    if not isinstance(items[0], dict):
+        return [{"params": _checked(items, "model_or_params")}]
+    return [checked_group(group, number) for number, group in enumerate(items)]
+
+
+def named_like(model: DataParallel, params: list[Any]) -> list[Any]:
+    """A group's "params", all of the model: those without names with the model's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [item if isinstance(item, tuple) else (names[id(item)], item) for item in params]
+
+
+def checked_group(group: Any, number: int) -> dict[str, Any]:
+    """A group with its parameters listed.
+
+    Args:
+        group: As a user gave it.
+        number: Among the optimizer's, for errors.
+
+    Raises:
+        InvalidUsage: It is none.
+    """
+    if not isinstance(group, dict):
+        raise InvalidUsage(
+            f"parameter group {number} is a {type(group).__name__}, where the first is a "
+            f"dictionary; {_WHAT_IT_TAKES}"
+        )
+    if "params" not in group:
+        raise InvalidUsage(
+            f"parameter group {number} has no 'params', but "
+            f"{', '.join(map(repr, group)) or 'nothing'}: a group is a dictionary of 'params' and "
+            "options, and names are spelled as in torch"
+        )
+    what = f"'params' of parameter group {number}"
+    if not isinstance(group["params"], Iterable):
+        raise InvalidUsage(
+            f"{what} is a {type(group['params']).__name__}; it must be a parameter, or a list of "
+            "parameters or of pairs of names and parameters"
+        )
+    return {**group, "params": _checked(listed(group["params"]), what)}
+
+
+def _checked(items: list[Any], what: str) -> list[Any]:
+    for position, item in enumerate(items):
+        found = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+        if not isinstance(found, Tensor):
+            raise InvalidUsage(
+                f"item {position} of {what} is a {type(found).__name__}; {_WHAT_IT_TAKES}"
+            )
+    return items
+
+
+def _parameters_in(param_groups: Iterable[dict[str, Any]]) -> Iterator[Tensor]:
+    for group in param_groups:
+        for item in listed(group["params"]):
+            yield item[1] if isinstance(item, tuple) else item
+
+
+def model_of(
+    model: nn.Module | Iterable[Any] | None,
+    param_groups: list[dict[str, Any]],
+    expected: DataParallel | None = None,
+) -> DataParallel | None:
+    """The wrapped model that the parameters are of.
+
+    Frozen ones may be of several, as where adapters share a base: then those that train decide.
+
+    Args:
+        model: What an optimizer was given, if it may be the model itself.
+        param_groups: Its groups.
+        expected: The one to prefer of several that have the parameters; default: the newest.
+
+    Raises:
+        InvalidUsage: No one model has them all.
+    """
+    if isinstance(model, DataParallel):
+        return model
+    parameters = list(_parameters_in(param_groups))
+    found = fitting(parameters)
+    if not found and any_has_any(parameters):
+        raise InvalidUsage(
+            "pydist.ShardedOptimizer was given parameters of several models, or of a "
+            "pydist.DataParallel model and of others: make one for each"
+        )
+    return expected if expected in found else next(iter(found), None)
