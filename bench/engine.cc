@@ -29,7 +29,7 @@
 
 #include "base/error.h"
 #include "collectives/roofline.h"
-#include "communicator/native_communicator.h"
+#include "communicator/native/native_communicator.h"
 
 namespace pydist {
 namespace {

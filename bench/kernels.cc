@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/reduce_cpu.h"
+#include "kernels/cpu/reduce.h"
 
 namespace {
 

@@ -20,9 +20,9 @@
 #include "c10d/staged_communicator.h"
 #include "c10d/store.h"
 #include "c10d/work.h"
-#include "communicator/endpoint.h"
-#include "communicator/native_communicator.h"
-#include "communicator/nccl_communicator.h"
+#include "communicator/native/endpoint.h"
+#include "communicator/native/native_communicator.h"
+#include "communicator/nccl/nccl_communicator.h"
 #include "communicator/open_communicators.h"
 #include "cuda/device_memory.h"
 

@@ -10,8 +10,8 @@
 #include "base/env.h"
 #include "base/log.h"
 #include "bindings/bindings.h"
-#include "kernels/cuda_library.h"
-#include "kernels/reduce_cpu.h"
+#include "kernels/cpu/reduce.h"
+#include "kernels/cuda/library.h"
 #include "topology/hosts.h"
 
 namespace pydist {

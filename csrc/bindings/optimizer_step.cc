@@ -12,8 +12,8 @@
 #include "bindings/bindings.h"
 #include "bindings/step_segments.h"
 #include "c10d/device_streams.h"
-#include "kernels/cuda_library.h"
-#include "kernels/optimizer_step_cpu.h"
+#include "kernels/cpu/optimizer_step.h"
+#include "kernels/cuda/library.h"
 
 namespace pydist {
 namespace {

@@ -13,7 +13,7 @@
 
 #include "base/buffer.h"
 #include "bindings/arguments.h"
-#include "kernels/optimizer_step_cpu.h"
+#include "kernels/cpu/optimizer_step.h"
 
 namespace pydist {
 

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "bucketing/bucket_plan.h"
+#include "bucketing/plan_message.h"
 
 namespace pydist {
 

@@ -16,7 +16,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "bucketing/bucket_plan.h"
+#include "bucketing/plan_message.h"
 
 namespace pydist {
 

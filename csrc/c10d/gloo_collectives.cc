@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "kernels/convert_cpu.h"
-#include "kernels/reduce_cpu.h"
+#include "kernels/cpu/convert.h"
+#include "kernels/cpu/reduce.h"
 
 namespace pydist {
 namespace {

@@ -24,7 +24,7 @@
 #include "collectives/call.h"
 #include "collectives/group_segment.h"
 #include "health/condition.h"
-#include "health/wait.h"
+#include "health/doorbell.h"
 #include "memory/symmetric_heap.h"
 
 namespace pydist {

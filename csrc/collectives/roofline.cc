@@ -2,7 +2,7 @@
 
 #include "base/error.h"
 #include "collectives/slices.h"
-#include "collectives/store_hint.h"
+#include "collectives/streaming_hint.h"
 
 namespace pydist {
 namespace {

@@ -24,7 +24,7 @@
 #include "base/dtype.h"
 #include "base/op_kind.h"
 #include "base/reduce_op.h"
-#include "kernels/reduce_cpu.h"
+#include "kernels/cpu/reduce.h"
 
 namespace pydist {
 

@@ -8,9 +8,9 @@
 #include "collectives/contribution.h"
 #include "collectives/fingerprint.h"
 #include "collectives/slices.h"
-#include "collectives/store_hint.h"
+#include "collectives/streaming_hint.h"
 #include "collectives/wire.h"
-#include "kernels/reduce_cpu.h"
+#include "kernels/cpu/reduce.h"
 
 namespace pydist {
 namespace {

@@ -4,7 +4,7 @@
 #include <array>
 #include <cstring>
 
-#include "kernels/convert_cpu.h"
+#include "kernels/cpu/convert.h"
 
 namespace pydist {
 namespace {

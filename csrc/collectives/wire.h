@@ -15,7 +15,7 @@
 #include <span>
 
 #include "base/dtype.h"
-#include "kernels/reduce_cpu.h"
+#include "kernels/cpu/reduce.h"
 
 namespace pydist {
 

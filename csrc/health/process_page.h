@@ -6,8 +6,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "health/doorbell.h"
 #include "health/journal.h"
-#include "health/wait.h"
 
 namespace pydist {
 

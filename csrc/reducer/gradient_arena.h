@@ -22,7 +22,7 @@
 #include <string>
 #include <vector>
 
-#include "bucketing/bucket_plan.h"
+#include "bucketing/plan_message.h"
 #include "bucketing/shard_layout.h"
 #include "communicator/communicator.h"
 #include "reducer/gradient_shard.h"

@@ -1,5 +1,5 @@
 // What hooks on the graph and callers from outside set off; a round itself is in round.cc and
-// aftermath.cc.
+// round_conclusion.cc.
 
 #include "reducer/reducer.h"
 
@@ -15,7 +15,7 @@
 #include "base/error.h"
 #include "c10d/device_streams.h"
 #include "c10d/errors.h"
-#include "reducer/backward_end.h"
+#include "reducer/joint_end.h"
 
 namespace pydist {
 namespace {

@@ -1,4 +1,4 @@
-// One synchronisation; see Note [Rounds]. What comes after its closing is in aftermath.cc.
+// One synchronisation; see Note [Rounds]. What comes after its closing is in round_conclusion.cc.
 
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
@@ -100,7 +100,7 @@ void Reducer::open_round() {
 }
 
 // Whoever counts by share, or has nothing of its own, has to hear the others first. Not by waiting
-// for them within backward, see backward_end.h: what can't go yet goes when all have opened.
+// for them within backward, see joint_end.h: what can't go yet goes when all have opened.
 bool Reducer::may_launch() {
   if (round_.opening == nullptr) {
     open_round();
@@ -328,7 +328,7 @@ void Reducer::require_same_model() {
   }
 }
 
-// At the end of a backward, in three steps; see backward_end.h. Here, everything goes that can.
+// At the end of a backward, in three steps; see joint_end.h. Here, everything goes that can.
 void Reducer::open_or_give_up() {
   const c10::AutoGradMode no_grad(false);
   try {

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "base/buffer.h"
-#include "health/wait.h"
+#include "health/doorbell.h"
 #include "transport/message_segment.h"
 
 namespace pydist {

@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "health/condition.h"
-#include "health/wait.h"
+#include "health/doorbell.h"
 #include "transport/channel.h"
 
 namespace pydist {

@@ -9,8 +9,8 @@
 #include "base/error.h"
 #include "collectives/ring.h"
 #include "collectives/slices.h"
-#include "kernels/convert_cpu.h"
-#include "kernels/reduce_cpu.h"
+#include "kernels/cpu/convert.h"
+#include "kernels/cpu/reduce.h"
 
 namespace pydist::testing {
 namespace {

@@ -9,8 +9,8 @@
 #include <string>
 #include <thread>
 
-#include "communicator/late_ends.h"
-#include "communicator/nccl_communicator.h"
+#include "communicator/nccl/late_ends.h"
+#include "communicator/nccl/nccl_communicator.h"
 #include "cuda/driver.h"
 #include "cuda/stream.h"
 

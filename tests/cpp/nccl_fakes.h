@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "communicator/nccl_api.h"
-#include "kernels/cuda_library.h"
+#include "communicator/nccl/nccl_api.h"
+#include "kernels/cuda/library.h"
 #include "ranks.h"
 
 namespace pydist::testing {

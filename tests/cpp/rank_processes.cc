@@ -14,7 +14,7 @@
 #include <sstream>
 #include <thread>
 
-#include "communicator/native_communicator.h"
+#include "communicator/native/native_communicator.h"
 
 namespace pydist::testing {
 namespace {

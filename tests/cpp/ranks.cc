@@ -12,7 +12,7 @@
 #include <thread>
 #include <utility>
 
-#include "communicator/native_communicator.h"
+#include "communicator/native/native_communicator.h"
 #include "memory_store.h"
 #include "time_limit.h"
 

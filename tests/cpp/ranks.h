@@ -18,7 +18,7 @@
 #include "base/env.h"
 #include "base/error.h"
 #include "communicator/communicator.h"
-#include "communicator/endpoint.h"
+#include "communicator/native/endpoint.h"
 #include "topology/key_value_store.h"
 
 namespace pydist::testing {

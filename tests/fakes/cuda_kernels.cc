@@ -3,7 +3,7 @@
 //
 // FAKE_CUDA_KERNELS=foreign   they were compiled for other GPUs
 
-#include "kernels/cuda_kernels.h"
+#include "kernels/cuda/kernels.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "cuda_driver.h"
-#include "kernels/convert_cpu.h"
-#include "kernels/optimizer_step_cpu.h"
-#include "kernels/reduce_cpu.h"
+#include "kernels/cpu/convert.h"
+#include "kernels/cpu/optimizer_step.h"
+#include "kernels/cpu/reduce.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-"""The CUDA kernel library by its C interface (csrc/kernels/cuda_kernels.h), on tensors.
+"""The CUDA kernel library by its C interface (csrc/kernels/cuda/kernels.h), on tensors.
 
 `real()` is the library that was built with nvcc; `emulated()` the one that the C++ tests use, whose
 kernels run on the CPU, so that the same calls give the same bits on both.

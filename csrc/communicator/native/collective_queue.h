@@ -1,0 +1,117 @@
+// The collectives of one native group, in the order of submission: one runs, the rest wait.
+
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "collectives/call.h"
+#include "collectives/group.h"
+#include "collectives/task.h"
+#include "communicator/native/group_health.h"
+#include "communicator/native/native_work.h"
+#include "communicator/operation.h"
+
+namespace pydist {
+
+// Thread safe.
+class CollectiveQueue final : public WaitableDrivable {
+ public:
+  // Makes the state machine of an operation, which outlives it. Group::begin() has numbered it.
+  // `is_posted`: AtOnce has begun it.
+  using MakeTask = std::function<Task(const Operation& operation, bool is_posted)>;
+  // What AtOnce takes.
+  using MakeCall = std::function<Call(const Operation& operation)>;
+
+  // `group` is used with the right to drive only. `runs_at_once`: Note [At once]; not where another
+  // algorithm than that of run_shared_memory() is pinned.
+  CollectiveQueue(std::shared_ptr<Progress> progress, std::shared_ptr<GroupHealth> health,
+                  Group& group, MakeTask make_task, MakeCall make_call, bool runs_at_once);
+
+  // Adds an operation; the progress thread or a waiter runs it when its turn comes.
+  [[nodiscard]] WorkPtr submit(Operation operation, Deadline deadline) {
+    return enqueue(std::move(operation), deadline, nullptr);
+  }
+
+  // Runs an operation on this thread when nothing is in front of it, otherwise submits it and
+  // waits. Throws its error. An interruption fails the group. `timeout` is for an operation without
+  // a deadline of its own; it counts once there is something to wait for.
+  void run(Operation&& operation, std::chrono::nanoseconds timeout);
+  // The same for an operation of a kind of its own: `make_task` instead of the queue's. It outlives
+  // the call.
+  void run_with(const MakeTask& make_task, Operation operation, Deadline deadline);
+
+  [[nodiscard]] std::string diagnosis() override;
+
+  // Ends everything that is under way with the group's failure. Call after the group has failed.
+  void drain();
+
+ protected:
+  bool drive() override;
+  [[nodiscard]] bool has_work() override { return pending_count_.load() != 0; }
+
+ private:
+  struct Pending {
+    Pending(Operation the_operation, Deadline the_deadline, std::shared_ptr<Work> the_work,
+            const MakeTask* the_make_task)
+        : operation(std::move(the_operation)),
+          deadline(the_deadline),
+          work(std::move(the_work)),
+          make_task(the_make_task) {}
+
+    Operation operation;
+    Deadline deadline;
+    std::shared_ptr<Work> work;  // null while the caller runs it
+    const MakeTask* make_task;   // null for the queue's
+    std::optional<Execution> execution;
+    std::optional<Journal::Ticket> ticket;  // once it has begun
+    bool is_posted = false;                 // by AtOnce
+    bool is_done = false;
+    std::exception_ptr error;
+  };
+
+  WorkPtr enqueue(Operation operation, Deadline deadline, const MakeTask* make_task);
+  [[nodiscard]] WorkPtr make_work();
+  void wait_for(Work& work, OpKind kind);
+  // Note [At once]. False: the operation, which then has begun if there is a ticket, goes on as any
+  // other. Throws the group's failure.
+  bool try_at_once(const Operation& operation, std::optional<Journal::Ticket>& ticket);
+  // While an exception is handled that an operation can't survive which has begun here: the group
+  // can't, either.
+  void fail_begun(const std::optional<Journal::Ticket>& ticket);
+  void run_here(Right right, std::unique_ptr<Pending> pending);
+  [[nodiscard]] Journal::Ticket note_begin(const Operation& operation);
+  [[nodiscard]] Pending* head();
+  void start(Pending& pending);
+  // Moves the head along; false when it has to wait.
+  bool step(Pending& pending);
+  // Throws what makes waiting vain: the group's failure, a lost peer, the deadline.
+  void check_hope(Pending& pending);
+  void finish(Pending& pending, std::exception_ptr error);
+
+  const std::shared_ptr<GroupHealth> health_;
+  Group& group_;
+  const MakeTask make_task_;
+  const MakeCall make_call_;
+  const bool runs_at_once_;
+  std::mutex mutex_;
+  std::deque<std::unique_ptr<Pending>> queue_;  // guarded by mutex_
+  std::atomic<std::size_t> pending_count_{0};   // of queue_
+  Pending* running_here_ = nullptr;             // with the right to drive
+  unsigned looks_ = 0;                          // with the right to drive
+  // For diagnosis(), which has no right to drive.
+  std::atomic<int> waits_for_rank_{-1};
+  std::atomic<std::uint64_t> waits_in_sequence_{0};
+  std::atomic<OpKind> waits_in_kind_{OpKind::kBarrier};
+};
+
+}  // namespace pydist

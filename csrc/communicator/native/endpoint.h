@@ -1,0 +1,111 @@
+// What a process is to its peers on the host, whatever groups they share: its page (doorbell,
+// heartbeat, journal), the server that hands out its segments, the monitor and the progress
+// thread.
+//
+// One a process in production; tests give each thread that plays a rank one of its own. Thread
+// safe. Threads start when they are first needed: a world of one has none.
+
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/env.h"
+#include "base/fork.h"
+#include "communicator/native/wait_loop.h"
+#include "health/monitor.h"
+#include "health/process_page.h"
+#include "memory/segment_exchange.h"
+#include "memory/shared_segment.h"
+
+namespace pydist {
+
+// What a process tells the others before they can meet. All of it travels through the store.
+struct Card {
+  std::string address;  // of the segment server
+  std::string host_identity;
+  std::string host_name;
+  pid_t pid = 0;
+  std::vector<int> processors;  // that it may run on
+  std::optional<double> processor_quota;
+
+  [[nodiscard]] std::string to_text() const;
+  [[nodiscard]] static Card from_text(const std::string& text);
+};
+
+// Another process of this host, met face to face.
+struct Peer {
+  std::string description;  // "pid 71 on host b"
+  SharedSegment segment;    // holds the page
+  ProcessPage* page = nullptr;
+  std::atomic<bool> is_dead{false};
+
+  // Dead without having shut down.
+  [[nodiscard]] bool has_crashed() const noexcept {
+    return is_dead.load(std::memory_order_acquire) &&
+           page->has_departed.load(std::memory_order_acquire) == 0;
+  }
+};
+using PeerPtr = std::shared_ptr<Peer>;
+
+class Endpoint {
+ public:
+  explicit Endpoint(const Environment& environment);
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+  ~Endpoint();
+
+  // The one of this process; made at the first call.
+  [[nodiscard]] static std::shared_ptr<Endpoint> of_process(const Environment& environment);
+  // Lets go of it: once the last group is gone, so are its threads and segments.
+  static void release_process() noexcept;
+  // Tells the peers of every endpoint of this process that the process now ends in good order, also
+  // where something keeps the endpoint alive to the very end.
+  static void depart_all() noexcept;
+
+  [[nodiscard]] Card card();
+  [[nodiscard]] ProcessPage& page() noexcept { return *page_; }
+  [[nodiscard]] SegmentServer& server();
+  [[nodiscard]] const std::shared_ptr<Progress>& progress() noexcept { return progress_; }
+
+  // Waiters of this process spin no longer than this before they sleep. The least of all groups
+  // counts: where one group has more ranks than cores, nobody can afford to spin.
+  void limit_spin(std::chrono::nanoseconds spin);
+
+  // Meets the process that shows `card`: proves that both are on one host, maps its page and
+  // watches over its life. The same process is met once. Throws TransportError where they are not
+  // on one host.
+  [[nodiscard]] PeerPtr meet(const Card& card, Deadline deadline);
+
+  // Grows whenever a peer is found dead.
+  [[nodiscard]] std::uint64_t deaths() const noexcept {
+    return deaths_->load(std::memory_order_acquire);
+  }
+
+ private:
+  // That the process ends from now on is no crash.
+  void depart() noexcept;
+
+  const Birth birth_;
+  const Environment environment_;
+  const std::string host_identity_;
+  SharedSegment segment_;
+  ProcessPage* page_ = nullptr;
+  std::shared_ptr<std::atomic<std::uint64_t>> deaths_;
+  std::shared_ptr<Progress> progress_;
+  std::mutex mutex_;
+  std::unique_ptr<SegmentServer> server_;         // guarded by mutex_
+  std::map<std::string, PeerPtr> peers_;          // by address; guarded by mutex_
+  std::optional<std::chrono::nanoseconds> spin_;  // guarded by mutex_
+  std::unique_ptr<Monitor> monitor_;              // guarded by mutex_; destroyed first
+};
+
+}  // namespace pydist

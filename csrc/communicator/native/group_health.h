@@ -1,0 +1,88 @@
+// Whether a group is sound, why not, and who is to blame.
+//
+// The first rank that meets an error writes it into the group's shared memory; every waiter of the
+// group, on every rank, finds it there. Who waits in vain learns it here: from a peer's death, its
+// departure, or a deadline, together with a sentence that says where the peer is. Thread safe.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "base/op_kind.h"
+#include "collectives/group_segment.h"
+#include "communicator/communicator.h"
+#include "communicator/native/endpoint.h"
+
+namespace pydist {
+
+class GroupHealth {
+ public:
+  GroupHealth(std::string name, int rank, std::shared_ptr<Endpoint> endpoint, GroupSegment segment,
+              std::vector<PeerPtr> peers);
+
+  // -- the group's error --------------------------------------------------------------------
+  // Cheap: whether failure() would return anything.
+  [[nodiscard]] bool has_failed() const noexcept {
+    return has_left_.load(std::memory_order_relaxed) ||
+           segment_.failure().state.load(std::memory_order_relaxed) != FailureNotice::kNone;
+  }
+  // The group's error, null while it is sound.
+  [[nodiscard]] std::exception_ptr failure();
+  // Fails the group, here and on every other rank. The first error wins.
+  void fail(ErrorKind kind, const std::string& message) noexcept;
+  // As fail(), for an exception that was thrown here: tells the peers on which rank.
+  void fail(const std::exception_ptr& error) noexcept;
+  // Fails this rank's side alone, and tells the peers that it is gone.
+  void leave() noexcept;
+  // What it tells them with that: Absence::done.
+  void set_farewell(std::uint64_t done) noexcept;
+
+  // -- the state of peers -------------------------------------------------------------------
+  // What makes waiting for `rank` vain: it has left, or any rank of the group has crashed. An
+  // empty string while there is hope. `rank` may be -1 for anybody.
+  [[nodiscard]] std::string why_vain(int rank) const;
+  // As Communicator::absence().
+  [[nodiscard]] std::optional<Absence> absence() const;
+  // "rank 3 (pid 71 on host b)".
+  [[nodiscard]] std::string who(int rank) const;
+  // Where a rank is, seen from collective `sequence`: "never entered all_reduce #812; it is in
+  // all_reduce #811 since 5.2 s".
+  [[nodiscard]] std::string where(int rank, OpKind kind, std::uint64_t sequence) const;
+  // What the rank does, from its journal: "is in all_reduce #811 since 5.2 s".
+  [[nodiscard]] std::string activity(int rank) const;
+  [[nodiscard]] std::vector<std::string> whereabouts() const;
+
+  // -- the journal --------------------------------------------------------------------------
+  [[nodiscard]] Journal& journal() noexcept { return endpoint_->page().journal; }
+  // What the group's entries are marked with; the same on every rank.
+  [[nodiscard]] std::uint64_t fingerprint() const noexcept { return fingerprint_; }
+
+  [[nodiscard]] int rank() const noexcept { return rank_; }
+  [[nodiscard]] int size() const noexcept { return static_cast<int>(peers_.size()); }
+  [[nodiscard]] const std::string& name() const noexcept { return name_; }
+
+ private:
+  void wake_everybody() noexcept;
+  // A rank that has died without having shut down; empty where none has.
+  [[nodiscard]] std::string death() const;
+  [[nodiscard]] bool has_left(int rank) const;
+  [[nodiscard]] std::string departure_of(int rank) const;
+
+  const std::string name_;
+  const int rank_;
+  const std::uint64_t fingerprint_;
+  const std::shared_ptr<Endpoint> endpoint_;
+  const GroupSegment segment_;
+  const std::vector<PeerPtr> peers_;  // by rank; this rank's entry is its own page
+  std::atomic<bool> has_left_{false};
+};
+
+}  // namespace pydist

@@ -1,0 +1,156 @@
+#include "communicator/native/message_queue.h"
+
+#include <optional>
+#include <utility>
+
+#include "base/error.h"
+
+namespace pydist {
+namespace {
+
+// A waiter that spins looks at the clock, and at who has died, once in so many looks.
+constexpr unsigned kLooksBetweenChecks = 8;
+
+}  // namespace
+
+MessageQueue::MessageQueue(std::shared_ptr<Progress> progress, std::shared_ptr<GroupHealth> health,
+                           Messages messages)
+    : WaitableDrivable(std::move(progress)),
+      health_(std::move(health)),
+      messages_(std::move(messages)) {}
+
+WorkPtr MessageQueue::submit(Operation operation, Deadline deadline) {
+  auto work =
+      std::make_shared<NativeWork>(std::static_pointer_cast<WaitableDrivable>(shared_from_this()));
+  {
+    const std::lock_guard lock(mutex_);
+    submitted_.push_back({std::move(operation), deadline, work});
+    pending_count_.fetch_add(1);
+  }
+  hand_over();
+  return work;
+}
+
+bool MessageQueue::drive() {
+  if (!has_work()) {
+    return false;
+  }
+  bool moved = false;
+  try {
+    if (health_->has_failed()) {
+      std::rethrow_exception(health_->failure());
+    }
+    start_submitted();
+    moved = messages_.advance();
+    moved = !done_.empty() || moved;
+    finish_done();
+    if (!moved && ++looks_ % kLooksBetweenChecks == 0) {
+      check_hope();
+    }
+  } catch (...) {
+    if (!health_->has_failed()) {
+      health_->fail(std::current_exception());
+    }
+    finish_done();
+    fail_all(health_->failure());
+    return true;
+  }
+  return moved;
+}
+
+void MessageQueue::start_submitted() {
+  PendingList fresh;
+  {
+    const std::lock_guard lock(mutex_);
+    fresh.swap(submitted_);
+  }
+  while (!fresh.empty()) {
+    running_.splice(running_.end(), fresh, fresh.begin());
+    const auto pending = std::prev(running_.end());
+    const Operation& operation = pending->operation;
+    const bool is_send = operation.kind == OpKind::kSend;
+    const Buffer& buffer = is_send ? operation.inputs[0] : operation.outputs[0];
+    pending->number = ++started_;
+    pending->ticket = health_->journal().begin(health_->fingerprint(), pending->number,
+                                               static_cast<std::uint8_t>(operation.kind),
+                                               buffer.bytes(), operation.label);
+    const auto on_done = [this, pending](int peer) { done_.push_back({pending, peer}); };
+    if (is_send) {
+      messages_.send(operation.peer, operation.tag, buffer, on_done);
+    } else {
+      messages_.receive(operation.peer == kAnySource ? std::nullopt : std::optional(operation.peer),
+                        operation.tag, buffer, on_done);
+    }
+  }
+}
+
+void MessageQueue::finish_done() {
+  for (const Done& done : done_) {
+    const Pending pending = std::move(*done.pending);
+    running_.erase(done.pending);
+    pending_count_.fetch_sub(1);
+    health_->journal().finish(pending.ticket, JournalState::kSucceeded);
+    settle(*pending.work, nullptr, done.peer);
+  }
+  done_.clear();
+}
+
+void MessageQueue::fail_all(const std::exception_ptr& error) {
+  PendingList all;
+  {
+    const std::lock_guard lock(mutex_);
+    all.swap(submitted_);
+  }
+  all.splice(all.begin(), running_);
+  for (const Pending& pending : all) {
+    pending_count_.fetch_sub(1);
+    if (pending.number != 0) {
+      health_->journal().finish(pending.ticket, JournalState::kFailed);
+    }
+    settle(*pending.work, error);
+  }
+}
+
+std::string MessageQueue::describe(const Pending& pending) const {
+  const Operation& operation = pending.operation;
+  const bool is_send = operation.kind == OpKind::kSend;
+  const std::string peer =
+      operation.peer == kAnySource ? "any rank" : join("rank ", operation.peer);
+  return join(is_send ? "send to " : "receive from ", peer, " (tag ", operation.tag, ") in group '",
+              health_->name(), "'");
+}
+
+void MessageQueue::check_hope() {
+  for (const Pending& pending : running_) {
+    const int rank = pending.operation.peer;
+    waits_for_rank_.store(rank, std::memory_order_relaxed);
+    const std::string vain = health_->why_vain(rank);
+    const bool is_late = pending.deadline.has_passed();
+    // What the peer did before it died, or before the deadline, counts; next time round.
+    if ((vain.empty() && !is_late) || messages_.advance()) {
+      continue;
+    }
+    const std::string me = health_->who(health_->rank());
+    if (!vain.empty()) {
+      throw PeerLost(join(vain, ". ", me, " waited for it in ", describe(pending),
+                          ". The group is of no further use; save what you need and start again."));
+    }
+    throw Timeout(
+        join(me, " timed out in ", describe(pending),
+             rank >= 0 ? ": " + health_->who(rank) + " " + health_->activity(rank) : std::string(),
+             "."));
+  }
+}
+
+void MessageQueue::drain() {
+  Right right = attend();
+  drive();
+  leave(std::move(right));
+}
+
+std::string MessageQueue::diagnosis() {
+  const int rank = waits_for_rank_.load(std::memory_order_relaxed);
+  return rank < 0 ? std::string() : health_->who(rank) + " " + health_->activity(rank) + ".";
+}
+
+}  // namespace pydist

@@ -1,0 +1,73 @@
+// The point-to-point messages of one native group that are under way.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "communicator/native/group_health.h"
+#include "communicator/native/native_work.h"
+#include "communicator/operation.h"
+#include "transport/messages.h"
+
+namespace pydist {
+
+// Thread safe.
+class MessageQueue final : public WaitableDrivable {
+ public:
+  MessageQueue(std::shared_ptr<Progress> progress, std::shared_ptr<GroupHealth> health,
+               Messages messages);
+
+  // Starts a send or a receive. The work of a receive tells the source rank.
+  [[nodiscard]] WorkPtr submit(Operation operation, Deadline deadline);
+
+  [[nodiscard]] std::string diagnosis() override;
+
+  // Ends everything that is under way with the group's failure. Call after the group has failed.
+  void drain();
+
+ protected:
+  bool drive() override;
+  [[nodiscard]] bool has_work() override { return pending_count_.load() != 0; }
+
+ private:
+  struct Pending {
+    Operation operation;
+    Deadline deadline;
+    std::shared_ptr<Work> work;
+    std::uint64_t number = 0;
+    Journal::Ticket ticket = 0;
+  };
+  using PendingList = std::list<Pending>;
+
+  void start_submitted();
+  void check_hope();
+  void finish_done();
+  void fail_all(const std::exception_ptr& error);
+  [[nodiscard]] std::string describe(const Pending& pending) const;
+
+  const std::shared_ptr<GroupHealth> health_;
+  std::mutex mutex_;
+  PendingList submitted_;                      // guarded by mutex_
+  std::atomic<std::size_t> pending_count_{0};  // of submitted_ and running_
+  // With the right to drive:
+  Messages messages_;
+  PendingList running_;
+  struct Done {
+    PendingList::iterator pending;
+    int peer;
+  };
+  std::vector<Done> done_;
+  std::uint64_t started_ = 0;
+  unsigned looks_ = 0;
+  // For diagnosis(), which has no right to drive.
+  std::atomic<int> waits_for_rank_{-1};
+};
+
+}  // namespace pydist

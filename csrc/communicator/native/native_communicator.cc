@@ -1,0 +1,523 @@
+#include "communicator/native/native_communicator.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/fork.h"
+#include "base/log.h"
+#include "collectives/ring.h"
+#include "collectives/shared_memory.h"
+#include "communicator/native/collective_queue.h"
+#include "communicator/native/endpoint.h"
+#include "communicator/native/group_health.h"
+#include "communicator/native/heap_allocation.h"
+#include "communicator/native/message_queue.h"
+#include "communicator/open_communicators.h"
+#include "communicator/operation_call.h"
+#include "communicator/splits.h"
+#include "memory/segment_exchange.h"
+#include "topology/hosts.h"
+#include "topology/rendezvous.h"
+
+namespace pydist {
+namespace {
+
+constexpr std::chrono::microseconds kDefaultSpin{50};
+
+class HeapMemory final : public Memory {
+ public:
+  HeapMemory(std::shared_ptr<SymmetricHeap> heap, const HeapAllocation& allocation,
+             std::size_t bytes)
+      : heap_(std::move(heap)),
+        placement_(allocation.placement),
+        data_(allocation.data),
+        bytes_(bytes) {}
+  ~HeapMemory() override { heap_->release(placement_); }
+
+  [[nodiscard]] void* data() const noexcept override { return data_; }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
+  [[nodiscard]] bool is_symmetric() const noexcept override { return true; }
+
+ private:
+  const std::shared_ptr<SymmetricHeap> heap_;
+  const SymmetricHeap::Placement placement_;
+  std::byte* const data_;
+  const std::size_t bytes_;
+};
+
+// What the ranks of a group must have in common, and what they tell each other to meet.
+struct Introduction {
+  Card card;
+  std::string settings;  // that must be equal
+  std::string token;     // of rank 0: what the keys of the group's segments begin with
+  std::string complaint;
+
+  [[nodiscard]] std::string to_text() const {
+    return pack({card.to_text(), settings, token, complaint});
+  }
+  [[nodiscard]] static Introduction from_text(const std::string& text) {
+    const std::vector<std::string> parts = unpack(text);
+    PYDIST_CHECK(parts.size() == 4);
+    return {Card::from_text(parts[0]), parts[1], parts[2], parts[3]};
+  }
+};
+
+// Grows whenever the layout of anything in shared memory changes, so that two builds of one version
+// do not read each other's memory.
+constexpr int kSharedLayout = 4;
+
+std::string settings_text(const Environment& environment) {
+  return join("layout ", kSharedLayout, " PYDIST_ALGORITHM=", to_string(environment.algorithm),
+              " PYDIST_CHUNK_BYTES=", environment.chunk_bytes);
+}
+
+// The hope of the meeting is not the group's: it refers to whoever made it.
+NativeOptions without_hope(NativeOptions options) {
+  options.check_hope = nullptr;
+  return options;
+}
+
+// Everything that a group of one host is made of.
+struct Membership {
+  std::shared_ptr<Endpoint> endpoint;
+  std::vector<PeerPtr> peers;
+  std::string rank0_address;
+  std::string token;
+  GroupSegment group_segment;
+  MessageSegment message_segment;
+};
+
+class NativeCommunicator final : public Communicator,
+                                 public std::enable_shared_from_this<NativeCommunicator> {
+ public:
+  NativeCommunicator(StorePtr store, int rank, int size, NativeOptions options,
+                     Membership membership)
+      : store_(std::move(store)),
+        rank_(rank),
+        size_(size),
+        options_(without_hope(std::move(options))),
+        endpoint_(std::move(membership.endpoint)),
+        rank0_address_(std::move(membership.rank0_address)),
+        token_(std::move(membership.token)),
+        timeout_ms_(options_.environment.timeout.count()),
+        heap_(std::make_shared<SymmetricHeap>(rank, size)),
+        health_(std::make_shared<GroupHealth>(options_.name, rank, endpoint_,
+                                              membership.group_segment, membership.peers)) {
+    std::vector<Doorbell*> doorbells;
+    for (const PeerPtr& peer : membership.peers) {
+      doorbells.push_back(&peer->page->doorbell);
+    }
+    engine_ = std::make_shared<Engine>(rank, size, membership.group_segment, doorbells, heap_,
+                                       membership.peers);
+    const bool pins_ring = options_.environment.algorithm == AlgorithmChoice::kRing;
+    collectives_ = std::make_shared<CollectiveQueue>(
+        endpoint_->progress(), health_, engine_->group,
+        [engine = engine_, pins_ring](const Operation& operation, bool is_posted) {
+          const Call call = resolve(operation, engine->group.rank(), engine->group.size());
+          return pins_ring && ring_supports(operation.kind)
+                     ? run_ring(engine->group, call, engine->to_next, engine->from_previous)
+                     : run_shared_memory(engine->group, call, is_posted);
+        },
+        [rank, size](const Operation& operation) { return resolve(operation, rank, size); },
+        /*runs_at_once=*/!pins_ring);
+    messages_ = std::make_shared<MessageQueue>(
+        endpoint_->progress(), health_,
+        Messages(rank, size, std::move(membership.message_segment), doorbells));
+  }
+
+  ~NativeCommunicator() override { shutdown(); }
+
+  [[nodiscard]] int rank() const noexcept override { return rank_; }
+  [[nodiscard]] int size() const noexcept override { return size_; }
+  [[nodiscard]] const std::string& name() const noexcept override { return options_.name; }
+
+  [[nodiscard]] Capabilities capabilities() const override {
+    const bool pins_ring = options_.environment.algorithm == AlgorithmChoice::kRing;
+    Capabilities can;
+    can.backend = "native";
+    can.devices = {Device{}};
+    can.symmetric_memory = true;
+    can.any_source = true;
+    can.ragged = true;
+    can.wire_dtypes.assign(kWireDTypes.begin(), kWireDTypes.end());
+    can.equal_on_all_ranks = true;
+    can.equal_from_run_to_run = true;
+    can.equal_for_all_chunkings = !pins_ring || size_ <= 2;
+    can.numerics =
+        join(can.equal_for_all_chunkings
+                 ? "Elements are combined in rank order 0 to p-1"
+                 : "Elements are combined in ring order, which depends on where they lie in the "
+                   "buffer",
+             "; float16 and bfloat16 accumulate in float32 and are rounded once; a mean divides "
+             "the sum once.");
+    return can;
+  }
+
+  [[nodiscard]] bool takes(DeviceType type) const override { return type == DeviceType::kCpu; }
+
+  [[nodiscard]] std::string why_unsupported(OpKind kind, ReduceOp op, DType dtype) const override {
+    return !has_op(kind) || is_supported(op, dtype)
+               ? std::string()
+               : join("op '", to_string(op), "' is not defined for ", to_string(dtype));
+  }
+
+  [[nodiscard]] WorkPtr submit(Operation operation) override {
+    check_from_caller(operation);
+    const Deadline deadline = deadline_of(operation);
+    return is_point_to_point(operation.kind) ? messages_->submit(std::move(operation), deadline)
+                                             : collectives_->submit(std::move(operation), deadline);
+  }
+
+  [[nodiscard]] WorkPtr submit_grouped(std::vector<Operation> operations) override {
+    // All are looked at before any starts.
+    for (const Operation& operation : operations) {
+      check_from_caller(operation);
+    }
+    std::vector<WorkPtr> parts;
+    for (Operation& operation : operations) {
+      parts.push_back(submit(std::move(operation)));
+    }
+    return combine(std::move(parts));
+  }
+
+  using Communicator::run;
+  int run(Operation&& operation) override {
+    if (is_point_to_point(operation.kind)) {
+      return Communicator::run(std::move(operation));
+    }
+    check_from_caller(operation);
+    collectives_->run(std::move(operation), timeout());
+    return -1;
+  }
+
+  [[nodiscard]] MemoryPtr allocate(std::size_t bytes, Device device) override {
+    if (device.type != DeviceType::kCpu) {
+      throw InvalidUsage("The native backend allocates host memory only.");
+    }
+    HeapAllocation result;
+    Operation operation;
+    operation.kind = OpKind::kAllocate;
+    check(operation);
+    const Deadline deadline = deadline_of(operation);
+    const CollectiveQueue::MakeTask make_task = [&](const Operation& /*operation*/,
+                                                    bool /*is_posted*/) {
+      return allocate_on_heap(engine_->group, *heap_, *endpoint_, rank0_address_, token_, bytes,
+                              deadline, result);
+    };
+    collectives_->run_with(make_task, std::move(operation), deadline);
+    if (!result.error.empty()) {
+      throw TransportError(result.error);
+    }
+    return std::make_shared<HeapMemory>(heap_, result, bytes);
+  }
+
+  void trim() override {
+    run(Operation());  // a barrier
+    if (rank_ == 0) {
+      heap_->trim();
+    }
+  }
+
+  [[nodiscard]] std::vector<std::byte*> symmetric_addresses(const void* data,
+                                                            std::size_t bytes) const override {
+    const HeapReference reference = heap_->find(data, bytes);
+    std::vector<std::byte*> addresses;
+    for (int rank = 0; reference != 0 && rank < size_; ++rank) {
+      addresses.push_back(heap_->address(rank, reference));
+    }
+    return addresses;
+  }
+
+  [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
+    require_not_forked();
+    require_open("split");
+    const Splits::Split split = splits_.next(ranks, rank_, size_);
+    NativeOptions options = options_;
+    options.environment.timeout = timeout();
+    options.check_hope = [this, &ranks] {
+      for (const int rank : ranks) {
+        if (rank == rank_) {
+          continue;
+        }
+        if (const std::string vain = health_->why_vain(rank); !vain.empty()) {
+          throw PeerLost(join(vain, ". ", health_->who(rank_), " waited for it to make a group."));
+        }
+      }
+    };
+    options.name = join(options_.name, "/", split.name);
+    return create_native_communicator(store_, split.rank, static_cast<int>(ranks.size()), options,
+                                      endpoint_);
+  }
+
+  [[nodiscard]] std::chrono::milliseconds timeout() const override {
+    return std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
+  }
+  void set_timeout(std::chrono::milliseconds timeout) override {
+    if (timeout.count() <= 0) {
+      throw InvalidUsage(join("A timeout must be more than 0 ms, not ", timeout.count(), " ms."));
+    }
+    timeout_ms_.store(timeout.count(), std::memory_order_relaxed);
+  }
+
+  void abort(const Error& reason) override {
+    require_not_forked();
+    if (birth_.is_inherited()) {
+      return;  // its shared memory is the parent's
+    }
+    health_->fail(reason.kind(), reason.what());
+    collectives_->drain();
+    messages_->drain();
+  }
+
+  [[nodiscard]] std::exception_ptr failure() const override {
+    return health_->has_failed() ? health_->failure() : nullptr;
+  }
+
+  [[nodiscard]] std::optional<Absence> absence() const override { return health_->absence(); }
+  void set_farewell(std::uint64_t done) noexcept override { health_->set_farewell(done); }
+
+  void shutdown() noexcept override {
+    if (is_closed_.exchange(true) || in_forked_child()) {
+      return;
+    }
+    try {
+      health_->leave();
+      collectives_->drain();
+      messages_->drain();
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, join("shutdown of group '", name(), "': ", error.what()));
+    }
+    at_work_.end();
+  }
+
+  [[nodiscard]] std::vector<std::string> whereabouts() const override {
+    return health_->whereabouts();
+  }
+
+ private:
+  // What the state machines refer to; lives as long as any of them.
+  struct Engine {
+    Engine(int rank, int size, const GroupSegment& segment, const std::vector<Doorbell*>& doorbells,
+           std::shared_ptr<SymmetricHeap> the_heap, std::vector<PeerPtr> the_peers)
+        : heap(std::move(the_heap)),
+          peers(std::move(the_peers)),
+          group(rank, size, segment, doorbells, *heap),
+          to_next(ring_channel(segment, rank, wrap(rank + 1, size)), wrap(rank + 1, size),
+                  *doorbells[static_cast<std::size_t>(wrap(rank + 1, size))]),
+          from_previous(ring_channel(segment, wrap(rank - 1, size), rank), wrap(rank - 1, size),
+                        *doorbells[static_cast<std::size_t>(wrap(rank - 1, size))]) {}
+
+    static int wrap(int rank, int size) { return (rank + size) % size; }
+    static ShmChannelMemory ring_channel(const GroupSegment& segment, int sender, int receiver) {
+      return {segment.staging(sender, 0), segment.chunk_bytes(), kStagingSlots,
+              &segment.control(sender).ring_sent, &segment.control(receiver).ring_released};
+    }
+
+    std::shared_ptr<SymmetricHeap> heap;
+    std::vector<PeerPtr> peers;  // hold the doorbells
+    Group group;
+    ShmSendChannel to_next;
+    ShmReceiveChannel from_previous;
+  };
+
+  // As check(), for the operations that callers may ask for.
+  void check_from_caller(const Operation& operation) const {
+    if (operation.kind == OpKind::kAllocate) {
+      throw InvalidUsage("Symmetric memory comes from allocate(), not from an operation.");
+    }
+    check(operation);
+  }
+
+  // Throws what stands in the way of the operation.
+  void check(const Operation& operation) const {
+    require_not_forked();
+    require_open(to_string(operation.kind));
+    if (health_->has_failed()) {
+      std::rethrow_exception(health_->failure());
+    }
+    validate(operation, rank_, size_);
+    const Buffer* const buffer = operation.first_buffer();
+    if (buffer != nullptr && buffer->device.type != DeviceType::kCpu) {
+      throw InvalidUsage(join(to_string(operation.kind),
+                              ": the native backend takes CPU tensors only; move the tensor "
+                              "to the CPU, or use a backend for its device."));
+    }
+  }
+
+  [[nodiscard]] Deadline deadline_of(const Operation& operation) const {
+    return operation.deadline ? *operation.deadline : Deadline::in(timeout());
+  }
+
+  // Throws where the group has been shut down.
+  void require_open(std::string_view what) const {
+    if (is_closed_.load(std::memory_order_relaxed)) {
+      throw InvalidUsage(join(what, " on the group '", name(), "', which has been shut down."));
+    }
+  }
+
+  const Birth birth_;
+  GroupAtWork at_work_;
+  const StorePtr store_;
+  const int rank_;
+  const int size_;
+  const NativeOptions options_;
+  const std::shared_ptr<Endpoint> endpoint_;
+  const std::string rank0_address_;
+  const std::string token_;
+  std::atomic<std::int64_t> timeout_ms_;
+  std::atomic<bool> is_closed_{false};
+  const std::shared_ptr<SymmetricHeap> heap_;
+  const std::shared_ptr<GroupHealth> health_;
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<CollectiveQueue> collectives_;
+  std::shared_ptr<MessageQueue> messages_;
+  Splits splits_;
+};
+
+// The segments of a new group, made by rank 0.
+struct NewSegments {
+  SharedSegment group;
+  SharedSegment messages;
+};
+
+NewSegments create_segments(int size, std::size_t chunk_bytes) {
+  NewSegments segments{SharedSegment::create("group", GroupSegment::bytes(size, chunk_bytes)),
+                       SharedSegment::create("messages", MessageSegment::bytes(size))};
+  GroupSegment(segments.group, size, chunk_bytes).reserve_controls();
+  MessageSegment(segments.messages, size).reserve_counters();
+  return segments;
+}
+
+// Throws where the ranks cannot make up a group; every rank comes to the same conclusion.
+void check_introductions(const std::vector<Introduction>& ranks) {
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    const Introduction& each = ranks[rank];
+    if (!each.complaint.empty()) {
+      throw TransportError(join("rank ", rank, ": ", each.complaint));
+    }
+    if (each.card.host_identity != ranks[0].card.host_identity) {
+      throw TransportError(
+          join("The native backend joins the ranks of one host, but rank 0 is on "
+               "host ",
+               ranks[0].card.host_name, " (", ranks[0].card.host_identity, ") and rank ", rank,
+               " on host ", each.card.host_name, " (", each.card.host_identity,
+               "). Use PYDIST_BACKEND=gloo or auto across hosts."));
+    }
+    if (each.settings != ranks[0].settings) {
+      throw TransportError(join("Rank 0 runs with ", ranks[0].settings, ", but rank ", rank,
+                                " with ", each.settings, "; set them alike on all ranks."));
+    }
+  }
+}
+
+std::chrono::nanoseconds spin_time(const Environment& environment,
+                                   const std::vector<Introduction>& ranks) {
+  if (environment.spin) {
+    return *environment.spin;
+  }
+  std::vector<std::vector<int>> allowed;
+  std::optional<double> quota;
+  for (const Introduction& each : ranks) {
+    allowed.push_back(each.card.processors);
+    if (each.card.processor_quota) {
+      quota = std::min(quota.value_or(*each.card.processor_quota), *each.card.processor_quota);
+    }
+  }
+  return has_core_for_every_rank(allowed, quota) ? std::chrono::nanoseconds(kDefaultSpin)
+                                                 : std::chrono::nanoseconds::zero();
+}
+
+}  // namespace
+
+CommunicatorPtr create_native_communicator(StorePtr store, int rank, int size,
+                                           const NativeOptions& options,
+                                           std::shared_ptr<Endpoint> endpoint) {
+  if (size < 1 || rank < 0 || rank >= size) {
+    throw InvalidUsage(
+        join("rank ", rank, " of ", size,
+             " is not possible: the size must be at least 1 and the rank below it."));
+  }
+  require_not_forked();
+  const Environment& environment = options.environment;
+  const Deadline deadline = Deadline::in(environment.timeout);
+  if (!endpoint) {
+    endpoint = Endpoint::of_process(environment);
+  }
+  const std::size_t chunk_bytes = round_up(environment.chunk_bytes, page_bytes());
+  const std::string topic = "pydist/" + options.name;
+
+  Membership membership;
+  membership.endpoint = endpoint;
+  NewSegments segments;
+  std::vector<Introduction> introductions;
+  if (size == 1) {
+    segments = create_segments(size, chunk_bytes);
+    auto self = std::make_shared<Peer>();
+    self->description = join("pid ", ::getpid(), " on host ", host_name());
+    self->page = &endpoint->page();
+    membership.peers.push_back(std::move(self));
+    membership.token = "alone";
+  } else {
+    std::vector<SegmentOffer> offers;  // until everybody has them, or nobody will
+    Introduction mine;
+    if (rank == 0) {
+      mine.token = random_token();
+      try {
+        segments = create_segments(size, chunk_bytes);
+        // Offered before anybody can know of it, so nobody has to ask twice.
+        offers.emplace_back(endpoint->server(), mine.token + "/group", segments.group.fd());
+        offers.emplace_back(endpoint->server(), mine.token + "/messages", segments.messages.fd());
+      } catch (const TransportError& error) {
+        mine.complaint = error.what();
+      }
+    }
+    mine.card = endpoint->card();
+    mine.settings = settings_text(environment);
+    for (const std::string& text : exchange(*store, topic + "/introduction", rank, size,
+                                            mine.to_text(), deadline, options.check_hope)) {
+      introductions.push_back(Introduction::from_text(text));
+    }
+    check_introductions(introductions);
+
+    std::string complaint;
+    membership.rank0_address = introductions[0].card.address;
+    membership.token = introductions[0].token;
+    int peer = 0;
+    try {
+      for (; peer < size; ++peer) {
+        membership.peers.push_back(
+            endpoint->meet(introductions[static_cast<std::size_t>(peer)].card, deadline));
+      }
+      peer = 0;
+      if (rank != 0) {
+        segments.group = SharedSegment::map(
+            fetch_segment(membership.rank0_address, membership.token + "/group", deadline).fd,
+            round_up(GroupSegment::bytes(size, chunk_bytes), page_bytes()));
+        segments.messages = SharedSegment::map(
+            fetch_segment(membership.rank0_address, membership.token + "/messages", deadline).fd);
+      }
+    } catch (const Error& error) {
+      complaint = join("with rank ", peer, ": ", error.what());
+    }
+    complaint = first_complaint(*store, topic + "/joined", rank, size, complaint, deadline,
+                                options.check_hope);
+    if (!complaint.empty()) {
+      throw TransportError("The ranks cannot share memory: " + complaint);
+    }
+    endpoint->limit_spin(spin_time(environment, introductions));
+  }
+  membership.group_segment = GroupSegment(std::move(segments.group), size, chunk_bytes);
+  membership.message_segment = MessageSegment(std::move(segments.messages), size);
+  auto communicator = std::make_shared<NativeCommunicator>(std::move(store), rank, size, options,
+                                                           std::move(membership));
+  note_open(communicator);
+  return communicator;
+}
+
+}  // namespace pydist

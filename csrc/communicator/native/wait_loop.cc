@@ -1,0 +1,120 @@
+#include "communicator/native/wait_loop.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "base/engine_thread.h"
+
+namespace pydist {
+
+void Drivable::settle(Work& work, std::exception_ptr error, int source_rank) {
+  Work::Notice notice = work.settle(std::move(error), source_rank);
+  if (!notice.is_empty()) {
+    due_.push_back(std::move(notice));
+  }
+}
+
+void Drivable::give_back(Right right) {
+  std::vector<Work::Notice> due;
+  due.swap(due_);
+  right.unlock();
+  for (const Work::Notice& notice : due) {
+    notice.deliver();
+  }
+}
+
+void Drivable::hand_over() { progress_->hand_over(shared_from_this()); }
+
+Progress::Progress(std::shared_ptr<Doorbell> doorbell, std::chrono::nanoseconds spin)
+    : doorbell_(std::move(doorbell)), spin_ns_(spin.count()) {}
+
+void Progress::stop() noexcept {
+  if (birth_.is_inherited()) {
+    return;  // the thread does not exist here, and may have held the lock
+  }
+  std::thread thread;
+  std::vector<std::shared_ptr<Drivable>> dropped;
+  {
+    const std::lock_guard lock(mutex_);
+    is_stopping_ = true;
+    thread.swap(thread_);
+    dropped.swap(handed_over_);
+    has_news_.notify_all();
+  }
+  doorbell_->ring();
+  if (!thread.joinable()) {
+    return;
+  }
+  if (thread.get_id() == std::this_thread::get_id()) {
+    thread.detach();  // on its way out
+  } else {
+    thread.join();
+  }
+}
+
+void Progress::hand_over(const std::shared_ptr<Drivable>& drivable) {
+  const std::lock_guard lock(mutex_);
+  if (std::find(handed_over_.begin(), handed_over_.end(), drivable) == handed_over_.end()) {
+    handed_over_.push_back(drivable);
+  }
+  if (!thread_.joinable() && !is_stopping_) {
+    thread_ = start_engine_thread("pydist-progress", [self = shared_from_this()] { self->run(); });
+  }
+  has_news_.notify_all();
+  doorbell_->ring();
+}
+
+void Progress::run() {
+  std::vector<std::shared_ptr<Drivable>> drivables;
+  while (take_work(drivables)) {
+    const auto drive_all = [&drivables] {
+      bool moved = false;
+      for (const auto& drivable : drivables) {
+        if (auto right = drivable->try_attend()) {
+          moved = drivable->drive() || moved;
+          drivable->give_back(std::move(right));
+        }
+      }
+      return moved;
+    };
+    if (!drive_all()) {
+      Sleeper sleeper(*doorbell_);
+      if (!drive_all()) {
+        sleeper.sleep(kLongestSleep);
+      }
+    }
+  }
+}
+
+bool Progress::take_work(std::vector<std::shared_ptr<Drivable>>& drivables) {
+  // The last reference to a Drivable may be the last one to everything it stands on, this object's
+  // owner included, so none is dropped under the lock.
+  drivables.clear();
+  std::vector<std::shared_ptr<Drivable>> dropped;
+  std::unique_lock lock(mutex_);
+  while (!is_stopping_) {
+    // What is done, or is driven by a waiter (who hands over what is left), is not ours.
+    const auto ours = std::partition(
+        handed_over_.begin(), handed_over_.end(), [](const std::shared_ptr<Drivable>& drivable) {
+          return !drivable->is_attended_.load() && drivable->has_work();
+        });
+    dropped.insert(dropped.end(), std::make_move_iterator(ours),
+                   std::make_move_iterator(handed_over_.end()));
+    handed_over_.erase(ours, handed_over_.end());
+    if (!handed_over_.empty()) {
+      drivables = handed_over_;
+      return true;
+    }
+    if (dropped.empty()) {
+      has_news_.wait(lock);
+      continue;
+    }
+    lock.unlock();
+    dropped.clear();
+    lock.lock();
+  }
+  return false;
+}
+
+}  // namespace pydist

@@ -1,0 +1,203 @@
+// Who moves operations along: whoever waits for one, otherwise the progress thread.
+//
+// A Drivable is a set of operations that one thread at a time moves along: the collectives of a
+// group, or its point-to-point messages. A caller that waits drives what it waits for by itself,
+// with the lowest latency; the progress thread (one a process) takes over whatever nobody attends.
+
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/fork.h"
+#include "communicator/native/drive_lock.h"
+#include "communicator/work.h"
+#include "health/doorbell.h"
+
+namespace pydist {
+
+class Progress;
+
+class Drivable : public std::enable_shared_from_this<Drivable> {
+ public:
+  Drivable(const Drivable&) = delete;
+  Drivable& operator=(const Drivable&) = delete;
+  virtual ~Drivable() = default;
+
+  // The right to drive.
+  using Right = std::unique_lock<DriveLock>;
+
+  // Takes the right to drive; empty where somebody else has it.
+  [[nodiscard]] Right try_attend() { return Right(drive_lock_, std::try_to_lock); }
+  // Waits for it.
+  [[nodiscard]] Right attend() { return Right(drive_lock_); }
+
+  // Drives until `is_finished`, or for about `longest`. For a caller that holds the right.
+  template <typename Finished>
+  void attend_until(Finished is_finished, std::chrono::nanoseconds longest);
+
+  // Gives the right back, calls the callbacks of what has finished, and leaves what there is to
+  // drive to the progress thread. There is a sequentially consistent fence in it.
+  void leave(Right right) {
+    if (due_.empty()) {
+      right.unlock();
+    } else {
+      give_back(std::move(right));
+    }
+    if (has_work()) {
+      hand_over();
+    }
+  }
+
+  // Leaves what there is to drive to the progress thread.
+  void hand_over();
+
+ protected:
+  explicit Drivable(std::shared_ptr<Progress> progress) noexcept : progress_(std::move(progress)) {}
+
+  // Whether a waiter may spin: where every rank has a core of its own.
+  [[nodiscard]] bool may_spin() const noexcept;
+
+  // Moves everything along that can be moved; returns whether anything was. Called with the right
+  // to drive. Errors of operations end in their works; this does not throw.
+  virtual bool drive() = 0;
+
+  // Whether anything is left to drive. Any thread; see is_attended_ for the order of memory.
+  [[nodiscard]] virtual bool has_work() = 0;
+
+  // Finishes an operation from within drive(): its waiters wake now, its callbacks are called by
+  // leave(), when nobody drives.
+  void settle(Work& work, std::exception_ptr error, int source_rank = -1);
+
+ private:
+  friend class Progress;
+
+  // leave() for the progress thread, which goes on with what is left.
+  void give_back(Right right);
+
+  std::shared_ptr<Progress> progress_;
+  DriveLock drive_lock_;
+  std::vector<Work::Notice> due_;  // guarded by drive_lock_
+  // Set while a waiter drives: the progress thread keeps away. A waiter clears this and then looks
+  // for work that it has to hand over; a submitter adds work and then hands it over to the progress
+  // thread, which looks at this. Sequentially consistent, like the counts behind has_work(), so
+  // that one of the two sees the other.
+  std::atomic<bool> is_attended_{false};
+};
+
+// Thread safe. The thread keeps the object alive until stop().
+class Progress : public std::enable_shared_from_this<Progress> {
+ public:
+  // `doorbell` is what peers ring. `spin` is how long a waiting caller spins before it sleeps.
+  Progress(std::shared_ptr<Doorbell> doorbell, std::chrono::nanoseconds spin);
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  // Ends the thread; what was handed over is dropped. Idempotent.
+  void stop() noexcept;
+
+  void set_spin(std::chrono::nanoseconds spin) noexcept {
+    spin_ns_.store(spin.count(), std::memory_order_relaxed);
+  }
+  [[nodiscard]] std::chrono::nanoseconds spin() const noexcept {
+    return std::chrono::nanoseconds(spin_ns_.load(std::memory_order_relaxed));
+  }
+  [[nodiscard]] Doorbell& doorbell() noexcept { return *doorbell_; }
+
+  // Starts the thread at the first call.
+  void hand_over(const std::shared_ptr<Drivable>& drivable);
+
+ private:
+  void run();
+  // Waits for something to drive; false when it is time to stop.
+  bool take_work(std::vector<std::shared_ptr<Drivable>>& drivables);
+
+  const Birth birth_;
+  const std::shared_ptr<Doorbell> doorbell_;
+  std::atomic<std::int64_t> spin_ns_;
+  std::mutex mutex_;
+  std::condition_variable has_news_;
+  bool is_stopping_ = false;                            // guarded by mutex_
+  std::vector<std::shared_ptr<Drivable>> handed_over_;  // guarded by mutex_
+  std::thread thread_;                                  // guarded by mutex_
+};
+
+inline bool Drivable::may_spin() const noexcept { return progress_->spin().count() != 0; }
+
+// A sleeper looks around this often even if nobody rings: a deadline may have passed, and a ring
+// that was lost to a crash must not cost more than this.
+inline constexpr std::chrono::milliseconds kLongestSleep{50};
+
+// Where ranks share cores, a waiter offers its core so many times before it sleeps: a switch to a
+// rank that can run costs less than a sleep and a wake-up.
+inline constexpr unsigned kYields = 16;
+
+template <typename Finished>
+void Drivable::attend_until(Finished is_finished, std::chrono::nanoseconds longest) {
+  is_attended_.store(true, std::memory_order_relaxed);
+  Doorbell& doorbell = progress_->doorbell();
+  // Set after the first spin: most waits are over before it would be worth a look at the clock.
+  std::optional<Deadline> end;
+  while (true) {
+    // Spin: cheap looks first, the clock only now and then.
+    const auto spin = progress_->spin();
+    Deadline::Clock::time_point spin_end{};
+    bool has_spin_end = false;
+    bool is_over = false;
+    for (unsigned turn = 0;; ++turn) {
+      const bool moved = drive();
+      is_over = is_finished();
+      if (is_over) {
+        break;
+      }
+      if (moved) {
+        has_spin_end = false;
+        turn = 0;
+        continue;
+      }
+      if (spin.count() == 0) {
+        // The core may belong to the very rank that is waited for.
+        if (turn == kYields) {
+          break;
+        }
+        std::this_thread::yield();
+        continue;
+      }
+      spin_pause();
+      if (turn % 32 == 31) {
+        const auto now = Deadline::Clock::now();
+        if (!has_spin_end) {
+          spin_end = now + spin;
+          has_spin_end = true;
+        } else if (now >= spin_end) {
+          break;
+        }
+      }
+    }
+    if (is_over) {
+      break;
+    }
+    if (!end) {
+      end = Deadline::in(longest);
+    }
+    if (end->has_passed()) {
+      break;
+    }
+    Sleeper sleeper(doorbell);
+    if (!drive() && !is_finished()) {
+      sleeper.sleep(end->remaining(kLongestSleep));
+    }
+  }
+  is_attended_.store(false);
+}
+
+}  // namespace pydist

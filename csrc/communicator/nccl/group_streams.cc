@@ -1,0 +1,73 @@
+#include "communicator/nccl/group_streams.h"
+
+#include <algorithm>
+#include <exception>
+#include <thread>
+
+#include "base/deadline.h"
+#include "base/log.h"
+#include "cuda/driver.h"
+
+namespace pydist {
+
+GroupStreams& GroupStreams::of_process() {
+  static auto* const streams = new GroupStreams;  // see open_communicators.cc
+  return *streams;
+}
+
+// A capture does not survive the question whether one of its streams is idle.
+bool GroupStreams::Entry::is_captured() const {
+  const cuda::DeviceGuard guard(device);
+  return cuda::Driver::get().is_capturing(stream->get());
+}
+
+bool GroupStreams::Entry::is_idle() const {
+  const cuda::DeviceGuard guard(device);
+  const cuda::RelaxedCapture relaxed;
+  const cuda::Driver& driver = cuda::Driver::get();
+  return !driver.is_capturing(stream->get()) && driver.is_idle(stream->get());
+}
+
+std::shared_ptr<const cuda::OwnedStream> GroupStreams::make(int device) {
+  auto stream = std::make_shared<const cuda::OwnedStream>();
+  const std::lock_guard lock(mutex_);
+  streams_.push_back({stream, device});
+  return stream;
+}
+
+void GroupStreams::prune() noexcept {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(streams_, [](const Entry& each) {
+    try {
+      return each.stream.use_count() == 1 && each.is_idle();
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());  // CUDA has failed, and takes them with it
+      return false;
+    }
+  });
+}
+
+bool GroupStreams::are_captured() {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(streams_.begin(), streams_.end(),
+                     [](const Entry& each) { return each.is_captured(); });
+}
+
+bool GroupStreams::wait_until_idle(int device, std::chrono::milliseconds patience) {
+  const auto are_idle = [&] {
+    const std::lock_guard lock(mutex_);
+    return std::all_of(streams_.begin(), streams_.end(), [device](const Entry& each) {
+      return each.device != device || each.is_idle();
+    });
+  };
+  const Deadline deadline = Deadline::in(patience);
+  while (!are_idle()) {
+    if (deadline.has_passed()) {
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+}  // namespace pydist

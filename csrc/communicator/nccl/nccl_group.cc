@@ -1,0 +1,599 @@
+#include "communicator/nccl/nccl_group.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <limits>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/digest.h"
+#include "base/error.h"
+#include "base/fork.h"
+#include "base/interruption.h"
+#include "base/log.h"
+#include "communicator/nccl/freed_device_memory.h"
+#include "communicator/nccl/group_streams.h"
+#include "communicator/nccl/late_ends.h"
+#include "communicator/nccl/nccl_launched_work.h"
+#include "communicator/nccl/nccl_watchdog.h"
+#include "communicator/open_communicators.h"
+#include "cuda/device_memory.h"
+
+namespace pydist {
+namespace {
+
+using nccl::Result;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+// Orders the launches of all groups of this process.
+std::mutex& launch_mutex() {
+  static auto* const mutex = new std::mutex;  // never destroyed: see open_communicators.cc
+  return *mutex;
+}
+
+// What NCCL's own thread takes for an ordinary launch: a wait without sleeping.
+constexpr microseconds kLaunchTime{200};
+// Between questions, where the answer may take seconds.
+constexpr microseconds kLongestJoiningPause{5'000};
+
+// Of which no rank that has left has done its part: to join.
+constexpr std::uint64_t kAnyOperation = std::numeric_limits<std::uint64_t>::max();
+
+// How long an abort waits for a thread that is inside of NCCL. It sees the failure soon, unless
+// NCCL itself does not return.
+constexpr milliseconds kLaunchPatience{1'000};
+
+// Whether this thread holds the launch mutex.
+thread_local bool is_in_launch = false;
+
+class LaunchMark {
+ public:
+  explicit LaunchMark(std::atomic<bool>& is_launching) : is_launching_(is_launching) {
+    is_in_launch = true;
+    is_launching_ = true;
+  }
+  LaunchMark(const LaunchMark&) = delete;
+  LaunchMark& operator=(const LaunchMark&) = delete;
+  ~LaunchMark() { end(); }
+
+  void end() noexcept {
+    if (!is_over_) {
+      is_over_ = true;
+      is_launching_ = false;
+      is_in_launch = false;
+    }
+  }
+
+ private:
+  std::atomic<bool>& is_launching_;
+  bool is_over_ = false;
+};
+
+// A short text of every rank, and a yes or no; the ranks' way to agree about an error.
+struct Notice {
+  std::array<char, 511> complaint{};
+  bool says_yes = true;
+
+  void set(const std::string& text) noexcept {
+    std::copy_n(text.begin(), std::min(text.size(), complaint.size() - 1), complaint.begin());
+  }
+  [[nodiscard]] bool is_complaint() const noexcept { return complaint[0] != '\0'; }
+};
+
+std::vector<Notice> notices_of_all(Communicator& control, const std::string& complaint,
+                                   bool says_yes = true) {
+  Notice mine{.says_yes = says_yes};
+  mine.set(complaint);
+  std::vector<Notice> all(static_cast<std::size_t>(control.size()));
+  Operation operation;
+  operation.kind = OpKind::kAllGather;
+  operation.inputs = {Buffer{&mine, sizeof mine, DType::kUInt8, {}}};
+  operation.outputs = {Buffer{all.data(), all.size() * sizeof(Notice), DType::kUInt8, {}}};
+  operation.label = "whether NCCL is ready";
+  control.run(std::move(operation));
+  return all;
+}
+
+std::optional<NcclGroup::Complaint> first_of(const std::vector<Notice>& all) {
+  const auto found =
+      std::find_if(all.begin(), all.end(), [](const Notice& one) { return one.is_complaint(); });
+  if (found == all.end()) {
+    return std::nullopt;
+  }
+  return NcclGroup::Complaint{static_cast<int>(found - all.begin()), found->complaint.data()};
+}
+
+std::uint64_t fingerprint_of(const std::string& name) {
+  Digest digest;
+  digest.add(name);
+  return digest.value();
+}
+
+}  // namespace
+
+std::string NcclGroup::UnderWay::title() const {
+  return pydist::join(to_string(kind), " #", sequence, label.empty() ? "" : " (" + label + ")");
+}
+
+NcclGroup::NcclGroup(Options options)
+    : api_(std::move(options.api)),
+      control_(std::move(options.control)),
+      companion_(std::move(options.companion)),
+      device_(options.device),
+      journal_(std::move(options.journal)),
+      fingerprint_(fingerprint_of(control_->name())),
+      watchdog_(std::move(options.watchdog)),
+      end_patience_(options.end_patience),
+      name_patience_(options.name_patience) {}
+
+NcclGroup::~NcclGroup() {
+  if (in_forked_child()) {
+    return;  // streams and communicators are the parent's
+  }
+  end();
+  stream_.reset();
+  GroupStreams::of_process().prune();
+}
+
+std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
+  auto group = std::make_shared<NcclGroup>(std::move(options));
+  try {
+    group->control_->watch_peers();
+    group->connect(deadline);
+    group->allocate_scratch();
+    // The others' failures end this one too.
+    group->agree(std::string());
+  } catch (...) {
+    // What `control` has heard of first is the error of all ranks.
+    std::exception_ptr error = group->control_->failure();
+    if (error == nullptr) {
+      const bool is_vain = group->control_->absence().has_value();
+      const std::string what = describe(std::current_exception()).message;
+      error = make_error(
+          is_vain ? ErrorKind::kPeerLost : ErrorKind::kTransport,
+          pydist::join("NCCL cannot serve these ranks. Rank ", group->rank(), ": ", what));
+    }
+    group->fail(error);
+    std::rethrow_exception(error);
+  }
+  group->is_joined_ = true;
+  if (group->watchdog_ != nullptr) {
+    group->watchdog_->watch(group);
+  }
+  return group;
+}
+
+bool NcclGroup::agree(Communicator& control, const std::string& complaint, bool says_yes) {
+  const std::vector<Notice> all = notices_of_all(control, complaint, says_yes);
+  if (const auto found = first_of(all)) {
+    throw TransportError(
+        pydist::join("NCCL cannot serve these ranks. Rank ", found->rank, ": ", found->text));
+  }
+  return std::all_of(all.begin(), all.end(), [](const Notice& one) { return one.says_yes; });
+}
+
+std::optional<NcclGroup::Complaint> NcclGroup::first_complaint(Communicator& control,
+                                                               const std::string& complaint) {
+  return first_of(notices_of_all(control, complaint));
+}
+
+void NcclGroup::connect(Deadline deadline) {
+  // The id of rank 0, behind a complaint of its own if it has none.
+  struct Invitation {
+    Notice notice{};
+    nccl::UniqueId id{};
+  } invitation;
+  if (rank() == 0) {
+    const Result result = api_->functions().ncclGetUniqueId(&invitation.id);
+    if (result != Result::kSuccess) {
+      invitation.notice.set(api_->describe(result, nullptr));
+    }
+  }
+  Operation operation;
+  operation.kind = OpKind::kBroadcast;
+  operation.peer = 0;
+  operation.label = "NCCL's id";
+  (rank() == 0 ? operation.inputs
+               : operation.outputs) = {Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
+  control_->run(std::move(operation));
+  if (invitation.notice.is_complaint()) {
+    throw TransportError(pydist::join("NCCL made no id: ", invitation.notice.complaint.data()));
+  }
+  const cuda::DeviceGuard guard(device_);
+  stream_ = GroupStreams::of_process().make(device_);
+  nccl::Config config;
+  const Result result =
+      api_->functions().ncclCommInitRankConfig(&comm_, size(), invitation.id, rank(), &config);
+  if (result != Result::kSuccess && result != Result::kInProgress) {
+    comm_ = nullptr;
+    throw_failure(result, "joining the group");
+  }
+  poll_until_ready("joining the group", deadline, kLongestJoiningPause);
+}
+
+void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microseconds longest_pause) {
+  microseconds pause{20};
+  const Deadline at_once = Deadline::in(kLaunchTime);
+  Deadline vain_until = Deadline::never();
+  Deadline slice = Deadline::in(kInterruptionInterval);
+  while (true) {
+    Result state = Result::kInProgress;
+    std::uint64_t launching = kAnyOperation;
+    {
+      const std::lock_guard lock(mutex_);
+      if (failure_) {
+        std::rethrow_exception(make_error(failure_->kind, failure_->message));
+      }
+      if (is_joined_) {
+        launching = launching_turn_;
+      }
+      const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
+      if (asked != Result::kSuccess) {
+        state = asked;
+      }
+    }
+    if (state == Result::kSuccess) {
+      return;
+    }
+    if (state != Result::kInProgress) {
+      throw_failure(state, what);
+    }
+    if (const std::exception_ptr error = control_->failure()) {
+      std::rethrow_exception(error);
+    }
+    if (const auto absence = control_->absence(); !absence || !absence->lacks(launching)) {
+      vain_until = Deadline::never();
+    } else if (vain_until.is_never()) {
+      vain_until = Deadline::in(kVainPatience);
+    } else if (vain_until.has_passed()) {
+      throw PeerLost(pydist::join(what, " in NCCL: ", absence->what, "."));
+    }
+    if (deadline.has_passed()) {
+      throw Timeout(pydist::join(what, " in NCCL did not end in time.", places()));
+    }
+    if (slice.has_passed()) {
+      check_interruption();
+      slice = Deadline::in(kInterruptionInterval);
+    }
+    if (!at_once.has_passed()) {
+      std::this_thread::yield();
+      continue;
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, longest_pause);
+  }
+}
+
+void NcclGroup::check(Result result, const char* what) {
+  if (result == Result::kInProgress) {
+    poll_until_ready(what, launching_until_);
+  } else if (result != Result::kSuccess) {
+    throw_failure(result, what);
+  }
+}
+
+void NcclGroup::throw_failure(Result result, const char* what) {
+  auto [kind, text] = describe(api_->error_of(result, what, comm_));
+  const Deadline patience = Deadline::in(name_patience_).earlier_of(launching_until_);
+  Deadline slice = Deadline::in(kInterruptionInterval);
+  while (may_be_of_a_peer(result)) {
+    if (const std::exception_ptr error = failure()) {
+      std::rethrow_exception(error);
+    }
+    if (const std::exception_ptr error = control_->failure()) {
+      std::rethrow_exception(error);
+    }
+    if (const auto absence = control_->absence()) {
+      throw PeerLost(pydist::join(text, " The reason: ", absence->what, "."));
+    }
+    if (patience.has_passed()) {
+      break;
+    }
+    if (slice.has_passed()) {
+      check_interruption();
+      slice = Deadline::in(kInterruptionInterval);
+    }
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  std::rethrow_exception(make_error(kind, kind == ErrorKind::kTimeout ? text + places() : text));
+}
+
+std::string NcclGroup::places() const {
+  const std::string text = places_of_ranks(*control_);
+  return text.empty() ? text : " " + text;
+}
+
+void NcclGroup::grouped(const std::function<void()>& body) {
+  check(api_->functions().ncclGroupStart(), "ncclGroupStart");
+  try {
+    body();
+  } catch (...) {
+    static_cast<void>(api_->functions().ncclGroupEnd());  // or the thread stays inside of it
+    throw;
+  }
+  check(api_->functions().ncclGroupEnd(), "ncclGroupEnd");
+}
+
+// The scratch memory of a graph, which goes with it.
+struct NcclGroup::GraphScratch {
+  std::weak_ptr<NcclGroup> group;
+  int device;
+  std::uint64_t capture;
+  std::byte* memory;
+
+  void free() const {
+    if (const auto owner = group.lock()) {
+      const std::lock_guard lock(owner->mutex_);
+      owner->graph_scratch_.erase(capture);
+    }
+    const cuda::DeviceGuard guard(device);
+    const cuda::RelaxedCapture relaxed;
+    cuda::Driver::get().free(memory);
+  }
+
+  // As a graph calls it, on a thread that may not call CUDA.
+  static void let_go(void* argument) noexcept {
+    try {
+      const std::shared_ptr<GraphScratch> self(static_cast<GraphScratch*>(argument));
+      if (is_process_ending() || in_forked_child()) {
+        return;
+      }
+      const auto run = [self] {
+        try {
+          self->free();
+        } catch (const std::exception& error) {
+          log_line(LogLevel::kError, error.what());
+        }
+      };
+      try {
+        LateEnds::of_process().start("pydist-nccl-mem", run, Deadline::in(kFreePatience), "");
+      } catch (const std::exception&) {  // no thread to be had
+        FreedDeviceMemory::of_process().free_later(self->device, [self] {
+          self->free();
+          return true;
+        });
+      }
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());
+    }
+  }
+};
+
+std::byte* NcclGroup::scratch() {
+  if (capture_) {
+    return scratch_of_graph();
+  }
+  return scratch_;
+}
+
+void NcclGroup::allocate_scratch() {
+  free_now();
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  scratch_ = static_cast<std::byte*>(cuda::allocate_memory(device_, kScratchBytes));
+}
+
+std::byte* NcclGroup::scratch_of_graph() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = graph_scratch_.find(capture_->id); found != graph_scratch_.end()) {
+      return found->second;
+    }
+  }
+  const cuda::RelaxedCapture relaxed;
+  const cuda::Driver& driver = cuda::Driver::get();
+  auto* const memory = static_cast<std::byte*>(cuda::allocate_memory(device_, kScratchBytes));
+  {
+    const std::lock_guard lock(mutex_);
+    graph_scratch_.emplace(capture_->id, memory);
+  }
+  // Kept if the graph does not take it, which fails the group.
+  driver.when_gone(capture_->graph, &GraphScratch::let_go,
+                   new GraphScratch{weak_from_this(), device_, capture_->id, memory});
+  return memory;
+}
+
+// What a launch is captured into, if anything.
+void NcclGroup::find_capture(const Launch& launch) {
+  const cuda::DeviceGuard guard(device_);
+  const cuda::Driver& driver = cuda::Driver::get();
+  capture_.reset();
+  for (nccl::StreamHandle each : launch.streams) {
+    if (!capture_) {
+      capture_ = driver.capture_of(each);
+    }
+  }
+  const std::optional<cuda::Capture> own = driver.capture_of(stream());
+  if (own && (!capture_ || capture_->id != own->id)) {
+    throw InvalidUsage(pydist::join(
+        to_string(launch.kind), " on the group '", control_->name(),
+        "', whose operations another stream captures into a CUDA graph: call it before or after "
+        "the capture, or on a group of its own (torch.distributed.new_group())."));
+  }
+}
+
+WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
+  if (const std::exception_ptr error = failure_of_others()) {
+    fail(error);
+  }
+  if (is_in_launch) {
+    throw InvalidUsage(
+        "A collective on the GPU was started by a signal handler that interrupted another one.");
+  }
+  std::unique_lock order(launch_mutex());
+  LaunchMark mark(is_launching_);
+  if (const std::exception_ptr error = failure()) {
+    std::rethrow_exception(error);
+  }
+  if (is_ended_) {
+    throw InvalidUsage(pydist::join(to_string(launch.kind), " on the group '", control_->name(),
+                                    "', which has been shut down."));
+  }
+  find_capture(launch);
+  UnderWay entry{nullptr, launch.deadline, launch.kind, 0, 0, std::move(launch.label), 0};
+  {
+    const std::lock_guard lock(mutex_);
+    entry.sequence = ++sequence_;
+    turn_ += capture_ ? 0 : 1;
+    entry.turn = turn_;
+    launching_turn_ = capture_ ? turn_ + 1 : turn_;
+  }
+  if (journal_ != nullptr) {
+    entry.ticket =
+        journal_->begin(fingerprint_, entry.sequence, static_cast<std::uint8_t>(entry.kind),
+                        launch.bytes, entry.label);
+  }
+  const auto close_journal = [&](JournalState state) {
+    if (journal_ != nullptr) {
+      journal_->finish(entry.ticket, state);
+    }
+  };
+  launching_until_ = launch.deadline;
+  std::exception_ptr error;
+  std::exception_ptr interruption;
+  std::shared_ptr<LaunchedWork> work;
+  try {
+    const cuda::DeviceGuard guard(device_);
+    work = std::make_shared<LaunchedWork>(weak_from_this(), device_,
+                                          capture_ ? std::optional(capture_->id) : std::nullopt);
+    entry.work = work;
+    for (nccl::StreamHandle each : launch.streams) {
+      work->event().record(each);
+      work->event().hold_back(stream());
+    }
+    {
+      const std::lock_guard calls(calls_mutex_);
+      enqueue();
+    }
+    work->event().record(stream());
+  } catch (const Error& thrown) {
+    error = make_error(thrown.kind(), pydist::join(entry.title(), " on rank ", rank(), " of ",
+                                                   size(), ": ", thrown.what()));
+  } catch (...) {
+    interruption = std::current_exception();
+    error =
+        make_error(ErrorKind::kAborted, pydist::join("rank ", rank(), " was interrupted in ",
+                                                     entry.title(), " (", kWhatInterrupts, ")."));
+  }
+  if (error == nullptr && capture_) {
+    has_captured_ = true;
+    close_journal(JournalState::kSucceeded);
+    work->finish();
+  } else if (error == nullptr) {
+    const std::lock_guard lock(mutex_);
+    if (failure_) {  // and so everything that was under way has been, or will be, given up
+      error = make_error(failure_->kind, failure_->message);
+    } else {
+      under_way_.push_back(std::move(entry));
+    }
+  }
+  if (error != nullptr && !capture_) {
+    has_broken_off_ = true;
+  }
+  mark.end();  // after that: an abort waits for it, and then asks
+  order.unlock();
+  if (error != nullptr) {
+    // Without the lock: the companion's callbacks may launch.
+    fail(error);
+    close_journal(JournalState::kFailed);
+    // The caller gets its buffers back, and some of it may be on the stream.
+    wait_until_quiet(Deadline::in(end_patience_));
+    if (interruption != nullptr) {
+      std::rethrow_exception(interruption);
+    }
+    std::rethrow_exception(failure());
+  }
+  if (watchdog_ != nullptr) {
+    watchdog_->wake();
+  }
+  return work;
+}
+
+// Until whoever is launching here has come to its end; but not for ever, since NCCL may not return.
+void NcclGroup::wait_for_launches() const noexcept {
+  const Deadline patience = Deadline::in(kLaunchPatience);
+  while (is_launching_ && !is_in_launch && !patience.has_passed()) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+// Where GPUs share an NVSwitch, NCCL reduces by multicast (NVLS). If the memory is registered, each
+// launch of that is a barrier of the host's ranks, on the host, which an abort does not end
+// (nvlsRegisterBuffer, as of NCCL 2.30). A launch must wait for nobody: ranks launch what they
+// have, in one order for each model, while others may wait for a collective of another group.
+bool NcclGroup::waits_on_registered_memory() const {
+  const char* const chosen = std::getenv("NCCL_NVLS_ENABLE");
+  const bool is_off = chosen != nullptr && std::string_view(chosen) == "0";
+  return !is_off && cuda::Driver::get().has_multicast(device_);
+}
+
+void* NcclGroup::register_memory(void* data, std::size_t bytes) {
+  if (waits_on_registered_memory()) {
+    return nullptr;
+  }
+  const std::lock_guard order(launch_mutex());
+  const LaunchMark mark(is_launching_);
+  if (has_failed_ || is_ended_) {
+    return nullptr;  // there may be no communicator any more
+  }
+  const std::lock_guard calls(calls_mutex_);
+  void* registration = nullptr;
+  const Result result = api_->functions().ncclCommRegister(comm_, data, bytes, &registration);
+  if (result == Result::kInProgress) {
+    poll_until_ready("ncclCommRegister", Deadline::in(end_patience_));
+  }
+  return result == Result::kSuccess || result == Result::kInProgress ? registration : nullptr;
+}
+
+// Once nothing is launched any more.
+void NcclGroup::free_scratch() noexcept {
+  if (scratch_ != nullptr && !is_launching_) {
+    FreedDeviceMemory::of_process().free_later(device_,
+                                               [memory = std::exchange(scratch_, nullptr)] {
+                                                 cuda::Driver::get().free(memory);
+                                                 return true;
+                                               });
+  }
+}
+
+bool NcclGroup::deregister(void* registration) noexcept {
+  if (has_ended_now()) {
+    return true;  // with the communicator, everything that it knew is forgotten
+  }
+  if (is_in_launch) {
+    return false;
+  }
+  // Another launch may take long, where it sets up connections.
+  const Deadline patience = Deadline::in(kLaunchPatience);
+  std::unique_lock order(launch_mutex(), std::defer_lock);
+  while (!order.try_lock()) {
+    if (patience.has_passed()) {
+      return false;
+    }
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  const LaunchMark mark(is_launching_);  // an abort waits for it
+  const std::lock_guard calls(calls_mutex_);
+  if (has_failed_ || is_closing_) {
+    return false;
+  }
+  static_cast<void>(api_->functions().ncclCommDeregister(comm_, registration));
+  return true;
+}
+
+bool NcclGroup::is_any_captured() { return GroupStreams::of_process().are_captured(); }
+
+void NcclGroup::free_now() {
+  FreedDeviceMemory& freed = FreedDeviceMemory::of_process();
+  if (freed.is_empty(device_) || (has_failed_ && !has_ended_now()) || is_any_captured() ||
+      cuda::is_thread_capturing(device_)) {
+    return;
+  }
+  drain(Deadline::in(end_patience_));
+  static_cast<void>(freed.free_now(device_));
+}
+
+}  // namespace pydist

@@ -1,0 +1,289 @@
+// One NCCL communicator with its stream, and what is under way on it.
+//
+// Note [Streams]
+// All collectives of a group run on one stream of its own, of the highest priority, in the order of
+// their launches. Such a launch
+//   1. makes the group's stream wait for what the caller's stream holds so far,
+//   2. puts the collective on the group's stream,
+//   3. records an event behind it.
+// The caller's stream waits for that event when somebody asks for the result
+// (Work::wait_on_stream), and the host never does. Buffers are kept alive by whoever submitted
+// until the work has finished: nothing here tells an allocator about streams.
+//
+// Note [How a group fails]
+// NCCL's kernels wait for their peers without limit, so a group is watched from outside
+// (nccl_watchdog.h): NCCL's own asynchronous errors, deadlines, and the health of `control`, a
+// group of the same ranks on a host backend, which knows of deaths and carries the news. NCCL often
+// notices first that a rank is gone, and cannot name it: so such an error of its own waits a while
+// for `control` to say who and why. The first error stays. It is told to `control`, so that the
+// peers stop too; then NCCL is aborted, on a thread of its own because that may hang
+// (NVIDIA/nccl#1013), and once that is over, or has taken too long, what was under way finishes
+// with the error. The process lives on.
+//
+// Note [How a group ends]
+// Whoever ends a group waits for its operations. To finalize NCCL's communicator (from NCCL 2.31
+// on) and to destroy it takes as long as its neighbours in the host go on, and so happens on a
+// thread that nobody but the end of the job waits for (late_ends.h), as does every abort. Ranks
+// that end a group together may wait for it, for a while (wait_for_end()).
+//
+// Whoever ends a group in order leaves `control` at once, too, with the number of its last
+// operation as a farewell (Absence::done). So a neighbour whose GPU is behind knows that the leaver
+// has done its whole part of what is still under way here, and lets that come to its end, for which
+// there is a deadline; whereas an operation with a greater number waits in vain, and fails soon,
+// with the leaver's name. To leave `control` only once NCCL's communicator is gone would tell one
+// from the other too late: an NCCL before 2.31 is gone before the neighbours have caught up, a
+// later one keeps whoever waits in vain from the news. All ranks launch alike, but for what they
+// record into graphs, which is not counted (turn_), so the numbers agree. A neighbour that is
+// behind by more than half of Options::end_patience is left alone nevertheless, by the leaver's
+// NCCL, which is then aborted.
+//
+// Thread safe. Launches of all groups of a process are ordered by one lock, since NCCL's kernels
+// must start in one order on all ranks.
+
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/op_kind.h"
+#include "communicator/communicator.h"
+#include "communicator/nccl/nccl_api.h"
+#include "communicator/work.h"
+#include "cuda/driver.h"
+#include "cuda/stream.h"
+#include "health/journal.h"
+
+namespace pydist {
+
+class NcclWatchdog;
+
+class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
+ public:
+  struct Options {
+    nccl::ApiPtr api;
+    // Of the same ranks; used for nothing else.
+    CommunicatorPtr control;
+    // Fails with this group, and this group with it; may be null.
+    CommunicatorPtr companion;
+    int device = 0;
+    // Where this process writes what it is in; null for nowhere.
+    std::shared_ptr<Journal> journal;
+    std::shared_ptr<NcclWatchdog> watchdog;
+    // How long NCCL may take to abort, or to end, before it is left to itself.
+    std::chrono::milliseconds end_patience{10'000};
+    // How long an error of NCCL's that a peer may be the reason for waits for its name.
+    std::chrono::milliseconds name_patience{3'000};
+  };
+
+  // Collective over `control`. Succeeds on every rank, or throws the same error on every rank.
+  [[nodiscard]] static std::shared_ptr<NcclGroup> join(Options options, Deadline deadline);
+  explicit NcclGroup(Options options);  // for join()
+  NcclGroup(const NcclGroup&) = delete;
+  NcclGroup& operator=(const NcclGroup&) = delete;
+  ~NcclGroup();
+
+  [[nodiscard]] int rank() const noexcept { return control_->rank(); }
+  [[nodiscard]] int size() const noexcept { return control_->size(); }
+  [[nodiscard]] int device() const noexcept { return device_; }
+  [[nodiscard]] const nccl::Api& api() const noexcept { return *api_; }
+  [[nodiscard]] Communicator& control() const noexcept { return *control_; }
+
+  struct Launch {
+    OpKind kind;
+    std::uint64_t bytes;
+    std::string label;
+    std::vector<nccl::StreamHandle> streams;  // the callers'
+    Deadline deadline;
+  };
+  // Puts on the stream what `enqueue` puts there, see Note [Streams]. An error of it fails the
+  // group, since the other ranks may have launched. What throws InvalidUsage before anything is
+  // enqueued belongs before the call.
+  [[nodiscard]] WorkPtr launch(Launch launch, const std::function<void()>& enqueue);
+
+  // -- for what enqueues, on the thread that launches
+  // Throws the group's error: there may be no communicator any more.
+  [[nodiscard]] nccl::CommHandle comm() const {
+    if (const std::exception_ptr error = failure()) {
+      std::rethrow_exception(error);
+    }
+    return comm_;
+  }
+  [[nodiscard]] nccl::StreamHandle stream() const noexcept { return stream_->get(); }
+  // Whether that capture holds the stream, and so goes on.
+  [[nodiscard]] bool is_captured_by(std::uint64_t capture) const {
+    const cuda::DeviceGuard guard(device_);
+    const std::optional<cuda::Capture> now = cuda::Driver::get().capture_of(stream());
+    return now && now->id == capture;
+  }
+  // Checks what NCCL has returned, and waits while it is setting up connections.
+  void check(nccl::Result result, const char* what);
+  // Calls of `body` become one launch.
+  void grouped(const std::function<void()>& body);
+  // Device memory for the time of one launch, reused by the next, and there since the group was
+  // joined: a rank that finds no room for it in the middle of a launch would fail all. Of its own
+  // for each CUDA graph, since a replay overlaps with other graphs and with launches. What takes
+  // more is done in pieces.
+  [[nodiscard]] std::byte* scratch();
+  static constexpr std::size_t kScratchBytes = std::size_t{16} << 20;
+
+  // Collective. Throws the same TransportError on every rank where any rank has a complaint;
+  // otherwise returns whether all of them said yes.
+  bool agree(const std::string& complaint, bool says_yes = true) {
+    return agree(*control_, complaint, says_yes);
+  }
+  static bool agree(Communicator& control, const std::string& complaint, bool says_yes = true);
+  // Collective. The first rank that has a complaint, and what it is; nothing where none has.
+  struct Complaint {
+    int rank;
+    std::string text;
+  };
+  static std::optional<Complaint> first_complaint(Communicator& control,
+                                                  const std::string& complaint);
+  // Makes memory known to NCCL; null where it does not want to know it.
+  [[nodiscard]] void* register_memory(void* data, std::size_t bytes);
+  // Takes that back. False while that cannot be done: what is registered must not be freed.
+  [[nodiscard]] bool deregister(void* registration) noexcept;
+
+  // Frees what this process has let go of on the device (freed_device_memory.h); keeps it where a
+  // group is busy there for longer, or a capture that somebody knows of is under way.
+  void free_now();
+  // Whether a launch of any group of this process is part of a capture that is under way.
+  [[nodiscard]] static bool is_any_captured();
+
+  // -- health
+  [[nodiscard]] std::exception_ptr failure() const;
+  void fail(const std::exception_ptr& error) noexcept;
+  // Note [Two threads that look]
+  // Whether an operation has finished, only the driver knows, and it may keep whoever asks waiting
+  // for as long as one hangs: where another thread frees memory meanwhile, say. So one thread asks
+  // it, and another, which asks it nothing, looks for what is wrong and ends the group. Both return
+  // when to look again; the maximum for never, unless something is launched.
+  std::chrono::milliseconds settle() noexcept;
+  std::chrono::milliseconds watch() noexcept;
+  // Returns once what is under way has finished, or `deadline` has passed.
+  void drain(Deadline deadline);
+  // Waits for what is under way; fails the group where that takes too long. See Note [How a group
+  // ends]. Idempotent.
+  void end() noexcept;
+  // After end(): until NCCL's communicator has ended, too; `deadline` at most, and not where
+  // captures hold that up. On all ranks at about the same time, as NCCL waits for the neighbours.
+  void wait_for_end(Deadline deadline) const noexcept;
+
+ private:
+  // How long an operation may go on after a rank has died, or has left that took no part in it: the
+  // others' own news of why may be on its way.
+  static constexpr std::chrono::milliseconds kVainPatience{500};
+
+  class LaunchedWork;
+  struct GraphScratch;
+  struct UnderWay {
+    std::shared_ptr<LaunchedWork> work;
+    Deadline deadline;
+    OpKind kind;
+    std::uint64_t sequence;
+    std::uint64_t turn;
+    std::string label;
+    Journal::Ticket ticket;
+
+    [[nodiscard]] std::string title() const;
+  };
+
+  void connect(Deadline deadline);
+  void poll_until_ready(const char* what, Deadline deadline,
+                        std::chrono::microseconds longest_pause = std::chrono::microseconds(200));
+  void find_capture(const Launch& launch);
+  [[nodiscard]] bool waits_on_registered_memory() const;
+  // Throws what NCCL has returned, or the loss of the peer that explains it.
+  [[noreturn]] void throw_failure(nccl::Result result, const char* what);
+  // Where every rank is, as far as is known: sentences that follow others.
+  [[nodiscard]] std::string places() const;
+  void settle_done();
+  [[nodiscard]] bool is_under_way() const;
+  // Once an abort has begun, what is under way is over as soon as its stream is idle: NCCL itself
+  // may not return before the graphs that hold its operations are gone.
+  [[nodiscard]] bool has_been_aborted() const;
+  // Whether the driver's word has been waited for, so that what has finished counts as that. Under
+  // the lock.
+  [[nodiscard]] bool has_word();
+  void wait_for_launches() const noexcept;
+  void allocate_scratch();
+  [[nodiscard]] std::byte* scratch_of_graph();
+  void free_scratch() noexcept;
+  // Whether what was replayed has come to its end; watches meanwhile.
+  [[nodiscard]] bool finish_replays(Deadline deadline);
+  void wait_for_captures() noexcept;
+  void end_communicator();
+  void abort_communicator();
+  void finish_all() noexcept;
+  // Whether it is the caller who ends NCCL's communicator, in whichever way: it ends once. Under
+  // the lock, in which a failure comes up: others may rely on the end as soon as they see it.
+  [[nodiscard]] bool begin_end();
+  // Runs `end` on a thread of its own, and what is under way finishes afterwards.
+  void end_on_thread(std::function<void()> end) noexcept;
+  // Until nothing of a group that is ended is on its stream any more. Returns at once where the end
+  // waits for captures, for it does so only then.
+  void wait_until_quiet(Deadline deadline) noexcept;
+  [[nodiscard]] bool has_ended_now() const;
+  [[nodiscard]] std::exception_ptr failure_of_others() const;
+  [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
+                                              const std::optional<Absence>& absence);
+  [[nodiscard]] std::exception_ptr timeout_of(const UnderWay& late) const;
+
+  const nccl::ApiPtr api_;
+  const CommunicatorPtr control_;
+  const CommunicatorPtr companion_;
+  const int device_;
+  const std::shared_ptr<Journal> journal_;
+  const std::uint64_t fingerprint_;
+  const std::shared_ptr<NcclWatchdog> watchdog_;
+  const std::chrono::milliseconds end_patience_;
+  const std::chrono::milliseconds name_patience_;
+  std::shared_ptr<const cuda::OwnedStream> stream_;
+  nccl::CommHandle comm_ = nullptr;
+  std::byte* scratch_ = nullptr;                  // from joining on, until the end
+  std::optional<cuda::Capture> capture_;          // by the launching thread
+  Deadline launching_until_ = Deadline::never();  // by the launching thread
+  std::mutex calls_mutex_;   // NCCL's functions, but for the question of errors
+  std::mutex settle_mutex_;  // for whoever asks events; before mutex_
+
+  mutable std::mutex mutex_;
+  std::deque<UnderWay> under_way_;  // guarded by mutex_; in order
+  std::deque<UnderWay> given_up_;   // guarded by mutex_
+  std::uint64_t sequence_ = 0;      // guarded by mutex_
+  // Of those, the ones that were not captured: the number of one in which all ranks take part when
+  // it is launched, whatever they have recorded. And that of the one that is being launched.
+  std::uint64_t turn_ = 0;            // guarded by mutex_
+  std::uint64_t launching_turn_ = 0;  // guarded by mutex_
+  // Guarded by mutex_. Everybody gets an exception of its own: one is not to be shared by threads.
+  std::optional<ErrorDescription> failure_;
+  std::map<std::uint64_t, std::byte*> graph_scratch_;  // guarded by mutex_; by capture
+  std::optional<Deadline> ending_;         // guarded by mutex_; when the end under way is given up
+  std::optional<Deadline> vain_until_;     // guarded by mutex_; once a rank has died or left
+  std::optional<Deadline> name_until_;     // guarded by mutex_; once NCCL has failed
+  std::optional<Deadline> word_until_;     // guarded by mutex_; once something is wrong
+  std::uint64_t word_after_ = 0;           // guarded by mutex_; of the times that events were asked
+  std::atomic<std::uint64_t> settled_{0};  // times that events were asked
+  std::atomic<bool> is_aborting_{false};
+  std::atomic<bool> is_held_back_{false};    // the end has nothing to free, and waits for captures
+  std::atomic<bool> has_broken_off_{false};  // a launch of which a part may be on the stream
+  bool has_ended_ = false;                   // guarded by mutex_; NCCL's communicator
+  std::atomic<bool> is_launching_{false};
+  std::atomic<bool> is_closing_{false};    // NCCL's communicator ends, or has ended
+  std::atomic<bool> has_captured_{false};  // something that replays, unseen
+  std::atomic<bool> is_joined_{false};     // before that, the companion goes on without NCCL
+  std::atomic<bool> has_failed_{false};
+  std::atomic<bool> is_ended_{false};
+};
+
+}  // namespace pydist

@@ -1,0 +1,349 @@
+// How an NCCL group fails and ends; see Note [How a group fails] in nccl_group.h.
+
+#include <atomic>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fork.h"
+#include "base/log.h"
+#include "communicator/nccl/late_ends.h"
+#include "communicator/nccl/nccl_group.h"
+#include "communicator/nccl/nccl_launched_work.h"
+#include "communicator/nccl/nccl_watchdog.h"
+
+namespace pydist {
+namespace {
+
+using nccl::Result;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+// How long the end of a communicator waits for captures, in Options::end_patience.
+constexpr int kCapturePatience = 6;
+
+}  // namespace
+
+std::exception_ptr NcclGroup::failure() const {
+  if (!has_failed_) {
+    return nullptr;
+  }
+  const std::lock_guard lock(mutex_);
+  return make_error(failure_->kind, failure_->message);
+}
+
+void NcclGroup::fail(const std::exception_ptr& error) noexcept {
+  if (in_forked_child()) {
+    return;
+  }
+  bool is_unheard = false;
+  bool has_to_abort = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_) {
+      return;
+    }
+    failure_ = describe(error);
+    has_failed_ = true;
+    is_unheard = has_captured_ || !under_way_.empty();
+    has_to_abort = begin_end();
+  }
+  const auto [kind, what] = describe(error);
+  if (is_unheard) {
+    // Streams go on with what is worth nothing, and the host may not ask for long.
+    log_line(LogLevel::kError,
+             pydist::join(what, " What the GPU computes from here on is worth nothing."));
+  }
+  const auto tell = [reason = Error(kind, what)](Communicator& group) {
+    try {
+      group.abort(reason);
+    } catch (const std::exception& other) {
+      log_line(LogLevel::kError, other.what());
+    }
+  };
+  tell(*control_);
+  if (has_to_abort) {
+    end_on_thread([this] { abort_communicator(); });
+  }
+  // Last: whoever is called back may wait for what NCCL has under way.
+  if (companion_ != nullptr && is_joined_) {
+    tell(*companion_);
+  }
+}
+
+// To end a communicator NCCL waits for streams and frees memory, on threads of its own: no capture
+// in global mode survives that, and nothing that the calling thread sets keeps it from that. Where
+// nothing of the group is on the GPU, nobody waits for its end but shutdown(), and the same threads
+// of the peers, all of which have deadlines of their own. So it waits for captures, whose time is
+// that of the host's part of a step: seconds. Not for ever: one that nobody ends would keep the
+// memory.
+void NcclGroup::wait_for_captures() noexcept {
+  const Deadline deadline = Deadline::in(kCapturePatience * end_patience_);
+  try {
+    while (is_any_captured() && !deadline.has_passed()) {
+      is_held_back_ = true;
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  } catch (const std::exception& error) {  // CUDA itself has failed, and no capture goes on
+    log_line(LogLevel::kError, error.what());
+  }
+  is_held_back_ = false;
+}
+
+void NcclGroup::abort_communicator() {
+  wait_for_launches();
+  if (comm_ == nullptr) {
+    return;
+  }
+  // An abort that has to free somebody goes on at once. The driver is not asked, which may not
+  // answer before that.
+  if (!is_launching_ && !is_under_way() && !has_broken_off_) {
+    wait_for_captures();
+  }
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  is_aborting_ = true;
+  static_cast<void>(api_->functions().ncclCommAbort(comm_));
+  // The kernels have been told to end; whoever waits gets back the buffers that they use.
+  // A capture would not survive the question, and nothing of it runs.
+  const Deadline patience = Deadline::in(end_patience_ / 2);
+  while (!cuda::Driver::get().is_capturing(stream()) && !cuda::Driver::get().is_idle(stream()) &&
+         !patience.has_passed()) {
+    std::this_thread::sleep_for(microseconds(100));
+  }
+}
+
+bool NcclGroup::begin_end() {
+  if (ending_) {
+    return false;
+  }
+  ending_ = Deadline::in(end_patience_);
+  return true;
+}
+
+void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
+  const std::lock_guard lock(mutex_);
+  std::string complaint = pydist::join("NCCL's communicator of group '", control_->name(),
+                                       "' does not end; it is left to itself.");
+  if (has_captured_) {
+    complaint +=
+        " It waits for the CUDA graphs that hold its operations: drop them before shutdown().";
+  }
+  try {
+    auto run = [self = shared_from_this(), end = std::move(end)] {
+      try {
+        end();
+      } catch (const std::exception& error) {
+        log_line(LogLevel::kError, error.what());
+      }
+      {
+        const std::lock_guard lock(self->mutex_);
+        self->has_ended_ = true;
+      }
+      self->finish_all();
+      self->free_scratch();
+    };
+    LateEnds::of_process().start("pydist-nccl-end", std::move(run), *ending_, std::move(complaint));
+  } catch (const std::exception& error) {  // no thread to be had, or nobody holds the group
+    log_line(LogLevel::kError, pydist::join("NCCL's communicator of group '", control_->name(),
+                                            "' is left to itself: ", error.what()));
+    ending_ = Deadline::in(milliseconds::zero());
+  }
+  if (watchdog_ != nullptr) {
+    watchdog_->wake();
+  }
+}
+
+bool NcclGroup::has_ended_now() const {
+  const std::lock_guard lock(mutex_);
+  return has_ended_;
+}
+
+bool NcclGroup::is_under_way() const {
+  const std::lock_guard lock(mutex_);
+  return !under_way_.empty();
+}
+
+bool NcclGroup::has_been_aborted() const {
+  if (!is_aborting_) {
+    return false;
+  }
+  // A capture would not survive the question.
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  const cuda::Driver& driver = cuda::Driver::get();
+  return !driver.is_capturing(stream()) && driver.is_idle(stream());
+}
+
+void NcclGroup::wait_until_quiet(Deadline deadline) noexcept {
+  bool can_ask = true;
+  while (!has_ended_now() && !is_held_back_ && !deadline.has_passed()) {
+    try {
+      if (can_ask && has_been_aborted()) {
+        return;
+      }
+    } catch (const std::exception&) {
+      can_ask = false;  // CUDA itself has failed
+    }
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+void NcclGroup::wait_for_end(Deadline deadline) const noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    deadline = deadline.earlier_of(ending_.value_or(Deadline::in(milliseconds::zero())));
+  }
+  while (!has_ended_now() && !is_held_back_ && !deadline.has_passed()) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+void NcclGroup::finish_all() noexcept {
+  std::deque<UnderWay> all;
+  {
+    const std::lock_guard lock(mutex_);
+    all.swap(under_way_);
+  }
+  for (const UnderWay& each : all) {
+    if (journal_ != nullptr) {
+      journal_->finish(each.ticket, JournalState::kFailed);
+    }
+    each.work->finish(failure());
+  }
+  // Their waiters may be looking at the errors; the last to go lets go of them.
+  const std::lock_guard lock(mutex_);
+  std::move(all.begin(), all.end(), std::back_inserter(given_up_));
+}
+
+void NcclGroup::drain(Deadline deadline) {
+  while (true) {
+    std::shared_ptr<LaunchedWork> last;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!under_way_.empty()) {
+        last = under_way_.back().work;
+      }
+    }
+    if (last == nullptr || deadline.has_passed()) {
+      return;
+    }
+    last->wait_quietly(deadline);
+  }
+}
+
+// Replays run on the callers' streams, so only the whole device tells: no capture on another thread
+// survives it. It is asked on a thread of its own: that takes as long as a replay hangs.
+bool NcclGroup::finish_replays(Deadline deadline) {
+  while (is_any_captured()) {
+    if (deadline.has_passed()) {
+      return true;  // it cannot be known
+    }
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  const auto is_over = std::make_shared<std::atomic<bool>>(false);
+  const auto ask = [device = device_, is_over] {
+    try {
+      const cuda::DeviceGuard guard(device);
+      cuda::Driver::get().synchronize();
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());
+    }
+    *is_over = true;
+  };
+  LateEnds::of_process().start("pydist-nccl-syn", ask, deadline, "");
+  while (!*is_over && failure() == nullptr && !deadline.has_passed()) {
+    settle();
+    watch();
+    std::this_thread::sleep_for(microseconds(200));
+  }
+  return *is_over;
+}
+
+// Ends NCCL's communicator in good order, or aborts it where that does not come to an end.
+void NcclGroup::end_communicator() {
+  wait_for_captures();
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  {
+    const std::lock_guard calls(calls_mutex_);
+    is_closing_ = true;
+  }
+  const nccl::Functions& nccl = api_->functions();
+  const Deadline patience = Deadline::in(end_patience_ / 2);
+  Result state = nccl.ncclCommFinalize(comm_);
+  while (state == Result::kInProgress && !patience.has_passed()) {
+    std::this_thread::sleep_for(microseconds(200));
+    const Result asked = nccl.ncclCommGetAsyncError(comm_, &state);
+    if (asked != Result::kSuccess) {
+      state = asked;
+    }
+  }
+  // One that has failed, or is busy, cannot be destroyed.
+  if (state == Result::kSuccess) {
+    static_cast<void>(nccl.ncclCommDestroy(comm_));
+  } else {
+    is_aborting_ = true;
+    static_cast<void>(nccl.ncclCommAbort(comm_));
+  }
+}
+
+void NcclGroup::end() noexcept {
+  if (is_ended_.exchange(true)) {
+    return;
+  }
+  const Deadline deadline = Deadline::in(end_patience_);
+  // In this order: what is launched is under way before its launch is over.
+  const auto is_quiet = [this] { return !is_launching_ && !is_under_way(); };
+  while (!is_quiet() && failure() == nullptr && !deadline.has_passed()) {
+    settle();
+    watch();
+    std::this_thread::sleep_for(microseconds(200));
+  }
+  const auto give_up = [this](const char* what) {
+    fail(make_error(ErrorKind::kAborted,
+                    pydist::join("The group '", control_->name(), "' was shut down on rank ",
+                                 rank(), " while ", what, " was under way.")));
+  };
+  if (!is_quiet()) {
+    give_up("an operation");
+  }
+  if (has_captured_ && failure() == nullptr) {
+    try {
+      if (!finish_replays(deadline)) {
+        give_up("a CUDA graph with its operations");
+      }
+    } catch (const std::exception& error) {  // no thread to be had
+      log_line(LogLevel::kError, error.what());
+    }
+  }
+  bool is_in_order = false;
+  std::optional<Deadline> aborted_by;
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_) {
+      aborted_by = ending_;  // by whoever told of the failure, or is about to
+    } else {
+      is_in_order = comm_ != nullptr && !weak_from_this().expired() && begin_end();
+    }
+  }
+  if (is_in_order) {
+    end_on_thread([this] { end_communicator(); });
+  } else if (aborted_by) {
+    wait_until_quiet(*aborted_by);
+  }
+  finish_all();
+  has_captured_ = false;  // nobody asks for faults any more
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failure_) {
+      control_->set_farewell(turn_);
+    }
+  }
+  control_->shutdown();
+}
+
+}  // namespace pydist

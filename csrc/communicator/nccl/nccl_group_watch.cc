@@ -1,0 +1,231 @@
+// How an NCCL group is watched: what has finished, and what is wrong; see Note [Two threads that
+// look] in nccl_group.h.
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "base/fork.h"
+#include "base/log.h"
+#include "communicator/nccl/nccl_group.h"
+#include "communicator/nccl/nccl_launched_work.h"
+
+namespace pydist {
+namespace {
+
+using nccl::Result;
+using std::chrono::milliseconds;
+
+// How long what is wrong waits for the driver to say what has finished.
+constexpr milliseconds kWordPatience{100};
+
+constexpr milliseconds kIdle = milliseconds::max();
+
+// How late an end is noticed, and so how long buffers are kept that nobody has waited for; and how
+// late a failure is, where only graphs are replayed.
+constexpr milliseconds kWatchInterval{2};
+constexpr milliseconds kReplayInterval{50};
+
+}  // namespace
+
+void NcclGroup::settle_done() {
+  // One thread at a time asks, and without the lock of the group: the driver may keep it waiting,
+  // for as long as an operation hangs, and the others have to be able to end that.
+  std::unique_lock settling(settle_mutex_, std::try_to_lock);
+  if (!settling.owns_lock()) {
+    return;
+  }
+  std::vector<UnderWay> done;
+  std::vector<Work::Notice> notices;
+  std::exception_ptr broken;
+  try {
+    while (true) {
+      std::shared_ptr<LaunchedWork> first;
+      {
+        const std::lock_guard lock(mutex_);
+        if (failure_ || under_way_.empty()) {
+          break;
+        }
+        first = under_way_.front().work;
+      }
+      if (!first->event().is_done()) {
+        break;
+      }
+      const std::lock_guard lock(mutex_);
+      if (failure_ || under_way_.empty()) {
+        break;  // whoever ends the group finishes it
+      }
+      done.push_back(std::move(under_way_.front()));
+      under_way_.pop_front();
+    }
+    ++settled_;
+  } catch (...) {
+    broken = std::current_exception();  // of CUDA, sticky; those before it have come to their end
+  }
+  for (const UnderWay& each : done) {
+    if (journal_ != nullptr) {
+      journal_->finish(each.ticket, JournalState::kSucceeded);
+    }
+    notices.push_back(each.work->settle(nullptr));
+  }
+  settling.unlock();
+  for (const Work::Notice& notice : notices) {
+    notice.deliver();
+  }
+  if (broken != nullptr) {
+    std::rethrow_exception(broken);
+  }
+}
+
+std::exception_ptr NcclGroup::failure_of_others() const {
+  if (std::exception_ptr error = control_->failure()) {
+    return error;
+  }
+  return companion_ == nullptr ? nullptr : companion_->failure();
+}
+
+std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
+  return make_error(ErrorKind::kTimeout,
+                    pydist::join(late.title(), " on rank ", rank(), " of ", size(), " of group '",
+                                 control_->name(), "' did not finish on the GPU in time."));
+}
+
+std::chrono::milliseconds NcclGroup::settle() noexcept {
+  if (in_forked_child()) {
+    return kIdle;
+  }
+  try {
+    const cuda::DeviceGuard guard(device_);
+    const cuda::RelaxedCapture relaxed;
+    settle_done();
+    if (is_under_way() && has_been_aborted()) {
+      finish_all();
+    }
+  } catch (...) {
+    // CUDA itself: an illegal address, a lost device.
+    fail(std::current_exception());
+  }
+  return is_under_way() ? kWatchInterval : kIdle;
+}
+
+bool NcclGroup::has_word() {
+  if (under_way_.empty()) {
+    return true;
+  }
+  if (!word_until_) {
+    word_until_ = Deadline::in(kWordPatience);
+    word_after_ = settled_ + 2;  // the next may be under way
+  }
+  return settled_ >= word_after_ || word_until_->has_passed();
+}
+
+std::chrono::milliseconds NcclGroup::watch() noexcept {
+  if (in_forked_child()) {
+    return kIdle;
+  }
+  try {
+    bool is_late = false;
+    {
+      std::unique_lock lock(mutex_);
+      if (ending_) {
+        if (!under_way_.empty() && ending_->has_passed()) {
+          lock.unlock();
+          log_line(LogLevel::kError, pydist::join("NCCL did not abort group '", control_->name(),
+                                                  "' in time; it is left to itself."));
+          finish_all();
+          return kIdle;
+        }
+        return under_way_.empty() ? kIdle : kWatchInterval;
+      }
+      // A graph may be replayed at any time.
+      if (under_way_.empty() && !has_captured_) {
+        return kIdle;
+      }
+      is_late = std::any_of(under_way_.begin(), under_way_.end(),
+                            [](const UnderWay& each) { return each.deadline.has_passed(); });
+    }
+    // Without the lock: others may have to wait for the answers.
+    const std::exception_ptr told = failure_of_others();
+    const std::optional<Absence> absence = control_->absence();
+    std::exception_ptr error;
+    milliseconds pause = kWatchInterval;
+    {
+      const std::lock_guard lock(mutex_);
+      if (ending_) {
+        return kWatchInterval;
+      }
+      pause = under_way_.empty() ? kReplayInterval : kWatchInterval;
+      error = find_fault(told, absence);
+      if (error == nullptr && is_late && !under_way_.empty()) {
+        error = timeout_of(under_way_.front());
+      }
+      if (error == nullptr) {
+        word_until_.reset();
+      } else if (!has_word()) {
+        return kWatchInterval;
+      }
+    }
+    if (error != nullptr) {
+      // Where the others are, of a time-out that is this rank's own news.
+      if (const auto [kind, what] = describe(error); kind == ErrorKind::kTimeout && error != told) {
+        error = make_error(kind, what + places());
+      }
+      fail(error);
+    }
+    return pause;
+  } catch (...) {
+    fail(std::current_exception());
+    return kWatchInterval;
+  }
+}
+
+// What is wrong, under the lock; null if nothing.
+std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told,
+                                         const std::optional<Absence>& absence) {
+  const std::string title =
+      under_way_.empty() ? std::string("a collective of a CUDA graph") : under_way_.front().title();
+  const auto says = [&](const std::string& what) {
+    return pydist::join(title, " on rank ", rank(), " of ", size(), " of group '", control_->name(),
+                        "' failed: ", what);
+  };
+  Result state = Result::kSuccess;
+  if (const std::unique_lock calls(calls_mutex_, std::try_to_lock); calls.owns_lock()) {
+    const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
+    if (asked != Result::kSuccess) {
+      state = asked;
+    }
+  }
+  // Whoever is gone explains what NCCL says, and has a name. Who has left in order does no harm to
+  // what it did its part of, nor to what was replayed before.
+  const bool is_vain = absence && (under_way_.empty() ? !absence->is_orderly
+                                                      : absence->lacks(under_way_.front().turn) ||
+                                                            may_be_of_a_peer(state));
+  if (!is_vain) {
+    vain_until_.reset();
+  } else if (!vain_until_) {
+    vain_until_ = Deadline::in(kVainPatience);
+  }
+  if (is_vain && vain_until_->has_passed()) {
+    return make_error(ErrorKind::kPeerLost, says(absence->what + "."));
+  }
+  if (told != nullptr) {
+    return told;
+  }
+  if (state == Result::kSuccess || state == Result::kInProgress) {
+    name_until_.reset();
+    return nullptr;
+  }
+  if (!name_until_) {
+    name_until_ = Deadline::in(may_be_of_a_peer(state) ? name_patience_ : milliseconds::zero());
+    if (!under_way_.empty()) {
+      name_until_ = name_until_->earlier_of(under_way_.front().deadline);
+    }
+  }
+  return !is_vain && name_until_->has_passed() ? api_->error_of(state, says("a collective"), comm_)
+                                               : nullptr;
+}
+
+}  // namespace pydist

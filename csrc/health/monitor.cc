@@ -1,0 +1,156 @@
+#include "health/monitor.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cmath>
+#include <csignal>
+#include <utility>
+
+#include "base/engine_thread.h"
+#include "base/error.h"
+#include "base/log.h"
+
+namespace pydist {
+namespace {
+
+constexpr std::chrono::milliseconds kHeartbeatInterval{250};
+
+FileDescriptor open_pidfd(pid_t pid) {
+  return FileDescriptor(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+}
+
+}  // namespace
+
+Monitor::Monitor(ProcessPage& own_page, std::chrono::milliseconds heartbeat_warning)
+    : own_page_(own_page),
+      heartbeat_warning_(heartbeat_warning),
+      wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!wake_fd_) {
+    throw system_error("Cannot create an eventfd", errno);
+  }
+  own_page_.heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed);
+  thread_ = start_engine_thread("pydist-monitor", [this] { run(); });
+}
+
+Monitor::~Monitor() {
+  stopping_.store(true, std::memory_order_relaxed);
+  if (birth_.is_inherited()) {
+    thread_.detach();  // it does not exist here
+    return;
+  }
+  wake();
+  thread_.join();
+}
+
+void Monitor::watch_readable(int fd, std::function<void()> callback) {
+  {
+    const std::lock_guard lock(mutex_);
+    readables_.push_back({fd, std::move(callback)});
+  }
+  wake();
+}
+
+void Monitor::watch_peer(pid_t pid, Peer peer) {
+  auto watched = std::make_shared<WatchedPeer>();
+  watched->peer = std::move(peer);
+  if (pid > 0) {
+    watched->pidfd = open_pidfd(pid);
+    watched->was_gone = !watched->pidfd && errno == ESRCH;
+    if (!watched->pidfd && !watched->was_gone) {
+      log_line(LogLevel::kWarning,
+               join("cannot watch ", watched->peer.description, " for its death (errno ", errno,
+                    "); it is watched by its heartbeat alone."));
+    }
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    peers_.push_back(std::move(watched));
+  }
+  wake();
+}
+
+void Monitor::wake() {
+  const std::uint64_t one = 1;
+  // A full counter has woken the thread already.
+  [[maybe_unused]] const auto written = ::write(wake_fd_.get(), &one, sizeof one);
+}
+
+void Monitor::run() {
+  while (!stopping_.load(std::memory_order_relaxed)) {
+    own_page_.heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed);
+    std::vector<pollfd> waits{{wake_fd_.get(), POLLIN, 0}};
+    std::vector<Readable> readables;
+    std::vector<std::shared_ptr<WatchedPeer>> watched;
+    std::vector<std::shared_ptr<WatchedPeer>> gone;
+    {
+      const std::lock_guard lock(mutex_);
+      readables = readables_;
+      for (const auto& peer : peers_) {
+        if (!peer->is_dead && (peer->pidfd || peer->was_gone)) {
+          (peer->was_gone ? gone : watched).push_back(peer);
+        }
+      }
+    }
+    for (const Readable& readable : readables) {
+      waits.push_back({readable.fd, POLLIN, 0});
+    }
+    for (const auto& peer : watched) {
+      waits.push_back({peer->pidfd.get(), POLLIN, 0});
+    }
+    ::poll(waits.data(), waits.size(), static_cast<int>(kHeartbeatInterval.count()));
+    if (waits[0].revents != 0) {
+      std::uint64_t count = 0;
+      [[maybe_unused]] const auto got = ::read(wake_fd_.get(), &count, sizeof count);
+    }
+    try {
+      for (std::size_t i = 0; i < readables.size(); ++i) {
+        if (waits[1 + i].revents != 0) {
+          readables[i].callback();
+        }
+      }
+      for (std::size_t i = 0; i < watched.size(); ++i) {
+        if (waits[1 + readables.size() + i].revents != 0) {
+          report_death(*watched[i]);
+        }
+      }
+      for (const auto& peer : gone) {
+        report_death(*peer);
+      }
+      check_heartbeats();
+    } catch (const std::exception& error) {
+      // Nothing that goes wrong here may end the process.
+      log_line(LogLevel::kError, join("the monitor thread met an error: ", error.what()));
+    }
+  }
+}
+
+void Monitor::report_death(WatchedPeer& watched) {
+  watched.is_dead = true;
+  watched.peer.on_death();
+}
+
+void Monitor::check_heartbeats() {
+  const std::lock_guard lock(mutex_);
+  const std::int64_t now = monotonic_ns();
+  const std::int64_t limit = std::chrono::nanoseconds(heartbeat_warning_).count();
+  for (const auto& watched : peers_) {
+    const Peer& peer = watched->peer;
+    if (watched->is_dead || peer.page->has_departed.load(std::memory_order_relaxed) != 0) {
+      continue;
+    }
+    const std::int64_t age = now - peer.page->heartbeat_ns.load(std::memory_order_relaxed);
+    if (age > limit && !watched->is_warned) {
+      log_line(LogLevel::kWarning,
+               join(peer.description, " has shown no sign of life for ",
+                    std::round(static_cast<double>(age) * 1e-8) / 10.0,
+                    " s: it is stopped, swapped out or starved of processor time."));
+    }
+    watched->is_warned = age > limit;
+  }
+}
+
+}  // namespace pydist

@@ -1,0 +1,147 @@
+#include "kernels/cpu/instruction_set.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include <string>
+
+#include "base/env.h"
+#include "base/error.h"
+
+namespace pydist {
+namespace kernels {
+namespace {
+
+// The slowest first.
+constexpr KernelSet kCompiledSets[] = {
+    {InstructionSet::kPortable, reduce_portable, copy_streaming_portable, widen_portable,
+     narrow_portable, adam_step_portable, sgd_step_portable, step_traffic_portable},
+#if defined(__x86_64__)
+    {InstructionSet::kAvx2, reduce_avx2, copy_streaming_avx2, widen_avx2, narrow_avx2,
+     adam_step_avx2, sgd_step_avx2, step_traffic_avx2},
+    {InstructionSet::kAvx512, reduce_avx512, copy_streaming_avx512, widen_avx512, narrow_avx512,
+     adam_step_avx512, sgd_step_avx512, step_traffic_avx512},
+#elif defined(__aarch64__)
+    {InstructionSet::kNeon, reduce_neon, copy_streaming_neon, widen_neon, narrow_neon,
+     adam_step_neon, sgd_step_neon, step_traffic_neon},
+#endif
+};
+
+#if defined(__x86_64__)
+// clang before 16 does not know this feature's name; "avx2" speaks for the operating system.
+bool has_f16c() noexcept {
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  return __get_cpuid(/*leaf=*/1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
+// Asks for the support of the operating system as well: it must save the wide registers.
+bool processor_has(InstructionSet set) noexcept {
+  switch (set) {
+    case InstructionSet::kPortable:
+      return true;
+    case InstructionSet::kAvx2:
+#if defined(__x86_64__)
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+#else
+      return false;
+#endif
+    case InstructionSet::kAvx512:
+#if defined(__x86_64__)
+      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+      return false;
+#endif
+    case InstructionSet::kNeon:
+#if defined(__aarch64__)
+      return true;
+#else
+      return false;
+#endif
+  }
+  return false;
+}
+
+std::string names_of_compiled_sets() {
+  std::string names;
+  for (const KernelSet& compiled : kCompiledSets) {
+    names += names.empty() ? "" : ", ";
+    names += to_string(compiled.set);
+  }
+  return names;
+}
+
+// The last set of kCompiledSets that PYDIST_CPU_ISA permits.
+InstructionSet cap() {
+  const std::string value = Environment::read().cpu_isa;
+  if (value.empty()) {
+    return std::end(kCompiledSets)[-1].set;
+  }
+  for (const KernelSet& compiled : kCompiledSets) {
+    if (value == to_string(compiled.set)) {
+      return compiled.set;
+    }
+  }
+  throw InvalidUsage(join("PYDIST_CPU_ISA=", value, ": no kernels of that name on this kind of ",
+                          "processor; valid here: ", names_of_compiled_sets(),
+                          ", or leave it unset for the fastest"));
+}
+
+}  // namespace
+
+const KernelSet& kernel_set(InstructionSet set) {
+  for (const KernelSet& compiled : kCompiledSets) {
+    if (compiled.set == set) {
+      if (processor_has(set)) {
+        return compiled;
+      }
+      break;
+    }
+  }
+  throw InvalidUsage(join("the ", to_string(set), " kernels cannot run here: this processor or ",
+                          "operating system lacks them; see usable_instruction_sets()"));
+}
+
+const KernelSet& chosen_kernel_set() {
+  static const KernelSet& chosen = kernel_set(usable_instruction_sets().back());
+  return chosen;
+}
+
+}  // namespace kernels
+
+std::string_view to_string(InstructionSet set) noexcept {
+  switch (set) {
+    case InstructionSet::kPortable:
+      return "portable";
+    case InstructionSet::kAvx2:
+      return "avx2";
+    case InstructionSet::kAvx512:
+      return "avx512";
+    case InstructionSet::kNeon:
+      return "neon";
+  }
+  return "unknown instruction set";
+}
+
+std::vector<InstructionSet> usable_instruction_sets() {
+  const InstructionSet last = kernels::cap();
+  std::vector<InstructionSet> usable;
+  for (const kernels::KernelSet& compiled : kernels::kCompiledSets) {
+    if (kernels::processor_has(compiled.set)) {
+      usable.push_back(compiled.set);
+    }
+    if (compiled.set == last) {
+      break;
+    }
+  }
+  return usable;
+}
+
+InstructionSet chosen_instruction_set() { return kernels::chosen_kernel_set().set; }
+
+}  // namespace pydist

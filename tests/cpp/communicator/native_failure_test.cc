@@ -1,0 +1,611 @@
+// How the native engine fails: on every rank, by name, in time, and before anybody's data is
+// touched. Ranks are threads here; communicator/native_processes_test.cc kills and stops real
+// processes.
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "collective_case.h"
+#include "communicator/native/native_communicator.h"
+#include "ranks.h"
+
+namespace pydist::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr milliseconds kAtOnce{1000 * kSlowdown};
+
+// -- ranks that disagree --------------------------------------------------------------------------
+
+// What rank 1 calls otherwise than the rest.
+struct Disagreement {
+  std::string name;
+  Case usual;
+  Case other;
+  std::string usual_words;  // in the message, on every rank
+  std::string other_words;
+};
+
+Case plain(OpKind kind, DType dtype, std::vector<std::size_t> counts) {
+  Case what;
+  what.kind = kind;
+  what.dtype = dtype;
+  what.counts = std::move(counts);
+  what.is_flat = false;
+  what.seed = 31;
+  return what;
+}
+
+Case with_op(Case what, ReduceOp op) {
+  what.op = op;
+  return what;
+}
+
+Case with_wire_dtype(Case what, DType wire_dtype) {
+  what.wire_dtype = wire_dtype;
+  return what;
+}
+
+Case with_root(Case what, int root) {
+  what.root = root;
+  return what;
+}
+
+// On three ranks, for short and for long buffers.
+std::vector<Disagreement> disagreements() {
+  std::vector<Disagreement> all;
+  for (const std::size_t n : {3, 3000, 90'000}) {
+    const std::string size = n == 3 ? "Short" : n == 3000 ? "Middle" : "Long";
+    const auto add = [&](const std::string& name, const Case& usual, const Case& other,
+                         const std::string& usual_words, const std::string& other_words) {
+      all.push_back({name + size, usual, other, usual_words, other_words});
+    };
+    const Case reduce_all = plain(OpKind::kAllReduce, DType::kFloat32, {n});
+    add("Kind", reduce_all, plain(OpKind::kReduceScatter, DType::kFloat32, {n, n, n}),
+        "all_reduce(float32", "reduce_scatter(float32");
+    add("KindBarrier", reduce_all, plain(OpKind::kBarrier, DType::kFloat32, {}), "all_reduce(",
+        "barrier");
+    add("DType", reduce_all, plain(OpKind::kAllReduce, DType::kInt32, {n}), "float32", "int32");
+    add("Count", reduce_all, plain(OpKind::kAllReduce, DType::kFloat32, {n + 1}),
+        join(n, " elements"), join(n + 1, " elements"));
+    add("CountAcrossWays", plain(OpKind::kAllReduce, DType::kFloat32, {1}),
+        plain(OpKind::kAllReduce, DType::kFloat32, {n + 1}), "1 elements",
+        join(n + 1, " elements"));
+    add("Op", reduce_all, with_op(reduce_all, ReduceOp::kMax), "sum", "max");
+    const Case as_bfloat16 = with_wire_dtype(reduce_all, DType::kBFloat16);
+    add("WireDType", reduce_all, as_bfloat16, "all_reduce(float32, ",
+        "all_reduce(float32 travelling as bfloat16, ");
+    add("OtherWireDType", as_bfloat16, with_wire_dtype(reduce_all, DType::kFloat16),
+        "travelling as bfloat16", "travelling as float16");
+    const Case to_root = plain(OpKind::kReduce, DType::kFloat32, {n});
+    add("Root", to_root, with_root(to_root, 2), "root 0", "root 2");
+    const Case gather = plain(OpKind::kGather, DType::kFloat32, {n, n, n});
+    add("GatherRoot", gather, with_root(gather, 1), "root 0", "root 1");
+    add("AllGatherBlocks", plain(OpKind::kAllGather, DType::kFloat32, {n, n, n}),
+        plain(OpKind::kAllGather, DType::kFloat32, {n, n + 2, n}), join(n), join(n + 2));
+    add("ReduceScatterBlocks", plain(OpKind::kReduceScatter, DType::kFloat32, {n, n, n}),
+        plain(OpKind::kReduceScatter, DType::kFloat32, {n, n, n + 4}), join(n), join(n + 4));
+  }
+  return all;
+}
+
+using MismatchParameters = std::tuple<Disagreement, AlgorithmChoice, Placement>;
+
+class NativeMismatch : public ::testing::TestWithParam<MismatchParameters> {};
+
+TEST_P(NativeMismatch, IsNamedOnEveryRankAtOnceAndNothingIsTouched) {
+  const auto& [disagreement, algorithm, placement] = GetParam();
+  const PreparedCase usual = prepare(disagreement.usual, 3, SummationOrder::kRanks);
+  const PreparedCase other = prepare(disagreement.other, 3, SummationOrder::kRanks);
+  Environment environment = test_environment();
+  environment.algorithm = algorithm;
+  const auto errors = collect_errors(
+      3,
+      [&, placement = placement](RankOfTest& self) {
+        const MemoryPtr heap = self.communicator->allocate(std::size_t{4} << 20, Device{});
+        CaseBuffers buffers(std::span(static_cast<std::byte*>(heap->data()), heap->bytes()));
+        const PreparedCase& mine = self.rank == 1 ? other : usual;
+        const Operation operation = buffers.lay_out(mine, self.rank, placement);
+        std::vector<std::vector<std::byte>> before;
+        const auto contents = [&operation] {
+          std::vector<std::vector<std::byte>> all;
+          for (const auto* list : {&operation.inputs, &operation.outputs}) {
+            for (const Buffer& buffer : *list) {
+              const auto* data = static_cast<const std::byte*>(buffer.data);
+              all.emplace_back(data, data + buffer.bytes());
+            }
+          }
+          return all;
+        };
+        before = contents();
+        self.communicator->run(barrier());
+        const auto start = Clock::now();
+        try {
+          self.communicator->run(operation);
+          // Only who learns nothing from the others may get through: it learns at its next call.
+          self.communicator->run(barrier());
+        } catch (...) {
+          EXPECT_LT(Clock::now() - start, kAtOnce);
+          EXPECT_EQ(contents(), before) << "rank " << self.rank << ": data was touched";
+          throw;
+        }
+      },
+      environment);
+  for (const auto& error : errors) {
+    ASSERT_NE(error, nullptr);
+    const ErrorDescription what = describe(error);
+    EXPECT_EQ(what.kind, ErrorKind::kMismatch) << what.message;
+    EXPECT_PRED2(contains, what.message, "rank 1 called");
+    EXPECT_PRED2(contains, what.message, disagreement.usual_words);
+    EXPECT_PRED2(contains, what.message, disagreement.other_words);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Direct, NativeMismatch,
+                         ::testing::Combine(::testing::ValuesIn(disagreements()),
+                                            ::testing::Values(AlgorithmChoice::kAuto),
+                                            ::testing::Values(Placement::kOrdinary,
+                                                              Placement::kHeap)),
+                         [](const auto& info) {
+                           return std::get<0>(info.param).name + to_string(std::get<2>(info.param));
+                         });
+INSTANTIATE_TEST_SUITE_P(Ring, NativeMismatch,
+                         ::testing::Combine(::testing::ValuesIn(disagreements()),
+                                            ::testing::Values(AlgorithmChoice::kRing),
+                                            ::testing::Values(Placement::kOrdinary)),
+                         [](const auto& info) { return std::get<0>(info.param).name; });
+
+// A root that writes and goes may be through before anybody disagrees; it learns at its next call.
+TEST(NativeFailureTest, RootThatHasLeftLearnsOfAMismatchAtItsNextCall) {
+  const auto errors = collect_errors(3, [](RankOfTest& self) {
+    std::vector<int> values(self.rank == 2 ? 11 : 10, self.rank);
+    try {
+      self.communicator->run(broadcast(values, 0, self.rank == 0));
+      self.communicator->run(barrier());
+    } catch (...) {
+      EXPECT_EQ(values, std::vector<int>(values.size(), self.rank));
+      throw;
+    }
+  });
+  for (const auto& error : errors) {
+    ASSERT_NE(error, nullptr);
+    EXPECT_EQ(describe(error).kind, ErrorKind::kMismatch) << describe(error).message;
+    EXPECT_PRED2(contains, describe(error).message, "10 elements");
+    EXPECT_PRED2(contains, describe(error).message, "11 elements");
+  }
+}
+
+TEST(NativeFailureTest, PairThatDisagreesInAllToAllFailsEverybody) {
+  const auto errors = collect_errors(3, [](RankOfTest& self) {
+    std::vector<int> out(30, self.rank);
+    std::vector<int> in(40, -1);
+    Operation operation;
+    operation.kind = OpKind::kAllToAll;
+    for (std::size_t peer = 0; peer < 3; ++peer) {
+      operation.inputs.push_back({out.data() + 10 * peer, 10, DType::kInt32});
+      // Rank 2 expects one element too many from rank 0.
+      const std::size_t count = self.rank == 2 && peer == 0 ? 11 : 10;
+      operation.outputs.push_back({in.data() + 12 * peer, count, DType::kInt32});
+    }
+    self.communicator->run(operation);
+    self.communicator->run(barrier());
+  });
+  for (const auto& error : errors) {
+    ASSERT_NE(error, nullptr);
+    EXPECT_EQ(describe(error).kind, ErrorKind::kMismatch) << describe(error).message;
+    EXPECT_PRED2(contains, describe(error).message, "from rank 0 to rank 2");
+  }
+}
+
+TEST(NativeFailureTest, FailedGroupRefusesEverythingWithTheSameError) {
+  const auto errors = collect_errors(2, [](RankOfTest& self) {
+    std::vector<int> values(3, 1);
+    std::vector<float> floats(3, 1);
+    const CommunicatorPtr sound = self.communicator->split({0, 1});
+    EXPECT_EQ(error_of([&] {
+                self.communicator->run(self.rank == 0 ? all_reduce(values) : all_reduce(floats));
+              }).kind,
+              ErrorKind::kMismatch);
+    EXPECT_NE(self.communicator->failure(), nullptr);
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_EQ(error_of([&] { self.communicator->run(barrier()); }).kind, ErrorKind::kMismatch);
+      EXPECT_EQ(
+          error_of([&] { self.communicator->submit(receive_from(0, 1, values))->wait(); }).kind,
+          ErrorKind::kMismatch);
+      EXPECT_EQ(
+          error_of([&] { static_cast<void>(self.communicator->allocate(100, Device{})); }).kind,
+          ErrorKind::kMismatch);
+    }
+    // Other groups are as good as ever.
+    sound->run(all_reduce(values));
+    EXPECT_EQ(values, std::vector<int>(3, 2));
+  });
+  EXPECT_EQ(errors, std::vector<std::exception_ptr>(2));
+}
+
+// -- misuse ---------------------------------------------------------------------------------------
+
+TEST(NativeFailureTest, MalformedOperationsAreRefusedAndTheGroupGoesOn) {
+  run_ranks(2, [](RankOfTest& self) {
+    std::vector<int> five(5, 1);
+    std::vector<int> four(4, 1);
+    std::vector<float> floats(5, 1);
+    std::vector<Operation> wrong;
+    wrong.push_back(all_reduce(five));
+    wrong.back().outputs = {buffer_of(four)};
+    wrong.push_back(all_reduce(five));
+    wrong.back().outputs = {buffer_of(floats)};
+    wrong.push_back(all_reduce(five, ReduceOp::kMean));
+    wrong.push_back(all_reduce(floats, ReduceOp::kBand));
+    wrong.push_back(all_reduce(five));
+    wrong.back().outputs.clear();
+    wrong.push_back(all_reduce(five));
+    wrong.back().inputs[0].data = nullptr;
+    wrong.push_back(all_reduce(five));
+    wrong.back().inputs[0].device = wrong.back().outputs[0].device = {DeviceType::kCuda, 0};
+    wrong.push_back(all_reduce(five));
+    wrong.back().wire_dtype = DType::kBFloat16;
+    wrong.push_back(broadcast(five, 2, false));
+    wrong.push_back(broadcast(five, -1, false));
+    wrong.push_back(all_reduce(five));
+    wrong.back().kind = OpKind::kReduceScatter;  // 5 elements for 2 ranks
+    wrong.emplace_back().kind = OpKind::kAllocate;
+    for (std::size_t i = 0; i < wrong.size(); ++i) {
+      EXPECT_EQ(error_of([&] { self.communicator->run(wrong[i]); }).kind, ErrorKind::kInvalidUsage)
+          << "operation " << i;
+      EXPECT_EQ(error_of([&] { static_cast<void>(self.communicator->submit(wrong[i])); }).kind,
+                ErrorKind::kInvalidUsage)
+          << "operation " << i;
+    }
+    self.communicator->run(all_reduce(five));
+    EXPECT_EQ(five, std::vector<int>(5, 2));
+  });
+}
+
+TEST(NativeFailureTest, ShutDownGroupRefusesEverything) {
+  run_ranks(2, [](RankOfTest& self) {
+    const CommunicatorPtr group = self.communicator->split({0, 1});
+    group->shutdown();
+    group->shutdown();
+    std::vector<int> values(3, 1);
+    EXPECT_EQ(error_of([&] { group->run(barrier()); }).kind, ErrorKind::kInvalidUsage);
+    EXPECT_EQ(error_of([&] { static_cast<void>(group->submit(send_to(0, 0, values))); }).kind,
+              ErrorKind::kInvalidUsage);
+    EXPECT_EQ(error_of([&] { static_cast<void>(group->allocate(1, Device{})); }).kind,
+              ErrorKind::kInvalidUsage);
+    EXPECT_EQ(error_of([&] { group->set_timeout(milliseconds(0)); }).kind,
+              ErrorKind::kInvalidUsage);
+  });
+}
+
+// -- deadlines ------------------------------------------------------------------------------------
+
+TEST(NativeFailureTest, TimeoutNamesTheRankThatNeverEnteredAndWhatItDoes) {
+  const auto errors = collect_errors(3, [](RankOfTest& self) {
+    std::vector<int> values(3, 1);
+    self.communicator->run(all_reduce(values));
+    const CommunicatorPtr pair = self.rank == 1 ? nullptr : self.communicator->split({0, 2});
+    if (self.rank == 2) {
+      // Elsewhere: in another group.
+      pair->run(barrier());
+      return;
+    }
+    Operation operation = all_reduce(values);
+    operation.label = "bucket 7, first parameter layer4.bias";
+    const auto start = Clock::now();
+    try {
+      self.communicator->run(with_timeout(operation, milliseconds(300)));
+    } catch (...) {
+      EXPECT_LT(Clock::now() - start, milliseconds(300) + kAtOnce);
+      if (self.rank == 0) {
+        pair->run(barrier());  // lets rank 2 go
+      }
+      throw;
+    }
+  });
+  for (const int rank : {0, 1}) {
+    const auto& error = errors[static_cast<std::size_t>(rank)];
+    ASSERT_NE(error, nullptr);
+    const ErrorDescription what = describe(error);
+    EXPECT_EQ(what.kind, ErrorKind::kTimeout);
+    EXPECT_PRED2(contains, what.message,
+                 "timed out in all_reduce #2 (bucket 7, first parameter layer4.bias)");
+    EXPECT_PRED2(contains, what.message, "rank 2 (pid ");
+    EXPECT_PRED2(contains, what.message, "never entered all_reduce #2; it is in barrier #1 of ");
+    EXPECT_PRED2(contains, what.message, "of another group since 0.");
+  }
+  EXPECT_EQ(errors[2], nullptr);
+}
+
+TEST(NativeFailureTest, TimeoutSaysThatARankIsInNoOperation) {
+  const auto errors = collect_errors(2, [](RankOfTest& self) {
+    self.communicator->run(barrier());
+    if (self.rank == 1) {
+      // Busy with something of its own until the other has given up.
+      while (self.communicator->failure() == nullptr) {
+        std::this_thread::sleep_for(milliseconds(5));
+      }
+      self.communicator->run(barrier());
+    }
+    self.communicator->set_timeout(milliseconds(150));
+    self.communicator->run(barrier());
+  });
+  for (const auto& error : errors) {
+    ASSERT_NE(error, nullptr);
+    EXPECT_EQ(describe(error).kind, ErrorKind::kTimeout);
+    EXPECT_PRED2(contains, describe(error).message, "rank 1 (pid ");
+    EXPECT_PRED2(contains, describe(error).message, "never entered barrier #2; it left barrier #1");
+    EXPECT_PRED2(contains, describe(error).message, "ago and is in no operation");
+  }
+}
+
+TEST(NativeFailureTest, WhereaboutsHasALineForEveryRank) {
+  run_ranks(3, [](RankOfTest& self) {
+    const auto fresh = self.communicator->whereabouts();
+    ASSERT_EQ(fresh.size(), 3U);
+    self.communicator->run(barrier());
+    const auto lines = self.communicator->whereabouts();
+    for (int rank = 0; rank < 3; ++rank) {
+      const std::string& line = lines[static_cast<std::size_t>(rank)];
+      EXPECT_PRED2(contains, line, join("rank ", rank, " (pid "));
+      EXPECT_PRED2(contains, line, "barrier #");
+    }
+    self.communicator->run(barrier());
+  });
+}
+
+// -- aborts and departures ------------------------------------------------------------------------
+
+TEST(NativeFailureTest, AbortWakesEveryWaiterOnEveryRank) {
+  const auto errors = collect_errors(3, [](RankOfTest& self) {
+    std::vector<int> values(100, 1);
+    std::vector<int> message(100);
+    if (self.rank == 1) {
+      const WorkPtr work = self.communicator->submit(receive_from(2, 0, message));
+      std::thread aborter([&] {
+        std::this_thread::sleep_for(milliseconds(100));
+        self.communicator->abort(Aborted("the user changed their mind"));
+      });
+      const auto start = Clock::now();
+      EXPECT_EQ(error_of([&] { work->wait(); }).kind, ErrorKind::kAborted);
+      EXPECT_LT(Clock::now() - start, milliseconds(100) + kAtOnce);
+      aborter.join();
+      std::rethrow_exception(self.communicator->failure());
+    }
+    const auto start = Clock::now();
+    try {
+      if (self.rank == 0) {
+        self.communicator->run(all_reduce(values));
+      } else {
+        // Three threads wait, in three ways.
+        const WorkPtr first = self.communicator->submit(all_reduce(values));
+        const WorkPtr second = self.communicator->submit(barrier());
+        std::thread other([&] { EXPECT_THROW(second->wait(), Aborted); });
+        std::thread third([&] { EXPECT_THROW(first->wait(), Aborted); });
+        other.join();
+        third.join();
+        first->wait();
+      }
+    } catch (...) {
+      EXPECT_LT(Clock::now() - start, milliseconds(100) + kAtOnce);
+      EXPECT_EQ(values, std::vector<int>(100, 1));
+      throw;
+    }
+  });
+  for (const auto& error : errors) {
+    ASSERT_NE(error, nullptr);
+    EXPECT_EQ(describe(error).kind, ErrorKind::kAborted);
+    EXPECT_PRED2(contains, describe(error).message, "the user changed their mind");
+  }
+}
+
+// Whoever submitted may keep nothing but the callback (torch's futures do).
+TEST(NativeFailureTest, CallbackLearnsTheErrorOfAWorkThatNobodyHolds) {
+  run_ranks(2, [](RankOfTest& self) {
+    if (self.rank == 1) {
+      std::this_thread::sleep_for(milliseconds(20));
+      self.communicator->abort(Aborted("enough"));
+      return;
+    }
+    std::vector<int> values(10, 1);
+    std::promise<std::exception_ptr> error;
+    self.communicator->submit(all_reduce(values))
+        ->on_completion([&error](const Work::Outcome& outcome) { error.set_value(outcome.error); });
+    EXPECT_THROW(std::rethrow_exception(error.get_future().get()), Aborted);
+  });
+}
+
+TEST(NativeFailureTest, DepartedRankIsNamedToThoseWhoWaitForIt) {
+  for (const bool waits_by_handle : {false, true}) {
+    const auto errors = collect_errors(3, [&](RankOfTest& self) {
+      std::vector<int> values(5000, 1);
+      self.communicator->run(all_reduce(values));
+      if (self.rank == 2) {
+        std::this_thread::sleep_for(milliseconds(100));
+        self.communicator->shutdown();
+        return;
+      }
+      const auto start = Clock::now();
+      try {
+        if (waits_by_handle) {
+          self.communicator->submit(all_reduce(values))->wait();
+        } else {
+          self.communicator->run(all_reduce(values));
+        }
+      } catch (...) {
+        EXPECT_LT(Clock::now() - start, milliseconds(100) + kAtOnce);
+        throw;
+      }
+    });
+    for (const int rank : {0, 1}) {
+      const auto& error = errors[static_cast<std::size_t>(rank)];
+      ASSERT_NE(error, nullptr);
+      EXPECT_EQ(describe(error).kind, ErrorKind::kPeerLost) << describe(error).message;
+      EXPECT_PRED2(contains, describe(error).message, "rank 2 (pid ");
+      EXPECT_PRED2(contains, describe(error).message, "has left the group");
+    }
+    EXPECT_EQ(errors[2], nullptr);
+  }
+}
+
+// What a rank did before it left counts.
+TEST(NativeFailureTest, DepartureAfterTheLastOperationHarmsNobody) {
+  for (int turn = 0; turn < 30; ++turn) {
+    run_ranks(3, [&](RankOfTest& self) {
+      std::vector<int> values(turn % 2 == 0 ? 3 : 20'000, 1);
+      std::vector<int> word(1, 5);
+      if (self.rank == 0) {
+        // Through at once, and gone.
+        self.communicator->run(all_reduce(values));
+        self.communicator->run(broadcast(word, 0, true));
+        self.communicator->shutdown();
+        return;
+      }
+      self.communicator->run(all_reduce(values));
+      std::this_thread::sleep_for(milliseconds(self.rank));
+      self.communicator->run(broadcast(word, 0, false));
+      EXPECT_EQ(values, std::vector<int>(values.size(), 3));
+      EXPECT_EQ(word[0], 5);
+    });
+  }
+}
+
+// -- meeting --------------------------------------------------------------------------------------
+
+TEST(NativeFailureTest, RankThatNeverComesIsNamedOnAll) {
+  Environment environment = test_environment();
+  environment.timeout = milliseconds(200);
+  const auto errors = run_threads(
+      4,
+      [&](RankOfTest& self) {
+        if (self.rank == 2) {
+          return;
+        }
+        static_cast<void>(join_group(self, "world", environment));
+      },
+      environment);
+  for (const int rank : {0, 1, 3}) {
+    const auto& error = errors[static_cast<std::size_t>(rank)];
+    ASSERT_NE(error, nullptr);
+    EXPECT_EQ(describe(error).kind, ErrorKind::kTimeout) << describe(error).message;
+    EXPECT_PRED2(contains, describe(error).message, "in time: 2.");
+  }
+}
+
+TEST(NativeFailureTest, RanksOnDifferentHostsGetTheSameError) {
+  const auto errors = run_threads(
+      3,
+      [](RankOfTest& self) {
+        Environment environment = test_environment();
+        environment.host_id = self.rank == 2 ? "other" : "one";
+        self.endpoint = std::make_shared<Endpoint>(environment);
+        static_cast<void>(join_group(self, "world", environment));
+      },
+      test_environment());
+  for (const auto& error : errors) {
+    ASSERT_NE(error, nullptr);
+    EXPECT_EQ(describe(error).kind, ErrorKind::kTransport);
+    EXPECT_EQ(describe(error).message, describe(errors[0]).message);
+    EXPECT_PRED2(contains, describe(error).message, "rank 2");
+    EXPECT_PRED2(contains, describe(error).message, "other");
+  }
+}
+
+TEST(NativeFailureTest, RanksWithOtherSettingsGetTheSameError) {
+  const auto errors = run_threads(
+      2,
+      [](RankOfTest& self) {
+        Environment environment = test_environment();
+        environment.chunk_bytes = self.rank == 0 ? 4096 : 8192;
+        static_cast<void>(join_group(self, "world", environment));
+      },
+      test_environment());
+  for (const auto& error : errors) {
+    ASSERT_NE(error, nullptr);
+    EXPECT_EQ(describe(error).kind, ErrorKind::kTransport);
+    EXPECT_PRED2(contains, describe(error).message, "PYDIST_CHUNK_BYTES=4096");
+    EXPECT_PRED2(contains, describe(error).message, "PYDIST_CHUNK_BYTES=8192");
+  }
+}
+
+TEST(NativeFailureTest, ImpossibleRanksAreRefused) {
+  run_ranks(1, [](RankOfTest& self) {
+    for (const auto& [rank, size] : {std::pair{0, 0}, std::pair{2, 2}, std::pair{-1, 2}}) {
+      EXPECT_EQ(error_of([&, rank = rank, size = size] {
+                  static_cast<void>(create_native_communicator(
+                      self.store, rank, size, {"other", test_environment()}, self.endpoint));
+                }).kind,
+                ErrorKind::kInvalidUsage);
+    }
+  });
+}
+
+// -- nothing is left behind -----------------------------------------------------------------------
+
+struct Belongings {
+  std::size_t descriptors = 0;
+  std::size_t threads = 0;
+  std::size_t mappings = 0;  // of ours
+
+  [[nodiscard]] static Belongings count() {
+    const auto entries = [](const char* folder) {
+      std::size_t number = 0;
+      for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) {
+        ++number;
+      }
+      return number;
+    };
+    Belongings counted{entries("/proc/self/fd"), entries("/proc/self/task"), 0};
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+      counted.mappings += contains(line, "pydist") && contains(line, "memfd") ? 1 : 0;
+    }
+    return counted;
+  }
+  friend bool operator==(const Belongings&, const Belongings&) = default;
+  friend std::ostream& operator<<(std::ostream& stream, const Belongings& counted) {
+    return stream << counted.descriptors << " descriptors, " << counted.threads << " threads, "
+                  << counted.mappings << " mappings";
+  }
+};
+
+TEST(NativeFailureTest, NothingIsLeftBehind) {
+  run_ranks(2, [](RankOfTest& self) { self.communicator->run(barrier()); });
+  const Belongings before = Belongings::count();
+  for (const bool fails : {false, true}) {
+    static_cast<void>(collect_errors(3, [&](RankOfTest& self) {
+      const CommunicatorPtr pair = self.rank == 2 ? nullptr : self.communicator->split({0, 1});
+      const MemoryPtr memory = self.communicator->allocate(3'000'000, Device{});
+      std::vector<int> values(100'000, 1);
+      self.communicator->submit(all_reduce(values))->wait();
+      if (self.rank == 0) {
+        EXPECT_GT(Belongings::count().mappings, before.mappings);
+      }
+      if (fails) {
+        // With work under way that nobody will ever wait for.
+        const WorkPtr abandoned = self.communicator->submit(all_reduce(values));
+        static_cast<void>(
+            self.communicator->allocate(self.rank == 1 ? 9'000'000 : 8'000'000, Device{}));
+      }
+    }));
+    // The kernel takes a moment to clear away a thread that has been joined.
+    Belongings after = Belongings::count();
+    for (int turn = 0; turn < 100 && !(after == before); ++turn) {
+      std::this_thread::sleep_for(milliseconds(10));
+      after = Belongings::count();
+    }
+    EXPECT_EQ(after, before) << (fails ? "after a failure" : "after an orderly end");
+  }
+}
+
+}  // namespace
+}  // namespace pydist::testing

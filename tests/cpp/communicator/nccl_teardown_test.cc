@@ -1,0 +1,559 @@
+// What the NCCL backend gives back, when, and in which order: memory, registrations, graphs,
+// communicators; on an NCCL and a CUDA driver without a GPU (tests/fakes).
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "../fakes/cuda_driver.h"
+#include "../fakes/nccl.h"
+#include "communicator/nccl/late_ends.h"
+#include "communicator/nccl/nccl_communicator.h"
+#include "cuda/stream.h"
+#include "nccl_fakes.h"
+#include "ranks.h"
+
+namespace pydist::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+bool comes_true(const std::function<bool()>& holds, seconds patience = seconds(10)) {
+  const Deadline deadline = Deadline::in(patience * kSlowdown);
+  while (!holds() && !deadline.has_passed()) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  return holds();
+}
+
+MemoryPtr allocate(const NcclRank& rank) {
+  return rank.group->allocate(1000, Device{DeviceType::kCuda, rank.device});
+}
+
+// A premul_sum passes through scratch memory.
+Operation scaled(const NcclRank& rank, std::vector<float>& values) {
+  Operation operation = rank.all_reduce(values, ReduceOp::kPremulSum);
+  operation.factor = 2.0;
+  return operation;
+}
+
+void* captured(const NcclRank& rank, const std::function<Operation()>& make) {
+  ::fake_driver_begin_capture(rank.stream.get());
+  const WorkPtr work = rank.group->submit(make());
+  EXPECT_TRUE(work->wait_on_stream(rank.stream.get()));
+  return ::fake_driver_end_capture(rank.stream.get());
+}
+
+TEST(NcclTeardown, GivesEverythingBack) {
+  run_ranks(2, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    MemoryPtr dropped_before = allocate(rank);
+    MemoryPtr dropped_after = allocate(rank);
+    rank.group->submit(scaled(rank, values))->wait();
+    EXPECT_EQ(values[0], 4.0F);
+    dropped_before.reset();
+    rank.group->shutdown();
+    dropped_after.reset();
+  });
+  let_go_of_nccl();
+  EXPECT_EQ(::fake_nccl_blocks(), 0);
+  EXPECT_EQ(::fake_driver_blocks(), 0);
+  EXPECT_EQ(::fake_nccl_communicators(), 0);
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+  EXPECT_EQ(::fake_driver_faults(), 0) << "calls without a current context";
+}
+
+// What is replayed may overlap, so graphs share nothing.
+TEST(NcclTeardown, GivesEveryGraphScratchMemoryThatGoesWithIt) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    const auto make = [&] { return scaled(rank, values); };
+    const int before = ::fake_driver_blocks();
+    void* const first = captured(rank, make);
+    EXPECT_EQ(::fake_driver_blocks(), before + 1);
+    void* const second = captured(rank, make);
+    EXPECT_EQ(::fake_driver_blocks(), before + 2);
+    ::fake_driver_replay(first, rank.stream.get());
+    ::fake_driver_replay(second, rank.stream.get());
+    rank.stream.synchronize();
+    EXPECT_EQ(values[0], 4.0F);
+    ::fake_driver_destroy_graph(first);
+    EXPECT_TRUE(comes_true([&] { return ::fake_driver_blocks() == before + 1; }));
+    rank.group->shutdown();
+    ::fake_driver_destroy_graph(second);
+    EXPECT_TRUE(comes_true([&] { return ::fake_driver_blocks() == before; }));
+  });
+}
+
+// What waits for the device ends captures, so nothing is freed meanwhile.
+TEST(NcclTeardown, LeavesCapturesWhole) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    const CommunicatorPtr other = rank.group->split({0});
+    const CommunicatorPtr third = rank.group->split({0});
+    std::vector<float> values(10, 1.0F);
+    const auto own = Device{DeviceType::kCuda, rank.device};
+    MemoryPtr dropped = rank.group->allocate(1000, own);
+    MemoryPtr dropped_later = other->allocate(1000, own);
+    const int before = ::fake_nccl_communicators();
+    ::fake_driver_begin_capture(rank.stream.get());
+    EXPECT_TRUE(rank.group->submit(scaled(rank, values))->wait_on_stream(rank.stream.get()));
+    dropped.reset();
+    EXPECT_NE(rank.group->allocate(1000, own), nullptr);
+    other->abort(Aborted("enough"));
+    dropped_later.reset();
+    third->shutdown();
+    const Deadline at_once = Deadline::in(seconds(1) * kSlowdown);
+    other->shutdown();
+    third->wait_for_end(Deadline::in(seconds(30) * kSlowdown));
+    EXPECT_FALSE(at_once.has_passed()) << "nobody waits for what waits for a capture";
+    std::this_thread::sleep_for(milliseconds(200));
+    EXPECT_EQ(::fake_nccl_communicators(), before);
+    void* const graph = ::fake_driver_end_capture(rank.stream.get());
+    ASSERT_NE(graph, nullptr) << "the capture was broken";
+    EXPECT_TRUE(comes_true([&] { return ::fake_nccl_communicators() == before - 2; }));
+    ::fake_driver_replay(graph, rank.stream.get());
+    rank.stream.synchronize();
+    EXPECT_EQ(values[0], 2.0F);
+    ::fake_driver_destroy_graph(graph);
+    rank.group->shutdown();
+  });
+  let_go_of_nccl();
+  EXPECT_EQ(::fake_nccl_blocks(), 0);
+  EXPECT_EQ(::fake_driver_blocks(), 0);
+}
+
+// Of captures that hold nothing of pydist's, on another thread, it cannot know. NCCL's threads do
+// not mind them, so groups end before.
+TEST(NcclTeardown, LeavesCapturesOfOthersWhole) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    const FakeStream elsewhere(self.rank);
+    const CommunicatorPtr other = rank.group->split({0});
+    std::vector<float> values(10, 1.0F);
+    MemoryPtr dropped_before = allocate(rank);
+    MemoryPtr dropped_after = allocate(rank);
+    rank.group->submit(scaled(rank, values))->wait();
+    dropped_before.reset();
+    rank.group->shutdown();
+    rank.group->wait_for_end(Deadline::in(seconds(5) * kSlowdown));
+    ::fake_driver_begin_capture(elsewhere.get());
+    dropped_after.reset();
+    void* const graph = ::fake_driver_end_capture(elsewhere.get());
+    ASSERT_NE(graph, nullptr) << "the capture was broken";
+    ::fake_driver_destroy_graph(graph);
+    EXPECT_EQ(::fake_nccl_blocks(), 2);
+    const int before = ::fake_driver_blocks();
+    const MemoryPtr next = other->allocate(1000, Device{DeviceType::kCuda, rank.device});
+    EXPECT_EQ(::fake_nccl_blocks(), 1) << "the next allocation frees what was left";
+    EXPECT_EQ(::fake_driver_blocks(), before - 1) << "and so it does with scratch memory";
+    other->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+}
+
+// Of its own group, while what is captured is on the group's stream.
+TEST(NcclTeardown, AbortsBesideACapture) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    ::fake_driver_begin_capture(rank.stream.get());
+    EXPECT_TRUE(rank.group->submit(scaled(rank, values))->wait_on_stream(rank.stream.get()));
+    rank.group->abort(Aborted("enough"));
+    std::this_thread::sleep_for(milliseconds(200));
+    void* const graph = ::fake_driver_end_capture(rank.stream.get());
+    ASSERT_NE(graph, nullptr) << "the capture was broken";
+    ::fake_driver_destroy_graph(graph);
+    rank.group->shutdown();
+  });
+  let_go_of_nccl();
+  EXPECT_EQ(::fake_driver_blocks(), 0);
+}
+
+// The abort of which waits for the capture.
+TEST(NcclTeardown, FailsInACapture) {
+  use_fake_cuda();
+  const FakeFault fault("fail:0:2");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self, test_environment(), {.end = kForTheEnd});
+    std::vector<float> values(10, 1.0F);
+    ::fake_driver_begin_capture(rank.stream.get());
+    EXPECT_TRUE(rank.group->submit(rank.all_reduce(values))->wait_on_stream(rank.stream.get()));
+    EXPECT_EQ(
+        error_of([&] { static_cast<void>(rank.group->submit(rank.all_reduce(values))); }).kind,
+        ErrorKind::kTransport);
+    void* const graph = ::fake_driver_end_capture(rank.stream.get());
+    ASSERT_NE(graph, nullptr) << "the capture was broken";
+    ::fake_driver_destroy_graph(graph);
+    rank.group->shutdown();
+  });
+}
+
+// Who waits for an operation is freed, whatever becomes of the capture.
+TEST(NcclTeardown, FreesWaitersBesideACapture) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:2");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self, test_environment(), {.end = kForTheEnd});
+    const FakeStream elsewhere(self.rank);
+    const CommunicatorPtr other = rank.group->split({0});
+    std::vector<float> values(10, 1.0F);
+    std::vector<float> hanging(10, 1.0F);
+    other->submit(rank.all_reduce(hanging))->wait();
+    const int before = ::fake_nccl_communicators();
+    const WorkPtr work =
+        other->submit(on_device(all_reduce(hanging, ReduceOp::kSum), self.rank, elsewhere.get()));
+    ::fake_driver_begin_capture(rank.stream.get());
+    EXPECT_TRUE(rank.group->submit(rank.all_reduce(values))->wait_on_stream(rank.stream.get()));
+    other->abort(Aborted("enough"));
+    EXPECT_EQ(error_of([&] { work->wait(); }).message, "enough");
+    EXPECT_TRUE(comes_true([&] { return ::fake_nccl_communicators() == before - 1; }));
+    EXPECT_EQ(::fake_driver_end_capture(rank.stream.get()), nullptr)
+        << "the fake is to be as strict as NCCL, or this test tells nothing";
+    other->shutdown();
+    rank.group->shutdown();
+  });
+}
+
+TEST(NcclTeardown, DoesNotWaitForEverForACapture) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self, test_environment(), {.end = milliseconds(100)});
+    const CommunicatorPtr other = rank.group->split({0});
+    std::vector<float> values(10, 1.0F);
+    const int before = ::fake_nccl_communicators();
+    ::fake_driver_begin_capture(rank.stream.get());
+    EXPECT_TRUE(rank.group->submit(rank.all_reduce(values))->wait_on_stream(rank.stream.get()));
+    other->shutdown();
+    EXPECT_TRUE(comes_true([&] { return ::fake_nccl_communicators() == before - 1; }));
+    EXPECT_EQ(::fake_driver_end_capture(rank.stream.get()), nullptr);
+  });
+}
+
+TEST(NcclTeardown, DoesNotAbortWhileMemoryIsDeregistered) {
+  use_fake_cuda();
+  const FakeFault fault("slow_deregister:0:0");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    MemoryPtr memory = allocate(rank);
+    memory.reset();
+    std::thread other([&] {
+      std::this_thread::sleep_for(milliseconds(100));
+      rank.group->abort(Aborted("enough"));
+    });
+    // Frees what has been dropped.
+    EXPECT_EQ(error_of([&] { static_cast<void>(allocate(rank)); }).kind, ErrorKind::kAborted);
+    other.join();
+    rank.group->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+}
+
+TEST(NcclTeardown, KeepsMemoryThatCannotBeDeregisteredYet) {
+  use_fake_cuda();
+  const FakeFault fault("slow:0:1");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    MemoryPtr memory = allocate(rank);
+    memory.reset();
+    std::vector<float> values(10, 1.0F);
+    // Keeps everybody else from NCCL for two seconds.
+    std::thread other([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+    std::this_thread::sleep_for(milliseconds(100));
+    memory = allocate(rank);
+    EXPECT_EQ(::fake_nccl_faults(), 0);
+    other.join();
+    memory.reset();
+    rank.group->shutdown();
+  });
+  let_go_of_nccl();
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+  EXPECT_EQ(::fake_nccl_blocks(), 0);
+}
+
+// A replay is nobody's operation, but a peer that is gone, or the end of the group, ends it too.
+TEST(NcclTeardown, EndsAReplayThatHangs) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:1");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    void* const graph = captured(rank, [&] { return rank.all_reduce(values); });
+    ::fake_driver_replay(graph, rank.stream.get());
+    rank.group->shutdown();
+    EXPECT_TRUE(comes_true([&] {
+      const cuda::DeviceGuard guard(rank.device);
+      return cuda::Driver::get().is_idle(rank.stream.get());
+    }));
+    EXPECT_EQ(describe(rank.group->failure()).kind, ErrorKind::kAborted);
+    ::fake_driver_destroy_graph(graph);
+  });
+}
+
+TEST(NcclTeardown, WaitsForReplays) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    void* const graph = captured(rank, [&] { return rank.all_reduce(values); });
+    bool is_late = false;
+    const std::function<void()> compute = [] { std::this_thread::sleep_for(milliseconds(300)); };
+    const std::function<void()> after = [&is_late] { is_late = true; };
+    ::fake_driver_enqueue(rank.stream.get(), &compute);
+    ::fake_driver_replay(graph, rank.stream.get());
+    ::fake_driver_enqueue(rank.stream.get(), &after);
+    rank.group->shutdown();
+    EXPECT_TRUE(is_late);
+    ::fake_driver_destroy_graph(graph);
+  });
+}
+
+TEST(NcclTeardown, AbortsACommunicatorThatDoesNotFinalize) {
+  use_fake_cuda();
+  const FakeFault fault("hang_finalize:0:0");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    rank.group->shutdown();
+  });
+  LateEnds::of_process().join();
+  EXPECT_EQ(::fake_nccl_communicators(), 0);
+}
+
+// NCCL destroys a communicator together with those of its neighbours.
+TEST(NcclTeardown, ReturnsWhileItsNeighboursGoOn) {
+  use_fake_cuda();
+  std::atomic<bool> has_left{false};
+  run_ranks(2, [&](RankOfTest& self) {
+    const NcclRank rank(self, test_environment(), {.end = kForTheEnd});
+    if (self.rank == 1) {
+      rank.group->shutdown();
+      has_left = true;
+      return;
+    }
+    EXPECT_TRUE(comes_true([&] { return has_left.load(); }));
+    EXPECT_EQ(::fake_nccl_communicators(), 2) << "the fake is to wait as NCCL does";
+    rank.group->shutdown();
+  });
+  LateEnds::of_process().join();
+  EXPECT_EQ(::fake_nccl_communicators(), 0);
+}
+
+// Another thread may be about to abort, and called back meanwhile.
+TEST(NcclTeardown, WaitsForAnAbortThatAnotherThreadHasBegun) {
+  use_fake_cuda();
+  std::atomic<bool> is_joined{false};
+  run_ranks(2, [&](RankOfTest& self) {
+    const NcclRank rank(self);
+    if (self.rank == 1) {
+      is_joined = true;
+      EXPECT_TRUE(comes_true([&] { return rank.group->failure() != nullptr; }));
+      return;
+    }
+    EXPECT_TRUE(comes_true([&] { return is_joined.load(); }));
+    static auto& values = *new std::vector<float>(10);
+    std::vector<float> message(10);
+    const WorkPtr on_gpu = rank.group->submit(rank.all_reduce(values));  // rank 1 does not come
+    EXPECT_TRUE(on_gpu->wait_on_stream(rank.stream.get()));
+    std::atomic<bool> is_given_back{false};
+    on_gpu->on_completion([&](const Work::Outcome&) {
+      const cuda::DeviceGuard guard(rank.device);
+      EXPECT_TRUE(
+          comes_true([&] { return cuda::Driver::get().is_idle(rank.stream.get()); }, seconds(1)))
+          << "values are in use";
+      is_given_back = true;
+    });
+    std::atomic<bool> is_called{false};
+    std::atomic<bool> is_over{false};
+    const WorkPtr on_host = rank.group->submit(receive_from(1, 0, message));
+    on_host->on_completion([&](const Work::Outcome&) {
+      is_called = true;
+      EXPECT_TRUE(comes_true([&] { return is_given_back.load(); }));
+      is_over = true;
+    });
+    std::thread other([&] { rank.group->abort(Aborted("enough")); });
+    EXPECT_TRUE(comes_true([&] { return is_called.load(); }));
+    rank.group->shutdown();
+    other.join();
+    EXPECT_TRUE(comes_true([&] { return is_over.load(); }));
+  });
+}
+
+// Nor does NCCL's abort return before the graphs that hold its operations are gone.
+TEST(NcclTeardown, EndsWaitersWhileAGraphHoldsTheAbortUp) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:2");
+  const Environment environment = with_timeout_of(milliseconds(1'500));
+  const auto body = [&](RankOfTest& self) {
+    const NcclRank rank(self, environment, {.end = kForTheEnd});
+    std::vector<float> values(10, 1.0F);
+    void* const graph = captured(rank, [&] { return rank.all_reduce(values); });
+    const auto [kind, message] =
+        error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
+    EXPECT_EQ(kind, ErrorKind::kTimeout) << message;
+    rank.group->shutdown();
+    EXPECT_EQ(::fake_nccl_communicators(), 1) << "the fake is to wait as NCCL does";
+    ::fake_driver_destroy_graph(graph);
+  };
+  run_ranks(1, body, environment);
+  LateEnds::of_process().join();
+  EXPECT_EQ(::fake_nccl_communicators(), 0);
+}
+
+// The driver of the fakes ends a child that calls it.
+TEST(NcclTeardown, LeavesTheDriverAloneInAForkedChild) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    WorkPtr work = rank.group->submit(rank.all_reduce(values));
+    work->wait();
+    const pid_t child = ::fork();
+    if (child == 0) {
+      work.reset();
+      let_go_of_nccl();  // as at the exit of a process
+      ::_exit(0);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status));
+    EXPECT_EQ(WEXITSTATUS(status), 0);
+    rank.group->shutdown();
+  });
+}
+
+TEST(NcclTeardown, FreesBesideAGroupThatIsBusyForAMoment) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    const CommunicatorPtr other = rank.group->split({0});
+    std::vector<float> values(10, 1.0F);
+    allocate(rank).reset();
+    const std::function<void()> compute = [] { std::this_thread::sleep_for(milliseconds(20)); };
+    ::fake_driver_enqueue(rank.stream.get(), &compute);
+    const WorkPtr work = other->submit(rank.all_reduce(values));
+    const MemoryPtr next = allocate(rank);
+    EXPECT_EQ(::fake_nccl_blocks(), 1);
+    work->wait();
+    other->shutdown();
+    rank.group->shutdown();
+  });
+}
+
+// Nobody waits for a device that hangs. Should it come to its end after all, it is as any other.
+TEST(NcclTeardown, FreesOnceAGroupHangsNoMore) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:1,slow_abort:0:0");
+  const Environment environment = with_timeout_of(milliseconds(500));
+  const auto body = [&](RankOfTest& self) {
+    const NcclRank rank(self, environment, {.end = milliseconds(200)});
+    const CommunicatorPtr other = rank.group->split({0});
+    static auto& kept = *new std::vector<float>(10);
+    allocate(rank).reset();
+    EXPECT_EQ(error_of([&] { rank.group->submit(rank.all_reduce(kept))->wait(); }).kind,
+              ErrorKind::kTimeout);
+    const Device device{DeviceType::kCuda, rank.device};
+    MemoryPtr next = other->allocate(1000, device);
+    EXPECT_TRUE(comes_true([&] {
+      next = other->allocate(1000, device);
+      return ::fake_nccl_blocks() == 2;  // this one, and the one before
+    }));
+    other->shutdown();
+  };
+  run_ranks(1, body, environment);
+}
+
+// What NCCL still knows, as nobody ends it, is not freed.
+TEST(NcclTeardown, EndsGroupsWhereNoThreadIsToBeHad) {
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank ending(self);
+    const CommunicatorPtr failing = ending.group->split({0});
+    const CommunicatorPtr other = ending.group->split({0});
+    const Device device{DeviceType::kCuda, self.rank};
+    MemoryPtr of_ending = ending.group->allocate(1000, device);
+    MemoryPtr of_failing = failing->allocate(1000, device);
+    std::vector<float> values(10, 1.0F);
+    void* const graph = captured(ending, [&] { return scaled(ending, values); });
+    const int before = ::fake_driver_blocks();
+    {
+      const NoThreads no_threads;
+      ::fake_driver_destroy_graph(graph);
+      ending.group->shutdown();
+      failing->abort(Aborted("enough"));
+      failing->shutdown();
+    }
+    of_ending.reset();
+    of_failing.reset();
+    EXPECT_NE(other->allocate(1000, device), nullptr);
+    EXPECT_EQ(::fake_driver_blocks(), before - 1) << "the graph's scratch memory is freed";
+    EXPECT_EQ(::fake_nccl_blocks(), 2) << "that of the group that has failed is kept";
+    other->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+}
+
+// The last, as this process has devices that hang from here on.
+TEST(NcclTeardown, EndsWaitersWhereNoThreadIsToBeHad) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:1");
+  run_ranks(1, [](RankOfTest& self) {
+    const NcclRank rank(self, test_environment(), {.end = kForTheEnd});
+    static auto& kept = *new std::vector<float>(10);
+    const WorkPtr work = rank.group->submit(rank.all_reduce(kept));
+    const NoThreads no_threads;
+    rank.group->abort(Aborted("enough"));
+    EXPECT_EQ(error_of([&] { work->wait(); }).message, "enough");
+    rank.group->shutdown();
+  });
+}
+
+TEST(NcclTeardown, AllocatesBesideAGroupThatHangsOnTheDevice) {
+  use_fake_cuda();
+  const FakeFault fault("hang:0:1,hang_abort:0:0");
+  const Environment environment = with_timeout_of(milliseconds(1'000));
+  const auto body = [&](RankOfTest& self) {
+    const NcclRank rank(self, environment);
+    const CommunicatorPtr other = rank.group->split({0});
+    MemoryPtr memory = allocate(rank);
+    static auto& kept = *new std::vector<float>(10);
+    EXPECT_EQ(error_of([&] { rank.group->submit(rank.all_reduce(kept))->wait(); }).kind,
+              ErrorKind::kTimeout);
+    memory.reset();
+    EXPECT_NE(other->allocate(1000, Device{DeviceType::kCuda, rank.device}), nullptr);
+    other->shutdown();
+  };
+  run_ranks(1, body, environment);
+}
+
+TEST(NcclTeardown, AllocatesAfterAGroupThatHangsOnTheDevice) {
+  use_fake_cuda();
+  const FakeFault fault("deaf:0:1");
+  const Environment environment = with_timeout_of(milliseconds(1'000));
+  const auto body = [&](RankOfTest& self) {
+    static auto& stream = *new FakeStream(self.rank);
+    static auto& kept = *new std::vector<float>(10);
+    CommunicatorPtr group = join_nccl(self, environment);
+    CommunicatorPtr other = group->split({0});
+    const Device device{DeviceType::kCuda, self.rank};
+    MemoryPtr memory = group->allocate(1000, device);
+    WorkPtr work = group->submit(on_device(all_reduce(kept), self.rank, stream.get()));
+    EXPECT_TRUE(work->wait_on_stream(stream.get()));
+    EXPECT_EQ(error_of([&] { work->wait(); }).kind, ErrorKind::kTimeout);
+    work.reset();
+    memory.reset();
+    group.reset();
+    LateEnds::of_process().join();
+    EXPECT_NE(other->allocate(1000, device), nullptr);
+    other->shutdown();
+    other.reset();
+    let_go_of_nccl();
+  };
+  run_ranks(1, body, environment);
+}
+
+}  // namespace
+}  // namespace pydist::testing
