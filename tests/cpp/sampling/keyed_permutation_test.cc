@@ -1,5 +1,5 @@
 // The shuffled order: a bijection at every length, the same everywhere, and what it refuses. How
-// random it is, tests/python/test_orders.py measures.
+// random it is, tests/python/sampling/test_orders.py measures.
 
 #include "sampling/keyed_permutation.h"
 

@@ -10,7 +10,7 @@ from launch import run_command
 
 pytestmark = pytest.mark.timeout(60)
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 TINY = ("--batch", "8", "--context", "32", "--width", "32", "--layers", "2", "--heads", "2")
 TINY += ("--warmup", "4", "--sample-bytes", "20", "--steps", "12")
 

@@ -12,7 +12,7 @@ from launch import run_command
 
 pytestmark = pytest.mark.timeout(90)
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "docs" / name for name in ("gpu.md", "cuda_kernels.md")]
 # A command ends where its line, its cell, or the code does, or where a comment begins.
 TEXTS = [

@@ -125,7 +125,7 @@ def test_under_a_launcher_the_ranks_are_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(peers.PEERS))
 def test_beside_an_mpi(name: str, tmp_path: Path) -> None:
-    folder = Path(__file__).resolve().parents[2] / "build" / "peers"
+    folder = Path(__file__).resolve().parents[3] / "build" / "peers"
     try:
         peers.find(name, folder)
     except pydist.InvalidUsage:

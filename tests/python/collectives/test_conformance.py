@@ -17,7 +17,7 @@ from staged_gpu import needs_gpu
 LIMIT_S = 90.0
 pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "backends.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "backends.md"
 BACKENDS: dict[str, dict[str, str | None]] = {
     "native": {"PYDIST_BACKEND": "native"},
     "native, ring": {"PYDIST_BACKEND": "native", "PYDIST_ALGORITHM": "ring"},

@@ -61,7 +61,7 @@ def run_pytest(
 def suite(tmp_path: Path) -> Path:
     """A folder with this suite's time limit and nothing else."""
     (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout_method = signal\n")
-    shutil.copy(Path(__file__).with_name("time_limit.py"), tmp_path / "conftest.py")
+    shutil.copy(Path(__file__).resolve().parents[1] / "time_limit.py", tmp_path / "conftest.py")
     return tmp_path
 
 

@@ -271,7 +271,7 @@ def test_nothing_is_needed_at_exit(backend: str) -> None:
     """A script that ends amid everything ends at once, and quietly."""
     code = f"""
 import sys, torch, torch.distributed as dist
-sys.path.insert(0, {os.path.dirname(__file__)!r})
+sys.path[:0] = {[os.path.dirname(__file__), *sys.path]!r}
 from test_bindings import make
 communicator = make({backend!r})
 tensor = torch.ones(4)

@@ -13,7 +13,7 @@ import pytest
 import pydist
 from pydist import _build, _native
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 
