@@ -20,7 +20,7 @@ from rich.table import Table
 
 from pydist.benchmarks import machine, models
 from pydist.benchmarks.noise import Ratio, ratio_of
-from pydist.benchmarks.ranks import StartedRanks
+from pydist.benchmarks.processes.ranks import StartedRanks
 from pydist.job.spawn import job_variables
 
 RANK = Path(__file__).with_name("timed_rank.py")

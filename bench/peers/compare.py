@@ -27,7 +27,7 @@ from rich.text import Text
 from pydist.benchmarks import machine
 from pydist.benchmarks.noise import Ratio, ratio_of
 from pydist.benchmarks.outputs import json_text, require_writable, write_text_whole
-from pydist.benchmarks.peers import PEERS, Installation
+from pydist.benchmarks.processes.peers import PEERS, Installation
 from pydist.benchmarks.sizes import size_text
 from pydist.errors import InvalidUsage
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from programs import FOLDER, PROGRAM, stop
 
-from pydist.benchmarks.peers import PEERS, Peer
+from pydist.benchmarks.processes.peers import PEERS, Peer
 
 SOURCE = Path(__file__).with_name("all_reduce.c")
 

@@ -12,15 +12,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.measure import Measurement
 
-from pydist.benchmarks import machine, peers, plot, report
-from pydist.benchmarks.cases import COLLECTIVES, Case, cases_of
-from pydist.benchmarks.conductor import Conductor, Effort, Series
+from pydist.benchmarks import machine, plot, report
+from pydist.benchmarks.collective_cases import COLLECTIVES, Case, cases_of
 from pydist.benchmarks.interruption import INTERRUPTED, ignore_interruptions
-from pydist.benchmarks.job import count_ranks, launched_placement
 from pydist.benchmarks.noise import Ratio, is_noisy
 from pydist.benchmarks.outputs import require_writable, write_text_whole
+from pydist.benchmarks.processes import peers
+from pydist.benchmarks.processes.conductor import Conductor, Effort, Series
+from pydist.benchmarks.processes.job import count_ranks, launched_placement
+from pydist.benchmarks.processes.ranks import FoundRanks, Ranks, start_mpi_ranks, start_torch_ranks
 from pydist.benchmarks.progress import Progress
-from pydist.benchmarks.ranks import FoundRanks, Ranks, start_mpi_ranks, start_torch_ranks
 from pydist.benchmarks.results import ROOFLINE, Results, rows_of
 from pydist.benchmarks.sizes import parse_size, size_text, sweep
 from pydist.benchmarks.subcommand import add_ranks_argument

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pydist.benchmarks.cases import Buffers, Case
+from pydist.benchmarks.collective_cases import Buffers, Case
 
 __all__ = ["count_wrong", "fill"]
 

@@ -10,7 +10,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from pydist.benchmarks.cases import IN_PLACE
+from pydist.benchmarks.collective_cases import IN_PLACE
 from pydist.benchmarks.outputs import write_whole
 from pydist.benchmarks.results import ROOFLINE, Results, Row
 from pydist.benchmarks.sizes import size_text

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from pydist.benchmarks.cases import IN_PLACE, OUT_OF_PLACE
-from pydist.benchmarks.conductor import Series
+from pydist.benchmarks.collective_cases import IN_PLACE, OUT_OF_PLACE
 from pydist.benchmarks.noise import Ratio
+from pydist.benchmarks.processes.conductor import Series
 from pydist.benchmarks.results import ROOFLINE, Results, Row
 from pydist.benchmarks.sizes import size_text
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pydist.benchmarks.conductor import Series
 from pydist.benchmarks.machine import Machine
 from pydist.benchmarks.outputs import json_text
+from pydist.benchmarks.processes.conductor import Series
 
 __all__ = ["ROOFLINE", "Results", "Row", "rows_of"]
 

@@ -31,10 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pydist
 from pydist.benchmarks import ddp_knobs, subcommand
-from pydist.benchmarks.job import find_job
 from pydist.benchmarks.machine import unpinned
 from pydist.benchmarks.models import MODELS
 from pydist.benchmarks.noise import Ratio, bootstrap_interval, is_noisy, spread_of
+from pydist.benchmarks.processes.job import find_job
 from pydist.benchmarks.progress import Progress
 from pydist.benchmarks.step_times import Rounds, in_turns, read_rounds, write_round
 from pydist.errors import InvalidUsage

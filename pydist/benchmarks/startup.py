@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pydist.benchmarks import subcommand
-from pydist.benchmarks.fresh_job import FreshJob, join_job
-from pydist.benchmarks.job import require_room
 from pydist.benchmarks.noise import Ratio, is_noisy, ratio_of
+from pydist.benchmarks.processes.fresh_job import FreshJob, join_job
+from pydist.benchmarks.processes.job import require_room
 from pydist.benchmarks.progress import Progress
 from pydist.errors import InvalidUsage
 from pydist.job.launchers import read_placement

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pydist.benchmarks import ddp_knobs, step_times, subcommand
-from pydist.benchmarks.fresh_job import step_job
-from pydist.benchmarks.job import Job, find_job
 from pydist.benchmarks.memory import engine_share, measure_memory
 from pydist.benchmarks.models import DEFAULT_MODELS, MODELS
 from pydist.benchmarks.noise import Ratio, ratio_of
+from pydist.benchmarks.processes.fresh_job import step_job
+from pydist.benchmarks.processes.job import Job, find_job
 from pydist.benchmarks.progress import Progress
 from pydist.errors import InvalidUsage
 

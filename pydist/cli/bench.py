@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pydist.benchmarks import collectives, overlap, sharded, startup, step
-from pydist.benchmarks.cases import COLLECTIVES
+from pydist.benchmarks.collective_cases import COLLECTIVES
 from pydist.benchmarks.interruption import INTERRUPTED, interruptible
 from pydist.errors import Error, InvalidUsage
 

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 import pydist
-from pydist.benchmarks.cases import COLLECTIVES, IN_PLACE, OUT_OF_PLACE, Buffers, Case, cases_of
+from pydist.benchmarks.collective_cases import (
+    COLLECTIVES,
+    IN_PLACE,
+    OUT_OF_PLACE,
+    Buffers,
+    Case,
+    cases_of,
+)
 from pydist.benchmarks.patterns import count_wrong, fill
 from pydist.benchmarks.sizes import parse_size, size_text, sweep
 

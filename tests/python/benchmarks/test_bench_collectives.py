@@ -16,7 +16,7 @@ import pytest
 from launch import clean_environment, run_command
 
 import pydist
-from pydist.benchmarks import peers
+from pydist.benchmarks.processes import peers
 from pydist.cli import main
 
 pytestmark = pytest.mark.timeout(110)
@@ -190,7 +190,7 @@ def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
         except (OSError, ValueError, IndexError):
             continue
-        if b"pydist.benchmarks.rank_process" in command and int(parent) == process.pid:
+        if b"pydist.benchmarks.processes.rank_process" in command and int(parent) == process.pid:
             found.append(int(folder.name))
     return found
 

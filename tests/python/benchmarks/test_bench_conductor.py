@@ -7,11 +7,11 @@ import pytest
 
 import pydist
 from pydist.benchmarks import machine
-from pydist.benchmarks.arms import Arm, Unsupported
-from pydist.benchmarks.cases import IN_PLACE, OUT_OF_PLACE, Case
-from pydist.benchmarks.conductor import Conductor, Effort, Series
-from pydist.benchmarks.rank_commands import Check, Failed, Reserve, Time, obey
-from pydist.benchmarks.ranks import Ranks
+from pydist.benchmarks.collective_cases import IN_PLACE, OUT_OF_PLACE, Case
+from pydist.benchmarks.processes.arms import Arm, Unsupported
+from pydist.benchmarks.processes.conductor import Conductor, Effort, Series
+from pydist.benchmarks.processes.rank_commands import Check, Failed, Reserve, Time, obey
+from pydist.benchmarks.processes.ranks import Ranks
 from pydist.benchmarks.report import comparison_cells, footer, line
 from pydist.benchmarks.results import Results, rows_of
 

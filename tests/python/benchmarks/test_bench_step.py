@@ -17,8 +17,8 @@ from launch import clean_environment, rank_outcomes, run_command
 
 import pydist
 from pydist.benchmarks import ddp_knobs, memory, startup, step_times
-from pydist.benchmarks.fresh_job import FreshJob, step_job
 from pydist.benchmarks.models import DEFAULT_MODELS, MODELS
+from pydist.benchmarks.processes.fresh_job import FreshJob, step_job
 from pydist.benchmarks.sharded import SHARDED
 from pydist.benchmarks.slow_link import Bucket, Round
 
@@ -313,7 +313,7 @@ def test_a_rank_that_cant_start_is_named() -> None:
 def test_new_processes_end_with_the_one_that_started_them() -> None:
     script = (
         "import os, signal\n"
-        "from pydist.benchmarks import fresh_job\n"
+        "from pydist.benchmarks.processes import fresh_job\n"
         "def leave(processes, complaints):\n"
         "    print(*(process.pid for process in processes), flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydist.benchmarks.cases import Case
+from pydist.benchmarks.collective_cases import Case
 from pydist.benchmarks.noise import Ratio, percentile, ratio_of
-from pydist.benchmarks.rank_commands import Check, Failed, Reserve, Time
-from pydist.benchmarks.ranks import Ranks
+from pydist.benchmarks.processes.rank_commands import Check, Failed, Reserve, Time
+from pydist.benchmarks.processes.ranks import Ranks
 from pydist.errors import Error
 
 __all__ = ["Conductor", "Effort", "Series"]

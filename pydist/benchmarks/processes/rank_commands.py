@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
 
-from pydist.benchmarks.arms import Arm, Unsupported
-from pydist.benchmarks.cases import OUT_OF_PLACE, Case
+from pydist.benchmarks.collective_cases import OUT_OF_PLACE, Case
 from pydist.benchmarks.patterns import count_wrong, fill
+from pydist.benchmarks.processes.arms import Arm, Unsupported
 
 __all__ = ["Check", "Command", "Failed", "Reserve", "Stop", "Time", "obey"]
 

@@ -15,8 +15,9 @@ from typing import IO
 
 import torch.distributed as dist
 
-from pydist.benchmarks import fresh_rank, models
+from pydist.benchmarks import models
 from pydist.benchmarks.machine import cpu_of
+from pydist.benchmarks.processes import fresh_rank
 from pydist.errors import Error
 
 __all__ = ["FreshJob", "join_job", "step_job"]

@@ -1,4 +1,4 @@
-"""A process of a benchmark, which ranks.py starts as `python -m pydist.benchmarks.rank_process`.
+"""A process of a benchmark, which ranks.py starts as a program of its own.
 
 It connects to the conductor, says which rank it is, and does what it is told until it is told to
 stop or the conductor is gone.
@@ -12,8 +12,15 @@ from multiprocessing.connection import Client, Connection
 
 import pydist
 from pydist.benchmarks import machine
-from pydist.benchmarks.arms import Arm, GlooArm, MpiArm, PydistArm, RooflineArm, SymmetricArm
-from pydist.benchmarks.rank_commands import Failed, Stop, obey
+from pydist.benchmarks.processes.arms import (
+    Arm,
+    GlooArm,
+    MpiArm,
+    PydistArm,
+    RooflineArm,
+    SymmetricArm,
+)
+from pydist.benchmarks.processes.rank_commands import Failed, Stop, obey
 
 __all__ = ["make_arms", "prepare"]
 

@@ -21,14 +21,16 @@ from typing import Any
 import torch.distributed as dist
 
 import pydist
-from pydist.benchmarks.arms import Arm
-from pydist.benchmarks.peers import Installation
-from pydist.benchmarks.rank_commands import Failed, Stop, obey
-from pydist.benchmarks.rank_process import make_arms, prepare
+from pydist.benchmarks.processes.arms import Arm
+from pydist.benchmarks.processes.peers import Installation
+from pydist.benchmarks.processes.rank_commands import Failed, Stop, obey
+from pydist.benchmarks.processes.rank_process import make_arms, prepare
 from pydist.errors import Error, InvalidUsage, PeerLost, Timeout
 from pydist.job.spawn import job_variables
 
 __all__ = ["FoundRanks", "Ranks", "StartedRanks", "start_mpi_ranks", "start_torch_ranks"]
+
+_RANK_PROCESS = "pydist.benchmarks.processes.rank_process"
 
 _START_S = 120.0
 # For one command: a few calls of the slowest arm on the largest buffers, and more.
@@ -228,7 +230,13 @@ def start_torch_ranks(
     # Served here and on a port that the system picks: nothing to race for.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = job_variables(size, store.port, backend)
-    command = [sys.executable, "-m", "pydist.benchmarks.rank_process", "--arms", ",".join(arms)]
+    command = [
+        sys.executable,
+        "-m",
+        "pydist.benchmarks.processes.rank_process",
+        "--arms",
+        ",".join(arms),
+    ]
     if not pin:
         command.append("--no-pin")
     commands = [
@@ -250,7 +258,7 @@ def start_mpi_ranks(
         is_launched: whether a launcher has started this process, which may have bound it to one
             core; the ranks are not to share that.
     """
-    arguments = ["-m", "pydist.benchmarks.rank_process"]
+    arguments = ["-m", _RANK_PROCESS]
     arguments += ["--mpi", installation.name, str(installation.site_packages)]
     if not pin:
         arguments.append("--no-pin")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import pydist
 from pydist import _native
-from pydist.benchmarks.cases import Buffers, Case
+from pydist.benchmarks.collective_cases import Buffers, Case
 from pydist.errors import InvalidUsage
 from pydist.job import groups
 
