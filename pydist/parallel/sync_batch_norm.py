@@ -387,6 +387,7 @@ def talk_apart(module: nn.Module, group: groups.Group | None, communicator: Comm
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm) and _key_of(layer.process_group) is key:
             _of_wrapper[layer] = (key, communicator)
+            _in_use.pop(layer, None)
 
 
 def refuse_under_join(module: nn.Module) -> None:
