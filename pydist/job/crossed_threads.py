@@ -6,15 +6,23 @@ model of one thread would be averaged with the other thread's model, which may l
 
 So the ranks of a new group compare the names of the threads that have made it. Different names
 alone say nothing, since frameworks number the threads in which they train, on each rank otherwise.
-But where two threads with different names have met, and on either rank a thread with the other's
-name makes groups of the same parent as well, the threads are crossed. A rank may know of that only
-when its second thread comes, so groups that were made before by different names fail then as well.
+The threads are crossed in two cases:
+
+1. Two threads with different names have met, and on either rank a living thread with the other's
+   name makes groups of the same parent as well.
+2. In all meetings of threads with different names so far, two ranks had the same names, in another
+   order: A with B, and then B with A. So the threads may have ended meanwhile.
+
+Ranks may know only when their last threads come. Then groups that were made before by threads of
+different names fail as well.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -35,6 +43,10 @@ _lock = threading.Lock()
 _makers: WeakKeyDictionary[Communicator, WeakSet[threading.Thread]] = WeakKeyDictionary()
 # For each group those split off by threads of different names. Guarded by _lock.
 _doubtful: WeakKeyDictionary[Communicator, WeakSet[Communicator]] = WeakKeyDictionary()
+# For each group, by the ranks of those split off: the names of all meetings in which names differed,
+# in rank order. All of these ranks have the same. Guarded by _lock.
+_Meetings = dict[tuple[int, ...], list[list[str]]]
+_different: WeakKeyDictionary[Communicator, _Meetings] = WeakKeyDictionary()
 
 
 def note_maker(parent: Communicator) -> None:
@@ -60,11 +72,15 @@ def refuse_crossed(communicator: Communicator, parent: Communicator, ranks: Sequ
         return
     with _lock:
         makers = {_short(thread.name) for thread in _makers[parent] if thread.is_alive()}
-    # The rank whose thread this one should not have met, as its namesake here makes groups too.
-    mine = next((r for r, name in enumerate(names) if name != own and name in makers), -1)
-    others = torch.empty(communicator.size, dtype=torch.int64)
-    communicator.all_gather(torch.tensor([mine]), others, False)
-    crossed = [(rank, other) for rank, other in enumerate(others.tolist()) if other >= 0]
+        meetings = _different.setdefault(parent, {}).setdefault(tuple(ranks), [])
+        meetings.append(names)
+        crossed = _in_another_order(meetings)
+    if not crossed:
+        # The rank whose thread this one should not have met, as its namesake here makes groups too.
+        mine = next((r for r, name in enumerate(names) if name != own and name in makers), -1)
+        others = torch.empty(communicator.size, dtype=torch.int64, device="cpu")
+        communicator.all_gather(torch.tensor([mine], device="cpu"), others, False)
+        crossed = [(rank, other) for rank, other in enumerate(others.tolist()) if other >= 0]
     if not crossed:
         with _lock:
             _doubtful.setdefault(parent, WeakSet()).add(communicator)
@@ -85,12 +101,22 @@ def refuse_crossed(communicator: Communicator, parent: Communicator, ranks: Sequ
     raise Mismatch(message)
 
 
+def _in_another_order(meetings: list[list[str]]) -> list[tuple[int, int]]:
+    """Two ranks whose names differ in the last meeting, and are the same in all together."""
+    counts = [Counter(names) for names in zip(*meetings, strict=True)]
+    last = meetings[-1]
+    for rank, other in combinations(range(len(last)), 2):
+        if last[rank] != last[other] and counts[rank] == counts[other]:
+            return [(rank, other)]
+    return []
+
+
 def _short(name: str) -> str:
     return name.encode()[:_NAME_BYTES].decode(errors="ignore")
 
 
 def _names_of_all(communicator: Communicator, name: str) -> list[str]:
     padded = bytearray(name.encode().ljust(_NAME_BYTES, b"\0"))
-    names = torch.empty(communicator.size * _NAME_BYTES, dtype=torch.uint8)
+    names = torch.empty(communicator.size * _NAME_BYTES, dtype=torch.uint8, device="cpu")
     communicator.all_gather(torch.frombuffer(padded, dtype=torch.uint8), names, False)
     return [bytes(each.tolist()).rstrip(b"\0").decode() for each in names.view(-1, _NAME_BYTES)]

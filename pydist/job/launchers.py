@@ -194,7 +194,14 @@ class _Sign:
     size: str = ""
     # What to do about this launcher; by default what serves for any.
     advice: str = ""
+    # Whether 0 without a number of processes is what a process alone may have, too.
+    counts_from_1: bool = False
 
+
+_FOR_TORCHRUN = (
+    "PET_* variables are arguments for torchrun: start the script by `torchrun` or `pydist run`, "
+    "which read them, on every node."
+)
 
 # What is asked once no launcher was understood. See Note [Signs of other processes].
 _SIGNS = (
@@ -209,12 +216,9 @@ _SIGNS = (
     _Sign("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
     _Sign("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"),
     _Sign("SM_HOSTS", "SM_HOSTS"),
-    _Sign(
-        "PET_NNODES",
-        "PET_NNODES",
-        "PET_* variables are arguments for torchrun: start the script by `torchrun` or `pydist "
-        "run`, which read them, on every node.",
-    ),
+    _Sign("NODE_RANK", "NNODES", counts_from_1=True),
+    _Sign("PET_NODE_RANK", "PET_NNODES", _FOR_TORCHRUN, counts_from_1=True),
+    _Sign("PET_NNODES", "PET_NNODES", _FOR_TORCHRUN),
 )
 
 _ALONE = "If this process is to train alone, set RANK=0 WORLD_SIZE=1."
@@ -316,6 +320,8 @@ def _is_only_task(env: Mapping[str, str]) -> bool:
 def _refuse_signs_of_others(env: Mapping[str, str]) -> None:
     for sign in _SIGNS:
         if sign.variable not in env or _largest_size(env.get(sign.size, "")) == 1:
+            continue
+        if sign.counts_from_1 and env[sign.variable] == "0" and sign.size not in env:
             continue
         told = f"{sign.variable}={env[sign.variable]}"
         if sign.size not in ("", sign.variable):

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
 from pydist import _native
-from pydist.errors import Error, InvalidUsage
+from pydist.errors import Error, InvalidUsage, Timeout
 from pydist.job import groups, membership
 from pydist.parallel.bucket_planner import (
     BucketPlan,
@@ -417,7 +417,14 @@ class DataParallel(TorchIdioms):
     def require_joined(self) -> None:
         """Lets a copy join, if it has not yet. All ranks call it together."""
         if not self.has_joined:
-            self._join(with_parameters=False, with_buffers=self._settings.copies_buffers)
+            try:
+                self._join(with_parameters=False, with_buffers=self._settings.copies_buffers)
+            except Timeout as error:
+                raise Timeout(
+                    "a copy of a pydist.DataParallel joins the other ranks at its first forward "
+                    "with gradients enabled, which all ranks call, and some did not come. To "
+                    f"evaluate it on some ranks alone, use torch.no_grad(). ({error})"
+                ) from error
 
     def communicator_to_split(self) -> _native.Communicator:
         """One of the ranks that train the model, also before a copy has joined them."""

@@ -75,7 +75,9 @@ def _arrive(indices: Any, seed: int) -> Any:
         if marks:
             seed = _digest(struct.pack(f"<{1 + len(marks)}Q", seed, *marks)) >> 1
         random.seed(seed)
-        np.random.seed([seed % 2**32, seed >> 32])
+        # Otherwise than Python's, which begins with the same generator: given the same words, the
+        # two would draw the same numbers.
+        np.random.seed([seed % 2**32, seed >> 32, 1])
         # Those of accelerators belong to nobody in a worker, and setting them is slow.
         torch.default_generator.manual_seed(seed)
     return indices

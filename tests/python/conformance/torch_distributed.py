@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,6 +19,7 @@ from conformance.references import (
     COMPLEX,
     DTYPES,
     FLOAT8,
+    INTEGERS,
     OPS,
     factor_of,
     is_defined,
@@ -35,10 +39,22 @@ _TORCH_OPS = {
 }
 
 
+UNDIVIDED = (torch.uint16, torch.uint32, torch.uint64)
+
+
 def torch_op(suite: Suite, op: str) -> Any:
     if op == "premul_sum":
         return dist._make_nccl_premul_sum(factor_of(suite.rank))
     return _TORCH_OPS[op]
+
+
+def nccls_mean(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in the dtype, with its overflow, divided by the number of ranks towards zero."""
+    arrays = [part.cpu().numpy() for part in parts]
+    total = np.add.reduce(arrays, dtype=arrays[0].dtype)
+    quotients = [math.trunc(Fraction(int(value), len(parts))) for value in total.flat]
+    mean = torch.from_numpy(np.array(quotients, dtype=total.dtype).reshape(total.shape))
+    return mean.to(parts[0].device)
 
 
 def torch_collectives(suite: Suite) -> None:
@@ -51,7 +67,12 @@ def torch_collectives(suite: Suite) -> None:
         with suite.case("torch", "all_reduce", dtype, op):
             parts = suite.contributions(dtype, 65, 5, op=op)
             tensor = parts[rank].clone()
-            if is_defined(op, dtype):
+            # torch can't divide the other unsigned integers on a device.
+            is_divided = tensor.device.type == "cpu" or dtype not in UNDIVIDED
+            if op == "mean" and dtype in INTEGERS and is_divided:
+                dist.all_reduce(tensor, torch_op(suite, op))
+                check_bits(tensor, nccls_mean(parts))
+            elif is_defined(op, dtype):
                 dist.all_reduce(tensor, torch_op(suite, op))
                 suite.check_reduced(tensor, "all_reduce", op, parts)
                 suite.same_everywhere(tensor)

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -34,6 +35,27 @@ pytestmark = TIME_LIMIT
 def make_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+def substitute(make: str) -> tuple[float, int]:
+    """The gradient of substitutes in a first forward, and of how many parameters ours are."""
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(2, 1, bias=False, dtype=torch.float64))
+    nn.Linear(2, 2)  # a module of somebody's else
+    weight = model.weight.detach().clone().requires_grad_()
+    values = {"weight": weight if make == "leaf" else 2 * weight}
+    functional_call(model, values, (torch.full((1, 2), 1.0 + rank).double(),)).sum().backward()
+    assert weight.grad is not None
+    known = len(list(model.parameters()))
+    model(torch.ones(1, 2).double()).sum().backward()
+    return float(weight.grad[0, 0]), known
+
+
+@pytest.mark.parametrize("make", ["leaf", "computed"])
+def test_substitutes_are_the_programs_own(run: Runner, make: str) -> None:
+    """As with torch's wrapper: they are no parameters of the module's."""
+    factor = 1.0 if make == "leaf" else 2.0
+    assert run(substitute, make) == [(factor, 1), (2 * factor, 1), (3 * factor, 1)]
 
 
 def mean_output(net: nn.Module, rank: int, step: int) -> Tensor:
@@ -213,11 +235,12 @@ def average_weights() -> None:
                 ours[name].state_dict().values(), theirs[name].state_dict().values(), strict=True
             ):
                 assert_near(a, b)
-    # The average is no wrapper: it trains on its own, and on one rank if it likes.
+    # An average that does not train may be used on one rank.
     if rank == 0:
         for average in (ours["mean"], theirs["mean"]):
             update_bn([batch(r, 5, 4) for r in range(2)], average)
-        assert_near(ours["mean"](batch(0, 5, 4)), theirs["mean"](batch(0, 5, 4)))
+        with torch.no_grad():
+            assert_near(ours["mean"](batch(0, 5, 4)), theirs["mean"](batch(0, 5, 4)))
     train_like_reference(model, reference, mean_output, steps=[9])
 
 

@@ -102,6 +102,54 @@ def test_threads_that_met_crosswise_raise_on_all_ranks(backend: str, nprocs: int
         assert any(message.startswith("Mismatch: thread ") for message in told), told
 
 
+def build_one_after_the_other() -> list[str]:
+    """No thread knows of the other one: each has ended before the other begins."""
+    pydist.init(timeout=30)
+    models = []
+
+    def work(seed: float) -> str:
+        try:
+            models.append(pydist.DataParallel(model_of(seed)))
+        except pydist.Error as error:
+            return f"{type(error).__name__}: {error}"
+        return "built"
+
+    told = []
+    for name, seed in backwards([("a", 10), ("b", 1000)]):
+        told += in_threads([(name, lambda seed=seed: work(seed))]).values()
+    try:
+        gradient_of(models[0], 10)
+    except pydist.Error as error:
+        told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+@BACKENDS
+@RANKS
+def test_threads_that_ended_before_the_other_began_are_crossed(backend: str, nprocs: int) -> None:
+    env = {"PYDIST_BACKEND": backend}
+    for told in run_ranks(build_one_after_the_other, nprocs, env=env):
+        assert [message.partition(":")[0] for message in told[:2]] == ["built", "Mismatch"], told
+        assert "makes groups as well" in told[2], told
+
+
+def name_worker_threads_otherwise() -> float:
+    """Frameworks count their threads: those of rank 1 have other numbers than those of rank 0."""
+    pydist.init(timeout=30)
+    names = [f"worker-{pydist.rank() + number}" for number in range(3)]
+    results = [
+        in_threads([(name, lambda: gradient_of(pydist.DataParallel(model_of(10)), 10))])
+        for name in names
+    ]
+    return sum(value for result in results for value in result.values())
+
+
+@BACKENDS
+def test_worker_threads_may_be_counted_otherwise_on_each_rank(backend: str) -> None:
+    env = {"PYDIST_BACKEND": backend}
+    assert run_ranks(name_worker_threads_otherwise, 2, env=env) == [45.0, 45.0]
+
+
 def build_in_order() -> None:
     """The threads take turns, by their own means, or are built by the main thread."""
     pydist.init()

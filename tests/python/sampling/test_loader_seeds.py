@@ -133,6 +133,13 @@ def test_preparing_draws_once_and_iterating_not_at_all() -> None:
         assert torch.rand(3).equal(untouched)
 
 
+def test_generators_draw_differently() -> None:
+    """Python's and NumPy's are of one kind, and would draw alike from one seed."""
+    for _, *parts in got(pydist.prepare(plain(num_workers=2))):
+        for of_torch, of_numpy, of_python in zip(*parts, strict=True):
+            assert len({of_torch, of_numpy, of_python}) == 3
+
+
 def test_a_seed_that_is_given_counts_alone() -> None:
     torch.manual_seed(1)
     one = got(pydist.prepare(plain(num_workers=1), seed=3))
