@@ -43,8 +43,8 @@ _lock = threading.Lock()
 _makers: WeakKeyDictionary[Communicator, WeakSet[threading.Thread]] = WeakKeyDictionary()
 # For each group those split off by threads of different names. Guarded by _lock.
 _doubtful: WeakKeyDictionary[Communicator, WeakSet[Communicator]] = WeakKeyDictionary()
-# For each group, by the ranks of those split off: the names of all meetings in which names differed,
-# in rank order. All of these ranks have the same. Guarded by _lock.
+# For each group, by the ranks of those split off: the threads' names in all meetings in which they
+# differed, in rank order. All of these ranks have the same. Guarded by _lock.
 _Meetings = dict[tuple[int, ...], list[list[str]]]
 _different: WeakKeyDictionary[Communicator, _Meetings] = WeakKeyDictionary()
 
