@@ -159,6 +159,30 @@ def test_python_circles_are_impossible_within_a_package() -> None:
         visit(name, ())
 
 
+def test_the_root_of_the_package_shows_its_rooms() -> None:
+    """What a user or a newcomer looks for, what packaging needs, and folders."""
+    files = {path.name for path in PACKAGE.iterdir() if path.is_file()}
+    assert files == {
+        "__init__.py",
+        "__main__.py",
+        "_build.py.in",
+        "_build.pyi",
+        "_load.py",
+        "_native.pyi",
+        "_torch.py",
+        "collectives.py",
+        "errors.py",
+        "py.typed",
+    }
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, ROOT / "tests" / "python", ROOT / "tests" / "cpp"])
+def test_a_folder_can_be_overlooked(folder: Path) -> None:
+    for each in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        files = [path for path in each.iterdir() if path.is_file()]
+        assert len(files) <= 25, f"{each.relative_to(ROOT)} holds {len(files)} files: divide it"
+
+
 def test_names_tell_what_a_file_holds() -> None:
     folders = [CSRC, PACKAGE, *(ROOT / f for f in ("tests", "bench", "examples", "third_party"))]
     for folder in folders:
