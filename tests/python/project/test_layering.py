@@ -177,7 +177,7 @@ def test_the_root_of_the_package_shows_its_rooms() -> None:
 
 
 @pytest.mark.parametrize("folder", [PACKAGE, ROOT / "tests" / "python", ROOT / "tests" / "cpp"])
-def test_a_folder_can_be_overlooked(folder: Path) -> None:
+def test_a_folder_holds_few_files(folder: Path) -> None:
     for each in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         files = [path for path in each.iterdir() if path.is_file()]
         assert len(files) <= 25, f"{each.relative_to(ROOT)} holds {len(files)} files: divide it"
