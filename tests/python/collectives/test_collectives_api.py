@@ -22,9 +22,11 @@ def alone() -> Iterator[None]:
     pydist.shutdown()
 
 
-MODULES = ["collectives", "process", "groups", "large_batch", "spawn", "sync_batch_norm"]
+MODULES = ["collectives", "job.membership", "job.groups", "job.spawn"]
+MODULES += ["parallel.large_batch", "parallel.sync_batch_norm"]
 MODULES += ["metrics.means", "metrics.classification", "metrics.ragged", "metrics.rows"]
-MODULES += ["evaluation", "orders", "ledger", "sampler", "batch_sampler", "data_loading"]
+MODULES += ["evaluation.evaluate", "sampling.order", "sampling.audit", "sampling.sampler"]
+MODULES += ["sampling.batch_sampler", "sampling.loader"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -463,7 +463,7 @@ def test_spawn_on_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started = []
-    module = sys.modules["pydist.spawn"]
+    module = sys.modules["pydist.job.spawn"]
 
     def start(_: Path, variables: dict[str, str], count: int, *__: object) -> None:
         started.append((count, variables.get(VARIABLE)))
