@@ -8,20 +8,17 @@ it in 95 % of resamplings. The checkout of this file itself as CHECKOUT tells wh
 """
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from pydist.benchmarks import machine, models
 from pydist.benchmarks.noise import Ratio, ratio_of
-from pydist.benchmarks.processes.ranks import StartedRanks
-from pydist.job.spawn import job_variables
+from pydist.benchmarks.processes.ranks import StartedRanks, start_job
 
 RANK = Path(__file__).with_name("timed_rank.py")
 # pydist plans its buckets anew after steps 1, 2 and 4.
@@ -31,14 +28,8 @@ TURN_S = 0.1
 
 
 def start(python: Path, work: str, ranks: int) -> StartedRanks:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = {**os.environ, **job_variables(ranks, store.port, None)}
     command = [str(python), str(RANK), models.__file__, work]
-    commands = [
-        (command, {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
-    return StartedRanks(f"the job of {python}", [work], ranks, commands, serving=store)
+    return start_job(f"the job of {python}", [work], ranks, command)
 
 
 def seconds_of(job: StartedRanks, calls: int) -> float:

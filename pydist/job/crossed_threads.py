@@ -43,10 +43,10 @@ _lock = threading.Lock()
 _makers: WeakKeyDictionary[Communicator, WeakSet[threading.Thread]] = WeakKeyDictionary()
 # For each group those split off by threads of different names. Guarded by _lock.
 _doubtful: WeakKeyDictionary[Communicator, WeakSet[Communicator]] = WeakKeyDictionary()
-# For each group, by the ranks of those split off: the threads' names in all meetings in which they
-# differed, in rank order. All of these ranks have the same. Guarded by _lock.
-_Meetings = dict[tuple[int, ...], list[list[str]]]
-_different: WeakKeyDictionary[Communicator, _Meetings] = WeakKeyDictionary()
+# For each group, by the ranks of those split off: how often each name of a thread came in meetings
+# in which names differed, for each of these ranks. They all have the same. Guarded by _lock.
+_Names = dict[tuple[int, ...], list[Counter[str]]]
+_different: WeakKeyDictionary[Communicator, _Names] = WeakKeyDictionary()
 
 
 def note_maker(parent: Communicator) -> None:
@@ -72,9 +72,16 @@ def refuse_crossed(communicator: Communicator, parent: Communicator, ranks: Sequ
         return
     with _lock:
         makers = {_short(thread.name) for thread in _makers[parent] if thread.is_alive()}
-        meetings = _different.setdefault(parent, {}).setdefault(tuple(ranks), [])
-        meetings.append(names)
-        crossed = _in_another_order(meetings)
+        counts = _different.setdefault(parent, {}).setdefault(
+            tuple(ranks), [Counter() for _ in ranks]
+        )
+        for count, name in zip(counts, names, strict=True):
+            count[name] += 1
+        crossed = [
+            (rank, other)
+            for rank, other in combinations(range(len(names)), 2)
+            if names[rank] != names[other] and counts[rank] == counts[other]
+        ]
     if not crossed:
         # The rank whose thread this one should not have met, as its namesake here makes groups too.
         mine = next((r for r, name in enumerate(names) if name != own and name in makers), -1)
@@ -99,16 +106,6 @@ def refuse_crossed(communicator: Communicator, parent: Communicator, ranks: Sequ
     for each in doubtful:
         each.abort(message)
     raise Mismatch(message)
-
-
-def _in_another_order(meetings: list[list[str]]) -> list[tuple[int, int]]:
-    """Two ranks whose names differ in the last meeting, and are the same in all together."""
-    counts = [Counter(names) for names in zip(*meetings, strict=True)]
-    last = meetings[-1]
-    for rank, other in combinations(range(len(last)), 2):
-        if last[rank] != last[other] and counts[rank] == counts[other]:
-            return [(rank, other)]
-    return []
 
 
 def _short(name: str) -> str:

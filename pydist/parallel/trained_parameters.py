@@ -55,7 +55,6 @@ class TrainedParameters:
         self._local = module
         self._module = module.module
         self._seen = -1
-        self._sees_substitutes = False
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self.known: Trained = []
         self._known_ids: set[int] = set()
@@ -63,10 +62,8 @@ class TrainedParameters:
 
     def add_all(self) -> None:
         """From now on, all that require gradients now are known, in the order of registration."""
-        seen = _registrations
         for joined in self._walk():
             self.add(*joined)
-        self._seen = -1 if self._sees_substitutes else seen
 
     def add(self, name: str, parameter: nn.Parameter, is_sparse: bool) -> None:
         """From now on, a parameter is known."""
@@ -93,19 +90,18 @@ class TrainedParameters:
             )
         ):
             return []
-        seen = _registrations
         joined = self._walk()
-        # What is found once is found again until it is known.
-        self._seen = -1 if joined or self._sees_substitutes else seen
+        if joined:
+            self._seen = -1  # what is found once is found again until it is known
         return joined
 
     def _walk(self) -> Trained:
+        seen = _registrations
         self._local.look_again()
         # torch.func.functional_call puts tensors in the places of parameters for one forward. They
         # are the program's, and hide what stands there otherwise: so the next forward looks again.
         found = self._local.shared_parameters()
         named = [(name, p) for name, p in found if isinstance(p, nn.Parameter)]
-        self._sees_substitutes = len(named) < len(found)
         sparse = ids_of_sparse(self._module)
         joined = [
             (name, parameter, id(parameter) in sparse)
@@ -122,6 +118,7 @@ class TrainedParameters:
             for key, parameter in part._parameters.items()
             if parameter is not None
         ]
+        self._seen = seen if len(named) == len(found) else -1
         return joined
 
 

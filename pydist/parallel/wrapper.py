@@ -164,8 +164,8 @@ class DataParallel(TorchIdioms):
     module that are called through the wrapper, `model.encode(x)` say, count as forwards.
 
     Buffers of rank 0 are copied to all ranks at the end of every synchronised backward before
-    which any rank changed its own. Hence they are the same everywhere whenever no step is under
-    way, and a forward talks to nobody: one rank may evaluate alone.
+    which any rank changed its own. Hence they are the same everywhere between steps, unless the
+    program changes them there, and a forward talks to nobody: one rank may evaluate alone.
 
     Parameters and buffers that `module._ddp_params_and_buffers_to_ignore` names, as for torch's
     class, are each rank's own: they are neither compared, copied nor averaged, and ranks may have

@@ -28,7 +28,14 @@ from pydist.benchmarks.processes.rank_process import make_arms, prepare
 from pydist.errors import Error, InvalidUsage, PeerLost, Timeout
 from pydist.job.spawn import job_variables
 
-__all__ = ["FoundRanks", "Ranks", "StartedRanks", "start_mpi_ranks", "start_torch_ranks"]
+__all__ = [
+    "FoundRanks",
+    "Ranks",
+    "StartedRanks",
+    "start_job",
+    "start_mpi_ranks",
+    "start_torch_ranks",
+]
 
 _RANK_PROCESS = "pydist.benchmarks.processes.rank_process"
 
@@ -227,9 +234,6 @@ def start_torch_ranks(
     arms: list[str], size: int, *, backend: str | None, pin: bool
 ) -> StartedRanks:
     """Ranks of one job of pydist on this host."""
-    # Served here and on a port that the system picks: nothing to race for.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = job_variables(size, store.port, backend)
     command = [
         sys.executable,
         "-m",
@@ -239,11 +243,28 @@ def start_torch_ranks(
     ]
     if not pin:
         command.append("--no-pin")
+    return start_job("the ranks of pydist", arms, size, command, backend=backend)
+
+
+def start_job(
+    what: str, arms: list[str], size: int, command: list[str], *, backend: str | None = None
+) -> StartedRanks:
+    """Ranks of one job on this host, each a process that a command starts.
+
+    Args:
+        what: a name for messages.
+        arms: what they carry.
+        size: how many.
+        command: its last argument will be the address to connect to.
+        backend: of pydist; by default what the environment says.
+    """
+    # Served here and on a port that the system picks: nothing to race for.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {**os.environ, **job_variables(size, store.port, backend)}
     commands = [
-        (command, {**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(size)
+        (command, {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)
     ]
-    return StartedRanks("the ranks of pydist", arms, size, commands, serving=store)
+    return StartedRanks(what, arms, size, commands, serving=store)
 
 
 def start_mpi_ranks(
