@@ -145,8 +145,23 @@ class Arms:
 # -- in a rank
 
 
+# What the last program raised here. It holds the program's models, whose groups would end with
+# them, under ranks that have not come as far yet: so it stays until all ranks have answered.
+_raised: list[Exception] = []
+
+
 def perform(arm: Arm, module: str, name: str) -> Recording:
     """Runs a program in this rank."""
+    _raised.clear()
+    gc.collect()
+    try:
+        return _perform(arm, module, name)
+    except Exception as error:
+        _raised.append(error)
+        raise
+
+
+def _perform(arm: Arm, module: str, name: str) -> Recording:
     lib = _library(arm)
     text = getattr(importlib.import_module(module), name)
     gc.freeze()  # what is loaded by now stays, and is not looked through again and again
