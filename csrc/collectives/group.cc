@@ -30,10 +30,6 @@ void Group::publish_post() noexcept {
   notify();
 }
 
-Condition Group::posted_by(int rank) const noexcept {
-  return {segment_.control(rank).posts[slot()].sequence, rank, sequence_};
-}
-
 std::uint64_t Group::posted_count(int rank, int block) const noexcept {
   const Post& posted = post(rank);
   return (posted.flags & Post::kRagged) != 0

@@ -72,7 +72,6 @@ class Group {
     my_post().sequence.store(sequence_, std::memory_order_release);
   }
 
-  [[nodiscard]] Condition posted_by(int rank) const noexcept;
   [[nodiscard]] Condition posted_by_all() const noexcept {
     return {segment_.control(0).posts[slot()].sequence, segment_.control_stride(), size_, rank_,
             sequence_};
@@ -83,7 +82,7 @@ class Group {
     known_consumed_ = round_;
   }
 
-  // Once posted_by(rank) holds.
+  // Once the condition of posted_by_all() holds.
   [[nodiscard]] const Post& post(int rank) const noexcept {
     return segment_.control(rank).posts[slot()];
   }

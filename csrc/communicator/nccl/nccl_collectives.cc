@@ -299,7 +299,7 @@ class Enqueuing {
       count *= 2;
     }
     const PydistCudaSegment segment{from, to, count, from_dtype, to_dtype};
-    settings_.kernels->convert(PydistCudaConvert{&segment, 1, scale, nullptr}, group_.stream());
+    settings_.kernels->convert(PydistCudaConvert{&segment, 1, scale}, group_.stream());
   }
 
   // A sum becomes the result: divided where the operator is a mean, and in the call's type.
