@@ -72,7 +72,7 @@
 #include "communicator/communicator.h"
 #include "reducer/autograd_hooks.h"
 #include "reducer/bucket_hook.h"
-#include "reducer/gradient_arena.h"
+#include "reducer/gradients/gradient_arena.h"
 #include "reducer/link_speed.h"
 #include "reducer/round_times.h"
 #include "reducer/round_words.h"

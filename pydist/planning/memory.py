@@ -3,7 +3,7 @@
 Arithmetic on the shapes of parameters, which follows how memory is laid out:
 
 - `pydist.DataParallel` has a slot for each gradient, from a multiple of 64 bytes on
-  (csrc/reducer/gradient_arena.cc); buckets are parts of that memory.
+  (csrc/reducer/gradients/gradient_arena.cc); buckets are parts of that memory.
 - `pydist.ShardedOptimizer` has parameters and gradients in buckets, each from a multiple of 128
   bytes on; a bucket is cut into equal shards that end at such multiples
   (csrc/bucketing/shard_layout.h). In stage 2 only shards of gradients stay. Up to three buckets are

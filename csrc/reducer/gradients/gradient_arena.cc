@@ -1,4 +1,4 @@
-#include "reducer/gradient_arena.h"
+#include "reducer/gradients/gradient_arena.h"
 
 #include <ATen/ops/zeros.h>
 

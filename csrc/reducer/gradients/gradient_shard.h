@@ -25,7 +25,7 @@
 
 #include "base/deadline.h"
 #include "communicator/work.h"
-#include "reducer/gradient_slot.h"
+#include "reducer/gradients/gradient_slot.h"
 
 namespace pydist {
 

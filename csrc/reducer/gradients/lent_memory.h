@@ -35,7 +35,7 @@
 #include <utility>
 #include <vector>
 
-#include "reducer/gradient_slot.h"
+#include "reducer/gradients/gradient_slot.h"
 
 namespace pydist {
 

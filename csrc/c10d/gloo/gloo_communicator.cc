@@ -1,4 +1,4 @@
-#include "c10d/gloo_communicator.h"
+#include "c10d/gloo/gloo_communicator.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -18,9 +18,9 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "c10d/elastic_threads.h"
-#include "c10d/gloo_channel.h"
-#include "c10d/gloo_collectives.h"
-#include "c10d/gloo_roll_call.h"
+#include "c10d/gloo/gloo_channel.h"
+#include "c10d/gloo/gloo_collectives.h"
+#include "c10d/gloo/gloo_roll_call.h"
 #include "c10d/serial_queue.h"
 #include "c10d/store.h"
 #include "communicator/agreement.h"

@@ -1,4 +1,4 @@
-#include "reducer/gradient_slot.h"
+#include "reducer/gradients/gradient_slot.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/isclose.h>
@@ -11,7 +11,7 @@
 
 #include "base/error.h"
 #include "c10d/device_streams.h"
-#include "reducer/gradient_shard.h"
+#include "reducer/gradients/gradient_shard.h"
 
 namespace pydist {
 namespace {

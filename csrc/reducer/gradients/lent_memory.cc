@@ -1,4 +1,4 @@
-#include "reducer/lent_memory.h"
+#include "reducer/gradients/lent_memory.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty_strided.h>

@@ -17,7 +17,7 @@
 #pragma once
 
 #include "base/deadline.h"
-#include "c10d/gloo_channel.h"
+#include "c10d/gloo/gloo_channel.h"
 #include "communicator/operation.h"
 
 namespace pydist {

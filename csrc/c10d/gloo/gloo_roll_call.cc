@@ -1,4 +1,4 @@
-#include "c10d/gloo_roll_call.h"
+#include "c10d/gloo/gloo_roll_call.h"
 
 #include <exception>
 

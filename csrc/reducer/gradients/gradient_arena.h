@@ -25,9 +25,9 @@
 #include "bucketing/plan_message.h"
 #include "bucketing/shard_layout.h"
 #include "communicator/communicator.h"
-#include "reducer/gradient_shard.h"
-#include "reducer/gradient_slot.h"
-#include "reducer/lent_memory.h"
+#include "reducer/gradients/gradient_shard.h"
+#include "reducer/gradients/gradient_slot.h"
+#include "reducer/gradients/lent_memory.h"
 
 namespace pydist {
 

@@ -1,4 +1,4 @@
-#include "c10d/gloo_channel.h"
+#include "c10d/gloo/gloo_channel.h"
 
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>

@@ -1,4 +1,4 @@
-#include "reducer/gradient_shard.h"
+#include "reducer/gradients/gradient_shard.h"
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/view_as_real.h>

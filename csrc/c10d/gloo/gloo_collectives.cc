@@ -1,4 +1,4 @@
-#include "c10d/gloo_collectives.h"
+#include "c10d/gloo/gloo_collectives.h"
 
 #include <algorithm>
 #include <array>
