@@ -18,25 +18,16 @@
 
 #include "base/error.h"
 #include "kernels/cpu/convert.h"
+#include "kernels/one_rounding.h"
 
 namespace pydist {
 namespace {
 
-// ---- the reference ------------------------------------------------------------------------
-// One rounding a function, and no inlining, so that no compiler can fuse two of them.
+using scalar::add;
+using scalar::divide;
+using scalar::multiply;
 
-template <typename T>
-[[gnu::noinline]] T add(T a, T b) {
-  return a + b;
-}
-template <typename T>
-[[gnu::noinline]] T multiply(T a, T b) {
-  return a * b;
-}
-template <typename T>
-[[gnu::noinline]] T divide(T a, T b) {
-  return a / b;
-}
+// ---- the reference ------------------------------------------------------------------------
 
 template <typename T>
 void adam_reference(const AdamFactors& factors, T gradient, T& value, T* states) {
