@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "base/error.h"
+#include "collectives/call.h"
+#include "communicator/operation_call.h"
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/reduce.h"
 
@@ -26,7 +28,7 @@ Scratch make_scratch(std::size_t bytes) {
   return std::make_unique_for_overwrite<std::byte[]>(std::max(bytes, std::size_t{1}));
 }
 
-void copy(void* output, const void* input, std::size_t bytes) {
+void copy_memory(void* output, const void* input, std::size_t bytes) {
   if (output != input && bytes != 0) {
     std::memcpy(output, input, bytes);
   }
@@ -35,9 +37,9 @@ void copy(void* output, const void* input, std::size_t bytes) {
 bool is_half(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
 
 // The blocks of a collective as one run of memory each: of one buffer, or of one for each rank.
-class Blocks {
+class BlockRuns {
  public:
-  Blocks(const Buffers& buffers, int size) {
+  BlockRuns(const Buffers& buffers, int size) {
     const auto ranks = static_cast<std::size_t>(size);
     if (buffers.size() == ranks) {
       blocks_ = buffers;
@@ -66,14 +68,14 @@ class Blocks {
 
   void pack(std::byte* packed) const {
     for (const Buffer& block : blocks_) {
-      copy(packed, block.data, block.bytes());
+      copy_memory(packed, block.data, block.bytes());
       packed += block.bytes();
     }
   }
 
   void unpack(const std::byte* packed) const {
     for (const Buffer& block : blocks_) {
-      copy(block.data, packed, block.bytes());
+      copy_memory(block.data, packed, block.bytes());
       packed += block.bytes();
     }
   }
@@ -124,10 +126,8 @@ class Runner {
         reduce_to_root();
         break;
       case OpKind::kGather:
-        gather();
-        break;
       case OpKind::kScatter:
-        scatter();
+        exchange_with_root();
         break;
       case OpKind::kAllToAll:
         all_to_all();
@@ -158,7 +158,7 @@ class Runner {
       sum(wide, count, DType::kFloat32);
       narrow_from_float32(dtype, wide, output, count);
     } else if (is_sum && GlooChannel::can_sum(dtype)) {
-      copy(output, input, count * element_size(dtype));
+      copy_memory(output, input, count * element_size(dtype));
       sum(output, count, dtype);
     } else {
       gather_and_reduce(input, output, count, dtype);
@@ -241,7 +241,7 @@ class Runner {
   }
 
   void reduce_scatter() {
-    const Blocks blocks(operation_.inputs, channel_.size());
+    const BlockRuns blocks(operation_.inputs, channel_.size());
     const Scratch packed = make_scratch(blocks.bytes());
     blocks.pack(packed.get());
     combine(packed.get(), packed.get(), blocks.bytes() / element_size(blocks[0].dtype));
@@ -249,7 +249,7 @@ class Runner {
     for (std::size_t i = 0; i < rank_; ++i) {
       offset += blocks[i].bytes();
     }
-    copy(operation_.outputs[0].data, packed.get() + offset, blocks[rank_].bytes());
+    copy_memory(operation_.outputs[0].data, packed.get() + offset, blocks[rank_].bytes());
   }
 
   void reduce_to_root() {
@@ -264,9 +264,9 @@ class Runner {
 
   void all_gather() {
     const Buffer& input = operation_.inputs[0];
-    const Blocks blocks(operation_.outputs, channel_.size());
+    const BlockRuns blocks(operation_.outputs, channel_.size());
     if (!blocks.is_equal()) {
-      copy(blocks[rank_].data, input.data, input.bytes());
+      copy_memory(blocks[rank_].data, input.data, input.bytes());
       for (std::size_t root = 0; root < size_; ++root) {
         channel_.broadcast(blocks[root].data, blocks[root].bytes(), static_cast<int>(root),
                            deadline_);
@@ -289,55 +289,34 @@ class Runner {
     const Buffer& input = operation_.inputs[0];
     channel_.broadcast(input.data, input.bytes(), operation_.peer, deadline_);
     if (!operation_.outputs.empty()) {
-      copy(operation_.outputs[0].data, input.data, input.bytes());
+      copy_memory(operation_.outputs[0].data, input.data, input.bytes());
     }
   }
 
-  void gather() {
-    const Buffer& input = operation_.inputs[0];
-    if (!is_root()) {
-      if (input.count != 0) {
-        GlooChannel::finish(
-            channel_.post_send(input.data, input.bytes(), operation_.peer, kBlockTag), deadline_);
-      }
-      return;
-    }
-    const Blocks blocks(operation_.outputs, channel_.size());
+  void exchange_with_root() {
+    const Call call = resolve(operation_, channel_.rank(), channel_.size());
+    const std::size_t element = element_size(call.dtype);
     std::vector<GlooChannel::Message> messages;
-    for (std::size_t peer = 0; peer < size_; ++peer) {
-      if (peer != rank_ && blocks[peer].count != 0) {
-        messages.push_back(channel_.post_recv(blocks[peer].data, blocks[peer].bytes(),
-                                              static_cast<int>(peer), kBlockTag));
+    for (int peer = 0; peer < channel_.size(); ++peer) {
+      const Block out = call.sent_to(peer);
+      const Block in = call.received_from(peer);
+      if (peer == channel_.rank()) {
+        copy_memory(in.data, out.data, in.count * element);
+        continue;
+      }
+      if (out.count != 0) {
+        messages.push_back(channel_.post_send(out.data, out.count * element, peer, kBlockTag));
+      }
+      if (in.count != 0) {
+        messages.push_back(channel_.post_recv(in.data, in.count * element, peer, kBlockTag));
       }
     }
-    copy(blocks[rank_].data, input.data, input.bytes());
-    finish_all(messages);
-  }
-
-  void scatter() {
-    const Buffer& output = operation_.outputs[0];
-    if (!is_root()) {
-      if (output.count != 0) {
-        GlooChannel::finish(
-            channel_.post_recv(output.data, output.bytes(), operation_.peer, kBlockTag), deadline_);
-      }
-      return;
-    }
-    const Blocks blocks(operation_.inputs, channel_.size());
-    std::vector<GlooChannel::Message> messages;
-    for (std::size_t peer = 0; peer < size_; ++peer) {
-      if (peer != rank_ && blocks[peer].count != 0) {
-        messages.push_back(channel_.post_send(blocks[peer].data, blocks[peer].bytes(),
-                                              static_cast<int>(peer), kBlockTag));
-      }
-    }
-    copy(output.data, blocks[rank_].data, output.bytes());
     finish_all(messages);
   }
 
   void all_to_all() {
-    const Blocks in(operation_.inputs, channel_.size());
-    const Blocks out(operation_.outputs, channel_.size());
+    const BlockRuns in(operation_.inputs, channel_.size());
+    const BlockRuns out(operation_.outputs, channel_.size());
     // Packed wherever one lies in the other's place: gloo sends while it receives.
     const bool in_place = in[0].data == out[0].data;
     Scratch packed_in;
