@@ -139,7 +139,7 @@ class Group : public std::enable_shared_from_this<Group> {
         ++listeners_;
       }
       try {
-        start_engine_thread("pydist-gloo-ear", [self = shared_from_this(), peer] {
+        EngineThread("pydist-gloo-ear", [self = shared_from_this(), peer] {
           if (const auto done = self->channel.wait_for_farewell(peer)) {
             self->note_loss(
                 {.what = join("rank ", peer, " has left"), .is_orderly = true, .done = *done});
@@ -149,7 +149,7 @@ class Group : public std::enable_shared_from_this<Group> {
           const std::lock_guard lock(self->mutex_);
           --self->listeners_;
           self->quiet_.notify_all();
-        }).detach();
+        }).let_go();
       } catch (...) {
         const std::lock_guard lock(mutex_);
         --listeners_;
