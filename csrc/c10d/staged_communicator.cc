@@ -410,9 +410,7 @@ class StagedCommunicator final : public Communicator {
   void set_timeout(milliseconds timeout) override { host_->set_timeout(timeout); }
   void abort(const Error& reason) override { host_->abort(reason); }
   [[nodiscard]] std::exception_ptr failure() const override { return host_->failure(); }
-  [[nodiscard]] std::optional<Absence> absence() const override { return host_->absence(); }
-  void watch_peers() override { host_->watch_peers(); }
-  void set_farewell(std::uint64_t done) noexcept override { host_->set_farewell(done); }
+  [[nodiscard]] PeerNews* peer_news() noexcept override { return host_->peer_news(); }
   [[nodiscard]] std::vector<std::string> whereabouts() const override {
     return host_->whereabouts();
   }

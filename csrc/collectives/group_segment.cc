@@ -12,7 +12,7 @@ std::size_t control_bytes(int size) noexcept {
 }
 
 std::size_t staging_begin(int size) noexcept {
-  return round_up(sizeof(FailureNotice) + static_cast<std::size_t>(size) * control_bytes(size),
+  return round_up(sizeof(FailureRecord) + static_cast<std::size_t>(size) * control_bytes(size),
                   page_bytes());
 }
 

@@ -2,7 +2,7 @@
 //
 //   | failure | control of rank 0 | ... | control of rank p-1 | staging of rank 0 | ... |
 //
-// Everything but the failure notice has one writer, the rank that it belongs to. Controls are
+// Everything but the record of failure has one writer, the rank that it belongs to. Controls are
 // reserved when the group is made; a rank reserves its staging when it first needs it, so that a
 // group that only moves small things takes a few pages.
 
@@ -17,6 +17,7 @@
 #include "base/op_kind.h"
 #include "base/reduce_op.h"
 #include "health/condition.h"
+#include "health/failure_record.h"
 #include "memory/shared_segment.h"
 
 namespace pydist {
@@ -74,6 +75,7 @@ static_assert(sizeof(PostDetail) == 64);
 
 // Prefetchers load what lies behind lines that are read in turn, up to the end of a page.
 inline constexpr std::size_t kPrefetchBytes = 4096;
+static_assert(sizeof(FailureRecord) % kPrefetchBytes == 0);
 
 struct RankControl {
   std::array<Post, kPostDepth> posts;
@@ -92,15 +94,6 @@ struct RankControl {
   std::atomic<std::uint64_t> farewell;  // Absence::done; written before `has_left` is
 };
 
-// The first error of the group; whoever meets it first writes it, everybody reads it.
-struct alignas(kPrefetchBytes) FailureNotice {
-  // kFirstWriter + r: rank r is writing it.
-  enum State : std::uint32_t { kNone = 0, kSet = 1, kFirstWriter = 2 };
-  alignas(64) std::atomic<std::uint32_t> state;
-  std::uint32_t kind;
-  std::array<char, 1900> message;
-};
-
 class GroupSegment {
  public:
   GroupSegment() = default;
@@ -114,11 +107,11 @@ class GroupSegment {
   // Backs one rank's staging.
   void reserve_staging(int rank) const;
 
-  [[nodiscard]] FailureNotice& failure() const noexcept {
-    return *reinterpret_cast<FailureNotice*>(segment_.data());
+  [[nodiscard]] FailureRecord& failure() const noexcept {
+    return *reinterpret_cast<FailureRecord*>(segment_.data());
   }
   [[nodiscard]] RankControl& control(int rank) const noexcept {
-    return *reinterpret_cast<RankControl*>(segment_.data() + sizeof(FailureNotice) +
+    return *reinterpret_cast<RankControl*>(segment_.data() + sizeof(FailureRecord) +
                                            static_cast<std::size_t>(rank) * control_stride_);
   }
   // Elements of each block that `rank` posted with the operation in the given slot.

@@ -25,7 +25,9 @@
 #include "c10d/store.h"
 #include "communicator/agreement.h"
 #include "communicator/open_communicators.h"
+#include "communicator/peer_news.h"
 #include "communicator/splits.h"
+#include "health/failure_record.h"
 
 namespace pydist {
 namespace {
@@ -81,30 +83,24 @@ class Group : public std::enable_shared_from_this<Group> {
     if (is_shut_down_) {
       throw InvalidUsage(join("The group '", name_, "' has been shut down."));
     }
-    if (failure_ != nullptr) {
-      std::rethrow_exception(failure_);
+    if (const std::exception_ptr error = failure()) {
+      std::rethrow_exception(error);
     }
   }
 
-  [[nodiscard]] std::exception_ptr failure() const {
-    const std::lock_guard lock(mutex_);
-    return failure_;
-  }
+  [[nodiscard]] std::exception_ptr failure() const { return failure_.error(); }
 
   // The first failure stays; the connections go, so that peers learn of it and waiters wake.
   // Returns the group's failure.
   std::exception_ptr fail(const std::exception_ptr& error) {
-    {
-      const std::lock_guard lock(mutex_);
-      if (failure_ != nullptr) {
-        return failure_;
-      }
-      failure_ = error;
+    const auto [kind, message] = describe(error);
+    if (!failure_.set(kind, message, channel.rank())) {
+      return failure();
     }
     channel.close();
     // For ranks that are in no operation of this group, and so notice no closed connection.
     ElasticThreads::shared().post(
-        [store = store_, text = describe(error).message] { tell_of_failure(*store, text); });
+        [store = store_, text = message] { tell_of_failure(*store, text); });
     return error;
   }
 
@@ -265,7 +261,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   [[nodiscard]] bool is_over() const {
     const std::lock_guard lock(mutex_);
-    return is_shut_down_ || failure_ != nullptr;
+    return is_shut_down_ || failure_.is_set();
   }
 
   // Where others look for it.
@@ -357,11 +353,11 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<std::uint64_t> farewell_{0};  // Absence::done
   mutable std::mutex mutex_;
   std::condition_variable quiet_;
-  std::exception_ptr failure_;  // guarded by mutex_
-  bool is_shut_down_ = false;   // guarded by mutex_
-  int messages_ = 0;            // guarded by mutex_
-  int listeners_ = 0;           // guarded by mutex_
-  bool is_watching_ = false;    // guarded by mutex_
+  FailureRecord failure_;
+  bool is_shut_down_ = false;  // guarded by mutex_
+  int messages_ = 0;           // guarded by mutex_
+  int listeners_ = 0;          // guarded by mutex_
+  bool is_watching_ = false;   // guarded by mutex_
   std::mutex news_mutex_;
   std::string news_;             // guarded by news_mutex_
   std::optional<Absence> loss_;  // guarded by news_mutex_; of a neighbour
@@ -370,7 +366,7 @@ class Group : public std::enable_shared_from_this<Group> {
   Deadline next_question_ = Deadline::in(kNewsInterval);  // guarded by news_mutex_
 };
 
-class GlooCommunicator : public Communicator {
+class GlooCommunicator : public Communicator, public PeerNews {
  public:
   GlooCommunicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
                    milliseconds timeout, GlooFactory factory)
@@ -504,6 +500,7 @@ class GlooCommunicator : public Communicator {
     at_work_.end();
   }
 
+  PeerNews* peer_news() noexcept override { return this; }
   std::optional<Absence> absence() const override {
     return size_ == 1 ? std::nullopt : group_->absence();
   }

@@ -20,6 +20,7 @@
 #include "communicator/native/message_queue.h"
 #include "communicator/open_communicators.h"
 #include "communicator/operation_call.h"
+#include "communicator/peer_news.h"
 #include "communicator/splits.h"
 #include "memory/segment_exchange.h"
 #include "topology/hosts.h"
@@ -94,6 +95,7 @@ struct Membership {
 };
 
 class NativeCommunicator final : public Communicator,
+                                 public PeerNews,
                                  public std::enable_shared_from_this<NativeCommunicator> {
  public:
   NativeCommunicator(StorePtr store, int rank, int size, NativeOptions options,
@@ -279,6 +281,7 @@ class NativeCommunicator final : public Communicator,
     return health_->has_failed() ? health_->failure() : nullptr;
   }
 
+  [[nodiscard]] PeerNews* peer_news() noexcept override { return this; }
   [[nodiscard]] std::optional<Absence> absence() const override { return health_->absence(); }
   void set_farewell(std::uint64_t done) noexcept override { health_->set_farewell(done); }
 

@@ -121,6 +121,7 @@ std::string NcclGroup::UnderWay::title() const {
 NcclGroup::NcclGroup(Options options)
     : api_(std::move(options.api)),
       control_(std::move(options.control)),
+      news_(*control_->peer_news()),
       companion_(std::move(options.companion)),
       device_(options.device),
       journal_(std::move(options.journal)),
@@ -141,7 +142,7 @@ NcclGroup::~NcclGroup() {
 std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
   auto group = std::make_shared<NcclGroup>(std::move(options));
   try {
-    group->control_->watch_peers();
+    group->news_.watch_peers();
     group->connect(deadline);
     group->allocate_scratch();
     // The others' failures end this one too.
@@ -150,7 +151,7 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
     // What `control` has heard of first is the error of all ranks.
     std::exception_ptr error = group->control_->failure();
     if (error == nullptr) {
-      const bool is_vain = group->control_->absence().has_value();
+      const bool is_vain = group->news_.absence().has_value();
       const std::string what = describe(std::current_exception()).message;
       error = make_error(
           is_vain ? ErrorKind::kPeerLost : ErrorKind::kTransport,
@@ -159,7 +160,7 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
     group->fail(error);
     std::rethrow_exception(error);
   }
-  group->is_joined_ = true;
+  group->step_to(LifeStep::kOpen);
   if (group->watchdog_ != nullptr) {
     group->watchdog_->watch(group);
   }
@@ -224,10 +225,10 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     std::uint64_t launching = kAnyOperation;
     {
       const std::lock_guard lock(mutex_);
-      if (failure_) {
-        std::rethrow_exception(make_error(failure_->kind, failure_->message));
+      if (const std::exception_ptr error = failure_.error()) {
+        std::rethrow_exception(error);
       }
-      if (is_joined_) {
+      if (life_.has_joined()) {
         launching = launching_turn_;
       }
       const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
@@ -244,7 +245,7 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     if (const std::exception_ptr error = control_->failure()) {
       std::rethrow_exception(error);
     }
-    if (const auto absence = control_->absence(); !absence || !absence->lacks(launching)) {
+    if (const auto absence = news_.absence(); !absence || !absence->lacks(launching)) {
       vain_until = Deadline::never();
     } else if (vain_until.is_never()) {
       vain_until = Deadline::in(kVainPatience);
@@ -286,7 +287,7 @@ void NcclGroup::throw_failure(Result result, const char* what) {
     if (const std::exception_ptr error = control_->failure()) {
       std::rethrow_exception(error);
     }
-    if (const auto absence = control_->absence()) {
+    if (const auto absence = news_.absence()) {
       throw PeerLost(pydist::join(text, " The reason: ", absence->what, "."));
     }
     if (patience.has_passed()) {
@@ -428,7 +429,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   if (const std::exception_ptr error = failure()) {
     std::rethrow_exception(error);
   }
-  if (is_ended_) {
+  if (is_shut_down_) {
     throw InvalidUsage(pydist::join(to_string(launch.kind), " on the group '", control_->name(),
                                     "', which has been shut down."));
   }
@@ -484,9 +485,8 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     work->finish();
   } else if (error == nullptr) {
     const std::lock_guard lock(mutex_);
-    if (failure_) {  // and so everything that was under way has been, or will be, given up
-      error = make_error(failure_->kind, failure_->message);
-    } else {
+    error = failure_.error();  // then everything under way has been, or will be, given up
+    if (error == nullptr) {
       under_way_.push_back(std::move(entry));
     }
   }
@@ -536,7 +536,7 @@ void* NcclGroup::register_memory(void* data, std::size_t bytes) {
   }
   const std::lock_guard order(launch_mutex());
   const LaunchMark mark(is_launching_);
-  if (has_failed_ || is_ended_) {
+  if (failure_.is_set() || is_shut_down_) {
     return nullptr;  // there may be no communicator any more
   }
   const std::lock_guard calls(calls_mutex_);
@@ -560,7 +560,7 @@ void NcclGroup::free_scratch() noexcept {
 }
 
 bool NcclGroup::deregister(void* registration) noexcept {
-  if (has_ended_now()) {
+  if (has_ended()) {
     return true;  // with the communicator, everything that it knew is forgotten
   }
   if (is_in_launch) {
@@ -577,7 +577,7 @@ bool NcclGroup::deregister(void* registration) noexcept {
   }
   const LaunchMark mark(is_launching_);  // an abort waits for it
   const std::lock_guard calls(calls_mutex_);
-  if (has_failed_ || is_closing_) {
+  if (failure_.is_set() || life_.now() >= LifeStep::kFinalizing) {
     return false;
   }
   static_cast<void>(api_->functions().ncclCommDeregister(comm_, registration));
@@ -588,7 +588,7 @@ bool NcclGroup::is_any_captured() { return GroupStreams::of_process().are_captur
 
 void NcclGroup::free_now() {
   FreedDeviceMemory& freed = FreedDeviceMemory::of_process();
-  if (freed.is_empty(device_) || (has_failed_ && !has_ended_now()) || is_any_captured() ||
+  if (freed.is_empty(device_) || (failure_.is_set() && !has_ended()) || is_any_captured() ||
       cuda::is_thread_capturing(device_)) {
     return;
   }
