@@ -73,8 +73,8 @@ struct Call {
   // have blocks, where all of them are equal (otherwise of this rank's own).
   std::size_t count;
 
-  // What goes from this rank to `peer`, and comes from it, in gather, scatter and all_to_all; a block
-  // without elements where that is nothing.
+  // What goes from this rank to `peer`, and comes from it, in gather, scatter and all_to_all; a
+  // block without elements where that is nothing.
   [[nodiscard]] Block sent_to(int peer) const noexcept {
     if (kind == OpKind::kGather) {
       return peer == root ? inputs[0] : Block{};

@@ -318,7 +318,7 @@ class NativeCommunicator final : public Communicator,
 
     static int wrap(int rank, int size) { return (rank + size) % size; }
     static ShmChannelMemory ring_channel(const GroupSegment& segment, int sender, int receiver) {
-      return {segment.staging(sender, 0), segment.chunk_bytes(), kStagingSlots,
+      return {segment.transit(sender, 0), segment.chunk_bytes(), kTransitSlots,
               &segment.control(sender).ring_sent, &segment.control(receiver).ring_released};
     }
 

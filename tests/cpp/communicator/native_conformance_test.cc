@@ -403,7 +403,7 @@ INSTANTIATE_TEST_SUITE_P(All, NativeSoak,
                                std::get<1>(info.param) == AlgorithmChoice::kRing ? "Ring" : "Auto");
                          });
 
-// A root waits for nobody, so only the depth of the posts and of the staging stops it.
+// A root waits for nobody, so only the depth of the posts and of the transit stops it.
 TEST(NativeConformanceTest, RootRunsAheadOfSlowRanks) {
   constexpr int kOperations = 60;
   for (const std::size_t count : {5, 700, 5000}) {
