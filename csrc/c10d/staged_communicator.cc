@@ -25,7 +25,7 @@
 #include "c10d/serial_queue.h"
 #include "c10d/tensors.h"
 #include "communicator/open_communicators.h"
-#include "communicator/staging_plan.h"
+#include "communicator/staging_parts.h"
 
 namespace pydist {
 namespace {
@@ -95,7 +95,7 @@ class Staging {
  public:
   Staging(CommunicatorPtr host, std::size_t slot_bytes)
       : host_(std::move(host)),
-        slot_bytes_(std::max(slot_bytes, StagingPlan::least_slot_bytes(host_->size()))),
+        slot_bytes_(std::max(slot_bytes, StagingParts::least_slot_bytes(host_->size()))),
         has_symmetric_memory_(host_->capabilities().symmetric_memory) {}
 
   [[nodiscard]] Communicator& host() const noexcept { return *host_; }
@@ -165,13 +165,13 @@ class Staging {
   }
 
   [[nodiscard]] StagedPart part_of_message(const Operation& operation, void* memory) const {
-    const StagingPlan plan(operation, host_->rank(), host_->size(), slot_bytes_);
-    return plan.part(0, static_cast<std::byte*>(memory));
+    const StagingParts parts(operation, host_->rank(), host_->size(), slot_bytes_);
+    return parts.part(0, static_cast<std::byte*>(memory));
   }
 
   [[nodiscard]] std::shared_ptr<c10::DataPtr> message_memory(const Staged& staged) const {
-    const StagingPlan plan(staged.operation, host_->rank(), host_->size(), slot_bytes_);
-    return std::make_shared<c10::DataPtr>(allocate_pinned(plan.slot_bytes()));
+    const StagingParts parts(staged.operation, host_->rank(), host_->size(), slot_bytes_);
+    return std::make_shared<c10::DataPtr>(allocate_pinned(parts.slot_bytes()));
   }
 
  private:
@@ -193,18 +193,18 @@ class Staging {
 
   void run_parts(const Staged& staged, Slots& own, bool& has_begun) {
     const Operation& operation = staged.operation;
-    const StagingPlan plan(operation, host_->rank(), host_->size(), slot_bytes_);
-    if (plan.is_whole()) {
-      own.ordinary = allocate_pinned(plan.slot_bytes());
+    const StagingParts parts(operation, host_->rank(), host_->size(), slot_bytes_);
+    if (parts.is_whole()) {
+      own.ordinary = allocate_pinned(parts.slot_bytes());
       own.data = static_cast<std::byte*>(own.ordinary.get());
     }
-    Slots& slots = plan.is_whole() ? own : shared_slots(staged.device);
+    Slots& slots = parts.is_whole() ? own : shared_slots(staged.device);
     const Streams streams = streams_of(staged.device);
     // Also of an operation without inputs: no part goes on before the stream has come so far, so
     // copies to the device need not wait for it.
     wait_on_device(streams.to_host, *staged.ready);
     const auto slot_of = [&](std::size_t part) {
-      return slots.data + part % kSlots * (plan.is_whole() ? 0 : plan.slot_bytes());
+      return slots.data + part % kSlots * (parts.is_whole() ? 0 : parts.slot_bytes());
     };
     std::array<EventPtr, kSlots> arrived;
     std::array<EventPtr, kSlots> left;
@@ -213,24 +213,24 @@ class Staging {
       if (left[slot]) {
         wait_on_device(streams.to_host, *left[slot]);
       }
-      copy_to_host(plan.part(index, slot_of(index)), slot_of(index), staged.device, streams);
+      copy_to_host(parts.part(index, slot_of(index)), slot_of(index), staged.device, streams);
       arrived[slot] = record_event(streams.to_host);
     };
     begin(0);
-    for (std::size_t index = 0; index < plan.parts(); ++index) {
+    for (std::size_t index = 0; index < parts.count(); ++index) {
       const std::size_t slot = index % kSlots;
-      if (index + 1 < plan.parts()) {
+      if (index + 1 < parts.count()) {
         begin(index + 1);
       }
       await(staged, *arrived[slot]);
-      StagedPart part = plan.part(index, slot_of(index));
+      StagedPart part = parts.part(index, slot_of(index));
       part.operation.deadline = staged.deadline;
       host_->run(std::move(part.operation));
       copy_to_device(part, slot_of(index), staged.device, streams);
       left[slot] = record_event(streams.to_device);
       has_begun = true;
     }
-    await(staged, *left[(plan.parts() - 1) % kSlots]);
+    await(staged, *left[(parts.count() - 1) % kSlots]);
   }
 
   static void copy_to_host(const StagedPart& part, std::byte* slot, Device device,

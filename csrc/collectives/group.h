@@ -4,8 +4,8 @@
 // post; all further coordination is by counters that only grow:
 //   completed  operations;  deposited, reduced, consumed  rounds.
 // Each rank has *transit* memory in the segment, a few slots of a chunk, through which ordinary
-// tensors pass. A *round* moves one chunk of every rank through it. Rounds are numbered through the life of
-// the group; each rank knows from what all ranks posted how many an operation takes.
+// tensors pass. A *round* moves one chunk of every rank through it. Rounds are numbered through the
+// life of the group; each rank knows from what all ranks posted how many an operation takes.
 //
 // Note [Reuse]: a rank overwrites nothing that a peer may still read.
 //   - A post is overwritten kPostDepth operations later, once every rank has completed the old one.

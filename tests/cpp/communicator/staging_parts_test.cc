@@ -1,7 +1,7 @@
 // Parts of staged operations: every element passes exactly once, within its slot, and all ranks cut
 // alike.
 
-#include "communicator/staging_plan.h"
+#include "communicator/staging_parts.h"
 
 #include <gtest/gtest.h>
 
@@ -98,17 +98,17 @@ void check_gather(const std::vector<std::size_t>& counts, DType dtype, std::size
       }
     }
   }
-  std::vector<StagingPlan> plans;
+  std::vector<StagingParts> of_ranks;
   for (std::size_t r = 0; r < size; ++r) {
-    plans.emplace_back(operations[r], static_cast<int>(r), static_cast<int>(size), slot_bytes);
-    ASSERT_FALSE(plans[r].is_whole());
-    ASSERT_EQ(plans[r].parts(), plans[0].parts());
+    of_ranks.emplace_back(operations[r], static_cast<int>(r), static_cast<int>(size), slot_bytes);
+    ASSERT_FALSE(of_ranks[r].is_whole());
+    ASSERT_EQ(of_ranks[r].count(), of_ranks[0].count());
   }
-  for (std::size_t index = 0; index < plans[0].parts(); ++index) {
+  for (std::size_t index = 0; index < of_ranks[0].count(); ++index) {
     std::vector<Bytes> slots(size, Bytes(slot_bytes));
     std::vector<StagedPart> parts;
     for (std::size_t r = 0; r < size; ++r) {
-      parts.push_back(plans[r].part(index, reinterpret_cast<std::byte*>(slots[r].data())));
+      parts.push_back(of_ranks[r].part(index, reinterpret_cast<std::byte*>(slots[r].data())));
       validate(parts[r].operation, static_cast<int>(r), static_cast<int>(size));
       expect_on_host(parts[r].operation, slots[r]);
       copy_before(parts[r], slots[r]);
@@ -124,10 +124,10 @@ void check_gather(const std::vector<std::size_t>& counts, DType dtype, std::size
   }
 }
 
-TEST(StagingPlanTest, GathersEqualAndRaggedBlocks) {
+TEST(StagingPartsTest, GathersEqualAndRaggedBlocks) {
   for (const DType dtype : {DType::kUInt8, DType::kBFloat16, DType::kComplex128}) {
     for (std::size_t size = 1; size <= 4; ++size) {
-      const std::size_t slot = StagingPlan::least_slot_bytes(static_cast<int>(size));
+      const std::size_t slot = StagingParts::least_slot_bytes(static_cast<int>(size));
       const std::size_t chunk = slot / size / element_size(dtype) / 64 * 64;
       for (const std::size_t count :
            {std::size_t{0}, std::size_t{1}, chunk - 1, chunk, chunk + 1, 3 * chunk + 5}) {
@@ -152,7 +152,7 @@ void expect_covers(const std::vector<StagedCopy>& copies, const Bytes& memory, s
   EXPECT_EQ(next, reinterpret_cast<const std::byte*>(memory.data()) + bytes);
 }
 
-TEST(StagingPlanTest, FlatOperationsPassOnce) {
+TEST(StagingPartsTest, FlatOperationsPassOnce) {
   constexpr std::size_t kSlotBytes = 4096;
   Bytes slot(kSlotBytes);
   auto* const place = reinterpret_cast<std::byte*>(slot.data());
@@ -176,12 +176,12 @@ TEST(StagingPlanTest, FlatOperationsPassOnce) {
           if (kind != OpKind::kReduce || is_root) {
             operation.outputs = {over(out, 0, count, DType::kFloat32)};
           }
-          const StagingPlan plan(operation, rank, 2, kSlotBytes);
-          EXPECT_EQ(plan.parts(), std::max<std::size_t>(1, (count + 1023) / 1024));
+          const StagingParts parts(operation, rank, 2, kSlotBytes);
+          EXPECT_EQ(parts.count(), std::max<std::size_t>(1, (count + 1023) / 1024));
           std::vector<StagedCopy> before;
           std::vector<StagedCopy> after;
-          for (std::size_t i = 0; i < plan.parts(); ++i) {
-            const StagedPart part = plan.part(i, place);
+          for (std::size_t i = 0; i < parts.count(); ++i) {
+            const StagedPart part = parts.part(i, place);
             expect_on_host(part.operation, slot);
             EXPECT_EQ(part.operation.peer, 1);
             EXPECT_EQ(part.operation.factor, 0.5);
@@ -207,18 +207,18 @@ TEST(StagingPlanTest, FlatOperationsPassOnce) {
   }
 }
 
-TEST(StagingPlanTest, WhatCannotBeCutIsWhole) {
+TEST(StagingPartsTest, WhatCannotBeCutIsWhole) {
   Bytes in(300);
   Bytes out(500);
   Operation operation;
   operation.kind = OpKind::kAllToAll;
   operation.inputs = {over(in, 0, 100, DType::kUInt8), over(in, 100, 200, DType::kUInt8)};
   operation.outputs = {over(out, 0, 100, DType::kUInt8), over(out, 100, 400, DType::kUInt8)};
-  const StagingPlan plan(operation, 0, 2, 1 << 16);
-  EXPECT_TRUE(plan.is_whole());
-  EXPECT_EQ(plan.parts(), 1u);
-  Bytes slot(plan.slot_bytes());
-  const StagedPart part = plan.part(0, reinterpret_cast<std::byte*>(slot.data()));
+  const StagingParts parts(operation, 0, 2, 1 << 16);
+  EXPECT_TRUE(parts.is_whole());
+  EXPECT_EQ(parts.count(), 1u);
+  Bytes slot(parts.slot_bytes());
+  const StagedPart part = parts.part(0, reinterpret_cast<std::byte*>(slot.data()));
   validate(part.operation, 0, 2);
   expect_on_host(part.operation, slot);
   EXPECT_EQ(part.before.size(), 2u);

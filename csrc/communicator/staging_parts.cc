@@ -1,4 +1,4 @@
-#include "communicator/staging_plan.h"
+#include "communicator/staging_parts.h"
 
 #include <algorithm>
 #include <utility>
@@ -23,11 +23,11 @@ std::size_t part_of(std::size_t count, std::size_t begin, std::size_t most) {
 
 }  // namespace
 
-std::size_t StagingPlan::least_slot_bytes(int size) noexcept {
+std::size_t StagingParts::least_slot_bytes(int size) noexcept {
   return static_cast<std::size_t>(size) * kGrain * kLargestElement;
 }
 
-StagingPlan::StagingPlan(const Operation& operation, int rank, int size, std::size_t slot_bytes)
+StagingParts::StagingParts(const Operation& operation, int rank, int size, std::size_t slot_bytes)
     : operation_(operation),
       rank_(static_cast<std::size_t>(rank)),
       size_(static_cast<std::size_t>(size)),
@@ -66,10 +66,10 @@ StagingPlan::StagingPlan(const Operation& operation, int rank, int size, std::si
   }
   const std::size_t elements = slot_bytes_ / element_size(dtype_) / (has_blocks_ ? size_ : 1);
   chunk_ = elements / kGrain * kGrain;
-  parts_ = std::max((count_ + chunk_ - 1) / chunk_, std::size_t{1});
+  count_of_parts_ = std::max((count_ + chunk_ - 1) / chunk_, std::size_t{1});
 }
 
-Buffer StagingPlan::block(const Buffers& buffers, std::size_t rank) const {
+Buffer StagingParts::block(const Buffers& buffers, std::size_t rank) const {
   if (buffers.size() != 1) {
     return buffers[rank];
   }
@@ -80,7 +80,7 @@ Buffer StagingPlan::block(const Buffers& buffers, std::size_t rank) const {
 }
 
 // The operation without its buffers.
-Operation StagingPlan::on_host() const {
+Operation StagingParts::on_host() const {
   Operation operation;
   operation.kind = operation_.kind;
   operation.op = operation_.op;
@@ -93,18 +93,18 @@ Operation StagingPlan::on_host() const {
   return operation;
 }
 
-StagedPart StagingPlan::part(std::size_t index, std::byte* slot) const {
+StagedPart StagingParts::part(std::size_t index, std::byte* slot) const {
   StagedPart part = is_whole_     ? whole_part(slot)
                     : has_blocks_ ? block_part(index, slot)
                                   : flat_part(index, slot);
-  if (parts_ > 1) {
+  if (count_of_parts_ > 1) {
     std::string& label = part.operation.label;
-    label += join(label.empty() ? "" : ", ", "part ", index + 1, " of ", parts_);
+    label += join(label.empty() ? "" : ", ", "part ", index + 1, " of ", count_of_parts_);
   }
   return part;
 }
 
-StagedPart StagingPlan::flat_part(std::size_t index, std::byte* slot) const {
+StagedPart StagingParts::flat_part(std::size_t index, std::byte* slot) const {
   const std::size_t width = element_size(dtype_);
   const std::size_t begin = index * chunk_;
   const std::size_t count = part_of(count_, begin, chunk_);
@@ -131,7 +131,7 @@ StagedPart StagingPlan::flat_part(std::size_t index, std::byte* slot) const {
   return part;
 }
 
-StagedPart StagingPlan::block_part(std::size_t index, std::byte* slot) const {
+StagedPart StagingParts::block_part(std::size_t index, std::byte* slot) const {
   const std::size_t width = element_size(dtype_);
   const std::size_t begin = index * chunk_;
   const bool gathers = operation_.kind == OpKind::kAllGather;
@@ -170,7 +170,7 @@ StagedPart StagingPlan::block_part(std::size_t index, std::byte* slot) const {
   return part;
 }
 
-StagedPart StagingPlan::whole_part(std::byte* slot) const {
+StagedPart StagingParts::whole_part(std::byte* slot) const {
   StagedPart part{.operation = on_host(), .before = {}, .after = {}};
   std::size_t offset = 0;
   const auto stage = [&](const Buffers& buffers, Buffers& staged, std::vector<StagedCopy>& copies) {

@@ -35,17 +35,17 @@ struct StagedPart {
   std::vector<StagedCopy> after;
 };
 
-class StagingPlan {
+class StagingParts {
  public:
-  // The operation is valid, and must live as long as the plan. `slot_bytes` is at least
+  // The operation is valid, and must live as long as this object. `slot_bytes` is at least
   // least_slot_bytes().
-  StagingPlan(const Operation& operation, int rank, int size, std::size_t slot_bytes);
+  StagingParts(const Operation& operation, int rank, int size, std::size_t slot_bytes);
 
   // Whether all of it takes one slot of slot_bytes() of its own.
   [[nodiscard]] bool is_whole() const noexcept { return is_whole_; }
   [[nodiscard]] std::size_t slot_bytes() const noexcept { return slot_bytes_; }
   // At least one: also empty operations take place.
-  [[nodiscard]] std::size_t parts() const noexcept { return parts_; }
+  [[nodiscard]] std::size_t count() const noexcept { return count_of_parts_; }
   [[nodiscard]] StagedPart part(std::size_t index, std::byte* slot) const;
 
   [[nodiscard]] static std::size_t least_slot_bytes(int size) noexcept;
@@ -67,7 +67,7 @@ class StagingPlan {
   DType dtype_ = DType::kUInt8;
   std::size_t chunk_ = 0;  // elements of a part, of each block
   std::size_t count_ = 0;  // elements, of the largest block
-  std::size_t parts_ = 1;
+  std::size_t count_of_parts_ = 1;
 };
 
 }  // namespace pydist
