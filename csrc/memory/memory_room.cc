@@ -64,9 +64,9 @@ std::optional<std::size_t> room_in(const Cgroup& cgroup) {
 
 }  // namespace
 
-MemoryRoom memory_room() {
+MemoryRoom memory_room(const std::string& mount, const std::string& memberships) {
   MemoryRoom room{machine_room(), "the machine's free memory"};
-  for (const Cgroup& cgroup : cgroups_limiting("memory")) {
+  for (const Cgroup& cgroup : cgroups_limiting("memory", mount, memberships)) {
     if (const auto bytes = room_in(cgroup); bytes && *bytes < room.bytes) {
       room = {*bytes, "the memory limit of cgroup " + cgroup.path};
     }
