@@ -393,7 +393,8 @@ class Enqueuing {
       };
       for (int peer = 0; is_in_place && peer < group_.size(); ++peer) {
         if (peer != rank) {
-          copy(outgoing(peer), piece(call_.sent_to(peer)).data, piece(call_.sent_to(peer)).count * bytes_);
+          copy(outgoing(peer), piece(call_.sent_to(peer)).data,
+               piece(call_.sent_to(peer)).count * bytes_);
         }
       }
       group_.grouped([&] {
