@@ -5,29 +5,23 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdlib>
-#include <cstring>
-#include <mutex>
 #include <optional>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "base/engine_thread.h"
 #include "base/error.h"
 #include "base/fork.h"
 #include "c10d/elastic_threads.h"
 #include "c10d/gloo/gloo_channel.h"
 #include "c10d/gloo/gloo_collectives.h"
-#include "c10d/gloo/gloo_roll_call.h"
+#include "c10d/gloo/gloo_group.h"
 #include "c10d/serial_queue.h"
 #include "c10d/store.h"
 #include "communicator/agreement.h"
 #include "communicator/open_communicators.h"
 #include "communicator/peer_news.h"
 #include "communicator/splits.h"
-#include "health/failure_record.h"
 
 namespace pydist {
 namespace {
@@ -36,16 +30,6 @@ using std::chrono::milliseconds;
 
 // How long shutdown() waits for operations that it has cut off.
 constexpr std::chrono::seconds kShutdownPatience{5};
-
-// Under which the first failure of a group stands in its store, and how often others look there.
-constexpr const char* kNewsKey = "failed/why";
-constexpr milliseconds kNewsInterval{500};
-// How long the reason for a lost connection may be on its way to the store.
-constexpr std::chrono::seconds kReasonPatience{1};
-// After how many questions without an answer, of a second or so each, the store is gone.
-constexpr int kMostSilences = 20;
-// How long a farewell may take to be on its way.
-constexpr milliseconds kFarewellPatience{500};
 
 class OrdinaryMemory : public Memory {
  public:
@@ -69,303 +53,6 @@ class OrdinaryMemory : public Memory {
   void* data_;
 };
 
-// What operations under way share with the communicator, which they may outlive.
-class Group : public std::enable_shared_from_this<Group> {
- public:
-  Group(c10::intrusive_ptr<c10d::Backend> backend, StorePtr store, int rank, int size,
-        std::string name)
-      : channel(std::move(backend), rank, size), store_(std::move(store)), name_(std::move(name)) {}
-
-  GlooChannel channel;
-
-  void require_sound() const {
-    const std::lock_guard lock(mutex_);
-    if (is_shut_down_) {
-      throw InvalidUsage(join("The group '", name_, "' has been shut down."));
-    }
-    if (const std::exception_ptr error = failure()) {
-      std::rethrow_exception(error);
-    }
-  }
-
-  [[nodiscard]] std::exception_ptr failure() const { return failure_.error(); }
-
-  // The first failure stays; the connections go, so that peers learn of it and waiters wake.
-  // Returns the group's failure.
-  std::exception_ptr fail(const std::exception_ptr& error) {
-    const auto [kind, message] = describe(error);
-    if (!failure_.set(kind, message, channel.rank())) {
-      return failure();
-    }
-    channel.close();
-    // For ranks that are in no operation of this group, and so notice no closed connection.
-    ElasticThreads::shared().post(
-        [store = store_, text = message] { tell_of_failure(*store, text); });
-    return error;
-  }
-
-  // What another rank has told of a failure, or has become of a neighbour. Never waits: the store
-  // is asked on another thread.
-  std::optional<Absence> absence() {
-    const std::lock_guard lock(news_mutex_);
-    if (!is_asking_ && next_question_.has_passed()) {
-      is_asking_ = true;
-      ElasticThreads::shared().post([self = shared_from_this()] { self->ask_for_news(); });
-    }
-    return news_.empty() ? loss_ : Absence{.what = news_};
-  }
-
-  void set_farewell(std::uint64_t done) noexcept { farewell_ = done; }
-
-  // Note [Neighbours]
-  // A death cuts the connections of the dead, and gloo tells of that only who waits for a message
-  // of it. So each rank waits for one from both of its neighbours, on a thread for each, for as
-  // long as the group lives: a farewell. Who shuts the group down says it first, by the connection
-  // itself, since the store may go with the rank; who fails gives its reason in the store. Whose
-  // connection is lost without either has died, and whoever sees that tells the others through the
-  // store.
-  void watch_neighbours() {
-    for (const int peer : neighbours()) {
-      {
-        const std::lock_guard lock(mutex_);
-        if (is_shut_down_) {
-          return;
-        }
-        is_watching_ = true;
-        ++listeners_;
-      }
-      try {
-        EngineThread("pydist-gloo-ear", [self = shared_from_this(), peer] {
-          if (const auto done = self->channel.wait_for_farewell(peer)) {
-            self->note_loss(
-                {.what = join("rank ", peer, " has left"), .is_orderly = true, .done = *done});
-          } else {
-            self->explain_loss_of(peer);
-          }
-          const std::lock_guard lock(self->mutex_);
-          --self->listeners_;
-          self->quiet_.notify_all();
-        }).let_go();
-      } catch (...) {
-        const std::lock_guard lock(mutex_);
-        --listeners_;
-        throw;
-      }
-    }
-  }
-
-  // For a group that has been marked as shut down. False where listeners do not end in time.
-  bool stop_watching(std::chrono::seconds patience) noexcept {
-    {
-      const std::lock_guard lock(mutex_);
-      if (!is_watching_) {
-        return true;
-      }
-    }
-    if (const std::exception_ptr error = failure()) {
-      tell_of_failure(*store_, describe(error).message);
-    } else {
-      const Deadline deadline = Deadline::in(kFarewellPatience);
-      for (const int peer : neighbours()) {
-        channel.say_farewell(peer, farewell_, deadline);
-      }
-    }
-    channel.close();
-    std::unique_lock lock(mutex_);
-    return quiet_.wait_for(lock, patience, [this] { return listeners_ == 0; });
-  }
-
-  void mark_shut_down() {
-    const std::lock_guard lock(mutex_);
-    is_shut_down_ = true;
-  }
-
-  // Runs `step` of an operation; a failure is the group's, named after the operation.
-  template <typename Step>
-  int perform(const Operation& operation, const Step& step) {
-    try {
-      return step();
-    } catch (...) {
-      const auto [kind, what] = describe(std::current_exception());
-      std::rethrow_exception(
-          fail(make_error(kind, join(name_of(operation), " on rank ", channel.rank(), " of ",
-                                     channel.size(), " of group '", name_, "' failed: ", what))));
-    }
-  }
-
-  // perform() for a collective, whose failure says who is missing.
-  template <typename Step>
-  void perform_collective(const Operation& operation, const Step& step) {
-    ++collectives_;
-    perform(operation, [&] {
-      if (const std::exception_ptr earlier = failure()) {
-        std::rethrow_exception(earlier);
-      }
-      try {
-        step();
-      } catch (...) {
-        const auto [kind, what] = describe(std::current_exception());
-        if (kind == ErrorKind::kMismatch || failure() != nullptr) {
-          throw;
-        }
-        channel.close();
-        const std::string who = call_roll(*store_, collectives_, channel.rank(), channel.size());
-        if (who.empty()) {
-          throw;
-        }
-        std::rethrow_exception(make_error(kind, join(what, what.ends_with('.') ? " " : ". ", who)));
-      }
-      return -1;
-    });
-  }
-
-  // Messages under way, on threads that nobody joins. Throws where the group takes none.
-  void message_started() {
-    require_sound();
-    const std::lock_guard lock(mutex_);
-    if (is_shut_down_) {
-      throw Aborted(join("The group '", name_, "' is being shut down."));
-    }
-    ++messages_;
-  }
-  void message_finished() {
-    const std::lock_guard lock(mutex_);
-    --messages_;
-    quiet_.notify_all();
-  }
-  [[nodiscard]] bool has_messages() const {
-    const std::lock_guard lock(mutex_);
-    return messages_ != 0;
-  }
-  bool wait_for_messages(std::chrono::seconds patience) {
-    std::unique_lock lock(mutex_);
-    return quiet_.wait_for(lock, patience, [this] { return messages_ == 0; });
-  }
-
- private:
-  [[nodiscard]] std::vector<int> neighbours() const {
-    const int size = channel.size();
-    std::vector<int> both{(channel.rank() + 1) % size};
-    if (size > 2) {
-      both.push_back((channel.rank() + size - 1) % size);
-    }
-    return both;
-  }
-
-  void note_loss(Absence loss) {
-    const std::lock_guard lock(news_mutex_);
-    if (!loss_ || loss.is_worse_than(*loss_)) {
-      loss_ = std::move(loss);
-    }
-  }
-
-  [[nodiscard]] bool is_over() const {
-    const std::lock_guard lock(mutex_);
-    return is_shut_down_ || failure_.is_set();
-  }
-
-  // Where others look for it.
-  static void tell_of_failure(KeyValueStore& store, const std::string& text) noexcept {
-    try {
-      static_cast<void>(store.get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero())));
-      return;  // the first failure stays
-    } catch (const std::exception&) {
-      // None yet.
-    }
-    try {
-      store.set(kNewsKey, text);
-    } catch (const std::exception&) {
-      // Whoever hosts the store is gone; that is news as well.
-    }
-  }
-
-  // Throws where the store does not answer.
-  [[nodiscard]] bool is_told(const std::string& key) const {
-    try {
-      static_cast<void>(store_->get(key, Deadline::in(std::chrono::nanoseconds::zero())));
-      return true;
-    } catch (const Timeout&) {
-      return false;
-    }
-  }
-
-  // What has become of a neighbour whose connection is lost.
-  void explain_loss_of(int peer) {
-    const Deadline patience = Deadline::in(kReasonPatience);
-    try {
-      // Until it is known that it was cut here, or why it was cut.
-      while (!is_over() && !is_told(kNewsKey)) {
-        if (patience.has_passed()) {
-          const std::string loss = join("rank ", peer, " has died, or the network between rank ",
-                                        channel.rank(), " and it");
-          note_loss({.what = loss});
-          store_->set(kNewsKey, loss);
-          return;
-        }
-        std::this_thread::sleep_for(milliseconds(50));
-      }
-    } catch (const std::exception&) {
-      // Others may have cut it because of a rank that hosted the store.
-      if (!is_over()) {
-        const std::lock_guard lock(news_mutex_);
-        // Who left before is the likely reason.
-        loss_ = Absence{.what = join(loss_ ? loss_->what + ". Since then " : "",
-                                     "the connection between rank ", channel.rank(), " and rank ",
-                                     peer, " is lost, and the job's store does not answer")};
-      }
-    }
-  }
-
-  void ask_for_news() {
-    std::string news;
-    bool is_silent = false;
-    try {
-      news = store_->get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero()));
-    } catch (const Timeout&) {
-      // None.
-    } catch (const std::exception& error) {
-      news = error.what();
-      is_silent = true;
-    }
-    const std::lock_guard lock(news_mutex_);
-    silences_ = is_silent ? silences_ + 1 : 0;
-    // A store that is slow for a while says nothing about the ranks.
-    if (!is_silent || silences_ >= kMostSilences) {
-      news_ = std::move(news);
-    }
-    is_asking_ = false;
-    next_question_ = Deadline::in(kNewsInterval);
-  }
-
-  static std::string name_of(const Operation& operation) {
-    std::string name(to_string(operation.kind));
-    if (operation.kind == OpKind::kSend) {
-      name += join(" to rank ", operation.peer);
-    } else if (operation.kind == OpKind::kRecv && operation.peer >= 0) {
-      name += join(" from rank ", operation.peer);
-    }
-    return operation.label.empty() ? name : name + " (" + operation.label + ")";
-  }
-
-  const StorePtr store_;
-  const std::string name_;
-  std::uint64_t collectives_ = 0;           // by the queue's thread only
-  std::atomic<std::uint64_t> farewell_{0};  // Absence::done
-  mutable std::mutex mutex_;
-  std::condition_variable quiet_;
-  FailureRecord failure_;
-  bool is_shut_down_ = false;  // guarded by mutex_
-  int messages_ = 0;           // guarded by mutex_
-  int listeners_ = 0;          // guarded by mutex_
-  bool is_watching_ = false;   // guarded by mutex_
-  std::mutex news_mutex_;
-  std::string news_;             // guarded by news_mutex_
-  std::optional<Absence> loss_;  // guarded by news_mutex_; of a neighbour
-  int silences_ = 0;             // guarded by news_mutex_; of the store, one after the other
-  bool is_asking_ = false;       // guarded by news_mutex_
-  Deadline next_question_ = Deadline::in(kNewsInterval);  // guarded by news_mutex_
-};
-
 class GlooCommunicator : public Communicator, public PeerNews {
  public:
   GlooCommunicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
@@ -376,9 +63,9 @@ class GlooCommunicator : public Communicator, public PeerNews {
         size_(size),
         name_(std::move(name)),
         timeout_(timeout),
-        group_(std::make_shared<Group>(factory_(store_, rank, size, timeout),
-                                       adapt_store(store_, kRollCallPatience), rank, size, name_)) {
-  }
+        group_(std::make_shared<GlooGroup>(factory_(store_, rank, size, timeout),
+                                           adapt_store(store_, kRollCallPatience), rank, size,
+                                           name_)) {}
 
   ~GlooCommunicator() override {
     shutdown();
@@ -518,13 +205,13 @@ class GlooCommunicator : public Communicator, public PeerNews {
   // Counts a message as under way.
   class UnderWay {
    public:
-    explicit UnderWay(Group& group) : group_(group) { group_.message_started(); }
+    explicit UnderWay(GlooGroup& group) : group_(group) { group_.message_started(); }
     UnderWay(const UnderWay&) = delete;
     UnderWay& operator=(const UnderWay&) = delete;
     ~UnderWay() { group_.message_finished(); }
 
    private:
-    Group& group_;
+    GlooGroup& group_;
   };
 
   // gloo sends no empty messages, so a message without elements is one byte long.
@@ -555,7 +242,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
     }
   }
 
-  static int run_collective(Group& group, const Operation& operation, Deadline deadline) {
+  static int run_collective(GlooGroup& group, const Operation& operation, Deadline deadline) {
     group.perform_collective(operation, [&] {
       // It costs about one round trip of gloo's, which large operations do not notice.
       check_agreement(operation, group.channel.rank(), group.channel.size(),
@@ -622,7 +309,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
   std::atomic<milliseconds> timeout_;
   std::atomic<bool> is_shut_down_{false};
   Splits splits_;
-  const std::shared_ptr<Group> group_;
+  const std::shared_ptr<GlooGroup> group_;
   ElasticThreads messages_;
   SerialQueue queue_{"pydist-gloo"};
 };
