@@ -343,10 +343,10 @@ bool Reducer::take_memory(const Backward& backward, const GradientBucket& bucket
   }
   const bool may_wait = backward.synchronizes && !weights_.has_weighted &&
                         joining_ == Joining::kNot && all_use_alike_ && ends_alone_;
-  if (!may_wait || round_.has_waited_in_vain || bucket.staging->unlaunched()) {
+  if (!may_wait || round_.has_waited_in_vain || bucket.berth->unlaunched()) {
     return false;
   }
-  bucket.staging->wait_quietly(Deadline::in(kMemoryPatience));
+  bucket.berth->wait_quietly(Deadline::in(kMemoryPatience));
   round_.has_waited_in_vain = !arena_.bind(bucket, /*is_next=*/false);
   return !round_.has_waited_in_vain;
 }

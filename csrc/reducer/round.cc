@@ -172,8 +172,8 @@ void Reducer::launch(Closing::Status status) {
           combine_shards(at::empty_like(bucket.memory), at::empty_like(bucket.shard), bucket.label);
     } else {
       work = combine_shards(bucket.memory, bucket.shard, bucket.label);
-      if (bucket.staging != nullptr) {
-        bucket.staging->set_work(work);
+      if (bucket.berth != nullptr) {
+        bucket.berth->set_work(work);
       }
     }
     // Not before: what was refused goes when the round is given up.
@@ -265,7 +265,7 @@ void Reducer::fill(GradientSlot& slot) {
 void Reducer::launch_rest(Closing::Status status) {
   while (!round_.is_bare && round_.launched < arena_.buckets().size()) {
     if (status == Closing::Status::kFine && !has_memory(round_.launched)) {
-      arena_.buckets()[round_.launched].staging->wait();
+      arena_.buckets()[round_.launched].berth->wait();
       PYDIST_CHECK(has_memory(round_.launched));
     }
     launch(status);

@@ -48,7 +48,7 @@ __all__ = ["MemoryPlan", "RankMemory", "plan"]
 _SLOT_ALIGNMENT_BYTES = 64
 _SHARD_ALIGNMENT_BYTES = 128
 # Of buckets on their way in stage 2.
-_STAGINGS = 3
+_BERTHS = 3
 
 _SHORT = (torch.float16, torch.bfloat16)
 _MASTER_BYTES = 4
@@ -322,7 +322,7 @@ def plan(
         )
         for gradients, buckets, on_their_way in (
             (sharded.whole, 0, handover),
-            (sharded.shards, sharded.stagings, max([sharded.largest, *_sizes(own)])),
+            (sharded.shards, sharded.berths, max([sharded.largest, *_sizes(own)])),
         )
     )
     notes = []
@@ -446,7 +446,7 @@ class _Sharded:
         whole: Of all buckets.
         shards: Of one rank's shards.
         largest: Of the largest bucket.
-        stagings: Of the buckets that are on their way in stage 2.
+        berths: Of the buckets that are on their way in stage 2.
         step: What a step makes meanwhile, on the rank that has the most. It goes from bucket to
             bucket.
         state: Of the optimizer on the rank that has the most.
@@ -456,7 +456,7 @@ class _Sharded:
     whole: int
     shards: int
     largest: int
-    stagings: int
+    berths: int
     step: int
     state: int
     master: int
@@ -469,7 +469,7 @@ class _Sharded:
             for index, t in reversed(list(enumerate(trained)))
         ]
         whole = shards = step = 0
-        stagings: dict[torch.dtype, list[int]] = {}
+        berths: dict[torch.dtype, list[int]] = {}
         state, master = [0] * ranks, [0] * ranks
         for bucket in plan_buckets(planned, cap_bytes):
             members = [trained[index] for index in bucket]
@@ -477,7 +477,7 @@ class _Sharded:
             shard, segments = shard_counts([t.count for t in members], dtype.itemsize, ranks)
             whole += shard * ranks * dtype.itemsize
             shards += shard * dtype.itemsize
-            stagings.setdefault(dtype, []).append(shard * ranks * dtype.itemsize)
+            berths.setdefault(dtype, []).append(shard * ranks * dtype.itemsize)
             updated: list[list[tuple[_Trained, int]]] = [[] for _ in range(ranks)]
             for member, rank, count in segments:
                 state[rank] += members[member].state_bytes(count, segments=1)
@@ -489,11 +489,11 @@ class _Sharded:
         return _Sharded(
             whole,
             shards,
-            max((size for sizes in stagings.values() for size in sizes), default=0),
+            max((size for sizes in berths.values() for size in sizes), default=0),
             sum(
-                max(sizes[turn::_STAGINGS], default=0)
-                for sizes in stagings.values()
-                for turn in range(_STAGINGS)
+                max(sizes[turn::_BERTHS], default=0)
+                for sizes in berths.values()
+                for turn in range(_BERTHS)
             ),
             step,
             state[most],

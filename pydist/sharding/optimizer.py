@@ -699,8 +699,8 @@ class ShardedOptimizer(Optimizer):
         """What gradients take for buckets that fill or travel, in stage 2, on this rank."""
         if self._wrapper is None:
             return 0
-        staging_bytes: int = self._wrapper._reducer.staging_bytes(self._layout.number)
-        return staging_bytes
+        berth_bytes: int = self._wrapper._reducer.berth_bytes(self._layout.number)
+        return berth_bytes
 
     # -- state
 

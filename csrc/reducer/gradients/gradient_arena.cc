@@ -18,7 +18,7 @@ namespace {
 constexpr std::int64_t kAlignmentBytes = 64;
 
 // Enough for a bucket that fills, one that waits for its turn and one that travels.
-constexpr std::size_t kStagings = 3;
+constexpr std::size_t kBerths = 3;
 
 at::ScalarType real_type(const at::Tensor& parameter) {
   return c10::toRealValueType(parameter.scalar_type());
@@ -236,7 +236,7 @@ void GradientArena::cut(const std::vector<GradientBucket*>& buckets, const at::T
   std::int64_t total = 0;
   std::int64_t shards = 0;
   // By turns: buckets that follow each other have different ones.
-  std::vector<std::int64_t> staging_counts(std::min(kStagings, buckets.size()), 0);
+  std::vector<std::int64_t> berth_counts(std::min(kBerths, buckets.size()), 0);
   for (std::size_t i = 0; i < buckets.size(); ++i) {
     GradientBucket* const bucket = buckets[i];
     std::vector<std::size_t> counts;
@@ -247,20 +247,20 @@ void GradientArena::cut(const std::vector<GradientBucket*>& buckets, const at::T
     bucket->number = bucket_counts_[owner]++;
     const auto count = static_cast<std::int64_t>(bucket->layout.count());
     total += count;
-    std::int64_t& largest = staging_counts[i % staging_counts.size()];
+    std::int64_t& largest = berth_counts[i % berth_counts.size()];
     largest = std::max(largest, count);
     shards += static_cast<std::int64_t>(bucket->layout.shard());
   }
   at::Tensor memory;
-  std::vector<std::shared_ptr<Staging>> stagings;
+  std::vector<std::shared_ptr<Berth>> berths;
   if (stages_.at(owner) == 1) {
     memory = allocate_zeros(*communicator_, total, dtype, device);
   } else {
     memory = at::zeros({shards}, first.options().dtype(dtype));
-    for (const std::int64_t largest : staging_counts) {
-      stagings.push_back(
-          std::make_shared<Staging>(allocate_zeros(*communicator_, largest, dtype, device)));
-      stagings_.emplace(owner, stagings.back());
+    for (const std::int64_t largest : berth_counts) {
+      berths.push_back(
+          std::make_shared<Berth>(allocate_zeros(*communicator_, largest, dtype, device)));
+      berths_.emplace(owner, berths.back());
     }
   }
   std::int64_t next = 0;
@@ -268,13 +268,13 @@ void GradientArena::cut(const std::vector<GradientBucket*>& buckets, const at::T
     GradientBucket& bucket = *buckets[i];
     const auto count = static_cast<std::int64_t>(bucket.layout.count());
     const auto shard = static_cast<std::int64_t>(bucket.layout.shard());
-    if (stagings.empty()) {
+    if (berths.empty()) {
       bucket.memory = memory.narrow(0, next, count);
       bucket.shard = bucket.memory.narrow(0, communicator_->rank() * shard, shard);
       next += count;
     } else {
-      bucket.staging = stagings[i % stagings.size()];
-      bucket.memory = bucket.staging->memory().narrow(0, 0, count);
+      bucket.berth = berths[i % berths.size()];
+      bucket.memory = bucket.berth->memory().narrow(0, 0, count);
       bucket.shard = memory.narrow(0, next, shard);
       next += shard;
     }
@@ -282,7 +282,7 @@ void GradientArena::cut(const std::vector<GradientBucket*>& buckets, const at::T
       GradientSlot& slot = slots_[bucket.slots[member]];
       slot.view =
           view_for(slot, bucket.memory, static_cast<std::int64_t>(bucket.layout.offsets()[member]));
-      slot.is_bound = bucket.staging == nullptr;
+      slot.is_bound = bucket.berth == nullptr;
       slot.segment = bucket.shard.narrow(0, 0, 0);
       slot.segment_begin = 0;
     }
@@ -303,36 +303,36 @@ bool GradientArena::has_uncut() const {
 }
 
 bool GradientArena::bind(const GradientBucket& bucket, bool is_next) {
-  if (bucket.staging == nullptr) {
+  if (bucket.berth == nullptr) {
     return true;
   }
-  if (!bucket.staging->serves(bucket.slots)) {
+  if (!bucket.berth->serves(bucket.slots)) {
     if (is_next) {
-      evict_from(*bucket.staging);
+      evict_from(*bucket.berth);
     }
-    if (!bucket.staging->try_take(slots_, bucket.slots)) {
+    if (!bucket.berth->try_take(slots_, bucket.slots)) {
       return false;
     }
   }
-  bucket.staging->enter();
+  bucket.berth->enter();
   return true;
 }
 
 // What a bucket that has yet to be launched has there moves out, on the current stream.
-void GradientArena::evict_from(Staging& staging) {
-  const std::optional<std::size_t> slot = staging.unlaunched();
+void GradientArena::evict_from(Berth& berth) {
+  const std::optional<std::size_t> slot = berth.unlaunched();
   if (!slot || is_landing_in(buckets_[slots_[*slot].bucket].slots)) {
     return;
   }
-  if (!staging.memory().is_cpu()) {
+  if (!berth.memory().is_cpu()) {
     std::vector<c10::Stream>& streams = buckets_[slots_[*slot].bucket].streams;
-    const c10::Stream here = current_stream(device_of(staging.memory().device()));
+    const c10::Stream here = current_stream(device_of(berth.memory().device()));
     for (const c10::Stream& stream : streams) {
       wait_on_device(here, stream);
     }
     streams = {here};
   }
-  staging.evict(slots_);
+  berth.evict(slots_);
 }
 
 bool GradientArena::is_landing_in(const std::vector<std::size_t>& members) const {
@@ -341,8 +341,8 @@ bool GradientArena::is_landing_in(const std::vector<std::size_t>& members) const
 }
 
 void GradientArena::release() {
-  for (const auto& [owner, staging] : stagings_) {
-    staging->release(slots_);
+  for (const auto& [owner, berth] : berths_) {
+    berth->release(slots_);
   }
 }
 
@@ -353,9 +353,9 @@ void GradientArena::let_go() {
   }
 }
 
-std::size_t GradientArena::staging_bytes(int owner) const {
+std::size_t GradientArena::berth_bytes(int owner) const {
   std::size_t bytes = 0;
-  for (auto [it, end] = stagings_.equal_range(owner); it != end; ++it) {
+  for (auto [it, end] = berths_.equal_range(owner); it != end; ++it) {
     bytes += it->second->memory().nbytes();
   }
   return bytes;

@@ -25,6 +25,7 @@
 #include "bucketing/plan_message.h"
 #include "bucketing/shard_layout.h"
 #include "communicator/communicator.h"
+#include "reducer/gradients/berth.h"
 #include "reducer/gradients/gradient_shard.h"
 #include "reducer/gradients/gradient_slot.h"
 #include "reducer/gradients/lent_memory.h"
@@ -46,8 +47,8 @@ struct GradientBucket {
   int owner = 0;
   std::size_t number = 0;  // among the owner's, for good
   ShardLayout layout;
-  at::Tensor shard;                  // this rank's
-  std::shared_ptr<Staging> staging;  // stage 2
+  at::Tensor shard;              // this rank's
+  std::shared_ptr<Berth> berth;  // stage 2
 };
 
 class GradientArena {
@@ -101,7 +102,7 @@ class GradientArena {
   // Where gradients lie that are not on the CPU; the first such device, if any.
   [[nodiscard]] const std::optional<Device>& device() const noexcept { return device_; }
   // Of all memory that an optimizer's buckets share.
-  [[nodiscard]] std::size_t staging_bytes(int owner) const;
+  [[nodiscard]] std::size_t berth_bytes(int owner) const;
   // Whether slots that are to have shards have no place yet.
   [[nodiscard]] bool has_uncut() const;
   // How often buckets with shards were cut.
@@ -109,7 +110,7 @@ class GradientArena {
 
  private:
   void cut(const std::vector<GradientBucket*>& buckets, const at::Tensor& first);
-  void evict_from(Staging& staging);
+  void evict_from(Berth& berth);
 
   const CommunicatorPtr communicator_;
   const bool lends_;
@@ -119,7 +120,7 @@ class GradientArena {
   std::vector<at::Tensor> blocks_;  // of one dimension, of the real dtype; undefined: with shards
   std::map<int, int> stages_;       // of the owners of shards
   std::map<int, std::size_t> bucket_counts_;
-  std::multimap<int, std::shared_ptr<Staging>> stagings_;  // by owner
+  std::multimap<int, std::shared_ptr<Berth>> berths_;  // by owner
   std::optional<Device> device_;
   std::size_t shardings_ = 0;
   BucketPlan plan_;

@@ -5,26 +5,14 @@
 // values: what is there besides the shard is this rank's own, and no average.
 //
 // In stage 1 a bucket has its place in the arena for good, and the shard is a part of it. In stage
-// 2 the shard has memory of its own, and the buckets share some *stagings*, which they have by
-// turns: a bucket takes its own when the first of its gradients arrives and none of another bucket
-// is in it any more, and leaves it when it was reduced. A rank that is ahead of the others waits
-// for that, see Reducer::take_memory(), or whole gradients would pile up. Gradients that find none
-// all the same stay where autograd has put them until their bucket has memory and the next one
+// 2 the shard has memory of its own, and the buckets share a few berths (berth.h). Gradients that
+// find none stay where autograd has put them until their bucket has memory and the next one
 // arrives, or until it is launched, and are freed then.
-//
-// On a device whose streams can wait for the reduction, a staging is free as soon as that is on its
-// way: every stream that writes there waits first, so the host, which is far ahead, does not.
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <cstddef>
-#include <optional>
-#include <vector>
-
-#include "base/deadline.h"
-#include "communicator/work.h"
 #include "reducer/gradients/gradient_slot.h"
 
 namespace pydist {
@@ -45,49 +33,5 @@ inline void show_shard(const GradientSlot& slot) { slot.parameter.mutable_grad()
 
 // Moves a gradient that came when the bucket had no memory into that which it has now.
 void move_in(GradientSlot& slot);
-
-// Memory that one bucket at a time has.
-class Staging {
- public:
-  explicit Staging(at::Tensor memory) : memory_(std::move(memory)) {}
-
-  [[nodiscard]] const at::Tensor& memory() const noexcept { return memory_; }
-
-  // Gives it to a bucket if nobody has it, or whoever has is through with it.
-  [[nodiscard]] bool try_take(std::vector<GradientSlot>& slots,
-                              const std::vector<std::size_t>& members);
-
-  // Whether the bucket of these slots has it.
-  [[nodiscard]] bool serves(const std::vector<std::size_t>& members) const;
-
-  // Before the bucket that has it writes there: the current stream waits for whoever had it before.
-  void enter();
-
-  // The bucket that has it and has yet to be launched, by its first slot.
-  [[nodiscard]] std::optional<std::size_t> unlaunched() const;
-
-  // The operation after which the bucket that has it doesn't need it any more.
-  void set_work(WorkPtr work) { work_ = std::move(work); }
-
-  // Waits until it is free. Precondition: the bucket that has it was launched.
-  void wait() const;
-  // The same until `deadline`, and without a look at errors.
-  void wait_quietly(Deadline deadline) const;
-
-  // Takes it from a bucket that has yet to be launched, if such a one has it: gradients that have
-  // landed move out.
-  void evict(std::vector<GradientSlot>& slots);
-
-  // Takes it back from a bucket that was reduced, or whose gradients are worth nothing.
-  void release(std::vector<GradientSlot>& slots);
-
- private:
-  [[nodiscard]] bool does_stream_wait(Work& work) const;
-
-  at::Tensor memory_;
-  std::vector<std::size_t> users_;  // slots
-  WorkPtr work_;
-  WorkPtr before_;  // of the bucket that had it before, where streams wait for that
-};
 
 }  // namespace pydist
