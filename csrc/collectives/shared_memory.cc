@@ -1,3 +1,6 @@
+// The file is long because its three ways share the steps of a Collective, and one choice between
+// them.
+
 #include "collectives/shared_memory.h"
 
 #include <algorithm>

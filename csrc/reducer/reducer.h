@@ -241,6 +241,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void reset_stats() noexcept { stats_ = {}; }
 
  private:
+  static constexpr const char* kHooksOutOfStep =
+      "a communication hook raised, so the hooks of the ranks are out of step: start again";
+
   class Backward;
   // How the ranks' gradients become one.
   struct Combination {

@@ -342,7 +342,7 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     const StorePtr asked =
         adapt_store(store, std::min<std::chrono::milliseconds>(timeout, kStorePatience));
     if (rank == 0) {
-      asked->erase(kNewsKey);  // of a group of that name which has failed
+      GlooGroup::forget_news(*asked);
     }
     const std::string key = join("here/", rank);
     asked->set(key, "1");

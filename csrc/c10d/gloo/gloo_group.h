@@ -36,6 +36,9 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
             std::string name)
       : channel(std::move(backend), rank, size), store_(std::move(store)), name_(std::move(name)) {}
 
+  // Takes out of the store what a group of the same name has left there that has failed.
+  static void forget_news(KeyValueStore& store);
+
   GlooChannel channel;
 
   void require_sound() const;

@@ -18,8 +18,8 @@
 #include "base/error.h"
 #include "base/op_kind.h"
 #include "collectives/group_segment.h"
-#include "communicator/peer_news.h"
 #include "communicator/native/endpoint.h"
+#include "communicator/peer_news.h"
 
 namespace pydist {
 

@@ -115,6 +115,17 @@ def test_every_folder_is_a_layer() -> None:
     assert all(len(p.relative_to(CSRC).parts) <= 3 for p in CPP_FILES), "folders nest once"
 
 
+def test_a_long_cpp_file_says_why() -> None:
+    """Beyond 500 lines, a sentence in the first ones begins with "The file is long because"."""
+    for folder in (CSRC, ROOT / "tests" / "cpp", ROOT / "tests" / "fakes"):
+        for path in folder.rglob("*"):
+            lines = path.read_text().splitlines() if path.is_file() else []
+            opening = " ".join(line.removeprefix("//").strip() for line in lines[:25])
+            assert len(lines) <= 500 or "The file is long because" in opening, (
+                f"{path.relative_to(ROOT)}: say why in the first lines, or divide it"
+            )
+
+
 @pytest.mark.parametrize("path", CPP_FILES, ids=lambda p: str(p.relative_to(CSRC)))
 def test_cpp_includes_go_down(path: Path) -> None:
     own = cpp_layer(path.relative_to(CSRC))
