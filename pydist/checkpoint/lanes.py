@@ -21,10 +21,10 @@ from weakref import WeakKeyDictionary
 
 from torch.nn.parallel import DistributedDataParallel
 
+from pydist._torch import uncompiled
 from pydist.checkpoint.replacement import real
 from pydist.errors import CheckpointError, InvalidUsage, Mismatch
 from pydist.job import groups, membership
-from pydist.parallel.compiled_graphs import uncompiled
 from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.optimizer import ShardedOptimizer
 

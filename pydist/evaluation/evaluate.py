@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from pydist._torch import take_attributes
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import groups, membership
 from pydist.job.groups import Group
@@ -238,7 +239,7 @@ def _batches(
     # A copy and not a new one, so that it keeps all else: workers, collation, a subclass.
     loader = copy.copy(data)
     attribute = "sampler" if data.batch_sampler is None else "batch_sampler"
-    loader.__dict__.update({attribute: share, "_iterator": None})
+    take_attributes(loader, **{attribute: share})
     return loader, share
 
 

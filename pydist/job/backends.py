@@ -163,8 +163,8 @@ def gloo_factory(
     ) -> dist.ProcessGroup:
         if not dist.is_gloo_available():
             raise TransportError("this torch was built without gloo.")
-        options = network.options()
-        options._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        options = network.options(wait)
         # Any: torch's stubs leave out its options.
         gloo: Any = dist.ProcessGroupGloo
         group: dist.ProcessGroup = gloo(store, rank, size, options)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 import torch.distributed as dist
 
 from pydist import _native
+from pydist._torch import backends_of, store_of_group
 from pydist.errors import InvalidUsage
 from pydist.job import backends, crossed_threads
 
@@ -81,8 +81,7 @@ def close_all() -> None:
 
 
 def _backends(group: dist.ProcessGroup) -> Iterator[object]:
-    for device in sorted(group._device_types, key=lambda device: device.type != "cpu"):
-        backend = group._get_backend(torch.device(device))
+    for backend in backends_of(group):
         # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a checking wrapper around every backend.
         yield getattr(backend, "wrapped_pg", backend)
 
@@ -101,8 +100,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     Raises:
         InvalidUsage: the group has none.
     """
-    # torch has no public way to ask.
-    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    store = store_of_group(group)
     if store is None:
         raise InvalidUsage(
             f"group {group.group_name!r} has no key-value store (it was destroyed, or its backend "

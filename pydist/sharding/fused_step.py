@@ -72,7 +72,7 @@ class FusedStep:
         self._segments = segments
         self._gradient_dtypes = gradient_dtypes
         # What a call takes, which stays the same while the same segments step; and which those are.
-        self._parameters: list[Tensor] = []
+        self._targets: list[Tensor] = []
         self._masters: list[Tensor] | None = None
         self._states: list[list[Tensor]] = []
         self._key: object = None
@@ -110,13 +110,13 @@ class FusedStep:
 
     def forget(self) -> None:
         """Somebody puts other tensors into the optimizer's state: keeps none of the old ones."""
-        self._parameters, self._masters, self._states = [], None, []
+        self._targets, self._masters, self._states = [], None, []
         self._key = None
 
     def _gather(self, chosen: Sequence[int], names: Sequence[str]) -> None:
         """Lists what a call takes for some segments."""
         segments = [self._segments[number] for number in chosen]
-        self._parameters = [segment.values for segment in segments]
+        self._targets = [segment.values for segment in segments]
         self._masters = (
             [segment.updated for segment in segments] if segments[0].has_master else None
         )
@@ -182,7 +182,7 @@ class _AdamStep(FusedStep):
 
     def _call(self, gradients: list[Tensor], options: dict[str, Any]) -> None:
         _native.adam_step(
-            self._parameters, gradients, self._masters, *self._states, step=self._steps, **options
+            self._targets, gradients, self._masters, *self._states, step=self._steps, **options
         )
 
 
@@ -222,7 +222,7 @@ class _SgdStep(FusedStep):
     def _call(self, gradients: list[Tensor], options: dict[str, Any]) -> None:
         buffers = self._states[0] if self._states else None
         _native.sgd_step(
-            self._parameters, gradients, self._masters, buffers, begins=self._begins, **options
+            self._targets, gradients, self._masters, buffers, begins=self._begins, **options
         )
         self._begins = [False] * len(gradients)
 

@@ -17,14 +17,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pydist import _native
-from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
-from pydist.job import groups, membership
-from pydist.parallel.compiled_graphs import (
+from pydist._torch import (
+    as_plain_tensors,
     compiles_anything,
+    run_load_state_dict_post_hooks,
+    run_load_state_dict_pre_hooks,
+    run_state_dict_post_hooks,
+    run_state_dict_pre_hooks,
     runs_uncompiled,
     runs_uncompiled_throughout,
     scripts_any_function,
 )
+from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
+from pydist.job import groups, membership
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
 from pydist.sharding.bucket_step import BucketStep
@@ -635,7 +640,7 @@ class ShardedOptimizer(Optimizer):
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             for parameter in self._layout.parameters:
                 parameter.grad = None
 
@@ -809,16 +814,12 @@ class ShardedOptimizer(Optimizer):
         rank, size = self._communicator.rank, self._communicator.size
         if size > 1:
             refuse_checkpoints()
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
+        run_state_dict_pre_hooks(self)
         local = self.sharded_state()
-        state_dict = (
-            to_unsharded(local) if size == 1 else to_state_dict(local, RanksPart(rank, size))
+        return run_state_dict_post_hooks(
+            self,
+            to_unsharded(local) if size == 1 else to_state_dict(local, RanksPart(rank, size)),
         )
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a `state_dict()`, or one of an unsharded optimizer of the class. Copies it.
@@ -831,9 +832,7 @@ class ShardedOptimizer(Optimizer):
             InvalidUsage: As for `load_sharded_state`; or it is, by the options of its groups, of
                 another class. Nothing has changed.
         """
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
+        state_dict = run_load_state_dict_pre_hooks(self, state_dict)
         require_form(state_dict)
         for group in state_dict["param_groups"]:
             require_options_of(self._class.__qualname__, self, group)
@@ -845,8 +844,7 @@ class ShardedOptimizer(Optimizer):
             of_present = without_absent(state_dict, self.param_groups, present)
             state = from_unsharded(of_present, named)
         self.load_sharded_state(state)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        run_load_state_dict_post_hooks(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidUsage(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pydist import _native
+from pydist._torch import version_of
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job.rank_names import name_ranks
 from pydist.sharding.buckets import Bucket, Member, kind_of
@@ -113,7 +114,7 @@ class OwnWrites:
                 has apart (on every rank, as an Error on the others).
         """
         error: BaseException | None = None
-        before = [(p._version, p.data_ptr()) for _, p in apart]
+        before = [(version_of(p), p.data_ptr()) for _, p in apart]
         try:
             yield
         except BaseException as raised:
@@ -306,7 +307,7 @@ def _require_unwritten(
     apart: Sequence[tuple[str, Tensor]], before: Sequence[tuple[int, int]]
 ) -> None:
     for (name, parameter), known in zip(apart, before, strict=True):
-        if (parameter._version, parameter.data_ptr()) != known:
+        if (version_of(parameter), parameter.data_ptr()) != known:
             raise InvalidUsage(
                 f"parameter {name}, which was written inside optimizer.writing(), is none of those "
                 "that the optimizer trains, so every rank has one of its own: write it on all "
