@@ -20,18 +20,24 @@ from pydist.parallel.state_names import distinct_names, plain_name
 from pydist.sharding.buckets import SHORT, dense_strides
 from pydist.sharding.element_wise import require_plain_options
 from pydist.sharding.optimizer import ShardedOptimizer
-from pydist.sharding.options_of_class import require_options_of
-from pydist.sharding.sharded_state import (
+from pydist.sharding.state import (
     MASTER,
     ParameterState,
     ShardedState,
     StateRange,
     from_whole,
+    is_per_element,
     matching_groups,
+    require_divisible,
     to_whole,
 )
-from pydist.sharding.state_dict_form import from_unsharded, is_sharded, require_form, without_absent
-from pydist.sharding.state_values import is_per_element, require_divisible
+from pydist.sharding.state_dict import (
+    from_unsharded,
+    is_sharded,
+    require_form,
+    require_options_of,
+    without_absent,
+)
 
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents

@@ -41,7 +41,7 @@ from pydist.parallel.wrapper import DataParallel
 from pydist.planning.activation_memory import saved_activation_bytes
 from pydist.planning.step_memory import StepMemory, step_memory, temporaries
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
-from pydist.sharding.fused_step import FUSED_CLASSES
+from pydist.sharding.step import FUSED_CLASSES
 
 __all__ = ["MemoryPlan", "RankMemory", "plan"]
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from pydist._torch import TorchDispatchMode, tree_leaves
 from pydist.errors import InvalidUsage
-from pydist.sharding.trial import apart
+from pydist.sharding.eligibility import apart
 
 __all__ = ["StepMemory", "step_memory", "temporaries"]
 

@@ -32,12 +32,10 @@ from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatc
 from pydist.job import groups, membership
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
-from pydist.sharding.bucket_step import BucketStep
 from pydist.sharding.buckets import Bucket, gather, let_arrive
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
 from pydist.sharding.gradient import ShardedGradient, without_gradients
 from pydist.sharding.gradient_norms import ReducedGradients
-from pydist.sharding.options_of_class import require_options_of
 from pydist.sharding.own_writes import OwnWrites
 from pydist.sharding.parameter_groups import (
     checked_group,
@@ -52,25 +50,27 @@ from pydist.sharding.parameter_groups import (
     values_of_step,
 )
 from pydist.sharding.placement import ShardedLayout
-from pydist.sharding.segment_state import (
+from pydist.sharding.shown_state import StateOfShards
+from pydist.sharding.state import ParameterState, ShardedState, StateRange
+from pydist.sharding.state_dict import (
+    from_state_dict,
+    from_unsharded,
+    is_sharded,
+    require_form,
+    require_options_of,
+    to_state_dict,
+    to_unsharded,
+    without_absent,
+)
+from pydist.sharding.state_guard import RanksPart, refuse_checkpoints
+from pydist.sharding.state_io import (
     ranges_of,
     require_state_of,
     state_of,
     take_over,
     waiting_state,
 )
-from pydist.sharding.sharded_state import ParameterState, ShardedState, StateRange
-from pydist.sharding.shown_state import StateOfShards
-from pydist.sharding.state_dict_form import (
-    from_state_dict,
-    from_unsharded,
-    is_sharded,
-    require_form,
-    to_state_dict,
-    to_unsharded,
-    without_absent,
-)
-from pydist.sharding.state_guard import RanksPart, refuse_checkpoints
+from pydist.sharding.step import BucketStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -207,7 +207,7 @@ class ShardedOptimizer(Optimizer):
         >>> optimizer.zero_grad()
     """
 
-    # Its step does, inside no_sync() as well, and tells the other ranks: see step_guard.
+    # Its step does, inside no_sync() as well, and tells the other ranks.
     refuses_pending_gradients = True
 
     def __init__(

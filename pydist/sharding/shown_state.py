@@ -32,9 +32,8 @@ from torch import Tensor
 from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import Bucket, Segment, shaped
 from pydist.sharding.placement import ShardedLayout
-from pydist.sharding.sharded_state import NUMBERS, ParameterState
+from pydist.sharding.state import NUMBERS, ParameterState, is_per_element
 from pydist.sharding.state_guard import refuse_checkpoints
-from pydist.sharding.state_values import is_per_element
 
 _REMEDY = (
     "change the values in place to reset them, replace the state by load_state_dict() or "
