@@ -27,11 +27,9 @@ from torch import Tensor
 from pydist import _native
 from pydist._torch import version_of
 from pydist.errors import Error, InvalidUsage, Mismatch
+from pydist.job.outcome import outcomes
 from pydist.job.rank_names import name_ranks
 from pydist.sharding.buckets import Bucket, Member, kind_of
-
-# Of what a rank tells the others about an error of its own.
-_TOLD_BYTES = 512
 
 
 @dataclass
@@ -259,17 +257,12 @@ class OwnWrites:
                 f"{' and more' if len(names) > 3 else ''}. Write inside `if mine:` alone; nothing "
                 "of it stays"
             ) from error
-        own = f"{type(error).__name__}: {error}".encode()[:_TOLD_BYTES]
-        row = torch.zeros(_TOLD_BYTES, dtype=torch.uint8)
-        row[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        rows = row.new_empty(self._communicator.size, _TOLD_BYTES)
-        self._communicator.all_gather(row, rows, label="who raised inside optimizer.writing()")
+        everybody = outcomes(self._communicator, "who raised inside optimizer.writing()", error)
         if error is not None:
             raise error
-        said = rows[failed].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
         raise Error(
             f"rank {failed} raised inside optimizer.writing(), and nothing of what was written "
-            f"there stays: {said}"
+            f"there stays: {everybody[failed].said}"
         )
 
 
