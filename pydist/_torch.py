@@ -3,7 +3,7 @@
 No other file of pydist touches a private name of torch's (`tests/python/project/
 test_private_names.py` sees to that). A new torch may rename any of them: then the import of this
 file fails and names what is gone, and this is the place to look for what does the same there. The
-file is longer than others because it is the one list of them.
+file is long because it is the one list of them.
 """
 
 from __future__ import annotations

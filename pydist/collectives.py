@@ -1,5 +1,7 @@
 """The collectives, on torch tensors and numpy arrays.
 
+The file is long because the docstrings are the reference of each collective.
+
 Vocabulary. A *block* is the part of a tensor that belongs to one rank. Where a collective has a
 block for every rank, they are given as one tensor, cut into equal blocks along dimension 0 in rank
 order, or as a list of one tensor for each rank.

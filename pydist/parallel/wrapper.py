@@ -1,4 +1,8 @@
-"""`pydist.DataParallel`: the same model on every rank, trained on the mean of their gradients."""
+"""`pydist.DataParallel`: the same model on every rank, trained on the mean of their gradients.
+
+The file is long because the class has all methods of torch's, each with its reference: what it does
+itself is to call the other modules of this folder.
+"""
 
 from __future__ import annotations
 

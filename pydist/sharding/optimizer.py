@@ -1,4 +1,8 @@
-"""`pydist.ShardedOptimizer`: each rank updates, and keeps the optimizer's state of, its share."""
+"""`pydist.ShardedOptimizer`: each rank updates, and keeps the optimizer's state of, its share.
+
+The file is long because the class is, a third of it the reference of its methods: the class only
+says in which order the ranks do what the other modules of this folder hold.
+"""
 
 from __future__ import annotations
 
