@@ -17,13 +17,14 @@ __all__ = ["meet"]
 _PROOF_S = 2.0
 
 
-def meet(placement: Placement, timeout: timedelta, number: int) -> tuple[dist.Store, bool]:
+def meet(placement: Placement, timeout: timedelta, generation: int) -> tuple[dist.Store, bool]:
     """The store that all ranks share, and whether this process serves it.
 
     Args:
         placement: this process's, by its launcher.
         timeout: how long to wait for the server.
-        number: keeps meetings of the same job apart that share a server; the same on all ranks.
+        generation: of the job, which keeps it apart from others that share the server; the same on
+            all ranks.
 
     Raises:
         Timeout: another job's server answers.
@@ -33,7 +34,7 @@ def meet(placement: Placement, timeout: timedelta, number: int) -> tuple[dist.St
     if rendezvous is None:
         return dist.HashStore(), False
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    meeting = f"pydist {rendezvous.job} {restart} {number}"
+    meeting = f"pydist {rendezvous.job} {restart} {generation}"
     # torchrun's agent serves the store; otherwise rank 0 does.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return dist.PrefixStore(meeting, _connect(rendezvous, placement, timeout)), False

@@ -39,7 +39,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from pydist._torch import BatchNormBase, children_of
 from pydist.errors import InvalidUsage
-from pydist.job import groups, membership
+from pydist.job import current, groups, membership
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -370,7 +370,7 @@ def _check_convertible(name: str, layer: BatchNormBase) -> None:
 
 
 def _key_of(group: groups.Group | None) -> object:
-    return groups.default if group is None else group
+    return current.job.world if group is None else group
 
 
 def talk_apart(module: nn.Module, group: groups.Group | None, communicator: Communicator) -> None:

@@ -33,7 +33,7 @@ from pydist._torch import (
     scripts_any_function,
 )
 from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
-from pydist.job import groups, membership
+from pydist.job import current, groups, membership
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
 from pydist.sharding.buckets import Bucket, gather, let_arrive
@@ -303,8 +303,8 @@ class ShardedOptimizer(Optimizer):
         )
         leaving.atexit = False  # by then the job is over
         _leaving[self] = leaving
-        if _let_all_arrive not in groups.before_closing:
-            groups.before_closing.append(_let_all_arrive)
+        if _let_all_arrive not in current.before_closing:
+            current.before_closing.append(_let_all_arrive)
         self._place(self._layout.enter(self.param_groups))
 
     def __init_subclass__(cls, **options: Any) -> None:
