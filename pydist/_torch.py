@@ -195,6 +195,13 @@ NormBase = nn.modules.batchnorm._NormBase
 
 # Of a module's attributes, those that stand for what is in it.
 TABLES = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
+# Of a module that stands for another one, the attributes that a copy of it does not take over.
+OF_MODULE = TABLES | {"module", "_compiled_call_impl"}
+
+
+def share_tables(stand_in: StandIn, module: nn.Module) -> None:
+    """Lets a module stand for another one: see Note [One set of names]."""
+    stand_in.__dict__.update({name: getattr(module, name) for name in TABLES}, module=module)
 
 
 class StandIn(nn.Module):
@@ -205,13 +212,6 @@ class StandIn(nn.Module):
     """
 
     module: nn.Module
-
-    # Attributes of nn.Module that a copy does not take over: they are of the module in it.
-    of_module = TABLES | {"module", "_compiled_call_impl"}
-
-    def stand_for(self, module: nn.Module) -> None:
-        """Shares a module's tables."""
-        self.__dict__.update({name: getattr(module, name) for name in TABLES}, module=module)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.module._apply(fn, recurse)

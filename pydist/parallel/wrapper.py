@@ -24,11 +24,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pydist import _native
 from pydist._torch import (
+    OF_MODULE,
     Future,
-    StandIn,
     came_out_of_backward,
     runs_uncompiled,
     runs_uncompiled_throughout,
+    share_tables,
     tree_map_only,
 )
 from pydist.errors import Error, InvalidUsage, Timeout
@@ -105,7 +106,7 @@ _OWN_NAMES = {
 }
 
 # Of a wrapper's attributes, those that its copies do not take over.
-_NOT_COPIED = StandIn.of_module | {"process_group"}
+_NOT_COPIED = OF_MODULE | {"process_group"}
 
 # The wrapper that is in join(); ranks that wait for each other in two would wait in a circle.
 _joining: weakref.ref[DataParallel] | None = None
@@ -331,7 +332,7 @@ class DataParallel(TorchIdioms):
         self, local: RankLocal, settings: Settings, input_device: torch.device | None
     ) -> None:
         module = local.module
-        self.stand_for(module)
+        share_tables(self, module)
         self._settings = settings
         self._local = local
         self._input_device = input_device
