@@ -88,6 +88,28 @@ class Branches(nn.Module):
         return out.mean()
 
 
+class Waves(nn.Module):
+    """Layers, and a norm whose statistics they share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        out: Tensor = self.norm(x)
+        return out
+
+
+def wave_loss(net: nn.Module, rank: int, step: int) -> Tensor:
+    device = next(net.parameters()).device
+    out: Tensor = net(batch(rank, 5, 6, step=step).to(device))
+    # Not the squares: their mean is the same whatever BatchNorm normalizes.
+    return (out * torch.arange(6, dtype=torch.float64, device=device)).sin().mean()
+
+
 class Tied(nn.Module):
     """A shared weight, a frozen one, one in channels-last layout, and mixed precision inside."""
 

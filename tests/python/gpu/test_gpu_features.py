@@ -25,10 +25,12 @@ from training import (
     LIMIT_S,
     TIME_LIMIT,
     Runner,
+    Waves,
     assert_like_reference,
     batch,
     joined,
     train_like_reference,
+    wave_loss,
 )
 
 import pydist
@@ -407,31 +409,12 @@ def test_metrics(run: Runner) -> None:
 # -- torch.compile
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
-        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        out: Tensor = self.norm(x)
-        return out
-
-
-def wave_loss(net: nn.Module, rank: int, step: int) -> Tensor:
-    device = next(net.parameters()).device
-    out: Tensor = net(batch(rank, 5, 6, step=step).to(device))
-    return (out * torch.arange(6, dtype=torch.float64, device=device)).sin().mean()
-
-
 def train_compiled(is_wrapped_first: bool, backend: str) -> None:
     start()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(5)
-    reference = Net()
+    reference = Waves()
     module: Any = copy.deepcopy(reference).to("cuda")
     if is_wrapped_first:
         model: Any = torch.compile(pydist.DataParallel(module), backend=backend)

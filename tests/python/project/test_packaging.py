@@ -150,13 +150,20 @@ def test_a_pydist_that_cannot_load_does_not_break_torch() -> None:
         assert last_line(ended.stderr).startswith(("ImportError: ", "ModuleNotFoundError: "))
 
 
+# What `import torch` has registered is gone again: nothing has asked for it yet.
+UNREGISTERED = (
+    "import torch, _pydist_backend\n"
+    "from torch.distributed import Backend\n"
+    "registered = Backend.PYDIST\n"
+    "del Backend.PYDIST\n"
+    "Backend._plugins.pop('PYDIST')\n"
+)
+
+
 def test_a_torch_that_registers_otherwise_is_not_broken() -> None:
     ended = run_python(
-        "import torch, _pydist_backend\n"
-        "from torch.distributed import Backend\n"
-        "def refuse(*args, **kwargs): raise TypeError('another interface')\n"
-        "Backend.register_backend, registered = refuse, Backend.PYDIST\n"
-        "del Backend.PYDIST\n"
+        UNREGISTERED + "def refuse(*args, **kwargs): raise TypeError('another interface')\n"
+        "Backend.register_backend = refuse\n"
         "_pydist_backend.register()\n"
         "print(registered)"
     )
@@ -166,12 +173,9 @@ def test_a_torch_that_registers_otherwise_is_not_broken() -> None:
 def test_the_early_registration_costs_next_to_nothing() -> None:
     """It loads one module of a few lines, and nothing that torch has not loaded already."""
     ended = run_python(
-        "import sys, torch, importlib\n"
-        "import _pydist_backend\n"
+        UNREGISTERED + "import sys, importlib\n"
         "before = set(sys.modules)\n"
-        "from torch.distributed import Backend\n"
-        "del Backend.PYDIST, sys.modules['_pydist_backend']\n"
-        "Backend._plugins.pop('PYDIST')\n"
+        "del sys.modules['_pydist_backend']\n"
         "importlib.import_module('_pydist_backend').register()\n"
         "print(sorted(set(sys.modules) - before), Backend.PYDIST)"
     )
