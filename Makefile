@@ -186,10 +186,16 @@ build/lint/%.tidy: %.cc $(filter %.h,$(CPP)) .clang-tidy build/lint/compile_comm
 	@touch $@
 
 STUBGEN = $(BIN)/pybind11-stubgen pydist._native --output-dir build/stubs --exit-code
+.PHONY: docs
+docs: $(OUT)/.docs  ## the pages of docs/ and the reference of public names, as HTML
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -d $(OUT)/docs/doctrees . $(OUT)/docs/html
+	@echo "$(OUT)/docs/html/docs/index.html"
+
 .PHONY: stubs
-stubs: build  ## write pydist/_native.pyi anew from the compiled module
+stubs: build  ## write pydist/_native.pyi and docs/variables.md anew from the compiled module
 	$(STUBGEN)
 	cp build/stubs/pydist/_native.pyi pydist/_native.pyi
+	$(BIN)/python docs/write_variables.py
 
 .PHONY: check-stubs
 check-stubs: build  ## the stub fits the compiled module
@@ -220,6 +226,10 @@ $(OUT)/.tools: pyproject.toml $(BIN)/python $(wildcard $(VENV)/pyvenv.cfg)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
 	  { echo "installing $(TORCH_SPEC) into $(VENV)"; $(PIP) install --quiet $(PIP_FLAGS) '$(TORCH_SPEC)'; }
 	$(PIP) install --quiet $(PIP_FLAGS) --group dev
+	@touch $@
+
+$(OUT)/.docs: $(OUT)/.installed
+	$(PIP) install --quiet $(PIP_FLAGS) --group docs
 	@touch $@
 
 $(OUT)/.installed: $(OUT)/.tools $(CMAKE) $(CPP)

@@ -35,7 +35,8 @@ using std::chrono::milliseconds;
 // How long shutdown() waits for operations that it has cut off.
 constexpr std::chrono::seconds kShutdownPatience{5};
 
-// Under which the first failure of a group stands in its store, and how often others look there.
+// The key under which the first failure of a group stands in its store, and how often ranks look
+// there.
 constexpr const char* kNewsKey = "failed/why";
 constexpr milliseconds kNewsInterval{500};
 // How long the reason for a lost connection may be on its way to the store.
@@ -108,8 +109,8 @@ class Group : public std::enable_shared_from_this<Group> {
     return error;
   }
 
-  // What another rank has told of a failure, or has become of a neighbour. Never waits: the store
-  // is asked on another thread.
+  // A failure that another rank has told of, or the loss of a neighbour. Never waits: the store is
+  // asked on another thread.
   std::optional<Absence> absence() {
     const std::lock_guard lock(news_mutex_);
     if (!is_asking_ && next_question_.has_passed()) {
@@ -121,13 +122,12 @@ class Group : public std::enable_shared_from_this<Group> {
 
   void set_farewell(std::uint64_t done) noexcept { farewell_ = done; }
 
-  // Note [Neighbours]
-  // A death cuts the connections of the dead, and gloo tells of that only who waits for a message
-  // of it. So each rank waits for one from both of its neighbours, on a thread for each, for as
-  // long as the group lives: a farewell. Who shuts the group down says it first, by the connection
-  // itself, since the store may go with the rank; who fails gives its reason in the store. Whose
-  // connection is lost without either has died, and whoever sees that tells the others through the
-  // store.
+  // Note [Neighbours] When a rank dies, its connections are cut, but gloo tells only a rank that
+  // waits for a message from it. So each rank waits for a message from both of its neighbours, a
+  // farewell, on a thread for each, for as long as the group lives. A rank that shuts the group
+  // down says farewell first, by the connection itself, because the store may go with the rank. A
+  // rank that fails writes its reason into the store. If a connection is lost without either, the
+  // neighbour has died, and the rank that sees this tells the others through the store.
   void watch_neighbours() {
     for (const int peer : neighbours()) {
       {
@@ -158,7 +158,8 @@ class Group : public std::enable_shared_from_this<Group> {
     }
   }
 
-  // For a group that has been marked as shut down. False where listeners do not end in time.
+  // Precondition: the group has been marked as shut down. Returns false if listeners do not end in
+  // time.
   bool stop_watching(std::chrono::seconds patience) noexcept {
     {
       const std::lock_guard lock(mutex_);
@@ -297,7 +298,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void explain_loss_of(int peer) {
     const Deadline patience = Deadline::in(kReasonPatience);
     try {
-      // Until it is known that it was cut here, or why it was cut.
+      // Waits until it is known that this rank has cut the connection itself, or why another one
+      // did.
       while (!is_over() && !is_told(kNewsKey)) {
         if (patience.has_passed()) {
           const std::string loss = join("rank ", peer, " has died, or the network between rank ",
@@ -309,10 +311,10 @@ class Group : public std::enable_shared_from_this<Group> {
         std::this_thread::sleep_for(milliseconds(50));
       }
     } catch (const std::exception&) {
-      // Others may have cut it because of a rank that hosted the store.
+      // The neighbour may have cut the connection because of the rank that hosted the store.
       if (!is_over()) {
         const std::lock_guard lock(news_mutex_);
-        // Who left before is the likely reason.
+        // The rank that left before is the likely reason.
         loss_ = Absence{.what = join(loss_ ? loss_->what + ". Since then " : "",
                                      "the connection between rank ", channel.rank(), " and rank ",
                                      peer, " is lost, and the job's store does not answer")};

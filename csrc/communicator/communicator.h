@@ -74,11 +74,11 @@ struct Absence {
   bool is_orderly = false;  // it has left by shutdown(); otherwise it has died or failed
   std::uint64_t done = 0;   // what it gave set_farewell()
 
-  // Whether an operation, counted from 1 as `done` counts, lacks what the rank would have done.
+  // Whether the operation with this number, from 1, still needed the part of the rank that is gone.
   [[nodiscard]] bool lacks(std::uint64_t operation) const noexcept {
     return !is_orderly || done < operation;
   }
-  // Whether it leaves more undone.
+  // Whether this rank leaves more undone than the other.
   [[nodiscard]] bool is_worse_than(const Absence& other) const noexcept {
     return is_orderly == other.is_orderly ? done < other.done : !is_orderly;
   }
@@ -150,25 +150,25 @@ class Communicator {
   // The error that the group has failed with; null while it is sound.
   [[nodiscard]] virtual std::exception_ptr failure() const = 0;
 
-  // The rank that is gone, as far as the backend knows; of several the one that leaves most undone.
-  // Nothing while all are there.
+  // The rank that is gone, as far as the backend knows; if several are, the one that leaves most
+  // undone. Empty while all are there.
   [[nodiscard]] virtual std::optional<Absence> absence() const { return std::nullopt; }
 
   // From now on absence() tells of every rank that dies or leaves, whether anything is under way
   // or not. For backends that do not see it anyway; all ranks of the group call.
   virtual void watch_peers() {}
 
-  // For whoever moves data of the group's ranks by other means, and has the group for the news
-  // alone: of how many operations, all ranks counting alike, this rank has done its whole part.
-  // shutdown() tells the peers, see Absence.
+  // For a caller that moves the ranks' data by other means, and has this group only to hear of
+  // failures. `done` says of how many operations, which all ranks count alike, this rank has done
+  // its whole part. shutdown() tells it to the peers, see Absence.
   virtual void set_farewell(std::uint64_t /*done*/) noexcept {}
 
   // Lets the group go: later calls throw InvalidUsage; peers that still wait for this rank fail
   // with PeerLost. Operations under way fail with Aborted. Idempotent; never throws.
   virtual void shutdown() noexcept = 0;
 
-  // After shutdown(): until nothing of the group goes on on other threads; `deadline` at most. For
-  // backends that end together with the peers' and leave that to a thread.
+  // Called after shutdown(): waits until no thread works for the group any more, until `deadline`
+  // at most. For backends whose end has to wait for the peers, and does so on a thread of its own.
   virtual void wait_for_end(Deadline /*deadline*/) noexcept {}
 
   // What every rank of the group is in, a line each, from the journal; empty where the backend

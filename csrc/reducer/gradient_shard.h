@@ -5,15 +5,16 @@
 // values: what is there besides the shard is this rank's own, and no average.
 //
 // In stage 1 a bucket has its place in the arena for good, and the shard is a part of it. In stage
-// 2 the shard has memory of its own, and the buckets share some *stagings*, which they have by
-// turns: a bucket takes its own when the first of its gradients arrives and none of another bucket
-// is in it any more, and leaves it when it was reduced. A rank that is ahead of the others waits
-// for that, see Reducer::take_memory(), or whole gradients would pile up. Gradients that find none
-// all the same stay where autograd has put them until their bucket has memory and the next one
-// arrives, or until it is launched, and are freed then.
+// 2 the shard has memory of its own, and buckets take turns in a few *stagings*. A bucket takes its
+// staging when the first of its gradients arrives, if no gradient of another bucket is left there,
+// and leaves it once it has been reduced. A rank that is ahead of the others waits for a staging,
+// see Reducer::take_memory(), or whole gradients would pile up. A gradient that finds none all the
+// same stays where autograd has put it. It moves when the next gradient of the bucket finds memory,
+// or when the bucket is launched.
 //
-// On a device whose streams can wait for the reduction, a staging is free as soon as that is on its
-// way: every stream that writes there waits first, so the host, which is far ahead, does not.
+// On a device whose streams can wait for the reduction, a staging is free as soon as the reduction
+// has been submitted. Every stream that writes there waits for it first, so the host, which is far
+// ahead of the device, need not.
 
 #pragma once
 
@@ -53,7 +54,7 @@ class Staging {
 
   [[nodiscard]] const at::Tensor& memory() const noexcept { return memory_; }
 
-  // Gives it to a bucket if nobody has it, or whoever has is through with it.
+  // Gives the memory to a bucket, if no bucket has it or the one that has it was reduced.
   [[nodiscard]] bool try_take(std::vector<GradientSlot>& slots,
                               const std::vector<std::size_t>& members);
 

@@ -99,8 +99,9 @@ void Reducer::open_round() {
   }
 }
 
-// Whoever counts by share, or has nothing of its own, has to hear the others first. Not by waiting
-// for them within backward, see joint_end.h: what can't go yet goes when all have opened.
+// A rank that counts by share, or has no gradients of its own, needs the openings of all ranks
+// before it can launch anything. It does not wait for them within backward, see joint_end.h:
+// buckets that can't leave yet leave when all ranks have opened the round.
 bool Reducer::may_launch() {
   if (round_.opening == nullptr) {
     open_round();
@@ -125,8 +126,9 @@ void Reducer::decide_combination() {
     is_as_one = is_as_one || opening.mode == Opening::Mode::kAsOne;
     round_.is_bare = round_.is_bare || (opening.is_present && opening.is_bare);
   }
-  // Ranks that count as one have not waited; if they meet others, there is no mean, but all are in
-  // step.
+  // Ranks that count as one have launched without waiting. If they meet ranks that count by share,
+  // there is no mean, but all ranks have done the same operations, and why_worthless() says so on
+  // all of them.
   if (is_as_one || !is_by_share) {
     round_.combination = {options_.sums ? ReduceOp::kSum : ReduceOp::kMean, 1.0};
     return;
@@ -141,7 +143,8 @@ void Reducer::launch(Closing::Status status) {
   const Instant began = now_ns();
   const std::size_t number = round_.launched;
   GradientBucket& bucket = arena_.buckets()[number];
-  // Who gives up waits for nobody.
+  // A rank that gives up must not wait for memory, so it may have to launch without the bucket's
+  // own.
   const bool is_lost = status != Closing::Status::kFine && !has_memory(number);
   std::optional<c10::StreamGuard> beside;
   if (status == Closing::Status::kFine) {
@@ -154,7 +157,8 @@ void Reducer::launch(Closing::Status status) {
     bucket.travelling = arena_.lent().load(arena_.slots(), bucket.slots, bucket.memory);
   } else if (!bucket.memory.is_cpu() && is_capturing() &&
              communicator_->capabilities().needs_host) {
-    // Nobody looks at the values, but the peers wait for them: beside the capture, which refuses.
+    // Nobody looks at the values, but the peers wait for them. They go on a stream of their own,
+    // because the one that is captured would refuse them.
     beside.emplace(high_priority_stream(device_of(bucket.memory.device())));
   }
   if (status != Closing::Status::kFine) {
@@ -176,7 +180,7 @@ void Reducer::launch(Closing::Status status) {
         bucket.staging->set_work(work);
       }
     }
-    // Not before: what was refused goes when the round is given up.
+    // Counted only now: a bucket that was refused is sent when the round is given up.
     ++round_.launched;
     work->on_completion([note_done](const auto&) { note_done(); });
   } else {
@@ -214,7 +218,7 @@ void Reducer::launch_what_is_ready() {
   }
 }
 
-// What shares its memory with a bucket that is still on its way goes when that one has arrived.
+// Stops at a bucket whose memory still belongs to another one that is on its way.
 void Reducer::launch_what_has_memory() {
   while (!round_.is_bare && round_.launched < arena_.buckets().size() &&
          has_memory(round_.launched)) {
@@ -231,7 +235,7 @@ bool Reducer::keeps_averages() const {
   return round_.combination->op == ReduceOp::kMean && joining_ == Joining::kNot;
 }
 
-// Decides what this rank sends, and sees to it that the slot holds that.
+// Decides what this rank sends for a slot, and puts it there.
 void Reducer::fill(GradientSlot& slot) {
   move_in(slot);
   const bool has_gradient = slot.parameter.grad().defined();
@@ -313,7 +317,7 @@ void Reducer::close_round(Closing::Status status) {
   submit(std::move(operation), closings_->memory(), closings_->memory(), "closing of a round");
 }
 
-// Ranks with different models have closings of different lengths.
+// Checked before the closing, because closings of different models have different lengths.
 void Reducer::require_same_model() {
   round_.opening->wait();
   for (int rank = 0; rank < communicator_->size(); ++rank) {
@@ -328,7 +332,8 @@ void Reducer::require_same_model() {
   }
 }
 
-// At the end of a backward, in three steps; see joint_end.h. Here, everything goes that can.
+// A backward ends in three steps, see joint_end.h. The first one launches everything that can leave
+// without waiting.
 void Reducer::open_or_give_up() {
   const c10::AutoGradMode no_grad(false);
   try {
@@ -341,7 +346,8 @@ void Reducer::open_or_give_up() {
   }
 }
 
-// Every rank has opened its round, or will without waiting for this one.
+// The second step. It may wait for the other ranks' openings, because each rank opens its round
+// without waiting for others.
 void Reducer::close_or_give_up() {
   const c10::AutoGradMode no_grad(false);
   try {
@@ -362,8 +368,10 @@ void Reducer::conclude_round(bool learns) {
     wait();
     has_stepped_alike_ = openings_.all_stepped_alike();
     if (const std::string why = why_worthless(); !why.empty()) {
-      // All ranks know, and are in step, unless devices wait for buckets that are only recorded
-      // elsewhere. Who raised is not here any more to hear of that, and finds the group ended.
+      // All ranks know the reason and are in step, with one exception: if only some ranks captured
+      // the backward, the devices of the others wait for buckets that are merely recorded there.
+      // Then the group has to end. The rank that raised is no longer here to hear why, and finds
+      // the group ended.
       if (is_captured_by_some()) {
         std::rethrow_exception(make_error(ErrorKind::kError, why));
       }
@@ -432,7 +440,8 @@ void Reducer::run_round() {
   conclude_round(/*learns=*/false);
 }
 
-// Lets the others have what they wait for, and tells them that it is worth nothing.
+// Sends the other ranks everything that they wait for, and tells them in the closing that it is
+// worth nothing.
 void Reducer::give_up() noexcept {
   try {
     const c10::AutoGradMode no_grad(false);
@@ -440,7 +449,8 @@ void Reducer::give_up() noexcept {
       open_round();
     }
     if (!round_.combination) {
-      // Without waiting for the others: they will take theirs for the same.
+      // Decided without waiting for the others' openings. They come to the same operation, so all
+      // ranks stay in step.
       const bool is_by_share = weights_.has_weighted || joining_ == Joining::kNotAtAll;
       round_.combination = {is_by_share     ? ReduceOp::kPremulSum
                             : options_.sums ? ReduceOp::kSum
@@ -448,7 +458,8 @@ void Reducer::give_up() noexcept {
                             0.0};
     }
     if (round_.is_captured && !communicator_->capabilities().needs_host) {
-      // Nobody waits for it: the others' part is recorded too, or the closing ends the group.
+      // Nobody waits for these buckets: the other ranks have only recorded theirs too, or the
+      // closing ends the group.
       round_.launched = arena_.buckets().size();
     }
     launch_rest(Closing::Status::kThrew);
@@ -472,8 +483,8 @@ void Reducer::give_up() noexcept {
   orphan();
 }
 
-// The others have gone on, or wait for this rank, which can't: a wait was interrupted, say. Called
-// while the exception is handled.
+// For a rank that cannot complete its round, because a wait was interrupted, say. The others have
+// gone on, or wait for it. Called while the exception is handled.
 void Reducer::break_off() {
   const std::string what = what_happened();
   out_of_step_ = join("averaging was cut short in an earlier backward (", what,
@@ -485,7 +496,8 @@ void Reducer::break_off() {
   orphan();
 }
 
-// Before a group ends for what all ranks know: one that has not looked yet would find it ended.
+// Called before the group ends for a reason that all ranks can see in the closings. A rank that has
+// not looked at them yet would find the group ended without a reason.
 void Reducer::let_all_hear() noexcept {
   try {
     // Not a barrier, which waits for devices too.
@@ -494,7 +506,7 @@ void Reducer::let_all_hear() noexcept {
     const at::Tensor& memory = closings_->memory();
     submit(std::move(operation), memory, memory, "all ranks have heard why a round failed")->wait();
   } catch (const std::exception&) {
-    // Whoever is gone has heard, or never will.
+    // A rank that is gone has heard the reason, or never will.
   }
 }
 
@@ -518,7 +530,7 @@ void Reducer::wait_for_hook() {
     return;
   }
   if (has_hook_thrown()) {
-    // It has not taken part, so what the others' wait for may never come.
+    // One rank's hook has not taken part, so what the other ranks' hooks wait for may never come.
     hook_->forget();
     return;
   }
@@ -584,11 +596,12 @@ std::string Reducer::why_worthless() const {
   return {};
 }
 
-// What a captured backward raises after, may be given up on a thread or at a time that captures
-// nothing.
+// Remembers that the round is captured: when it is given up later, that may be on another thread,
+// or after the capture, where nothing tells any more.
 void Reducer::note_capture() { round_.is_captured = round_.is_captured || is_capturing(); }
 
-// And not by others, of operations that a graph can hold.
+// Whether some ranks captured the round and others did not, on a backend whose operations a graph
+// can hold.
 bool Reducer::is_captured_by_some() const {
   return !communicator_->capabilities().needs_host && closings_->any(&Closing::is_captured) &&
          !closings_->all(&Closing::is_captured);
@@ -672,7 +685,7 @@ WorkPtr Reducer::submit(Operation operation, const at::Tensor& input, const at::
   operation.stream = tensors.stream();
   const bool is_captured = tensors.is_captured();
   WorkPtr work = communicator_->submit(std::move(operation));
-  // Captured, what travels is the arena's, which stays.
+  // A captured operation works on memory of the arena, which stays, so no tensors have to be held.
   return works_.emplace_back(is_captured ? std::move(work)
                                          : with_tensors(std::move(work), std::move(tensors)));
 }
@@ -726,7 +739,7 @@ void Reducer::drain() {
   }
   try {
     for (const WorkPtr& work : works_) {
-      // No stream can wait any more for what a capture has recorded that has ended.
+      // After the end of a capture, no stream can wait for what it has recorded.
       work->is_completed() ? work->wait() : wait_for(*work);
     }
     wait_for_hook();
@@ -759,7 +772,7 @@ void Reducer::orphan() {
       slot.parameter.mutable_grad().reset();
     }
   });
-  // Not before drain() will anybody take it.
+  // The memory may be released already now, because nobody takes it before drain().
   arena_.release();
 }
 

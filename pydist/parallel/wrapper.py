@@ -492,7 +492,7 @@ class DataParallel(TorchIdioms):
     def weighted(self, weight: float | Tensor) -> Iterator[None]:
         """Lets every backward that runs inside count for `weight` in the mean.
 
-        The mean over tokens of the whole job, where each rank's loss is the mean over its own:
+        The mean over tokens of the whole job, where each rank's loss is the mean over its own::
 
             with model.weighted(mask.sum()):
                 loss.backward()

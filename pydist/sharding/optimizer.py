@@ -563,6 +563,8 @@ class ShardedOptimizer(Optimizer):
     def writing(self) -> Iterator[bool]:
         """Lets one rank write into the parameters for all ranks. All ranks call it together.
 
+        ::
+
             with optimizer.writing() as mine:
                 if mine:
                     model.head.weight.normal_()

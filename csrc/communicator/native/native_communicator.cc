@@ -77,7 +77,7 @@ std::string settings_text(const Environment& environment) {
               " PYDIST_CHUNK_BYTES=", environment.chunk_bytes);
 }
 
-// The hope of the meeting is not the group's: it refers to whoever made it.
+// The group does not keep check_hope of its meeting, which refers to objects of the caller.
 NativeOptions without_hope(NativeOptions options) {
   options.check_hope = nullptr;
   return options;

@@ -40,14 +40,38 @@ def test_one_version_everywhere() -> None:
     assert importlib.metadata.version("pydist") == declared[1]
 
 
-def test_supported_torch_is_the_one_built_for() -> None:
-    requirement = next(
-        r for r in importlib.metadata.requires("pydist") or [] if r.startswith("torch")
-    )
-    low, high = re.findall(r"2\.(\d+)", requirement)
-    minors = sorted(map(int, (low, high)))
-    assert minors[0] <= int(_build.TORCH_MINOR.split(".")[1]) < minors[1]
+def test_the_package_requires_the_torch_that_it_was_built_for() -> None:
+    """And the range that pyproject.toml states holds it."""
+    required = [r for r in importlib.metadata.requires("pydist") or [] if r.startswith("torch")]
+    assert f"torch=={_build.TORCH_MINOR}.*" in required
+    low, high = sorted(int(minor) for r in required for minor in re.findall(r"[<>]=?2\.(\d+)", r))
+    assert low <= int(_build.TORCH_MINOR.split(".")[1]) < high
     assert _build.TORCH_VERSION.startswith(_build.TORCH_MINOR + ".")
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "state", "added"),
+    [
+        ("2.12.1+cu130", "wheel", {"dependencies": ["torch==2.12.*"]}),
+        ("2.12.1+cu130", "sdist", {}),
+        (None, "wheel", {}),
+    ],
+)
+def test_a_wheel_requires_the_torch_beside_its_build(
+    tmp_path: Path, torch_version: str | None, state: str, added: dict[str, list[str]]
+) -> None:
+    code = (
+        "import installed_torch; metadata = installed_torch.WheelMetadata();"
+        f"metadata.build_state({state!r}); print(metadata.dynamic_metadata({{}}, {{}}))"
+    )
+    ended = subprocess.run(
+        [fake_python(tmp_path, torch_version), "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "third_party")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout == f"{added}\n", ended.stderr
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.99.1+cu130", "3.0.0a0+git1234567"])
