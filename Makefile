@@ -222,7 +222,16 @@ $(OUT)/.tools: pyproject.toml $(BIN)/python $(wildcard $(VENV)/pyvenv.cfg)
 	$(PIP) install --quiet $(PIP_FLAGS) --group dev
 	@touch $@
 
-$(OUT)/.installed: $(OUT)/.tools $(CMAKE) $(CPP)
+# What the last build knew of GoogleTest. Written only when that is another than now, so that a build
+# follows.
+$(OUT)/.gtest: FORCE
+	@mkdir -p $(@D)
+	@echo $(GTEST) | cmp --quiet - $@ || echo $(GTEST) >$@
+
+.PHONY: FORCE
+FORCE:
+
+$(OUT)/.installed: $(OUT)/.tools $(OUT)/.gtest $(CMAKE) $(CPP)
 	@echo "compiling pydist (a few minutes the first time)"
 	$(PIP) install --quiet $(PIP_FLAGS) $(BUILD_FLAGS) --editable '.[examples]'
 	@touch $@
