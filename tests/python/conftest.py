@@ -1,9 +1,8 @@
-"""What pytest finds by itself: the time limit of each test, the fixtures of those that train."""
+"""What pytest finds by itself: the fixtures of tests that train, and ranks that start quickly."""
 
 import pytest
 from launch import warm_up
 from saved_training import four
-from time_limit import pytest_configure, pytest_timeout_cancel_timer, pytest_timeout_set_timer
 from training import backend, ranks, run, run_on_each, three
 from twins import native_three, run_native, run_sharded, sharded_ranks
 
@@ -11,9 +10,6 @@ __all__ = [
     "backend",
     "four",
     "native_three",
-    "pytest_configure",
-    "pytest_timeout_cancel_timer",
-    "pytest_timeout_set_timer",
     "ranks",
     "run",
     "run_native",
