@@ -1,5 +1,6 @@
 """Ranks started from within a program."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -102,6 +103,66 @@ def test_a_killed_rank_ends_the_others_within_seconds() -> None:
     with pytest.raises(pydist.PeerLost, match=r"rank 1 of 2 \(pid \d+\) was killed by signal 9"):
         pydist.spawn(kill_rank_1, nprocs=2, timeout=90)
     assert time.monotonic() - started < 45
+
+
+def ignore_interrupts(folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pydist.init()
+    (Path(folder) / str(pydist.rank())).write_text(str(os.getpid()))
+    while True:
+        torch.ones(1000).sum()
+
+
+# From a thread too: then it is not the main thread whose end the kernel tells of.
+DIES_WHILE_RANKS_RUN = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import pydist
+from test_spawn import ignore_interrupts
+
+def spawn():
+    pydist.spawn(ignore_interrupts, (sys.argv[1],), nprocs=2)
+
+def die_when_both_run():
+    while len(list(Path(sys.argv[1]).iterdir())) < 2:
+        time.sleep(0.05)
+    time.sleep(0.2)  # until the last one has written
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    in_thread, in_main = die_when_both_run, spawn
+    if sys.argv[2] == "thread":
+        in_thread, in_main = in_main, in_thread
+    threading.Thread(target=in_thread).start()
+    in_main()
+"""
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+@pytest.mark.parametrize("caller", ["main", "thread"])
+def test_ranks_that_ignore_interrupts_end_with_the_process_that_spawned_them(
+    tmp_path: Path, caller: str
+) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(DIES_WHILE_RANKS_RUN)
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = run_command(
+        [sys.executable, str(script), str(pids), caller], timeout=60, env={"PYTHONPATH": path}
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    ranks = [int(file.read_text()) for file in pids.iterdir()]
+    assert len(ranks) == 2
+    gone_by = time.monotonic() + 20.0
+    while any(map(runs, ranks)):
+        assert time.monotonic() < gone_by
+        time.sleep(0.1)
 
 
 def leave(status: int) -> None:
