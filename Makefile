@@ -13,6 +13,8 @@
 #   WERROR      ON makes compiler warnings errors             (OFF; .ci/run sets it)
 #   N           processes of `make train`                       (2)
 #   ARGS        more arguments for train, test (pytest) and bench
+#   PART        the parts that `make test-gpu` runs                (all)
+#   REPORTS     where it puts what it finds                      (build/gpu/reports)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,6 +26,8 @@ PIP_FLAGS ?=
 WERROR ?= OFF
 N ?= 2
 ARGS ?=
+PART ?=
+REPORTS ?= build/gpu/reports
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -123,6 +127,19 @@ test-python: build  ## the Python tests
 test-torch:  ## every test with another torch: TORCH=2.11.0
 	@[ -n "$(TORCH)" ] || { echo "Say which torch to test with: make test-torch TORCH=2.11.0" >&2; exit 1; }
 	$(MAKE) OUT=build/torch-$(TORCH) VENV=build/torch-$(TORCH)/venv TORCH_SPEC=torch==$(TORCH) test
+
+# By PYTHON itself, which has torch for CUDA: see docs/gpu.md. Nothing is downloaded.
+.PHONY: test-gpu
+test-gpu:  ## what one NVIDIA GPU can show, in parts of 9 minutes: all of them, or PART=2
+	$(PYTHON) tests/one_gpu/run_parts.py --reports $(REPORTS) $(PART)
+
+# The tools and what they import; torch and numpy are there.
+.PHONY: gpu-wheels
+gpu-wheels: $(OUT)/.tools  ## what test-gpu installs where nothing can be downloaded, for Python 3.12
+	$(PIP) download --quiet --dest build/gpu/wheels --only-binary :all: --python-version 3.12 \
+	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --no-deps \
+	  --group build --group test execnet iniconfig lightning-utilities markdown-it-py mdurl \
+	  packaging pathspec pluggy pygments rich sortedcontainers
 
 SANITIZERS := address,undefined thread
 # The linker takes a comma in a path for the end of it.
