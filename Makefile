@@ -70,7 +70,10 @@ train: build  ## train a small GPT on N=2 processes
 	$(BIN)/pydist run -n $(N) examples/train_gpt.py $(ARGS)
 
 .PHONY: test
-test: test-cpp test-python  ## run every test
+test: test-cpp test-python  ## the everyday tests: everything once, in ten minutes on two cores
+
+.PHONY: test-all
+test-all: test-cpp test-python-all  ## every test: on more backends, ranks and dtypes
 
 .PHONY: bench
 bench: build  ## the benchmarks of bench/, compared with the baseline of this hardware
@@ -116,17 +119,23 @@ else
 	@echo "SKIPPED: all C++ tests (tests/cpp). $(GTEST_HINT)"
 endif
 
-.PHONY: test-python
-test-python: build  ## the Python tests
 # Most tests wait for processes that they start, so two files of them run at a time; without
 # pytest-benchmark, which says that it can't measure then.
-	$(BIN)/python -m pytest -n 2 --dist loadfile -p no:benchmark $(ARGS)
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile -p no:benchmark
+
+.PHONY: test-python
+test-python: build  ## the Python tests of test
+	$(PYTEST) -m 'not thorough' $(ARGS)
+
+.PHONY: test-python-all
+test-python-all: build  ## the Python tests of test-all
+	$(PYTEST) $(ARGS)
 
 # In an environment and a build folder of its own, beside those of every other version.
 .PHONY: test-torch
-test-torch:  ## every test with another torch: TORCH=2.11.0
+test-torch:  ## make test-all with another torch: TORCH=2.11.0
 	@[ -n "$(TORCH)" ] || { echo "Say which torch to test with: make test-torch TORCH=2.11.0" >&2; exit 1; }
-	$(MAKE) OUT=build/torch-$(TORCH) VENV=build/torch-$(TORCH)/venv TORCH_SPEC=torch==$(TORCH) test
+	$(MAKE) OUT=build/torch-$(TORCH) VENV=build/torch-$(TORCH)/venv TORCH_SPEC=torch==$(TORCH) test-all
 
 # By PYTHON itself, which has torch for CUDA: see docs/gpu.md. Nothing is downloaded.
 .PHONY: test-gpu

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import Ranks, run_ranks
+from thorough import everyday
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +26,9 @@ pytestmark = TIME_LIMIT
 STEPS = 9  # plans change after the 1st, 2nd, 4th and 8th
 
 
-@pytest.fixture(scope="module", params=["native-2", "native-3", "gloo-2", "gloo-3"])
+@pytest.fixture(
+    scope="module", params=everyday("native-3", thorough=("native-2", "gloo-2", "gloo-3"))
+)
 def some_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     backend, count = request.param.split("-")
     with Ranks(int(count), {"PYDIST_BACKEND": backend}) as ranks:
