@@ -10,22 +10,6 @@ import sys
 import venv
 from pathlib import Path
 
-# What building and testing import.
-_NEEDED = (
-    *("torch", "numpy", "rich", "pip", "cmake", "ninja", "scikit_build_core"),
-    *("pytest", "pytest_timeout", "xdist", "hypothesis", "psutil"),
-)
-
-_LOOK = f"""
-import importlib.util, sys
-missing = [name for name in {_NEEDED} if importlib.util.find_spec(name) is None]
-if missing:
-    sys.exit(f"{{sys.executable}} finds no {{', '.join(missing)}}")
-import torch
-gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-print(f"Python {{sys.version.split()[0]}}, torch {{torch.__version__}}, {{gpu}}")
-"""
-
 
 def make_environment(folder: Path) -> dict[str, str]:
     """Makes the virtual environment; returns the variables of commands that run in it."""
@@ -49,7 +33,7 @@ def build_commands(folder: Path, wheels: Path) -> list[str]:
         ' if torch.cuda.is_available() else "75")'
     )
     install = "python -m pip --disable-pip-version-check install --quiet --no-index --no-deps"
-    commands = [f"python -c {shlex.quote(_LOOK)}"]
+    commands = ["python tests/one_gpu/show_python.py"]
     if found := sorted(wheels.glob("*.whl")):
         commands.insert(0, f"{install} {shlex.join(map(str, found))}")
     commands.append(
