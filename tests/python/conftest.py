@@ -1,6 +1,7 @@
 """What pytest finds by itself: the fixtures of tests that train, and ranks that start quickly."""
 
 import pytest
+from beside_torch import run_on_some, some_ranks
 from launch import warm_up
 from saved_training import four
 from training import backend, ranks, run, run_on_each, three
@@ -14,8 +15,10 @@ __all__ = [
     "run",
     "run_native",
     "run_on_each",
+    "run_on_some",
     "run_sharded",
     "sharded_ranks",
+    "some_ranks",
     "three",
 ]
 
