@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launch import Ranks
+from thorough import everyday
 from torch import Tensor, nn
 
 import pydist
@@ -19,12 +20,12 @@ TIME_LIMIT = pytest.mark.timeout(40)
 Runner = Callable[..., list[Any]]
 
 
-@pytest.fixture(scope="module", params=["native", "gloo"])
+@pytest.fixture(scope="module", params=everyday("native", thorough=("gloo",)))
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=everyday(3, thorough=(2, 4)))
 def ranks(request: pytest.FixtureRequest, backend: str) -> Iterator[Ranks]:
     with Ranks(request.param, {"PYDIST_BACKEND": backend}) as ranks:
         yield ranks

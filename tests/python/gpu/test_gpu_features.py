@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import needs_gpu_ranks
 from launch import Ranks
+from thorough import everyday
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.data import TensorDataset
@@ -39,7 +40,7 @@ from pydist import metrics
 pytestmark = [needs_gpu_ranks, TIME_LIMIT]
 
 
-@pytest.fixture(scope="module", params=["nccl-2", "native-3", "gloo-2"])
+@pytest.fixture(scope="module", params=everyday("nccl-2", "native-3", thorough=("gloo-2",)))
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranks]:

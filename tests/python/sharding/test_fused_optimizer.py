@@ -12,6 +12,7 @@ import gpu_ranks
 import pytest
 import torch
 from launch import Ranks, run_ranks
+from thorough import everyday
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import Runner, batch, joined
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.timeout(60)
 TORCH_FUSES = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=everyday(3, thorough=(1, 2)))
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param, {"PYDIST_BACKEND": "native", "PYDIST_DEBUG": "1"}) as ranks:
         yield ranks
