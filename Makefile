@@ -13,6 +13,8 @@
 #   WERROR      ON makes compiler warnings errors             (OFF; .ci/run sets it)
 #   N           processes of `make train`                       (2)
 #   ARGS        more arguments for train, test (pytest) and bench
+#   PART        the parts that `make test-gpu` runs                (all)
+#   REPORTS     where it puts what it finds                      (build/gpu/reports)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,6 +26,8 @@ PIP_FLAGS ?=
 WERROR ?= OFF
 N ?= 2
 ARGS ?=
+PART ?=
+REPORTS ?= build/gpu/reports
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -66,7 +70,10 @@ train: build  ## train a small GPT on N=2 processes
 	$(BIN)/pydist run -n $(N) examples/train_gpt.py $(ARGS)
 
 .PHONY: test
-test: test-cpp test-python  ## run every test
+test: test-cpp test-python  ## the everyday tests: everything once, in ten minutes on two cores
+
+.PHONY: test-all
+test-all: test-cpp test-python-all  ## every test: on more backends, ranks and dtypes
 
 .PHONY: bench
 bench: build  ## the benchmarks of bench/, compared with the baseline of this hardware
@@ -112,17 +119,36 @@ else
 	@echo "SKIPPED: all C++ tests (tests/cpp). $(GTEST_HINT)"
 endif
 
-.PHONY: test-python
-test-python: build  ## the Python tests
 # Most tests wait for processes that they start, so two files of them run at a time; without
 # pytest-benchmark, which says that it can't measure then.
-	$(BIN)/python -m pytest -n 2 --dist loadfile -p no:benchmark $(ARGS)
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile -p no:benchmark
+
+.PHONY: test-python
+test-python: build  ## the Python tests of test
+	$(PYTEST) -m 'not thorough' $(ARGS)
+
+.PHONY: test-python-all
+test-python-all: build  ## the Python tests of test-all
+	$(PYTEST) $(ARGS)
 
 # In an environment and a build folder of its own, beside those of every other version.
 .PHONY: test-torch
-test-torch:  ## every test with another torch: TORCH=2.11.0
+test-torch:  ## make test-all with another torch: TORCH=2.11.0
 	@[ -n "$(TORCH)" ] || { echo "Say which torch to test with: make test-torch TORCH=2.11.0" >&2; exit 1; }
-	$(MAKE) OUT=build/torch-$(TORCH) VENV=build/torch-$(TORCH)/venv TORCH_SPEC=torch==$(TORCH) test
+	$(MAKE) OUT=build/torch-$(TORCH) VENV=build/torch-$(TORCH)/venv TORCH_SPEC=torch==$(TORCH) test-all
+
+# By PYTHON itself, which has torch for CUDA: see docs/gpu.md. Nothing is downloaded.
+.PHONY: test-gpu
+test-gpu:  ## what one NVIDIA GPU can show, in parts of 9 minutes: all of them, or PART=2
+	$(PYTHON) tests/one_gpu/run_parts.py --reports $(REPORTS) $(PART)
+
+# The tools and what they import; torch and numpy are there.
+.PHONY: gpu-wheels
+gpu-wheels: $(OUT)/.tools  ## what test-gpu installs where nothing can be downloaded, for Python 3.12
+	$(PIP) download --quiet --dest build/gpu/wheels --only-binary :all: --python-version 3.12 \
+	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --no-deps \
+	  --group build --group test execnet iniconfig lightning-utilities markdown-it-py mdurl \
+	  packaging pathspec pluggy pygments rich sortedcontainers
 
 SANITIZERS := address,undefined thread
 # The linker takes a comma in a path for the end of it.
@@ -186,10 +212,16 @@ build/lint/%.tidy: %.cc $(filter %.h,$(CPP)) .clang-tidy build/lint/compile_comm
 	@touch $@
 
 STUBGEN = $(BIN)/pybind11-stubgen pydist._native --output-dir build/stubs --exit-code
+.PHONY: docs
+docs: $(OUT)/.docs  ## the pages of docs/ and the reference of public names, as HTML
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -d $(OUT)/docs/doctrees . $(OUT)/docs/html
+	@echo "$(OUT)/docs/html/docs/index.html"
+
 .PHONY: stubs
-stubs: build  ## write pydist/_native.pyi anew from the compiled module
+stubs: build  ## write pydist/_native.pyi and docs/variables.md anew from the compiled module
 	$(STUBGEN)
 	cp build/stubs/pydist/_native.pyi pydist/_native.pyi
+	$(BIN)/python docs/write_variables.py
 
 .PHONY: check-stubs
 check-stubs: build  ## the stub fits the compiled module
@@ -222,7 +254,20 @@ $(OUT)/.tools: pyproject.toml $(BIN)/python $(wildcard $(VENV)/pyvenv.cfg)
 	$(PIP) install --quiet $(PIP_FLAGS) --group dev
 	@touch $@
 
-$(OUT)/.installed: $(OUT)/.tools $(CMAKE) $(CPP)
+$(OUT)/.docs: $(OUT)/.installed
+	$(PIP) install --quiet $(PIP_FLAGS) --group docs
+	@touch $@
+
+# What the last build knew of GoogleTest. Written only when that is another than now, so that a build
+# follows.
+$(OUT)/.gtest: FORCE
+	@mkdir -p $(@D)
+	@echo $(GTEST) | cmp --quiet - $@ || echo $(GTEST) >$@
+
+.PHONY: FORCE
+FORCE:
+
+$(OUT)/.installed: $(OUT)/.tools $(OUT)/.gtest $(CMAKE) $(CPP)
 	@echo "compiling pydist (a few minutes the first time)"
 	$(PIP) install --quiet $(PIP_FLAGS) $(BUILD_FLAGS) --editable '.[examples]'
 	@touch $@

@@ -55,7 +55,8 @@ from pydist.parallel.wrapper import (
     PlannedBucket,
     PlannedParameter,
 )
-from pydist.planning.memory import MemoryPlan, RankMemory, plan
+from pydist.planning.memory import plan
+from pydist.planning.memory_plan import MemoryPlan, RankMemory
 from pydist.sampling.audit import Ledger
 from pydist.sampling.batch_sampler import BatchSampler
 from pydist.sampling.loader import PreparedLoader, prepare

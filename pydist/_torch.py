@@ -1,44 +1,251 @@
-"""Private names of torch that pydist uses, each with the reason. Tested against torch 2.11 to 2.14.
+"""Every private name of torch that pydist uses. Tested against torch 2.11 to 2.14.
 
-A new torch may rename any of them; this is where to look then.
+No other file of pydist touches a private name of torch's (`tests/python/project/
+test_private_names.py` sees to that). A new torch may rename any of them: then the import of this
+file fails and names what is gone, and this is the place to look for what does the same there. The
+file is long because it is the one list of them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import _functorch
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 T = TypeVar("T")
 
 Hooks = dict[int, Callable[..., Any]]
 
-# The attribute of a module in which torch's DistributedDataParallel looks for names to ignore:
-# programs written for torch set it.
-_IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
+
+# -- the names
+
+# By what has them: each private name that this file uses, with what it is for, and which public way
+# is missing. "torch.nn.Module()" stands for a module, others for themselves.
+PRIVATE_NAMES: dict[str, dict[str, str]] = {
+    "torch.nn.Module()": {
+        "_parameters": "the wrapper shares this table; the public methods give copies of it",
+        "_buffers": "the same; every forward looks there, and buffers() takes far longer",
+        "_modules": "the same; children() leaves out a module that is there twice",
+        "_non_persistent_buffers_set": "the same; nothing public tells which buffers are saved",
+        "_state_dict_pre_hooks": "a wrapper runs its own hooks; they can only be registered",
+        "_state_dict_hooks": "the same",
+        "_load_state_dict_pre_hooks": "the same",
+        "_load_state_dict_post_hooks": "the same",
+    },
+    "torch.nn.Module": {
+        "_apply": "where to(), cuda(), half() and all others end, with nothing public in common",
+        "_load_from_state_dict": "what a module above calls; there is nothing public to override",
+        "_compiled_call_impl": "left by compile(), and not to be copied: it can't be asked for",
+    },
+    "torch.nn.Module().state_dict()": {
+        "_metadata": "the versions of modules, lost where names change; nothing public copies it",
+    },
+    "torch.nn.modules.batchnorm": {
+        "_BatchNorm": "the batch norms have no public base",
+        "_NormBase": "nor do all the layers that keep statistics",
+    },
+    "torch.nn.parallel.DistributedDataParallel": {
+        "_set_params_and_buffers_to_ignore_for_model": "torch's only way to have names ignored",
+        "_active_ddp_module": "dynamo cuts graphs for the wrapper that is there, and for no other",
+    },
+    "torch.distributed": {
+        "_DEFAULT_FIRST_BUCKET_BYTES": "dynamo wants no bucket to be smaller, and says it nowhere",
+    },
+    "torch.Tensor": {
+        "_version": "whether a tensor was written; `increment_version` alone is public",
+        "_backward_hooks": "autograd asks each leaf for it, and each question has a public name",
+        "_indices": "indices() of a sparse tensor wants it coalesced, which takes memory",
+        "_values": "the same",
+    },
+    "torch.UntypedStorage": {
+        "_cdata": "tells storages apart that have no memory; data_ptr() is 0 for all of them",
+    },
+    "torch": {
+        "_has_compatible_shallow_copy_type": "`parameter.data = ...` calls it on our own tensors",
+        "_foreach_mul_": "optimizers and clip_grad_norm_ call its family of functions",
+        "_foreach_norm": "clip_grad_norm_ calls it on our own tensors",
+        "_amp_foreach_non_finite_check_and_unscale_": "GradScaler calls it on our own tensors",
+    },
+    "torch._C": {
+        "DisableTorchFunctionSubclass": "the default __torch_function__ also converts the result",
+        "Future": "torch's C++ returns it where Python has torch.futures.Future, made from it",
+    },
+    "torch._C._functorch": {
+        "is_functorch_wrapped_tensor": "torch.func has no way to ask",
+        "get_unwrapped": "nor to look inside",
+    },
+    "torch.autograd.graph": {
+        "_engine_run_backward": "in the traceback of what a backward raises, which has no class",
+    },
+    "torch.utils._pytree": {
+        "tree_map_only": "torch.utils.pytree is not in 2.11",
+        "tree_leaves": "the same",
+    },
+    "torch.utils._python_dispatch": {
+        "TorchDispatchMode": "torch's own notes tell to take it from there",
+    },
+    "torch._subclasses.fake_tensor": {
+        "FakeTensorMode": "the same",
+    },
+    "torch._C._dynamo.eval_frame": {
+        "_FrameAction": "torch.compiler.disable imports dynamo, which takes seconds",
+        "_FrameExecStrategy": "the same",
+        "set_code_exec_strategy": "the same",
+    },
+    "torch.jit._state": {
+        "_jit_caching_layer": "scripted functions run without what waits for their arguments",
+    },
+    "torch.distributed.distributed_c10d": {
+        "_world": "the store in which a group has met; a group has no public one",
+        "_new_process_group_helper": "knows whose time-out a group gets: is_timeout_torchs_own",
+    },
+    "torch.distributed.ProcessGroup": {
+        "_device_types": "whether a group is on backend pydist; the public name is a string",
+        "_get_backend": "the same",
+    },
+    "torch.distributed.ProcessGroupGloo": {
+        "_Options": "where gloo listens, which only variables of the environment say publicly",
+    },
+    "torch.distributed.ProcessGroupGloo._Options": {
+        "_devices": "the same",
+        "_threads": "the same",
+        "_timeout": "the same",
+    },
+    "torch.cuda": {
+        "_lazy_call": "set_device would start CUDA, which takes seconds, and memory of the GPU",
+    },
+    "torch.utils.data.DataLoader": {
+        "_index_sampler": "see FedLoader",
+        "_get_iterator": "see FedLoader",
+    },
+}
+
+# The same for what is not there yet when this file is imported, by what has it then. Tests
+# look these names up.
+LATER_NAMES: dict[str, dict[str, str]] = {
+    "a hook behind state_dict()": {
+        "_from_public_api": "such a hook returns nothing, and torch refuses what it returns",
+    },
+    "a module with names to ignore": {
+        "_ddp_params_and_buffers_to_ignore": "programs set it, as torch's class does",
+    },
+    "a tensor with such a name": {
+        "_ddp_ignored": "the mark that torch's class leaves on it",
+    },
+    "a function that is not to be compiled": {
+        "_torchdynamo_disable": "the mark that torch.compiler.disable leaves, without dynamo",
+    },
+    "a compiled module": {
+        "_orig_mod": "the module in it, which has no public name",
+    },
+    "torch._dynamo.eval_frame": {
+        "cached_backends": "whether anything was compiled; torch.compiler tells of this frame only",
+        "OptimizedModule": "the class of compiled modules",
+    },
+    "an optimizer": {
+        "_optimizer_state_dict_pre_hooks": "see the hooks of modules",
+        "_optimizer_state_dict_post_hooks": "the same",
+        "_optimizer_load_state_dict_pre_hooks": "the same",
+        "_optimizer_load_state_dict_post_hooks": "the same",
+    },
+    "a loader": {
+        "_iterator": "the workers that persist, which a copy of a loader must not share",
+    },
+}
 
 
-def ignored_names(module: nn.Module) -> frozenset[str]:
-    """The names that torch's DistributedDataParallel would ignore in a module."""
-    return frozenset(getattr(module, _IGNORED_NAMES, ()))
+def _look_up(names: Mapping[str, Collection[str]]) -> None:
+    """Raises ImportError where this torch lacks any of some private names."""
+    for holder, own in names.items():
+        found: Any = torch
+        for part in holder.split(".")[1:]:
+            found = getattr(found, part.removesuffix("()"), None)
+            found = found() if part.endswith("()") and found is not None else found
+        for name in own:
+            if not hasattr(found, name):
+                raise ImportError(
+                    f"torch {torch.__version__} has no {holder}.{name}, a private name that pydist "
+                    "uses: install a torch that this version of pydist is made for"
+                )
 
 
-def set_ignored_names(module: nn.Module, names: Collection[str]) -> None:
-    """Does what torch's class does: sets the attribute, and marks the tensors for torch.compile."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+_look_up(PRIVATE_NAMES)
+
+# -- modules and their states
+
+# Only whoever compiles or plans needs more of dynamo than this; importing it takes seconds.
+_eval_frame: Any = torch._C._dynamo.eval_frame
+
+BatchNormBase = nn.modules.batchnorm._BatchNorm
+NormBase = nn.modules.batchnorm._NormBase
+
+# Of a module's attributes, those that stand for what is in it.
+TABLES = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
+# Of a module that stands for another one, the attributes that a copy of it does not take over.
+OF_MODULE = TABLES | {"module", "_compiled_call_impl"}
 
 
-def is_marked_as_ignored(tensor: Tensor) -> bool:
-    """Whether `set_ignored_names` has named a tensor, where the model is not known."""
-    return bool(getattr(tensor, "_ddp_ignored", False))
+def share_tables(stand_in: StandIn, module: nn.Module) -> None:
+    """Lets a module stand for another one: see Note [One set of names]."""
+    stand_in.__dict__.update({name: getattr(module, name) for name in TABLES}, module=module)
+
+
+class StandIn(nn.Module):
+    """A module that stands for another one.
+
+    Note [One set of names]: it shares the module's tables instead of holding the module as a child,
+    so that all of nn.Module finds the same names in both.
+    """
+
+    module: nn.Module
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.module._apply(fn, recurse)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """For where a module above it loads: runs its own hooks, then the module's part."""
+        for hook in load_state_dict_pre_hooks(self).values():
+            hook(*args)
+        self.module._load_from_state_dict(*args)
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None] | None:
+    """The table of a module's own parameters; None in TorchScript, which has no such table."""
+    table = module._parameters
+    return table if isinstance(table, dict) else None
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The table of a module's buffers: looking there is much faster than asking for attributes."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules in a module, by name: those that are there twice, too."""
+    return module._modules
+
+
+def with_parts(attributes: dict[str, Any]) -> dict[str, Any]:
+    """A module's attributes with what is in its tables, as programs write the paths to it."""
+    found = dict(attributes)
+    for table in ("_modules", "_parameters", "_buffers"):
+        found.update(found.pop(table, None) or {})
+    return found
 
 
 def state_dict_pre_hooks(module: nn.Module) -> Hooks:
@@ -70,18 +277,93 @@ def load_state_dict_post_hooks(module: nn.Module) -> Hooks:
     return hooks
 
 
-def active_torch_wrapper() -> DistributedDataParallel | None:
-    """The DistributedDataParallel of torch's whose forward runs in this process, if any does.
+def metadata_of(state_dict: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """By path, what modules have noted in a state beside its values: their versions; None if none.
 
-    pydist itself puts something else there for torch.compile, which does not count.
+    A state that somebody has put together has no such notes.
     """
-    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return getattr(state_dict, "_metadata", None)
+
+
+def set_metadata(state_dict: MutableMapping[str, Any], metadata: Mapping[str, Any]) -> None:
+    """Notes beside the values of a state what `metadata_of` returns."""
+    state_dict._metadata = metadata  # type: ignore[attr-defined]
+
+
+# -- torch's own wrapper
+
+# What programs set in a module, by hand or by torch's class: names to ignore.
+IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
+
+# Dynamo wants its first bucket, of this size, to be no larger than the others.
+LEAST_BUCKET_BYTES = int(dist._DEFAULT_FIRST_BUCKET_BYTES)
+
+
+def ignored_names(module: nn.Module) -> frozenset[str]:
+    """The names that torch's DistributedDataParallel would ignore in a module."""
+    return frozenset(getattr(module, IGNORED_NAMES, ()))
+
+
+def set_ignored_names(module: nn.Module, names: Collection[str]) -> None:
+    """Does what torch's class does: sets the attribute, and marks the tensors for torch.compile."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def is_marked_as_ignored(tensor: Tensor) -> bool:
+    """Whether `set_ignored_names` has named a tensor, where the model is not known."""
+    return bool(getattr(tensor, "_ddp_ignored", False))
+
+
+def active_wrapper() -> Any:
+    """What dynamo takes for the wrapper whose forward runs in this process; None as a rule.
+
+    One of torch's DistributedDataParallel, or what `set_active_wrapper` has put there.
+    """
+    return DistributedDataParallel._active_ddp_module
+
+
+def set_active_wrapper(wrapper: Any) -> None:
+    """Lets dynamo cut graphs for a wrapper: it reads nothing of it but `bucket_bytes_cap`."""
+    DistributedDataParallel._active_ddp_module = wrapper
+
+
+def active_torch_wrapper() -> DistributedDataParallel | None:
+    """The DistributedDataParallel of torch's whose forward runs in this process, if any does."""
+    active = active_wrapper()
     return active if isinstance(active, DistributedDataParallel) else None
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The table of a module's buffers: looking there is much faster than asking for attributes."""
-    return module._buffers
+# -- tensors
+
+# torch's functions that ask a tensor for such attributes, as `__torch_function__` is told of them.
+VERSION: Any = Tensor._version.__get__  # type: ignore[attr-defined]
+BACKWARD_HOOKS: Any = Tensor._backward_hooks.__get__  # type: ignore[union-attr]
+HAS_COMPATIBLE_TYPE: Any = torch._has_compatible_shallow_copy_type
+
+# What happens inside is done to tensors of a class of their own as to plain ones.
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+
+# What torch's own C++ returns of a future, and the base of `torch.futures.Future`.
+Future = torch._C.Future
+
+tree_map_only = torch.utils._pytree.tree_map_only
+tree_leaves = torch.utils._pytree.tree_leaves
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+
+# What torch calls an operation on many tensors at once.
+EACH = "_foreach_"
+NORM_OF_EACH = "_foreach_norm"
+UNSCALE_EACH = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+def on_each(name: str, tensors: list[Tensor], *args: Any, **kwargs: Any) -> None:
+    """Runs the operation that torch calls by a name beginning with `EACH`, in place."""
+    getattr(torch, name)(tensors, *args, **kwargs)
+
+
+def unscale_each(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Multiplies tensors, and sets `found_inf` to 1 where one has a value that is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse_scale)
 
 
 def version_of(tensor: Tensor | None) -> int:
@@ -94,7 +376,146 @@ def version_of(tensor: Tensor | None) -> int:
 
 def is_of_functorch(tensor: Tensor) -> bool:
     """Whether a transform of `torch.func` stands for a tensor, which then has no values."""
-    return _functorch.is_functorch_wrapped_tensor(tensor)
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def without_functorch(tensor: Tensor) -> Tensor:
+    """The tensor for which transforms of `torch.func` stand, or the tensor itself."""
+    while is_of_functorch(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """The memory of a tensor, sparse or not. Takes none itself."""
+    if tensor.is_sparse:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """Tells storages that live apart, also those of fake tensors, which have no memory."""
+    return int(storage._cdata)
+
+
+def fake_tensors(*, allow_non_fake_inputs: bool) -> FakeTensorMode:
+    """A mode in which tensors have shapes and no values."""
+    mode = torch._subclasses.fake_tensor.FakeTensorMode
+    return mode(allow_non_fake_inputs=allow_non_fake_inputs)
+
+
+# The logger of what makes fake tensors: it logs an exception beside raising it.
+FAKE_TENSORS_LOG = torch._subclasses.fake_tensor.__name__
+
+
+def came_out_of_backward(error: BaseException) -> bool:
+    """Whether torch's engine was running a backward when an error was raised."""
+    name = torch.autograd.graph._engine_run_backward.__name__
+    return any(f.f_code.co_name == name for f, _ in traceback.walk_tb(error.__traceback__))
+
+
+# -- compilers
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def runs_uncompiled(function: _Function) -> _Function:
+    """Lets dynamo leave a function alone, and yet compile what it calls.
+
+    What `torch.compiler.disable(recursive=False)` does, without importing dynamo, which takes
+    seconds, for those who compile nothing.
+    """
+    return _left_alone(function, _eval_frame._FrameAction.DEFAULT)
+
+
+def runs_uncompiled_throughout(function: _Function) -> _Function:
+    """Lets dynamo leave a function alone, with all that it calls.
+
+    What `torch.compiler.disable` does, as above. What was given to `torch.compile` by itself, such
+    as the model that a closure calls, is compiled all the same.
+    """
+    return _left_alone(function, _eval_frame._FrameAction.SKIP)
+
+
+def _left_alone(function: _Function, what_it_calls: Any) -> _Function:
+    # The first is for those who would inline it, the second for when it runs.
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    strategy = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, what_it_calls)
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def _dynamo() -> Any:
+    """The part of dynamo that wraps what is compiled; None where nobody has imported it."""
+    return sys.modules.get("torch._dynamo.eval_frame")
+
+
+def is_dynamo_there() -> bool:
+    """Whether anything of this process has imported dynamo, without which nothing is compiled."""
+    return _dynamo() is not None
+
+
+def compiles_anything() -> bool:
+    """Whether this process has compiled something with torch.compile, or is about to."""
+    dynamo = _dynamo()
+    backends = getattr(dynamo, "cached_backends", {None: dynamo})
+    return any(backend is not None for backend in backends.values())
+
+
+def scripts_any_function() -> bool:
+    """Whether this process has compiled a function with `torch.jit.script`."""
+    return bool(torch.jit._state._jit_caching_layer)
+
+
+# What torch.compile calls the module that it wraps.
+COMPILED = "_orig_mod"
+
+
+def uncompiled(module: Any) -> Any:
+    """What `torch.compile` was given, where it has wrapped a module; anything else as it is."""
+    dynamo = _dynamo()  # without it, nothing is wrapped
+    while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        module = getattr(module, COMPILED)
+    return module
+
+
+# -- optimizers
+
+
+def run_state_dict_pre_hooks(optimizer: Optimizer) -> None:
+    """Runs what was registered to run before `state_dict()`."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+
+
+def run_state_dict_post_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Runs what was registered to run behind `state_dict()`, and may replace what that returns."""
+    return _replaced(optimizer._optimizer_state_dict_post_hooks, optimizer, state_dict)
+
+
+def run_load_state_dict_pre_hooks(
+    optimizer: Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any]:
+    """Runs what was registered to run before a state is loaded, and may replace it."""
+    return _replaced(optimizer._optimizer_load_state_dict_pre_hooks, optimizer, state_dict)
+
+
+def run_load_state_dict_post_hooks(optimizer: Optimizer) -> None:
+    """Runs what was registered to run after a state was loaded."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def _replaced(
+    hooks: Mapping[int, Callable[..., Any]], optimizer: Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any]:
+    for hook in hooks.values():
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    return state_dict
+
+
+# -- processes
 
 
 def is_timeout_torchs_own() -> bool:
@@ -111,6 +532,36 @@ def is_timeout_torchs_own() -> bool:
     while frame is not None and frame.f_code is not maker:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and frame.f_locals.get("timeout") is default_pg_timeout
+
+
+def store_of_group(group: dist.ProcessGroup) -> dist.Store | None:
+    """The key-value store that the ranks of a group share; None if it has none."""
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    return store
+
+
+def backends_of(group: dist.ProcessGroup) -> Iterator[Any]:
+    """The backends of a group, the one for the CPU first."""
+    for device in sorted(group._device_types, key=lambda device: device.type != "cpu"):
+        yield group._get_backend(torch.device(device))
+
+
+def gloo_options(devices: list[Any], timeout: timedelta) -> Any:
+    """Options for torch's gloo: where it listens, and how long operations may take."""
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave its options out
+    options = gloo._Options()
+    options._devices = devices
+    options._threads = 2 * len(devices)  # as torch has it: two for each
+    options._timeout = timeout
+    return options
+
+
+def when_cuda_starts(call: Callable[[], None]) -> None:
+    """Calls a function once this process first uses CUDA; at once, if it has already."""
+    torch.cuda._lazy_call(call)
+
+
+# -- loaders
 
 
 class Indices(Protocol):
@@ -146,3 +597,11 @@ class FedLoader(DataLoader[T]):
     def _get_iterator(self) -> Any:
         with self.starting():
             return super()._get_iterator()
+
+
+def take_attributes(loader: DataLoader[Any], **attributes: Any) -> None:
+    """Gives a copied loader other attributes, also those that torch refuses to have set.
+
+    It starts without an iterator, whatever the one that it is a copy of has.
+    """
+    loader.__dict__.update(attributes, _iterator=None)

@@ -1,5 +1,7 @@
 """The collectives, on torch tensors and numpy arrays.
 
+The file is long because the docstrings are the reference of each collective.
+
 Vocabulary. A *block* is the part of a tensor that belongs to one rank. Where a collective has a
 block for every rank, they are given as one tensor, cut into equal blocks along dimension 0 in rank
 order, or as a list of one tensor for each rank.
@@ -36,6 +38,7 @@ from torch import Tensor
 
 from pydist._native import Work
 from pydist.errors import InvalidUsage
+from pydist.job import current as _current
 from pydist.job import groups as _groups
 from pydist.job.groups import Group
 
@@ -171,7 +174,7 @@ def all_reduce(
         and op != "premul_sum"
         and (out is None or type(out) is Tensor)
     ):
-        work = _groups.default.all_reduce(tensor, tensor if out is None else out, op, async_op)
+        work = _current.job.world.all_reduce(tensor, tensor if out is None else out, op, async_op)
         return work if async_op else tensor if out is None else out
     result = tensor if out is None else out
     work = _groups.communicator_of(group).all_reduce(

@@ -1,4 +1,4 @@
-"""The errors of pydist: one tree, the same in Python and in C++.
+"""The errors of pydist: one tree, the same in Python and in C++::
 
     Error(RuntimeError)
       InvalidUsage(ValueError)    the call itself is wrong

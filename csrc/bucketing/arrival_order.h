@@ -39,8 +39,8 @@ class ArrivalOrder {
   // A plan was made, or would have been the same.
   void note_plan();
 
-  // All slots, in the order in which this round and those before it have completed them. Those that
-  // not every rank uses come last.
+  // All slots, in the order in which this round and those before it have completed them. Those of
+  // parameters that are unused on some rank come last.
   struct Expected {
     std::vector<std::size_t> order;
     std::size_t regular = 0;  // how many of them every rank uses
@@ -48,14 +48,15 @@ class ArrivalOrder {
   [[nodiscard]] Expected expected() const;
 
  private:
-  // For so many rounds after a rank did without it, a parameter counts as one that may be missing.
+  // For so many rounds after it was unused on some rank, a parameter counts as one that may be
+  // unused again.
   static constexpr std::uint64_t kMemoryRounds = 64;
 
   [[nodiscard]] bool is_regular(std::size_t slot) const;
 
   std::vector<std::size_t> order_;    // of all slots, as last seen
   std::vector<std::size_t> arrived_;  // in this round
-  // The round in which some rank last did without it, from 1; 0: never.
+  // The round, from 1, in which the parameter was last unused on some rank; 0 for never.
   std::vector<std::uint64_t> missed_in_;
   std::uint64_t round_ = 1;
   std::uint64_t next_plan_in_ = 1;

@@ -26,9 +26,9 @@ using Tensors = TorchProcessGroup::Tensors;
 constexpr std::uint64_t kMonitoredBarrierTags = 0x6d000000;
 constexpr std::uint64_t kMonitoredBarrierTagCount = 0x01000000;
 
-// How long dist.destroy_process_group(), which torch has all ranks call, waits for the end of what
-// ends together on all of them: so that what comes next, a capture into a CUDA graph, say, has no
-// thread of the group's beside it. As long as NCCL waits for a neighbour that goes on.
+// How long dist.destroy_process_group(), which all ranks call, waits until the group has ended on
+// all of them. Then no thread of the group disturbs what comes next, a capture into a CUDA graph,
+// say. It is as long as NCCL waits for a neighbour that goes on.
 constexpr std::chrono::seconds kEndPatience{5};
 
 ReduceOp reduce_op_of(const c10d::ReduceOp& op) {

@@ -105,7 +105,7 @@ class TorchProcessGroup : public c10d::Backend {
   void shutdown() override;
 
  private:
-  // What one call of torch's becomes.
+  // A call of torch's, translated.
   struct Call {
     c10d::OpType type;
     std::chrono::milliseconds timeout;

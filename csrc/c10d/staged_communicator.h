@@ -23,8 +23,8 @@
 //
 // A collective of one rank alone stays on the device, on the stream that is current at submit().
 //
-// A tensor that is on the device on one rank and on the host on another will do for all that is one
-// part on the device.
+// A tensor may be on the device on one rank and on the host on another only if it is small enough
+// to be one part on the device.
 
 #pragma once
 

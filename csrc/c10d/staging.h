@@ -94,17 +94,19 @@ class Staging {
 
   void await(const Staged& staged, const c10::Event& event) const;
 
-  // What a late copy to the host writes, and so nobody else may have. It only reads the caller's.
+  // Memory that a late copy to the host still writes, so that nobody else may have it. The caller's
+  // memory is only read by such a copy.
   template <typename Held>
   static void keep_for_ever(Held held) {
     new Held(std::move(held));
   }
 
-  // Waits for copies that are under way: they read and write memory that the caller gets back.
+  // Waits for copies that are under way, because they read and write memory that the caller gets
+  // back.
   bool are_copies_over(Device device) noexcept;
 
-  // The peers wait for what does not come, unless the host's communicator has told them, or
-  // refuses the operation alike on all of them.
+  // Fails the group, because the peers wait for an operation that does not come. Not needed where
+  // the host's communicator has told them, or refuses the operation on all ranks alike.
   void give_up(const Staged& staged, const std::exception_ptr& error, bool has_begun);
 
   const CommunicatorPtr host_;

@@ -41,8 +41,7 @@ std::string describe(const Post& post) {
            "with matching arguments."));
 }
 
-// Who, of two ranks, knows how large a block is from `sender` to `receiver`; their views must be
-// the same.
+// Compares what this rank and `peer` know of the sizes of the blocks that they exchange.
 void check_blocks(const Group& group, const Call& call, int peer) {
   const int me = group.rank();
   const auto expect = [&](const char* what, std::uint64_t theirs, std::uint64_t mine) {

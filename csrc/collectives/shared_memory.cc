@@ -450,8 +450,8 @@ Task run_on_symmetric_heap(Collective& run) {
 
 // -- beginning and end ----------------------------------------------------------------------------
 
-// Looks at the others' posts before the first pause: a rank that enters together with this one has
-// posted by then.
+// How often this rank looks at the others' posts before its first pause. A rank that enters
+// together with this one has posted by then.
 constexpr unsigned kLooksInARow = 16;
 
 // Fills in this rank's post, and the slot if its data goes there. Precondition: both may be
@@ -483,11 +483,11 @@ bool waits_for_posts(const Group& group, const Call& call) noexcept {
   return !is_one_to_all(call.kind) || group.rank() != call.root;
 }
 
-// Once posted_by_all() holds, where waits_for_posts().
+// Precondition: posted_by_all() holds, if waits_for_posts().
 Route agree(Group& group, const Call& call) {
   if (waits_for_posts(group, call)) {
     group.note_all_posted();
-    // The common case, and two words a rank.
+    // The common case, in which two words of each rank's post decide.
     if (call.kind == OpKind::kAllReduce && (group.post(group.rank()).flags & Post::kInline) != 0 &&
         all_posts_are_alike(group)) {
       return Route::kInline;

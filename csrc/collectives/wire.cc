@@ -9,8 +9,8 @@
 namespace pydist {
 namespace {
 
-// What is computed on its way is computed a tile at a time, on the stack: it stays in the innermost
-// cache, and nothing is allocated.
+// Elements that are computed on their way are computed a tile at a time, on the stack: the tile
+// stays in the innermost cache, and nothing is allocated.
 constexpr std::size_t kTileBytes = std::size_t{8} << 10;
 using Tile = std::array<std::byte, kTileBytes>;
 

@@ -1,5 +1,5 @@
 // Whether all ranks of a group called the same collective with the same arguments, for backends
-// that do not ask themselves.
+// that do not check that themselves.
 //
 // Ranks of gloo or NCCL that disagree wait for each other, get each other's bytes, or crash. So
 // every collective on them can start with a small all_gather of what each rank called, by whatever

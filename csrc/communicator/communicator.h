@@ -141,8 +141,8 @@ class Communicator {
   // with PeerLost. Operations under way fail with Aborted. Idempotent; never throws.
   virtual void shutdown() noexcept = 0;
 
-  // After shutdown(): until nothing of the group goes on on other threads; `deadline` at most. For
-  // backends that end together with the peers' and leave that to a thread.
+  // Called after shutdown(): waits until no thread works for the group any more, until `deadline`
+  // at most. For backends whose end has to wait for the peers, and does so on a thread of its own.
   virtual void wait_for_end(Deadline /*deadline*/) noexcept {}
 
   // What every rank of the group is in, a line each, from the journal; empty where the backend

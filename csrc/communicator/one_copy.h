@@ -1,8 +1,8 @@
 // Memory of which all ranks of a group map one and the same copy, where they share a host.
 //
-// Unlike symmetric memory (Communicator::allocate), of which each rank has a part of its own.
-// Nothing orders what ranks read and write there: barriers do. Whoever must not disturb the other
-// ranks reads and writes the view, in which what a rank writes stays its own.
+// Symmetric memory (Communicator::allocate) is another thing: there each rank has a part of its
+// own. Nothing but barriers orders what ranks read and write in one copy. A rank that must not
+// disturb the others uses the view: what it writes there stays its own.
 
 #pragma once
 

@@ -15,8 +15,8 @@ void note_open(const CommunicatorPtr& communicator);
 // Shuts down those that are still alive, for a process that ends.
 void shut_down_all() noexcept;
 
-// Whether that has been asked for. What the system takes back from a process is then left to it:
-// the libraries that it would have to be given back to end in any order.
+// Whether the process is ending. Resources that the system reclaims anyway are then not given back,
+// because the libraries that would take them end in an unknown order.
 [[nodiscard]] bool is_process_ending() noexcept;
 
 }  // namespace pydist

@@ -17,11 +17,11 @@ struct Absence {
   bool is_orderly = false;  // it has left by shutdown(); otherwise it has died or failed
   std::uint64_t done = 0;   // what it gave set_farewell()
 
-  // Whether an operation, counted from 1 as `done` counts, lacks what the rank would have done.
+  // Whether the operation with this number, from 1, still needed the part of the rank that is gone.
   [[nodiscard]] bool lacks(std::uint64_t operation) const noexcept {
     return !is_orderly || done < operation;
   }
-  // Whether it leaves more undone.
+  // Whether this rank leaves more undone than the other.
   [[nodiscard]] bool is_worse_than(const Absence& other) const noexcept {
     return is_orderly == other.is_orderly ? done < other.done : !is_orderly;
   }

@@ -43,11 +43,12 @@ class Work {
   // if it has failed by now; one that comes later fails the group.
   [[nodiscard]] virtual bool wait_on_stream(void* /*stream*/) { return false; }
 
-  // Who is waited for, for the message of a Timeout; empty where nobody can tell.
+  // For which rank the operation waits, for the message of a Timeout; empty where nobody can tell.
   [[nodiscard]] virtual std::string diagnosis() { return {}; }
 
-  // Whether it runs whenever a CUDA graph is replayed that holds it. To wait for it is then for
-  // streams alone, and makes them part of the capture; once that is over, it is nothing.
+  // Whether the operation is captured: it runs whenever the CUDA graph that holds it is replayed.
+  // Then only streams can wait for it, which makes them part of the capture. After the capture a
+  // wait does nothing.
   [[nodiscard]] virtual bool is_captured() const { return false; }
 
   [[nodiscard]] bool is_completed() const noexcept {

@@ -136,7 +136,7 @@ void Reducer::retire(std::string reason) {
   try {
     drain();
   } catch (const Error&) {
-    // Of a group that failed, which has told everybody; nobody needs what was under way.
+    // The group has failed and has told all ranks; nobody needs what was under way.
   }
   const std::lock_guard turn(turn_);
   retired_ = std::move(reason);

@@ -112,14 +112,14 @@ void Reducer::watch(const at::Tensor& output) {
   });
 }
 
-// Outside of backward, waits for the end of one that has thrown: what autograd still knows of it
-// would be taken for part of the next one.
+// Called outside of backward: waits until autograd has released a backward that threw. What is left
+// of that backward would otherwise be taken for part of the next one.
 void Reducer::await_thrown() {
   if (is_within_backward()) {
     return;
   }
-  // The thread that let the exception out is about to; if there is another backward under way, on a
-  // thread of the user's, nobody should wait for that.
+  // The thread that let the exception out releases it right afterwards. The limit is for another
+  // backward that runs on a thread of the user's: nobody should wait for the end of that.
   constexpr std::chrono::seconds kLongEnough(5);
   std::unique_lock lock(open_mutex_);
   (void)open_changed_.wait_for(lock, kLongEnough, [this] { return open_backwards_ == 0; });
@@ -144,9 +144,10 @@ void Reducer::prepare_forward(bool is_for_training) {
     }
     require_unchanged(slot);
     std::unique_ptr<AccumulationHooks>& hooks = hooks_[slot.index];
-    // Converting a parameter, there and back, costs it what accumulates its gradient. And on
-    // another stream than the gradients come on, that would wait for theirs in every backward, and
-    // break the capture of one into a graph.
+    // A parameter that was converted to another type and back has a new node that accumulates its
+    // gradient, without our hooks. And a node that works on another stream than the gradients'
+    // would wait for their stream in every backward, which would break the capture of a backward
+    // into a graph.
     if (!hooks->are_in_place(slot.parameter) || !hooks->are_on_current_stream(slot.parameter)) {
       hooks.reset();  // and with it the old node, if no graph has it
       hooks = make_hooks(slot);
@@ -221,15 +222,16 @@ at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
   return landed;
 }
 
-// For a gradient that is about to land in a bucket. Where the others have yet to launch what has
-// the memory, this rank waits for them: it would in the end, and whole gradients would pile up
-// until then.
+// Takes memory for the bucket in which a gradient is about to land. If another bucket still has
+// that memory, because the other ranks have yet to launch their part of it, this rank waits for
+// them. It would have to wait in the end anyway, and until then whole gradients would pile up.
 //
-// Nobody may wait for this rank meanwhile, in a collective of the user's within backward, say. Of
-// the memory's bucket nobody does: all launch in one order, and whoever has a complete bucket
-// launches it. Not so where ranks hear each other first, where some do without a parameter, or
-// where they may come to several models in another order; there, nobody waits. Patience has an end
-// for what is left: the ranks of one step may differ from those of the last.
+// While this rank waits, no rank may be waiting for it, in a collective of the user's within
+// backward, say. As a rule none is: all ranks launch buckets in one order, and launch them as soon
+// as they are complete. That does not hold where ranks have to hear each other's openings first,
+// where a parameter is unused on some of them, or where they may come to several models in
+// different orders; then this rank does not wait. The wait has a limit all the same, because the
+// ranks may behave otherwise in this step than in the last.
 bool Reducer::take_memory(const Backward& backward, const GradientBucket& bucket) {
   if (arena_.bind(bucket, /*is_next=*/false)) {
     return true;
@@ -296,14 +298,15 @@ void Reducer::note_complete(const GradientSlot& slot) {
   }
 }
 
-// What was on its way when a hook threw came to nothing.
+// Gradients that were landing when a hook threw will never arrive.
 void Reducer::end_landings() {
   for (GradientSlot& slot : arena_.slots()) {
     slot.landing = 0;
   }
 }
 
-// For the bucket to wait for, wherever it is launched.
+// Notes the stream on which a gradient has come: the bucket waits for it, whichever thread launches
+// the bucket.
 void Reducer::note_stream(const GradientSlot& slot) {
   if (!has_place(slot) || slot.view.is_cpu()) {
     return;
@@ -363,7 +366,7 @@ std::shared_ptr<Reducer::Backward> Reducer::begin(bool averages, bool accumulate
   return backward;
 }
 
-// A backward matters once it fills gradients: before the first, or at its end.
+// Lets a backward begin its round. Called before its first gradient, or at its end if it had none.
 void Reducer::enter(Backward& backward) {
   if (backward.round) {
     return;
@@ -373,7 +376,8 @@ void Reducer::enter(Backward& backward) {
     round_.is_captured = round_.is_captured || backward.is_captured;
   } else {
     drain();
-    // Now, because it may have to average in the end: then gradients lie there already.
+    // The plan is laid out already now, because this backward may turn out to average after all,
+    // and by then its gradients lie in their places.
     apply_plan();
     arena_.lent().set_fixed(is_plan_fixed_ || is_capturing());
   }
@@ -404,7 +408,8 @@ void Reducer::let_average(Backward& backward) {
   }
 }
 
-// The gradients of earlier backwards, set to zero or None since, take their weights along.
+// Once the program has set the gradients of earlier backwards to zero or None, their weights no
+// longer count.
 void Reducer::forget_weights_of_nothing() {
   if (!weights_.has_gradients) {
     return;
@@ -464,8 +469,8 @@ void Reducer::prepare_round(Instant began) {
   round_.is_captured = is_capturing();
 }
 
-// When a round begins, rather than when the plan was agreed: most often there are no gradients
-// then, so nothing moves.
+// A plan is laid out when the next round begins, and not when the ranks agree on it. At that time
+// most gradients are None as a rule, so nothing has to move.
 void Reducer::apply_plan() {
   if (!next_plan_) {
     return;

@@ -102,8 +102,9 @@ struct ReducerOptions {
   bool measures_link = true;
   // Compares the gradients of all ranks, bit by bit, after every round.
   bool checks_gradients = false;
-  // Calls a function while the module's users don't look at its gradients. They may do so again as
-  // soon as they have the exception of a backward, of which another thread may still let go.
+  // Calls a function while no user code looks at the module's gradients. User code may look again
+  // as soon as it has caught the exception of a backward, while autograd's thread is still
+  // releasing that backward.
   std::function<void(const std::function<void()>&)> among_users =
       [](const std::function<void()>& function) { function(); };
   // Gradients are mere views of the buckets' memory, which the next step writes again.
@@ -122,7 +123,7 @@ struct NamedParameter {
   at::Tensor shown;
 };
 
-// For one backward at a time, as the gradients themselves are.
+// Serves one backward at a time, like the gradients themselves.
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   // Collective: the same parameters on every rank, in the same order.
@@ -154,31 +155,35 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // backward on; it gets its place in a bucket after that.
   void add(NamedParameter parameter);
 
-  // Collective: the optimizer `owner` updates shards of some parameters. So of their gradients each
-  // rank gets the average of its own shard alone; see gradient_shard.h. They have none at the time,
-  // and are in no other optimizer's. `shown` stand for their gradients after a backward. In stage 2
-  // the other ranks' shards are not kept. What joins the model later may name its owner in add().
+  // Collective: the optimizer `owner` updates shards of the parameters in `slots`. From then on
+  // each rank gets the average of its own shard of their gradients alone; see gradient_shard.h. The
+  // parameters have no gradient when this is called, and belong to no other optimizer. After a
+  // backward, the tensors of `shown` stand for their gradients. In stage 2 the other ranks' shards
+  // are not kept. A parameter that joins the model later may name its owner in add().
   void shard(int owner, int stage, const std::vector<std::size_t>& slots,
              const std::vector<at::Tensor>& shown);
 
-  // What the optimizer `owner` has stepped with, as a digest. The next round compares it.
+  // Takes a digest of the options that the optimizer `owner` has stepped with. The next round
+  // compares the ranks' digests.
   void note_step(int owner, std::uint64_t options) { stepped_with_[owner] = options; }
-  // Before a forward: the program has changed buffers since the last round, of which this is the
-  // first, by number from 1. The next round compares the digests. Several forwards add up.
+  // Called before a forward if the program has changed buffers since the last round. `first` is the
+  // number of the first such buffer, from 1. The next round compares the ranks' digests. Several
+  // calls between two rounds count together.
   void note_changed_buffers(std::size_t first, std::uint64_t digest);
-  // The first buffer in which the ranks of the present round differ then, by number from 1; 0:
-  // none. The same answer on all of them, from the closing on.
+  // The number, from 1, of the first buffer that the ranks had changed differently when the present
+  // round began; 0 if there is none. Once the round is closed, all ranks give the same answer.
   [[nodiscard]] std::size_t first_differing_buffer() const {
     return openings_.first_differing_buffer();
   }
 
-  // Whether all ranks' optimizers had stepped with the same when the last round began; the same
-  // answer on all of them.
+  // Whether the optimizers of all ranks had stepped with the same options when the last round
+  // began. All ranks give the same answer.
   [[nodiscard]] bool has_stepped_alike() const noexcept { return has_stepped_alike_; }
 
-  // Lets `hook` average the buckets instead of an all-reduce of the communicator's. What does not
-  // travel in buckets stays with the communicator. Once, before the first backward. Buckets then
-  // follow the order of the first backward and no later one, since hooks may keep state for each.
+  // Lets `hook` average the buckets instead of the communicator's all-reduce. Gradients that do not
+  // travel in buckets still go through the communicator. Called at most once, before the first
+  // backward. With a hook, buckets follow the order of the first backward and are never planned
+  // again, because a hook may keep state for each of them.
   void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
   [[nodiscard]] bool has_hook() const noexcept { return hook_.has_value(); }
 
@@ -186,7 +191,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_enabled(bool enabled) noexcept { is_enabled_ = enabled; }
   [[nodiscard]] bool is_enabled() const noexcept { return is_enabled_; }
 
-  // What backwards that begin from now on count for; without one, each rank counts as one.
+  // The weight of backwards that begin from now on; without a weight, each rank counts as one.
   void set_weight(std::optional<double> weight) noexcept { weight_ = weight; }
   [[nodiscard]] std::optional<double> weight() const noexcept { return weight_; }
 
@@ -194,7 +199,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // accumulated only, and those that somebody put into `parameter.grad`.
   void synchronize();
 
-  // How uneven numbers of batches are met: nothing, or what ranks without a batch count for.
+  // What happens when ranks have different numbers of batches: nothing special, or ranks without a
+  // batch take part in the others' rounds, either as zeros or without counting.
   enum class Joining { kNot, kAsZeros, kNotAtAll };
   void set_joining(Joining joining, bool throws_on_first) noexcept;
 
@@ -202,8 +208,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // has batches.
   bool join_round();
 
-  // For a rank that leaves by an exception that did not end a backward: tells the others in a
-  // round.
+  // For a rank that leaves because of an exception outside of backward: takes part in one more
+  // round, in which it tells the other ranks.
   void fail_round() noexcept;
 
   // Whether the other ranks have been told of a failure since the last forward.
@@ -212,17 +218,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // The lowest rank that had a batch in the last round in which any had.
   [[nodiscard]] int last_root() const noexcept { return last_root_; }
 
-  // For good, and on this rank alone: another reducer averages some of the parameters from now on.
-  // Gives up what was under way, and takes the hooks away, also where a graph of an earlier forward
-  // keeps this object. A backward from such a graph throws InvalidUsage with `reason`, because
-  // nobody would average what the other reducer does not have. Afterwards only the destructor, and
-  // what that graph calls, may follow.
+  // Ends this reducer for good, on this rank alone, because another reducer averages some of its
+  // parameters from now on. Gives up what is under way, and removes the hooks. A graph of an
+  // earlier forward may still keep this object: a backward from it throws InvalidUsage with
+  // `reason`, because nobody would average the parameters that the other reducer does not have.
+  // Afterwards nothing may be called but the destructor and what that graph calls.
   void retire(std::string reason);
 
   // Grows with every round; the same on all ranks.
   [[nodiscard]] std::uint64_t round() const noexcept { return round_.number; }
 
-  // Whether the gradients of a parameter are averaged here. For the thread that adds parameters.
+  // Whether this reducer averages the gradients of a parameter. Only for the thread that adds
+  // parameters.
   [[nodiscard]] bool averages(const at::Tensor& parameter) const {
     return parameters_.contains(parameter.unsafeGetTensorImpl());
   }
@@ -233,7 +240,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Whether a parameter holds a gradient that was accumulated and not averaged.
   [[nodiscard]] bool has_pending() const;
   [[nodiscard]] std::vector<at::Tensor> pending() const;
-  // Whether a backward has accumulated since the last round because it came from no forward.
+  // Whether a backward since the last round has accumulated only because it came from no forward of
+  // this model.
   [[nodiscard]] bool has_bypassed() const noexcept { return has_bypassed_; }
 
   [[nodiscard]] const GradientArena& arena() const noexcept { return arena_; }
@@ -245,12 +253,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
       "a communication hook raised, so the hooks of the ranks are out of step: start again";
 
   class Backward;
-  // How the ranks' gradients become one.
+  // How the gradients of all ranks are combined.
   struct Combination {
     ReduceOp op = ReduceOp::kMean;
     double factor = 1.0;
   };
-  // What is forgotten when the next one begins.
+  // The state of one round, which is reset when the next one begins.
   struct Round {
     std::uint64_t number = 0;
     std::size_t launched = 0;  // buckets
@@ -264,7 +272,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::shared_ptr<RoundTimes> times;
     double launching_s = 0.0;
   };
-  // The weights of the backwards since the last round; they go with the gradients.
+  // The weights of the backwards since the last round. They are forgotten together with the
+  // gradients.
   struct Weights {
     bool has_weighted = false;
     bool has_plain = false;
@@ -374,7 +383,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::optional<BucketHook> hook_;
   std::optional<BucketPlan> next_plan_;  // agreed, for the next round
   bool has_learned_ = false;             // the order of a backward
-  // In the last backward, each parameter was used by all ranks, or by none.
+  // In the last backward, no parameter was used on some ranks and unused on others.
   bool all_use_alike_ = true;
   bool ends_alone_ = true;               // no backward ever came through another reducer as well
   bool is_plan_fixed_ = false;           // by a graph that holds addresses
@@ -383,7 +392,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Set from outside.
   bool is_enabled_ = true;
-  // What the last forward wanted, until a backward is averaged.
+  // Whether the last forward asked for averaging; empty once a backward has been averaged.
   std::optional<bool> last_forward_averages_;
   bool has_bypassed_ = false;
   std::optional<double> weight_;
@@ -391,8 +400,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool throws_on_first_ = false;
   bool is_present_ = true;
 
-  // Backwards that are not over: with one on GPUs that has thrown, autograd's thread may let go of
-  // it after the exception has reached the caller.
+  // How many backwards are not over. When a backward on GPUs throws, the exception may reach the
+  // caller before autograd's thread has released the backward.
   std::mutex open_mutex_;
   std::condition_variable open_changed_;
   int open_backwards_ = 0;  // guarded by open_mutex_

@@ -90,7 +90,7 @@ std::unique_ptr<AccumulationHooks> Reducer::make_hooks(const GradientSlot& slot)
       });
 }
 
-// Of what the ranks' models and plans must have in common.
+// A digest of everything in the model and the plan that must be the same on all ranks.
 std::uint64_t Reducer::model_digest() {
   if (digest_) {
     return *digest_;

@@ -81,8 +81,9 @@ void Reducer::open_round() {
   }
 }
 
-// Whoever counts by share, or has nothing of its own, has to hear the others first. Not by waiting
-// for them within backward, see joint_end.h: what can't go yet goes when all have opened.
+// A rank that counts by share, or has no gradients of its own, needs the openings of all ranks
+// before it can launch anything. It does not wait for them within backward, see joint_end.h:
+// buckets that can't leave yet leave when all ranks have opened the round.
 bool Reducer::may_launch() {
   if (round_.opening == nullptr) {
     open_round();
@@ -107,8 +108,9 @@ void Reducer::decide_combination() {
     is_as_one = is_as_one || opening.mode == Opening::Mode::kAsOne;
     round_.is_bare = round_.is_bare || (opening.is_present && opening.is_bare);
   }
-  // Ranks that count as one have not waited; if they meet others, there is no mean, but all are in
-  // step.
+  // Ranks that count as one have launched without waiting. If they meet ranks that count by share,
+  // there is no mean, but all ranks have done the same operations, and why_worthless() says so on
+  // all of them.
   if (is_as_one || !is_by_share) {
     round_.combination = {options_.sums ? ReduceOp::kSum : ReduceOp::kMean, 1.0};
     return;
@@ -123,7 +125,8 @@ void Reducer::launch(Closing::Status status) {
   const Instant began = now_ns();
   const std::size_t number = round_.launched;
   GradientBucket& bucket = arena_.buckets()[number];
-  // Who gives up waits for nobody.
+  // A rank that gives up must not wait for memory, so it may have to launch without the bucket's
+  // own.
   const bool is_lost = status != Closing::Status::kFine && !has_memory(number);
   std::optional<c10::StreamGuard> beside;
   if (status == Closing::Status::kFine) {
@@ -136,7 +139,8 @@ void Reducer::launch(Closing::Status status) {
     bucket.travelling = arena_.lent().load(arena_.slots(), bucket.slots, bucket.memory);
   } else if (!bucket.memory.is_cpu() && is_capturing() &&
              communicator_->capabilities().needs_host) {
-    // Nobody looks at the values, but the peers wait for them: beside the capture, which refuses.
+    // Nobody looks at the values, but the peers wait for them. They go on a stream of their own,
+    // because the one that is captured would refuse them.
     beside.emplace(high_priority_stream(device_of(bucket.memory.device())));
   }
   if (status != Closing::Status::kFine) {
@@ -158,7 +162,7 @@ void Reducer::launch(Closing::Status status) {
         bucket.berth->set_work(work);
       }
     }
-    // Not before: what was refused goes when the round is given up.
+    // Counted only now: a bucket that was refused is sent when the round is given up.
     ++round_.launched;
     work->on_completion([note_done](const auto&) { note_done(); });
   } else {
@@ -196,7 +200,7 @@ void Reducer::launch_what_is_ready() {
   }
 }
 
-// What shares its memory with a bucket that is still on its way goes when that one has arrived.
+// Stops at a bucket whose memory still belongs to another one that is on its way.
 void Reducer::launch_what_has_memory() {
   while (!round_.is_bare && round_.launched < arena_.buckets().size() &&
          has_memory(round_.launched)) {
@@ -213,7 +217,7 @@ bool Reducer::keeps_averages() const {
   return round_.combination->op == ReduceOp::kMean && joining_ == Joining::kNot;
 }
 
-// Decides what this rank sends, and sees to it that the slot holds that.
+// Decides what this rank sends for a slot, and puts it there.
 void Reducer::fill(GradientSlot& slot) {
   move_in(slot);
   const bool has_gradient = slot.parameter.grad().defined();
@@ -295,7 +299,7 @@ void Reducer::close_round(Closing::Status status) {
   submit(std::move(operation), closings_->memory(), closings_->memory(), "closing of a round");
 }
 
-// Ranks with different models have closings of different lengths.
+// Checked before the closing, because closings of different models have different lengths.
 void Reducer::require_same_model() {
   round_.opening->wait();
   for (int rank = 0; rank < communicator_->size(); ++rank) {
@@ -310,7 +314,8 @@ void Reducer::require_same_model() {
   }
 }
 
-// At the end of a backward, in three steps; see joint_end.h. Here, everything goes that can.
+// A backward ends in three steps, see joint_end.h. The first one launches everything that can leave
+// without waiting.
 void Reducer::open_or_give_up() {
   const c10::AutoGradMode no_grad(false);
   try {
@@ -323,7 +328,8 @@ void Reducer::open_or_give_up() {
   }
 }
 
-// Every rank has opened its round, or will without waiting for this one.
+// The second step. It may wait for the other ranks' openings, because each rank opens its round
+// without waiting for others.
 void Reducer::close_or_give_up() {
   const c10::AutoGradMode no_grad(false);
   try {
@@ -344,8 +350,10 @@ void Reducer::conclude_round(bool learns) {
     wait();
     has_stepped_alike_ = openings_.all_stepped_alike();
     if (const std::string why = why_worthless(); !why.empty()) {
-      // All ranks know, and are in step, unless devices wait for buckets that are only recorded
-      // elsewhere. Who raised is not here any more to hear of that, and finds the group ended.
+      // All ranks know the reason and are in step, with one exception: if only some ranks captured
+      // the backward, the devices of the others wait for buckets that are merely recorded there.
+      // Then the group has to end. The rank that raised is no longer here to hear why, and finds
+      // the group ended.
       if (is_captured_by_some()) {
         std::rethrow_exception(make_error(ErrorKind::kError, why));
       }

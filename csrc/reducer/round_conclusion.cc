@@ -1,4 +1,5 @@
-// What the closings of a round ask for, and what is concluded from it; see Note [Rounds].
+// What follows the closing of a round, see Note [Rounds]: late and sparse gradients, buffers, new
+// and unused parameters, the next plan.
 
 #include <ATen/ops/_sparse_coo_tensor_with_dims.h>
 #include <ATen/ops/empty.h>
@@ -46,8 +47,8 @@ std::uint64_t digest_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-// A rank that leaves out a step, because its loss raised before backward came to the model,
-// averages its next one with the others' present one, and nothing else tells.
+// If a rank leaves out a step, because its loss raised before backward came to the model, its next
+// step is averaged with the present one of the other ranks. Only the numbers of forwards show that.
 void Reducer::warn_of_skipped_steps() {
   for (int rank = 1; rank < communicator_->size() && !has_warned_; ++rank) {
     const Opening first = openings_.of(0);
@@ -64,7 +65,7 @@ void Reducer::warn_of_skipped_steps() {
   }
 }
 
-// What the closings ask for.
+// Does what the closing of any rank asks for.
 void Reducer::do_the_rest() {
   warn_of_skipped_steps();
   send_late();
@@ -153,7 +154,8 @@ void Reducer::send_sparse() {
   }
 }
 
-// Takes over the plan of rank 0, for the next round. Returns an error that all ranks have.
+// Lets rank 0 plan the buckets of the next round, and takes over its plan. Returns the error if
+// planning failed, on every rank.
 std::exception_ptr Reducer::exchange_plan() {
   const std::size_t slots = arena_.slots().size();
   at::Tensor words =
@@ -189,7 +191,8 @@ std::exception_ptr Reducer::exchange_plan() {
   return nullptr;
 }
 
-// Draws the conclusions from a round that is complete.
+// Brings the averages of a complete round to the parameters. A parameter that was unused on every
+// rank keeps the gradient that it had.
 void Reducer::settle(bool learns) {
   if (round_.is_bare) {
     return;
@@ -241,7 +244,8 @@ void Reducer::settle(bool learns) {
   }
 }
 
-// Compares what the optimizers are going to see. Returns an error that all ranks have.
+// Compares the gradients that the optimizers are going to see. Returns the error if they differ, on
+// every rank.
 std::exception_ptr Reducer::compare_gradients() {
   const auto count = static_cast<std::int64_t>(arena_.slots().size());
   const std::int64_t size = communicator_->size();

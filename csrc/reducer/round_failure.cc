@@ -26,7 +26,8 @@ std::string what_happened() {
 
 }  // namespace
 
-// Lets the others have what they wait for, and tells them that it is worth nothing.
+// Sends the other ranks everything that they wait for, and tells them in the closing that it is
+// worth nothing.
 void Reducer::give_up() noexcept {
   try {
     const c10::AutoGradMode no_grad(false);
@@ -34,7 +35,8 @@ void Reducer::give_up() noexcept {
       open_round();
     }
     if (!round_.combination) {
-      // Without waiting for the others: they will take theirs for the same.
+      // Decided without waiting for the others' openings. They come to the same operation, so all
+      // ranks stay in step.
       const bool is_by_share = weights_.has_weighted || joining_ == Joining::kNotAtAll;
       round_.combination = {is_by_share     ? ReduceOp::kPremulSum
                             : options_.sums ? ReduceOp::kSum
@@ -42,7 +44,8 @@ void Reducer::give_up() noexcept {
                             0.0};
     }
     if (round_.is_captured && !communicator_->capabilities().needs_host) {
-      // Nobody waits for it: the others' part is recorded too, or the closing ends the group.
+      // Nobody waits for these buckets: the other ranks have only recorded theirs too, or the
+      // closing ends the group.
       round_.launched = arena_.buckets().size();
     }
     launch_rest(Closing::Status::kThrew);
@@ -66,8 +69,8 @@ void Reducer::give_up() noexcept {
   orphan();
 }
 
-// The others have gone on, or wait for this rank, which can't: a wait was interrupted, say. Called
-// while the exception is handled.
+// For a rank that cannot complete its round, because a wait was interrupted, say. The others have
+// gone on, or wait for it. Called while the exception is handled.
 void Reducer::break_off() {
   const std::string what = what_happened();
   out_of_step_ = join("averaging was cut short in an earlier backward (", what,
@@ -79,7 +82,8 @@ void Reducer::break_off() {
   orphan();
 }
 
-// Before a group ends for what all ranks know: one that has not looked yet would find it ended.
+// Called before the group ends for a reason that all ranks can see in the closings. A rank that has
+// not looked at them yet would find the group ended without a reason.
 void Reducer::let_all_hear() noexcept {
   try {
     // Not a barrier, which waits for devices too.
@@ -88,7 +92,7 @@ void Reducer::let_all_hear() noexcept {
     const at::Tensor& memory = closings_->memory();
     submit(std::move(operation), memory, memory, "all ranks have heard why a round failed")->wait();
   } catch (const std::exception&) {
-    // Whoever is gone has heard, or never will.
+    // A rank that is gone has heard the reason, or never will.
   }
 }
 
@@ -105,7 +109,7 @@ void Reducer::orphan() {
       slot.parameter.mutable_grad().reset();
     }
   });
-  // Not before drain() will anybody take it.
+  // The memory may be released already now, because nobody takes it before drain().
   arena_.release();
 }
 

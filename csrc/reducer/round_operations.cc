@@ -24,7 +24,7 @@ WorkPtr Reducer::submit(Operation operation, const at::Tensor& input, const at::
   operation.stream = tensors.stream();
   const bool is_captured = tensors.is_captured();
   WorkPtr work = communicator_->submit(std::move(operation));
-  // Captured, what travels is the arena's, which stays.
+  // A captured operation works on memory of the arena, which stays, so no tensors have to be held.
   return works_.emplace_back(is_captured ? std::move(work)
                                          : with_tensors(std::move(work), std::move(tensors)));
 }
@@ -81,7 +81,7 @@ void Reducer::wait_for_hook() {
     return;
   }
   if (has_hook_thrown()) {
-    // It has not taken part, so what the others' wait for may never come.
+    // One rank's hook has not taken part, so what the other ranks' hooks wait for may never come.
     hook_->forget();
     return;
   }
@@ -103,7 +103,7 @@ void Reducer::drain() {
   }
   try {
     for (const WorkPtr& work : works_) {
-      // No stream can wait any more for what a capture has recorded that has ended.
+      // After the end of a capture, no stream can wait for what it has recorded.
       work->is_completed() ? work->wait() : wait_for(*work);
     }
     wait_for_hook();

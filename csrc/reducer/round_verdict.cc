@@ -68,11 +68,12 @@ std::string Reducer::why_worthless() const {
   return {};
 }
 
-// What a captured backward raises after, may be given up on a thread or at a time that captures
-// nothing.
+// Remembers that the round is captured: when it is given up later, that may be on another thread,
+// or after the capture, where nothing tells any more.
 void Reducer::note_capture() { round_.is_captured = round_.is_captured || is_capturing(); }
 
-// And not by others, of operations that a graph can hold.
+// Whether some ranks captured the round and others did not, on a backend whose operations a graph
+// can hold.
 bool Reducer::is_captured_by_some() const {
   return !communicator_->capabilities().needs_host && closings_->any(&Closing::is_captured) &&
          !closings_->all(&Closing::is_captured);

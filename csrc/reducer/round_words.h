@@ -15,19 +15,22 @@ namespace pydist {
 // Before the first bucket, so that whoever needs the others' shares has them when it averages.
 struct Opening {
   bool is_present = true;  // not joined: it has a batch of its own
-  // What this rank's gradients count for; the same on all ranks that have any, or an error.
+  // How this rank's gradients count. All ranks that have gradients must say the same, or the round
+  // fails.
   enum class Mode { kNothing, kAsOne, kByShare, kMixed };
   Mode mode = Mode::kAsOne;
   // This rank's part in the divisor.
   double share = 1.0;
-  // Of the parameters and of the plan: both must be the same.
+  // A digest of the parameters and the plan, which must be the same on all ranks.
   std::uint64_t digest = 0;
   std::size_t slots = 0;
   std::size_t forwards = 0;  // since the last round
   bool is_bare = false;      // no gradients: all parameters are frozen at the time
-  // Of the options that sharded optimizers last stepped with: should be the same.
+  // A digest of the options that sharded optimizers last stepped with. Should be the same on all
+  // ranks.
   std::uint64_t stepped_with = 0;
-  // Of the buffers that the program changed between rounds; 0: of none. Should be the same.
+  // A digest of the buffers that the program changed between rounds; 0 if it changed none. Should
+  // be the same on all ranks.
   std::uint64_t changed_buffers = 0;
   std::size_t first_changed_buffer = 0;  // by number, from 1; 0: none
 };
@@ -65,7 +68,8 @@ class Openings {
   at::Tensor own_;
 };
 
-// The closings of all ranks and how many of them used each parameter, as a buffer for a sum.
+// The closings of all ranks, and how many of them used each parameter (0: it was unused
+// everywhere), as a buffer for a sum.
 class Closings {
  public:
   Closings(int rank, int size, std::size_t slots);

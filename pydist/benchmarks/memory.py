@@ -35,6 +35,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pydist
+from pydist._torch import bytes_of
 from pydist.benchmarks import ddp_knobs
 from pydist.benchmarks.machine import pin
 from pydist.benchmarks.models import MODELS
@@ -159,14 +160,8 @@ def _run(name: str, arm: str, pins: bool) -> _RankMemory:
     in_use = _read()
     barrier.wait()
     # Which shows that they are there.
-    gradients = [_size_bytes(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [bytes_of(p.grad) for p in model.parameters() if p.grad is not None]
     return _RankMemory(taken, in_use, sum(gradients), len(sys.modules))
-
-
-def _size_bytes(gradient: torch.Tensor) -> int:
-    if gradient.is_sparse:
-        return gradient._indices().nbytes + gradient._values().nbytes
-    return gradient.nbytes
 
 
 def measure_memory(name: str, arm: str, ranks: int, *, pins: bool) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from weakref import WeakKeyDictionary
 
 from torch.nn.parallel import DistributedDataParallel
 
+from pydist._torch import uncompiled
 from pydist.checkpoint.replacement import real
 from pydist.errors import CheckpointError, InvalidUsage, Mismatch
-from pydist.job import groups, membership
-from pydist.parallel.compiled_graphs import uncompiled
+from pydist.job import current, groups, membership
 from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.optimizer import ShardedOptimizer
 
@@ -174,8 +174,8 @@ def _lane(parent: Communicator) -> Lane:
     lane = _lanes.get(parent)
     if lane is None:
         lane = _lanes[parent] = Lane(groups.split(parent, range(parent.size)))
-        if _finish_all not in groups.before_closing:
-            groups.before_closing.append(_finish_all)
+        if _finish_all not in current.before_closing:
+            current.before_closing.append(_finish_all)
     return lane
 
 

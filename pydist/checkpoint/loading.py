@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pydist.checkpoint.model_state as model_state
+import pydist.checkpoint.optimizer_loading as optimizer_loading
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist.checkpoint.lanes import lane_of
 from pydist.checkpoint.manifest import read_manifest, saved_after, verify
@@ -172,7 +173,7 @@ def _load(
         for part in optimizers:
             with part.named():
                 outline = optimizer_state.outline_of(objects[part.entry], rank)
-                optimizer_state.check_fits(part.value, names, outline, rank)
+                optimizer_loading.check_fits(part.value, names, outline, rank)
             outlines[part.entry] = outline
     except Exception as raised:
         error = raised
@@ -187,7 +188,7 @@ def _load(
             model_state.put_back(part, contents, masters, rank)
         for part in optimizers:
             outline = outlines[part.entry]
-            optimizer_state.put_back(part.value, part.entry, names, outline, contents, rank)
+            optimizer_loading.put_back(part.value, part.entry, names, outline, contents, rank)
         for part in shared:
             part.value.load_state_dict(objects[part.entry])
         for part in stateful:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pydist.checkpoint.optimizer_state as optimizer_state
+from pydist._torch import uncompiled
 from pydist.checkpoint.own_names import own_name, own_tensors_of, plain_of, require_unambiguous
 from pydist.checkpoint.packing import pack
 from pydist.checkpoint.parts import Part, what_it_has
 from pydist.checkpoint.pieces import Piece, of_rows, share_out
 from pydist.errors import InvalidUsage
-from pydist.parallel.compiled_graphs import uncompiled
 from pydist.parallel.ownership import owners_within
 from pydist.parallel.state_names import matched, plain_names
 from pydist.parallel.wrapper import DataParallel

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import pydist.checkpoint.model_state as model_state
+import pydist.checkpoint.optimizer_loading as optimizer_loading
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist.checkpoint.lanes import settle_at
 from pydist.checkpoint.manifest import read_manifest, verify
@@ -90,7 +91,7 @@ def _read(contents: Contents, entry: str, rank: int) -> Any:
     found = contents.read_objects([entry])[entry]
     if kind == "optimizer":
         outline = optimizer_state.outline_of(found, rank)
-        return optimizer_state.whole_state(entry, outline, contents)
+        return optimizer_loading.whole_state(entry, outline, contents)
     return found
 
 
@@ -127,7 +128,7 @@ def from_torch(
     optimizers = [(part, _found(plain, part)) for part in parts_of("optimizer", optimizer)]
     for part, theirs in optimizers:
         with part.named():
-            optimizer_state.check_torchs(part.value, theirs)
+            optimizer_loading.check_torchs(part.value, theirs)
     with contextlib.ExitStack() as whole_or_not:
         for part, theirs in models:
             with part.named():
@@ -135,7 +136,7 @@ def from_torch(
                 model_state.load_torchs(part.value, theirs)
         for part, theirs in optimizers:
             if not isinstance(part.value, ShardedOptimizer):
-                theirs = optimizer_state.laid_out(part.value, theirs)
+                theirs = optimizer_loading.laid_out(part.value, theirs)
             part.value.load_state_dict(theirs)
 
 

@@ -44,8 +44,9 @@ from pydist.checkpoint.replacement import (
     step_folder,
 )
 from pydist.checkpoint.same_state import require_same_state
-from pydist.checkpoint.verdict import agree, exchange
+from pydist.checkpoint.verdict import agree
 from pydist.errors import CheckpointError, InvalidUsage
+from pydist.job.outcome import exchange
 
 if TYPE_CHECKING:
     from torch import nn
@@ -244,7 +245,7 @@ def _write(
     with lane.turn(f"writing the checkpoint {place}"):
         try:
             outlines = {
-                entry: exchange(communicator, _CALL, outline)
+                entry: exchange(communicator, outline, _CALL)
                 for entry, outline in part.outlines.items()
             }
             if rank == 0:
@@ -252,7 +253,7 @@ def _write(
             else:
                 _agreed(communicator, place)
             own = _agreed(communicator, place, lambda: _write_own(partial, rank, part))
-            told = exchange(communicator, _CALL, pickle.dumps(own))
+            told = exchange(communicator, pickle.dumps(own), _CALL)
             if rank == 0:
                 everybody = [pickle.loads(each) for each in told]
                 _agreed(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from pydist._torch import take_attributes
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import groups, membership
 from pydist.job.groups import Group
+from pydist.job.outcome import failed, outcomes
 from pydist.metrics.means import Mean
 from pydist.metrics.metric import Metric, compute_all
-from pydist.metrics.ragged import exchange
 from pydist.metrics.rows import Rows
 from pydist.sampling.batch_sampler import BatchSampler
 from pydist.sampling.sampler import DistributedSampler
@@ -238,7 +238,7 @@ def _batches(
     # A copy and not a new one, so that it keeps all else: workers, collation, a subclass.
     loader = copy.copy(data)
     attribute = "sampler" if data.batch_sampler is None else "batch_sampler"
-    loader.__dict__.update({attribute: share, "_iterator": None})
+    take_attributes(loader, **{attribute: share})
     return loader, share
 
 
@@ -347,34 +347,30 @@ def _agree(
     timeout: float | None,
 ) -> list[dict[str, Any]]:
     """Tells the other ranks some facts; returns those of all, or raises on all."""
-    said = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    is_usage = isinstance(problem, InvalidUsage)
-    mine = {**facts, "problem": said, "is_usage": is_usage, "batch": number}
+    told = {**facts, "batch": number}
     try:
-        text = json.dumps(mine).encode()
-        told = exchange(communicator, text, timeout=timeout, label="evaluate")
+        everybody = outcomes(communicator, "evaluate", problem, told, timeout=timeout)
     except Error:
         if problem is not None:
             raise problem from None
         raise
-    everybody = [json.loads(text) for text in told]
-    _check(everybody, problem)
-    return everybody
-
-
-def _check(everybody: list[dict[str, Any]], problem: Exception | None) -> None:
-    """Raises on all ranks alike."""
     if problem is not None:
         raise problem
-    failed = [rank for rank, facts in enumerate(everybody) if facts["problem"]]
-    if failed:
-        first = everybody[failed[0]]
-        others = f" (so did ranks {failed[1:]})" if failed[1:] else ""
-        kind = InvalidUsage if first["is_usage"] else Error
+    if wrong := failed(everybody):
+        first = everybody[wrong[0]]
+        others = f" (so did ranks {wrong[1:]})" if wrong[1:] else ""
+        kind = InvalidUsage if first.is_usage else Error
         raise kind(
-            f"rank {failed[0]} raised in pydist.evaluate, after {first['batch']} batches{others}: "
-            f"{first['problem']}"
+            f"rank {wrong[0]} raised in pydist.evaluate, after {first.facts['batch']} "
+            f"batches{others}: {first.said}"
         )
+    of_all = [outcome.facts for outcome in everybody]
+    _check(of_all)
+    return of_all
+
+
+def _check(everybody: list[dict[str, Any]]) -> None:
+    """Raises on all ranks alike."""
     for rank, facts in enumerate(everybody):
         if facts.get("metrics") != everybody[0].get("metrics"):
             raise Mismatch(

@@ -24,12 +24,13 @@ from pydist._load import __version__
 from pydist._torch import is_timeout_torchs_own
 from pydist.errors import Error, InvalidUsage, TransportError
 from pydist.gpu.nccl import connect_at_joining, find_nccl
+from pydist.job import current
 from pydist.job.gloo_network import GlooNetwork, describe_network, join_network
 from pydist.job.gpu_assignment import describe_gpus, make_current
 from pydist.job.meeting import Verdict, agree
 
 __all__ = [
-    "Job",
+    "Agreement",
     "Options",
     "create_communicator",
     "create_process_group",
@@ -54,7 +55,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Job:
+class Agreement:
     """What all ranks of the job have agreed on."""
 
     # "native", "gloo" or "nccl".
@@ -73,21 +74,6 @@ class Job:
     def local_ranks(self, rank: int) -> list[int]:
         """The ranks on the host of `rank`, in order."""
         return [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
-
-
-# The agreement of the job's world group, from its creation until shutdown.
-_job: Job | None = None
-
-
-def job() -> Job | None:
-    """The job's agreement, if its ranks have met."""
-    return _job
-
-
-def forget_job() -> None:
-    """Lets the next world group agree anew."""
-    global _job
-    _job = None
 
 
 def valid_backends() -> tuple[str, ...]:
@@ -163,8 +149,8 @@ def gloo_factory(
     ) -> dist.ProcessGroup:
         if not dist.is_gloo_available():
             raise TransportError("this torch was built without gloo.")
-        options = network.options()
-        options._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        options = network.options(wait)
         # Any: torch's stubs leave out its options.
         gloo: Any = dist.ProcessGroupGloo
         group: dist.ProcessGroup = gloo(store, rank, size, options)
@@ -236,16 +222,16 @@ def create_communicator(
         Timeout: a rank did not come.
         TransportError: the backend asked for can't serve these ranks.
     """
-    global _job
     # After destroy_process_group torch begins its names anew, on the same store. The same ranks
     # have met under a name equally often; others may have met under it in between.
     met_by = f"{name} of {','.join(map(str, members)) if members is not None else size}"
     turn = store.add(f"{met_by}/{rank}", 1)
     store = dist.PrefixStore(f"{met_by}#{turn}", store)
-    if _job is not None and not is_world:
-        meeting = _Meeting(store, rank, size, name, timeout, _job.network)
-        gpu = _job.gpus[rank if members is None else members[rank]]
-        return _create(meeting, _job, gpu)
+    known = current.job.agreement
+    if known is not None and not is_world:
+        meeting = _Meeting(store, rank, size, name, timeout, known.network)
+        gpu = known.gpus[rank if members is None else members[rank]]
+        return _create(meeting, known, gpu)
     start_s = time.monotonic()
     agreed = agree(
         dist.PrefixStore("agree", store), rank, size, _hello(backend, store, size), timeout
@@ -258,7 +244,7 @@ def create_communicator(
         if gpu is not None:
             # Not before all have joined: where it fails, it may fail on this rank alone.
             make_current(gpu)
-        _job = job
+        current.mine().agreement = job
     if rank == 0:
         took_s = time.monotonic() - start_s
         # Where there is no GPU, and none was meant, nobody misses NCCL.
@@ -278,7 +264,7 @@ def create_communicator(
 
 def _choose(
     meeting: _Meeting, agreed: Verdict, gpu: int | None
-) -> tuple[Job, _native.Communicator]:
+) -> tuple[Agreement, _native.Communicator]:
     """Takes the best backend that can serve all ranks of those that the wish leaves."""
     is_auto = agreed.wish == "auto"
     host_backend = "native" if agreed.wish in ("auto", "nccl") else agreed.wish
@@ -310,11 +296,11 @@ def _choose(
             not_nccl = str(error)
     if is_auto and backend != "nccl" and agreed.for_cuda:
         reason += f"; not nccl: {not_nccl}"
-    job = Job(backend, host_backend, reason, agreed.hosts, agreed.gpus, meeting.network)
+    job = Agreement(backend, host_backend, reason, agreed.hosts, agreed.gpus, meeting.network)
     return job, communicator
 
 
-def _create(meeting: _Meeting, job: Job, gpu: int | None) -> _native.Communicator:
+def _create(meeting: _Meeting, job: Agreement, gpu: int | None) -> _native.Communicator:
     """A further group of a job that has agreed."""
     communicator = meeting.create(job.host_backend)
     if job.backend == "nccl":
@@ -358,7 +344,7 @@ def create_process_group(options: Any, pg_options: Any = None) -> _native.Proces
     # torch names no ranks for the default group.
     is_world = not options.global_ranks_in_group
     if is_world:
-        forget_job()
+        current.mine().agreement = None  # the new world agrees anew
     communicator = create_communicator(
         options.store,
         options.group_rank,

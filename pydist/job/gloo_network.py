@@ -21,10 +21,12 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from pydist._torch import gloo_options
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job.rank_names import who_said_what
 
@@ -60,20 +62,21 @@ class GlooNetwork:
         if self.problem is not None:
             raise self.problem
 
-    def options(self) -> Any:
-        """Options for torch's gloo."""
-        # Any: torch's stubs leave out its options.
+    def options(self, timeout: timedelta) -> Any:
+        """Options for torch's gloo.
+
+        Args:
+            timeout: how long an operation may take.
+        """
+        # Any: torch's stubs leave out what makes its devices.
         gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
         if self.interfaces:
-            options._devices = [gloo.create_device(interface=name) for name in self.interfaces]
+            devices = [gloo.create_device(interface=name) for name in self.interfaces]
         elif self.address is not None:
-            options._devices = [gloo.create_device(hostname=self.address)]
+            devices = [gloo.create_device(hostname=self.address)]
         else:
-            options._devices = [gloo.create_default_device()]
-        # As torch has it: two for each.
-        options._threads = 2 * len(options._devices)
-        return options
+            devices = [gloo.create_default_device()]
+        return gloo_options(devices, timeout)
 
 
 def _interfaces() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pydist._torch import when_cuda_starts
 from pydist.errors import InvalidUsage, TransportError
 from pydist.gpu.nccl import find_nccl
 from pydist.gpu.visible import names_absent_gpus, narrow_to_own_instance, why_none
@@ -127,5 +128,4 @@ def make_current(gpu: int) -> None:
         except RuntimeError as error:
             raise TransportError(f"this rank can't use its own GPU, cuda:{gpu}: {error}") from error
     else:
-        lazily: Any = torch.cuda._lazy_call
-        lazily(lambda: torch.cuda.set_device(gpu))
+        when_cuda_starts(lambda: torch.cuda.set_device(gpu))

@@ -1,18 +1,15 @@
 """From what users pass as `group=` to the communicator that carries it."""
 
-import atexit
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 import torch.distributed as dist
 
 from pydist import _native
+from pydist._torch import backends_of, store_of_group
 from pydist.errors import InvalidUsage
-from pydist.job import backends, crossed_threads
+from pydist.job import backends, crossed_threads, current
 
 __all__ = ["Group", "communicator_of", "new_group"]
 
@@ -20,69 +17,8 @@ __all__ = ["Group", "communicator_of", "new_group"]
 Group = dist.ProcessGroup | _native.Communicator
 
 
-def _not_joined_error() -> InvalidUsage:
-    return InvalidUsage("this process has not joined a job yet: call pydist.init() first.")
-
-
-class _NotJoined:
-    """Stands where the default communicator will be."""
-
-    def __getattr__(self, name: str) -> object:
-        raise _not_joined_error()
-
-
-_not_joined = _NotJoined()
-
-# The communicator of the world. A module variable and not a function: the collectives read it on
-# every call.
-default: _native.Communicator = _not_joined  # type: ignore[assignment]
-
-# Communicators that pydist made for groups of other backends, and those split from others.
-_bootstrapped: "WeakKeyDictionary[dist.ProcessGroup, _native.Communicator]" = WeakKeyDictionary()
-_split: "WeakSet[_native.Communicator]" = WeakSet()
-# Those split for the layers of models: one for each group, whatever the number of layers.
-_of_layers: "WeakKeyDictionary[Group, _native.Communicator]" = WeakKeyDictionary()
-# Held while a group of another backend is met: threads that need it at the same time meet it once.
-_meeting: "WeakKeyDictionary[dist.ProcessGroup, threading.Lock]" = WeakKeyDictionary()
-# Guards the tables.
-_lock = threading.Lock()
-# What runs in threads on such communicators is finished by these before they close.
-before_closing: list[Callable[[], None]] = []
-# The process that made them: a forked child has them in memory, but they are not its to close.
-_owner = os.getpid()
-
-
-def set_default(communicator: _native.Communicator) -> None:
-    """Makes `communicator` the one of the world."""
-    global default
-    default = communicator
-
-
-def _own() -> None:
-    global _owner
-    _owner = os.getpid()
-    atexit.register(close_all)
-
-
-def close_all() -> None:
-    """Lets go of every communicator made here; those of torch's own groups stay with torch."""
-    global default
-    if os.getpid() == _owner:
-        for finish in list(before_closing):
-            finish()
-    default = _not_joined  # type: ignore[assignment]
-    if os.getpid() == _owner:
-        for communicator in [*_split, *_bootstrapped.values()]:
-            communicator.shutdown()
-    _split.clear()
-    _bootstrapped.clear()
-    _of_layers.clear()
-    atexit.unregister(close_all)
-
-
 def _backends(group: dist.ProcessGroup) -> Iterator[object]:
-    for device in sorted(group._device_types, key=lambda device: device.type != "cpu"):
-        backend = group._get_backend(torch.device(device))
+    for backend in backends_of(group):
         # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a checking wrapper around every backend.
         yield getattr(backend, "wrapped_pg", backend)
 
@@ -101,8 +37,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     Raises:
         InvalidUsage: the group has none.
     """
-    # torch has no public way to ask.
-    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    store = store_of_group(group)
     if store is None:
         raise InvalidUsage(
             f"group {group.group_name!r} has no key-value store (it was destroyed, or its backend "
@@ -120,17 +55,17 @@ def bootstrap(
 ) -> _native.Communicator:
     """A communicator for a group on another backend, met through that group's store.
 
-    Every rank of the group calls it. The communicator lives until `close_all`.
+    Every rank of the group calls it. The communicator lives as long as the job.
     """
-    with _lock:
-        meeting = _meeting.setdefault(group, threading.Lock())
+    job = current.mine()
+    with job.lock:
+        meeting = job.meeting.setdefault(group, threading.Lock())
     with meeting:
-        known = _bootstrapped.get(group)
+        known = job.bootstrapped.get(group)
         if known is None:
             known = _meet(group, backend, timeout, is_world)
-            with _lock:
-                _bootstrapped[group] = known
-            _own()
+            with job.lock:
+                job.bootstrapped[group] = known
     return known
 
 
@@ -166,9 +101,9 @@ def communicator_of(group: Group | None = None) -> _native.Communicator:
             `torch.distributed.GroupMember.NON_GROUP_MEMBER`), or `group` is something else.
     """
     if group is None:
-        if isinstance(default, _NotJoined):
-            raise _not_joined_error()
-        return default
+        if not current.job.has_world:
+            raise current.not_joined_error()
+        return current.job.world
     if isinstance(group, _native.Communicator):
         return group
     if isinstance(group, dist.ProcessGroup):
@@ -186,7 +121,7 @@ def communicator_of(group: Group | None = None) -> _native.Communicator:
 
 
 def split(parent: _native.Communicator, ranks: Sequence[int]) -> _native.Communicator:
-    """A communicator of some ranks of `parent`, closed by `close_all` at the latest.
+    """A communicator of some ranks of `parent`, closed with the job at the latest.
 
     All of these ranks call it, in the same order where they make several.
 
@@ -195,9 +130,9 @@ def split(parent: _native.Communicator, ranks: Sequence[int]) -> _native.Communi
     """
     crossed_threads.note_maker(parent)
     communicator = parent.split(list(ranks))
-    with _lock:
-        _split.add(communicator)
-    _own()
+    job = current.mine()
+    with job.lock:
+        job.split.add(communicator)
     if len(ranks) > 1:
         crossed_threads.refuse_crossed(communicator, parent, ranks)
     return communicator
@@ -215,13 +150,14 @@ def layer_communicator(group: Group | None = None) -> _native.Communicator:
     Raises:
         InvalidUsage: as in `communicator_of`.
     """
-    key = default if group is None else group
+    job = current.job
+    key = job.world if group is None else group
     # Only a group that passed the checks below is a key; other objects may not even be hashable.
-    if isinstance(key, Group) and key in _of_layers:
-        return _of_layers[key]
+    if isinstance(key, Group) and key in job.of_layers:
+        return job.of_layers[key]
     parent = communicator_of(group)
     communicator = split(parent, range(parent.size))
-    _of_layers[key] = communicator
+    job.of_layers[key] = communicator
     return communicator
 
 

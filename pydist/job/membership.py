@@ -3,21 +3,20 @@
 import atexit
 import logging
 import os
-import socket
 import threading
-import time
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from pydist import _native
-from pydist.errors import InvalidUsage, Timeout, TransportError
-from pydist.job import backends, groups
+from pydist.errors import InvalidUsage
+from pydist.job import backends, current, groups
+from pydist.job.current import Membership
 from pydist.job.gpu_assignment import gpu_of_local_rank
-from pydist.job.launchers import Placement, Rendezvous, read_placement
+from pydist.job.launchers import Placement, read_placement
+from pydist.job.rendezvous import meet
 
 __all__ = [
     "backend",
@@ -32,33 +31,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class _Process:
-    """This process in its job."""
-
-    communicator: _native.Communicator
-    # torch.distributed's default group, and whether pydist made it.
-    group: dist.ProcessGroup
-    owns_group: bool
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    device: torch.device
-    backend: str
-    # The process that joined; a forked child is another one.
-    pid: int
-
-
 _lock = threading.RLock()
-_process: _Process | None = None
 _log_handler: logging.Handler | None = None
 
-# How often this process has met the others: keeps the meetings apart in one store.
-_meetings = 0
-
-# How long a rank waits for the server that it reached to prove that it is this meeting's.
-_PROOF_S = 2.0
+# How often this process has met the others: the number of the last generation.
+_generations = 0
 
 
 def init(backend: str | None = None, *, timeout: float | timedelta | None = None) -> None:
@@ -96,7 +73,6 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         >>> 0 <= pydist.rank() < pydist.world_size()
         True
     """
-    global _process
     wait = None if timeout is None else backends.parse_timeout(timeout)
     with _lock:
         if is_initialized():
@@ -105,16 +81,15 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         shutdown()  # of what a destroyed default group has left
         _start_log()
         try:
-            _process = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
+            member = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
         except BaseException:
-            groups.close_all()
-            backends.forget_job()
+            current.replace()
             _stop_log()
             raise
-        groups.set_default(_process.communicator)
-        _native.set_log_rank(_process.rank)
+        current.job.membership, current.job.world = member, member.communicator
+        _native.set_log_rank(member.rank)
         atexit.register(shutdown)
-        if _process.rank == 0:
+        if member.rank == 0:
             for name, nearest in _native.unknown_variables():
                 backends.logger.warning(
                     "%s is set, but there is no such variable; did you mean %s?", name, nearest
@@ -122,15 +97,15 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
 
 
 def _check_same(backend: str | None, timeout: timedelta | None) -> None:
-    assert _process is not None
+    running = _joined()
     if backend is not None:
         wanted = backends.parse_backend(backend, "backend=")
-        if wanted not in ("auto", _process.backend):
+        if wanted not in ("auto", running.backend):
             raise InvalidUsage(
-                f"pydist runs on backend '{_process.backend}' already, so backend='{wanted}' can't "
+                f"pydist runs on backend '{running.backend}' already, so backend='{wanted}' can't "
                 "be had now; ask for it in the first call, or call pydist.shutdown() before."
             )
-    running_s = _process.communicator.timeout
+    running_s = running.communicator.timeout
     # The engine counts in milliseconds.
     if timeout is not None and abs(timeout.total_seconds() - running_s) >= 0.001:
         raise InvalidUsage(
@@ -141,13 +116,16 @@ def _check_same(backend: str | None, timeout: timedelta | None) -> None:
         )
 
 
-def _join(backend: str | None, timeout: timedelta | None) -> _Process:
+def _join(backend: str | None, timeout: timedelta | None) -> Membership:
     """Meets the other ranks and creates the default group."""
     placement = read_placement()
     if placement.doubt:
         backends.logger.warning("%s", placement.doubt)
     wait = timeout or backends.default_timeout()
-    store, serves = _meet(placement, wait)
+    global _generations
+    _generations += 1
+    current.replace(_generations)
+    store, serves = meet(placement, wait, _generations)
     dist.init_process_group(
         "pydist",
         store=dist.PrefixStore("group", store),
@@ -166,7 +144,7 @@ def _join(backend: str | None, timeout: timedelta | None) -> _Process:
     return _describe(owns_group=True, placement=placement)
 
 
-def _adopt(backend: str | None, timeout: timedelta | None) -> _Process:
+def _adopt(backend: str | None, timeout: timedelta | None) -> Membership:
     """Takes the default group that the script has made."""
     group = dist.group.WORLD
     assert group is not None
@@ -193,13 +171,13 @@ def _adopt(backend: str | None, timeout: timedelta | None) -> _Process:
     return _describe(owns_group=False, placement=placement)
 
 
-def _describe(*, owns_group: bool, placement: Placement | None) -> _Process:
-    group, job = dist.group.WORLD, backends.job()
+def _describe(*, owns_group: bool, placement: Placement | None) -> Membership:
+    group, agreement = dist.group.WORLD, current.job.agreement
     assert group is not None
     communicator = groups.communicator_in(group) or groups.bootstrap(group)
     rank, size = communicator.rank, communicator.size
-    if job is not None:
-        same_host = job.local_ranks(rank)
+    if agreement is not None:
+        same_host = agreement.local_ranks(rank)
         local_rank, local_world_size = same_host.index(rank), len(same_host)
     else:
         local_rank, local_world_size = rank, size
@@ -209,7 +187,7 @@ def _describe(*, owns_group: bool, placement: Placement | None) -> _Process:
             local_rank = placement.local_rank
         if placement.local_world_size is not None:
             local_world_size = placement.local_world_size
-    return _Process(
+    return Membership(
         communicator=communicator,
         group=group,
         owns_group=owns_group,
@@ -217,111 +195,18 @@ def _describe(*, owns_group: bool, placement: Placement | None) -> _Process:
         world_size=size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        device=_device(job, rank, local_rank),
+        device=_device(agreement, rank, local_rank),
         backend=communicator.backend,
-        pid=os.getpid(),
     )
 
 
-def _device(job: backends.Job | None, rank: int, local_rank: int) -> torch.device:
-    if job is not None:
-        gpu = job.gpus[rank]
+def _device(agreement: backends.Agreement | None, rank: int, local_rank: int) -> torch.device:
+    if agreement is not None:
+        gpu = agreement.gpus[rank]
     else:
         count = torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
         gpu = gpu_of_local_rank(local_rank, count)
     return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-
-
-def _meet(placement: Placement, timeout: timedelta) -> tuple[dist.Store, bool]:
-    """The store that all ranks share, and whether this process serves it."""
-    global _meetings
-    _meetings += 1
-    rendezvous = placement.rendezvous
-    if rendezvous is None:
-        return dist.HashStore(), False
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    meeting = f"pydist {rendezvous.job} {restart} {_meetings}"
-    # torchrun's agent serves the store; otherwise rank 0 does.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return dist.PrefixStore(meeting, _connect(rendezvous, placement, timeout)), False
-    if placement.rank == 0:
-        store = _serve(rendezvous, placement, timeout)
-        store.set(meeting, "here")
-        return dist.PrefixStore(meeting, store), True
-    deadline_s = time.monotonic() + timeout.total_seconds()
-    while True:
-        # The server may be the one of an earlier meeting, on its way down, or somebody else's.
-        left = timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
-        store = _connect(rendezvous, placement, left)
-        with suppress(RuntimeError):
-            store.wait([meeting], min(left, timedelta(seconds=_PROOF_S)))
-            return dist.PrefixStore(meeting, store), False
-        if time.monotonic() >= deadline_s:
-            raise Timeout(
-                f"rank {placement.rank}: what answers at {rendezvous.address}:{rendezvous.port} "
-                "is not this job's rank 0 (another job may use the port): set MASTER_PORT to a "
-                "free one on all ranks."
-            )
-
-
-def _serve(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> dist.Store:
-    try:
-        return dist.TCPStore(
-            rendezvous.address,
-            rendezvous.port,
-            world_size=placement.world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except RuntimeError as error:
-        raise TransportError(
-            f"rank 0 can't serve the job's store at {rendezvous.address}:{rendezvous.port}; if "
-            f"another job uses the port, set MASTER_PORT to a free one on all ranks. ({error})"
-        ) from error
-
-
-def _await_server(rendezvous: Rendezvous, timeout: timedelta) -> None:
-    """Waits until something listens there: torch's client would, too, but deaf to Ctrl-C."""
-    deadline_s = time.monotonic() + timeout.total_seconds()
-    place = (rendezvous.address, rendezvous.port)
-    problem = ""
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            socket.create_connection(place, min(left_s, 1.0)).close()
-        except OSError as error:
-            problem = str(error)
-            time.sleep(min(left_s, 0.05))
-        else:
-            return
-    raise TransportError(
-        f"nothing answers at the job's store, {place[0]}:{place[1]}, within "
-        f"{timeout.total_seconds():g} s: is rank 0 up, and are MASTER_ADDR and MASTER_PORT those "
-        f"of its host? ({problem})"
-    )
-
-
-def _connect(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> dist.Store:
-    start_s = time.monotonic()
-    _await_server(rendezvous, timeout)
-    left = timeout - timedelta(seconds=time.monotonic() - start_s)
-    try:
-        return dist.TCPStore(
-            rendezvous.address,
-            rendezvous.port,
-            world_size=placement.world_size,
-            is_master=False,
-            timeout=max(left, timedelta(seconds=0.1)),
-            wait_for_workers=False,
-        )
-    except RuntimeError as error:
-        raise TransportError(
-            f"rank {placement.rank} can't reach the job's store at "
-            f"{rendezvous.address}:{rendezvous.port} within {timeout.total_seconds():g} s: is rank "
-            "0 up, and are MASTER_ADDR and MASTER_PORT those of its host? "
-            f"({error})"
-        ) from error
 
 
 def _start_log() -> None:
@@ -364,12 +249,12 @@ def is_initialized() -> bool:
         >>> pydist.is_initialized()
         True
     """
-    process = _process
+    job = current.job
     return (
-        process is not None
-        and process.pid == os.getpid()
+        job.membership is not None
+        and job.pid == os.getpid()
         and dist.is_initialized()
-        and dist.group.WORLD is process.group
+        and dist.group.WORLD is job.membership.group
     )
 
 
@@ -387,21 +272,18 @@ def shutdown() -> None:
         >>> pydist.is_initialized()
         False
     """
-    global _process
     with _lock:
-        process, _process = _process, None
+        is_own, member = current.job.pid == os.getpid(), current.job.membership
         atexit.unregister(shutdown)
-        if process is not None and process.pid != os.getpid():
-            return  # the parent's job is the parent's to leave
-        groups.close_all()
-        backends.forget_job()
-        if process is None:
+        current.replace()
+        # The parent's job is the parent's to leave.
+        if member is None or not is_own:
             return
-        if process.owns_group:
-            if dist.is_initialized() and dist.group.WORLD is process.group:
+        if member.owns_group:
+            if dist.is_initialized() and dist.group.WORLD is member.group:
                 dist.destroy_process_group()
-            process.communicator.shutdown()
-        del process
+            member.communicator.shutdown()
+        del member
         _native.release_process()
         _native.set_log_rank(-1)
         _stop_log()
@@ -419,10 +301,11 @@ def private_communicator(group: groups.Group | None = None) -> _native.Communica
     return groups.split(parent, range(parent.size))
 
 
-def _joined() -> _Process:
-    if _process is None:
-        raise InvalidUsage("this process has not joined a job yet: call pydist.init() first.")
-    return _process
+def _joined() -> Membership:
+    member = current.job.membership
+    if member is None:
+        raise current.not_joined_error()
+    return member
 
 
 def rank() -> int:

@@ -9,6 +9,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from pydist._torch import with_parts
+
 __all__ = ["find_unpicklable"]
 
 _DEEPEST = 32
@@ -93,9 +95,7 @@ def _attributes(value: object, path: str) -> Iterator[tuple[str, object]]:
             if hasattr(value, name):
                 attributes[name] = getattr(value, name)
     # A module of torch keeps its parts in three dicts, which nobody writes in a path.
-    for name in ("_modules", "_parameters", "_buffers"):
-        attributes.update(attributes.pop(name, None) or {})
-    for name, item in attributes.items():
+    for name, item in with_parts(attributes).items():
         yield f"{path}.{name}", item
 
 

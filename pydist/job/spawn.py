@@ -43,6 +43,8 @@ R = TypeVar("R")
 
 # How long the other ranks get to end by themselves once one has failed, and again after SIGTERM.
 _GRACE_S = 2.0
+# How often a rank looks whether its parent is still there, should nothing else tell it.
+_PARENT_CHECK_S = 1.0
 
 _lock = threading.Lock()
 
@@ -310,6 +312,7 @@ def _unpack(folder: Path, rank: int) -> Any:
 def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
     """The life of a spawned process."""
     folder = Path(folder_name)
+    threading.Thread(target=_end_after_parent, name="pydist-parent", daemon=True).start()
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     if deadline_s is not None:
         # The monotonic clock is the same in all processes of a host.
@@ -322,6 +325,22 @@ def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
         _write(folder / f"failure-{rank}", pickle.dumps(_failure(rank, error)))
         # Not sys.exit: torch's wrapper would take it for a success of its own.
         raise RuntimeError(f"rank {rank} failed") from error
+
+
+def _end_after_parent() -> None:
+    """Waits until the process that called `spawn` is gone, and then ends this one.
+
+    torch has the kernel send SIGINT at that moment, so that a rank can end by itself. A program
+    that was started in the background ignores SIGINT, and so do its ranks.
+    """
+    parent = multiprocessing_process.parent_process()
+    assert parent is not None
+    while os.getppid() == parent.pid:
+        # Returns as soon as the parent dies, unless a process that the parent forked lives on: that
+        # holds the same pipe.
+        parent.join(_PARENT_CHECK_S)
+    time.sleep(_GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _write(file: Path, content: bytes) -> None:

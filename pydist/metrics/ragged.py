@@ -14,6 +14,7 @@ from torch import Tensor
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import groups, membership
 from pydist.job.groups import Group
+from pydist.job.outcome import exchange
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -123,7 +124,8 @@ def _gathered(
             f"root={root} is no rank of the group; they are 0 to {communicator.size - 1}."
         )
     mine, description = _described(rows, positions)
-    told = exchange(communicator, json.dumps(vars(description)).encode(), timeout=wait)
+    text = json.dumps(vars(description)).encode()
+    told = exchange(communicator, text, "ragged", timeout=wait)
     everybody = [_Rows(**{**text, "shape": tuple(text["shape"])}) for text in map(json.loads, told)]
     _check(everybody, communicator.rank)
     known = next((rank for rank in everybody if rank.dtype is not None), None)
@@ -238,16 +240,3 @@ def _gather_bytes(
     else:
         communicator.gather(sent, blocks, root, label="ragged", timeout=timeout)
     return gathered
-
-
-def exchange(
-    communicator: Communicator, text: bytes, *, timeout: float | None = None, label: str = "ragged"
-) -> list[bytes]:
-    """Tells every rank a text of each of them, of any length. All ranks call it together."""
-    lengths = torch.empty(communicator.size, dtype=torch.int64)
-    communicator.all_gather(torch.tensor([len(text)]), lengths, label=label, timeout=timeout)
-    sizes: list[int] = lengths.tolist()
-    gathered = torch.empty(sum(sizes), dtype=torch.uint8)
-    sent = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else gathered[:0]
-    communicator.all_gather(sent, list(gathered.split(sizes)), label=label, timeout=timeout)
-    return [bytes(part.tolist()) for part in gathered.split(sizes)]

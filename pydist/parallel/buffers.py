@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pydist._torch import buffers_of
+from pydist._torch import NormBase, buffers_of, runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
 from pydist.parallel.buffer_changes import BufferChanges
-from pydist.parallel.compiled_graphs import runs_uncompiled_throughout
 from pydist.parallel.rank_local import RankLocal
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class BufferSync:
         if not (self.is_enabled and self._owners):
             return False
         self.changes.warn_where_ranks_differ([self._owners[n][0] for n in self._watched])
-        buffers = list(self._buffers())  # all of them must be as they were wrapped
+        buffers = list(self._present())  # all of them must be as they were wrapped
         self.changes.note(self._watched_now())
         # They may have moved since.
         pairs = [(p, b.to(p.device)) for p, b in zip(self._places, buffers, strict=True)]
@@ -126,13 +125,13 @@ class BufferSync:
     @torch.no_grad()
     def pack(self) -> None:
         """Writes the buffers into the message."""
-        for place, buffer in zip(self._places, self._buffers(), strict=True):
+        for place, buffer in zip(self._places, self._present(), strict=True):
             place.copy_(buffer)
 
     @torch.no_grad()
     def unpack(self) -> None:
         """Sets the buffers to what the message holds."""
-        pairs = zip(self._owners, self._places, self._buffers(), strict=True)
+        pairs = zip(self._owners, self._places, self._present(), strict=True)
         for (_, owner, attribute), place, buffer in pairs:
             if _is_statistic(owner, attribute):
                 # As BatchNorm's own kernels do, behind the back of a graph that has saved them: it
@@ -142,7 +141,7 @@ class BufferSync:
                 buffer.copy_(place)
         self.changes.note(self._watched_now())
 
-    def _buffers(self) -> Iterator[Tensor]:
+    def _present(self) -> Iterator[Tensor]:
         for place, (name, owner, attribute) in zip(self._places, self._owners, strict=True):
             buffer = getattr(owner, attribute)
             if not isinstance(buffer, Tensor) or (buffer.dtype, buffer.shape) != (
@@ -159,7 +158,7 @@ class BufferSync:
 
 def _is_statistic(owner: nn.Module, attribute: str) -> bool:
     """Whether a buffer is one that a layer's own kernels update in each forward in training."""
-    return isinstance(owner, nn.modules.batchnorm._NormBase) and attribute in _STATISTICS
+    return isinstance(owner, NormBase) and attribute in _STATISTICS
 
 
 def _only_counts(owner: nn.Module, attribute: str) -> bool:
@@ -168,5 +167,5 @@ def _only_counts(owner: nn.Module, attribute: str) -> bool:
     Every forward in training changes such a count, also the first of two before one backward. On a
     device the host would wait there for its value.
     """
-    is_count = isinstance(owner, nn.modules.batchnorm._NormBase)
+    is_count = isinstance(owner, NormBase)
     return is_count and attribute == "num_batches_tracked" and owner.momentum is not None

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pydist._torch import active_torch_wrapper
+from pydist._torch import active_torch_wrapper, children_of, runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
-from pydist.parallel.compiled_graphs import runs_uncompiled_throughout
 
 if TYPE_CHECKING:
     from pydist.parallel.wrapper import DataParallel
@@ -70,6 +69,6 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield path, part
         left += [
             (f"{path}{'.' if path else ''}{name}", child)
-            for name, child in part._modules.items()
+            for name, child in children_of(part).items()
             if child is not None
         ]

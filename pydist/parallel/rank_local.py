@@ -19,10 +19,8 @@ import weakref
 
 from torch import Tensor, nn
 
-from pydist._torch import ignored_names
+from pydist._torch import IGNORED_NAMES, ignored_names
 from pydist.errors import InvalidUsage
-
-_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"
 
 
 class RankLocal:
@@ -40,9 +38,9 @@ class RankLocal:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        self._own_parameters: dict[int, weakref.ref[Tensor]] = {}
         # By the module that has the buffer, because steps may replace buffers.
-        self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = (
+        self._own_buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = (
             weakref.WeakKeyDictionary()
         )
         self.look_again()
@@ -53,15 +51,15 @@ class RankLocal:
         if names:
             for parameter in _named_parameters(self.module, names):
                 if not self.has(parameter):
-                    self._parameters[id(parameter)] = weakref.ref(parameter)
+                    self._own_parameters[id(parameter)] = weakref.ref(parameter)
         for name, _ in self.module.named_buffers():
             path, _, key = name.rpartition(".")
-            known = self._buffers.setdefault(self.module.get_submodule(path), {})
+            known = self._own_buffers.setdefault(self.module.get_submodule(path), {})
             known.setdefault(key, name in names)
 
     def has(self, parameter: Tensor) -> bool:
         """Whether a parameter is the rank's own."""
-        reference = self._parameters.get(id(parameter))
+        reference = self._own_parameters.get(id(parameter))
         return reference is not None and reference() is parameter
 
     def has_any(self) -> bool:
@@ -94,7 +92,7 @@ class RankLocal:
 
     def _has_buffer(self, name: str) -> bool:
         path, _, key = name.rpartition(".")
-        return self._buffers.get(self.module.get_submodule(path), {}).get(key, False)
+        return self._own_buffers.get(self.module.get_submodule(path), {}).get(key, False)
 
 
 def _named_parameters(module: nn.Module, names: frozenset[str]) -> list[nn.Parameter]:
@@ -111,7 +109,7 @@ def _named_parameters(module: nn.Module, names: frozenset[str]) -> list[nn.Param
         if parameter.requires_grad and (name in names) != (not missing):
             lacking = missing if name in names else [name]
             raise InvalidUsage(
-                f"the module's {_ATTRIBUTE} has some names of parameter {name} and lacks "
+                f"the module's {IGNORED_NAMES} has some names of parameter {name} and lacks "
                 f"{', '.join(map(repr, lacking))}: torch's DistributedDataParallel would ignore it "
                 "in one respect only (its values or its gradients). Put in all of "
                 f"{', '.join(map(repr, dict.fromkeys([name, *own])))}, or none"

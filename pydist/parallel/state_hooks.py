@@ -7,7 +7,7 @@ module alone, whose names have no prefix.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,8 @@ from pydist._torch import (
     is_public_hook,
     load_state_dict_post_hooks,
     load_state_dict_pre_hooks,
+    metadata_of,
+    set_metadata,
     state_dict_post_hooks,
     state_dict_pre_hooks,
 )
@@ -30,7 +32,7 @@ def taken_with_hooks(wrapper: nn.Module, module: nn.Module, *args: Any, **kwargs
         before(wrapper, prefix, bool(named.get("keep_vars")))
     state = module.state_dict(*args, **kwargs)
     for after in state_dict_post_hooks(wrapper).values():
-        metadata = getattr(state, "_metadata", {}).get(prefix[:-1], {})
+        metadata = (metadata_of(state) or {}).get(prefix[:-1], {})
         changed = after(wrapper, state, prefix, metadata)
         if changed is not None and is_public_hook(after):
             raise RuntimeError("state_dict post-hook must return None")
@@ -56,9 +58,9 @@ class HookedLoading:
         self._unexpected: list[str] = []
         self._errors: list[str] = []
         self.state_dict: OrderedDict[str, Any] = OrderedDict(state_dict)
-        metadata = getattr(state_dict, "_metadata", None)
+        metadata = metadata_of(state_dict)
         if metadata is not None:
-            self.state_dict._metadata = metadata  # type: ignore[attr-defined]
+            set_metadata(self.state_dict, metadata)
         own = {} if metadata is None else metadata.get("", {})
         told = (self._missing, self._unexpected, self._errors)
         for hook in load_state_dict_pre_hooks(wrapper).values():
@@ -105,16 +107,3 @@ def run_hooks_of_module(wrapper: Any, incompatible: Any) -> None:
     module: nn.Module = wrapper.module
     for hook in load_state_dict_post_hooks(module).values():
         hook(module, incompatible)
-
-
-def load_pre_hooks_first(wrapper: nn.Module, load: Callable[..., None], *args: Any) -> None:
-    """For where a module above the wrapper loads: runs the wrapper's hooks, then the module's part.
-
-    Args:
-        wrapper: It has the hooks.
-        load: The `_load_from_state_dict` of the module in it.
-        args: What torch has called the wrapper's with.
-    """
-    for hook in load_state_dict_pre_hooks(wrapper).values():
-        hook(*args)
-    load(*args)

@@ -9,15 +9,12 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pydist.parallel.compiled_graphs import uncompiled
-
-# What torch.compile calls the module that it wraps.
-_COMPILED = "_orig_mod"
+from pydist._torch import COMPILED, metadata_of, set_metadata, uncompiled
 
 
 def plain_name(name: str) -> str:
     """A name without what `torch.compile` has put into it."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -65,23 +62,21 @@ def matched(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, An
     given = _without_prefix(_uncompiled(state_dict), uncompiled(module))
     names = {plain: name for name, plain in plain_names(module, own).items()}
     found = OrderedDict((names.get(name, name), value) for name, value in given.items())
-    metadata = getattr(given, "_metadata", None)
+    metadata = metadata_of(given)
     if metadata is not None:
         places = plain_names(module, (at for at, _ in module.named_modules()))
-        found._metadata = OrderedDict(  # type: ignore[attr-defined]
-            (at, metadata[plain]) for at, plain in places.items() if plain in metadata
-        )
+        notes = {at: metadata[plain] for at, plain in places.items() if plain in metadata}
+        set_metadata(found, OrderedDict(notes))
     return found
 
 
 def _uncompiled(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state without what `torch.compile` has put into its names."""
     plain = OrderedDict((plain_name(name), value) for name, value in state_dict.items())
-    metadata = getattr(state_dict, "_metadata", None)
+    metadata = metadata_of(state_dict)
     if metadata is not None:
-        plain._metadata = OrderedDict(  # type: ignore[attr-defined]
-            (plain_name(name), value) for name, value in metadata.items()
-        )
+        notes = {plain_name(name): value for name, value in metadata.items()}
+        set_metadata(plain, OrderedDict(notes))
     return plain
 
 
@@ -96,11 +91,12 @@ def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping
         if not stripped:
             return state_dict
     plain = OrderedDict((name.removeprefix(prefix), value) for name, value in state_dict.items())
-    metadata = getattr(state_dict, "_metadata", None)
+    metadata = metadata_of(state_dict)
     if metadata is not None:
-        plain._metadata = OrderedDict(  # type: ignore[attr-defined]
-            (name.removeprefix("module").removeprefix("."), value)
+        notes = {
+            name.removeprefix("module").removeprefix("."): value
             for name, value in metadata.items()
             if name.startswith("module")
-        )
+        }
+        set_metadata(plain, OrderedDict(notes))
     return plain

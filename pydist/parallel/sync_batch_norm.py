@@ -34,12 +34,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
+from pydist._torch import BatchNormBase, children_of
 from pydist.errors import InvalidUsage
-from pydist.job import groups, membership
+from pydist.job import current, groups, membership
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -53,7 +53,7 @@ _in_use: WeakKeyDictionary[SyncBatchNorm, tuple[object, Communicator]] = WeakKey
 _of_wrapper: WeakKeyDictionary[SyncBatchNorm, tuple[object, Communicator]] = WeakKeyDictionary()
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNormBase):
     """Batch normalisation over the samples of all ranks, as if they were one batch.
 
     In training mode forward and backward are collective: all ranks of the group call them, for the
@@ -222,19 +222,19 @@ class SyncBatchNorm(_BatchNorm):
         """
         for name, layer in _batch_norms(module):
             _check_convertible(name, layer)
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNormBase):
             return cls._from(module, process_group)
         converted: dict[nn.Module, nn.Module] = {}
         for part in list(module.modules()):
-            for name, child in list(part._modules.items()):
-                if isinstance(child, _BatchNorm):
+            for name, child in list(children_of(part).items()):
+                if isinstance(child, BatchNormBase):
                     if child not in converted:
                         converted[child] = cls._from(child, process_group)
                     part.add_module(name, converted[child])
         return module
 
     @classmethod
-    def _from(cls, layer: _BatchNorm, process_group: groups.Group | None) -> SyncBatchNorm:
+    def _from(cls, layer: BatchNormBase, process_group: groups.Group | None) -> SyncBatchNorm:
         converted = cls.__new__(cls)
         # Its tables and not copies of them: handles that remove hooks go on working.
         converted.__dict__.update(layer.__dict__)
@@ -345,19 +345,19 @@ def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def _batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+def _batch_norms(module: nn.Module) -> Iterator[tuple[str, BatchNormBase]]:
     for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm):
+        if isinstance(part, BatchNormBase):
             yield name or "the module itself", part
 
 
-def _check_convertible(name: str, layer: _BatchNorm) -> None:
+def _check_convertible(name: str, layer: BatchNormBase) -> None:
     kind = type(layer).__name__
     if isinstance(layer, LazyModuleMixin):
         raise InvalidUsage(
             f"{name} ({kind}) has no shape yet: run one forward before converting the module"
         )
-    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+    known = (BatchNormBase.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
     if type(layer).forward not in known or "forward" in layer.__dict__:
         raise InvalidUsage(
             f"{name} ({kind}) has a forward of its own, which pydist.SyncBatchNorm would replace: "
@@ -370,7 +370,7 @@ def _check_convertible(name: str, layer: _BatchNorm) -> None:
 
 
 def _key_of(group: groups.Group | None) -> object:
-    return groups.default if group is None else group
+    return current.job.world if group is None else group
 
 
 def talk_apart(module: nn.Module, group: groups.Group | None, communicator: Communicator) -> None:

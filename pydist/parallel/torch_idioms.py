@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pydist._torch import set_ignored_names
+from pydist._torch import StandIn, set_ignored_names
 from pydist.errors import InvalidUsage
 from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.settings import Settings
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from pydist.parallel.buffers import BufferSync
 
 
-class TorchIdioms(nn.Module):
+class TorchIdioms(StandIn):
     """The part of `pydist.DataParallel` that is there for such programs alone."""
 
-    module: nn.Module
     _reducer: Any
     _communicator: _native.Communicator
     _local: RankLocal

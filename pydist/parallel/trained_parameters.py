@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pydist._torch import parameters_of
 from pydist.errors import InvalidUsage
 from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.reducer import Trained
@@ -112,10 +113,11 @@ class TrainedParameters:
             require_ordinary("parameter", name, parameter)
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._places = [
-            (part._parameters, key, parameter)
+            (table, key, parameter)
             for part in self._module.modules()
-            if isinstance(part._parameters, dict)  # not so in TorchScript
-            for key, parameter in part._parameters.items()
+            for table in [parameters_of(part)]
+            if table is not None
+            for key, parameter in table.items()
             if parameter is not None
         ]
         self._seen = seen if len(named) == len(found) else -1

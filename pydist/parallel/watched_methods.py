@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Generator
 from typing import Any
 
-from pydist.parallel.compiled_graphs import runs_uncompiled
+from pydist._torch import runs_uncompiled
 
 # Takes what a forward has returned.
 Watch = Callable[[Any], None]

@@ -1,4 +1,8 @@
-"""`pydist.DataParallel`: the same model on every rank, trained on the mean of their gradients."""
+"""`pydist.DataParallel`: the same model on every rank, trained on the mean of their gradients.
+
+The file is long because the class has all methods of torch's, each with its reference: what it does
+itself is to call the other modules of this folder.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map_only
 
 from pydist import _native
+from pydist._torch import (
+    OF_MODULE,
+    Future,
+    came_out_of_backward,
+    runs_uncompiled,
+    runs_uncompiled_throughout,
+    share_tables,
+    tree_map_only,
+)
 from pydist.errors import Error, InvalidUsage, Timeout
 from pydist.job import groups, membership
 from pydist.parallel.bucket_planner import (
@@ -31,11 +43,7 @@ from pydist.parallel.bucket_planner import (
     typical_cap_bytes,
 )
 from pydist.parallel.buffers import BufferSync
-from pydist.parallel.compiled_graphs import (
-    graphs_cut_at,
-    runs_uncompiled,
-    runs_uncompiled_throughout,
-)
+from pydist.parallel.compiled_graphs import graphs_cut_at
 from pydist.parallel.nested_wrappers import refuse_active_torch, refuse_wrapped
 from pydist.parallel.ownership import ids_in_any, note_wrapper, training_too
 from pydist.parallel.prefixed_names import warn_of_prefix
@@ -52,7 +60,6 @@ from pydist.parallel.settings import Settings, settings_of
 from pydist.parallel.state_hooks import (
     HookedLoading,
     has_loading_hooks,
-    load_pre_hooks_first,
     run_hooks_of_module,
     taken_with_hooks,
 )
@@ -99,15 +106,7 @@ _OWN_NAMES = {
 }
 
 # Of a wrapper's attributes, those that its copies do not take over.
-_NOT_COPIED = {
-    "module",
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "_modules",
-    "_compiled_call_impl",
-    "process_group",
-}
+_NOT_COPIED = OF_MODULE | {"process_group"}
 
 # The wrapper that is in join(); ranks that wait for each other in two would wait in a circle.
 _joining: weakref.ref[DataParallel] | None = None
@@ -333,15 +332,7 @@ class DataParallel(TorchIdioms):
         self, local: RankLocal, settings: Settings, input_device: torch.device | None
     ) -> None:
         module = local.module
-        # Note [One set of names]: the wrapper shares the module's tables instead of holding the
-        # module as a child, so that all of nn.Module finds the same names in both.
-        self.__dict__.update(
-            module=module,
-            _parameters=module._parameters,
-            _buffers=module._buffers,
-            _non_persistent_buffers_set=module._non_persistent_buffers_set,
-            _modules=module._modules,
-        )
+        share_tables(self, module)
         self._settings = settings
         self._local = local
         self._input_device = input_device
@@ -501,7 +492,7 @@ class DataParallel(TorchIdioms):
     def weighted(self, weight: float | Tensor) -> Iterator[None]:
         """Lets every backward that runs inside count for `weight` in the mean.
 
-        The mean over tokens of the whole job, where each rank's loss is the mean over its own:
+        The mean over tokens of the whole job, where each rank's loss is the mean over its own::
 
             with model.weighted(mask.sum()):
                 loss.backward()
@@ -933,9 +924,6 @@ class DataParallel(TorchIdioms):
             return hooked.load(matched(hooked.state_dict, self.module), strict)
         return self.module.load_state_dict(matched(state_dict, self.module), strict)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        load_pre_hooks_first(self, self.module._load_from_state_dict, *args)
-
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The module and those within it, under the module's own names."""
         warn_of_prefix("named_modules")
@@ -978,10 +966,6 @@ class DataParallel(TorchIdioms):
     def apply(self, fn: Callable[[nn.Module], None]) -> DataParallel:
         """Applies `fn` to the module and those within it."""
         self.module.apply(fn)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallel:
-        self.module._apply(fn, recurse)
         return self
 
     def extra_repr(self) -> str:
@@ -1116,8 +1100,8 @@ def _plan(
 
 def _came_out_of_averaging(error: BaseException) -> bool:
     """Whether an error ended a backward."""
-    names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-    if names & {"_engine_run_backward", "sync_gradients"}:
+    frames = traceback.walk_tb(error.__traceback__)
+    if came_out_of_backward(error) or any(f.f_code.co_name == "sync_gradients" for f, _ in frames):
         return True
     before = error.__cause__ or error.__context__
     return before is not None and _came_out_of_averaging(before)
@@ -1127,7 +1111,7 @@ def _returning_future(hook: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     def checked(state: Any, bucket: Any) -> Any:
         future = hook(state, bucket)
         # torch's C++ returns the base class of its Python one.
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, Future):
             raise InvalidUsage(
                 f"what averages a bucket returned a {type(future).__name__}; it must return a "
                 "torch.futures.Future of the mean"

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from pydist._torch import FAKE_TENSORS_LOG, fake_tensors, identity_of, tree_map_only
 from pydist.errors import InvalidUsage
 
 
@@ -29,10 +29,7 @@ def saved_activation_bytes(module: nn.Module, sample: Any, dtype: torch.dtype | 
     Raises:
         InvalidUsage: Forward fails on it, or asks for values.
     """
-    # Only who predicts activations needs it.
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = fake_tensors(allow_non_fake_inputs=True)
     # Only storages that are alive have names of their own.
     own: dict[int, torch.UntypedStorage] = {}
     saved: dict[int, torch.UntypedStorage] = {}
@@ -47,30 +44,30 @@ def saved_activation_bytes(module: nn.Module, sample: Any, dtype: torch.dtype | 
     def save(value: Any) -> Any:
         if isinstance(value, Tensor) and value.layout == torch.strided:
             storage = value.untyped_storage()
-            if storage._cdata not in own:
-                saved[storage._cdata] = storage
+            if identity_of(storage) not in own:
+                saved[identity_of(storage)] = storage
         return value
 
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         made = fake(tensor)
-        own[made.untyped_storage()._cdata] = made.untyped_storage()
+        own[identity_of(made.untyped_storage())] = made.untyped_storage()
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = made
     args, kwargs = _arguments(sample)
     try:
         shadow = copy.deepcopy(module, memo)
-        args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, fake, (args, kwargs))
         hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda value: value)
-        with _quiet("torch._subclasses.fake_tensor"), fake_mode, hooks:
+        with _quiet(FAKE_TENSORS_LOG), fake_mode, hooks:
             output = shadow(*args, **kwargs)
     except Exception as error:
         raise InvalidUsage(
             f"activations can't be predicted: forward of the sample without values raised "
             f"{type(error).__name__}: {error}; correct the sample, or plan without it"
         ) from error
-    pytree.tree_map_only(Tensor, save, output)
+    tree_map_only(Tensor, save, output)
     return sum(storage.nbytes() for storage in saved.values())
 
 

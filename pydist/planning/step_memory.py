@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pydist._torch import TorchDispatchMode, tree_leaves
 from pydist.errors import InvalidUsage
-from pydist.sharding.trial import apart
+from pydist.sharding.eligibility import apart
 
 __all__ = ["StepMemory", "step_memory", "temporaries"]
 
@@ -144,6 +143,6 @@ class _NewMemory(TorchDispatchMode):
 
 def _storages(tree: Any) -> dict[StorageWeakRef, int]:
     """The memory of tensors in a structure, with its bytes."""
-    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {StorageWeakRef(storage): storage.nbytes() for storage in storages}

@@ -22,7 +22,7 @@ class BatchSampler(torch_samplers.BatchSampler):
     """Yields this rank's part of each batch; replaces torch's `BatchSampler`.
 
     A batch of all ranks together is a stretch of the epoch, so it holds the same samples however
-    many ranks share it. Without a loader, for data in memory:
+    many ranks share it. Without a loader, for data in memory::
 
         for indices in pydist.BatchSampler(sampler, global_batch_size=64, as_tensors=True):
             loss = model(inputs[indices]) ...

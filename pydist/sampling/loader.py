@@ -18,7 +18,7 @@ import torch
 import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
-from pydist._torch import FedLoader
+from pydist._torch import FedLoader, take_attributes
 from pydist.errors import InvalidUsage
 from pydist.sampling.agreed_seed import SeedChoice
 from pydist.sampling.audit import Ledger
@@ -406,16 +406,15 @@ def _prepared(
     if kind is not DataLoader:
         made = type(f"Prepared{kind.__name__}", (PreparedLoader, kind), {"_kind": kind})
     prepared: PreparedLoader[T] = made.__new__(made)
-    # torch's loader refuses to have its samplers set; what it was made with is all in here.
     prepared.__dict__.update(loader.__dict__)
     batch_size = loader.batch_size
     if batch_size is not None and isinstance(source, BatchSampler):
         batch_size = source.batch_size  # this rank's
     is_batched = loader.batch_sampler is not None
-    prepared.__dict__.update(
+    take_attributes(
+        prepared,
         _source=source,
         _feed=_Feed(source),
-        _iterator=None,
         batch_size=batch_size,
         batch_sampler=source if is_batched else None,
         sampler=_sampler_of(source) if is_batched else source,

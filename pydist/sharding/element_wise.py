@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
-from pydist.sharding.trial import changed_key, copy_of, try_in_pieces, without_tensors
+from pydist.sharding.eligibility import changed_key, copy_of, try_in_pieces, without_tensors
 
 # Each is held to the bits of the same class on whole parameters, by a test.
 ELEMENT_WISE: tuple[type[Optimizer], ...] = (

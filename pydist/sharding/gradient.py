@@ -16,8 +16,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pydist._torch import (
+    EACH,
+    HAS_COMPATIBLE_TYPE,
+    NORM_OF_EACH,
+    UNSCALE_EACH,
+    as_plain_tensors,
+    on_each,
+    runs_uncompiled,
+    unscale_each,
+)
 from pydist.errors import InvalidUsage
-from pydist.parallel.compiled_graphs import runs_uncompiled
+from pydist.sharding.facts import FACTS
 
 
 class GradientParts(Protocol):
@@ -79,7 +89,7 @@ class ShardedGradient(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _NEED_NO_VALUES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 return func(*args, **kwargs)
         if func in _SAME_MEMORY:
             return args[0]
@@ -117,14 +127,14 @@ class ShardedGradient(Tensor):
 @runs_uncompiled
 def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Sets gradients that are sharded to None, and puts them back afterwards."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain_tensors():
         hidden = [(p, p.grad) for p in parameters if isinstance(p.grad, ShardedGradient)]
         for parameter, _ in hidden:
             parameter.grad = None
     try:
         yield
     finally:
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             for parameter, gradient in hidden:
                 parameter.grad = gradient
 
@@ -153,7 +163,7 @@ def _part(gradient: ShardedGradient) -> Tensor:
 
 def _convert(name: str, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> ShardedGradient:
     """For `module.to(...)`, where it changes nothing."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain_tensors():
         moved: Tensor = getattr(gradient, name)(*args, **kwargs)
     if moved is not gradient:
         raise InvalidUsage(
@@ -183,7 +193,7 @@ def _change(name: str, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> 
 def _change_each(
     name: str, gradients: Sequence[Tensor], *args: Any, **kwargs: Any
 ) -> Sequence[Tensor]:
-    """Such as `torch._foreach_mul_`, also with a factor for each."""
+    """What is done to many tensors at once, also with a factor for each."""
     if gradients and not any(isinstance(value, (list, tuple)) for value in args):
         _check_operands(name, [*args, *kwargs.values()])
         for owner in _owners(gradients):
@@ -191,10 +201,10 @@ def _change_each(
         parts = [_part(g) if isinstance(g, ShardedGradient) else g for g in gradients]
         parts = [part for part in parts if part.numel() != 0]
         if parts:
-            getattr(torch, name)(parts, *args, **kwargs)
+            on_each(name, parts, *args, **kwargs)
         _note_changes(gradients)
         return gradients
-    single = name.removeprefix("_foreach_")
+    single = name.removeprefix(EACH)
     for number, gradient in enumerate(gradients):
         own = [value[number] if isinstance(value, (list, tuple)) else value for value in args]
         getattr(gradient, single)(*own, **kwargs)
@@ -279,7 +289,7 @@ def _check_finite_and_unscale(
     parts = [_part(g) if isinstance(g, ShardedGradient) else g for g in gradients]
     parts = [part for part in parts if part.numel() != 0]
     if parts:
-        torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
+        unscale_each(parts, found_inf, inverse_scale)
     owners = _owners(gradients)
     for owner in owners:
         owner.note_own_finite(found_inf)
@@ -307,34 +317,16 @@ _CONVERSIONS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to")
 
 _HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_IN_PLACE, _change),
-    **{f"_foreach_{name}": _change_each for name in _IN_PLACE},
+    **{f"{EACH}{name}": _change_each for name in _IN_PLACE},
     "__imul__": lambda _name, *args: _change("mul_", *args),
     "__itruediv__": lambda _name, *args: _change("div_", *args),
     "linalg_norm": _linalg_norm,
     "linalg_vector_norm": _norm,
     **dict.fromkeys(_CONVERSIONS, _convert),
     "norm": _norm,
-    "_foreach_norm": _norm_of_each,
-    "_amp_foreach_non_finite_check_and_unscale_": _check_finite_and_unscale,
+    NORM_OF_EACH: _norm_of_each,
+    UNSCALE_EACH: _check_finite_and_unscale,
 }
-
-_FACTS = (
-    "_version",
-    "device",
-    "dtype",
-    "grad",
-    "grad_fn",
-    "is_cpu",
-    "is_cuda",
-    "is_leaf",
-    "is_sparse",
-    "itemsize",
-    "layout",
-    "nbytes",
-    "ndim",
-    "requires_grad",
-    "shape",
-)
 
 # No autograd graph has a gradient that is sharded: these would be the same over again, and what
 # changes one in place changes the other.
@@ -344,22 +336,7 @@ _SAME_MEMORY: set[Any] = {
     torch.detach,
 }
 
-_NEED_NO_VALUES: set[Any] = {
-    *(getattr(Tensor, name).__get__ for name in _FACTS),
-    Tensor.detach_,
-    Tensor.dim,
-    Tensor.element_size,
-    Tensor.get_device,
-    Tensor.is_complex,
-    Tensor.is_floating_point,
-    Tensor.nelement,
-    Tensor.numel,
-    Tensor.requires_grad_,
-    Tensor.size,
-    Tensor.__hash__,
-    Tensor.__len__,
-    torch._has_compatible_shallow_copy_type,
-}
+_NEED_NO_VALUES = FACTS | {Tensor.detach_, HAS_COMPATIBLE_TYPE}
 
 
 def part_norm(part: Tensor, order: float) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist import _native
+from pydist._torch import EACH, on_each
 from pydist.errors import InvalidUsage
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.wrapper import DataParallel
@@ -167,6 +168,6 @@ class ReducedGradients:
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).item()
         for gradients in (shared, own):
             if gradients:
-                torch._foreach_mul_(gradients, factor)
+                on_each(f"{EACH}mul_", gradients, factor)
         dtype = self._layout.parameters[0].dtype.to_real()
         return total.to(self._layout.parameters[0].device, dtype)

@@ -25,11 +25,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch
 from torch.utils.hooks import RemovableHandle
 
 from pydist import _native
-from pydist.parallel.compiled_graphs import compiles_anything
+from pydist._torch import (
+    BACKWARD_HOOKS,
+    as_plain_tensors,
+    children_of,
+    compiles_anything,
+    parameters_of,
+    without_functorch,
+)
+from pydist.sharding.facts import FACTS, getters
 
 # A wait that has a limit is the host's.
 _NEVER_S = 1e9
@@ -51,7 +58,7 @@ class Gather:
 
     def __init__(self, parameters: Sequence[Tensor], work: _native.Work) -> None:
         # Parameters have the gather, and nothing has them: a model that nobody reads again goes.
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._references = [weakref.ref(parameter) for parameter in parameters]
         self._work = work
         self._device = parameters[0].device
         self._is_over = False
@@ -94,7 +101,7 @@ class Gather:
             if self._is_over:
                 return
             self._is_over = True
-            for reference in self._parameters:
+            for reference in self._references:
                 parameter = reference()
                 # A later one may have begun, of another optimizer.
                 if parameter is not None and getattr(parameter, "gathered_by", None) is self:
@@ -121,9 +128,8 @@ def _unhook_modules() -> None:
 def _wait_for_own(module: nn.Module, _: Any) -> None:
     """Before a module's forward: it may give what it has itself to code that doesn't wait."""
     for parameter in _own_parameters(module):
-        while parameter is not None and _functorch.is_functorch_wrapped_tensor(parameter):
-            parameter = _functorch.get_unwrapped(parameter)  # of torch.func.functional_call
-        for gather in _gathers_in(parameter):
+        # torch.func.functional_call puts tensors of its own in the places of parameters.
+        for gather in _gathers_in(None if parameter is None else without_functorch(parameter)):
             gather.wait()
     if not _under_way:  # models that nobody has any more ended nothing
         with _lock:
@@ -135,10 +141,10 @@ def _own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
         # The modules within it are run without their hooks.
         yield from module.parameters()
         return
-    yield from module._parameters.values()
-    for part in module._modules.values():
+    yield from (parameters_of(module) or {}).values()
+    for part in children_of(module).values():
         if isinstance(part, (nn.ParameterList, nn.ParameterDict)):
-            yield from part._parameters.values()
+            yield from (parameters_of(part) or {}).values()
 
 
 class InFlight(nn.Parameter):
@@ -158,7 +164,7 @@ class InFlight(nn.Parameter):
             for gather in dict.fromkeys(_gathers_in((args, kwargs))):
                 gather.wait()
         # What is in flight still, is nested deeper than anybody looks, or not read.
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -193,45 +199,16 @@ def _gathers_in(value: Any) -> Iterable[Gather]:
             yield from _gathers_in(item)
 
 
-_FACTS = (
-    "_backward_hooks",
-    "_version",
-    "device",
-    "dtype",
-    "grad",
-    "grad_fn",
-    "is_cpu",
-    "is_cuda",
-    "is_leaf",
-    "is_sparse",
-    "itemsize",
-    "layout",
-    "nbytes",
-    "ndim",
-    "requires_grad",
-    "retains_grad",
-    "shape",
-)
-
-_NEED_NO_VALUES: set[Any] = {
-    *(getattr(Tensor, name).__get__ for name in _FACTS),
+_NEED_NO_VALUES = {
+    *FACTS,
+    BACKWARD_HOOKS,
+    *getters(["retains_grad"]),
     *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
     cast(Any, Tensor.grad).__delete__,
-    Tensor.dim,
-    Tensor.element_size,
-    Tensor.get_device,
-    Tensor.is_complex,
     Tensor.is_contiguous,
-    Tensor.is_floating_point,
     Tensor.is_shared,
-    Tensor.nelement,
-    Tensor.numel,
     Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook,
-    Tensor.requires_grad_,
-    Tensor.size,
     Tensor.stride,
     Tensor.storage_offset,
-    Tensor.__hash__,
-    Tensor.__len__,
 }

@@ -1,4 +1,8 @@
-"""`pydist.ShardedOptimizer`: each rank updates, and keeps the optimizer's state of, its share."""
+"""`pydist.ShardedOptimizer`: each rank updates, and keeps the optimizer's state of, its share.
+
+The file is long because the class is, a third of it the reference of its methods: the class only
+says in which order the ranks do what the other modules of this folder hold.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +21,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pydist import _native
-from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
-from pydist.job import groups, membership
-from pydist.parallel.compiled_graphs import (
+from pydist._torch import (
+    as_plain_tensors,
     compiles_anything,
+    run_load_state_dict_post_hooks,
+    run_load_state_dict_pre_hooks,
+    run_state_dict_post_hooks,
+    run_state_dict_pre_hooks,
     runs_uncompiled,
     runs_uncompiled_throughout,
     scripts_any_function,
 )
+from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
+from pydist.job import current, groups, membership
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
-from pydist.sharding.bucket_step import BucketStep
 from pydist.sharding.buckets import Bucket, gather, let_arrive
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
 from pydist.sharding.gradient import ShardedGradient, without_gradients
 from pydist.sharding.gradient_norms import ReducedGradients
-from pydist.sharding.options_of_class import require_options_of
 from pydist.sharding.own_writes import OwnWrites
 from pydist.sharding.parameter_groups import (
     checked_group,
@@ -47,25 +54,27 @@ from pydist.sharding.parameter_groups import (
     values_of_step,
 )
 from pydist.sharding.placement import ShardedLayout
-from pydist.sharding.segment_state import (
+from pydist.sharding.shown_state import StateOfShards
+from pydist.sharding.state import ParameterState, ShardedState, StateRange
+from pydist.sharding.state_dict import (
+    from_state_dict,
+    from_unsharded,
+    is_sharded,
+    require_form,
+    require_options_of,
+    to_state_dict,
+    to_unsharded,
+    without_absent,
+)
+from pydist.sharding.state_guard import RanksPart, refuse_checkpoints
+from pydist.sharding.state_io import (
     ranges_of,
     require_state_of,
     state_of,
     take_over,
     waiting_state,
 )
-from pydist.sharding.sharded_state import ParameterState, ShardedState, StateRange
-from pydist.sharding.shown_state import StateOfShards
-from pydist.sharding.state_dict_form import (
-    from_state_dict,
-    from_unsharded,
-    is_sharded,
-    require_form,
-    to_state_dict,
-    to_unsharded,
-    without_absent,
-)
-from pydist.sharding.state_guard import RanksPart, refuse_checkpoints
+from pydist.sharding.step import BucketStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -202,7 +211,7 @@ class ShardedOptimizer(Optimizer):
         >>> optimizer.zero_grad()
     """
 
-    # Its step does, inside no_sync() as well, and tells the other ranks: see step_guard.
+    # Its step does, inside no_sync() as well, and tells the other ranks.
     refuses_pending_gradients = True
 
     def __init__(
@@ -294,8 +303,8 @@ class ShardedOptimizer(Optimizer):
         )
         leaving.atexit = False  # by then the job is over
         _leaving[self] = leaving
-        if _let_all_arrive not in groups.before_closing:
-            groups.before_closing.append(_let_all_arrive)
+        if _let_all_arrive not in current.before_closing:
+            current.before_closing.append(_let_all_arrive)
         self._place(self._layout.enter(self.param_groups))
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -554,6 +563,8 @@ class ShardedOptimizer(Optimizer):
     def writing(self) -> Iterator[bool]:
         """Lets one rank write into the parameters for all ranks. All ranks call it together.
 
+        ::
+
             with optimizer.writing() as mine:
                 if mine:
                     model.head.weight.normal_()
@@ -635,7 +646,7 @@ class ShardedOptimizer(Optimizer):
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             for parameter in self._layout.parameters:
                 parameter.grad = None
 
@@ -809,16 +820,12 @@ class ShardedOptimizer(Optimizer):
         rank, size = self._communicator.rank, self._communicator.size
         if size > 1:
             refuse_checkpoints()
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
+        run_state_dict_pre_hooks(self)
         local = self.sharded_state()
-        state_dict = (
-            to_unsharded(local) if size == 1 else to_state_dict(local, RanksPart(rank, size))
+        return run_state_dict_post_hooks(
+            self,
+            to_unsharded(local) if size == 1 else to_state_dict(local, RanksPart(rank, size)),
         )
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a `state_dict()`, or one of an unsharded optimizer of the class. Copies it.
@@ -831,9 +838,7 @@ class ShardedOptimizer(Optimizer):
             InvalidUsage: As for `load_sharded_state`; or it is, by the options of its groups, of
                 another class. Nothing has changed.
         """
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
+        state_dict = run_load_state_dict_pre_hooks(self, state_dict)
         require_form(state_dict)
         for group in state_dict["param_groups"]:
             require_options_of(self._class.__qualname__, self, group)
@@ -845,8 +850,7 @@ class ShardedOptimizer(Optimizer):
             of_present = without_absent(state_dict, self.param_groups, present)
             state = from_unsharded(of_present, named)
         self.load_sharded_state(state)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        run_load_state_dict_post_hooks(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidUsage(

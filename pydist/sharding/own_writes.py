@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from pydist import _native
+from pydist._torch import version_of
 from pydist.errors import Error, InvalidUsage, Mismatch
+from pydist.job.outcome import outcomes
 from pydist.job.rank_names import name_ranks
 from pydist.sharding.buckets import Bucket, Member, kind_of
-
-# Of what a rank tells the others about an error of its own.
-_TOLD_BYTES = 512
 
 
 @dataclass
@@ -113,7 +112,7 @@ class OwnWrites:
                 has apart (on every rank, as an Error on the others).
         """
         error: BaseException | None = None
-        before = [(p._version, p.data_ptr()) for _, p in apart]
+        before = [(version_of(p), p.data_ptr()) for _, p in apart]
         try:
             yield
         except BaseException as raised:
@@ -258,17 +257,12 @@ class OwnWrites:
                 f"{' and more' if len(names) > 3 else ''}. Write inside `if mine:` alone; nothing "
                 "of it stays"
             ) from error
-        own = f"{type(error).__name__}: {error}".encode()[:_TOLD_BYTES]
-        row = torch.zeros(_TOLD_BYTES, dtype=torch.uint8)
-        row[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        rows = row.new_empty(self._communicator.size, _TOLD_BYTES)
-        self._communicator.all_gather(row, rows, label="who raised inside optimizer.writing()")
+        everybody = outcomes(self._communicator, "who raised inside optimizer.writing()", error)
         if error is not None:
             raise error
-        said = rows[failed].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
         raise Error(
             f"rank {failed} raised inside optimizer.writing(), and nothing of what was written "
-            f"there stays: {said}"
+            f"there stays: {everybody[failed].said}"
         )
 
 
@@ -306,7 +300,7 @@ def _require_unwritten(
     apart: Sequence[tuple[str, Tensor]], before: Sequence[tuple[int, int]]
 ) -> None:
     for (name, parameter), known in zip(apart, before, strict=True):
-        if (parameter._version, parameter.data_ptr()) != known:
+        if (version_of(parameter), parameter.data_ptr()) != known:
             raise InvalidUsage(
                 f"parameter {name}, which was written inside optimizer.writing(), is none of those "
                 "that the optimizer trains, so every rank has one of its own: write it on all "

@@ -127,7 +127,8 @@ class ShardedLayout:
         # Of the names without a model, those that entered before keep theirs.
         self.names = distinct_names([known.get(id(p)) for p in self.parameters], own)
         shared = [index for index in entering if index not in self.own]
-        # Ranks have other devices, but they meet them in the same order.
+        # The numbers of devices differ between ranks, but every rank comes to its devices in the
+        # same order.
         devices = list(dict.fromkeys(self.parameters[index].device for index in shared))
         facts = [
             f"{self.names[index]}: {tuple(p.shape)} {p.dtype} on {p.device.type}, "
@@ -356,7 +357,8 @@ class ShardedLayout:
 
     def _move_in(self, new: Sequence[_NewBucket]) -> list[Bucket]:
         """Makes buckets. All ranks call it."""
-        # Ranks have other devices, but they meet them in the same order.
+        # The numbers of devices differ between ranks, but every rank comes to its devices in the
+        # same order.
         counts: dict[_Kind, int] = {}
         for _, layout, members, _ in new:
             kind = _kind_of(members[0].parameter)

@@ -1,4 +1,4 @@
-"""What pytest finds by itself: time limits, and the ranks of all arms."""
+"""What pytest finds by itself: the ranks of all arms."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 from arms import Arms
 from launch import PRELOADED, warm_up
-from time_limit import pytest_configure, pytest_timeout_cancel_timer, pytest_timeout_set_timer
-
-__all__ = ["pytest_configure", "pytest_timeout_cancel_timer", "pytest_timeout_set_timer"]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

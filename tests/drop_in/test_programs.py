@@ -8,6 +8,9 @@ from comparison import require_drop_in, require_same_as_one_process
 from gpu_ranks import needs_gpu_ranks
 from harness import Program, load_programs
 
+# What `make test` runs: two ranks on pydist's own engine, and what they are compared with.
+EVERYDAY = (ALONE, DDP[2], PYDIST[1])
+
 # A program may have to run on three arms: its own, under torch's DDP, and in one process.
 pytestmark = pytest.mark.timeout(4 * LIMIT_S)
 
@@ -26,6 +29,8 @@ def pairs(*arms: Arm) -> list[Any]:
                 continue
             name = f"{arm.name}-{program.name}"
             marks = [needs_gpu_ranks] if on_gpu else []
+            if arm not in EVERYDAY:
+                marks.append(pytest.mark.thorough)
             found.append(pytest.param(arm, program, id=name, marks=marks))
     return found
 

@@ -1,9 +1,9 @@
-"""What pytest finds by itself: the time limit of each test, the fixtures of those that train."""
+"""What pytest finds by itself: the fixtures of tests that train, and ranks that start quickly."""
 
 import pytest
+from beside_torch import run_on_some, some_ranks
 from launch import warm_up
 from saved_training import four
-from time_limit import pytest_configure, pytest_timeout_cancel_timer, pytest_timeout_set_timer
 from training import backend, ranks, run, run_on_each, three
 from twins import native_three, run_native, run_sharded, sharded_ranks
 
@@ -11,15 +11,14 @@ __all__ = [
     "backend",
     "four",
     "native_three",
-    "pytest_configure",
-    "pytest_timeout_cancel_timer",
-    "pytest_timeout_set_timer",
     "ranks",
     "run",
     "run_native",
     "run_on_each",
+    "run_on_some",
     "run_sharded",
     "sharded_ranks",
+    "some_ranks",
     "three",
 ]
 

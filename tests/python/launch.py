@@ -76,7 +76,7 @@ _OWN_GPUS = os.environ.pop("PYDIST_TEST_OWN_GPUS", "0") == "1"
 
 # What the server that ranks are forked off loads before it forks, and they find there. Every
 # optimizer's first step imports torch._dynamo: seconds, in each rank.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "pydist"]
 
 _LAUNCHER_PREFIXES = (
     "PYDIST_",

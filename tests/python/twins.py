@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from launch import Ranks
+from thorough import everyday
 from torch import Tensor, nn
 from training import Runner, batch, joined
 
@@ -18,7 +19,7 @@ LIMIT_S = 40.0
 TIME_LIMIT = pytest.mark.timeout(60)
 
 
-@pytest.fixture(scope="module", params=["native-2", "native-3", "gloo-3"])
+@pytest.fixture(scope="module", params=everyday("native-3", thorough=("native-2", "gloo-3")))
 def sharded_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     backend, count = request.param.split("-")
     with Ranks(int(count), {"PYDIST_BACKEND": backend}) as ranks:

@@ -11,16 +11,8 @@
 
 set(torch_wanted "torch ${PYDIST_TORCH_MINIMUM} or later and below ${PYDIST_TORCH_BELOW}")
 
-# Reads torch/version.py instead of importing torch: quick, and works on a wheel whose CUDA
-# libraries this machine lacks.
 execute_process(
-  COMMAND "${Python_EXECUTABLE}" -c "
-import importlib.util, pathlib, runpy
-spec = importlib.util.find_spec('torch')
-if spec is not None and spec.origin is not None:
-    root = pathlib.Path(spec.origin).parent
-    print(root, runpy.run_path(str(root / 'version.py'))['__version__'], sep=';')
-"
+  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/../installed_torch.py"
   OUTPUT_VARIABLE torch_answer
   ERROR_VARIABLE torch_error
   RESULT_VARIABLE torch_result

@@ -181,7 +181,8 @@ bool GlooGroup::is_told(const std::string& key) const {
 void GlooGroup::explain_loss_of(int peer) {
   const Deadline patience = Deadline::in(kReasonPatience);
   try {
-    // Until it is known that it was cut here, or why it was cut.
+    // Waits until it is known that this rank has cut the connection itself, or why another one
+    // did.
     while (!is_over() && !is_told(kNewsKey)) {
       if (patience.has_passed()) {
         const std::string loss = join("rank ", peer, " has died, or the network between rank ",
@@ -193,10 +194,10 @@ void GlooGroup::explain_loss_of(int peer) {
       std::this_thread::sleep_for(milliseconds(50));
     }
   } catch (const std::exception&) {
-    // Others may have cut it because of a rank that hosted the store.
+    // The neighbour may have cut the connection because of the rank that hosted the store.
     if (!is_over()) {
       const std::lock_guard lock(news_mutex_);
-      // Who left before is the likely reason.
+      // The rank that left before is the likely reason.
       loss_ = Absence{.what = join(loss_ ? loss_->what + ". Since then " : "",
                                    "the connection between rank ", channel.rank(), " and rank ",
                                    peer, " is lost, and the job's store does not answer")};

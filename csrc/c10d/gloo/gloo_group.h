@@ -49,22 +49,22 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   // Returns the group's failure.
   std::exception_ptr fail(const std::exception_ptr& error);
 
-  // What another rank has told of a failure, or has become of a neighbour. Never waits: the store
-  // is asked on another thread.
+  // A failure that another rank has told of, or the loss of a neighbour. Never waits: the store is
+  // asked on another thread.
   std::optional<Absence> absence();
 
   void set_farewell(std::uint64_t done) noexcept { farewell_ = done; }
 
-  // Note [Neighbours]
-  // A death cuts the connections of the dead, and gloo tells of that only who waits for a message
-  // of it. So each rank waits for one from both of its neighbours, on a thread for each, for as
-  // long as the group lives: a farewell. Who shuts the group down says it first, by the connection
-  // itself, since the store may go with the rank; who fails gives its reason in the store. Whose
-  // connection is lost without either has died, and whoever sees that tells the others through the
-  // store.
+  // Note [Neighbours] When a rank dies, its connections are cut, but gloo tells only a rank that
+  // waits for a message from it. So each rank waits for a message from both of its neighbours, a
+  // farewell, on a thread for each, for as long as the group lives. A rank that shuts the group
+  // down says farewell first, by the connection itself, because the store may go with the rank. A
+  // rank that fails writes its reason into the store. If a connection is lost without either, the
+  // neighbour has died, and the rank that sees this tells the others through the store.
   void watch_neighbours();
 
-  // For a group that has been marked as shut down. False where listeners do not end in time.
+  // Precondition: the group has been marked as shut down. Returns false if listeners do not end in
+  // time.
   bool stop_watching(std::chrono::seconds patience) noexcept;
 
   void mark_shut_down();

@@ -1,8 +1,9 @@
 // Who is missing when a collective on gloo has failed; gloo itself does not say.
 //
 // A rank on which a collective fails says so in the group's store, and cuts its connections, so
-// that those who wait for its data fail too. Who has not said so soon after is late, stopped or
-// dead, or waits for such a rank alone; the last ranks to give up name just the culprits.
+// that the ranks that wait for its data fail too. A rank that has not said so soon afterwards is
+// late, stopped or dead, or waits only for ranks that are. So the last ranks to give up name
+// exactly the culprits.
 
 #pragma once
 

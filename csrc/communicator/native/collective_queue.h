@@ -85,8 +85,8 @@ class CollectiveQueue final : public WaitableDrivable {
   // Note [At once]. False: the operation, which then has begun if there is a ticket, goes on as any
   // other. Throws the group's failure.
   bool try_at_once(const Operation& operation, std::optional<Journal::Ticket>& ticket);
-  // While an exception is handled that an operation can't survive which has begun here: the group
-  // can't, either.
+  // Fails the group. Called while the exception of an operation is handled that has begun here:
+  // without it the ranks are out of step.
   void fail_begun(const std::optional<Journal::Ticket>& ticket);
   void run_here(Right right, std::unique_ptr<Pending> pending);
   [[nodiscard]] Journal::Ticket note_begin(const Operation& operation);

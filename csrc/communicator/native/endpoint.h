@@ -1,6 +1,6 @@
-// What a process is to its peers on the host, whatever groups they share: its page (doorbell,
-// heartbeat, journal), the server that hands out its segments, the monitor and the progress
-// thread.
+// Everything by which the peers on the host know a process, whatever groups they share: its page
+// (doorbell, heartbeat, journal), the server that hands out its segments, the monitor and the
+// progress thread.
 //
 // One a process in production; tests give each thread that plays a rank one of its own. Thread
 // safe. Threads start when they are first needed: a world of one has none.

@@ -131,7 +131,7 @@ std::string GroupHealth::why_vain(int rank) const {
   if (rank >= 0) {
     return has_left(rank) ? departure_of(rank) : std::string();
   }
-  // Waiting for anybody is vain once nobody else is left; alone, a rank waits for itself.
+  // To wait for anybody is no use once nobody else is left. A rank alone waits for itself.
   for (int peer = 0; peer < size(); ++peer) {
     if (size() == 1 || (peer != rank_ && !has_left(peer))) {
       return {};

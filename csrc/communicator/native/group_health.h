@@ -39,9 +39,9 @@ class GroupHealth {
   void fail(ErrorKind kind, const std::string& message) noexcept;
   // As fail(), for an exception that was thrown here: tells the peers on which rank.
   void fail(const std::exception_ptr& error) noexcept;
-  // Fails this rank's side alone, and tells the peers that it is gone.
+  // Fails the group on this rank alone, and tells the peers that the rank is gone.
   void leave() noexcept;
-  // What it tells them with that: Absence::done.
+  // Sets what leave() tells the peers: Absence::done.
   void set_farewell(std::uint64_t done) noexcept;
 
   // -- the state of peers -------------------------------------------------------------------

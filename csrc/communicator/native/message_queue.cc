@@ -126,7 +126,8 @@ void MessageQueue::check_hope() {
     waits_for_rank_.store(rank, std::memory_order_relaxed);
     const std::string vain = health_->why_vain(rank);
     const bool is_late = pending.deadline.has_passed();
-    // What the peer did before it died, or before the deadline, counts; next time round.
+    // What the peer did before it died, or before the deadline, still counts: it is looked at in
+    // the next turn.
     if ((vain.empty() && !is_late) || messages_.advance()) {
       continue;
     }

@@ -51,7 +51,7 @@ class HeapMemory final : public Memory {
   const std::size_t bytes_;
 };
 
-// The hope of the meeting is not the group's: it refers to whoever made it.
+// The group does not keep check_hope of its meeting, which refers to objects of the caller.
 NativeOptions without_hope(NativeOptions options) {
   options.check_hope = nullptr;
   return options;

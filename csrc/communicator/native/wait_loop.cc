@@ -79,8 +79,8 @@ void Progress::run() {
 }
 
 bool Progress::take_work(std::vector<std::shared_ptr<Drivable>>& drivables) {
-  // The last reference to a Drivable may be the last one to everything it stands on, this object's
-  // owner included, so none is dropped under the lock.
+  // The last reference to a Drivable may be the last one to everything that it needs, this object's
+  // owner included. So no reference is dropped under the lock.
   drivables.clear();
   std::vector<std::shared_ptr<Drivable>> dropped;
   std::unique_lock lock(mutex_);

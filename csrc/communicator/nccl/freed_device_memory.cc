@@ -16,7 +16,7 @@
 namespace pydist {
 namespace {
 
-// How long whoever could free waits for groups that are busy: most are so for a moment.
+// How long freeing waits for groups that are busy: most are busy for a moment only.
 constexpr std::chrono::milliseconds kBusyPatience{250};
 
 constexpr const char* kComplaint =
@@ -51,7 +51,7 @@ bool FreedDeviceMemory::free_now(int device) {
   if (!GroupStreams::of_process().wait_until_idle(device, kBusyPatience)) {
     return false;
   }
-  // Before the wait: what comes after it may be in use.
+  // Taken before the wait: memory that is dropped after it may be in use.
   std::vector<Freed> taken;
   {
     const std::lock_guard lock(mutex_);

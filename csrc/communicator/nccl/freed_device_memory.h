@@ -1,12 +1,12 @@
 // Device memory that nobody uses any more and that is still to be freed.
 //
-// Whoever lets go of device memory may do so while kernels use it, and holding locks (the GIL, for
-// one) that others need to get on. To free it is to wait for the device first, since nobody tells
-// which streams have used it, and not every way of freeing waits for them. Nor does a capture into
-// a CUDA graph survive that somebody waits, wherever it goes on; and of those that hold nothing of
-// pydist's, on another thread, pydist cannot know. So memory goes on a list of the process's, and
-// is freed where users expect the device to be waited for: when more is allocated, and when the job
-// is left.
+// Device memory may be dropped while kernels still use it, and on a thread that holds locks (the
+// GIL, for one) which others need. To free the memory, somebody has to wait for the device first:
+// nobody records which streams have used the memory, and not every way of freeing waits for them.
+// But such a wait breaks every capture into a CUDA graph that is under way, and pydist cannot know
+// of captures on other threads that hold nothing of its own. So the memory goes on a list of the
+// process, and is freed where users expect a wait for the device: when more is allocated, and when
+// the job is left.
 //
 // Thread safe. Nothing is called, and nobody waited for, under the lock.
 
@@ -33,17 +33,18 @@ class FreedDeviceMemory {
   FreedDeviceMemory(const FreedDeviceMemory&) = delete;
   FreedDeviceMemory& operator=(const FreedDeviceMemory&) = delete;
 
-  // Returns whether it has freed; otherwise it is called again, another time. Called in the
-  // context of the device, where a capture forbids nothing.
+  // Returns whether it has freed the memory; if not, it is called again another time. Called in the
+  // context of the device, and such that it may do what captures forbid.
   using Free = std::function<bool()>;
   void free_later(int device, Free free) noexcept;
 
   [[nodiscard]] bool is_empty(int device) const;
-  // Waits for the device, if there is anything to free; not where a stream of a group does not come
-  // to an end (group_streams.h), then all is kept and it returns false. The caller knows of no
-  // capture.
+  // Waits for the device if there is anything to free, and frees it. If a stream of a group is
+  // stuck (group_streams.h), keeps everything and returns false. Precondition: the caller knows of
+  // no capture.
   [[nodiscard]] bool free_now(int device);
-  // That of all devices, on a thread that is given up at `deadline`: a device may hang.
+  // Frees the memory of all devices, on a thread that is given up at `deadline`, because a device
+  // may hang.
   void free_all(Deadline deadline) noexcept;
 
  private:

@@ -15,7 +15,7 @@ GroupStreams& GroupStreams::of_process() {
   return *streams;
 }
 
-// A capture does not survive the question whether one of its streams is idle.
+// To ask whether a captured stream is idle breaks the capture.
 bool GroupStreams::Entry::is_captured() const {
   const cuda::DeviceGuard guard(device);
   return cuda::Driver::get().is_capturing(stream->get());

@@ -1,10 +1,9 @@
 // The streams of all NCCL groups of this process.
 //
-// Whatever a launch is captured into captures its group's stream as well, until the capture ends:
-// so they tell of every capture that holds something of pydist's. And as long as one of them has
-// something to do, the device does not come to an end: not before a peer comes, or never, where an
-// operation hangs. A stream that hangs when its group is gone is kept, so that nobody waits for the
-// device, for as long as it does.
+// A capture that records a launch also captures the stream of the launch's group until it ends, so
+// these streams show every capture that holds something of pydist's. And while one of them is busy,
+// a wait for the device may last until a peer comes, or for ever if an operation hangs. So a stream
+// that hangs when its group is gone is kept here, and nobody waits for the device until it is idle.
 //
 // Thread safe.
 
@@ -34,7 +33,8 @@ class GroupStreams {
   void prune() noexcept;
 
   [[nodiscard]] bool are_captured();
-  // Returns whether none on the device has anything to do, or is captured; waits for that.
+  // Waits until no stream of the device is busy or captured, for `patience` at most. Returns
+  // whether that is so.
   [[nodiscard]] bool wait_until_idle(int device, std::chrono::milliseconds patience);
 
  private:

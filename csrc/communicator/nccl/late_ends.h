@@ -1,9 +1,9 @@
-// Threads on which something still comes to its end after whoever ended it has gone on.
+// Threads that finish the end of something, while the caller that ended it has gone on.
 //
-// NCCL ends a communicator together with those of its neighbours in the host, and not before the
-// CUDA graphs that hold its operations are gone: that may take as long as another rank goes on.
-// Whoever ends a group waits for none of it. The thread that does belongs to this list; it is
-// joined by whoever leaves the job, or once it is over by the next one, and never detached.
+// NCCL ends a communicator together with those of its neighbours on the host, and only after the
+// CUDA graphs that hold its operations are gone. That may take as long as another rank goes on, and
+// the caller that ends a group does not wait for it. The thread that does is kept in this list. It
+// is joined when the job is left, or by a later start() once it is over, and never detached.
 //
 // Thread safe. Nothing is run, and nobody waited for, under the lock.
 

@@ -29,9 +29,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// NCCL's own memory, which it moves without copies inside of it once it is registered; the device's
-// where NCCL has none. That is an optimisation: collectives on any memory are right, where it is
-// registered on all ranks or on none.
+// Memory that NCCL has allocated. Once it is registered, NCCL moves it without copies of its own.
+// Where NCCL cannot allocate, it is plain device memory. Registration only makes collectives
+// faster; they are right on any memory that is registered on all ranks or on none.
 class NcclMemory final : public Memory {
  public:
   NcclMemory(std::shared_ptr<NcclGroup> group, std::size_t bytes)
@@ -82,7 +82,7 @@ class NcclMemory final : public Memory {
         group_->device(),
         [group = std::weak_ptr(group_), free_nccls = group_->api().functions().ncclMemFree,
          data = data_, registration = registration_, is_nccls = is_nccls_] {
-          // A group that is gone has ended its communicator, and that has forgotten all it knew.
+          // A group that is gone has ended its communicator, and with it every registration.
           if (const auto known = group.lock();
               known != nullptr && registration != nullptr && !known->deregister(registration)) {
             return false;
@@ -334,7 +334,7 @@ class NcclCommunicator final : public Communicator {
       }
     }
     if (options_.environment.debug) {
-      // Before the launch, which keeps all others of this process waiting.
+      // Compared before the launch, during which all other launches of this process have to wait.
       compare_with_others(operations, deadline);
     }
     std::vector<nccl::StreamHandle> streams;
@@ -378,7 +378,7 @@ class NcclCommunicator final : public Communicator {
     }
   }
 
-  // What one rank only records is what the GPUs of the others wait for.
+  // If one rank only records the operation into a graph, the GPUs of the others wait for it.
   void compare_captures(const Operation& operation, const AllGatherBytes& all_gather) const {
     const cuda::DeviceGuard guard(options_.device);
     const std::uint8_t mine = cuda::Driver::get().is_capturing(operation.stream) ? 1 : 0;
@@ -429,7 +429,7 @@ void use_what_all_have(Communicator& control, NcclOptions& options) {
   warn_of_no_kernels(options.host->name(), options.why_no_kernels);
 }
 
-// NCCL takes its own variable before what it is configured with.
+// NCCL's own variable overrides what a communicator is configured with.
 void warn_of_blocking_communicators() {
   static std::atomic<bool> has_warned{false};
   const char* const text = std::getenv("NCCL_COMM_BLOCKING");

@@ -29,12 +29,12 @@ std::mutex& launch_mutex() {
   return *mutex;
 }
 
-// What NCCL's own thread takes for an ordinary launch: a wait without sleeping.
+// How long NCCL's own thread needs for an ordinary launch. That long, a wait does not sleep.
 constexpr microseconds kLaunchTime{200};
-// Between questions, where the answer may take seconds.
+// The longest pause between two looks at a communicator that is joining, which may take seconds.
 constexpr microseconds kLongestJoiningPause{5'000};
 
-// Of which no rank that has left has done its part: to join.
+// Stands for joining the group: an operation in which no rank that has left has done its part.
 constexpr std::uint64_t kAnyOperation = std::numeric_limits<std::uint64_t>::max();
 
 // How long an abort waits for a thread that is inside of NCCL. It sees the failure soon, unless

@@ -184,8 +184,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void wait_for_end(Deadline deadline) const noexcept;
 
  private:
-  // How long an operation may go on after a rank has died, or has left that took no part in it: the
-  // others' own news of why may be on its way.
+  // How long an operation may go on after a rank has died, or has left without taking part in it.
+  // The peers' own news of the reason may still be on its way.
   static constexpr std::chrono::milliseconds kVainPatience{500};
 
   class LaunchedWork;
@@ -213,11 +213,12 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] std::string places() const;
   void settle_done();
   [[nodiscard]] bool is_under_way() const;
-  // Once an abort has begun, what is under way is over as soon as its stream is idle: NCCL itself
-  // may not return before the graphs that hold its operations are gone.
+  // Whether the group's operations are over because of an abort. Once an abort has begun, they are
+  // as soon as the stream is idle: NCCL itself may not return before the graphs that hold its
+  // operations are gone.
   [[nodiscard]] bool has_been_aborted() const;
-  // Whether the driver's word has been waited for, so that what has finished counts as that. Under
-  // the lock.
+  // True once the driver has been asked, since something went wrong, which operations have
+  // finished, so that those do not fail. Called under the lock.
   [[nodiscard]] bool has_word();
   void wait_for_launches() const noexcept;
   void allocate_scratch();
@@ -229,13 +230,14 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void end_communicator();
   void abort_communicator();
   void finish_all() noexcept;
-  // Whether it is the caller who ends NCCL's communicator, in whichever way: it ends once. Under
-  // the lock, in which a failure comes up: others may rely on the end as soon as they see it.
+  // Returns whether the caller has to end NCCL's communicator, which must end only once. Called
+  // under the same lock under which a failure is stored, so that whoever sees the failure can rely
+  // on the end.
   [[nodiscard]] bool begin_end();
   // Runs `end` on a thread of its own, and what is under way finishes afterwards.
   void end_on_thread(std::function<void()> end) noexcept;
-  // Until nothing of a group that is ended is on its stream any more. Returns at once where the end
-  // waits for captures, for it does so only then.
+  // Waits until nothing of an ended group is on its stream any more. Returns at once if the end
+  // waits for captures, because it does that only when nothing is on the stream.
   void wait_until_quiet(Deadline deadline) noexcept;
   [[nodiscard]] bool has_ended() const noexcept { return life_.now() == LifeStep::kEnded; }
   // Under the lock, so that nobody who holds it sees two steps.
@@ -267,8 +269,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::deque<UnderWay> under_way_;  // guarded by mutex_; in order
   std::deque<UnderWay> given_up_;   // guarded by mutex_
   std::uint64_t sequence_ = 0;      // guarded by mutex_
-  // Of those, the ones that were not captured: the number of one in which all ranks take part when
-  // it is launched, whatever they have recorded. And that of the one that is being launched.
+  // The same without captured operations, so that all ranks give an operation the same number,
+  // whatever they have recorded into graphs. And the number of the operation that is being
+  // launched.
   std::uint64_t turn_ = 0;                             // guarded by mutex_
   std::uint64_t launching_turn_ = 0;                   // guarded by mutex_
   FailureRecord failure_;                              // set under mutex_

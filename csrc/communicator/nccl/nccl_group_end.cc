@@ -53,7 +53,8 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
     has_to_abort = begin_end();
   }
   if (is_unheard) {
-    // Streams go on with what is worth nothing, and the host may not ask for long.
+    // Logged at once: the streams go on with results that are worth nothing, and it may be long
+    // until the program asks the group for anything.
     log_line(LogLevel::kError,
              pydist::join(what, " What the GPU computes from here on is worth nothing."));
   }
@@ -74,12 +75,12 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
   }
 }
 
-// To end a communicator NCCL waits for streams and frees memory, on threads of its own: no capture
-// in global mode survives that, and nothing that the calling thread sets keeps it from that. Where
-// nothing of the group is on the GPU, nobody waits for its end but shutdown(), and the same threads
-// of the peers, all of which have deadlines of their own. So it waits for captures, whose time is
-// that of the host's part of a step: seconds. Not for ever: one that nobody ends would keep the
-// memory.
+// To end a communicator, NCCL waits for streams and frees memory, on threads of its own. That
+// breaks every capture in global mode, and nothing that the calling thread sets prevents it. If
+// nothing of the group is on the GPU, only shutdown() and the same threads of the peers wait for
+// its end, and all of them have deadlines. So the end waits until no capture is under way: a
+// capture takes as long as the host's part of a step, seconds at most. The wait has a limit,
+// because a capture that nobody ends would keep the memory.
 void NcclGroup::wait_for_captures() noexcept {
   const Deadline deadline = Deadline::in(kCapturePatience * end_patience_);
   try {
@@ -111,8 +112,8 @@ void NcclGroup::abort_communicator() {
   const cuda::RelaxedCapture relaxed;
   step_to(LifeStep::kAborting);
   static_cast<void>(api_->functions().ncclCommAbort(comm_));
-  // The kernels have been told to end; whoever waits gets back the buffers that they use.
-  // A capture would not survive the question, and nothing of it runs.
+  // The kernels have been told to end. The callers that wait will get back the buffers that the
+  // kernels use. Asking would break a capture, and nothing that is captured runs.
   const Deadline patience = Deadline::in(end_patience_ / 2);
   while (!cuda::Driver::get().is_capturing(stream()) && !cuda::Driver::get().is_idle(stream()) &&
          !patience.has_passed()) {
@@ -174,7 +175,7 @@ bool NcclGroup::has_been_aborted() const {
   if (life_.now() != LifeStep::kAborting) {
     return false;
   }
-  // A capture would not survive the question.
+  // Asking would break a capture.
   const cuda::DeviceGuard guard(device_);
   const cuda::RelaxedCapture relaxed;
   const cuda::Driver& driver = cuda::Driver::get();
@@ -239,8 +240,9 @@ void NcclGroup::drain(Deadline deadline) {
   }
 }
 
-// Replays run on the callers' streams, so only the whole device tells: no capture on another thread
-// survives it. It is asked on a thread of its own: that takes as long as a replay hangs.
+// Replays run on the callers' streams, so only the end of all work on the device tells that they
+// are over. To wait for that breaks captures on other threads. It happens on a thread of its own,
+// because it takes as long as a replay hangs.
 bool NcclGroup::finish_replays(Deadline deadline) {
   while (is_any_captured()) {
     if (deadline.has_passed()) {

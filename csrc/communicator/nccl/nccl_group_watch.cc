@@ -19,13 +19,13 @@ namespace {
 using nccl::Result;
 using std::chrono::milliseconds;
 
-// How long what is wrong waits for the driver to say what has finished.
+// How long an error waits for the driver to say which operations had finished before it.
 constexpr milliseconds kWordPatience{100};
 
 constexpr milliseconds kIdle = milliseconds::max();
 
-// How late an end is noticed, and so how long buffers are kept that nobody has waited for; and how
-// late a failure is, where only graphs are replayed.
+// How late the end of an operation is noticed, and so how long its buffers are kept if nobody waits
+// for it. Also how late a failure is noticed while only graphs are replayed.
 constexpr milliseconds kWatchInterval{2};
 constexpr milliseconds kReplayInterval{50};
 
@@ -169,7 +169,7 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
       }
     }
     if (error != nullptr) {
-      // Where the others are, of a time-out that is this rank's own news.
+      // A time-out that this rank is the first to notice says where the other ranks are.
       if (const auto [kind, what] = describe(error); kind == ErrorKind::kTimeout && error != told) {
         error = make_error(kind, what + places());
       }
@@ -198,8 +198,8 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told,
       state = asked;
     }
   }
-  // Whoever is gone explains what NCCL says, and has a name. Who has left in order does no harm to
-  // what it did its part of, nor to what was replayed before.
+  // A rank that is gone explains an error of NCCL's, and can be named. A rank that has left in
+  // order does no harm to operations of which it did its part, nor to earlier replays.
   const bool is_vain = absence && (under_way_.empty() ? !absence->is_orderly
                                                       : absence->lacks(under_way_.front().turn) ||
                                                             may_be_of_a_peer(state));

@@ -4,8 +4,9 @@
 // it any more, and leaves it when it was reduced. A rank that is ahead of the others waits for
 // that, see Reducer::take_memory(), or whole gradients would pile up.
 //
-// On a device whose streams can wait for the reduction, a berth is free as soon as that is on its
-// way: every stream that writes there waits first, so the host, which is far ahead, does not.
+// On a device whose streams can wait for the reduction, a berth is free as soon as the reduction
+// has been submitted. Every stream that writes there waits for it first, so the host, which is far
+// ahead of the device, need not.
 
 #pragma once
 
@@ -28,7 +29,7 @@ class Berth {
 
   [[nodiscard]] const at::Tensor& memory() const noexcept { return memory_; }
 
-  // Gives it to a bucket if nobody has it, or whoever has is through with it.
+  // Gives the memory to a bucket, if no bucket has it or the one that has it was reduced.
   [[nodiscard]] bool try_take(std::vector<GradientSlot>& slots,
                               const std::vector<std::size_t>& members);
 

@@ -75,7 +75,8 @@ GradientSlot& GradientArena::add(std::string name, at::Tensor parameter, bool is
 }
 
 void GradientArena::allocate() {
-  // Ranks have other devices, but they meet them in the same order.
+  // The numbers of devices differ between ranks, but every rank comes to its devices in the same
+  // order.
   using Kind = std::tuple<int, at::ScalarType, at::Device>;  // the owner first
   std::vector<std::pair<Kind, std::int64_t>> added;          // and the elements of each
   for (const GradientSlot& slot : slots_) {
@@ -117,7 +118,7 @@ void GradientArena::shard(int owner, int stage, const std::vector<std::size_t>& 
       block_of_[slot.index] = kNoBlock;
     }
   }
-  // No place is in any of them any more, and memory with shards is its buckets'.
+  // No slot lies in any of them any more, and memory of sharded gradients belongs to their buckets.
   for (at::Tensor& block : blocks_) {
     block.reset();
   }
@@ -235,7 +236,7 @@ void GradientArena::cut(const std::vector<GradientBucket*>& buckets, const at::T
   const int owner = buckets.front()->owner;
   std::int64_t total = 0;
   std::int64_t shards = 0;
-  // By turns: buckets that follow each other have different ones.
+  // Buckets take berths in turn, so that buckets that follow each other have different ones.
   std::vector<std::int64_t> berth_counts(std::min(kBerths, buckets.size()), 0);
   for (std::size_t i = 0; i < buckets.size(); ++i) {
     GradientBucket* const bucket = buckets[i];
@@ -318,7 +319,8 @@ bool GradientArena::bind(const GradientBucket& bucket, bool is_next) {
   return true;
 }
 
-// What a bucket that has yet to be launched has there moves out, on the current stream.
+// Moves the gradients of a bucket that has yet to be launched out of the berth, on the current
+// stream.
 void GradientArena::evict_from(Berth& berth) {
   const std::optional<std::size_t> slot = berth.unlaunched();
   if (!slot || is_landing_in(buckets_[slots_[*slot].bucket].slots)) {

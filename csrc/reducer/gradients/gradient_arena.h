@@ -38,9 +38,10 @@ struct GradientBucket {
   // What travels in this round, once launched: `memory`, unless somebody holds a part of it.
   at::Tensor travelling;
   std::vector<std::size_t> slots;  // by index
-  // How many of them, and of what counts as part of it, are not complete yet in this round.
+  // How many of these slots are not complete yet in this round, and of those without a place that
+  // count as part of the last bucket.
   std::size_t missing = 0;
-  // On a device: those on which gradients have come in this round. Nearly always one.
+  // On a device: the streams on which gradients have come in this round. Nearly always one.
   std::vector<c10::Stream> streams;
 
   // Of a bucket that is sharded; see gradient_shard.h.
@@ -69,23 +70,23 @@ class GradientArena {
              const std::vector<at::Tensor>& shown);
 
   // Cuts the blocks anew, after allocate(). Gradients that lie there move along, unless somebody
-  // holds them. Throws
-  // InvalidUsage where the plan does not fit, and has changed nothing. Collective where slots that
-  // are to have shards have no place yet.
+  // holds them. Throws InvalidUsage if the plan does not fit; nothing has changed then. Collective
+  // if slots of a sharded optimizer have no place yet.
   void arrange(const BucketPlan& plan);
 
-  // A plan like `wished`, which cuts no bucket that has shards.
+  // The plan `wished`, changed so that no sharded bucket is cut anew.
   [[nodiscard]] BucketPlan feasible(const BucketPlan& wished) const;
 
-  // Whether the bucket has its memory. Takes it where it is free, and, if the bucket `is_next` to
-  // be launched, from one that is launched later and in which nothing is landing.
+  // Returns whether the bucket has its memory. Takes that memory if it is free, or, if the bucket
+  // `is_next` to be launched, from a bucket that is launched later and in which nothing is landing.
   [[nodiscard]] bool bind(const GradientBucket& bucket, bool is_next);
-  // Whether a gradient is landing there: another device's thread may be between the hooks before
-  // and after, or this one, around a backward that a hook has begun.
+  // Whether a gradient is landing in one of these slots: some thread is between the hook before the
+  // accumulation and the one after it. It may be the thread of another device, or this one, if a
+  // hook has begun another backward.
   [[nodiscard]] bool is_landing_in(const std::vector<std::size_t>& members) const;
   // Takes back all memory that buckets share.
   void release();
-  // Forgets where gradients lie, which are somebody else's from now on.
+  // Forgets where gradients lie: from now on they belong to another reducer.
   void let_go();
 
   [[nodiscard]] LentMemory& lent() noexcept { return lent_; }
@@ -101,7 +102,7 @@ class GradientArena {
   [[nodiscard]] at::Tensor largest_block() const;
   // Where gradients lie that are not on the CPU; the first such device, if any.
   [[nodiscard]] const std::optional<Device>& device() const noexcept { return device_; }
-  // Of all memory that an optimizer's buckets share.
+  // Bytes of all memory that the buckets of an optimizer share.
   [[nodiscard]] std::size_t berth_bytes(int owner) const;
   // Whether slots that are to have shards have no place yet.
   [[nodiscard]] bool has_uncut() const;

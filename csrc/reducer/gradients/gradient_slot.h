@@ -33,7 +33,7 @@ struct GradientSlot {
   // where nothing is lent: then `view` is that part.
   at::Tensor home;
   std::int64_t offset = 0;  // of that part in the bucket's memory, in elements of that
-  // What has no place counts as part of the last bucket.
+  // The bucket in which the slot travels. A slot without a place counts as part of the last one.
   std::size_t bucket = 0;
   // The parameter holds a gradient that was not averaged yet.
   bool is_pending = false;
@@ -45,10 +45,10 @@ struct GradientSlot {
   at::Tensor travels_in;
   // What to put back into `view` if no rank has used the parameter; undefined: nothing.
   at::Tensor before;
-  // The gradient on its way into `parameter.grad` is one, not nothing.
+  // Whether the gradient on its way into `parameter.grad` is defined.
   bool has_arrived = false;
-  // How many are: one may have landed in the slot and not be `parameter.grad` yet, so the memory
-  // stays the slot's, and nothing else goes there.
+  // How many gradients are on their way there. One may have landed in the slot and not be
+  // `parameter.grad` yet; until it is, nothing else may use the slot's memory.
   int landing = 0;
   // The round in which it last received a gradient; how often it did in that round, and in the one
   // before. It is complete when it has received as many.
@@ -66,11 +66,11 @@ struct GradientSlot {
   std::uint32_t seen_version = 0;
   at::Tensor seen_values;  // instead of the version, where that is of other tensors, too
 
-  // Which optimizer has shards of it; 0: its gradient is averaged as a whole. What follows is for
-  // the others; see gradient_shard.h.
+  // The number of the optimizer that updates shards of the parameter; 0 if its gradient is averaged
+  // as a whole. The members below serve sharded parameters alone; see gradient_shard.h.
   int owner = 0;
-  // Whether the memory of the bucket is the bucket's at the time, so that gradients may land there,
-  // and no earlier one waits elsewhere: see move_in().
+  // Whether the bucket has its memory at present, so that gradients may land there, and no earlier
+  // gradient waits elsewhere for move_in().
   bool is_bound = true;
   // What `parameter.grad` is once this rank's part is averaged: it holds no values of its own.
   at::Tensor shown;
@@ -138,11 +138,11 @@ void note_seen(GradientSlot& slot, bool by_value = false);
 // Whether nobody has replaced `parameter.grad` since note_seen().
 [[nodiscard]] bool is_seen(const GradientSlot& slot);
 
-// Nor written into it.
+// Whether nobody has replaced `parameter.grad` since note_seen(), nor written into it.
 [[nodiscard]] bool is_untouched(const GradientSlot& slot);
 
-// Calls `move`, which changes where `parameter.grad` lies for no fault of anybody's: that is as
-// seen and as touched afterwards as it was.
+// Calls `move`, which gives `parameter.grad` other memory without the program's doing. Afterwards
+// is_seen() and is_untouched() answer as before.
 template <typename Move>
 void keep_seen(GradientSlot& slot, const Move& move) {
   const bool was_seen = is_seen(slot);

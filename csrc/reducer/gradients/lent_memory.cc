@@ -18,8 +18,8 @@ bool is_lent(const GradientSlot& slot) { return slot.home.defined(); }
 
 bool is_at_home(const GradientSlot& slot) { return slot.view.is_same(slot.home); }
 
-// How many tensors, and others, use a storage. A Python object of it that nobody refers to counts
-// for nothing.
+// How many tensors and other objects use a storage. A Python object of the storage that nobody
+// refers to does not count.
 std::size_t uses(const c10::Storage& storage) {
   const std::size_t count = storage.use_count();
   const bool has_idle_object =
@@ -62,7 +62,7 @@ std::pair<std::uintptr_t, std::uintptr_t> range_of(const at::Tensor& tensor) {
   return {begin, begin + tensor.nbytes()};
 }
 
-// Where the slot stays with its gradient.
+// Lets the slot lie where its gradient is, outside of its home.
 void follow(GradientSlot& slot) { slot.view = slot.parameter.grad().variable_data(); }
 
 }  // namespace
@@ -73,7 +73,8 @@ void LentMemory::make_room(GradientSlot& slot) {
   }
   const c10::AutoGradMode no_grad(false);
   if (!is_at_home(slot) && is_leased(slot.view)) {
-    slot.view = slot.home;  // of an earlier plan; in the way of others, perhaps of this one
+    // That memory belongs to an earlier plan. It is part of other homes now, perhaps of this one.
+    slot.view = slot.home;
   }
   if (is_free(slot)) {
     slot.view = slot.home;
@@ -157,11 +158,13 @@ void LentMemory::renew_home(GradientSlot& slot, const at::Tensor& memory) {
   }
 }
 
-// Where the bucket's own memory may be written. On a device it always may, in the end.
+// Whether the slot's home may be written while its bucket travels. On a device it always may, since
+// holders can be moved away.
 bool LentMemory::may_travel_at_home(GradientSlot& slot) {
   if (is_at_home(slot) && slot.parameter.grad().defined()) {
-    // Holders see the average come, as torch's DDP writes it where the gradient is. But where this
-    // rank has none of its own, they see nothing unless another rank has: also if that fails.
+    // Whoever holds the gradient sees the average appear in it, as with torch's DDP. But if this
+    // rank sends no gradient of its own, a holder must see no change unless another rank sends one,
+    // nor if the round fails.
     return slot.sends == GradientSlot::Sends::kOwn || !slot.home.is_cpu() || !is_held(slot);
   }
   if (is_free(slot)) {
@@ -245,7 +248,7 @@ void LentMemory::go_home(GradientSlot& slot) {
   }
   if (!is_free(slot)) {
     if (is_leased(slot.view)) {
-      // It lies in another slot's home, or in its own one, across.
+      // It lies in another slot's home, or overlaps its own at another offset.
       gradient.set_data(gradient.clone());
       follow(slot);
     }

@@ -45,8 +45,8 @@ class LentMemory {
  public:
   // -- where a gradient lies
 
-  // Before a gradient comes into `view` and `parameter.grad` does not lie there: `view` is memory
-  // that nobody holds.
+  // Called before a gradient lands in `view`, if `parameter.grad` does not lie there. Afterwards
+  // `view` is memory that nobody holds.
   void make_room(GradientSlot& slot);
 
   // Where `parameter.grad` lies elsewhere: moves it into the slot, or the slot to where it lies, if

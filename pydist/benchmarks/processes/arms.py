@@ -20,7 +20,7 @@ import pydist
 from pydist import _native
 from pydist.benchmarks.collective_cases import Buffers, Case
 from pydist.errors import InvalidUsage
-from pydist.job import groups
+from pydist.job import current
 
 __all__ = [
     "Arm",
@@ -91,7 +91,7 @@ class PydistArm(Arm):
 
     @property
     def description(self) -> str:
-        return f"pydist {pydist.__version__} on {groups.default.backend}"
+        return f"pydist {pydist.__version__} on {current.job.world.backend}"
 
     def barrier(self) -> None:
         pydist.barrier()
@@ -167,7 +167,7 @@ class RooflineArm(SymmetricArm):
         op = case.op if case.kind.has_op else "sum"
         try:
             roofline = _native.Roofline(
-                groups.default, kind, buffers.sent, buffers.received, op, max(case.root, 0)
+                current.job.world, kind, buffers.sent, buffers.received, op, max(case.root, 0)
             )
         except InvalidUsage as error:  # another backend than the native one, or several hosts
             raise Unsupported(str(error)) from error

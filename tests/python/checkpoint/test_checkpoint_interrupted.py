@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from launch import Ranks
+from thorough import everyday
 from torch import nn
 from training import joined
 
@@ -151,7 +152,7 @@ def leave_in_the_middle(folder: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_an_interrupted_save_is_not_mixed_up_with_the_next(tmp_path: Path, backend: str) -> None:
     with Ranks(3, {"PYDIST_BACKEND": backend, "PYDIST_TIMEOUT": "20"}) as ranks:
         said = ranks.run(leave_in_the_middle, str(tmp_path), timeout=LIMIT_S)

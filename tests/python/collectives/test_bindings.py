@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_command
+from thorough import everyday
 
 import pydist
 from pydist import _native
@@ -266,7 +267,7 @@ def test_build_info() -> None:
     assert build["cpu_isa"] in build["usable_cpu_isas"]
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_nothing_is_needed_at_exit(backend: str) -> None:
     """A script that ends amid everything ends at once, and quietly."""
     code = f"""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import Ranks, run_ranks
+from thorough import everyday
 
 import pydist
 
@@ -75,7 +76,7 @@ def every_collective() -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_every_collective_makes_its_output(backend: str) -> None:
     size = 3
     values = run_ranks(every_collective, size, env={"PYDIST_BACKEND": backend})
@@ -120,7 +121,7 @@ def asynchronous() -> list[Any]:
     return [out.tolist(), everything.tolist(), got.item(), receive.source_rank]
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_async_op_gives_work(backend: str) -> None:
     for rank, value in enumerate(run_ranks(asynchronous, 2, env={"PYDIST_BACKEND": backend})):
         peer = 1 - rank
@@ -308,7 +309,7 @@ def mismatched(ranks_differ: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 @pytest.mark.parametrize("ranks_differ", ["count", "op", "kind", "dtype", "wire dtype"])
 def test_ranks_that_disagree_all_get_mismatch(ranks_differ: str, backend: str) -> None:
     for message in run_ranks(mismatched, 2, ranks_differ, env={"PYDIST_BACKEND": backend}):

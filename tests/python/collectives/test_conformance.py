@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conformance.cases import CASES, run_cases
@@ -57,23 +58,36 @@ class Pool:
         self._ranks = None
 
 
+# Of the pools: each way that a collective is made, and three ranks, which divide little evenly.
+EVERYDAY = (
+    *("native-1", "native-2", "native-3", "native, ring-3", "gloo-2", "native, small chunks-3"),
+    *("native, device-3", "nccl, device-2", "nccl, ring, device-3"),
+)
+
+
 def pools() -> Iterator[object]:
+    """What `pool` is made of."""
+    for values, name, *marks in all_pools():
+        if name not in EVERYDAY:
+            marks.append(pytest.mark.thorough)
+        yield pytest.param(values, id=name, marks=marks)
+
+
+def all_pools() -> Iterator[tuple[Any, ...]]:
     for name, env in BACKENDS.items():
         for size in (1, 2, 3, 4, 8):
-            yield pytest.param((size, env), id=f"{name}-{size}")
+            yield (size, env), f"{name}-{size}"
     for name in ("native", "native, ring"):
-        yield pytest.param((3, {**BACKENDS[name], **SMALL_CHUNKS}), id=f"{name}, small chunks-3")
+        yield (3, {**BACKENDS[name], **SMALL_CHUNKS}), f"{name}, small chunks-3"
     for name, size in (("native", 3), ("gloo", 2)):
-        yield pytest.param(
-            (size, {**BACKENDS[name], **DEVICE}), id=f"{name}, device-{size}", marks=needs_gpu
-        )
+        yield (size, {**BACKENDS[name], **DEVICE}), f"{name}, device-{size}", needs_gpu
     for name, algorithm, size in (
         ("nccl", "auto", 2),
         ("nccl", "auto", 4),
         ("nccl, ring", "ring", 3),
     ):
         env = {"PYDIST_BACKEND": "nccl", "PYDIST_ALGORITHM": algorithm, **NCCL}
-        yield pytest.param((size, env), id=f"{name}, device-{size}", marks=needs_gpu_ranks)
+        yield (size, env), f"{name}, device-{size}", needs_gpu_ranks
 
 
 @pytest.fixture(scope="module", params=pools())

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import Ranks
+from thorough import everyday
 
 import pydist
 from pydist import _native
@@ -46,7 +47,7 @@ def make(timeout_s: float = 20.0) -> _native.Communicator:
     return _native.create_gloo(store, rank, size, "tested", timeout_s, gloo)
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=everyday(3, thorough=(1, 2)))
 def run(request: pytest.FixtureRequest) -> Iterator[Runner]:
     with Ranks(request.param) as ranks:
         yield lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)

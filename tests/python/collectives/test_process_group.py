@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import Ranks, run_command
+from thorough import everyday
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -31,12 +32,12 @@ LIMIT_S = 45.0
 Runner = Callable[..., list[Any]]
 
 
-@pytest.fixture(scope="module", params=["native", "gloo"])
+@pytest.fixture(scope="module", params=everyday("native", thorough=("gloo",)))
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=everyday(3, thorough=(1, 2)))
 def ranks(request: pytest.FixtureRequest, backend: str) -> Iterator[Ranks]:
     with Ranks(request.param, {"PYDIST_BACKEND": backend}) as ranks:
         yield ranks
@@ -482,7 +483,7 @@ sys.stdout.write(f"ended {rank}\\n")
 """
 
 
-@pytest.mark.parametrize("life", ["ends with the script", "held to the end"])
+@pytest.mark.parametrize("life", everyday("ends with the script", thorough=("held to the end",)))
 @pytest.mark.parametrize("what", ["broadcast", "work under way"])
 def test_a_script_may_end_without_destroying_its_group(
     tmp_path: Path, what: str, life: str

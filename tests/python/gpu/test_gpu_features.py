@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import needs_gpu_ranks
 from launch import Ranks
+from thorough import everyday
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.data import TensorDataset
@@ -25,10 +26,12 @@ from training import (
     LIMIT_S,
     TIME_LIMIT,
     Runner,
+    Waves,
     assert_like_reference,
     batch,
     joined,
     train_like_reference,
+    wave_loss,
 )
 
 import pydist
@@ -37,7 +40,7 @@ from pydist import metrics
 pytestmark = [needs_gpu_ranks, TIME_LIMIT]
 
 
-@pytest.fixture(scope="module", params=["nccl-2", "native-3", "gloo-2"])
+@pytest.fixture(scope="module", params=everyday("nccl-2", "native-3", thorough=("gloo-2",)))
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranks]:
@@ -407,31 +410,12 @@ def test_metrics(run: Runner) -> None:
 # -- torch.compile
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
-        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        out: Tensor = self.norm(x)
-        return out
-
-
-def wave_loss(net: nn.Module, rank: int, step: int) -> Tensor:
-    device = next(net.parameters()).device
-    out: Tensor = net(batch(rank, 5, 6, step=step).to(device))
-    return (out * torch.arange(6, dtype=torch.float64, device=device)).sin().mean()
-
-
 def train_compiled(is_wrapped_first: bool, backend: str) -> None:
     start()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(5)
-    reference = Net()
+    reference = Waves()
     module: Any = copy.deepcopy(reference).to("cuda")
     if is_wrapped_first:
         model: Any = torch.compile(pydist.DataParallel(module), backend=backend)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from fake_cuda import needs_fake_cuda
 from launch import Outcome, rank_outcomes, run_ranks
 from staged_gpu import devices, needs_gpu
+from thorough import everyday
 from torch import Tensor, nn
 from training import TIME_LIMIT, Cut, batch, joined, loss_of_cut, train_like_reference
 
@@ -27,7 +28,7 @@ import pydist
 
 pytestmark = [needs_gpu, TIME_LIMIT]
 
-BACKENDS = pytest.mark.parametrize("backend", ["native", "gloo"])
+BACKENDS = pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 # Parts of 64 KiB: what is big here takes several rounds of the slots.
 BIG = 300_000
 

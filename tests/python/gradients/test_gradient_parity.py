@@ -23,6 +23,12 @@ import pydist
 pytestmark = TIME_LIMIT
 
 
+@pytest.fixture(scope="module", params=["native", "gloo"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Both, each time: here DataParallel meets gloo in the everyday tests."""
+    return str(request.param)
+
+
 def test_parity_in_float64(ranks: Ranks) -> None:
     assert max(ranks.run(train_beside_reference, "float64", 50, None, timeout=LIMIT_S)) < 1e-9
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_ranks
+from thorough import everyday
 from torch import nn
 
 import pydist
@@ -16,7 +17,7 @@ from pydist.job import groups
 
 pytestmark = pytest.mark.timeout(90)
 
-BACKENDS = pytest.mark.parametrize("backend", ["native", "gloo"])
+BACKENDS = pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 RANKS = pytest.mark.parametrize("nprocs", [2, 3])
 
 

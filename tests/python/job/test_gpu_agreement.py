@@ -17,7 +17,7 @@ from pydist import _native
 from pydist.cli import info
 from pydist.gpu import nccl
 from pydist.gpu.nccl import NcclLibrary, find_nccl, version_of
-from pydist.job import backends
+from pydist.job import current
 from pydist.job.gpu_assignment import describe_gpus, gpus_of_ranks, make_current
 from pydist.job.meeting import judge
 
@@ -258,7 +258,7 @@ def test_a_world_of_one(caplog: pytest.LogCaptureFixture) -> None:
         pydist.init("nccl")
         assert gpus.joined == [(0, "native")]
         assert (gpus.current, pydist.device()) == (0, torch.device("cuda", 0))
-        job = backends.job()
+        job = current.job.agreement
         assert job is not None
         assert (job.backend, job.host_backend, job.gpus) == ("nccl", "native", (0,))
         assert "backend nccl on 1 rank (asked for; native for tensors on" in caplog.text
@@ -310,7 +310,7 @@ def join_on_gpus(*uuids: str, backend: str | None = None, **told: Any) -> dict[s
             pydist.init(backend)
         except pydist.Error as error:
             return {"error": type(error).__name__, "message": str(error)}
-        job = backends.job()
+        job = current.job.agreement
         assert job is not None
         total = torch.ones(1)
         group = dist.new_group([1, 0])
@@ -399,7 +399,7 @@ def joined_without_a_gpu(*uuids: str, broken: bool = False, **variables: str) ->
         logger.addHandler(handler)
         try:
             pydist.init()
-            job = backends.job()
+            job = current.job.agreement
             assert job is not None
             return {
                 "device": str(pydist.device()),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from launch import Ranks, run_command
+from thorough import everyday
 
 import pydist
 from pydist.job.groups import communicator_of
@@ -25,7 +26,7 @@ SOON_S = 5.0
 Runner = Callable[..., list[Any]]
 
 
-@pytest.fixture(params=["native", "gloo"])
+@pytest.fixture(params=everyday("native", thorough=("gloo",)))
 def run_two(request: pytest.FixtureRequest) -> Iterator[Runner]:
     with Ranks(2, {"PYDIST_BACKEND": request.param}) as ranks:
         yield lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
@@ -78,7 +79,21 @@ def interrupted(what: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("what", ["all_reduce", "large", "recv", "second"])
+@pytest.mark.parametrize(
+    ("run_two", "what"),
+    [
+        ("native", "all_reduce"),
+        ("native", "large"),
+        ("native", "recv"),
+        ("native", "second"),
+        ("gloo", "all_reduce"),
+        *(
+            pytest.param("gloo", what, marks=pytest.mark.thorough)
+            for what in ("large", "recv", "second")
+        ),
+    ],
+    indirect=["run_two"],
+)
 def test_ctrl_c_ends_the_wait_and_the_group(run_two: Runner, what: str) -> None:
     peer, rank = run_two(interrupted, what)
     assert rank == "interrupted"

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import clean_environment, free_port, rank_outcomes, run_command, run_ranks
+from thorough import everyday
 from torch import nn
 
 import pydist
@@ -46,8 +47,8 @@ def join_and_describe(backend: str | None = None) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 4])
-@pytest.mark.parametrize("backend", [None, "native", "gloo"])
+@pytest.mark.parametrize("nprocs", everyday(1, 4, thorough=(2,)))
+@pytest.mark.parametrize("backend", everyday(None, "gloo", thorough=("native",)))
 def test_every_rank_knows_its_place(nprocs: int, backend: str | None) -> None:
     values = run_ranks(join_and_describe, nprocs, backend)
     total = float(sum(range(nprocs)))
@@ -105,7 +106,7 @@ def join_use_and_leave(backend: str) -> tuple[set[str], set[str], int]:
     return after[0] - before[0], after[1] - before[1], after[2]
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_shutdown_leaves_nothing_behind(backend: str) -> None:
     for threads, files, segments in run_ranks(join_use_and_leave, 2, backend):
         assert threads == set()
@@ -242,7 +243,7 @@ def adopt(torch_backend: str) -> tuple[Any, ...]:
     return seen
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("nprocs", everyday(3, thorough=(1, 2)))
 @pytest.mark.parametrize("torch_backend", ["gloo", "pydist", "cpu:gloo", "cpu:pydist,cuda:pydist"])
 def test_a_group_of_the_script_is_adopted(nprocs: int, torch_backend: str) -> None:
     total = float(sum(range(nprocs)))
@@ -292,7 +293,7 @@ def collectives_on_torch_groups() -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_groups_of_torch_carry_our_collectives(backend: str) -> None:
     values = run_ranks(collectives_on_torch_groups, 3, env={"PYDIST_BACKEND": backend})
     assert values == [[11.0, 101.0], [11.0, 110.0], [110.0, 101.0]]
@@ -313,7 +314,7 @@ def subgroups() -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_new_group(backend: str) -> None:
     values = run_ranks(subgroups, 4, env={"PYDIST_BACKEND": backend})
     assert values == [[3, [0, 2], True], [2], [1, [0, 2], False], [0]]
@@ -375,7 +376,7 @@ def call_from_outside(folder: str) -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_a_rank_outside_of_a_group_is_refused(backend: str, tmp_path: Path) -> None:
     env = {"PYDIST_BACKEND": backend, "PYDIST_TIMEOUT": "20"}
     *_, outside = run_ranks(call_from_outside, 3, str(tmp_path), env=env)
@@ -402,7 +403,7 @@ def groups_dropped_at_once() -> int:
     return pydist.world_size()
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_a_rank_may_leave_a_new_group_while_others_still_connect(backend: str) -> None:
     assert run_ranks(groups_dropped_at_once, 4, env={"PYDIST_BACKEND": backend}) == [4] * 4
 
@@ -504,7 +505,7 @@ def init_with_other_timeouts() -> float:
     return float(pydist.job.groups.communicator_of().timeout)
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_a_second_init_cannot_change_the_timeout(backend: str) -> None:
     env = {"PYDIST_BACKEND": backend}
     assert run_ranks(init_with_other_timeouts, 2, env=env) == [60.0, 60.0]
@@ -535,7 +536,7 @@ def wait_in_vain(what: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 @pytest.mark.parametrize("what", ["collective", "message", "wait", "group"])
 def test_every_timeout_says_timed_out(what: str, backend: str) -> None:
     message = rank_outcomes(wait_in_vain, 2, what, env={"PYDIST_BACKEND": backend})[0].value
@@ -609,7 +610,7 @@ print("parent", flush=True)
 
 
 @pytest.mark.parametrize("how", ["shutdown", "destroy"])
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_a_process_that_has_left_its_job_may_fork_ranks(
     tmp_path: Path, backend: str, how: str
 ) -> None:
@@ -656,7 +657,7 @@ def fork_after_leaving(backend: str) -> list[Any]:
     return [*told, sum_of_ranks()]
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_only_a_fork_amid_the_job_is_refused(backend: str) -> None:
     for amid, after, inherited, total in run_ranks(fork_after_leaving, 2, backend):
         assert (amid, after, total) == (7, 0, 1.0)
@@ -746,7 +747,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 @pytest.mark.parametrize("what", ["all_reduce", "group"])
 def test_a_stopped_host_of_the_store_is_no_hang(tmp_path: Path, backend: str, what: str) -> None:
     """A TCPStore whose server is stopped never answers."""

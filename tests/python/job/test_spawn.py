@@ -1,5 +1,6 @@
 """Ranks started from within a program."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -14,6 +15,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from launch import run_command
+from thorough import everyday
+from time_limit import PATIENCE
 
 import pydist
 from pydist.job.pickling import find_unpicklable
@@ -26,7 +29,7 @@ def place_and_sum(offset: float) -> tuple[int, int, float, str]:
     return pydist.rank(), pydist.world_size(), float(total), pydist.backend()
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 4])
+@pytest.mark.parametrize("nprocs", everyday(1, 4, thorough=(2,)))
 def test_results_come_back_in_rank_order(nprocs: int) -> None:
     total = sum(range(nprocs)) + 10.0 * nprocs
     expected = [(rank, nprocs, total, "native") for rank in range(nprocs)]
@@ -58,19 +61,15 @@ def test_the_first_culprit_is_raised_with_its_traceback() -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["raises", "is killed", "takes too long"])
+@pytest.mark.parametrize("how", ["raises", "is killed"])
 def test_a_spawn_that_fails_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    function, args, timeout = {
-        "raises": (fail_on, (1,), 90),
-        "is killed": (kill_rank_1, (), 90),
-        "takes too long": (sleep_long, (), 5),
-    }[how]
-    with pytest.raises((KeyError, pydist.PeerLost, pydist.Timeout)):
-        pydist.spawn(function, args, nprocs=2, timeout=timeout)
+    function, args = {"raises": (fail_on, (1,)), "is killed": (kill_rank_1, ())}[how]
+    with pytest.raises((KeyError, pydist.PeerLost)):
+        pydist.spawn(function, args, nprocs=2, timeout=90)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,6 +103,66 @@ def test_a_killed_rank_ends_the_others_within_seconds() -> None:
     assert time.monotonic() - started < 45
 
 
+def ignore_interrupts(folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pydist.init()
+    (Path(folder) / str(pydist.rank())).write_text(str(os.getpid()))
+    while True:
+        torch.ones(1000).sum()
+
+
+# From a thread too: then it is not the main thread whose end the kernel tells of.
+DIES_WHILE_RANKS_RUN = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import pydist
+from test_spawn import ignore_interrupts
+
+def spawn():
+    pydist.spawn(ignore_interrupts, (sys.argv[1],), nprocs=2)
+
+def die_when_both_run():
+    while len(list(Path(sys.argv[1]).iterdir())) < 2:
+        time.sleep(0.05)
+    time.sleep(0.2)  # until the last one has written
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    in_thread, in_main = die_when_both_run, spawn
+    if sys.argv[2] == "thread":
+        in_thread, in_main = in_main, in_thread
+    threading.Thread(target=in_thread).start()
+    in_main()
+"""
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+@pytest.mark.parametrize("caller", ["main", "thread"])
+def test_ranks_that_ignore_interrupts_end_with_the_process_that_spawned_them(
+    tmp_path: Path, caller: str
+) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(DIES_WHILE_RANKS_RUN)
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = run_command(
+        [sys.executable, str(script), str(pids), caller], timeout=60, env={"PYTHONPATH": path}
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    ranks = [int(file.read_text()) for file in pids.iterdir()]
+    assert len(ranks) == 2
+    gone_by = time.monotonic() + 20.0
+    while any(map(runs, ranks)):
+        assert time.monotonic() < gone_by
+        time.sleep(0.1)
+
+
 def leave(status: int) -> None:
     sys.exit(status)
 
@@ -117,10 +176,15 @@ def sleep_long() -> None:
     time.sleep(100)
 
 
-def test_a_timeout_ends_all_and_shows_the_stacks(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(pydist.Timeout, match=r"ranks \[0, 1\] of 2 still ran after 20 s"):
-        pydist.spawn(sleep_long, nprocs=2, timeout=20)
+def test_a_timeout_ends_all_and_shows_the_stacks(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(pydist.Timeout, match=r"ranks \[0, 1\] of 2 still ran after \d+ s"):
+        pydist.spawn(sleep_long, nprocs=2, timeout=10 * PATIENCE)  # ranks need a while to start
     assert "in sleep_long" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 class Model:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from launch import run_command
+from thorough import everyday
 
 from pydist.job.gloo_network import GlooNetwork, join_network
 
@@ -98,6 +99,7 @@ import json, os, sys
 import psutil
 import torch
 import torch.distributed as dist
+
 import pydist
 
 rank, size, how, out = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), *sys.argv[1:3]
@@ -169,7 +171,7 @@ A1, B1 = (f"{NETS[1]}.{host}" for host in (1, 2))
 
 
 @pytest.mark.parametrize("how", ["init", "group of the script"])
-@pytest.mark.parametrize("master", ["hosta", A0])
+@pytest.mark.parametrize("master", everyday("hosta", thorough=(A0,)))
 def test_hosts_whose_names_mean_a_loopback_address(hosts: Hosts, master: str, how: str) -> None:
     """The master's name is 127.0.1.1 on its own host, and its address on the other."""
     require_trained(run_job(hosts, master, how=how), [[A0], [A0], [B0]])
@@ -182,7 +184,7 @@ def test_without_a_variable_the_way_to_the_meeting_place_decides(hosts: Hosts) -
 @pytest.mark.parametrize(
     ("names", "addresses"),
     [
-        ("net0", [[A0], [A0], [B0]]),
+        pytest.param("net0", [[A0], [A0], [B0]], marks=pytest.mark.thorough),
         ("net1", [[A1], [A1], [B1]]),
         ("net0, net1,", [[A0, A1], [A0, A1], [B0, B1]]),
     ],

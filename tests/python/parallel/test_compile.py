@@ -13,10 +13,12 @@ from training import (
     TIME_LIMIT,
     Branches,
     Runner,
+    Waves,
     assert_near,
     batch,
     joined,
     train_like_reference,
+    wave_loss,
 )
 
 import pydist
@@ -26,25 +28,6 @@ pytestmark = TIME_LIMIT
 # Dynamo, AOTAutograd and their caches live as long as the process: each function starts afresh.
 # The backend "aot_eager" is all of torch.compile but the generated kernels.
 BACKEND = "aot_eager"
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
-        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        out: Tensor = self.norm(x)
-        return out
-
-
-def wave_loss(net: nn.Module, rank: int, step: int) -> Tensor:
-    out: Tensor = net(batch(rank, 5, 6, step=step))
-    # Not the squares: their mean is the same whatever BatchNorm normalizes.
-    return (out * torch.arange(6, dtype=torch.float64)).sin().mean()
 
 
 def wrap_compiled(module: nn.Module, how: str, backend: str, **options: Any) -> Any:
@@ -74,7 +57,7 @@ def train_compiled(how: str, backend: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
-    module = Net()
+    module = Waves()
     reference = copy.deepcopy(module)
     model = wrap_compiled(module, how, backend)
     train_like_reference(model, reference, wave_loss, steps=range(4), tolerance=1e-10)
@@ -187,7 +170,7 @@ def compile_the_step() -> None:
     joined()
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module = Net()
+    module = Waves()
     reference = copy.deepcopy(module)
     model = pydist.DataParallel(module)
     compiled: Any = torch.compile(wave_loss, backend=BACKEND)
@@ -207,7 +190,7 @@ def accumulate_compiled() -> None:
     rank, size = joined()
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module = Net()
+    module = Waves()
     reference = copy.deepcopy(module)
     model: Any = torch.compile(pydist.DataParallel(module), backend=BACKEND)
     for step in (0, 10):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from launch import Ranks
+from thorough import everyday
 from torch import nn
 from training import LIMIT_S, TIME_LIMIT, Tied, batch, joined
 
@@ -31,7 +32,7 @@ def train(steps: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_stats(backend: str) -> None:
     with Ranks(2, {"PYDIST_BACKEND": backend}) as ranks:
         for stats in ranks.run(train, 5, timeout=LIMIT_S):
@@ -118,7 +119,7 @@ def train_checked(steps: int) -> None:
         assert torch.equal(values, parameter)
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_gradients_are_the_same_bits_in_200_steps(backend: str) -> None:
     with Ranks(3, {"PYDIST_BACKEND": backend, "PYDIST_DEBUG": "1"}) as ranks:
         ranks.run(train_checked, 200, timeout=LIMIT_S)

@@ -10,6 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 from launch import run_command
+from thorough import everyday
 
 import pydist
 from pydist.cli import main
@@ -41,7 +42,9 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("flags", [["-n", "2"], ["--nproc-per-node=2"], ["--nproc_per_node", "2"]])
+@pytest.mark.parametrize(
+    "flags", everyday(["-n", "2"], thorough=(["--nproc-per-node=2"], ["--nproc_per_node", "2"]))
+)
 def test_run_starts_ranks_and_passes_arguments_on(flags: list[str], script: Path) -> None:
     done = run("run", *flags, str(script), "-n", "7", "--lr=1")
     assert done.returncode == 0, done.stderr

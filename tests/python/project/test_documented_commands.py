@@ -1,4 +1,4 @@
-"""The commands of docs/gpu.md that nobody can run without a GPU: what they name is there."""
+"""The commands that nobody can run without a GPU: what they name is there."""
 
 import argparse
 import json
@@ -8,17 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu_parts import PARTS
 from launch import run_command
 
 pytestmark = pytest.mark.timeout(90)
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "docs" / name for name in ("gpu.md", "cuda_kernels.md")]
-# A command ends where its line, its cell, or the code does, or where a comment begins.
+# Where they stand: in the docs, and in the parts of `make test-gpu`.
+COMMANDS = [page.read_text() for page in PAGES]
+COMMANDS += [step.command for part in PARTS for step in part.steps]
+# Each ends where its line, its cell, or the code does, or where a comment begins.
 TEXTS = [
     command.strip()
-    for page in PAGES
-    for command in re.findall(r"python ((?:-m pytest|bench/)[^`#\n]*)", page.read_text())
+    for text in COMMANDS
+    for command in re.findall(r"python ((?:-m pytest|bench/)[^`#\n]*)", text)
 ]
 
 # Prints how many tests each command selects; what it names is collected once for all.
@@ -51,8 +55,9 @@ def test_every_pytest_command_selects_tests() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("files", nargs="+")
     parser.add_argument("-k", default="")
+    parser.add_argument("-p")
     parser.add_argument("-rs", action="store_true")
-    texts = [text for text in TEXTS if text.startswith("-m pytest")]
+    texts = [text for text in TEXTS if text.startswith("-m pytest") and "tests/" in text]
     commands = [vars(parser.parse_args(shlex.split(text)[2:])) for text in texts]
     assert len(commands) > 10
     done = run_command([sys.executable, "-c", COLLECT, json.dumps(commands)], cwd=ROOT)
@@ -61,9 +66,16 @@ def test_every_pytest_command_selects_tests() -> None:
     assert [text for text, count in zip(texts, counts, strict=True) if count == 0] == []
 
 
+def test_docs_name_the_parts_of_test_gpu() -> None:
+    table = re.findall(
+        r"^\| (\d+) \| (.*) \|$", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE
+    )
+    assert table == [(str(number), part.what) for number, part in enumerate(PARTS, 1)]
+
+
 def test_every_script_is_there() -> None:
     scripts = [ROOT / text.split()[0] for text in TEXTS if text.startswith("bench/")]
-    pages = "".join(page.read_text() for page in PAGES)
-    scripts += [ROOT / name for name in re.findall(r"pydist run [^`\n]*?(\S+\.py)", pages)]
+    text = "\n".join(COMMANDS)
+    scripts += [ROOT / name for name in re.findall(r"pydist run [^`\n]*?(\S+\.py)", text)]
     assert len(scripts) > 5
     assert [script for script in scripts if not script.is_file()] == []

@@ -57,7 +57,14 @@ def test_gpt_learns_and_leaves_its_results(gpt_alone: tuple[Path, list[float]]) 
     assert not list(folder.glob("*.partial"))
 
 
-@pytest.mark.parametrize(("processes", "backend"), [(2, "native"), (4, "native"), (2, "gloo")])
+@pytest.mark.parametrize(
+    ("processes", "backend"),
+    [
+        (4, "native"),
+        pytest.param(2, "native", marks=pytest.mark.thorough),
+        pytest.param(2, "gloo", marks=pytest.mark.thorough),
+    ],
+)
 def test_gpt_trains_the_same_on_any_number_of_processes(
     gpt_alone: tuple[Path, list[float]], tmp_path: Path, processes: int, backend: str
 ) -> None:
@@ -66,6 +73,7 @@ def test_gpt_trains_the_same_on_any_number_of_processes(
     assert losses == near(gpt_alone[1], 12)
 
 
+@pytest.mark.thorough
 def test_gpt_resumes_as_if_nothing_had_happened(
     gpt_alone: tuple[Path, list[float]], tmp_path: Path
 ) -> None:

@@ -196,6 +196,15 @@ def test_a_folder_holds_few_files(name: str) -> None:
         assert len(files) <= 25, f"{each.relative_to(ROOT)} holds {len(files)} files: divide it"
 
 
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_long_file_says_why(path: Path) -> None:
+    """Beyond 500 lines, a sentence in the first ones begins with "The file is long because"."""
+    text = path.read_text()
+    if text.count("\n") > 500 and path.suffix == ".py":  # stubs are generated
+        said = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
+        assert "The file is long because" in said, "say why in the docstring, or divide it"
+
+
 def test_names_tell_what_a_file_holds() -> None:
     folders = [CSRC, PACKAGE, *(ROOT / f for f in ("tests", "bench", "examples", "third_party"))]
     for folder in folders:

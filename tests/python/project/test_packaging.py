@@ -40,14 +40,38 @@ def test_one_version_everywhere() -> None:
     assert importlib.metadata.version("pydist") == declared[1]
 
 
-def test_supported_torch_is_the_one_built_for() -> None:
-    requirement = next(
-        r for r in importlib.metadata.requires("pydist") or [] if r.startswith("torch")
-    )
-    low, high = re.findall(r"2\.(\d+)", requirement)
-    minors = sorted(map(int, (low, high)))
-    assert minors[0] <= int(_build.TORCH_MINOR.split(".")[1]) < minors[1]
+def test_the_package_requires_the_torch_that_it_was_built_for() -> None:
+    """And the range that pyproject.toml states holds it."""
+    required = [r for r in importlib.metadata.requires("pydist") or [] if r.startswith("torch")]
+    assert f"torch=={_build.TORCH_MINOR}.*" in required
+    low, high = sorted(int(minor) for r in required for minor in re.findall(r"[<>]=?2\.(\d+)", r))
+    assert low <= int(_build.TORCH_MINOR.split(".")[1]) < high
     assert _build.TORCH_VERSION.startswith(_build.TORCH_MINOR + ".")
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "state", "added"),
+    [
+        ("2.12.1+cu130", "wheel", {"dependencies": ["torch==2.12.*"]}),
+        ("2.12.1+cu130", "sdist", {}),
+        (None, "wheel", {}),
+    ],
+)
+def test_a_wheel_requires_the_torch_beside_its_build(
+    tmp_path: Path, torch_version: str | None, state: str, added: dict[str, list[str]]
+) -> None:
+    code = (
+        "import installed_torch; metadata = installed_torch.WheelMetadata();"
+        f"metadata.build_state({state!r}); print(metadata.dynamic_metadata({{}}, {{}}))"
+    )
+    ended = subprocess.run(
+        [fake_python(tmp_path, torch_version), "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "third_party")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout == f"{added}\n", ended.stderr
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.99.1+cu130", "3.0.0a0+git1234567"])
@@ -150,13 +174,20 @@ def test_a_pydist_that_cannot_load_does_not_break_torch() -> None:
         assert last_line(ended.stderr).startswith(("ImportError: ", "ModuleNotFoundError: "))
 
 
+# What `import torch` has registered is gone again: nothing has asked for it yet.
+UNREGISTERED = (
+    "import torch, _pydist_backend\n"
+    "from torch.distributed import Backend\n"
+    "registered = Backend.PYDIST\n"
+    "del Backend.PYDIST\n"
+    "Backend._plugins.pop('PYDIST')\n"
+)
+
+
 def test_a_torch_that_registers_otherwise_is_not_broken() -> None:
     ended = run_python(
-        "import torch, _pydist_backend\n"
-        "from torch.distributed import Backend\n"
-        "def refuse(*args, **kwargs): raise TypeError('another interface')\n"
-        "Backend.register_backend, registered = refuse, Backend.PYDIST\n"
-        "del Backend.PYDIST\n"
+        UNREGISTERED + "def refuse(*args, **kwargs): raise TypeError('another interface')\n"
+        "Backend.register_backend = refuse\n"
         "_pydist_backend.register()\n"
         "print(registered)"
     )
@@ -166,12 +197,9 @@ def test_a_torch_that_registers_otherwise_is_not_broken() -> None:
 def test_the_early_registration_costs_next_to_nothing() -> None:
     """It loads one module of a few lines, and nothing that torch has not loaded already."""
     ended = run_python(
-        "import sys, torch, importlib\n"
-        "import _pydist_backend\n"
+        UNREGISTERED + "import sys, importlib\n"
         "before = set(sys.modules)\n"
-        "from torch.distributed import Backend\n"
-        "del Backend.PYDIST, sys.modules['_pydist_backend']\n"
-        "Backend._plugins.pop('PYDIST')\n"
+        "del sys.modules['_pydist_backend']\n"
         "importlib.import_module('_pydist_backend').register()\n"
         "print(sorted(set(sys.modules) - before), Backend.PYDIST)"
     )

@@ -12,6 +12,7 @@ import gpu_ranks
 import pytest
 import torch
 from launch import Ranks, run_ranks
+from thorough import everyday
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import Runner, batch, joined
@@ -19,9 +20,9 @@ from twins import ManyKinds, Twins, small_model
 
 import pydist
 from pydist import _native
-from pydist.sharding import fused_step
-from pydist.sharding.bucket_step import BucketStep
+from pydist.sharding import step as steps
 from pydist.sharding.buckets import Member, dense_strides, move_in
+from pydist.sharding.step import BucketStep
 
 LIMIT_S = 40.0
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.timeout(60)
 TORCH_FUSES = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=everyday(3, thorough=(1, 2)))
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param, {"PYDIST_BACKEND": "native", "PYDIST_DEBUG": "1"}) as ranks:
         yield ranks
@@ -686,7 +687,7 @@ def step_buckets_on_the_gpu() -> None:
     (segment, *_) = gpu.segments
     optimizer = torch.optim.AdamW([segment.updated], fused=True)
     group = optimizer.param_groups[0]
-    step = fused_step.fused_step(optimizer, group, [segment])
+    step = steps.fused_step(optimizer, group, [segment])
     assert step is not None
     optimizer.state[segment.updated] = {
         "step": torch.tensor(7.0, device="cuda"),
@@ -698,9 +699,9 @@ def step_buckets_on_the_gpu() -> None:
     # float64 there, and everything where pydist was built without nvcc, is for torch's class.
     wide = lay_out([torch.ones(5, dtype=torch.float64, device="cuda")]).segments
     own = torch.optim.AdamW([wide[0].updated], fused=True)
-    assert fused_step.fused_step(own, own.param_groups[0], wide) is None
-    with mock.patch.object(fused_step, "_has_cuda_kernels", return_value=False):
-        assert fused_step.fused_step(optimizer, group, [segment]) is None
+    assert steps.fused_step(own, own.param_groups[0], wide) is None
+    with mock.patch.object(steps, "_has_cuda_kernels", return_value=False):
+        assert steps.fused_step(optimizer, group, [segment]) is None
 
 
 @gpu_ranks.needs_gpu_ranks
@@ -713,7 +714,7 @@ def fused_on_a_foreign_gpu() -> None:
     bucket = lay_out([torch.ones(5, device="cuda")])
     optimizer = torch.optim.AdamW([bucket.segments[0].updated], fused=True)
     assert "error 209" in _native.cuda_kernels_obstacle(0)
-    assert fused_step.fused_step(optimizer, optimizer.param_groups[0], bucket.segments) is None
+    assert steps.fused_step(optimizer, optimizer.param_groups[0], bucket.segments) is None
 
 
 @pytest.mark.skipif(gpu_ranks.IS_REAL, reason="no GPU is unknown to a build for this machine")

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import fake_cuda
 import gpu_ranks
@@ -85,9 +85,40 @@ def arrays_of(
     )
 
 
+def in_lists(arrays: Arrays) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
+    """Parameters, gradients and masters of one segment."""
+    master = None if arrays.master is None else [arrays.master]
+    return [arrays.parameter], [arrays.gradient], master
+
+
+class Rule:
+    """The keyword arguments of a class of torch's, with what pydist's step takes beside them."""
+
+    # Those that torch's class does not have.
+    beside: ClassVar[tuple[str, ...]]
+    # How many states there are for each element.
+    state_count: int
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of torch's class."""
+        return {key: value for key, value in vars(self).items() if key not in self.beside}
+
+    def optimizer(self, parameter: Tensor) -> torch.optim.Optimizer:
+        """Torch's, unfused, over one parameter."""
+        raise NotImplementedError
+
+    def ours(self, arrays: Arrays, gradient_scale: float = 1.0) -> None:
+        """Steps by pydist's kernel."""
+        raise NotImplementedError
+
+    def torchs(self, arrays: Arrays, parameter: Tensor) -> None:
+        """Steps by torch's class, from the states in `arrays`."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Adam:
-    """The keyword arguments of torch's class and of `adam_step`."""
+class Adam(Rule):
+    beside: ClassVar = ("decoupled", "step")
 
     decoupled: bool = True
     lr: float = 1e-3
@@ -102,35 +133,26 @@ class Adam:
     def state_count(self) -> int:
         return 3 if self.amsgrad else 2
 
+    def optimizer(self, parameter: Tensor) -> torch.optim.Optimizer:
+        kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
+        return kind([parameter], **self.options(), foreach=False)
+
     def ours(self, arrays: Arrays, gradient_scale: float = 1.0) -> None:
+        options = {key: value for key, value in vars(self).items() if key not in _NAMED_OTHERWISE}
+        beta1, beta2 = self.betas
+        states = [[state] for state in arrays.states]
         _native.adam_step(
-            [arrays.parameter],
-            [arrays.gradient],
-            None if arrays.master is None else [arrays.master],
-            *[[state] for state in arrays.states],
-            step=self.step,
-            lr=self.lr,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            decoupled=self.decoupled,
-            maximize=self.maximize,
+            *in_lists(arrays),
+            *states,
+            beta1=beta1,
+            beta2=beta2,
             gradient_scale=gradient_scale,
+            **options,
         )
 
     def torchs(self, arrays: Arrays, parameter: Tensor) -> None:
         keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        optimizer = (torch.optim.AdamW if self.decoupled else torch.optim.Adam)(
-            [parameter],
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            amsgrad=self.amsgrad,
-            maximize=self.maximize,
-            foreach=False,
-        )
+        optimizer = self.optimizer(parameter)
         optimizer.state[parameter] = {
             "step": torch.tensor(float(self.step - 1)),
             **dict(zip(keys, arrays.states, strict=False)),
@@ -138,8 +160,14 @@ class Adam:
         optimizer.step()
 
 
+# The kernel takes two numbers, and sees by the states whether there is a third one.
+_NAMED_OTHERWISE = ("betas", "amsgrad")
+
+
 @dataclass(frozen=True)
-class Sgd:
+class Sgd(Rule):
+    beside: ClassVar = ("begins",)
+
     lr: float = 0.1
     momentum: float = 0.9
     dampening: float = 0.0
@@ -152,41 +180,22 @@ class Sgd:
     def state_count(self) -> int:
         return 1 if self.momentum else 0
 
+    def optimizer(self, parameter: Tensor) -> torch.optim.Optimizer:
+        return torch.optim.SGD([parameter], **self.options(), foreach=False)
+
     def ours(self, arrays: Arrays, gradient_scale: float = 1.0) -> None:
         _native.sgd_step(
-            [arrays.parameter],
-            [arrays.gradient],
-            None if arrays.master is None else [arrays.master],
-            arrays.states or None,
-            begins=self.begins,
-            lr=self.lr,
-            momentum=self.momentum,
-            dampening=self.dampening,
-            weight_decay=self.weight_decay,
-            nesterov=self.nesterov,
-            maximize=self.maximize,
-            gradient_scale=gradient_scale,
+            *in_lists(arrays), arrays.states or None, gradient_scale=gradient_scale, **vars(self)
         )
 
     def torchs(self, arrays: Arrays, parameter: Tensor) -> None:
-        optimizer = torch.optim.SGD(
-            [parameter],
-            lr=self.lr,
-            momentum=self.momentum,
-            dampening=self.dampening,
-            weight_decay=self.weight_decay,
-            nesterov=self.nesterov,
-            maximize=self.maximize,
-            foreach=False,
-        )
+        optimizer = self.optimizer(parameter)
         if self.momentum and not self.begins:
             optimizer.state[parameter] = {"momentum_buffer": arrays.states[0]}
         optimizer.step()
         if self.momentum:
             arrays.states = [optimizer.state[parameter]["momentum_buffer"]]
 
-
-Rule = Adam | Sgd
 
 ADAMS = [
     Adam(),
@@ -332,20 +341,7 @@ def test_fifty_steps_agree_in_float64(rule: Rule) -> None:
     states = [torch.zeros(COUNT, dtype=torch.float64) for _ in range(rule.state_count)]
     ours = Arrays(start.clone(), torch.zeros_like(start), states)
     theirs = torch.nn.Parameter(start.clone())
-    optimizer = (
-        torch.optim.SGD(
-            [theirs], **{k: v for k, v in vars(rule).items() if k != "begins"}, foreach=False
-        )
-        if isinstance(rule, Sgd)
-        else (torch.optim.AdamW if rule.decoupled else torch.optim.Adam)(
-            [theirs],
-            lr=rule.lr,
-            betas=rule.betas,
-            eps=rule.eps,
-            weight_decay=rule.weight_decay,
-            foreach=False,
-        )
-    )
+    optimizer = rule.optimizer(theirs)
     for step in range(1, 51):
         gradient = torch.randn(COUNT, dtype=torch.float64)
         ours.gradient = gradient

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from launch import Ranks, run_ranks
+from thorough import everyday
 from torch import Tensor, nn
 from training import Runner, assert_near, batch, joined
 from twins import LIMIT_S, TIME_LIMIT, assert_same
@@ -70,7 +71,7 @@ class Pair:
             assert_same(a.detach(), b.detach(), f"{what}, {name}")
 
 
-@pytest.fixture(scope="module", params=["native-3", "gloo-2"])
+@pytest.fixture(scope="module", params=everyday("native-3", thorough=("gloo-2",)))
 def ranks(request: pytest.FixtureRequest) -> Any:
     backend, count = request.param.split("-")
     with Ranks(int(count), {"PYDIST_BACKEND": backend}) as ranks:

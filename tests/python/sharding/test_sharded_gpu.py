@@ -23,6 +23,7 @@ import pytest
 import torch
 from gpu_ranks import Graph, needs_gpu_ranks
 from launch import Ranks, rank_outcomes, run_ranks
+from thorough import everyday
 from torch import Tensor, nn
 from training import Runner, batch, joined
 
@@ -41,7 +42,9 @@ ENVIRONMENTS: dict[str, dict[str, str | None]] = {
 STAGES = pytest.mark.parametrize("stage", [1, 2])
 
 
-@pytest.fixture(scope="module", params=["nccl-2", "native-2", "native-3", "gloo-2", "gloo-3"])
+@pytest.fixture(
+    scope="module", params=everyday("nccl-2", "native-3", thorough=("native-2", "gloo-2", "gloo-3"))
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     backend, count = request.param.split("-")
     with Ranks(int(count), ENVIRONMENTS[backend]) as ranks:
@@ -540,7 +543,7 @@ def train_on_devices(stage: int) -> None:
         plain.step()
 
 
-@pytest.mark.parametrize("kind", ["nccl", "native", "gloo"])
+@pytest.mark.parametrize("kind", everyday("nccl", "native", thorough=("gloo",)))
 @STAGES
 def test_devices(kind: str, stage: int) -> None:
     # The last refusal ends the group.
@@ -741,7 +744,7 @@ def refuse_staged_capture(stage: int) -> None:
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["native", "gloo"])
+@pytest.mark.parametrize("kind", everyday("native", thorough=("gloo",)))
 @STAGES
 def test_staged_captures_leave_nobody_waiting(kind: str, stage: int) -> None:
     run_ranks(refuse_staged_capture, 2, stage, env=ENVIRONMENTS[kind], timeout=LIMIT_S)
@@ -785,7 +788,7 @@ def die() -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("kind", ["nccl", "native", "gloo"])
+@pytest.mark.parametrize("kind", everyday("nccl", "native", thorough=("gloo",)))
 def test_a_rank_that_dies_in_a_step(kind: str) -> None:
     first, second = rank_outcomes(die, 2, env=ENVIRONMENTS[kind], timeout=LIMIT_S)
     assert second.exit_code == 9
@@ -886,7 +889,7 @@ def resume(folder: str, stage: int) -> None:
     training.optimizer.load_state_dict(training.optimizer.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["nccl", "native", "gloo"])
+@pytest.mark.parametrize("kind", everyday("nccl", "native", thorough=("gloo",)))
 @STAGES
 def test_checkpoints_load_on_other_ranks(kind: str, stage: int, tmp_path: Path) -> None:
     run_ranks(save, 2, str(tmp_path), stage, env=ENVIRONMENTS[kind], timeout=LIMIT_S)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launch import run_ranks
+from thorough import everyday
 from torch import Tensor, nn
 
 import pydist
@@ -130,7 +131,7 @@ def account() -> Account:
     return results
 
 
-@pytest.mark.parametrize("nprocs", [2, 4, 8])
+@pytest.mark.parametrize("nprocs", everyday(4, thorough=(2, 8)))
 def test_bytes_per_parameter(nprocs: int) -> None:
     """Those of the literature, and those that `pydist.plan` predicts."""
     for results in run_ranks(account, nprocs, timeout=60, env={"PYDIST_BACKEND": "native"}):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from launch import Ranks
+from thorough import everyday
 from torch import Tensor, nn
 from training import batch, joined
 from twins import LIMIT_S, TIME_LIMIT, ManyKinds, Twins, assert_same, small_model
@@ -466,7 +467,7 @@ def refuse_loading_inside(folder: str) -> None:
     twins.check("after that")
 
 
-@pytest.fixture(scope="module", params=["native", "gloo"])
+@pytest.fixture(scope="module", params=everyday("native", thorough=("gloo",)))
 def run_shared(request: pytest.FixtureRequest) -> Any:
     with Ranks(3, {"PYDIST_BACKEND": request.param}) as ranks:
         yield lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)

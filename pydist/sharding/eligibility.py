@@ -1,4 +1,7 @@
-"""Tries a class of optimizers out on small tensors, to see what nothing tells from outside."""
+"""Whether a class of optimizers can be sharded: tries it out on small tensors.
+
+Nothing tells from outside whether a class treats each element for itself.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pydist.sharding.state_values import is_of_range
-from pydist.sharding.unhooked_step import unhooked_step
+from pydist.sharding.state import is_of_range
 
 # Schedules may begin with none at all, which would show nothing; and estimates of how far to go,
 # which are a factor of it, grow too slowly with less.
 _LEAST_LR = 1.0
+
+
+def unhooked_step(optimizer: Optimizer) -> None:
+    """Steps without the hooks and profiles of an optimizer of its own."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(optimizer)
 
 
 @contextlib.contextmanager

@@ -12,16 +12,17 @@ from torch.optim import Optimizer
 from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import Bucket, Segment
 from pydist.sharding.placement import ShardedLayout
-from pydist.sharding.sharded_state import (
+from pydist.sharding.state import (
     MASTER,
     ParameterState,
     ShardedState,
     StateRange,
     cut_out,
+    is_per_element,
     matching_groups,
+    require_divisible,
     require_elements,
 )
-from pydist.sharding.state_values import is_per_element, require_divisible
 
 
 def state_of(

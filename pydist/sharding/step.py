@@ -1,16 +1,18 @@
-"""Steps of torch's Adam, AdamW and SGD by pydist's kernels: what `fused=True` asks for.
+"""One bucket's step on this rank's segments: by pydist's kernels, or by the wrapped class.
 
-One pass over memory reads the reduced gradient in its own dtype, updates the values (float32 copies
-of parameters in 16 bits, otherwise the parameters) and the states, and writes the parameters. The
-states are those that torch's class would have, so that it may go on with them, and they may come
-from it.
+The kernels step as torch's Adam, AdamW and SGD, which is what `fused=True` asks for. One pass over
+memory reads the reduced gradient in its own dtype, updates the values (float32 copies of parameters
+in 16 bits, otherwise the parameters) and the states, and writes the parameters. The states are
+those that torch's class would have, so that it may go on with them, and they may come from it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pydist import _native
-from pydist.sharding.buckets import Segment
+from pydist.errors import InvalidUsage
+from pydist.sharding.buckets import Bucket, Segment
+from pydist.sharding.element_wise import ELEMENT_WISE, groups_unchanged
+from pydist.sharding.eligibility import unhooked_step
+from pydist.sharding.gradient import ShardedGradient
+from pydist.sharding.parameter_groups import options_of
 
 _Gradients = Sequence[Tensor | None]
 
@@ -28,6 +35,160 @@ FUSED_CLASSES: tuple[type[Optimizer], ...] = (
     torch.optim.AdamW,
     torch.optim.SGD,
 )
+
+
+class BucketStep:
+    """Updates this rank's shard of a bucket, whose optimizer it makes.
+
+    Args:
+        bucket: Without an optimizer.
+        param_groups: Of whole parameters.
+        make: Makes one of the wrapped class, of the groups that it is given.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        param_groups: Sequence[dict[str, Any]],
+        make: Callable[[list[dict[str, Any]]], Optimizer],
+    ) -> None:
+        self.bucket = bucket
+        self._parts: list[_Part] = []
+        group_of = {
+            id(parameter): number
+            for number, group in enumerate(param_groups)
+            for parameter in group["params"]
+        }
+        segments: dict[int, list[Segment]] = {}
+        for segment in bucket.segments:
+            segments.setdefault(group_of[id(segment.member.parameter)], []).append(segment)
+        numbers = sorted(segments)
+        if not numbers:
+            return
+        bucket.optimizer = make(
+            [
+                {**options_of(param_groups[n]), "params": [s.updated for s in segments[n]]}
+                for n in numbers
+            ]
+        )
+        for number, own in zip(numbers, bucket.optimizer.param_groups, strict=True):
+            fused = fused_step(bucket.optimizer, own, segments[number])
+            self._parts.append(_Part(number, own, segments[number], fused))
+
+    def run(self, param_groups: Sequence[dict[str, Any]], *, takes_back: bool = True) -> None:
+        """Steps once.
+
+        Args:
+            param_groups: Of whole parameters, with the options for this step.
+            takes_back: Whether parameters may have been given other memory since the last step.
+
+        Raises:
+            InvalidUsage: A gradient is sparse, or was to be averaged and is not. Nothing of the
+                bucket has changed.
+        """
+        bucket = self.bucket
+        if bucket.averages_gradients:
+            _require_averaged(bucket)
+        changing = bucket.take_back_strays() if takes_back else []
+        changing += [p for p in bucket.parameters if p.grad is not None]
+        # The same on all ranks, as gradients are. A backward that has saved one of the others may
+        # still use it.
+        torch.autograd.graph.increment_version(changing)
+        if bucket.optimizer is None:
+            return
+        left = []
+        for part in self._parts:
+            part.group.update(options_of(param_groups[part.number]))
+            gradients = [_gradient_of(segment) for segment in part.segments]
+            if part.fused is None or not part.fused.run(gradients):
+                left.append((part, gradients))
+        if left:
+            _step_by_class(bucket.optimizer, left)
+
+    def forget_states(self) -> None:
+        """The state was replaced."""
+        for part in self._parts:
+            if part.fused is not None:
+                part.fused.forget()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The segments of one group.
+
+    Attributes:
+        number: Of the group, among those of whole parameters.
+        group: The one of the bucket's optimizer.
+        segments: In its order.
+        fused: Their step by pydist's kernels, where those can.
+    """
+
+    number: int
+    group: dict[str, Any]
+    segments: list[Segment]
+    fused: FusedStep | None
+
+
+def _step_by_class(
+    optimizer: Optimizer, parts: Sequence[tuple[_Part, Sequence[Tensor | None]]]
+) -> None:
+    """Updates segments as torch's class does; what is not among them has no gradient."""
+    stepping = []
+    for part, gradients in parts:
+        if part.fused is not None:
+            part.fused.forget()
+        if part.group.get("fused"):
+            _bring_steps(optimizer, part.segments)
+        for segment, gradient in zip(part.segments, gradients, strict=True):
+            if gradient is not None:
+                segment.refresh_master()  # which the kernels do by themselves
+                segment.updated.grad = gradient.to(segment.updated.dtype)
+                stepping.append(segment)
+    is_new = not any(optimizer.state.values()) and type(optimizer) not in ELEMENT_WISE
+    with groups_unchanged(optimizer) if is_new else contextlib.nullcontext():
+        unhooked_step(optimizer)
+    for segment in stepping:
+        if segment.has_master:
+            segment.values.copy_(segment.updated)
+        segment.updated.grad = None
+
+
+def _bring_steps(optimizer: Optimizer, segments: Sequence[Segment]) -> None:
+    """Where torch's fused classes expect the numbers of steps: beside the values."""
+    for segment in segments:
+        step = optimizer.state.get(segment.updated, {}).get("step")
+        if isinstance(step, Tensor) and step.device != segment.updated.device:
+            optimizer.state[segment.updated]["step"] = step.to(segment.updated.device)
+
+
+def _gradient_of(segment: Segment) -> Tensor | None:
+    whole = segment.member.parameter.grad
+    if whole is None:
+        return None
+    if isinstance(whole, ShardedGradient):
+        return segment.gradient
+    if whole.is_sparse:
+        raise InvalidUsage(
+            f"the gradient of parameter {segment.member.name} is sparse, and "
+            "pydist.ShardedOptimizer takes dense ones: build the embedding with sparse=False"
+        )
+    return segment.of(whole)
+
+
+def _require_averaged(bucket: Bucket) -> None:
+    """Raises InvalidUsage where somebody has put a gradient of this rank's in place of the mean."""
+    for member in bucket.members:
+        gradient = member.parameter.grad
+        if gradient is not None and not isinstance(gradient, ShardedGradient):
+            raise InvalidUsage(
+                f"the gradient of parameter {member.name} was put there by hand, or replaced, and "
+                "is this rank's alone: each rank updates a part of every parameter, so call the "
+                "pydist.DataParallel model's sync_gradients() before step(), on all ranks, which "
+                "averages it"
+            )
+
+
+# -- by pydist's kernels
 
 
 def fused_step(
@@ -72,7 +233,7 @@ class FusedStep:
         self._segments = segments
         self._gradient_dtypes = gradient_dtypes
         # What a call takes, which stays the same while the same segments step; and which those are.
-        self._parameters: list[Tensor] = []
+        self._targets: list[Tensor] = []
         self._masters: list[Tensor] | None = None
         self._states: list[list[Tensor]] = []
         self._key: object = None
@@ -110,13 +271,13 @@ class FusedStep:
 
     def forget(self) -> None:
         """Somebody puts other tensors into the optimizer's state: keeps none of the old ones."""
-        self._parameters, self._masters, self._states = [], None, []
+        self._targets, self._masters, self._states = [], None, []
         self._key = None
 
     def _gather(self, chosen: Sequence[int], names: Sequence[str]) -> None:
         """Lists what a call takes for some segments."""
         segments = [self._segments[number] for number in chosen]
-        self._parameters = [segment.values for segment in segments]
+        self._targets = [segment.values for segment in segments]
         self._masters = (
             [segment.updated for segment in segments] if segments[0].has_master else None
         )
@@ -182,7 +343,7 @@ class _AdamStep(FusedStep):
 
     def _call(self, gradients: list[Tensor], options: dict[str, Any]) -> None:
         _native.adam_step(
-            self._parameters, gradients, self._masters, *self._states, step=self._steps, **options
+            self._targets, gradients, self._masters, *self._states, step=self._steps, **options
         )
 
 
@@ -222,7 +383,7 @@ class _SgdStep(FusedStep):
     def _call(self, gradients: list[Tensor], options: dict[str, Any]) -> None:
         buffers = self._states[0] if self._states else None
         _native.sgd_step(
-            self._parameters, gradients, self._masters, buffers, begins=self._begins, **options
+            self._targets, gradients, self._masters, buffers, begins=self._begins, **options
         )
         self._begins = [False] * len(gradients)
 

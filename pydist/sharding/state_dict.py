@@ -1,18 +1,40 @@
-"""A sharded state in the form of the state_dict of torch's optimizers: by number, not by name."""
+"""A sharded state in the form of the state_dict of torch's optimizers: by number, not by name.
+
+torch does not say of which class such a state is: `require_options_of` tells it by the options.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import shaped
 from pydist.sharding.parameter_groups import options_of
-from pydist.sharding.sharded_state import ParameterState, ShardedState, StateRange, from_whole
+from pydist.sharding.state import (
+    ParameterState,
+    ShardedState,
+    StateRange,
+    from_whole,
+    is_per_element,
+)
 from pydist.sharding.state_guard import RanksPart
-from pydist.sharding.state_values import is_per_element
+
+# What torch has given its classes since, and states of earlier versions lack.
+_LATER_OPTIONS = {
+    "foreach",
+    "maximize",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+}
 
 
 def to_state_dict(local: ShardedState, part: RanksPart) -> dict[str, Any]:
@@ -173,3 +195,41 @@ def from_unsharded(
         for group in state_dict["param_groups"]
     ]
     return ShardedState(parameters, loaded)
+
+
+def require_options_of(class_name: str, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    """Raises InvalidUsage where a group is of another class of optimizers.
+
+    Args:
+        class_name: Of the optimizer, for the error.
+        optimizer: That is to take it over.
+        group: Of a `state_dict()`.
+    """
+    ours = optimizer.defaults
+    missing = ours.keys() - group.keys() - _LATER_OPTIONS
+    # Whoever wraps an optimizer may have its options in groups alone.
+    known = ours.keys() | optimizer.param_groups[0].keys() | _LATER_OPTIONS
+    foreign = (group.keys() - known) & _torchs_options()
+    decoupled = "decoupled_weight_decay"  # as Adam is, or AdamW
+    differs = decoupled in ours and group.get(decoupled, ours[decoupled]) != ours[decoupled]
+    if missing or foreign or differs:
+        said = [f"it lacks {key}" for key in sorted(missing)]
+        said += [f"it has {key}" for key in sorted(foreign)]
+        said += [f"its {decoupled} is {group[decoupled]}"] if differs else []
+        raise InvalidUsage(
+            f"the state of the optimizer is of another class than {class_name}: {', '.join(said)}; "
+            "load it into an optimizer of the class that it is of"
+        )
+
+
+@functools.cache
+def _torchs_options() -> frozenset[str]:
+    """What the classes of torch.optim may have in groups, whichever of them."""
+    classes = (c for c in vars(torch.optim).values() if isinstance(c, type))
+    return frozenset(
+        key
+        for kind in classes
+        if issubclass(kind, Optimizer)
+        for key in inspect.signature(kind).parameters
+        if key not in ("params", "defaults")
+    )

@@ -1,0 +1,158 @@
+"""The job that this process is in: one object has all that goes when the process leaves.
+
+Note [Generations]: a process that leaves a job and joins again is in the next generation of it,
+with as many ranks as there are then, and perhaps another number among them. Each generation is a
+`Job` of its own: it meets under names with its number, makes its communicators anew, and uses
+nothing of an earlier one, which was closed before.
+
+The functions of `pydist.job` that know nothing of an object (`pydist.rank()`, collectives without a
+group) are about `current.job`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+
+from pydist import _native
+from pydist.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from pydist.job.backends import Agreement
+
+__all__ = ["Job", "Membership", "before_closing", "mine", "not_joined_error", "replace"]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What this process is in a job that it has joined."""
+
+    communicator: _native.Communicator
+    # torch.distributed's default group, and whether pydist made it.
+    group: dist.ProcessGroup
+    owns_group: bool
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+
+
+def not_joined_error() -> InvalidUsage:
+    """For whoever needs the world before there is one."""
+    return InvalidUsage("this process has not joined a job yet: call pydist.init() first.")
+
+
+class _NotJoined:
+    """Stands where the communicator of the world will be."""
+
+    def __getattr__(self, name: str) -> object:
+        raise not_joined_error()
+
+
+_not_joined: _native.Communicator = _NotJoined()  # type: ignore[assignment]
+
+
+class Job:
+    """One generation of a job, as one of its processes has it; see Note [Generations].
+
+    There is one from the beginning: a process may meet others in groups of torch.distributed
+    without joining them by `pydist.init`.
+
+    Args:
+        generation: Its number: how often this process has met the others of its launcher, with this
+            time. The same on all ranks; 0 where it has not, or where the program itself has made
+            torch's default group.
+
+    Attributes:
+        generation: As above.
+        pid: The process that made it. A forked child has it in memory and can't use or close it.
+        agreement: What its ranks have agreed on; None before they have met.
+        membership: What this process is in it; None before it has joined.
+        world: The communicator of all ranks.
+        bootstrapped: Communicators for groups of other backends.
+        split: Those split off others.
+        of_layers: Those split off for the layers of models: one for each group, whatever the number
+            of layers.
+        meeting: Held while a group of another backend is met: threads that need it at the same time
+            meet it once.
+        lock: Guards the tables.
+    """
+
+    def __init__(self, generation: int = 0) -> None:
+        self.generation = generation
+        self.pid = os.getpid()
+        self.agreement: Agreement | None = None
+        self.membership: Membership | None = None
+        self.world = _not_joined
+        self.bootstrapped: WeakKeyDictionary[dist.ProcessGroup, _native.Communicator] = (
+            WeakKeyDictionary()
+        )
+        self.split: WeakSet[_native.Communicator] = WeakSet()
+        self.of_layers: WeakKeyDictionary[
+            dist.ProcessGroup | _native.Communicator, _native.Communicator
+        ] = WeakKeyDictionary()
+        self.meeting: WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = WeakKeyDictionary()
+        self.lock = threading.Lock()
+
+    @property
+    def has_world(self) -> bool:
+        """Whether `world` is a communicator."""
+        return self.world is not _not_joined
+
+    def close(self) -> None:
+        """Lets go of every communicator made for it; those of torch's own groups stay with torch.
+
+        In a forked child they are not closed: they are the parent's.
+        """
+        is_own = self.pid == os.getpid()
+        if is_own:
+            for finish in list(before_closing):
+                finish()
+        self.world = _not_joined
+        if is_own:
+            for communicator in [*self.split, *self.bootstrapped.values()]:
+                communicator.shutdown()
+        self.split.clear()
+        self.bootstrapped.clear()
+        self.of_layers.clear()
+
+
+# A module variable and not a function: the collectives read it on every call.
+job = Job()
+
+# What runs in threads on communicators of a job is finished by these before it closes.
+before_closing: list[Callable[[], None]] = []
+
+
+def mine() -> Job:
+    """The job to which communicators of this process are added, which are closed at exit.
+
+    A forked child has none of its parent's.
+    """
+    global job
+    if job.pid != os.getpid():
+        job = Job()
+    atexit.register(_close_at_exit)
+    return job
+
+
+def replace(generation: int = 0) -> None:
+    """Closes the job, and puts another one in its place, which has nothing of it."""
+    global job
+    job.close()
+    job = Job(generation)
+    atexit.unregister(_close_at_exit)
+
+
+def _close_at_exit() -> None:
+    job.close()

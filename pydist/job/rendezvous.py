@@ -1,0 +1,118 @@
+"""Where the ranks of a job find each other: a key-value store that rank 0, or torchrun, serves."""
+
+import os
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pydist.errors import Timeout, TransportError
+from pydist.job.launchers import Placement, Rendezvous
+
+__all__ = ["meet"]
+
+# How long a rank waits for the server that it reached to prove that it is this meeting's.
+_PROOF_S = 2.0
+
+
+def meet(placement: Placement, timeout: timedelta, generation: int) -> tuple[dist.Store, bool]:
+    """The store that all ranks share, and whether this process serves it.
+
+    Args:
+        placement: this process's, by its launcher.
+        timeout: how long to wait for the server.
+        generation: of the job, which keeps it apart from others that share the server; the same on
+            all ranks.
+
+    Raises:
+        Timeout: another job's server answers.
+        TransportError: rank 0 can't serve the store, or can't be reached.
+    """
+    rendezvous = placement.rendezvous
+    if rendezvous is None:
+        return dist.HashStore(), False
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    meeting = f"pydist {rendezvous.job} {restart} {generation}"
+    # torchrun's agent serves the store; otherwise rank 0 does.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.PrefixStore(meeting, _connect(rendezvous, placement, timeout)), False
+    if placement.rank == 0:
+        store = _serve(rendezvous, placement, timeout)
+        store.set(meeting, "here")
+        return dist.PrefixStore(meeting, store), True
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    while True:
+        # The server may be the one of an earlier meeting, on its way down, or somebody else's.
+        left = timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
+        store = _connect(rendezvous, placement, left)
+        with suppress(RuntimeError):
+            store.wait([meeting], min(left, timedelta(seconds=_PROOF_S)))
+            return dist.PrefixStore(meeting, store), False
+        if time.monotonic() >= deadline_s:
+            raise Timeout(
+                f"rank {placement.rank}: what answers at {rendezvous.address}:{rendezvous.port} "
+                "is not this job's rank 0 (another job may use the port): set MASTER_PORT to a "
+                "free one on all ranks."
+            )
+
+
+def _serve(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> dist.Store:
+    try:
+        return dist.TCPStore(
+            rendezvous.address,
+            rendezvous.port,
+            world_size=placement.world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        raise TransportError(
+            f"rank 0 can't serve the job's store at {rendezvous.address}:{rendezvous.port}; if "
+            f"another job uses the port, set MASTER_PORT to a free one on all ranks. ({error})"
+        ) from error
+
+
+def _await_server(rendezvous: Rendezvous, timeout: timedelta) -> None:
+    """Waits until something listens there: torch's client would, too, but deaf to Ctrl-C."""
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    place = (rendezvous.address, rendezvous.port)
+    problem = ""
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            socket.create_connection(place, min(left_s, 1.0)).close()
+        except OSError as error:
+            problem = str(error)
+            time.sleep(min(left_s, 0.05))
+        else:
+            return
+    raise TransportError(
+        f"nothing answers at the job's store, {place[0]}:{place[1]}, within "
+        f"{timeout.total_seconds():g} s: is rank 0 up, and are MASTER_ADDR and MASTER_PORT those "
+        f"of its host? ({problem})"
+    )
+
+
+def _connect(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> dist.Store:
+    start_s = time.monotonic()
+    _await_server(rendezvous, timeout)
+    left = timeout - timedelta(seconds=time.monotonic() - start_s)
+    try:
+        return dist.TCPStore(
+            rendezvous.address,
+            rendezvous.port,
+            world_size=placement.world_size,
+            is_master=False,
+            timeout=max(left, timedelta(seconds=0.1)),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise TransportError(
+            f"rank {placement.rank} can't reach the job's store at "
+            f"{rendezvous.address}:{rendezvous.port} within {timeout.total_seconds():g} s: is rank "
+            "0 up, and are MASTER_ADDR and MASTER_PORT those of its host? "
+            f"({error})"
+        ) from error

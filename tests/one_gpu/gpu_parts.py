@@ -1,0 +1,210 @@
+"""What is run on a machine with one NVIDIA GPU, most valuable first, in parts.
+
+A part takes `PART_S` at most. It may have to build first, on a machine that has nothing yet, and
+what is then left is divided among its steps: the limit of each keeps one that hangs from taking the
+time of the others.
+"""
+
+from dataclasses import dataclass
+
+# Of a whole part, and of that for the build.
+PART_S = 540.0
+BUILD_S = 180.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, as it is typed in the repository's root with pydist installed."""
+
+    what: str
+    command: str
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Part:
+    what: str
+    steps: tuple[Step, ...]
+
+
+def tests(what: str, arguments: str, limit_s: float) -> Step:
+    return Step(what, f"python -m pytest -p no:benchmark {arguments}", limit_s)
+
+
+_GPU = "tests/python/gpu"
+_CONFORMANCE = "tests/python/collectives/test_conformance.py"
+_SHARDING = "tests/python/sharding"
+
+PARTS = (
+    Part(
+        "training on NCCL",
+        (
+            Step("the machine: GPUs, driver, NCCL, kernels", "pydist info", 60),
+            tests(
+                "2 and 4 ranks that share the GPU: DataParallel and DDP against one process, "
+                "`auto`, a rank that is killed in mid-collective, also as if between hosts",
+                f"{_GPU}/test_nccl.py",
+                300,
+            ),
+        ),
+    ),
+    Part(
+        "every collective on NCCL",
+        (
+            tests(
+                "each collective, dtype and operator on 2 and 4 ranks, the ring on 3",
+                f"{_CONFORMANCE} -k nccl",
+                360,
+            ),
+        ),
+    ),
+    Part(
+        "CUDA graphs and kernels",
+        (
+            tests(
+                "capture of collectives and of a training step with its optimizer, by torch itself",
+                f"{_GPU}/test_cuda_graphs.py",
+                120,
+            ),
+            tests(
+                "a captured step whose buffer is replaced",
+                "tests/python/parallel/test_buffers.py -k graph",
+                30,
+            ),
+            tests(
+                "every kernel against torch in float64 and, bit for bit, against the CPU's; "
+                "captures, counts beyond 32 bits",
+                f"{_GPU}/test_cuda_kernels.py -rs",
+                90,
+            ),
+            tests(
+                "fused steps against the CPU's, on the current stream",
+                f"{_SHARDING}/test_optimizer_step.py -k cuda",
+                30,
+            ),
+            Step(
+                "the kernels' memory accesses",
+                f'compute-sanitizer python -m pytest {_GPU}/test_cuda_kernels.py -k "not graph"',
+                90,
+            ),
+        ),
+    ),
+    Part(
+        "the sharded optimizer, and gradients that move",
+        (
+            tests(
+                "ShardedOptimizer, its gathers and checkpoints, on NCCL and staged",
+                f"{_SHARDING}/test_sharded_gpu.py",
+                240,
+            ),
+            tests(
+                "fused steps of ShardedOptimizer",
+                f"{_SHARDING}/test_fused_optimizer.py -k gpu",
+                60,
+            ),
+            tests(
+                "gradients that the program holds, whose memory moves, on NCCL and staged",
+                "tests/python/gradients/test_held_gradients.py -k gpus",
+                60,
+            ),
+        ),
+    ),
+    Part(
+        "features, on NCCL and staged",
+        (
+            tests(
+                "sparse gradients, which the fake device has not got",
+                f"{_GPU}/test_gpu_features.py -k sparse",
+                40,
+            ),
+            tests(
+                "torch.compile, with Triton's kernels too",
+                f"{_GPU}/test_gpu_features.py -k compiled",
+                100,
+            ),
+            tests(
+                "SyncBatchNorm on uneven and empty batches, each dtype and layout, and in training",
+                f"{_GPU}/test_gpu_features.py -k sync_batch_norm",
+                80,
+            ),
+            tests(
+                "communication hooks: torch's own, PowerSGD, one that answers in other memory",
+                f"{_GPU}/test_gpu_features.py -k hooks",
+                50,
+            ),
+            tests(
+                "weighted() and join()",
+                f'{_GPU}/test_gpu_features.py -k "weighted or join"',
+                50,
+            ),
+            tests(
+                "pydist.metrics and pydist.evaluate, bit for bit",
+                f"{_GPU}/test_gpu_features.py -k metrics",
+                40,
+            ),
+        ),
+    ),
+    Part(
+        "speed, and examples",
+        (
+            Step(
+                "the kernels' share of the copy bandwidth (goal: 85 %)",
+                "python bench/cuda_kernels.py",
+                60,
+            ),
+            Step(
+                "staging beside plain copies, cudaHostRegister of the shared heap at work",
+                "python bench/staging.py --seconds 1",
+                60,
+            ),
+            Step(
+                "the ring beside NCCL's own all-reduce, both by sockets",
+                "python bench/nccl_ring.py --seconds 1",
+                60,
+            ),
+            Step(
+                "the latency of an all-reduce of 8 B to 64 KiB beside torch's ProcessGroupNCCL, "
+                "by sockets",
+                "CUDA_VISIBLE_DEVICES=0 python bench/gpu_latency.py "
+                "--sizes 8,64,512,4K,16K,64K --seconds 1",
+                60,
+            ),
+            Step(
+                "an example on a shared GPU, staged",
+                "PYDIST_BACKEND=native pydist run -n 2 examples/train_gpt.py",
+                60,
+            ),
+            Step(
+                "the idle GPU, by NVML or nvidia-smi",
+                "pydist run --gpus auto:1 examples/digits.py",
+                60,
+            ),
+        ),
+    ),
+    Part(
+        "staging",
+        (
+            tests(
+                "streams, lifetimes, order, a GPU that is late, a rank that dies, DataParallel, "
+                "DDP, hooks, compress, buffers",
+                f"{_GPU}/test_staging.py",
+                180,
+            ),
+            tests(
+                "each collective, dtype and operator on native (3 ranks) and gloo (2)",
+                f'{_CONFORMANCE} -k "device and not nccl"',
+                180,
+            ),
+        ),
+    ),
+    Part(
+        "everything else, as a user's machine runs it",
+        (
+            Step(
+                "the everyday tests in Python",
+                'python -m pytest -p no:benchmark -n 8 --dist loadfile -m "not thorough"',
+                360,
+            ),
+        ),
+    ),
+)

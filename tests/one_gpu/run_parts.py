@@ -1,0 +1,92 @@
+"""Runs what one NVIDIA GPU can show of pydist: `make test-gpu`, `make test-gpu PART=2`.
+
+Every part ends within nine minutes, the build included, whatever fails or hangs in it, and leaves
+part-N.md and part-N.log in the folder of reports. Exits with 1 where anything has failed.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import gpu_build
+from gpu_parts import BUILD_S, PART_S, PARTS, Part, Step
+from limited_command import Ended, run
+from part_report import Report
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "gpu"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    numbers = range(1, len(PARTS) + 1)
+    parser.add_argument(
+        "parts", nargs="*", type=int, metavar="PART", help="all, where none is named"
+    )
+    parser.add_argument("--reports", type=Path, default=BUILD / "reports", help="a folder")
+    parser.add_argument(
+        "--wheels", type=Path, default=BUILD / "wheels", help="what Python lacks here"
+    )
+    parser.add_argument("--list", action="store_true", help="say what each part runs, and no more")
+    given = parser.parse_args()
+    if unknown := set(given.parts) - set(numbers):
+        parser.error(f"there are parts 1 to {len(PARTS)}, not {sorted(unknown)}")
+    if given.list:
+        list_parts()
+        return 0
+    variables = gpu_build.make_environment(BUILD / "venv")
+    preparation = [
+        Step("build", command, BUILD_S)
+        for command in gpu_build.build_commands(BUILD / "dev", given.wheels)
+    ]
+    good = [
+        run_part(number, PARTS[number - 1], preparation, given.reports, variables)
+        for number in given.parts or numbers
+    ]
+    return 0 if all(good) else 1
+
+
+def list_parts() -> None:
+    for number, part in enumerate(PARTS, 1):
+        print(f"{number}. {part.what}")
+        for step in part.steps:
+            print(f"   {step.command}")
+
+
+def run_part(
+    number: int,
+    part: Part,
+    preparation: Sequence[Step],
+    folder: Path,
+    variables: Mapping[str, str],
+    part_s: float = PART_S,
+) -> bool:
+    """Runs the preparation, which the part's steps need, and these; whether all have passed."""
+    deadline = time.monotonic() + part_s
+    folder.mkdir(parents=True, exist_ok=True)
+    log_file = folder / f"part-{number}.log"
+    report = Report(folder / f"part-{number}.md", f"Part {number}: {part.what}", log_file)
+    is_prepared = True
+    with log_file.open("wb", buffering=0) as log:
+        for step in (*preparation, *part.steps):
+            left_s = deadline - time.monotonic()
+            if not is_prepared:
+                ended = Ended("not run: what it needs has failed")
+            elif left_s <= 0:
+                ended = Ended("not run: the part's time was up")
+            else:
+                print(f"part {number}: {step.command}", flush=True)
+                limit_s = min(step.limit_s, left_s)
+                ended = run(step.command, limit_s=limit_s, log=log, folder=ROOT, env=variables)
+                print(f"part {number}: {ended.how}  {ended.counts}", flush=True)
+            if step in preparation:
+                is_prepared = is_prepared and ended.is_good
+            report.add(step, ended)
+    print(f"part {number}: see {report.file}", flush=True)
+    return report.is_good
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""`make test-gpu`: its parts hold their time, go on after failures, and leave a report."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import run_parts
+from gpu_build import make_environment
+from gpu_parts import BUILD_S, PART_S, PARTS, Part, Step
+
+# Where the commands of these tests run: with the Python that runs the tests first.
+HERE = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+HANGING = """
+import time
+
+def test_passes():
+    pass
+
+def test_hangs():
+    time.sleep(1000)
+"""
+
+
+def steps(*commands: str, limit_s: float = 30.0) -> tuple[Step, ...]:
+    return tuple(Step(f"step {command}", command, limit_s) for command in commands)
+
+
+def results(folder: Path) -> list[str]:
+    """The column of results in the report of part 1."""
+    rows = [line for line in (folder / "part-1.md").read_text().splitlines() if "| step " in line]
+    return [row.split("|")[2].strip() for row in rows[1:]]
+
+
+def test_a_part_goes_on_after_failures(tmp_path: Path) -> None:
+    part = Part("failures", steps("echo one", "echo two; exit 3", "no-such-program", "echo four"))
+    assert not run_parts.run_part(1, part, [], tmp_path, HERE)
+    assert results(tmp_path) == [
+        "passed",
+        "failed with status 3",
+        "failed with status 127",
+        "passed",
+    ]
+    report = (tmp_path / "part-1.md").read_text()
+    assert report.startswith("# Part 1: failures\n")
+    assert "\n    two\n" in report
+    assert "no-such-program: command not found" in report
+    assert "four" in (tmp_path / "part-1.log").read_text()
+
+
+def test_a_part_in_which_all_pass(tmp_path: Path) -> None:
+    assert run_parts.run_part(1, Part("", steps("true")), steps("echo"), tmp_path, HERE)
+    assert results(tmp_path) == ["passed", "passed"]
+
+
+def test_a_step_that_hangs_is_stopped_and_says_what_it_has_found(tmp_path: Path) -> None:
+    (tmp_path / "test_hanging.py").write_text(HANGING)
+    pytest_of_it = f"python -m pytest -p no:cacheprovider --rootdir {tmp_path} {tmp_path}"
+    part = Part("", steps(pytest_of_it, limit_s=8.0) + steps("true"))
+    assert not run_parts.run_part(1, part, [], tmp_path, HERE)
+    assert results(tmp_path) == ["stopped after 8 s", "passed"]
+    report = (tmp_path / "part-1.md").read_text()
+    assert "| 1 passed |" in report
+    assert "in test_hangs" in report or "test_hanging.py" in report
+
+
+def test_what_a_stopped_step_has_started_ends_with_it(tmp_path: Path) -> None:
+    background = f"sleep 1000 & echo $! >{tmp_path}/pid; wait"
+    run_parts.run_part(1, Part("", steps(background, limit_s=1.0)), [], tmp_path, HERE)
+    pid = int((tmp_path / "pid").read_text())
+    gone_by = time.monotonic() + 10.0
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < gone_by
+        time.sleep(0.05)
+
+
+def test_a_part_ends_in_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    part = Part("", steps("sleep 1000", "true"))
+    assert not run_parts.run_part(1, part, [], tmp_path, HERE, part_s=1.0)
+    assert time.monotonic() - began < 25.0
+    assert results(tmp_path) == ["stopped after 1 s", "not run: the part's time was up"]
+
+
+def test_nothing_runs_without_what_it_needs(tmp_path: Path) -> None:
+    assert not run_parts.run_part(1, Part("", steps("true")), steps("false"), tmp_path, HERE)
+    assert results(tmp_path) == ["failed with status 1", "not run: what it needs has failed"]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.what)
+def test_every_step_gets_its_time(part: Part) -> None:
+    assert BUILD_S + sum(step.limit_s for step in part.steps) <= PART_S <= 9 * 60
+
+
+def test_the_environment_finds_what_the_python_below_it_has(tmp_path: Path) -> None:
+    command = 'python -c "import sys, torch; print(sys.prefix)"'
+    variables = make_environment(tmp_path / "venv")
+    assert run_parts.run_part(1, Part("", steps(command)), [], tmp_path, variables)
+    assert f"    {tmp_path / 'venv'}\n" in (tmp_path / "part-1.md").read_text()
+
+
+def test_steps_run_on_the_stand_ins(tmp_path: Path) -> None:
+    """The quick ones: what the others select is looked at in test_documented_commands.py."""
+    quick = [
+        step
+        for part in PARTS
+        for step in part.steps
+        if step.command == "pydist info" or step.command.endswith("test_buffers.py -k graph")
+    ]
+    assert len(quick) == 2
+    assert run_parts.run_part(1, Part("quick ones", tuple(quick)), [], tmp_path, HERE)
