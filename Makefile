@@ -119,9 +119,9 @@ else
 	@echo "SKIPPED: all C++ tests (tests/cpp). $(GTEST_HINT)"
 endif
 
-# Most tests wait for processes that they start, so two files of them run at a time; without
+# Most tests wait for processes that they start, so three files of them run at a time; without
 # pytest-benchmark, which says that it can't measure then.
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile -p no:benchmark
+PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile -p no:benchmark
 
 .PHONY: test-python
 test-python: build  ## the Python tests of test
