@@ -70,7 +70,7 @@ train: build  ## train a small GPT on N=2 processes
 	$(BIN)/pydist run -n $(N) examples/train_gpt.py $(ARGS)
 
 .PHONY: test
-test: test-cpp test-python  ## the everyday tests: everything once, in ten minutes on two cores
+test: test-cpp test-python  ## the everyday tests: each behaviour once
 
 .PHONY: test-all
 test-all: test-cpp test-python-all  ## every test: on more backends, ranks and dtypes
