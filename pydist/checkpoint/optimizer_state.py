@@ -162,7 +162,7 @@ def merged(outlines: list[Outline]) -> Outline:
                     f"parameter {name} lies in memory otherwise on some ranks (dimensions in order "
                     f"{entry['dims']} and {known['dims']}): give it one memory_format on all"
                 )
-            # Whoever has the first element knows more than the others.
+            # The rank that has the first element knows more than the others.
             if name not in parameters or entry["keys"] or entry["numbers"]:
                 parameters[name] = entry
     whole["parameters"] = parameters
@@ -386,7 +386,7 @@ def put_back(
             for own, known in local.parameters.items()
             if any(MASTER in piece.values for piece in known.ranges)
         }
-        # What is replaced is to be freed at once.
+        # Drops the last reference, so that what is replaced is freed at once.
         del local
         parameters = {}
         for own, (dims, ranges) in optimizer.ranges().items():

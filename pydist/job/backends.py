@@ -237,8 +237,8 @@ def create_communicator(
         TransportError: the backend asked for can't serve these ranks.
     """
     global _job
-    # After destroy_process_group torch begins its names anew, on the same store. The same ranks
-    # have met under a name equally often; others may have met under it in between.
+    # After destroy_process_group, torch gives names out anew, on the same store. The same ranks
+    # have met under a name equally often, but other ranks may have met under it in between.
     met_by = f"{name} of {','.join(map(str, members)) if members is not None else size}"
     turn = store.add(f"{met_by}/{rank}", 1)
     store = dist.PrefixStore(f"{met_by}#{turn}", store)

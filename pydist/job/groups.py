@@ -46,7 +46,7 @@ _of_layers: "WeakKeyDictionary[Group, _native.Communicator]" = WeakKeyDictionary
 _meeting: "WeakKeyDictionary[dist.ProcessGroup, threading.Lock]" = WeakKeyDictionary()
 # Guards the tables.
 _lock = threading.Lock()
-# What runs in threads on such communicators is finished by these before they close.
+# Called before the communicators close: each finishes what runs in threads on them.
 before_closing: list[Callable[[], None]] = []
 # The process that made them: a forked child has them in memory, but they are not its to close.
 _owner = os.getpid()

@@ -23,7 +23,7 @@ class Obstacle(NamedTuple):
     """What keeps the ranks of a job from NCCL."""
 
     why: str
-    # What those can do who asked for NCCL.
+    # What a user who asked for NCCL can do.
     way_out: str
     # The name of the error that they get.
     error: str = "InvalidUsage"

@@ -45,7 +45,8 @@ def runs_uncompiled_throughout(function: _Function) -> _Function:
 
 
 def _left_alone(function: _Function, what_it_calls: eval_frame._FrameAction) -> _Function:
-    # The first is for those who would inline it, the second for when it runs.
+    # The first mark keeps Dynamo from inlining the wrapper, the second from compiling the function
+    # when it runs.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, what_it_calls)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)

@@ -41,7 +41,7 @@ class RankLocal:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
-        # By the module that has the buffer, because steps may replace buffers.
+        # Keyed by the module that has the buffer, because steps may replace buffers.
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = (
             weakref.WeakKeyDictionary()
         )

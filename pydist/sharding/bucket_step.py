@@ -74,8 +74,9 @@ class BucketStep:
             _require_averaged(bucket)
         changing = bucket.take_back_strays() if takes_back else []
         changing += [p for p in bucket.parameters if p.grad is not None]
-        # The same on all ranks, as gradients are. A backward that has saved one of the others may
-        # still use it.
+        # All ranks count up the versions of the same parameters, because the same ones have
+        # gradients. A parameter that does not change keeps its version: a backward that has saved
+        # it may still use it.
         torch.autograd.graph.increment_version(changing)
         if bucket.optimizer is None:
             return

@@ -71,7 +71,8 @@ class FusedStep:
         self._group = group
         self._segments = segments
         self._gradient_dtypes = gradient_dtypes
-        # What a call takes, which stays the same while the same segments step; and which those are.
+        # The arguments of a call, which stay the same while the same segments step, and which
+        # segments those are.
         self._parameters: list[Tensor] = []
         self._masters: list[Tensor] | None = None
         self._states: list[list[Tensor]] = []
@@ -227,7 +228,7 @@ class _SgdStep(FusedStep):
         self._begins = [False] * len(gradients)
 
 
-# What torch's own kernels know and ours do not.
+# Options that torch's own kernels support and ours do not.
 _NOT_FUSED = ("capturable", "differentiable", "foreach")
 
 

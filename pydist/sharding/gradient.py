@@ -58,7 +58,8 @@ class ShardedGradient(Tensor):
     @staticmethod
     def of(parts: GradientParts, index: int, parameter: Tensor) -> ShardedGradient:
         """Stands for the gradient of a parameter."""
-        # One element, seen everywhere. Who reads it past torch's functions sees that it is none.
+        # One element, expanded to the whole shape. Code that reads it past torch's functions sees
+        # NaN (of integers, zeros).
         is_known = parameter.is_floating_point() or parameter.is_complex()
         nothing = complex(math.nan, math.nan) if parameter.is_complex() else math.nan
         stand_in = torch.full(
@@ -336,8 +337,8 @@ _FACTS = (
     "shape",
 )
 
-# No autograd graph has a gradient that is sharded: these would be the same over again, and what
-# changes one in place changes the other.
+# A sharded gradient is in no autograd graph, so these functions return the same gradient again:
+# what changes the one in place changes the other.
 _SAME_MEMORY: set[Any] = {
     Tensor.data.__get__,  # type: ignore[attr-defined]
     Tensor.detach,

@@ -31,12 +31,12 @@ from torch.utils.hooks import RemovableHandle
 from pydist import _native
 from pydist.parallel.compiled_graphs import compiles_anything
 
-# A wait that has a limit is the host's.
+# A wait with a time limit waits on the host, not on the stream.
 _NEVER_S = 1e9
 
 _lock = threading.Lock()
 
-# What is not over, and lives; and the hook of all modules that there is as long as any is.
+# The gathers that are under way, and the hook on all modules, which exists as long as there is one.
 _under_way: weakref.WeakSet[Gather] = weakref.WeakSet()
 _hook: RemovableHandle | None = None
 
@@ -50,7 +50,8 @@ class Gather:
     """
 
     def __init__(self, parameters: Sequence[Tensor], work: _native.Work) -> None:
-        # Parameters have the gather, and nothing has them: a model that nobody reads again goes.
+        # Parameters refer to their gather, and the gather refers to them weakly, so a model that
+        # the program drops is freed.
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._work = work
         self._device = parameters[0].device
@@ -157,7 +158,7 @@ class InFlight(nn.Parameter):
         if func not in _NEED_NO_VALUES:
             for gather in dict.fromkeys(_gathers_in((args, kwargs))):
                 gather.wait()
-        # What is in flight still, is nested deeper than anybody looks, or not read.
+        # Arguments that are still in flight are nested deeper than this looks, or are not read.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -74,7 +74,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ParameterState", "ShardedOptimizer", "ShardedState", "StateRange"]
 
-# Of each optimizer that lives, what lets its parameters arrive before their group ends.
+# For each optimizer that lives, a finalizer that lets its parameters arrive before their group
+# ends.
 _leaving: weakref.WeakKeyDictionary[ShardedOptimizer, weakref.finalize[..., ShardedOptimizer]] = (
     weakref.WeakKeyDictionary()
 )
@@ -88,7 +89,7 @@ def _let_all_arrive() -> None:
 # The rank, of the optimizer's group, that writes for all inside `writing()`.
 _WRITER = 0
 
-# Where one rank raises them, so do the others, or their group has ended.
+# Errors of which, if one rank raises one, the others do as well, or their group has ended.
 _OF_ALL_RANKS = (Aborted, CheckpointError, Mismatch, PeerLost)
 
 
@@ -244,7 +245,7 @@ class ShardedOptimizer(Optimizer):
         else:
             parent = groups.communicator_of(process_group)
         self._steps: list[BucketStep] = []
-        # Loaded for parameters that have no place yet, because they are frozen.
+        # State that was loaded for parameters which have no place yet, because they are frozen.
         self._waiting: dict[int, ParameterState] = {}
         self._failed = ""
         self._is_writing = False
@@ -255,7 +256,7 @@ class ShardedOptimizer(Optimizer):
         self._is_ready = False
         prototype = self._prototype([dict(group) for group in param_groups])
         super().__init__(param_groups, dict(prototype.defaults))
-        # Not before all that a rank may refuse by itself.
+        # Split only after everything that a single rank may refuse.
         self._communicator = groups.split(parent, range(parent.size))
         facts = [
             f"optimizer_class={optimizer_class.__qualname__}",
@@ -383,7 +384,7 @@ class ShardedOptimizer(Optimizer):
         reducer.note_step(self._layout.number, digest_of(values))
         last, self._stepped_with = self._stepped_with or values, values
         if not reducer.has_stepped_alike:
-            # Said once, or who mends the options could not go on.
+            # Raised once only, so that a program that mends the options can go on.
             self._stepped_with = []
             self._compare(
                 "an option that pydist.ShardedOptimizer last stepped with",
@@ -467,7 +468,7 @@ class ShardedOptimizer(Optimizer):
             if self._is_one_copy:
                 self._step_one_copy()
                 return loss
-            # What backward completes last, forward needs first.
+            # In reverse, because forward needs first what backward completes last.
             for step in reversed(self._steps):
                 step.run(self.param_groups)
                 gather(step.bucket, self._communicator)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
 
-# What torch has given its classes since, and states of earlier versions lack.
+# Options that torch has added to its classes, and that states of earlier versions lack.
 _LATER_OPTIONS = {
     "foreach",
     "maximize",
@@ -33,7 +33,7 @@ def require_options_of(class_name: str, optimizer: Optimizer, group: Mapping[str
     """
     ours = optimizer.defaults
     missing = ours.keys() - group.keys() - _LATER_OPTIONS
-    # Whoever wraps an optimizer may have its options in groups alone.
+    # A class that wraps an optimizer may keep the options in the groups alone.
     known = ours.keys() | optimizer.param_groups[0].keys() | _LATER_OPTIONS
     foreign = (group.keys() - known) & _torchs_options()
     decoupled = "decoupled_weight_decay"  # as Adam is, or AdamW

@@ -29,7 +29,7 @@ from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job.rank_names import name_ranks
 from pydist.sharding.buckets import Bucket, Member, kind_of
 
-# Of what a rank tells the others about an error of its own.
+# How much of its own error a rank tells the others.
 _TOLD_BYTES = 512
 
 
@@ -82,7 +82,8 @@ class OwnWrites:
         writes, written = self._written()
         digest = 0
         if writes:
-            # By the order of what is shared: ranks may have other numbers of what they have alone.
+            # In the order of shared parameters, because the numbers of rank-local ones differ
+            # between ranks.
             digests = {write.member.index: write.digest for write in writes}
             digest = _digest_of([digests.get(member.index) for member in self._members()])
         told = torch.tensor([digest, -digest])
@@ -94,7 +95,7 @@ class OwnWrites:
         for write in writes:
             self._take_over(write)
         self._forget(written)
-        # A backward that has saved one of them is to notice.
+        # Counts up their versions, so that a backward that has saved one of them notices.
         torch.autograd.graph.increment_version([write.member.parameter for write in writes])
 
     @contextmanager
