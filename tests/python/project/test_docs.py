@@ -19,6 +19,7 @@ TREES = ("csrc/", "pydist/", "tests/", "bench/", "docs/", "examples/", "third_pa
 
 sys.path.insert(0, str(DOCS))
 
+import test_layering  # noqa: E402
 import write_variables  # noqa: E402
 
 
@@ -72,7 +73,7 @@ def defines(file: str, name: str) -> bool:
     text = (ROOT / file).read_text()
     if file.endswith(".py"):
         return re.search(rf"^\s*(def|class) {name}\b", text, re.MULTILINE) is not None
-    head = rf"^\s*((struct|class) {name}\b|[\w:<>,*& \[\]]*[\w>*&\]] [\w:]*\b{name}\()"
+    head = rf"^\s*(?!return\b)((struct|class) {name}\b|[\w:<>,*& \[\]]*[\w>*&\]] [\w:]*\b{name}\()"
     return re.search(head, text, re.MULTILINE) is not None
 
 
@@ -108,6 +109,21 @@ def test_the_index_names_every_page() -> None:
     assert {page for page in pages if f"]({page})" not in index} == set()
     site = (DOCS / "index.rst").read_text().split()
     assert {page for page in pages if page.removesuffix(".md") not in site} == set()
+
+
+@pytest.mark.parametrize(
+    ("folder", "layers"),
+    [("csrc", test_layering.CPP_LAYERS), ("pydist", test_layering.PYTHON_LAYERS)],
+    ids=["csrc", "pydist"],
+)
+def test_contributing_lists_the_layers_in_their_order(folder: str, layers: tuple[str, ...]) -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("\n## Layers\n")[1]
+    table = section.split(f"\n`{folder}/`, low to high")[1].split("\n\n")[1]
+    rows = re.findall(r"^\| (`[^|]+) \|", table, flags=re.MULTILINE)
+    listed = [name.removesuffix(".py") for row in rows for name in re.findall(r"`(.+?)`", row)]
+    assert listed == [layer for layer in layers if layer in listed]
+    folders = {path.name for path in (ROOT / folder).glob("[!_]*/")}
+    assert folders - set(listed) == set()
 
 
 def test_the_reference_holds_every_public_name() -> None:
