@@ -565,7 +565,7 @@ def _add_masters(
     dims: tuple[int, ...],
     ranges: list[tuple[int, int]],
 ) -> None:
-    """Of a parameter that had more than 16 bits, and so no float32 copy: itself is one."""
+    """Takes the parameter for its float32 copy, where it had more than 16 bits and so none."""
     entry = contents.tensor(f"{_MODEL}{name}")
     if entry is None or entry.properties.dtype in SHORT:
         return

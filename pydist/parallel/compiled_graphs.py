@@ -66,7 +66,7 @@ def scripts_any_function() -> bool:
 
 
 def uncompiled(module: Any) -> Any:
-    """What `torch.compile` was given, where it has wrapped a module; anything else as it is."""
+    """The module that `torch.compile` has wrapped; anything else as it is."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # without it, nothing is wrapped
     while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         module = module._orig_mod

@@ -985,7 +985,7 @@ class DataParallel(TorchIdioms):
         return self
 
     def extra_repr(self) -> str:
-        """Where it runs, for `repr`."""
+        """The backend and the ranks, for `repr`."""
         if not self.has_joined:
             return "a copy that has not joined the other ranks"
         return f"ranks={self._communicator.size}, backend={self._communicator.backend}"

@@ -138,7 +138,7 @@ def _step_by_class(
 
 
 def _bring_steps(optimizer: Optimizer, segments: Sequence[Segment]) -> None:
-    """Where torch's fused classes expect the numbers of steps: beside the values."""
+    """Moves the numbers of steps beside the values, where torch's fused classes expect them."""
     for segment in segments:
         step = optimizer.state.get(segment.updated, {}).get("step")
         if isinstance(step, Tensor) and step.device != segment.updated.device:

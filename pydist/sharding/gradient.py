@@ -203,7 +203,7 @@ def _change_each(
 
 
 def _note_changes(gradients: Iterable[Tensor]) -> None:
-    """Of gradients that may be several optimizers'."""
+    """Tells the optimizer of each gradient that its gradients have changed."""
     for parts in _owners(gradients):
         parts.note_change()
 
@@ -246,7 +246,7 @@ def _norm(
 def _linalg_norm(
     name: str, gradient: ShardedGradient, order: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Of all elements without an order; with one, a norm of matrices unless it is a vector."""
+    """`torch.linalg.norm`: of all elements without an order; with one only of a vector."""
     order = kwargs.pop("ord", order)
     if order is not None and gradient.dim() != 1:
         raise InvalidUsage(
@@ -364,7 +364,7 @@ _NEED_NO_VALUES: set[Any] = {
 
 
 def part_norm(part: Tensor, order: float) -> Tensor:
-    """What a rank adds to a norm: see `whole_norms`. In float64."""
+    """The term that a rank adds to a norm, in float64: see `whole_norms`."""
     if part.numel() == 0:
         nothing = math.inf if order == -math.inf else 0.0
         return torch.full((), nothing, dtype=torch.float64, device=part.device)

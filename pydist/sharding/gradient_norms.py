@@ -72,7 +72,7 @@ class ReducedGradients:
         return flat.as_strided(parameter.shape, self._layout.members[index].strides)
 
     def all_norms(self, order: float) -> dict[int, Tensor]:
-        """Of all gradients that are sharded, in one operation for those on a device."""
+        """The norms of all sharded gradients, by one operation for each device."""
         assert self._wrapper is not None
         key = (order, self._changes, self._wrapper._reducer.round)
         if self._norms[0] != key:
@@ -114,7 +114,7 @@ class ReducedGradients:
         self._changes += 1
 
     def own_gradients(self) -> list[Tensor]:
-        """Of the parameters that this rank has alone."""
+        """The gradients of the parameters that this rank has alone."""
         parameters = [self._layout.parameters[index] for index in sorted(self._layout.own)]
         return [p.grad for p in parameters if p.grad is not None]
 

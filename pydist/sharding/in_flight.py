@@ -81,7 +81,7 @@ class Gather:
             self._end()
 
     def finish(self) -> None:
-        """The same as `wait`, and nobody else waits: streams are in the caller's order."""
+        """Waits as `wait` does, and lets nobody wait again: the caller has put streams in order."""
         if not self._is_over:
             self._hold_back()
             self._end()

@@ -494,7 +494,7 @@ class ShardedOptimizer(Optimizer):
                 raise error
 
     def _refuse_removed(self) -> None:
-        """What was placed keeps its place, and knows its group by number."""
+        """Raises where a group or a parameter was removed: buckets know their groups by number."""
         counts = [len(group["params"]) for group in self.param_groups]
         if counts != self._group_sizes:
             error = InvalidUsage(
@@ -699,7 +699,7 @@ class ShardedOptimizer(Optimizer):
         return self._gradients.gradient_of(parameter)
 
     def bytes_in_flight(self) -> int:
-        """What gradients take for buckets that fill or travel, in stage 2, on this rank."""
+        """Bytes of the memory in which this rank's buckets fill and travel, in stage 2."""
         if self._wrapper is None:
             return 0
         staging_bytes: int = self._wrapper._reducer.staging_bytes(self._layout.number)
@@ -744,7 +744,7 @@ class ShardedOptimizer(Optimizer):
         return state_of(self._layout, names, self._named_groups(names), self._waiting)
 
     def ranges(self) -> dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]]:
-        """What of a state `load_sharded_state` needs on this rank. Talks to nobody.
+        """The parts of a state that `load_sharded_state` needs on this rank. Talks to nobody.
 
         Returns:
             By the parameters' names, as in `sharded_state()`: the order of dimensions, as in
@@ -873,7 +873,7 @@ class ShardedOptimizer(Optimizer):
         return id(parameter) in self._layout.indices
 
     def entry_of(self, parameter: Tensor) -> tuple[int, ShardedGradient]:
-        """What the reducer needs to know of a parameter that was unfrozen."""
+        """What `Reducer.add` takes for a parameter that was unfrozen: owner and stand-in."""
         return self._layout.number, self._layout.shown[self._layout.indices[id(parameter)]]
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
@@ -906,7 +906,7 @@ class ShardedOptimizer(Optimizer):
 
 
 class _Parts:
-    """What stands for gradients asks here; does not keep the optimizer alive."""
+    """Answers the stand-ins of gradients without keeping the optimizer alive."""
 
     def __init__(self, optimizer: weakref.ref[ShardedOptimizer]) -> None:
         self._optimizer = optimizer

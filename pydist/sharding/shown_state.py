@@ -278,7 +278,7 @@ class _Source:
     forget: Callable[[], None]
 
     def values(self) -> Mapping[str, Any]:
-        """As the class that steps has them."""
+        """The values, as the class that steps has them."""
         if self.place is not None:
             bucket, segment = self.place
             assert bucket.optimizer is not None
@@ -289,7 +289,7 @@ class _Source:
         return {}
 
     def shown(self, value: Any) -> Any:
-        """What is given out for a value: of the same memory."""
+        """A value as it is given out, over the same memory."""
         if self.place is None:
             state = self.waiting
             if state is None or not is_per_element(value, state.count):
@@ -334,7 +334,7 @@ class _Source:
         self.forget()
 
     def fitting(self, name: str, value: Any) -> Any:
-        """What a value becomes in the state of this rank's segment.
+        """A value, as it is kept in the state of this rank's segment.
 
         Raises:
             InvalidUsage: It is not of this segment's size, nor of the parameter's, or it has a name
@@ -419,7 +419,7 @@ class StateOfShard(dict[str, Any]):
 
     @classmethod
     def of(cls, source: _Source) -> StateOfShard:
-        """That of a parameter of an optimizer."""
+        """The state of one parameter of an optimizer."""
         shown = cls()
         shown._kept = {}
         shown.source = source

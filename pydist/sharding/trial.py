@@ -280,7 +280,7 @@ def _pieces_of(tensors: Sequence[Tensor]) -> list[list[_Piece]]:
 
 
 def _undivided_state(optimizer: Optimizer) -> str | None:
-    """What can't be cut or put together with the pieces that it is of."""
+    """The name of state that can't be cut along with its piece; None if there is none."""
     for parameter, values in optimizer.state.items():
         if isinstance(parameter, Tensor) and isinstance(values, Mapping):
             for key, value in values.items():
