@@ -2,12 +2,17 @@
 
 CHECKOUT is a folder with another commit, in which `make build` has been run. WORK is `step:MODEL`
 (forward and backward), `sharded:MODEL` (with a sharded AdamW) or `all_reduce:BYTES`. A job of each
-build runs, on the same cores, and they take turns: the job that waits sleeps. What is printed is
-the time of this build over that of the other, the median of all turns with the interval that holds
-it in 95 % of resamplings. The checkout of this file itself as CHECKOUT tells what noise alone does.
+build runs, on the same cores, and they take turns: the job that waits sleeps. Two jobs of one and
+the same build differ by a few percent for as long as they live, by where their memory happens to
+lie, so pairs of jobs are started again and again. What is printed is the time of this build over
+that of the other: the median of a pair's turns, its mean over the pairs, and the interval that
+holds this mean in 95 % of resamplings of the pairs. The checkout of this file itself as CHECKOUT
+tells what noise alone does.
 """
 
 import argparse
+import contextlib
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -17,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from pydist.benchmarks import machine, models
-from pydist.benchmarks.noise import Ratio, ratio_of
+from pydist.benchmarks.noise import bootstrap_interval
 from pydist.benchmarks.processes.ranks import StartedRanks, start_job
 
 RANK = Path(__file__).with_name("timed_rank.py")
@@ -37,18 +42,28 @@ def seconds_of(job: StartedRanks, calls: int) -> float:
     return max(job.ask(calls))
 
 
-def compare(this: StartedRanks, other: StartedRanks, seconds: float) -> tuple[Ratio, int]:
+def ratio_of_turns(this: StartedRanks, other: StartedRanks, seconds: float) -> float:
     jobs = [this, other]
     for job in jobs:
         job.ask(WARM_CALLS)
     calls = max(1, round(TURN_S / (seconds_of(other, WARM_CALLS) / WARM_CALLS)))
-    times: dict[StartedRanks, list[float]] = {job: [] for job in jobs}
+    ratios: list[float] = []
     end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s or len(times[this]) < 10:
-        for job in jobs:
-            times[job].append(seconds_of(job, calls))
+    while time.monotonic() < end_s or len(ratios) < 10:
+        times = {job: seconds_of(job, calls) for job in jobs}
+        ratios.append(times[this] / times[other])
         jobs.reverse()
-    return ratio_of(times[this], times[other]), len(times[this])
+    return statistics.median(ratios)
+
+
+def ratio_of_pair(pythons: dict[str, Path], work: str, options: argparse.Namespace) -> float:
+    """Of fresh jobs, which start in the order of `pythons`."""
+    with contextlib.ExitStack() as running:
+        jobs = {}
+        for name, python in pythons.items():
+            jobs[name] = start(python, work, options.ranks)
+            running.callback(jobs[name].close)
+        return ratio_of_turns(jobs["this"], jobs["other"], options.seconds / options.pairs)
 
 
 def main() -> None:
@@ -56,25 +71,25 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, help="a folder where `make build` has been run")
     parser.add_argument("work", nargs="*", default=["step:gpt", "step:deep", "step:resnet"])
     parser.add_argument("-p", "--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each work (default: 60)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for each work (default: 120)")
+    parser.add_argument("--pairs", type=int, default=10, help="of jobs a work (default: 10)")
     options = parser.parse_args()
     python = options.checkout.resolve() / ".venv/bin/python"
     if not python.exists():
         parser.error(f"there is no {python}: run `make build` in {options.checkout} first.")
-    table = Table("work", "this build over the other", "95 %", "turns", title="times of calls")
-    for work in track(options.work, console=Console(stderr=True), transient=True):
-        this = start(Path(sys.executable), work, options.ranks)
-        try:
-            other = start(python, work, options.ranks)
-            try:
-                ratio, turns = compare(this, other, options.seconds)
-            finally:
-                other.close()
-        finally:
-            this.close()
-        table.add_row(
-            work, f"{ratio.median:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}", str(turns)
+    table = Table("work", "this build over the other", "95 %", title="times of calls")
+    steps = [work for work in options.work for _ in range(options.pairs)]
+    ratios: dict[str, list[float]] = {work: [] for work in options.work}
+    for number, work in enumerate(track(steps, console=Console(stderr=True), transient=True)):
+        pythons = {"this": Path(sys.executable), "other": python}
+        if number % 2 == 1:
+            pythons = dict(reversed(pythons.items()))
+        ratios[work].append(ratio_of_pair(pythons, work, options))
+    for work, of_pairs in ratios.items():
+        low, high = bootstrap_interval(
+            len(of_pairs), lambda pairs, of=of_pairs: statistics.fmean(of[i] for i in pairs)
         )
+        table.add_row(work, f"{statistics.fmean(of_pairs):.3f}", f"{low:.3f} to {high:.3f}")
     console = Console()
     console.print(table)
     console.print(f"{options.ranks} ranks, {machine.describe().hardware}")

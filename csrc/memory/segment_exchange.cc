@@ -22,6 +22,8 @@ namespace {
 // A request is "<nonce> <key>"; an answer is "<nonce> +" with a descriptor, or "<nonce> -".
 constexpr std::size_t kMaxMessageBytes = 512;
 constexpr std::chrono::milliseconds kAskAgain{20};
+// Who floods the server must not keep the monitor's thread, which calls it, from its other work.
+constexpr int kRequestsATurn = 64;
 
 struct AbstractAddress {
   sockaddr_un value{};
@@ -58,12 +60,16 @@ FileDescriptor open_socket(const std::string& name) {
 struct Message {
   std::string text;
   FileDescriptor fd;
+  bool lacks_fd = false;  // a descriptor was sent, and this process can't have one more
   ucred sender{};
   AbstractAddress from;
 };
 
-// One datagram; false when none waits.
-bool receive(int socket, Message& message) {
+enum class Descriptors { kNone, kOne };
+
+// One datagram; false when none waits. The kernel installs descriptors before anybody can look at
+// who sends them, so there is room for no more than are wanted: it drops the others.
+bool receive(int socket, Descriptors wanted, Message& message) {
   std::array<char, kMaxMessageBytes> text{};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(ucred)) + CMSG_SPACE(sizeof(int))> control{};
   iovec part{text.data(), text.size()};
@@ -73,7 +79,10 @@ bool receive(int socket, Message& message) {
   header.msg_iov = &part;
   header.msg_iovlen = 1;
   header.msg_control = control.data();
-  header.msg_controllen = control.size();
+  // Without the padding behind the last one, in which another would fit.
+  header.msg_controllen = wanted == Descriptors::kOne
+                              ? CMSG_SPACE(sizeof(ucred)) + CMSG_LEN(sizeof(int))
+                              : CMSG_LEN(sizeof(ucred));
   const ssize_t received = ::recvmsg(socket, &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   if (received < 0) {
     return false;
@@ -94,6 +103,7 @@ bool receive(int socket, Message& message) {
       std::memcpy(&message.sender, CMSG_DATA(part_header), sizeof message.sender);
     }
   }
+  message.lacks_fd = (header.msg_flags & MSG_CTRUNC) != 0 && !message.fd;
   return true;
 }
 
@@ -161,7 +171,10 @@ void SegmentServer::withdraw(const std::string& key) {
 
 void SegmentServer::serve() {
   Message request;
-  while (receive(socket_.get(), request)) {
+  for (int count = 0; count < kRequestsATurn; ++count) {
+    if (!receive(socket_.get(), Descriptors::kNone, request)) {
+      return;
+    }
     const auto space = request.text.find(' ');
     if (space == std::string::npos || !is_same_user(request.sender)) {
       continue;
@@ -195,10 +208,17 @@ FetchedSegment fetch_segment(const std::string& address, const std::string& key,
           std::chrono::ceil<std::chrono::milliseconds>(ask_again.remaining(kAskAgain));
       ::poll(&readable, 1, static_cast<int>(left.count()));
       Message answer;
-      if (!receive(socket.get(), answer)) {
+      if (!receive(socket.get(), Descriptors::kOne, answer)) {
         continue;
       }
-      if (is_same_user(answer.sender) && answer.text == nonce + " +" && answer.fd) {
+      if (!is_same_user(answer.sender) || answer.text != nonce + " +") {
+        continue;
+      }
+      if (answer.lacks_fd) {
+        throw system_error("Cannot receive the descriptor of the shared segment '" + key + "'",
+                           EMFILE);
+      }
+      if (answer.fd) {
         return {std::move(answer.fd), answer.sender.pid};
       }
     }

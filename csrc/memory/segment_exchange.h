@@ -37,7 +37,7 @@ class SegmentServer {
   void offer(const std::string& key, int fd);
   void withdraw(const std::string& key);
 
-  // Answers every request that waits; never blocks.
+  // Answers requests that wait, as many as a turn may have; never blocks.
   void serve();
 
  private:
@@ -74,7 +74,8 @@ struct FetchedSegment {
 };
 
 // Asks the server at `address` for `key`. Throws TransportError at once where no such server is
-// reachable from here, Timeout when the deadline passes before the key is offered.
+// reachable from here, or this process can have no more descriptors; Timeout when the deadline
+// passes before the key is offered.
 [[nodiscard]] FetchedSegment fetch_segment(const std::string& address, const std::string& key,
                                            Deadline deadline);
 

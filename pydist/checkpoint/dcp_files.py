@@ -46,13 +46,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from pydist.checkpoint.dcp_metadata import read_metadata
+from pydist.checkpoint.manifest import read_manifest
 from pydist.checkpoint.own_names import owner_in
 from pydist.checkpoint.packing import unpack
 from pydist.checkpoint.parts import PARTS
 from pydist.checkpoint.pieces import Piece
 from pydist.errors import CheckpointError
-
-METADATA = ".metadata"
 
 
 @dataclass
@@ -166,11 +166,11 @@ class _Destination(DefaultLoadPlanner):
 
 
 class Contents:
-    """A checkpoint to read from. Its checksums were verified before: metadata is a pickle."""
+    """A checkpoint to read from."""
 
     def __init__(self, folder: Path) -> None:
         self._reader = FileSystemReader(folder)
-        self._metadata = self._reader.read_metadata()
+        self._metadata = read_metadata(folder, read_manifest(folder))
         self._reader.set_up_storage_reader(self._metadata, True)
 
     @property

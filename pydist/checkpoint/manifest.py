@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ from typing import Any
 from pydist.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = "pydist checkpoint 1"
+FORMAT = "pydist checkpoint 2"
+# Its checksum is that of the list of files alone.
+_FORMAT_BEFORE = "pydist checkpoint 1"
+# The checksum of all bytes before stands in the last lines.
+_LAST_LINES = ',\n "sha256": "{}"\n}}\n'
 # The fact that says which of several checkpoints was saved later.
 SEQUENCE = "sequence"
 # The fact that says after which step it was saved.
@@ -45,37 +50,60 @@ def sum_of(path: Path) -> FileSum:
 def write_manifest(folder: Path, files: dict[str, FileSum], facts: dict[str, Any]) -> None:
     """Lists the files of a checkpoint; `facts` are for people, but for `SEQUENCE` and `STEP`."""
     listed = {name: [known.bytes, known.sha256] for name, known in sorted(files.items())}
-    content = {"format": FORMAT, **facts, "files": listed, "sha256": _digest(listed)}
+    content = json.dumps({"format": FORMAT, **facts, "files": listed}, indent=1)
+    content = content.removesuffix("\n}")
     with (folder / MANIFEST).open("w") as file:
-        json.dump(content, file, indent=1)
+        file.write(content + _LAST_LINES.format(_digest(content)))
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path) -> dict[str, FileSum]:
-    """The files of a checkpoint.
+    """The files of a checkpoint, by name: all of them are in its folder.
 
     Raises:
         CheckpointError: There is no list, or it is damaged.
     """
-    return {name: FileSum(*known) for name, known in _content_of(folder)["files"].items()}
+    found = {}
+    for name, known in _content_of(folder)["files"].items():
+        is_sum = isinstance(known, list) and [type(each) for each in known] == [int, str]
+        if not is_sum or name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise CheckpointError(f"{folder / MANIFEST} is damaged: it lists {name!r}: {known!r}")
+        found[name] = FileSum(*known)
+    return found
+
+
+def is_damaged(folder: Path) -> bool:
+    """Whether a checkpoint's list can't be read as it was written."""
+    try:
+        _content_of(folder)
+    except CheckpointError:
+        return True
+    return False
 
 
 def _content_of(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text())
+        text = path.read_text()
+        content: Any = json.loads(text)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged or can't be read: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else content
-        raise CheckpointError(f"{path} is of format {found!r}; this pydist reads {FORMAT!r}")
+    of = content.get("format") if isinstance(content, dict) else content
+    if of not in (FORMAT, _FORMAT_BEFORE):
+        raise CheckpointError(f"{path} is of format {of!r}; this pydist reads {FORMAT!r}")
     listed = content.get("files")
-    if not isinstance(listed, dict) or _digest(listed) != content.get("sha256"):
-        raise CheckpointError(f"{path} is damaged: its checksum is not that of its list")
-    return content
+    if of == FORMAT:
+        before, _, _ = text.rpartition(_LAST_LINES.partition("{")[0])
+        is_whole = text == before + _LAST_LINES.format(_digest(before))
+    else:
+        is_whole = content.get("sha256") == _digest(json.dumps(listed, sort_keys=True))
+    if not is_whole or not isinstance(listed, dict):
+        raise CheckpointError(f"{path} is damaged: its checksum is not that of what it says")
+    facts: dict[str, Any] = content
+    return facts
 
 
 def saved_after(folder: Path) -> int | None:
@@ -116,7 +144,10 @@ def verify(folder: Path, name: str, known: FileSum) -> None:
     """
     path = folder / name
     try:
-        size = path.stat().st_size
+        found_there = path.lstat()
+        if not stat.S_ISREG(found_there.st_mode):
+            raise CheckpointError(f"{path} is no plain file, so no checkpoint was written there")
+        size = found_there.st_size
         if size != known.bytes:
             raise CheckpointError(
                 f"{path} is damaged: it has {size} bytes, where {known.bytes} were written"
@@ -131,5 +162,5 @@ def verify(folder: Path, name: str, known: FileSum) -> None:
         )
 
 
-def _digest(listed: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

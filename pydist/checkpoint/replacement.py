@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from pydist.checkpoint.manifest import MANIFEST, sequence_of
+from pydist.checkpoint.manifest import MANIFEST, is_damaged, sequence_of
 from pydist.errors import CheckpointError, InvalidUsage
 
 _STEP = re.compile(r"step-(\d+)")
@@ -120,7 +120,11 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
         Its folder; None if there is none.
     """
     steps = _steps(Path(path))
-    return steps[max(steps, key=_order_in(steps))] if steps else None
+    if not steps:
+        return None
+    largest = steps[max(steps)]
+    # Where its list is damaged, what that says of the order may be, too. Who loads it is told.
+    return largest if is_damaged(largest) else steps[max(steps, key=_order_in(steps))]
 
 
 def next_sequence(place: Path) -> int | None:

@@ -300,11 +300,12 @@ def _complete(
     step: int | None,
 ) -> None:
     import pydist.checkpoint.dcp_files as dcp_files
+    from pydist.checkpoint.dcp_metadata import METADATA
 
     partial = partial_of(place)
     dcp_files.write_metadata(partial, [written for written, _ in everybody], aliases)
     files = {dcp_files.file_of(rank): known for rank, (_, known) in enumerate(everybody)}
-    files[dcp_files.METADATA] = sum_of(partial / dcp_files.METADATA)
+    files[METADATA] = sum_of(partial / METADATA)
     facts = {"pydist": __version__, "torch": str(torch.__version__), "ranks": len(everybody)}
     if step is not None:
         facts[STEP] = step

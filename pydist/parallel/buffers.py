@@ -100,7 +100,7 @@ class BufferSync:
         Args:
             averages: Whether the backward of this forward averages.
         """
-        if self.is_enabled:
+        if self.is_enabled and self._watched:
             self.changes.before_forward(self._watched_now(), averages=averages)
 
     def has_changed(self) -> bool:
@@ -110,7 +110,7 @@ class BufferSync:
         a device the host waits for the answer, so it asks once for all of them, and not at all
         where layers keep statistics: those have changed.
         """
-        if not self.is_enabled:
+        if not (self.is_enabled and self._owners):
             return False
         self.changes.warn_where_ranks_differ([self._owners[n][0] for n in self._watched])
         buffers = list(self._buffers())  # all of them must be as they were wrapped

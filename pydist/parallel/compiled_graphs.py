@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -127,15 +127,31 @@ class _Active:
 _active = _Active()
 
 
-@contextlib.contextmanager
-@runs_uncompiled
-def graphs_cut_at(cap_bytes: int) -> Iterator[None]:
+class _Cutting:
+    """A context in which this thread's graphs are cut."""
+
+    def __init__(self, cap_bytes: int) -> None:
+        self._cap_bytes = cap_bytes
+
+    @runs_uncompiled_throughout
+    def __enter__(self) -> None:
+        _active.enter(self._cap_bytes)
+
+    @runs_uncompiled_throughout
+    def __exit__(self, *of_error: object) -> None:
+        _active.leave()
+
+
+_nothing_to_cut = contextlib.nullcontext()
+
+
+@runs_uncompiled_throughout
+def graphs_cut_at(cap_bytes: int) -> contextlib.AbstractContextManager[None]:
     """Lets dynamo cut what it compiles inside into pieces with so many bytes of parameters.
 
-    In this thread; others may be inside as well.
+    In this thread; others may be inside as well. Costs nothing where dynamo was never imported; so
+    what the first torch.compile of a process compiles within that very forward stays whole.
     """
-    _active.enter(max(cap_bytes, _LEAST_CAP_BYTES))
-    try:
-        yield
-    finally:
-        _active.leave()
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return _nothing_to_cut
+    return _Cutting(max(cap_bytes, _LEAST_CAP_BYTES))

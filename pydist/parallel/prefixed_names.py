@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 _PREFIX = "module."
 # What patterns and regular expressions with the prefix begin with.
@@ -43,6 +44,8 @@ _SELECTING = {
 _COMPARING = {"COMPARE_OP", "CONTAINS_OP"}
 _STORING = ("STORE_", "LIST_EXTEND", "SET_UPDATE")
 _INLINE = {"<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
+# The globals of nn.Module's own methods, which use no names that they hand out.
+_OF_MODULES = vars(sys.modules[nn.Module.__module__])
 # How far before a call its statement may begin.
 _LINES_BEFORE = 6
 
@@ -56,9 +59,11 @@ def warn_of_prefix(method: str) -> None:
     Args:
         method: The name of the method, which calls this directly.
     """
+    frame = sys._getframe(2)
+    if frame.f_globals is _OF_MODULES:
+        return  # `parameters()`, `zero_grad()` and the like, in each step
     if torch.compiler.is_compiling():
         return  # the frames are those of the compiler
-    frame = sys._getframe(2)
     places = _seen.setdefault(frame.f_code, set())
     if frame.f_lasti in places:
         return

@@ -449,7 +449,8 @@ class DataParallel(TorchIdioms):
         self.require_working()
         refuse_active_torch(self)
         # Not in an evaluation, which one rank may do alone.
-        if torch.is_grad_enabled() and (joining := self._trained.joined()):
+        trains = torch.is_grad_enabled()
+        if trains and (joining := self._trained.joined()):
             if self.has_joined:
                 self._add(joining)
             else:
@@ -464,10 +465,11 @@ class DataParallel(TorchIdioms):
                 (args, kwargs),
                 is_leaf=lambda value: isinstance(value, PackedSequence),
             )
-        if self.has_joined:
-            self._reducer.prepare_forward(self.module.training and torch.is_grad_enabled())
-        if self._buffer_sync is not None and torch.is_grad_enabled():
-            self._buffer_sync.before_forward(averages=self._reducer.enabled)
+        reducer = self._working_reducer
+        if reducer is not None:
+            reducer.prepare_forward(trains and self.module.training)
+            if trains and self._buffer_sync is not None:
+                self._buffer_sync.before_forward(averages=reducer.enabled)
         with contextlib.ExitStack() as during:
             during.enter_context(graphs_cut_at(self._settings.graph_cap_bytes))
             for owner in self.shard_owners():
@@ -1056,9 +1058,10 @@ def _watch(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
         if not tensors or not watching._trained.joined():
             return  # not to be trained
         watching._join_after_forward()
-    watching._reducer.note_forward()
+    reducer = watching._reducer
+    reducer.note_forward()
     for tensor in tensors:
-        watching._reducer.watch(tensor)
+        reducer.watch(tensor)
 
 
 def _require_reducible(

@@ -3,13 +3,25 @@
 #include <gtest/gtest.h>
 
 #include <poll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
+#include <cstring>
+#include <filesystem>
+#include <iterator>
+#include <memory>
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "memory/shared_segment.h"
@@ -173,6 +185,154 @@ TEST(SegmentExchangeTest, ManyAskAtOnceForManyKeys) {
                 segments[static_cast<std::size_t>(key)].data());
     }
   });
+}
+
+// A socket of the abstract namespace that says what it likes.
+class Stranger {
+ public:
+  explicit Stranger(const std::string& name) : socket_(::socket(AF_UNIX, SOCK_DGRAM, 0)) {
+    const sockaddr_un address = address_of(name);
+    EXPECT_EQ(::bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address), length_of(name)),
+              0);
+  }
+
+  // Returns the text, and to whom an answer goes.
+  std::pair<std::string, std::string> receive() const {
+    std::array<char, 512> text{};
+    sockaddr_un from{};
+    socklen_t length = sizeof from;
+    const ssize_t got = ::recvfrom(socket_.get(), text.data(), text.size(), 0,
+                                   reinterpret_cast<sockaddr*>(&from), &length);
+    EXPECT_GE(got, 0);
+    const auto name_bytes = length - offsetof(sockaddr_un, sun_path) - 1;
+    return {std::string(text.data(), static_cast<std::size_t>(got)),
+            std::string(from.sun_path + 1, name_bytes)};
+  }
+
+  bool send(const std::string& to, const std::string& text, int fds, int flags = 0) const {
+    const sockaddr_un address = address_of(to);
+    iovec part{const_cast<char*>(text.data()), text.size()};
+    std::vector<char> control(CMSG_SPACE(static_cast<std::size_t>(fds) * sizeof(int)));
+    msghdr header{};
+    header.msg_name = const_cast<sockaddr_un*>(&address);
+    header.msg_namelen = length_of(to);
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    if (fds > 0) {
+      header.msg_control = control.data();
+      header.msg_controllen = control.size();
+      cmsghdr* rights = CMSG_FIRSTHDR(&header);
+      rights->cmsg_level = SOL_SOCKET;
+      rights->cmsg_type = SCM_RIGHTS;
+      rights->cmsg_len = CMSG_LEN(static_cast<std::size_t>(fds) * sizeof(int));
+      const std::vector<int> sent(static_cast<std::size_t>(fds), socket_.get());
+      std::memcpy(CMSG_DATA(rights), sent.data(), sent.size() * sizeof(int));
+    }
+    return ::sendmsg(socket_.get(), &header, flags) >= 0;
+  }
+
+ private:
+  static sockaddr_un address_of(const std::string& name) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::copy(name.begin(), name.end(), address.sun_path + 1);
+    return address;
+  }
+  static socklen_t length_of(const std::string& name) {
+    return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  }
+
+  FileDescriptor socket_;
+};
+
+std::size_t open_descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return static_cast<std::size_t>(std::distance(begin(all), end(all)));
+}
+
+int highest_descriptor() {
+  int highest = -1;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    highest = std::max(highest, std::stoi(entry.path().filename()));
+  }
+  return highest;
+}
+
+TEST(SegmentExchangeTest, TheServerTakesNoDescriptors) {
+  SegmentServer server;
+  const Stranger stranger("pydist-test-" + random_token());
+  const std::size_t before = open_descriptors();
+  for (const int fds : {1, 2, 3, 100, 250}) {
+    ASSERT_TRUE(stranger.send(server.address(), "nonce key", fds));
+    server.serve();
+    EXPECT_EQ(open_descriptors(), before) << fds;
+  }
+}
+
+TEST(SegmentExchangeTest, AnAnswerHasOneDescriptor) {
+  const std::string name = "pydist-test-" + random_token();
+  const Stranger stranger(name);
+  for (const int fds : {1, 2, 3, 100}) {
+    const std::size_t before = open_descriptors();
+    std::thread answering([&] {
+      const auto [request, from] = stranger.receive();
+      EXPECT_TRUE(stranger.send(from, request.substr(0, request.find(' ')) + " +", fds));
+    });
+    EXPECT_TRUE(fetch_segment(name, "key", Deadline::in(seconds(20))).fd);
+    answering.join();
+    // Those that were asked for again meanwhile stay in the stranger's queue.
+    EXPECT_EQ(open_descriptors(), before) << fds;
+  }
+}
+
+TEST(SegmentExchangeTest, TheEndOfDescriptorsIsAnErrorAtOnce) {
+  SegmentServer server;
+  const ServingThread serving(server);
+  const SharedSegment segment = SharedSegment::create("last", 4096);
+  server.offer("last", segment.fd());
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  // No number below the last one is free.
+  std::vector<FileDescriptor> taken;
+  const int highest = highest_descriptor();
+  do {
+    taken.emplace_back(::dup(segment.fd()));
+    ASSERT_TRUE(taken.back());
+  } while (taken.back().get() < highest);
+  const rlimit one_more{static_cast<rlim_t>(taken.back().get()) + 2, limit.rlim_max};
+  const auto before = Deadline::Clock::now();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &one_more), 0);
+  std::string said;
+  try {
+    static_cast<void>(fetch_segment(server.address(), "last", Deadline::in(seconds(50))));
+  } catch (const TransportError& error) {
+    said = error.what();
+  }
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+  EXPECT_NE(said.find("'last'"), std::string::npos) << said;
+  EXPECT_NE(said.find("Too many open files"), std::string::npos) << said;
+  EXPECT_LT(Deadline::Clock::now() - before, seconds(5));
+}
+
+TEST(SegmentExchangeTest, AFloodDoesNotHoldTheServer) {
+  SegmentServer server;
+  std::atomic<bool> stopping{false};
+  std::vector<std::thread> flooding;
+  for (int i = 0; i < 3; ++i) {
+    flooding.emplace_back([&] {
+      const Stranger stranger("pydist-test-" + random_token());
+      while (!stopping) {
+        static_cast<void>(stranger.send(server.address(), "nonce key", 1, MSG_DONTWAIT));
+      }
+    });
+  }
+  for (int i = 0; i < 200; ++i) {
+    server.serve();
+  }
+  stopping = true;
+  for (std::thread& thread : flooding) {
+    thread.join();
+  }
 }
 
 TEST(SegmentExchangeTest, ServingWithNothingToDoReturns) {

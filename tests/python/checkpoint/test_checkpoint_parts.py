@@ -1,7 +1,6 @@
 """Checkpoints of several models, optimizers and schedulers, and of states that ranks have alone."""
 
 import copy
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from forged_checkpoint import facts_of, write_as_before
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from training import joined
 
 import pydist
-from pydist.checkpoint.manifest import MANIFEST
 
 pytestmark = pytest.mark.timeout(60)
 LIMIT_S = 50.0
@@ -452,11 +451,10 @@ def tell_steps(folder: str) -> None:
         assert type(pydist.load(f"{folder}/plain")) is type(extra)
     # Earlier versions told the step by the folder's name alone.
     pydist.barrier()
-    manifest = Path(f"{folder}/steps/step-000012", MANIFEST)
     if pydist.rank() == 0:
-        content = json.loads(manifest.read_text())
-        assert content.pop("step") == 12
-        manifest.write_text(json.dumps(content))
+        before = Path(f"{folder}/steps/step-000012")
+        assert facts_of(before)["step"] == 12
+        write_as_before(before, "step")
     pydist.barrier()
     assert pydist.load(f"{folder}/steps", model=model).step == 12
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.eval_frame  # without it there are no graphs to cut
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import TIME_LIMIT, Runner, batch, joined

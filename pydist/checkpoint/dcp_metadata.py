@@ -1,0 +1,216 @@
+"""Reads where everything is in a checkpoint, and runs nothing that its author has written.
+
+torch.distributed.checkpoint keeps this in `.metadata`, as a pickle, and a pickle may call any
+function. Here it may call none: each class that torch's writer names stands for a record, which
+only remembers what it was given. Torch's classes are then made of those records, once their fields
+have been checked.
+
+Only functions import this module: torch's takes half a second to import.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from pydist.errors import CheckpointError
+
+METADATA = ".metadata"
+
+
+class _Record:
+    """What a pickle makes of a class: the arguments of its constructor, and its state."""
+
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    # So that a pickle sets no attributes, neither of a record nor of its class.
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Metadata(_Record):
+    pass
+
+
+class _Tensor(_Record):
+    pass
+
+
+class _Bytes(_Record):
+    pass
+
+
+class _Chunk(_Record):
+    pass
+
+
+class _Index(_Record):
+    pass
+
+
+class _Properties(_Record):
+    pass
+
+
+class _Size(_Record):
+    pass
+
+
+class _Storage(_Record):
+    pass
+
+
+class _Unused(_Record):
+    pass
+
+
+_OF_DCP = "torch.distributed.checkpoint"
+_RECORDS: dict[tuple[str, str], type[_Record]] = {
+    (f"{_OF_DCP}.metadata", "Metadata"): _Metadata,
+    (f"{_OF_DCP}.metadata", "TensorStorageMetadata"): _Tensor,
+    (f"{_OF_DCP}.metadata", "BytesStorageMetadata"): _Bytes,
+    (f"{_OF_DCP}.metadata", "ChunkStorageMetadata"): _Chunk,
+    (f"{_OF_DCP}.metadata", "MetadataIndex"): _Index,
+    (f"{_OF_DCP}.metadata", "TensorProperties"): _Properties,
+    (f"{_OF_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _Unused,
+    (f"{_OF_DCP}.metadata", "StorageMeta"): _Unused,
+    (f"{_OF_DCP}.filesystem", "_StorageInfo"): _Storage,
+    ("torch", "Size"): _Size,
+    ("torch.serialization", "_get_layout"): _Unused,
+    ("pathlib", "PosixPath"): _Unused,
+    ("pathlib._local", "PosixPath"): _Unused,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        found: Any = _RECORDS.get((module_name, global_name))
+        if found is None and module_name == "torch":
+            found = getattr(torch, global_name, None)
+            found = found if isinstance(found, torch.dtype) else None
+        if found is None:
+            raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
+        return found
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an entry's bytes are: what torch's reader asks for."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...] = ()
+
+
+def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+    """What a checkpoint has, and where.
+
+    Args:
+        folder: Of the checkpoint.
+        files: The names of its files: nothing lies elsewhere.
+
+    Raises:
+        CheckpointError: It can't be read, or is nothing that torch's writer writes.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            return _metadata_of(_Unpickler(file).load(), files)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is damaged, or was not written by torch.distributed.checkpoint: {error}"
+        ) from error
+
+
+def _metadata_of(record: Any, files: Collection[str]) -> Metadata:
+    fields = _fields(record, _Metadata)
+    known: dict[str, Any] = {}
+    for name, entry in _checked(fields.get("state_dict_metadata"), dict).items():
+        known[_checked(name, str)] = _entry_of(entry)
+    places: dict[MetadataIndex, _Place] = {}
+    for index, place in _checked(fields.get("storage_data"), dict).items():
+        places[_index_of(index)] = _place_of(place, files)
+    return Metadata(known, storage_data=places)
+
+
+def _entry_of(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(record) is _Bytes:
+        return BytesStorageMetadata()
+    fields = _fields(record, _Tensor)
+    properties = _checked(fields.get("properties"), _Properties).state
+    dtype = _checked(_checked(properties, tuple)[0], torch.dtype)
+    size = _size_of(fields.get("size"))
+    chunks = [_chunk_of(chunk, size) for chunk in _checked(fields.get("chunks"), list)]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+
+def _chunk_of(record: Any, whole: torch.Size) -> ChunkStorageMetadata:
+    fields = _fields(record, _Chunk)
+    offsets, sizes = _size_of(fields.get("offsets")), _size_of(fields.get("sizes"))
+    if not len(offsets) == len(sizes) == len(whole) or any(
+        first + count > end for first, count, end in zip(offsets, sizes, whole, strict=True)
+    ):
+        _refuse(f"a piece of {tuple(sizes)} at {tuple(offsets)} of {tuple(whole)}")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _index_of(record: Any) -> MetadataIndex:
+    fields = _fields(record, _Index)
+    offset = fields.get("offset")
+    return MetadataIndex(
+        _checked(fields.get("fqn"), str), None if offset is None else _size_of(offset)
+    )
+
+
+def _place_of(record: Any, files: Collection[str]) -> _Place:
+    fields = _fields(record, _Storage)
+    path = _checked(fields.get("relative_path"), str)
+    if path not in files:
+        _refuse(f"the file {path!r}, which is none of the checkpoint's")
+    if fields.get("transform_descriptors"):
+        _refuse("transformed data")
+    return _Place(path, _count(fields.get("offset")), _count(fields.get("length")))
+
+
+def _size_of(record: Any) -> torch.Size:
+    (numbers,) = _checked(record, _Size).arguments
+    return torch.Size([_count(number) for number in _checked(numbers, tuple)])
+
+
+def _fields(record: Any, kind: type[_Record]) -> dict[str, Any]:
+    fields: dict[str, Any] = _checked(_checked(record, kind).state, dict)
+    return fields
+
+
+def _count(value: Any) -> int:
+    if _checked(value, int) < 0:
+        _refuse(f"the number {value}")
+    return int(value)
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        _refuse(f"a {type(value).__name__} in the place of a {kind.__name__}")
+    return value
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(f"it has {what}")
