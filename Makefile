@@ -70,7 +70,7 @@ train: build  ## train a small GPT on N=2 processes
 	$(BIN)/pydist run -n $(N) examples/train_gpt.py $(ARGS)
 
 .PHONY: test
-test: test-cpp test-python  ## the everyday tests: everything once, in ten minutes on two cores
+test: test-cpp test-python  ## the everyday tests: each behaviour once
 
 .PHONY: test-all
 test-all: test-cpp test-python-all  ## every test: on more backends, ranks and dtypes
@@ -119,9 +119,9 @@ else
 	@echo "SKIPPED: all C++ tests (tests/cpp). $(GTEST_HINT)"
 endif
 
-# Most tests wait for processes that they start, so two files of them run at a time; without
+# Most tests wait for processes that they start, so three files of them run at a time; without
 # pytest-benchmark, which says that it can't measure then.
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile -p no:benchmark
+PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile -p no:benchmark
 
 .PHONY: test-python
 test-python: build  ## the Python tests of test

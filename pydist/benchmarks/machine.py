@@ -35,7 +35,7 @@ def _read(path: str) -> str:
 
 
 def processor_name() -> str:
-    """As the system calls it."""
+    """The processor's name, as the system gives it."""
     for line in _read("/proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

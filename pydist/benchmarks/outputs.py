@@ -58,7 +58,7 @@ def require_writable(path: Path) -> None:
 
 
 def write_text_whole(path: Path, text: str) -> None:
-    """As `write_whole`, in UTF-8."""
+    """Writes a text in UTF-8, as `write_whole` does."""
     write_whole(path, text.encode())
 
 

@@ -201,7 +201,7 @@ def summarize(ranks: Sequence[Sequence[Round]], bytes_per_s: float) -> dict[str,
 
 
 def _mean_buckets(rounds: Sequence[Round]) -> Buckets:
-    """Of one rank, in seconds since backward began."""
+    """The mean times of one rank's buckets, in seconds since backward began."""
     means = []
     for number in sorted(rounds[0].buckets):
         seen_in = [(this.began_s, this.buckets[number]) for this in rounds]

@@ -109,7 +109,7 @@ def footer(results: Results) -> Iterator[str]:
 
 
 def comparison_cells(series: Sequence[Series], main: str) -> dict[str, tuple[float, Ratio | None]]:
-    """Of one size: each arm's µs, and how many times as long as the main arm it takes.
+    """The cells of one size: each arm's µs, and how many times as long as the main arm it takes.
 
     Like is compared with like: in place where both can, otherwise out of place.
     """

@@ -175,12 +175,12 @@ class Contents:
 
     @property
     def names(self) -> set[str]:
-        """Of everything in it."""
+        """The names of all entries."""
         return set(self._metadata.state_dict_metadata)
 
     @functools.cached_property
     def parts(self) -> dict[str, list[str]]:
-        """Of which kinds of objects it has several, and what they are called (parts.py)."""
+        """The kinds of objects of which it has several, with their names (parts.py)."""
         found: dict[str, list[str]] = {}
         if PARTS in self.names:
             found = self.read_objects([PARTS])[PARTS]

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from pydist._native import Communicator
 
 
-# What is being written in threads, or has failed there and nobody was told: also where the model
-# and its lane are gone.
+# Savings that are being written in threads, or have failed there without anybody having been told,
+# even if the model and its lane are gone.
 _under_way: set[Saving] = set()
 
 

@@ -44,8 +44,8 @@ class Loaded(dict[str, Any]):
         self.path = path
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Copied and pickled, it is a plain dictionary, which torch.load(weights_only=True) knows.
-        # So it can be saved again.
+        # A copy or a pickle of it is a plain dictionary, which torch.load(weights_only=True) knows,
+        # so it can be saved again.
         return OrderedDict, (), None, None, iter(self.items())
 
 

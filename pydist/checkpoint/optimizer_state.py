@@ -152,7 +152,7 @@ def merged(outlines: list[Outline]) -> Outline:
                     f"parameter {name} lies in memory otherwise on some ranks (dimensions in order "
                     f"{entry['dims']} and {known['dims']}): give it one memory_format on all"
                 )
-            # Whoever has the first element knows more than the others.
+            # The rank that has the first element knows more than the others.
             if name not in parameters or entry["keys"] or entry["numbers"]:
                 parameters[name] = entry
     whole["parameters"] = parameters

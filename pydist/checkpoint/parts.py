@@ -49,12 +49,12 @@ class Part:
 
     @property
     def entry(self) -> str:
-        """What a checkpoint calls it."""
+        """The name of its entry in a checkpoint."""
         return self.kind if self.key is None else f"{self.kind}.{self.key}"
 
     @property
     def label(self) -> str:
-        """The same for people."""
+        """Its name, for messages."""
         return self.kind if self.key is None else f"{self.kind} {self.key!r}"
 
     @contextlib.contextmanager
@@ -139,7 +139,7 @@ def is_several(given: Any) -> bool:
 
 
 def names_of(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What the entry `parts` says: of which arguments there are several, and their names."""
+    """The entry `parts`: the arguments of which there are several, and their names."""
     return {kind: sorted(given) for kind, given in arguments.items() if is_several(given)}
 
 

@@ -42,7 +42,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Bytes of the box."""
         count = self.source.element_size()
         for size in self.sizes:
             count *= size
@@ -56,7 +56,7 @@ class Piece:
         return source
 
     def copy(self) -> Piece:
-        """The same, of values that nobody changes."""
+        """A copy, which nobody changes."""
         values = self.values().to("cpu", copy=True)
         return Piece(self.name, self.whole, self.offsets, self.sizes, values)
 

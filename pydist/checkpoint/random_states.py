@@ -10,7 +10,7 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """Of Python, numpy, torch and, where CUDA is in use, this process's GPU."""
+    """The states of the generators of Python, numpy, torch and, if CUDA is in use, the GPU."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "python": random.getstate(),

@@ -28,17 +28,17 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def real(path: str | os.PathLike[str]) -> Path:
-    """Where links lead: what a place is known by."""
+    """The path without links, by which a place is known."""
     return Path(os.path.realpath(absolute(path)))
 
 
 def step_folder(path: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, of those that `path` has."""
+    """The folder of a step's checkpoint below `path`."""
     return path / f"step-{step:06d}"
 
 
 def partial_of(place: Path) -> Path:
-    """Where a checkpoint is written before it is whole."""
+    """The folder in which a checkpoint is written until it is whole."""
     return place.with_name(f".{place.name}.partial")
 
 
@@ -128,7 +128,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def next_sequence(place: Path) -> int | None:
-    """What tells that a checkpoint of a step is later than those beside it; None of other ones."""
+    """The number that marks a step's checkpoint as the latest of its folder; None for others."""
     if not _STEP.fullmatch(place.name):
         return None
     return 1 + max(map(sequence_of, _steps(place.parent).values()), default=0)

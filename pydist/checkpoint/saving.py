@@ -61,7 +61,7 @@ _CALL = "pydist.save()"
 
 @dataclass
 class _Part:
-    """What this rank writes."""
+    """The part of a checkpoint that this rank writes."""
 
     pieces: list[Piece] = field(default_factory=list)
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -317,7 +317,7 @@ def _complete(
 
 
 def _agreed(communicator: Communicator, place: Path, work: Callable[[], Any] | None = None) -> Any:
-    """What this rank's part of a phase returns, once all ranks have done theirs."""
+    """Does this rank's part of a phase; returns its result once all ranks have done theirs."""
     error: BaseException | None = None
     done = None
     try:

@@ -199,7 +199,7 @@ class _Share:
                 yield item
 
     def digest(self) -> str:
-        """Of the whole order, once iteration has come to its end."""
+        """The digest of the whole order, once iteration has come to its end."""
         return self._digest.hexdigest()
 
 

@@ -119,7 +119,7 @@ def process_count(chosen: tuple[str, ...], asked: int | None, gpus: str, process
 
 
 def gpu_variables(chosen: tuple[str, ...]) -> dict[str, str]:
-    """What tells the processes of a job which GPUs are theirs."""
+    """The variables that tell the processes of a job which GPUs are theirs."""
     return {VARIABLE: ",".join(chosen)}
 
 

@@ -43,8 +43,9 @@ _lock = threading.Lock()
 _makers: WeakKeyDictionary[Communicator, WeakSet[threading.Thread]] = WeakKeyDictionary()
 # For each group those split off by threads of different names. Guarded by _lock.
 _doubtful: WeakKeyDictionary[Communicator, WeakSet[Communicator]] = WeakKeyDictionary()
-# For each group, by the ranks of those split off: how often each name of a thread came in meetings
-# in which names differed, for each of these ranks. They all have the same. Guarded by _lock.
+# For each group, by the ranks of the groups split off: how often a thread of each name has come to
+# the meetings in which names differed, for each of these ranks. The counts are the same on all of
+# them. Guarded by _lock.
 _Names = dict[tuple[int, ...], list[Counter[str]]]
 _different: WeakKeyDictionary[Communicator, _Names] = WeakKeyDictionary()
 
@@ -83,7 +84,8 @@ def refuse_crossed(communicator: Communicator, parent: Communicator, ranks: Sequ
             if names[rank] != names[other] and counts[rank] == counts[other]
         ]
     if not crossed:
-        # The rank whose thread this one should not have met, as its namesake here makes groups too.
+        # A rank whose thread this thread should not have met, because this process has a thread of
+        # that one's name, which makes groups too.
         mine = next((r for r, name in enumerate(names) if name != own and name in makers), -1)
         others = torch.empty(communicator.size, dtype=torch.int64, device="cpu")
         communicator.all_gather(torch.tensor([mine], device="cpu"), others, False)

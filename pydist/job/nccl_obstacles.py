@@ -20,10 +20,10 @@ _ELSEWHERE = "PYDIST_BACKEND=auto takes another backend"
 
 
 class Obstacle(NamedTuple):
-    """What keeps the ranks of a job from NCCL."""
+    """A reason why the ranks of a job can't use NCCL."""
 
     why: str
-    # What those can do who asked for NCCL.
+    # What a user who asked for NCCL can do.
     way_out: str
     # The name of the error that they get.
     error: str = "InvalidUsage"
@@ -32,7 +32,7 @@ class Obstacle(NamedTuple):
 def why_not_nccl(
     hellos: Sequence[Mapping[str, Any]], gpus: Sequence[int | None]
 ) -> Obstacle | None:
-    """What keeps these ranks from NCCL.
+    """The reason why these ranks can't use NCCL; None if they can.
 
     Args:
         hellos: what each rank told (`describe_gpus`, and its `host`).

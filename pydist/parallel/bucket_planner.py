@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from pydist.errors import InvalidUsage
 
-# Without a measurement. Small enough that most of the traffic is over when backward ends, large
-# enough that the cost of starting an operation does not show on any backend.
+# The size of buckets where nothing was measured. Small enough that most of the traffic is over when
+# backward ends, large enough that the cost of starting an operation does not show on any backend.
 DEFAULT_CAP_BYTES = 8 << 20
 _LEAST_CAP_BYTES = 256 << 10
 # What each bucket costs the training thread beside the latency: starting it, and giving way to the

@@ -54,7 +54,7 @@ class BufferSync:
         self._owners: list[tuple[str, nn.Module, str]] = []
         self._tables: list[tuple[dict[str, Tensor | None], str]] = []
         self._places: list[Tensor] = []
-        # Whose changes between steps count.
+        # The buffers whose changes between steps count, by index.
         self._watched: list[int] = []
         places: list[tuple[int, Tensor]] = []
         size_bytes = 0
@@ -134,8 +134,9 @@ class BufferSync:
         pairs = zip(self._owners, self._places, self._present(), strict=True)
         for (_, owner, attribute), place, buffer in pairs:
             if _is_statistic(owner, attribute):
-                # As BatchNorm's own kernels do, behind the back of a graph that has saved them: it
-                # would refuse to go backward again, though in training it does not use them.
+                # Written past autograd, as BatchNorm's own kernels do. A graph that has saved the
+                # buffers would otherwise refuse to go backward, though in training it does not use
+                # them.
                 buffer.data.copy_(place)
             else:
                 buffer.copy_(place)

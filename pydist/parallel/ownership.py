@@ -18,7 +18,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from pydist.parallel.wrapper import DataParallel, ShardOwner
 
-# By numbers that grow: a set would have them in an order that ranks do not share.
+# Keyed by numbers that grow, because the order of a set differs between ranks.
 _wrappers: weakref.WeakValueDictionary[int, DataParallel] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 

@@ -25,7 +25,8 @@ from torch import nn
 _PREFIX = "module."
 # What patterns and regular expressions with the prefix begin with.
 _BEGINNINGS = (_PREFIX, "module\\.", "^module.", "^module\\.", "module[.]", "^module[.]")
-# Calls that select by their argument. Others may rename, which changes nothing without the prefix.
+# Calls that select by their argument. Other calls may rename; without the prefix, these change
+# nothing.
 _SELECTING = {
     "startswith",
     "get",

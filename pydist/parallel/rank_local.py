@@ -67,23 +67,23 @@ class RankLocal:
         return bool(self.parameters() or self.buffers())
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those that are the rank's own, by the module's names."""
+        """The rank's own ones, by the module's names."""
         return [(name, p) for name, p in self.module.named_parameters() if self.has(p)]
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """Those that are the rank's own, by the module's names."""
+        """The rank's own ones, by the module's names."""
         return [(name, b) for name, b in self.module.named_buffers() if self._has_buffer(name)]
 
     def shared_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those that all ranks have alike, by the module's names."""
+        """The ones that all ranks have alike, by the module's names."""
         return [(name, p) for name, p in self.module.named_parameters() if not self.has(p)]
 
     def shared_buffers(self) -> list[tuple[str, Tensor]]:
-        """Those that all ranks have alike, by the module's names."""
+        """The ones that all ranks have alike, by the module's names."""
         return [(name, b) for name, b in self.module.named_buffers() if not self._has_buffer(name)]
 
     def unknown_names(self) -> list[str]:
-        """What the list names, and nothing in the module is called."""
+        """Names in the list that nothing in the module has."""
         known = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         known |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
         for path, part in self.module.named_modules():

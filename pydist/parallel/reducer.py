@@ -23,8 +23,9 @@ BucketStats = _native.BucketStats
 # Names, parameters, and whether their gradients are sparse.
 Trained = list[tuple[str, nn.Parameter, bool]]
 
-# From parameters in the order in which they are expected, what an all-reduce takes however small,
-# and what it takes more for each byte, to buckets of indices.
+# Plans buckets: takes the parameters in the order in which their gradients are expected, the
+# seconds that the smallest all-reduce takes, and the seconds for each byte beyond that. Returns the
+# buckets, each a list of indices.
 Planner = Callable[[Sequence[PlannedParameter], float, float], list[list[int]]]
 
 

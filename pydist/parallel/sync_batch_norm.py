@@ -48,8 +48,9 @@ __all__ = ["SyncBatchNorm", "refuse_under_join"]
 
 # The communicator on which each layer talks, and the group that it stands for.
 _in_use: WeakKeyDictionary[SyncBatchNorm, tuple[object, Communicator]] = WeakKeyDictionary()
-# Where layers of wrapped models are to get theirs from: the wrapper's, and the wrapper's group.
-# Wrapped models may be trained in threads, whose layers must not take each other's turns.
+# The communicator and the group of the wrapper around each layer, from which the layer's own
+# communicator is split. Wrapped models may be trained in threads, so their layers must not share a
+# communicator.
 _of_wrapper: WeakKeyDictionary[SyncBatchNorm, tuple[object, Communicator]] = WeakKeyDictionary()
 
 
@@ -244,7 +245,7 @@ class SyncBatchNorm(BatchNormBase):
         return converted
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        # A group is of the job and not of the layer: copies talk in the same.
+        # The group belongs to the job and not to the layer, so copies of the layer share it.
         memo[id(self.process_group)] = self.process_group
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
@@ -280,8 +281,9 @@ class _Normalize(torch.autograd.Function):
         inverse_std = (variance + ctx.eps).rsqrt()
         sum_dy, sum_dy_x = torch.zeros_like(mean), torch.zeros_like(mean)
         if input.numel() > 0:
-            # What evaluation's backward gives for bias and weight are these two sums, in one pass.
-            # CUDA's wants a weight, and the statistics a second time; the CPU's ignores them.
+            # The gradients of bias and weight in evaluation's backward are just these two sums, in
+            # one pass. CUDA's kernel needs a weight, and the statistics a second time; the CPU's
+            # ignores them.
             _, sum_dy_x, sum_dy = torch.ops.aten.native_batch_norm_backward(
                 grad_output, input, torch.ones_like(mean), mean, variance, mean, inverse_std,
                 False, ctx.eps, [False, True, True],

@@ -98,7 +98,7 @@ def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> 
 
 
 def _concerned(optimizer: Optimizer) -> list[_native.Reducer]:
-    """Those that average any of its parameters.
+    """The reducers that average any of an optimizer's parameters.
 
     Nothing else is asked of the others, nor waited for: other threads may train their models.
     """

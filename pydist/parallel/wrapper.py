@@ -88,7 +88,7 @@ __all__ = [
     "PlannedParameter",
 ]
 
-# Attributes of the wrapper's own, whatever the module has.
+# Attributes that belong to the wrapper, even if the module has some of the same name.
 _OWN_NAMES = {
     "_communicator",
     "_working_reducer",
@@ -108,7 +108,8 @@ _OWN_NAMES = {
 # Of a wrapper's attributes, those that its copies do not take over.
 _NOT_COPIED = OF_MODULE | {"process_group"}
 
-# The wrapper that is in join(); ranks that wait for each other in two would wait in a circle.
+# The wrapper that is in join(). There may be only one: ranks that wait for each other in two of
+# them would wait in a circle.
 _joining: weakref.ref[DataParallel] | None = None
 
 
@@ -432,7 +433,7 @@ class DataParallel(TorchIdioms):
 
     # -- computation
 
-    # This frame is nothing to compile; what it calls is.
+    # Dynamo must not compile this frame, but may compile what it calls.
     @runs_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. Talks to no other rank."""
@@ -601,8 +602,9 @@ class DataParallel(TorchIdioms):
                 if not self.others_know_of(error):
                     self._reducer.fail_round()
                 raise
-            # Those of this rank's own last step, which rounds without it take away. Where gradients
-            # are views, such a round would write into them as well.
+            # The gradients of this rank's own last step, which rounds without a batch of this
+            # rank's would take away. If gradients are views, such a round would also write into
+            # them.
             are_views = self._settings.gradients_are_views
             kept = [
                 (parameter, gradient.clone() if are_views else gradient)
@@ -969,7 +971,7 @@ class DataParallel(TorchIdioms):
         return self
 
     def extra_repr(self) -> str:
-        """Where it runs, for `repr`."""
+        """The backend and the ranks, for `repr`."""
         if not self.has_joined:
             return "a copy that has not joined the other ranks"
         return f"ranks={self._communicator.size}, backend={self._communicator.backend}"
@@ -995,7 +997,7 @@ class DataParallel(TorchIdioms):
         return _unwrapped, (self.module,)
 
 
-# Of attributes that were set in a module through its wrapper: the module's class, and the name.
+# The attributes set through a wrapper that were warned of, by the module's class and their name.
 _warned_of: set[tuple[type, str]] = set()
 
 

@@ -272,7 +272,7 @@ class _Trained:
 
 
 def _step_bytes(updated: Sequence[tuple[_Trained, int]]) -> int:
-    """What one step of the class makes meanwhile.
+    """The bytes that one step of the class takes for its duration.
 
     Args:
         updated: What it updates, in its order: the parameter, and how many of its real elements.
@@ -282,7 +282,7 @@ def _step_bytes(updated: Sequence[tuple[_Trained, int]]) -> int:
 
 
 def _sharded_step_bytes(updated: Sequence[tuple[_Trained, int]]) -> int:
-    """What the step of one bucket makes meanwhile on a rank.
+    """The bytes that the step of one bucket takes on a rank for its duration.
 
     Args:
         updated: The rank's segments, as for `_step_bytes`.

@@ -22,7 +22,7 @@ from pydist import _native
 from pydist.errors import Error, InvalidUsage
 from pydist.sharding.in_flight import Gather
 
-# What float32 copies are kept of.
+# The dtypes of which float32 copies are kept.
 SHORT = (torch.float16, torch.bfloat16)
 
 
@@ -169,11 +169,11 @@ class Bucket:
             self.gather = None
 
     def place(self, member: Member) -> Tensor:
-        """Where a parameter is, or was before it was given other memory."""
+        """The memory of a parameter in the bucket, even if it was given other memory since."""
         return _place(self.view, member)
 
     def strays(self) -> list[Member]:
-        """Those whose memory was replaced, by `parameter.data = ...`."""
+        """The parameters whose memory was replaced, by `parameter.data = ...`."""
         return [
             member
             for member in self.members

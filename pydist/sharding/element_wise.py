@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pydist.errors import InvalidUsage
 from pydist.sharding.eligibility import changed_key, copy_of, try_in_pieces, without_tensors
 
-# Each is held to the bits of the same class on whole parameters, by a test.
+# A test checks that each gives the same bits on segments as on whole parameters.
 ELEMENT_WISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -28,8 +28,9 @@ ELEMENT_WISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
 )
 
-# By the names that they have wherever they are from, or begin with, in lower case. Trying them out
-# may tell nothing: some need a closure, draw random numbers, or are element-wise with some options.
+# The classes are known by their names, or the beginnings of these, in lower case, from whatever
+# package they come. A trial may show nothing: some classes need a closure, draw random numbers, or
+# are element-wise with some options only.
 _NEEDS_WHOLES = {
     "adafactor": "factors whole matrices and scales by their norms",
     "dash": "preconditions whole matrices",
@@ -44,7 +45,7 @@ _NEEDS_WHOLES = {
     "soap": "preconditions whole matrices",
     "sparseadam": "takes sparse gradients",
 }
-# AdafactorBigVision and FusedLAMB are such; Lambda is another word.
+# Matches AdafactorBigVision and FusedLAMB, but not Lambda.
 _NAMED_SO = re.compile(rf"(?i:(?:fused_?)?({'|'.join(_NEEDS_WHOLES)}))(?![a-z])")
 
 _REFUSED_OPTIONS = {

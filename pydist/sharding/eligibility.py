@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from pydist.sharding.state import is_of_range
 
-# Schedules may begin with none at all, which would show nothing; and estimates of how far to go,
-# which are a factor of it, grow too slowly with less.
+# A schedule may begin with a rate of zero, which would show nothing. And classes that estimate how
+# far to go multiply the estimate by the rate, so with less it would grow too slowly.
 _LEAST_LR = 1.0
 
 
@@ -129,9 +129,9 @@ def _let_it_move(group: dict[str, Any]) -> None:
 
 # -- whole parameters, and the same in pieces
 
-# The second shape of the second set is for classes that treat convolutions otherwise; one that
-# takes matrices alone raises there, and was tried with the first set. The third set is for what
-# classes do only from some size on: factors from 16 or 128 rows, 8 bits from 4096 elements.
+# The second shape of the second set is for classes that treat convolutions differently. A class
+# that takes matrices alone raises there; it has been tried with the first set. The third set is for
+# what classes do only from some size on: factors from 16 or 128 rows, 8 bits from 4096 elements.
 _SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((8, 12), (12, 8)),
     ((8, 12), (6, 4, 2, 2)),
@@ -141,7 +141,8 @@ _SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
 _PIECE_MULTIPLE = 32
 # Number of the parameter, begin and end.
 _Piece = tuple[int, int, int]
-# Of the gradients, step by step: bounds on norms, and on ratios to earlier norms, come into play.
+# How the gradients are scaled, step by step, so that bounds on norms, and on ratios to earlier
+# norms, come into play.
 _SCALES = (1.0, 0.5, 2.0, 100.0, 1.0, 0.1)
 # Element-wise classes differ by rounding at most: in float64 by 1e-15 of how far a parameter moves,
 # and some digits more where that is a difference. What depends on the shapes or norms of pieces,
@@ -268,7 +269,8 @@ def _problem(
             (shared + numbers(shape)) * rows(shape, 3.0, 0.3) * scale
             for shape, shared in zip(shapes, common, strict=True)
         ]
-        # As before a normalisation, which some classes look for: orthogonal to the values.
+        # Gradients orthogonal to the values, as in front of a normalisation, which some classes
+        # look for.
         value, gradient = starts[1].flatten(1), given[1].flatten(1)
         along = (value * gradient).sum(1, keepdim=True) / value.square().sum(1, keepdim=True)
         given[1] = (gradient - along * value).view(shapes[1])
@@ -288,7 +290,7 @@ def _pieces_of(tensors: Sequence[Tensor]) -> list[list[_Piece]]:
 
 
 def _undivided_state(optimizer: Optimizer) -> str | None:
-    """What can't be cut or put together with the pieces that it is of."""
+    """The name of state that can't be cut along with its piece; None if there is none."""
     for parameter, values in optimizer.state.items():
         if isinstance(parameter, Tensor) and isinstance(values, Mapping):
             for key, value in values.items():

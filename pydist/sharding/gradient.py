@@ -68,7 +68,8 @@ class ShardedGradient(Tensor):
     @staticmethod
     def of(parts: GradientParts, index: int, parameter: Tensor) -> ShardedGradient:
         """Stands for the gradient of a parameter."""
-        # One element, seen everywhere. Who reads it past torch's functions sees that it is none.
+        # One element, expanded to the whole shape. Code that reads it past torch's functions sees
+        # NaN (of integers, zeros).
         is_known = parameter.is_floating_point() or parameter.is_complex()
         nothing = complex(math.nan, math.nan) if parameter.is_complex() else math.nan
         stand_in = torch.full(
@@ -212,7 +213,7 @@ def _change_each(
 
 
 def _note_changes(gradients: Iterable[Tensor]) -> None:
-    """Of gradients that may be several optimizers'."""
+    """Tells the optimizer of each gradient that its gradients have changed."""
     for parts in _owners(gradients):
         parts.note_change()
 
@@ -255,7 +256,7 @@ def _norm(
 def _linalg_norm(
     name: str, gradient: ShardedGradient, order: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Of all elements without an order; with one, a norm of matrices unless it is a vector."""
+    """`torch.linalg.norm`: of all elements without an order; with one only of a vector."""
     order = kwargs.pop("ord", order)
     if order is not None and gradient.dim() != 1:
         raise InvalidUsage(
@@ -340,7 +341,7 @@ _NEED_NO_VALUES = FACTS | {Tensor.detach_, HAS_COMPATIBLE_TYPE}
 
 
 def part_norm(part: Tensor, order: float) -> Tensor:
-    """What a rank adds to a norm: see `whole_norms`. In float64."""
+    """The term that a rank adds to a norm, in float64: see `whole_norms`."""
     if part.numel() == 0:
         nothing = math.inf if order == -math.inf else 0.0
         return torch.full((), nothing, dtype=torch.float64, device=part.device)

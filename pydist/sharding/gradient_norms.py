@@ -73,7 +73,7 @@ class ReducedGradients:
         return flat.as_strided(parameter.shape, self._layout.members[index].strides)
 
     def all_norms(self, order: float) -> dict[int, Tensor]:
-        """Of all gradients that are sharded, in one operation for those on a device."""
+        """The norms of all sharded gradients, by one operation for each device."""
         assert self._wrapper is not None
         key = (order, self._changes, self._wrapper._reducer.round)
         if self._norms[0] != key:
@@ -83,7 +83,7 @@ class ReducedGradients:
                 if isinstance(parameter.grad, ShardedGradient)
             ]
             found: dict[int, Tensor] = {}
-            # In an order that all ranks have.
+            # In an order that is the same on all ranks.
             for device in dict.fromkeys(self._layout.parameters[i].device for i in indices):
                 here = [i for i in indices if self._layout.parameters[i].device == device]
                 parts = torch.stack([part_norm(self.part_of(i), order) for i in here])
@@ -115,7 +115,7 @@ class ReducedGradients:
         self._changes += 1
 
     def own_gradients(self) -> list[Tensor]:
-        """Of the parameters that this rank has alone."""
+        """The gradients of the parameters that this rank has alone."""
         parameters = [self._layout.parameters[index] for index in sorted(self._layout.own)]
         return [p.grad for p in parameters if p.grad is not None]
 
@@ -154,7 +154,7 @@ class ReducedGradients:
         averaged = [p for i, p in enumerate(self._layout.parameters) if i not in self._layout.own]
         shared = [p.grad for p in averaged if p.grad is not None]
         own = self.own_gradients()
-        # An empty part has what adds nothing to a norm of this order.
+        # The empty part yields the number that changes no norm of this order.
         parts = [part_norm(g.detach().reshape(-1), order).cpu() for g in [torch.empty(0), *own]]
         join = torch.amax if order == math.inf else torch.amin if order == -math.inf else torch.sum
         of_own = whole_norms(join(torch.stack(parts), 0).view(1), order, self.combine)

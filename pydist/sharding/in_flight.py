@@ -38,12 +38,12 @@ from pydist._torch import (
 )
 from pydist.sharding.facts import FACTS, getters
 
-# A wait that has a limit is the host's.
+# A wait with a time limit waits on the host, not on the stream.
 _NEVER_S = 1e9
 
 _lock = threading.Lock()
 
-# What is not over, and lives; and the hook of all modules that there is as long as any is.
+# The gathers that are under way, and the hook on all modules, which exists as long as there is one.
 _under_way: weakref.WeakSet[Gather] = weakref.WeakSet()
 _hook: RemovableHandle | None = None
 
@@ -87,7 +87,7 @@ class Gather:
             self._end()
 
     def finish(self) -> None:
-        """The same as `wait`, and nobody else waits: streams are in the caller's order."""
+        """Waits as `wait` does, and lets nobody wait again: the caller has put streams in order."""
         if not self._is_over:
             self._hold_back()
             self._end()

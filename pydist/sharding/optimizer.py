@@ -83,7 +83,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ParameterState", "ShardedOptimizer", "ShardedState", "StateRange"]
 
-# Of each optimizer that lives, what lets its parameters arrive before their group ends.
+# For each optimizer that lives, a finalizer that lets its parameters arrive before their group
+# ends.
 _leaving: weakref.WeakKeyDictionary[ShardedOptimizer, weakref.finalize[..., ShardedOptimizer]] = (
     weakref.WeakKeyDictionary()
 )
@@ -97,7 +98,7 @@ def _let_all_arrive() -> None:
 # The rank, of the optimizer's group, that writes for all inside `writing()`.
 _WRITER = 0
 
-# Where one rank raises them, so do the others, or their group has ended.
+# Errors of which, if one rank raises one, the others do as well, or their group has ended.
 _OF_ALL_RANKS = (Aborted, CheckpointError, Mismatch, PeerLost)
 
 
@@ -253,7 +254,7 @@ class ShardedOptimizer(Optimizer):
         else:
             parent = groups.communicator_of(process_group)
         self._steps: list[BucketStep] = []
-        # Loaded for parameters that have no place yet, because they are frozen.
+        # State that was loaded for parameters which have no place yet, because they are frozen.
         self._waiting: dict[int, ParameterState] = {}
         self._failed = ""
         self._is_writing = False
@@ -264,7 +265,7 @@ class ShardedOptimizer(Optimizer):
         self._is_ready = False
         prototype = self._prototype([dict(group) for group in param_groups])
         super().__init__(param_groups, dict(prototype.defaults))
-        # Not before all that a rank may refuse by itself.
+        # Split only after everything that a single rank may refuse.
         self._communicator = groups.split(parent, range(parent.size))
         facts = [
             f"optimizer_class={optimizer_class.__qualname__}",
@@ -392,7 +393,7 @@ class ShardedOptimizer(Optimizer):
         reducer.note_step(self._layout.number, digest_of(values))
         last, self._stepped_with = self._stepped_with or values, values
         if not reducer.has_stepped_alike:
-            # Said once, or who mends the options could not go on.
+            # Raised once only, so that a program that mends the options can go on.
             self._stepped_with = []
             self._compare(
                 "an option that pydist.ShardedOptimizer last stepped with",
@@ -476,7 +477,7 @@ class ShardedOptimizer(Optimizer):
             if self._is_one_copy:
                 self._step_one_copy()
                 return loss
-            # What backward completes last, forward needs first.
+            # In reverse, because forward needs first what backward completes last.
             for step in reversed(self._steps):
                 step.run(self.param_groups)
                 gather(step.bucket, self._communicator)
@@ -502,7 +503,7 @@ class ShardedOptimizer(Optimizer):
                 raise error
 
     def _refuse_removed(self) -> None:
-        """What was placed keeps its place, and knows its group by number."""
+        """Raises where a group or a parameter was removed: buckets know their groups by number."""
         counts = [len(group["params"]) for group in self.param_groups]
         if counts != self._group_sizes:
             error = InvalidUsage(
@@ -707,7 +708,7 @@ class ShardedOptimizer(Optimizer):
         return self._gradients.gradient_of(parameter)
 
     def bytes_in_flight(self) -> int:
-        """What gradients take for buckets that fill or travel, in stage 2, on this rank."""
+        """Bytes of the memory in which this rank's buckets fill and travel, in stage 2."""
         if self._wrapper is None:
             return 0
         berth_bytes: int = self._wrapper._reducer.berth_bytes(self._layout.number)
@@ -752,7 +753,7 @@ class ShardedOptimizer(Optimizer):
         return state_of(self._layout, names, self._named_groups(names), self._waiting)
 
     def ranges(self) -> dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]]:
-        """What of a state `load_sharded_state` needs on this rank. Talks to nobody.
+        """The parts of a state that `load_sharded_state` needs on this rank. Talks to nobody.
 
         Returns:
             By the parameters' names, as in `sharded_state()`: the order of dimensions, as in
@@ -874,7 +875,7 @@ class ShardedOptimizer(Optimizer):
         return id(parameter) in self._layout.indices
 
     def entry_of(self, parameter: Tensor) -> tuple[int, ShardedGradient]:
-        """What the reducer needs to know of a parameter that was unfrozen."""
+        """What `Reducer.add` takes for a parameter that was unfrozen: owner and stand-in."""
         return self._layout.number, self._layout.shown[self._layout.indices[id(parameter)]]
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
@@ -907,7 +908,7 @@ class ShardedOptimizer(Optimizer):
 
 
 class _Parts:
-    """What stands for gradients asks here; does not keep the optimizer alive."""
+    """Answers the stand-ins of gradients without keeping the optimizer alive."""
 
     def __init__(self, optimizer: weakref.ref[ShardedOptimizer]) -> None:
         self._optimizer = optimizer

@@ -81,7 +81,8 @@ class OwnWrites:
         writes, written = self._written()
         digest = 0
         if writes:
-            # By the order of what is shared: ranks may have other numbers of what they have alone.
+            # In the order of shared parameters, because the numbers of rank-local ones differ
+            # between ranks.
             digests = {write.member.index: write.digest for write in writes}
             digest = _digest_of([digests.get(member.index) for member in self._members()])
         told = torch.tensor([digest, -digest])
@@ -93,7 +94,7 @@ class OwnWrites:
         for write in writes:
             self._take_over(write)
         self._forget(written)
-        # A backward that has saved one of them is to notice.
+        # Counts up their versions, so that a backward that has saved one of them notices.
         torch.autograd.graph.increment_version([write.member.parameter for write in writes])
 
     @contextmanager

@@ -17,7 +17,7 @@ _NOT_OPTIONS = {"params", "param_names"}
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group says to the optimizer's class."""
+    """The options of a group, as the optimizer's class takes them."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
@@ -47,7 +47,7 @@ def values_of_step(
 
 
 def facts_of_values(values: Iterable[list[Any]], options: Iterable[str]) -> list[str]:
-    """Of `values_of_step`, for people."""
+    """What `values_of_step` gives, as text for people."""
     return [
         f"{key}={value if isinstance(value, str) else repr(value)} in group {number}"
         for number, own in enumerate(values)
@@ -56,7 +56,7 @@ def facts_of_values(values: Iterable[list[Any]], options: Iterable[str]) -> list
 
 
 def digest_of(values: list[list[Any]]) -> int:
-    """Of `values_of_step`: 64 bits, the same wherever those are."""
+    """64 bits of what `values_of_step` gives: equal on ranks where that is equal."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "big")
 
 

@@ -25,7 +25,8 @@ from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.buckets import Bucket, Member, Segment, cut, dense_strides, move_in
 from pydist.sharding.gradient import GradientParts, ShardedGradient
 
-# Its label, how it is cut, what it has, and the shard of averaged gradients, if that is apart.
+# A new bucket: its label, how it is cut, its members, and the shard of averaged gradients if that
+# has memory of its own.
 _NewBucket = tuple[str, _native.ShardLayout, list[Member], Tensor | None]
 
 # What parameters of one bucket have in common: the real dtype, and the device.
@@ -115,7 +116,7 @@ class ShardedLayout:
             for position, parameter in enumerate(group["params"]):
                 index = len(self.parameters)
                 is_own = self._is_own(parameter)
-                # Ranks have the same numbers of what they share.
+                # Numbers of shared parameters are the same on all ranks.
                 number = f"own {len(self.own)}" if is_own else f"{index - len(self.own)}"
                 own.append(given[position] if given else number)
                 if is_own:

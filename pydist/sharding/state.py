@@ -21,8 +21,8 @@ from pydist.sharding.buckets import dense_strides, dims_in_memory, shaped
 # The float32 copy of a 16-bit parameter, beside what the optimizer's class calls its own.
 MASTER = "master"
 
-# What torch's classes keep one of for each parameter, and so looks like the state of one of no
-# dimensions.
+# State of which torch's classes keep one number for each parameter. It would look like the state of
+# a parameter without dimensions.
 NUMBERS = {"step", "eta", "mu", "mu_product"}
 
 
@@ -173,7 +173,7 @@ def require_elements(
     if is_reordered:
         begin, end = 0, state.count
     for piece, _, _ in _pieces(name, state, begin, end):
-        # What is read when it is asked for, of a checkpoint, was looked at when that was opened.
+        # Values that are read from a checkpoint on demand were checked when it was opened.
         is_here = isinstance(piece.values, dict)
         if is_here and (is_reordered or (piece.begin, piece.end) != (begin, end)):
             require_divisible(name, piece.values, piece.end - piece.begin)

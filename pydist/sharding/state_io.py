@@ -65,7 +65,7 @@ def state_of(
 def ranges_of(
     layout: ShardedLayout, names: Mapping[int, str]
 ) -> dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]]:
-    """What of a state this rank needs: see `ShardedOptimizer.ranges`."""
+    """The parts of a state that this rank needs: see `ShardedOptimizer.ranges`."""
     needed: dict[int, tuple[tuple[int, ...], list[tuple[int, int]]]] = {}
     for index, p in enumerate(layout.parameters):
         needed[index] = (tuple(range(p.dim())), [(0, p.numel())])
@@ -176,7 +176,7 @@ def _take_over_segment(state: ParameterState, optimizer: Optimizer, segment: Seg
 
 
 def _place_of(key: str, group: dict[str, Any], segment: Segment) -> torch.device:
-    """Where torch's optimizers put what they load: the host has steps that no kernel counts."""
+    """The device on which torch's optimizers put what they load: for some steps, the host."""
     is_for_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return torch.device("cpu") if is_for_host else segment.updated.device
 

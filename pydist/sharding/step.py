@@ -388,7 +388,7 @@ class _SgdStep(FusedStep):
         self._begins = [False] * len(gradients)
 
 
-# What torch's own kernels know and ours do not.
+# Options that torch's own kernels support and ours do not.
 _NOT_FUSED = ("capturable", "differentiable", "foreach")
 
 

@@ -33,11 +33,12 @@ def build_commands(folder: Path, wheels: Path) -> list[str]:
         ' if torch.cuda.is_available() else "75")'
     )
     install = "python -m pip --disable-pip-version-check install --quiet --no-index --no-deps"
-    commands = ["python tests/one_gpu/show_python.py"]
+    commands = [
+        "python tests/one_gpu/show_python.py",
+        f"{install} --no-build-isolation -C build-dir={shlex.quote(str(folder))} "
+        f"-C cmake.define.PYDIST_CUDA_ARCHITECTURES=$(python -c '{architecture}') --editable .",
+    ]
     if found := sorted(wheels.glob("*.whl")):
         commands.insert(0, f"{install} {shlex.join(map(str, found))}")
-    commands.append(
-        f"{install} --no-build-isolation -C build-dir={shlex.quote(str(folder))} "
-        f"-C cmake.define.PYDIST_CUDA_ARCHITECTURES=$(python -c '{architecture}') --editable ."
-    )
-    return commands
+    # torch loads the backends that it finds installed, and a pydist of earlier may not be whole.
+    return [f"export TORCH_DEVICE_BACKEND_AUTOLOAD=0; {command}" for command in commands]

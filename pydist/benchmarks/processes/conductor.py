@@ -153,7 +153,7 @@ class Conductor:
 
     @staticmethod
     def _slowest_mean(times: Sequence[Sequence[float]]) -> float:
-        """Of the ranks' means: what a turn took on the slowest one."""
+        """The time of a turn on the slowest rank: the largest of the ranks' means."""
         return max(statistics.fmean(of_rank) for of_rank in times)
 
     def _time(self, one: Series, *, each: bool) -> list[list[float]]:

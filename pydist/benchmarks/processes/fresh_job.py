@@ -44,7 +44,7 @@ class FreshJob:
 
     @property
     def join_s(self) -> float:
-        """Of the slowest rank, from where all had imported everything."""
+        """The slowest rank's time to join, from when all ranks had imported everything."""
         return max(rank["joined_s"] - rank["told_s"] for rank in self.ranks)
 
     @property

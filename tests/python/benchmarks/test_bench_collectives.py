@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from launch import clean_environment, run_command
+from thorough import everyday
 
 import pydist
 from pydist.benchmarks.processes import peers
@@ -195,7 +196,7 @@ def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", everyday(signal.SIGINT, thorough=(signal.SIGTERM,)))
 def test_interruption_leaves_what_was_measured(number: signal.Signals, tmp_path: Path) -> None:
     results, table = tmp_path / "r.json", tmp_path / "r.csv"
     process = start(

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -10,6 +11,7 @@ import pytest
 import run_parts
 from gpu_build import make_environment
 from gpu_parts import BUILD_S, PART_S, PARTS, Part, Step
+from time_limit import PATIENCE
 
 # Where the commands of these tests run: with the Python that runs the tests first.
 HERE = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -105,7 +107,7 @@ def test_the_environment_finds_what_the_python_below_it_has(tmp_path: Path) -> N
 def test_steps_run_on_the_stand_ins(tmp_path: Path) -> None:
     """The quick ones: what the others select is looked at in test_documented_commands.py."""
     quick = [
-        step
+        replace(step, limit_s=100 * PATIENCE)
         for part in PARTS
         for step in part.steps
         if step.command == "pydist info" or step.command.endswith("test_buffers.py -k graph")

@@ -122,6 +122,7 @@ def test_digits_train_the_same_on_several_processes(
     assert result["losses"] == pytest.approx(digits_alone["losses"], abs=0.02)
 
 
+@pytest.mark.thorough
 def test_digits_resume_amid_an_epoch_on_another_number_of_processes(
     digits_alone: dict[str, Any], tmp_path: Path
 ) -> None:
