@@ -144,11 +144,6 @@ void Reducer::retire(std::string reason) {
   arena_.let_go();
 }
 
-bool Reducer::is_in_backward() const {
-  const auto backward = current_.lock();
-  return backward != nullptr && backward->synchronizes;
-}
-
 bool Reducer::has_pending() const {
   return std::any_of(arena_.slots().begin(), arena_.slots().end(), &is_still_pending);
 }

@@ -449,6 +449,11 @@ bool Reducer::is_late(const GradientSlot& slot) const {
   return has_place(slot) && slot.bucket < round_.launched;
 }
 
+bool Reducer::is_in_backward() const {
+  const auto backward = current_.lock();
+  return backward != nullptr && backward->synchronizes;
+}
+
 // See Note [Set aside].
 bool Reducer::adds_up() const {
   return options_.sums || weights_.has_weighted || joining_ != Joining::kNot;

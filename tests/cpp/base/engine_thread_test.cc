@@ -39,18 +39,21 @@ TEST(EngineThreadTest, HasANameAndHandlesNoSignals) {
 }
 
 TEST(EngineThreadTest, WhoeverDropsOrReplacesItJoinsIt) {
-  std::atomic<int> ended{0};
-  const auto slow = [&ended] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    ++ended;
+  std::atomic<bool> has_first_ended{false};
+  std::atomic<bool> has_second_ended{false};
+  const auto ends_late = [](std::atomic<bool>& has_ended) {
+    return [&has_ended] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      has_ended = true;
+    };
   };
   {
-    EngineThread thread("pydist-test", slow);
-    thread = EngineThread("pydist-test", slow);
-    EXPECT_EQ(ended, 1);
+    EngineThread thread("pydist-test", ends_late(has_first_ended));
+    thread = EngineThread("pydist-test", ends_late(has_second_ended));
+    EXPECT_TRUE(has_first_ended);
     EXPECT_TRUE(thread.has_started());
   }
-  EXPECT_EQ(ended, 2);
+  EXPECT_TRUE(has_second_ended);
   EngineThread none;
   EXPECT_FALSE(none.has_started());
   none.join();
