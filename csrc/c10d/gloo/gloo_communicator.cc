@@ -63,7 +63,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
         size_(size),
         name_(std::move(name)),
         timeout_(timeout),
-        group_(std::make_shared<GlooGroup>(factory_(store_, rank, size, timeout),
+        group_(std::make_shared<GlooGroup>(factory_(poll_store(store_), rank, size, timeout),
                                            adapt_store(store_, kRollCallPatience), rank, size,
                                            name_)) {}
 
@@ -314,17 +314,6 @@ class GlooCommunicator : public Communicator, public PeerNews {
   SerialQueue queue_{"pydist-gloo"};
 };
 
-// torch's gloo waits for its peers inside a call of the store, and a TCPStore serves one call at a
-// time. On a shared connection a group that one thread makes would keep all other threads from the
-// store until every rank has joined that group, which those threads may have to bring about.
-c10::intrusive_ptr<c10d::Store> with_own_connection(c10::intrusive_ptr<c10d::Store> store) {
-  try {
-    return store->clone();
-  } catch (const std::exception&) {
-    return store;  // Stores that are written in Python need not implement clone().
-  }
-}
-
 }  // namespace
 
 CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -347,7 +336,6 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     const std::string key = join("here/", rank);
     asked->set(key, "1");
     (void)asked->get(key, Deadline::in(timeout));
-    store = with_own_connection(std::move(store));
   }
   auto communicator = std::make_shared<GlooCommunicator>(
       std::move(store), rank, size, std::move(name), timeout, std::move(factory));
