@@ -73,7 +73,8 @@ class PolledStore final : public c10d::PrefixStore {
       if (deadline.has_passed()) {
         const auto missing = std::find_if(keys.begin(), keys.end(),
                                           [this](const auto& key) { return !check({key}); });
-        C10_THROW_ERROR(DistStoreError, has_not_come(missing != keys.end() ? *missing : keys[0]));
+        C10_THROW_ERROR(DistStoreError,
+                        "Timed out: " + has_not_come(missing != keys.end() ? *missing : keys[0]));
       }
       pause.sleep_until(deadline);
     }
