@@ -81,22 +81,6 @@ def cases(library: CudaLibrary, size: int, device: str = "cuda") -> list[tuple[s
 
         return make
 
-    def reading(use: Callable[[list[Tensor]], Callable[[], object]], dtype: torch.dtype) -> Make:
-        def make() -> tuple[Callable[[], None], int]:
-            tensors = [filled(size // TENSORS, dtype) for _ in range(TENSORS)]
-            used = use(tensors)
-
-            def call() -> None:
-                used()
-
-            return call, sum(tensor.nbytes for tensor in tensors)
-
-        return make
-
-    def finding(tensors: list[Tensor]) -> Callable[[], object]:
-        found = library.find_non_finite(tensors)
-        return lambda: library.find_non_finite(tensors, found)
-
     def step(
         take: Callable[[list[dict[str, Tensor | None]]], None],
         states: Sequence[str],
@@ -154,11 +138,6 @@ def cases(library: CudaLibrary, size: int, device: str = "cuda") -> list[tuple[s
         ("bfloat16 to float32, scaled", conversion(bf16, f32, 1)),
         (f"pack {TENSORS} bfloat16 as float32", conversion(bf16, f32, TENSORS)),
         (f"unpack {TENSORS} float32 as float16", conversion(f32, f16, TENSORS)),
-        ("norm float32", reading(lambda t: lambda: library.norm(t), f32)),
-        ("norm bfloat16", reading(lambda t: lambda: library.norm(t), bf16)),
-        ("norm bfloat16, in float32", reading(lambda t: lambda: library.norm(t, f32), bf16)),
-        ("non-finite float32", reading(finding, f32)),
-        ("non-finite bfloat16", reading(finding, bf16)),
         ("AdamW float32", adam(f32)),
         ("AdamW bfloat16, float32 master", adam(bf16, bf16)),
         ("SGD float32, momentum", sgd(f32)),

@@ -412,7 +412,7 @@ class Reducer:
         """
         The buckets of an optimizer, in the order of launching: number (for good), label, members (index of the parameter, offset in the bucket, strides), layout, and this rank's shard of the gradients.
         """
-    def staging_bytes(self, owner: typing.SupportsInt | typing.SupportsIndex) -> int:
+    def berth_bytes(self, owner: typing.SupportsInt | typing.SupportsIndex) -> int:
         """
         What an optimizer's buckets share, in stage 2.
         """

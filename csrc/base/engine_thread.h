@@ -1,14 +1,46 @@
-// A thread of the engine's own: it has a name, and no signal is handled on it. Signals are the
-// user's, so a handler must run on one of the user's threads.
+// A thread of the engine's own: it has a name, no signal is handled on it, and whoever started it
+// joins it. Signals are the user's, so a handler must run on one of the user's threads.
+//
+// The engine has three kinds of threads: loops that belong to one object (the monitor, the progress
+// thread, NCCL's watchdog) are EngineThreads; jobs that go one after another run on a SerialQueue,
+// which has one; jobs that wait for the program run on ElasticThreads, which nobody joins.
+//
+// For one thread at a time.
 
 #pragma once
 
 #include <functional>
 #include <thread>
 
+#include "base/fork.h"
+
 namespace pydist {
 
-// `name` has at most 15 characters.
-[[nodiscard]] std::thread start_engine_thread(const char* name, std::function<void()> run);
+class EngineThread {
+ public:
+  // None yet.
+  EngineThread() = default;
+  // `name` has at most 15 characters. Throws where no thread is to be had.
+  EngineThread(const char* name, std::function<void()> run);
+  EngineThread(EngineThread&& other) noexcept = default;
+  EngineThread& operator=(EngineThread&& other) noexcept;
+  ~EngineThread() { join(); }
+
+  [[nodiscard]] bool has_started() const noexcept { return thread_.joinable(); }
+  [[nodiscard]] bool is_this_thread() const noexcept {
+    return thread_.get_id() == std::this_thread::get_id();
+  }
+
+  // Waits until the thread ends, unless it is the calling one, which is on its way out, or does not
+  // exist in this process, which was forked. Idempotent.
+  void join() noexcept;
+
+  // Nobody will join the thread: it ends by itself, or hangs where only the process can end it.
+  void let_go() noexcept;
+
+ private:
+  std::thread thread_;
+  Birth birth_;
+};
 
 }  // namespace pydist

@@ -1,7 +1,7 @@
 // What the files of this folder share: one function for each concept, which adds it to the module,
 // and the rules of the GIL.
 //
-// The GIL is held while Python objects are looked at, and released while tensors are staged, while
+// The GIL is held while Python objects are looked at, and released while tensors are copied, while
 // the engine works and while communicators and process groups are destroyed. Nothing here takes it
 // on a thread of the engine's.
 

@@ -15,7 +15,7 @@
 #include "bindings/arguments.h"
 #include "bindings/bindings.h"
 #include "c10d/device_streams.h"
-#include "c10d/gloo_communicator.h"
+#include "c10d/gloo/gloo_communicator.h"
 #include "c10d/memory_tensor.h"
 #include "c10d/staged_communicator.h"
 #include "c10d/store.h"

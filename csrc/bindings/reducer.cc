@@ -274,8 +274,8 @@ void bind_reducer(py::module_& module) {
            "members (index of the parameter, offset in the bucket, strides), layout, and this "
            "rank's shard of the gradients.")
       .def(
-          "staging_bytes",
-          [](const Reducer& self, int owner) { return self.arena().staging_bytes(owner); },
+          "berth_bytes",
+          [](const Reducer& self, int owner) { return self.arena().berth_bytes(owner); },
           py::arg("owner"), "What an optimizer's buckets share, in stage 2.")
       .def(
           "note_step", &Reducer::note_step, py::arg("owner"), py::arg("options"),

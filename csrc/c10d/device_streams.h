@@ -99,8 +99,6 @@ class PinnedRange {
   PinnedRange& operator=(const PinnedRange&) = delete;
   ~PinnedRange();
 
-  [[nodiscard]] bool is_pinned() const noexcept { return data_ != nullptr; }
-
  private:
   const Device device_;
   void* data_ = nullptr;

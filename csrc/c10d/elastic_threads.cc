@@ -1,7 +1,6 @@
 #include "c10d/elastic_threads.h"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -9,6 +8,8 @@
 #include <mutex>
 #include <thread>
 #include <utility>
+
+#include "base/fork.h"
 
 namespace pydist {
 namespace {
@@ -18,7 +19,7 @@ constexpr std::chrono::seconds kIdleLife{10};
 }  // namespace
 
 struct ElasticThreads::State {
-  const pid_t process = getpid();
+  const Birth birth;
   std::mutex mutex;
   std::condition_variable posted;
   std::condition_variable finished;
@@ -31,7 +32,7 @@ struct ElasticThreads::State {
 ElasticThreads::ElasticThreads() : state_(std::make_shared<State>()) {}
 
 void ElasticThreads::post(std::function<void()> job) {
-  if (state_->process != getpid()) {
+  if (state_->birth.is_inherited()) {
     // The parent's threads do not exist here, and its mutex may be held for ever. The old state
     // is left as it is: destroying it could touch what another thread was amid changing.
     new std::shared_ptr<State>(std::exchange(state_, std::make_shared<State>()));
@@ -49,6 +50,8 @@ void ElasticThreads::post(std::function<void()> job) {
       return;
     }
   }
+  // No EngineThread: user code runs here, and a process that it starts inherits what signals are
+  // blocked.
   std::thread([state] {
     pthread_setname_np(pthread_self(), "pydist-wait");
     std::unique_lock lock(state->mutex);
@@ -76,7 +79,7 @@ void ElasticThreads::post(std::function<void()> job) {
 }
 
 void ElasticThreads::close(std::chrono::milliseconds patience) {
-  if (state_->process != getpid()) {
+  if (state_->birth.is_inherited()) {
     return;
   }
   std::unique_lock lock(state_->mutex);

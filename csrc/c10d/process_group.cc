@@ -1,3 +1,5 @@
+// The file is long because it holds each collective of c10d::Backend, one function for one.
+
 #include "c10d/process_group.h"
 
 #include <ATen/ops/empty.h>

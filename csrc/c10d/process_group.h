@@ -1,6 +1,6 @@
 // Our communicator as torch.distributed's backend "pydist".
 //
-// Translates each call of torch's into operations of the seam: tensors into dense buffers (staged
+// Translates each call of torch's into operations of the seam: tensors into dense buffers (copied
 // where they are not), torch's reduce operators and timeouts into ours, our works into torch's.
 // A call that torch does not want asynchronous runs on the calling thread.
 //

@@ -1,16 +1,11 @@
 #include "c10d/serial_queue.h"
 
-#include <pthread.h>
-#include <unistd.h>
-
 #include <utility>
 
 namespace pydist {
 
-pid_t SerialQueue::current_process() { return getpid(); }
-
 SerialQueue::~SerialQueue() {
-  if (process_ != getpid()) {
+  if (birth_.is_inherited()) {
     // The thread stayed in the parent, and what is guarded may be half changed.
     (void)state_.release();
     return;
@@ -24,9 +19,8 @@ bool SerialQueue::post(std::function<void()> job) {
     return false;
   }
   state_->jobs.push_back(std::move(job));
-  if (!state_->thread.joinable()) {
-    state_->thread =
-        std::thread([state = state_.get(), name = thread_name_] { serve(*state, name); });
+  if (!state_->thread.has_started()) {
+    state_->thread = EngineThread(thread_name_, [state = state_.get()] { serve(*state); });
   }
   state_->changed.notify_all();
   return true;
@@ -38,25 +32,17 @@ bool SerialQueue::is_idle() const {
 }
 
 void SerialQueue::stop() {
-  std::thread thread;
+  EngineThread thread;
   {
     const std::lock_guard lock(state_->mutex);
     state_->stopped = true;
     state_->changed.notify_all();
-    thread = std::exchange(state_->thread, std::thread());
+    thread = std::move(state_->thread);
   }
-  if (!thread.joinable()) {
-    return;
-  }
-  if (thread.get_id() == std::this_thread::get_id()) {
-    thread.detach();
-  } else {
-    thread.join();
-  }
+  thread.join();
 }
 
-void SerialQueue::serve(State& state, const char* thread_name) {
-  pthread_setname_np(pthread_self(), thread_name);
+void SerialQueue::serve(State& state) {
   std::unique_lock lock(state.mutex);
   for (;;) {
     state.changed.wait(lock, [&] { return state.stopped || !state.jobs.empty(); });

@@ -5,14 +5,14 @@
 
 #pragma once
 
-#include <sys/types.h>
-
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <thread>
+
+#include "base/engine_thread.h"
+#include "base/fork.h"
 
 namespace pydist {
 
@@ -39,17 +39,15 @@ class SerialQueue {
     std::deque<std::function<void()>> jobs;  // guarded by mutex
     bool busy = false;                       // guarded by mutex
     bool stopped = false;                    // guarded by mutex
-    std::thread thread;                      // guarded by mutex, but for joining
+    EngineThread thread;                     // guarded by mutex, but for joining
   };
 
-  static void serve(State& state, const char* thread_name);
+  static void serve(State& state);
 
   const char* const thread_name_;
-  const pid_t process_ = current_process();
+  const Birth birth_;
   // Apart, so that a forked child can leave it as it is.
   std::unique_ptr<State> state_ = std::make_unique<State>();
-
-  static pid_t current_process();
 };
 
 }  // namespace pydist

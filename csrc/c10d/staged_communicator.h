@@ -1,7 +1,7 @@
 // Device tensors on a backend of host memory: several ranks on one GPU, machines without NCCL.
 //
 // Wraps a communicator. Operations on host memory go straight through; those on device memory are
-// cut into parts (communicator/staging_plan.h) that pass through pinned host memory.
+// cut into parts (communicator/staging_parts.h) that pass through pinned host memory.
 //
 // Note [Three slots]
 // Collectives that can be cut use three slots, in turn: while one part is with the host's

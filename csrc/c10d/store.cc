@@ -1,5 +1,7 @@
 #include "c10d/store.h"
 
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
@@ -9,6 +11,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -25,6 +28,58 @@ namespace {
 // again, ever more slowly.
 constexpr std::chrono::microseconds kFirstPause{200};
 constexpr std::chrono::microseconds kLongestPause{10'000};
+
+class Pause {
+ public:
+  void sleep_until(Deadline deadline) {
+    std::this_thread::sleep_for(deadline.remaining(length_));
+    length_ = std::min(length_ * 2, kLongestPause);
+  }
+
+ private:
+  std::chrono::microseconds length_ = kFirstPause;
+};
+
+std::string has_not_come(const std::string& key) {
+  return join("The key '", key,
+              "' did not appear in the store in time: the rank that writes it has not come this "
+              "far.");
+}
+
+class PolledStore final : public c10d::PrefixStore {
+ public:
+  explicit PolledStore(c10::intrusive_ptr<c10d::Store> store)
+      : PrefixStore("polled", std::move(store)) {}
+
+  c10::intrusive_ptr<c10d::Store> clone() override { return poll_store(store_->clone()); }
+
+  std::vector<std::uint8_t> get(const std::string& key) override {
+    wait({key});
+    return PrefixStore::get(key);
+  }
+
+  std::vector<std::vector<std::uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    wait(keys);
+    return PrefixStore::multiGet(keys);
+  }
+
+  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
+
+  void wait(const std::vector<std::string>& keys,
+            const std::chrono::milliseconds& timeout) override {
+    const Deadline deadline = timeout == kNoTimeout ? Deadline::never() : Deadline::in(timeout);
+    Pause pause;
+    while (!check(keys)) {
+      if (deadline.has_passed()) {
+        const auto missing = std::find_if(keys.begin(), keys.end(),
+                                          [this](const auto& key) { return !check({key}); });
+        C10_THROW_ERROR(DistStoreError,
+                        "Timed out: " + has_not_come(missing != keys.end() ? *missing : keys[0]));
+      }
+      pause.sleep_until(deadline);
+    }
+  }
+};
 
 // What a call on another thread has come to.
 template <typename Result>
@@ -53,16 +108,13 @@ class TorchStore : public KeyValueStore {
   }
 
   std::string get(const std::string& key, Deadline deadline) override {
-    auto pause = kFirstPause;
+    Pause pause;
     while (!ask<bool>("read", key, [key](c10d::Store& store) { return store.check({key}); })) {
       if (deadline.has_passed()) {
-        throw Timeout(join("The key '", key,
-                           "' did not appear in the store in time: the rank that "
-                           "writes it has not come this far."));
+        throw Timeout(has_not_come(key));
       }
       check_interruption();
-      std::this_thread::sleep_for(deadline.remaining(pause));
-      pause = std::min(pause * 2, kLongestPause);
+      pause.sleep_until(deadline);
     }
     const auto value = ask<std::vector<std::uint8_t>>(
         "read", key, [key](c10d::Store& store) { return store.get(key); });
@@ -134,6 +186,10 @@ class TorchStore : public KeyValueStore {
 
 StorePtr adapt_store(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience) {
   return std::make_shared<TorchStore>(std::move(store), patience);
+}
+
+c10::intrusive_ptr<c10d::Store> poll_store(c10::intrusive_ptr<c10d::Store> store) {
+  return c10::make_intrusive<PolledStore>(std::move(store));
 }
 
 }  // namespace pydist

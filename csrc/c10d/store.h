@@ -20,9 +20,20 @@ class Store;
 
 namespace pydist {
 
-inline constexpr std::chrono::seconds kStorePatience{10};
+// A TCPStore whose name server is silent may take 10 s over each process that connects to it.
+inline constexpr std::chrono::seconds kStorePatience{30};
 
 [[nodiscard]] StorePtr adapt_store(c10::intrusive_ptr<c10d::Store> store,
                                    std::chrono::milliseconds patience = kStorePatience);
+
+// The same keys, under a prefix, on the same connection; but whoever waits for one asks for it
+// again and again.
+//
+// For torch's gloo, which waits for its peers inside a call of the store: a TCPStore serves one
+// call at a time, so a group that one thread makes would keep all other threads from the store
+// until every rank has joined that group, which those threads may have to bring about. A connection
+// of the group's own is no way out: a TCPStore looks up the name of whoever connects and answers
+// nobody meanwhile, for 10 s where the name server is silent.
+[[nodiscard]] c10::intrusive_ptr<c10d::Store> poll_store(c10::intrusive_ptr<c10d::Store> store);
 
 }  // namespace pydist

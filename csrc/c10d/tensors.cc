@@ -16,7 +16,7 @@
 namespace pydist {
 namespace {
 
-// How long staged results may take to be copied within a device.
+// How long results in dense copies may take to be copied within a device.
 constexpr std::chrono::minutes kFinishPatience{10};
 
 bool is_dense(const at::Tensor& tensor) {
@@ -223,9 +223,9 @@ Buffer DenseTensors::input(const at::Tensor& tensor) {
     return buffer_of(tensor, const_cast<void*>(tensor.const_data_ptr()));
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
-  at::Tensor staged = tensor.resolve_conj().resolve_neg().contiguous();
-  const Buffer buffer = buffer_of(staged, staged.mutable_data_ptr());
-  staged_inputs_.push_back(std::move(staged));
+  at::Tensor dense = tensor.resolve_conj().resolve_neg().contiguous();
+  const Buffer buffer = buffer_of(dense, dense.mutable_data_ptr());
+  dense_inputs_.push_back(std::move(dense));
   return buffer;
 }
 
@@ -250,9 +250,9 @@ Buffer DenseTensors::output(const at::Tensor& tensor, std::int64_t divisor) {
         "memory: pass its .clone() or .contiguous().");
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
-  at::Tensor staged = at::empty(tensor.sizes(), tensor.options());
-  const Buffer buffer = buffer_of(staged, staged.mutable_data_ptr());
-  unfinished_.push_back({tensor.alias(), std::move(staged), divisor});
+  at::Tensor dense = at::empty(tensor.sizes(), tensor.options());
+  const Buffer buffer = buffer_of(dense, dense.mutable_data_ptr());
+  unfinished_.push_back({tensor.alias(), std::move(dense), divisor});
   return buffer;
 }
 
@@ -283,10 +283,10 @@ void DenseTensors::finish_outputs() const {
   const at::AutoDispatchBelowADInplaceOrView guard;
   for (const Unfinished& each : unfinished_) {
     if (each.divisor != 1) {
-      divide(each.staged.defined() ? each.staged : each.target, each.divisor);
+      divide(each.dense.defined() ? each.dense : each.target, each.divisor);
     }
-    if (each.staged.defined()) {
-      each.target.copy_(each.staged);
+    if (each.dense.defined()) {
+      each.target.copy_(each.dense);
     }
   }
 }

@@ -1,8 +1,8 @@
 // torch tensors as the buffers of an operation.
 //
 // Communicators move dense memory, of the CPU or of a CUDA device. A tensor that is contiguous is
-// used as it stands; any other (transposed, strided, expanded, lazily conjugated) is staged: copied
-// into dense memory before the operation, and copied back after it where it is an output.
+// used as it stands; any other (transposed, strided, expanded, lazily conjugated) has a
+// *dense copy*, made before the operation, and copied back after it where it is an output.
 //
 // A DenseTensors belongs to one operation and to one thread at a time.
 
@@ -68,15 +68,16 @@ class DenseTensors {
   // Whether that stream is captured into a CUDA graph.
   [[nodiscard]] bool is_captured() const;
 
-  // Whether an output was staged or is to be divided, so that finish_outputs() has something to do.
+  // Whether an output has a dense copy or is to be divided, so that finish_outputs() has something
+  // to do.
   [[nodiscard]] bool has_unfinished() const noexcept { return !unfinished_.empty(); }
 
   [[nodiscard]] bool are_unfinished_on_device() const {
     return has_unfinished() && !unfinished_[0].target.is_cpu();
   }
 
-  // Divides results and writes staged ones to where they belong, in the order of the calling
-  // thread's stream. Once, and only after the operation has succeeded.
+  // Divides results and writes those in dense copies to where they belong, in the order of the
+  // calling thread's stream. Once, and only after the operation has succeeded.
   void finish_outputs() const;
   // The same on a stream of its own; the results are there when it returns. For threads that have
   // nothing to do with the caller's.
@@ -86,12 +87,12 @@ class DenseTensors {
   // An output that is not yet what the caller asked for when the operation is over.
   struct Unfinished {
     at::Tensor target;
-    at::Tensor staged;  // undefined where the operation writes into the target
+    at::Tensor dense;  // undefined where the operation writes into the target
     std::int64_t divisor;
   };
 
   void require_movable(const at::Tensor& tensor) const;
-  // `dense` is a tensor itself, or its staged copy.
+  // `dense` is a tensor itself, or its dense copy.
   [[nodiscard]] Buffer buffer_of(const at::Tensor& dense, void* data);
   void hold(const at::Tensor& tensor);
 
@@ -102,7 +103,7 @@ class DenseTensors {
   // Storages rather than tensors: releasing a tensor may need the GIL, and the thread that
   // finishes an operation must never wait for that.
   std::vector<c10::Storage> storages_;
-  std::vector<at::Tensor> staged_inputs_;
+  std::vector<at::Tensor> dense_inputs_;
   std::vector<Unfinished> unfinished_;
 };
 

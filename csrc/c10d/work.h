@@ -1,5 +1,5 @@
-// Handles of operations on their way to torch: what completes after staged results are in place,
-// what stands for an operation that has not started, and the c10d::Work over either.
+// Handles of operations on their way to torch: what completes after results in dense copies are in
+// place, what stands for an operation that has not started, and the c10d::Work over either.
 
 #pragma once
 

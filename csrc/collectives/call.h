@@ -72,6 +72,21 @@ struct Call {
   // Elements of the buffer for all_reduce, broadcast and reduce; of one block for the kinds that
   // have blocks, where all of them are equal (otherwise of this rank's own).
   std::size_t count;
+
+  // What goes from this rank to `peer`, and comes from it, in gather, scatter and all_to_all; a
+  // block without elements where that is nothing.
+  [[nodiscard]] Block sent_to(int peer) const noexcept {
+    if (kind == OpKind::kGather) {
+      return peer == root ? inputs[0] : Block{};
+    }
+    return inputs.empty() ? Block{} : inputs[peer];
+  }
+  [[nodiscard]] Block received_from(int peer) const noexcept {
+    if (kind == OpKind::kScatter) {
+      return peer == root ? outputs[0] : Block{};
+    }
+    return outputs.empty() ? Block{} : outputs[peer];
+  }
 };
 
 }  // namespace pydist

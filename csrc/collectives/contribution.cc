@@ -21,10 +21,10 @@ std::size_t one_shot_limit(const Group& group, OpKind kind) noexcept {
   return std::min(limit, group.chunk_bytes());
 }
 
-// Up to here, data that is read where it was staged costs less than a second meeting of all ranks,
-// which buffers in the symmetric heap need: their ranks must know when they have been read and
-// written. Measured with bench/engine at p=2.
-constexpr std::size_t kStagedBytes = std::size_t{2} << 10;
+// Up to here, data that is read where it was deposited costs less than a second meeting of all
+// ranks, which buffers in the symmetric heap need: their ranks must know when they have been read
+// and written. Measured with bench/engine at p=2.
+constexpr std::size_t kEagerBytes = std::size_t{2} << 10;
 
 // What travels of contributed_blocks(), as it travels.
 std::size_t contributed_bytes(const Group& group, const Call& call) noexcept {
@@ -103,7 +103,7 @@ std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
     return Post::kInline | Post::kBehind;
   }
   const bool may_be_eager = bytes <= one_shot_limit(group, call.kind);
-  if (may_be_eager && bytes <= kStagedBytes) {
+  if (may_be_eager && bytes <= kEagerBytes) {
     return Post::kEager;
   }
   const PostDetail detail = symmetric_detail(group, call);

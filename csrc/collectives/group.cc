@@ -30,10 +30,6 @@ void Group::publish_post() noexcept {
   notify();
 }
 
-Condition Group::posted_by(int rank) const noexcept {
-  return {segment_.control(rank).posts[slot()].sequence, rank, sequence_};
-}
-
 std::uint64_t Group::posted_count(int rank, int block) const noexcept {
   const Post& posted = post(rank);
   return (posted.flags & Post::kRagged) != 0
@@ -46,18 +42,18 @@ void Group::complete() noexcept {
   notify();
 }
 
-Condition Group::may_stage(std::uint64_t round) noexcept {
-  if (round < known_consumed_ + kStagingSlots) {
+Condition Group::may_deposit(std::uint64_t round) noexcept {
+  if (round < known_consumed_ + kTransitSlots) {
     return {};
   }
-  known_consumed_ = round + 1 - kStagingSlots;
+  known_consumed_ = round + 1 - kTransitSlots;
   return reached_by_all(&RankControl::consumed, known_consumed_);
 }
 
-void Group::prepare_staging() {
-  if (!has_staging_) {
-    segment_.reserve_staging(rank_);
-    has_staging_ = true;
+void Group::prepare_transit() {
+  if (!has_transit_) {
+    segment_.reserve_transit(rank_);
+    has_transit_ = true;
   }
 }
 

@@ -1,14 +1,15 @@
-// One group of ranks on one host, as the algorithms see it: posts, counters, staging, heap.
+// One group of ranks on one host, as the algorithms see it: posts, counters, transit, heap.
 //
 // Every rank runs the same collectives in the same order. Operation n of a group is announced by a
 // post; all further coordination is by counters that only grow:
-//   completed  operations;  staged, reduced, consumed  rounds.
-// A *round* moves one chunk of every rank through staging. Rounds are numbered through the life of
-// the group; each rank knows from what all ranks posted how many an operation takes.
+//   completed  operations;  deposited, reduced, consumed  rounds.
+// Each rank has *transit* memory in the segment, a few slots of a chunk, through which ordinary
+// tensors pass. A *round* moves one chunk of every rank through it. Rounds are numbered through the
+// life of the group; each rank knows from what all ranks posted how many an operation takes.
 //
 // Note [Reuse]: a rank overwrites nothing that a peer may still read.
 //   - A post is overwritten kPostDepth operations later, once every rank has completed the old one.
-//   - A staging slot is overwritten kStagingSlots rounds later, once every rank has consumed the
+//   - A transit slot is overwritten kTransitSlots rounds later, once every rank has consumed the
 //     old round.
 // A rank whose post n is seen has completed n-1, and has consumed every round of it. So operations
 // in which everybody waits for everybody learn both for free; only the root of a broadcast or
@@ -46,17 +47,17 @@ class Group {
   void begin() noexcept { ++sequence_; }
   [[nodiscard]] std::uint64_t sequence() const noexcept { return sequence_; }
 
-  // That this operation's post, and its first staging slot, may be written.
+  // That this operation's post, and its first transit slot, may be written.
   [[nodiscard]] Condition may_post() noexcept;
-  [[nodiscard]] Condition may_stage_first() noexcept { return may_stage(round_); }
+  [[nodiscard]] Condition may_deposit_first() noexcept { return may_deposit(round_); }
 
-  // What may_post() and may_stage_first() will say of the next operation, as far as it is known
+  // What may_post() and may_deposit_first() will say of the next operation, as far as it is known
   // without a look at the others' counters.
   [[nodiscard]] bool next_may_post() const noexcept {
     return sequence_ + 1 <= known_completed_ + kPostDepth;
   }
-  [[nodiscard]] bool next_may_stage() const noexcept {
-    return round_ < known_consumed_ + kStagingSlots;
+  [[nodiscard]] bool next_may_deposit() const noexcept {
+    return round_ < known_consumed_ + kTransitSlots;
   }
 
   // This rank's post of the operation, to fill in before publish_post().
@@ -72,7 +73,6 @@ class Group {
     my_post().sequence.store(sequence_, std::memory_order_release);
   }
 
-  [[nodiscard]] Condition posted_by(int rank) const noexcept;
   [[nodiscard]] Condition posted_by_all() const noexcept {
     return {segment_.control(0).posts[slot()].sequence, segment_.control_stride(), size_, rank_,
             sequence_};
@@ -83,7 +83,7 @@ class Group {
     known_consumed_ = round_;
   }
 
-  // Once posted_by(rank) holds.
+  // Once the condition of posted_by_all() holds.
   [[nodiscard]] const Post& post(int rank) const noexcept {
     return segment_.control(rank).posts[slot()];
   }
@@ -109,11 +109,11 @@ class Group {
   void advance_rounds(std::uint64_t rounds) noexcept { round_ += rounds; }
 
   // That this rank may write its chunk of `round`.
-  [[nodiscard]] Condition may_stage(std::uint64_t round) noexcept;
-  // Backs this rank's staging with memory, the first time.
-  void prepare_staging();
-  [[nodiscard]] std::byte* staging(int rank, std::uint64_t round) const noexcept {
-    return segment_.staging(rank, round);
+  [[nodiscard]] Condition may_deposit(std::uint64_t round) noexcept;
+  // Backs this rank's transit with memory, the first time.
+  void prepare_transit();
+  [[nodiscard]] std::byte* transit(int rank, std::uint64_t round) const noexcept {
+    return segment_.transit(rank, round);
   }
 
   using CounterOf = Counter RankControl::*;
@@ -146,7 +146,7 @@ class Group {
   GroupSegment segment_;
   std::vector<Doorbell*> doorbells_;
   const SymmetricHeap& heap_;
-  bool has_staging_ = false;
+  bool has_transit_ = false;
   std::uint64_t sequence_ = 0;
   std::uint64_t round_ = 0;
   // What every rank is known to have reached.

@@ -11,13 +11,13 @@ std::size_t control_bytes(int size) noexcept {
       kPrefetchBytes);
 }
 
-std::size_t staging_begin(int size) noexcept {
-  return round_up(sizeof(FailureNotice) + static_cast<std::size_t>(size) * control_bytes(size),
+std::size_t transit_begin(int size) noexcept {
+  return round_up(sizeof(FailureRecord) + static_cast<std::size_t>(size) * control_bytes(size),
                   page_bytes());
 }
 
-std::size_t staging_bytes(std::size_t chunk_bytes) noexcept {
-  return round_up(kStagingSlots * chunk_bytes, page_bytes());
+std::size_t transit_bytes(std::size_t chunk_bytes) noexcept {
+  return round_up(kTransitSlots * chunk_bytes, page_bytes());
 }
 
 }  // namespace
@@ -27,20 +27,20 @@ GroupSegment::GroupSegment(SharedSegment segment, int size, std::size_t chunk_by
       size_(size),
       chunk_bytes_(chunk_bytes),
       control_stride_(control_bytes(size)),
-      staging_offset_(staging_begin(size)) {}
+      transit_offset_(transit_begin(size)) {}
 
 std::size_t GroupSegment::bytes(int size, std::size_t chunk_bytes) noexcept {
-  return staging_begin(size) + static_cast<std::size_t>(size) * staging_bytes(chunk_bytes);
+  return transit_begin(size) + static_cast<std::size_t>(size) * transit_bytes(chunk_bytes);
 }
 
 void GroupSegment::reserve_controls() const {
-  segment_.reserve(0, staging_offset_, "control lines of a group");
+  segment_.reserve(0, transit_offset_, "control lines of a group");
 }
 
-void GroupSegment::reserve_staging(int rank) const {
-  const std::size_t bytes = staging_bytes(chunk_bytes_);
-  const std::size_t offset = staging_offset_ + static_cast<std::size_t>(rank) * bytes;
-  segment_.reserve(offset, bytes, "staging of a rank");
+void GroupSegment::reserve_transit(int rank) const {
+  const std::size_t bytes = transit_bytes(chunk_bytes_);
+  const std::size_t offset = transit_offset_ + static_cast<std::size_t>(rank) * bytes;
+  segment_.reserve(offset, bytes, "transit memory of a rank");
   segment_.populate(offset, bytes);
 }
 
@@ -50,10 +50,10 @@ std::uint64_t* GroupSegment::block_counts(int rank, std::size_t post_slot) const
   return counts + post_slot * static_cast<std::size_t>(size_);
 }
 
-std::byte* GroupSegment::staging(int rank, std::uint64_t round) const noexcept {
-  return segment_.data() + staging_offset_ +
-         static_cast<std::size_t>(rank) * staging_bytes(chunk_bytes_) +
-         (round % kStagingSlots) * chunk_bytes_;
+std::byte* GroupSegment::transit(int rank, std::uint64_t round) const noexcept {
+  return segment_.data() + transit_offset_ +
+         static_cast<std::size_t>(rank) * transit_bytes(chunk_bytes_) +
+         (round % kTransitSlots) * chunk_bytes_;
 }
 
 }  // namespace pydist

@@ -1,9 +1,9 @@
 // The layout of the shared memory of one group of ranks on one host.
 //
-//   | failure | control of rank 0 | ... | control of rank p-1 | staging of rank 0 | ... |
+//   | failure | control of rank 0 | ... | control of rank p-1 | transit of rank 0 | ... |
 //
-// Everything but the failure notice has one writer, the rank that it belongs to. Controls are
-// reserved when the group is made; a rank reserves its staging when it first needs it, so that a
+// Everything but the record of failure has one writer, the rank that it belongs to. Controls are
+// reserved when the group is made; a rank reserves its transit when it first needs it, so that a
 // group that only moves small things takes a few pages.
 
 #pragma once
@@ -17,6 +17,7 @@
 #include "base/op_kind.h"
 #include "base/reduce_op.h"
 #include "health/condition.h"
+#include "health/failure_record.h"
 #include "memory/shared_segment.h"
 
 namespace pydist {
@@ -27,14 +28,14 @@ inline constexpr std::size_t kPostDepth = 8;
 inline constexpr std::size_t kFirstLineBytes = 40;
 inline constexpr std::size_t kInlineBytes = 256;
 // Chunks of a rank in flight: one is written, one reduced, one read, one spare.
-inline constexpr std::size_t kStagingSlots = 4;
+inline constexpr std::size_t kTransitSlots = 4;
 
 // What a rank says of the collective that it enters: its first cache line holds all but data, so
 // that a small operation costs one line a rank. Written before `sequence` is, read after.
 struct alignas(128) Post {
   enum Flag : std::uint8_t {
     kInline = 1,     // the data is in the post, see data()
-    kEager = 2,      // the data is in the staging slot of the operation's first round
+    kEager = 2,      // the data is in the transit slot of the operation's first round
     kRagged = 4,     // block_counts is filled in
     kSymmetric = 8,  // detail.input and detail.output lie in the symmetric heap
     kBehind = 16,    // with kInline: the data is in `lines`, not in `first_line`
@@ -74,6 +75,7 @@ static_assert(sizeof(PostDetail) == 64);
 
 // Prefetchers load what lies behind lines that are read in turn, up to the end of a page.
 inline constexpr std::size_t kPrefetchBytes = 4096;
+static_assert(sizeof(FailureRecord) % kPrefetchBytes == 0);
 
 struct RankControl {
   std::array<Post, kPostDepth> posts;
@@ -81,24 +83,15 @@ struct RankControl {
   // Written at the end of each operation and hardly ever read: a peer's processor that fetched it
   // together with the posts would make the write wait for the line to come back.
   alignas(kPrefetchBytes) Counter completed;  // collectives
-  alignas(64) Counter staged;                 // rounds whose chunk is in this rank's staging
+  alignas(64) Counter deposited;              // rounds whose chunk is in this rank's transit
   alignas(64) Counter reduced;                // rounds whose slice this rank has reduced
-  alignas(64) Counter consumed;  // rounds in which this rank needs nobody's staging any more
-  // The channel of the ring, which runs through the sender's staging.
+  alignas(64) Counter consumed;  // rounds in which this rank needs nobody's transit any more
+  // The channel of the ring, which runs through the sender's transit.
   alignas(64) Counter ring_sent;      // slots sent to the next rank
   alignas(64) Counter ring_released;  // slots of the previous rank given back
   // Set when the rank lets go of the group.
   alignas(64) std::atomic<std::uint32_t> has_left;
   std::atomic<std::uint64_t> farewell;  // Absence::done; written before `has_left` is
-};
-
-// The first error of the group; whoever meets it first writes it, everybody reads it.
-struct alignas(kPrefetchBytes) FailureNotice {
-  // kFirstWriter + r: rank r is writing it.
-  enum State : std::uint32_t { kNone = 0, kSet = 1, kFirstWriter = 2 };
-  alignas(64) std::atomic<std::uint32_t> state;
-  std::uint32_t kind;
-  std::array<char, 1900> message;
 };
 
 class GroupSegment {
@@ -109,21 +102,21 @@ class GroupSegment {
   // Bytes of a segment for `size` ranks.
   [[nodiscard]] static std::size_t bytes(int size, std::size_t chunk_bytes) noexcept;
 
-  // For the rank that creates the segment: backs everything but the staging.
+  // For the rank that creates the segment: backs everything but the transit.
   void reserve_controls() const;
-  // Backs one rank's staging.
-  void reserve_staging(int rank) const;
+  // Backs one rank's transit.
+  void reserve_transit(int rank) const;
 
-  [[nodiscard]] FailureNotice& failure() const noexcept {
-    return *reinterpret_cast<FailureNotice*>(segment_.data());
+  [[nodiscard]] FailureRecord& failure() const noexcept {
+    return *reinterpret_cast<FailureRecord*>(segment_.data());
   }
   [[nodiscard]] RankControl& control(int rank) const noexcept {
-    return *reinterpret_cast<RankControl*>(segment_.data() + sizeof(FailureNotice) +
+    return *reinterpret_cast<RankControl*>(segment_.data() + sizeof(FailureRecord) +
                                            static_cast<std::size_t>(rank) * control_stride_);
   }
   // Elements of each block that `rank` posted with the operation in the given slot.
   [[nodiscard]] std::uint64_t* block_counts(int rank, std::size_t post_slot) const noexcept;
-  [[nodiscard]] std::byte* staging(int rank, std::uint64_t round) const noexcept;
+  [[nodiscard]] std::byte* transit(int rank, std::uint64_t round) const noexcept;
 
   // From one rank's control to the next one's.
   [[nodiscard]] std::size_t control_stride() const noexcept { return control_stride_; }
@@ -135,7 +128,7 @@ class GroupSegment {
   int size_ = 0;
   std::size_t chunk_bytes_ = 0;
   std::size_t control_stride_ = 0;
-  std::size_t staging_offset_ = 0;
+  std::size_t transit_offset_ = 0;
 };
 
 }  // namespace pydist

@@ -214,8 +214,8 @@ Task run_ring(Group& group, Call call, SendChannel& next, ReceiveChannel& previo
     group.complete();
     co_return;
   }
-  // The channel to the next rank lies in this rank's staging.
-  group.prepare_staging();
+  // The channel to the next rank lies in this rank's transit.
+  group.prepare_transit();
   Ring ring{RingSchedule(group.rank(), group.size()),
             Chunks{call, group.size()},
             element_size(call.dtype),
@@ -242,7 +242,7 @@ Task run_ring(Group& group, Call call, SendChannel& next, ReceiveChannel& previo
       co_await all_gather_segment(ring, segment);
     }
   }
-  // The slots are staging for whatever comes next.
+  // The slots are transit for whatever comes next.
   co_await next.until_drained();
   group.complete();
 }

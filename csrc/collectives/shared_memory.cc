@@ -1,3 +1,6 @@
+// The file is long because its three ways share the steps of a Collective, and one choice between
+// them.
+
 #include "collectives/shared_memory.h"
 
 #include <algorithm>
@@ -126,7 +129,7 @@ class Collective {
 // Where `rank`'s contribution lies.
 const std::byte* contribution(const Group& group, int rank) {
   const Post& post = group.post(rank);
-  return (post.flags & Post::kInline) != 0 ? post.data() : group.staging(rank, group.round());
+  return (post.flags & Post::kInline) != 0 ? post.data() : group.transit(rank, group.round());
 }
 
 // Elements in front of the block for `receiver` in `sender`'s contribution.
@@ -197,7 +200,7 @@ void finish_from_contributions(Collective& run) {
 
 // all_reduce and reduce: three chunks in flight. Slot layout: the chunk as it is, in which the
 // place of one's own slice, which nobody else needs, takes the reduced slice.
-Task reduce_through_staging(Collective& run) {
+Task reduce_through_transit(Collective& run) {
   Group& group = run.group();
   const Call& call = run.call();
   const int me = run.me();
@@ -216,27 +219,27 @@ Task reduce_through_staging(Collective& run) {
   for (std::uint64_t step = 0; step < rounds + 2; ++step) {
     if (step < rounds) {
       const std::uint64_t k = step;
-      co_await group.may_stage(first + k);
-      std::byte* slot = group.staging(me, first + k);
+      co_await group.may_deposit(first + k);
+      std::byte* slot = group.transit(me, first + k);
       const Slices slices = slices_of(k);
       const Slice mine = slices[me];
       const std::size_t behind = mine.begin + mine.count;
       run.put(slot, input + run.bytes(begin_of(k)), mine.begin);
       run.put(slot + run.slot_bytes(behind), input + run.bytes(begin_of(k) + behind),
               slices.count() - behind);
-      group.publish(&RankControl::staged, first + k);
+      group.publish(&RankControl::deposited, first + k);
     }
     if (step >= 1 && step - 1 < rounds) {
       const std::uint64_t k = step - 1;
-      co_await group.done_by_all(&RankControl::staged, first + k);
+      co_await group.done_by_all(&RankControl::deposited, first + k);
       const Slice mine = slices_of(k)[me];
       const std::size_t offset = run.slot_bytes(mine.begin);
       const std::size_t here = run.bytes(begin_of(k) + mine.begin);
       run.reduce_pieces(
           [&](int rank) {
-            return rank == me ? input + here : group.staging(rank, first + k) + offset;
+            return rank == me ? input + here : group.transit(rank, first + k) + offset;
           },
-          group.staging(me, first + k) + offset, receives ? output + here : nullptr, mine.count);
+          group.transit(me, first + k) + offset, receives ? output + here : nullptr, mine.count);
       group.publish(&RankControl::reduced, first + k);
       if (!receives) {
         group.publish(&RankControl::consumed, first + k);
@@ -251,7 +254,7 @@ Task reduce_through_staging(Collective& run) {
         const int rank = (me + turn) % run.size();
         const Slice slice = slices[rank];
         run.take(output + run.bytes(begin_of(k) + slice.begin),
-                 group.staging(rank, first + k) + run.slot_bytes(slice.begin), slice.count);
+                 group.transit(rank, first + k) + run.slot_bytes(slice.begin), slice.count);
       }
       group.publish(&RankControl::consumed, first + k);
     }
@@ -284,7 +287,7 @@ std::uint64_t largest_block(const Group& group, const Call& call) {
 
 // Everything but all_reduce and reduce: a round takes one piece of each block into the sender's
 // slot and out of it again. Two rounds in flight.
-Task exchange_through_staging(Collective& run) {
+Task exchange_through_transit(Collective& run) {
   Group& group = run.group();
   const Call& call = run.call();
   const int me = run.me();
@@ -313,8 +316,8 @@ Task exchange_through_staging(Collective& run) {
   for (std::uint64_t step = 0; step < rounds + 1; ++step) {
     if (step < rounds && !sent.empty()) {
       const std::uint64_t k = step;
-      co_await group.may_stage(first + k);
-      std::byte* slot = group.staging(me, first + k);
+      co_await group.may_deposit(first + k);
+      std::byte* slot = group.transit(me, first + k);
       for (int rank = 0; rank < static_cast<int>(lanes); ++rank) {
         if (is_personal && rank == me) {
           continue;
@@ -324,17 +327,17 @@ Task exchange_through_staging(Collective& run) {
         run.put(slot + static_cast<std::size_t>(rank) * lane_bytes,
                 block.data + run.bytes(part.begin), part.count);
       }
-      group.publish(&RankControl::staged, first + k);
+      group.publish(&RankControl::deposited, first + k);
     }
     if (step >= 1 && receives) {
       const std::uint64_t k = step - 1;
       if (is_one_to_all(call.kind)) {
-        co_await group.done_by(&RankControl::staged, call.root, first + k);
+        co_await group.done_by(&RankControl::deposited, call.root, first + k);
       } else {
-        co_await group.done_by_all(&RankControl::staged, first + k);
+        co_await group.done_by_all(&RankControl::deposited, first + k);
       }
       const auto received = [&](int rank) -> const std::byte* {
-        return group.staging(rank, first + k) +
+        return group.transit(rank, first + k) +
                (is_personal ? static_cast<std::size_t>(me) * lane_bytes : 0);
       };
       if (call.kind == OpKind::kReduceScatter) {
@@ -466,10 +469,10 @@ void fill_post(Group& group, const Call& call, std::uint8_t offer) {
   if (group.size() > 1 && (offer & (Post::kInline | Post::kEager)) != 0) {
     const Wire wire(call.dtype, call.wire_dtype);
     if ((offer & Post::kEager) != 0) {
-      group.prepare_staging();
+      group.prepare_transit();
     }
     pack_blocks(contributed_blocks(group, call), group.size(), wire,
-                (offer & Post::kEager) != 0 ? group.staging(group.rank(), group.round())
+                (offer & Post::kEager) != 0 ? group.transit(group.rank(), group.round())
                                             : group.my_post().data(offer));
   }
   describe_call(group, call, offer);
@@ -511,7 +514,7 @@ AtOnce::AtOnce(Group& group, const Call& call) noexcept
 
 bool AtOnce::may_post() const noexcept {
   return group_.next_may_post() && ((offer_ & Post::kInline) != 0 ||
-                                    ((offer_ & Post::kEager) != 0 && group_.next_may_stage()));
+                                    ((offer_ & Post::kEager) != 0 && group_.next_may_deposit()));
 }
 
 void AtOnce::post() {
@@ -553,7 +556,7 @@ Task run_shared_memory(Group& group, Call call, bool is_posted) {
     const std::uint8_t offer = offered_route(group, call);
     co_await group.may_post();
     if (group.size() > 1 && (offer & Post::kEager) != 0) {
-      co_await group.may_stage_first();
+      co_await group.may_deposit_first();
     }
     fill_post(group, call, offer);
     group.publish_post();
@@ -570,12 +573,12 @@ Task run_shared_memory(Group& group, Call call, bool is_posted) {
       break;
     case Route::kPipelined:
       if (!contributed_blocks(group, call).empty() || call.kind == OpKind::kReduce) {
-        group.prepare_staging();
+        group.prepare_transit();
       }
       if (call.kind == OpKind::kAllReduce || call.kind == OpKind::kReduce) {
-        co_await reduce_through_staging(run);
+        co_await reduce_through_transit(run);
       } else {
-        co_await exchange_through_staging(run);
+        co_await exchange_through_transit(run);
       }
       break;
     case Route::kSymmetric:

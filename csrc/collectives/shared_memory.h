@@ -3,9 +3,9 @@
 //
 // Three ways, chosen from what all ranks posted (p ranks, s bytes a rank, per rank):
 //
-//   one shot     The data rides in the post (up to 256 bytes) or in one staging slot, written
+//   one shot     The data rides in the post (up to 256 bytes) or in one transit slot, written
 //                before the post. Everybody reads everybody's. One synchronisation; reads (p-1)s.
-//   pipelined    Chunks travel through staging that stays in cache. all_reduce: copy in what others
+//   pipelined    Chunks travel through transit that stays in cache. all_reduce: copy in what others
 //                own, reduce one's own slice, copy out what others reduced; three chunks in flight.
 //                Everything else: copy in, copy (or reduce) out; two in flight.
 //   symmetric    The buffers lie in the symmetric heap. all_reduce: the owner of a slice reads it

@@ -20,7 +20,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -68,23 +67,8 @@ struct Capabilities {
   std::string numerics;
 };
 
-// A rank of a group that is gone, and how far it took part before.
-struct Absence {
-  std::string what;         // for people: "rank 3 (pid 71 on host b) has died"
-  bool is_orderly = false;  // it has left by shutdown(); otherwise it has died or failed
-  std::uint64_t done = 0;   // what it gave set_farewell()
-
-  // Whether the operation with this number, from 1, still needed the part of the rank that is gone.
-  [[nodiscard]] bool lacks(std::uint64_t operation) const noexcept {
-    return !is_orderly || done < operation;
-  }
-  // Whether this rank leaves more undone than the other.
-  [[nodiscard]] bool is_worse_than(const Absence& other) const noexcept {
-    return is_orderly == other.is_orderly ? done < other.done : !is_orderly;
-  }
-};
-
 class Communicator;
+class PeerNews;
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 
 class Communicator {
@@ -150,18 +134,8 @@ class Communicator {
   // The error that the group has failed with; null while it is sound.
   [[nodiscard]] virtual std::exception_ptr failure() const = 0;
 
-  // The rank that is gone, as far as the backend knows; if several are, the one that leaves most
-  // undone. Empty while all are there.
-  [[nodiscard]] virtual std::optional<Absence> absence() const { return std::nullopt; }
-
-  // From now on absence() tells of every rank that dies or leaves, whether anything is under way
-  // or not. For backends that do not see it anyway; all ranks of the group call.
-  virtual void watch_peers() {}
-
-  // For a caller that moves the ranks' data by other means, and has this group only to hear of
-  // failures. `done` says of how many operations, which all ranks count alike, this rank has done
-  // its whole part. shutdown() tells it to the peers, see Absence.
-  virtual void set_farewell(std::uint64_t /*done*/) noexcept {}
+  // What the backend learns of the group's ranks without an operation; null where that is nothing.
+  [[nodiscard]] virtual PeerNews* peer_news() noexcept { return nullptr; }
 
   // Lets the group go: later calls throw InvalidUsage; peers that still wait for this rank fail
   // with PeerLost. Operations under way fail with Aborted. Idempotent; never throws.

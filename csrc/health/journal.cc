@@ -109,13 +109,4 @@ std::vector<JournalEntry> Journal::read() const {
   return entries;
 }
 
-std::optional<JournalEntry> Journal::newest(std::uint64_t group) const {
-  for (JournalEntry& entry : read()) {
-    if (entry.group == group) {
-      return std::move(entry);
-    }
-  }
-  return std::nullopt;
-}
-
 }  // namespace pydist

@@ -49,9 +49,6 @@ class Journal {
   // The entries that can be read, the newest first.
   [[nodiscard]] std::vector<JournalEntry> read() const;
 
-  // The newest entry of `group`.
-  [[nodiscard]] std::optional<JournalEntry> newest(std::uint64_t group) const;
-
  private:
   static constexpr std::size_t kEntries = 64;
   static constexpr std::size_t kLabelWords = 8;

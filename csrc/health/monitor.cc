@@ -10,7 +10,6 @@
 #include <csignal>
 #include <utility>
 
-#include "base/engine_thread.h"
 #include "base/error.h"
 #include "base/log.h"
 
@@ -33,16 +32,14 @@ Monitor::Monitor(ProcessPage& own_page, std::chrono::milliseconds heartbeat_warn
     throw system_error("Cannot create an eventfd", errno);
   }
   own_page_.heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed);
-  thread_ = start_engine_thread("pydist-monitor", [this] { run(); });
+  thread_ = EngineThread("pydist-monitor", [this] { run(); });
 }
 
 Monitor::~Monitor() {
   stopping_.store(true, std::memory_order_relaxed);
-  if (birth_.is_inherited()) {
-    thread_.detach();  // it does not exist here
-    return;
+  if (!birth_.is_inherited()) {
+    wake();
   }
-  wake();
   thread_.join();
 }
 

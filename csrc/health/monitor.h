@@ -17,9 +17,9 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "base/engine_thread.h"
 #include "base/fork.h"
 #include "health/process_page.h"
 #include "memory/file_descriptor.h"
@@ -73,7 +73,7 @@ class Monitor {
   std::mutex mutex_;
   std::vector<Readable> readables_;                  // guarded by mutex_
   std::vector<std::shared_ptr<WatchedPeer>> peers_;  // guarded by mutex_
-  std::thread thread_;
+  EngineThread thread_;
 };
 
 }  // namespace pydist

@@ -15,7 +15,9 @@ struct MemoryRoom {
   std::string limited_by;  // "the machine's free memory", "the memory limit of cgroup /x"
 };
 
-[[nodiscard]] MemoryRoom memory_room();
+// `mount` is where cgroups are, `memberships` the file that says who is in which.
+[[nodiscard]] MemoryRoom memory_room(const std::string& mount = "/sys/fs/cgroup",
+                                     const std::string& memberships = "/proc/self/cgroup");
 
 // Throws TransportError unless `bytes` more can be taken, with a margin for everybody else.
 void check_memory_room(std::size_t bytes, const std::string& purpose);

@@ -96,7 +96,7 @@ void SymmetricHeap::create_extent(std::size_t bytes) {
   extent.allocator = HeapAllocator(part_bytes - kTableBytes);
 }
 
-SymmetricHeap::Placement SymmetricHeap::plan_allocation(std::size_t bytes) {
+SymmetricHeap::Placement SymmetricHeap::choose_place(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   PYDIST_CHECK(rank_ == 0);
   // A block has at least one byte, so that it has an address and can be told from an unused one.

@@ -3,7 +3,7 @@
 //
 // The heap grows by extents. An extent is one shared segment with an equal part for each rank; a
 // block lies at the same offset of every part. Rank 0 of the group decides where a block goes
-// (plan_allocation) and the group's agreement protocol tells the others (the communicator runs
+// (choose_place) and the group's agreement protocol tells the others (the communicator runs
 // it); rank 0 alone knows what is free. A rank frees its part of a block by itself; rank 0 reuses
 // the block once every rank has.
 //
@@ -46,7 +46,7 @@ class SymmetricHeap {
   // Rank 0 only: finds room for `bytes`, taking back what every rank has freed, or decides on a
   // new extent. A new extent is created and reserved here; its segment is to be handed to the
   // peers (new_segment). Throws TransportError where there is no room.
-  [[nodiscard]] Placement plan_allocation(std::size_t bytes);
+  [[nodiscard]] Placement choose_place(std::size_t bytes);
 
   // Rank 0 only: gives back the memory of extents of which every rank has freed every block. They
   // stay where they are; from then on, each block is backed when it is taken.

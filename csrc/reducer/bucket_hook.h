@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "reducer/gradient_arena.h"
+#include "reducer/gradients/gradient_arena.h"
 
 namespace c10d {
 class CommHookInterface;

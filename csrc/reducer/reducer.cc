@@ -1,5 +1,5 @@
-// What autograd's hooks and callers from outside set off. The steps of a round are in round.cc and
-// round_conclusion.cc.
+// What hooks on the graph set off; a round itself is in round.cc and round_conclusion.cc, what is
+// asked outside of backward in outside_backward.cc.
 
 #include "reducer/reducer.h"
 
@@ -20,13 +20,8 @@
 namespace pydist {
 namespace {
 
-constexpr std::uint64_t kFirstRound = 1;
-
 // How long a gradient waits for memory that other ranks have yet to give back.
 constexpr std::chrono::milliseconds kMemoryPatience{2'000};
-
-// Reducers are made in the same order on all of their ranks.
-std::atomic<std::uint64_t> next_place = 0;
 
 }  // namespace
 
@@ -103,108 +98,6 @@ class Reducer::Backward final : public EndingBackward,
   bool is_over_ = false;
   std::exception_ptr error_;
 };
-
-std::shared_ptr<Reducer> Reducer::create(CommunicatorPtr communicator,
-                                         std::vector<NamedParameter> parameters, Planner planner,
-                                         std::optional<BufferExchange> buffers,
-                                         ReducerOptions options) {
-  std::shared_ptr<Reducer> reducer(new Reducer(std::move(communicator), std::move(planner),
-                                               std::move(buffers), std::move(options)));
-  for (NamedParameter& parameter : parameters) {
-    reducer->add(std::move(parameter));
-  }
-  reducer->arena_.allocate();
-  reducer->admitted_ = parameters.size();
-  if (reducer->options_.measures_link) {
-    if (const at::Tensor block = reducer->arena_.largest_block(); block.defined()) {
-      reducer->speed_ = measure_link(*reducer->communicator_, block);
-    }
-  }
-  const std::exception_ptr error = reducer->exchange_plan();
-  reducer->forget();
-  if (error != nullptr) {
-    std::rethrow_exception(error);
-  }
-  reducer->apply_plan();
-  reducer->order_ = ArrivalOrder(parameters.size());
-  reducer->restart();
-  return reducer;
-}
-
-Reducer::Reducer(CommunicatorPtr communicator, Planner planner,
-                 std::optional<BufferExchange> buffers, ReducerOptions options)
-    : communicator_(std::move(communicator)),
-      planner_(std::move(planner)),
-      buffers_(std::move(buffers)),
-      options_(std::move(options)),
-      place_(next_place.fetch_add(1)),
-      arena_(communicator_, /*lends=*/!options_.gradients_are_views),
-      order_(0),
-      openings_(communicator_->rank(), communicator_->size()) {
-  if (!options_.timeline.empty()) {
-    timeline_ = Timeline::open(options_.timeline, options_.timeline_rank);
-  }
-}
-
-void Reducer::add(NamedParameter parameter) {
-  GradientSlot& slot =
-      arena_.add(std::move(parameter.name), std::move(parameter.parameter), parameter.is_sparse);
-  slot.owner = parameter.owner;
-  slot.shown = std::move(parameter.shown);
-  parameters_.insert(slot.parameter.unsafeGetTensorImpl());
-  hooks_.push_back(make_hooks(slot));
-  order_.add_slot();
-  digest_.reset();
-  if (!arena_.buckets().empty()) {
-    slot.bucket = arena_.buckets().size() - 1;
-    ++arena_.buckets().back().missing;
-  }
-}
-
-std::unique_ptr<AccumulationHooks> Reducer::make_hooks(const GradientSlot& slot) {
-  // The hooks live as long as the parameters; they must not keep the rest alive.
-  const std::weak_ptr<Reducer> weak = weak_from_this();
-  return std::make_unique<AccumulationHooks>(
-      slot.parameter,
-      [weak, index = slot.index](const at::Tensor& gradient) {
-        const auto self = weak.lock();
-        return self == nullptr ? gradient
-                               : guarded_for_torch([&] { return self->arriving(index, gradient); });
-      },
-      [weak, index = slot.index] {
-        if (const auto self = weak.lock()) {
-          guarded_for_torch([&] { self->accumulated(index); });
-        }
-      });
-}
-
-// A digest of everything in the model and the plan that must be the same on all ranks.
-std::uint64_t Reducer::model_digest() {
-  if (digest_) {
-    return *digest_;
-  }
-  Digest digest;
-  for (const GradientSlot& slot : arena_.slots()) {
-    digest.add(slot.name);
-    digest.add(static_cast<std::uint64_t>(slot.parameter.scalar_type()));
-    for (const std::int64_t extent : slot.parameter.sizes()) {
-      digest.add(static_cast<std::uint64_t>(extent));
-    }
-    for (const std::int64_t stride : slot.strides) {
-      digest.add(static_cast<std::uint64_t>(stride));
-    }
-    digest.add(slot.is_sparse ? std::uint64_t{1} : std::uint64_t{0});
-    digest.add(static_cast<std::uint64_t>(slot.owner));
-  }
-  for (const std::vector<std::size_t>& bucket : arena_.plan()) {
-    digest.add(std::uint64_t{bucket.size()});
-    for (const std::size_t slot : bucket) {
-      digest.add(std::uint64_t{slot});
-    }
-  }
-  digest_ = digest.value();
-  return *digest_;
-}
 
 // -- what the hooks call
 
@@ -345,10 +238,10 @@ bool Reducer::take_memory(const Backward& backward, const GradientBucket& bucket
   }
   const bool may_wait = backward.synchronizes && !weights_.has_weighted &&
                         joining_ == Joining::kNot && all_use_alike_ && ends_alone_;
-  if (!may_wait || round_.has_waited_in_vain || bucket.staging->unlaunched()) {
+  if (!may_wait || round_.has_waited_in_vain || bucket.berth->unlaunched()) {
     return false;
   }
-  bucket.staging->wait_quietly(Deadline::in(kMemoryPatience));
+  bucket.berth->wait_quietly(Deadline::in(kMemoryPatience));
   round_.has_waited_in_vain = !arena_.bind(bucket, /*is_next=*/false);
   return !round_.has_waited_in_vain;
 }
@@ -556,6 +449,11 @@ bool Reducer::is_late(const GradientSlot& slot) const {
   return has_place(slot) && slot.bucket < round_.launched;
 }
 
+bool Reducer::is_in_backward() const {
+  const auto backward = current_.lock();
+  return backward != nullptr && backward->synchronizes;
+}
+
 // See Note [Set aside].
 bool Reducer::adds_up() const {
   return options_.sums || weights_.has_weighted || joining_ != Joining::kNot;
@@ -591,155 +489,6 @@ void Reducer::apply_plan() {
   count_missing();
   stats_.buckets.clear();
   stats_.bucket_rounds = 0;
-}
-
-// -- from outside
-
-void Reducer::shard(int owner, int stage, const std::vector<std::size_t>& slots,
-                    const std::vector<at::Tensor>& shown) {
-  if (!current_.expired()) {
-    throw InvalidUsage("an optimizer with shards is made outside of backward");
-  }
-  if (hook_) {
-    throw InvalidUsage(
-        "a communication hook averages whole gradients, so no optimizer can have shards of them");
-  }
-  const c10::AutoGradMode no_grad(false);
-  drain();
-  arena_.shard(owner, stage, slots, shown);
-  communicator_->trim();
-  arena_.allocate();
-  const std::exception_ptr error = exchange_plan();
-  forget();
-  if (error != nullptr) {
-    std::rethrow_exception(error);
-  }
-  if (!next_plan_) {
-    next_plan_ = arena_.plan();  // the same buckets, in other memory
-  }
-  apply_plan();
-}
-
-void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
-  if (hook_) {
-    throw InvalidUsage("a communication hook is registered already; there can be one only");
-  }
-  if (arena_.shardings() != 0) {
-    throw InvalidUsage(
-        "a communication hook averages whole gradients, of which pydist.ShardedOptimizer keeps "
-        "shards only: use one of the two");
-  }
-  if (round_.number != kFirstRound) {
-    throw InvalidUsage("a communication hook is registered before the first backward");
-  }
-  hook_.emplace(std::move(hook), arena_);
-}
-
-void Reducer::synchronize() {
-  if (!current_.expired()) {
-    throw InvalidUsage("sync_gradients() is called after backward(), not within it");
-  }
-  await_thrown();
-  const c10::AutoGradMode no_grad(false);
-  prepare_round(now_ns());
-  round_.is_bare = false;
-  try {
-    forget_weights_of_nothing();
-    for (GradientSlot& slot : arena_.slots()) {
-      take_over_by_hand(slot);
-    }
-  } catch (...) {
-    give_up();
-    throw;
-  }
-  run_round();
-}
-
-// A gradient that was put, or written, into `parameter.grad` by hand.
-void Reducer::take_over_by_hand(GradientSlot& slot) {
-  if (slot.is_pending || !slot.parameter.grad().defined() || is_untouched(slot) ||
-      shows_shard(slot) || is_zero(slot)) {
-    return;
-  }
-  if (has_place(slot) && !holds_gradient(slot)) {
-    arena_.lent().take_in(slot);
-  } else if (options_.sums && is_seen(slot)) {
-    throw InvalidUsage(join("the gradient of parameter ", slot.name,
-                            " was summed and then changed in place, so part of it may count once "
-                            "for each rank: set it to None first, or replace it"));
-  }
-  slot.is_pending = true;
-  note_seen(slot, /*by_value=*/adds_up());
-  weights_.has_plain = true;
-}
-
-void Reducer::set_joining(Joining joining, bool throws_on_first) noexcept {
-  joining_ = joining;
-  throws_on_first_ = throws_on_first;
-  is_present_ = true;
-}
-
-bool Reducer::join_round() {
-  await_thrown();
-  const c10::AutoGradMode no_grad(false);
-  is_present_ = false;
-  // What was accumulated and never averaged is not part of anybody's step.
-  for (GradientSlot& slot : arena_.slots()) {
-    slot.is_pending = false;
-    slot.aside.reset();
-  }
-  weights_ = {};
-  prepare_round(now_ns());
-  run_round();
-  return openings_.present() != 0;
-}
-
-void Reducer::fail_round() noexcept {
-  try {
-    prepare_round(now_ns());
-    open_round();
-    decide_combination();
-  } catch (const std::exception&) {
-    // A group that failed has told everybody already; give_up() does what can be done.
-  }
-  if (round_.times != nullptr) {
-    give_up();
-  }
-}
-
-void Reducer::retire(std::string reason) {
-  await_thrown();
-  if (!current_.expired()) {
-    throw InvalidUsage(join("within a backward: ", reason));
-  }
-  try {
-    drain();
-  } catch (const Error&) {
-    // The group has failed and has told all ranks; nobody needs what was under way.
-  }
-  const std::lock_guard turn(turn_);
-  retired_ = std::move(reason);
-  hooks_.clear();
-  arena_.let_go();
-}
-
-bool Reducer::is_in_backward() const {
-  const auto backward = current_.lock();
-  return backward != nullptr && backward->synchronizes;
-}
-
-bool Reducer::has_pending() const {
-  return std::any_of(arena_.slots().begin(), arena_.slots().end(), &is_still_pending);
-}
-
-std::vector<at::Tensor> Reducer::pending() const {
-  std::vector<at::Tensor> parameters;
-  for (const GradientSlot& slot : arena_.slots()) {
-    if (is_still_pending(slot)) {
-      parameters.push_back(slot.parameter);
-    }
-  }
-  return parameters;
 }
 
 }  // namespace pydist

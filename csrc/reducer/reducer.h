@@ -72,7 +72,7 @@
 #include "communicator/communicator.h"
 #include "reducer/autograd_hooks.h"
 #include "reducer/bucket_hook.h"
-#include "reducer/gradient_arena.h"
+#include "reducer/gradients/gradient_arena.h"
 #include "reducer/link_speed.h"
 #include "reducer/round_times.h"
 #include "reducer/round_words.h"
@@ -249,6 +249,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void reset_stats() noexcept { stats_ = {}; }
 
  private:
+  static constexpr const char* kHooksOutOfStep =
+      "a communication hook raised, so the hooks of the ranks are out of step: start again";
+
   class Backward;
   // How the gradients of all ranks are combined.
   struct Combination {

@@ -1,4 +1,5 @@
-// One synchronisation; see Note [Rounds]. What comes after its closing is in round_conclusion.cc.
+// One synchronisation, step by step; see Note [Rounds]. What comes after its closing is in
+// round_conclusion.cc, its operations in round_operations.cc.
 
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
@@ -18,25 +19,6 @@
 #include "reducer/reducer.h"
 
 namespace pydist {
-namespace {
-
-constexpr const char* kHooksOutOfStep =
-    "a communication hook raised, so the hooks of the ranks are out of step: start again";
-
-// Of the exception that is being handled.
-std::string what_happened() {
-  try {
-    throw;
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "an unknown exception";
-  }
-}
-
-}  // namespace
-
-// -- the steps of a round
 
 void Reducer::restart() {
   const std::uint64_t next = round_.number + 1;
@@ -176,8 +158,8 @@ void Reducer::launch(Closing::Status status) {
           combine_shards(at::empty_like(bucket.memory), at::empty_like(bucket.shard), bucket.label);
     } else {
       work = combine_shards(bucket.memory, bucket.shard, bucket.label);
-      if (bucket.staging != nullptr) {
-        bucket.staging->set_work(work);
+      if (bucket.berth != nullptr) {
+        bucket.berth->set_work(work);
       }
     }
     // Counted only now: a bucket that was refused is sent when the round is given up.
@@ -269,7 +251,7 @@ void Reducer::fill(GradientSlot& slot) {
 void Reducer::launch_rest(Closing::Status status) {
   while (!round_.is_bare && round_.launched < arena_.buckets().size()) {
     if (status == Closing::Status::kFine && !has_memory(round_.launched)) {
-      arena_.buckets()[round_.launched].staging->wait();
+      arena_.buckets()[round_.launched].berth->wait();
       PYDIST_CHECK(has_memory(round_.launched));
     }
     launch(status);
@@ -440,224 +422,6 @@ void Reducer::run_round() {
   conclude_round(/*learns=*/false);
 }
 
-// Sends the other ranks everything that they wait for, and tells them in the closing that it is
-// worth nothing.
-void Reducer::give_up() noexcept {
-  try {
-    const c10::AutoGradMode no_grad(false);
-    if (round_.opening == nullptr) {
-      open_round();
-    }
-    if (!round_.combination) {
-      // Decided without waiting for the others' openings. They come to the same operation, so all
-      // ranks stay in step.
-      const bool is_by_share = weights_.has_weighted || joining_ == Joining::kNotAtAll;
-      round_.combination = {is_by_share     ? ReduceOp::kPremulSum
-                            : options_.sums ? ReduceOp::kSum
-                                            : ReduceOp::kMean,
-                            0.0};
-    }
-    if (round_.is_captured && !communicator_->capabilities().needs_host) {
-      // Nobody waits for these buckets: the other ranks have only recorded theirs too, or the
-      // closing ends the group.
-      round_.launched = arena_.buckets().size();
-    }
-    launch_rest(Closing::Status::kThrew);
-    if (!round_.is_closed) {
-      close_round(Closing::Status::kThrew);
-    }
-  } catch (const std::exception& error) {
-    // The caller sees the error of the backward; a group that failed has told everybody already.
-    try {
-      if (communicator_->failure() == nullptr) {
-        communicator_->abort(
-            Aborted(join("rank ", communicator_->rank(),
-                         " fell out of step after an exception in its backward: ", error.what())));
-      }
-    } catch (const std::exception&) {
-      // In a forked child, which is none of the ranks.
-    }
-  }
-  others_know_ = true;
-  order_.drop_round();
-  orphan();
-}
-
-// For a rank that cannot complete its round, because a wait was interrupted, say. The others have
-// gone on, or wait for it. Called while the exception is handled.
-void Reducer::break_off() {
-  const std::string what = what_happened();
-  out_of_step_ = join("averaging was cut short in an earlier backward (", what,
-                      "), so this rank's model may differ from the others': load a checkpoint on "
-                      "all ranks, and wrap the module anew");
-  communicator_->abort(
-      Aborted(join("rank ", communicator_->rank(), " left while it averaged gradients: ", what)));
-  order_.drop_round();
-  orphan();
-}
-
-// Called before the group ends for a reason that all ranks can see in the closings. A rank that has
-// not looked at them yet would find the group ended without a reason.
-void Reducer::let_all_hear() noexcept {
-  try {
-    // Not a barrier, which waits for devices too.
-    Operation operation;
-    operation.kind = OpKind::kAllReduce;
-    const at::Tensor& memory = closings_->memory();
-    submit(std::move(operation), memory, memory, "all ranks have heard why a round failed")->wait();
-  } catch (const std::exception&) {
-    // A rank that is gone has heard the reason, or never will.
-  }
-}
-
-// For what follows on the current stream, or on the host.
-void Reducer::wait_for(Work& work) const {
-  const std::optional<Device> device = arena_.device();
-  if (!device || !work.wait_on_stream(current_stream(*device).native_handle())) {
-    work.wait();
-  }
-}
-
-void Reducer::wait() {
-  for (const WorkPtr& work : works_) {
-    wait_for(*work);
-  }
-  wait_for_hook();
-}
-
-void Reducer::wait_for_hook() {
-  if (!hook_ || hook_->is_idle()) {
-    return;
-  }
-  if (has_hook_thrown()) {
-    // One rank's hook has not taken part, so what the other ranks' hooks wait for may never come.
-    hook_->forget();
-    return;
-  }
-  hook_->wait();
-}
-
-// On any rank.
-bool Reducer::has_hook_thrown() const {
-  for (int rank = 0; closings_ && rank < communicator_->size(); ++rank) {
-    if (closings_->of(rank).status == Closing::Status::kHookThrew) {
-      return true;
-    }
-  }
-  return false;
-}
-
-// Why the round is worth nothing, from what all ranks said; empty where it is worth something.
-std::string Reducer::why_worthless() const {
-  using Mode = Opening::Mode;
-  std::string threw;
-  std::string joined;
-  std::string as_one;
-  std::string by_share;
-  std::string mixed;
-  const auto append = [](std::string& ranks, int rank) {
-    ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
-  };
-  for (int rank = 0; rank < communicator_->size(); ++rank) {
-    const Closing::Status status = closings_->of(rank).status;
-    const Opening opening = openings_.of(rank);
-    if (status != Closing::Status::kFine) {
-      append(threw, rank);
-    }
-    if (!opening.is_present) {
-      append(joined, rank);
-    } else if (opening.mode != Mode::kNothing) {
-      append(opening.mode == Mode::kMixed     ? mixed
-             : opening.mode == Mode::kByShare ? by_share
-                                              : as_one,
-             rank);
-    }
-  }
-  if (!threw.empty()) {
-    return join(
-        "backward raised on rank ", threw,
-        ", so the gradients of this step are incomplete on every rank: the exception is there; ",
-        has_hook_thrown() ? kHooksOutOfStep : "set the gradients to zero before the next step");
-  }
-  if (!mixed.empty()) {
-    return join("of the backward passes that this step accumulates on rank ", mixed,
-                ", some had a weight and some had none: give one to each");
-  }
-  if (!as_one.empty() && !by_share.empty()) {
-    return join("rank ", by_share, " gave this backward a weight and rank ", as_one,
-                " did not, so there is no average: give one on all ranks (0 where a batch counts "
-                "for nothing), and set the gradients to zero before the next step");
-  }
-  if (throws_on_first_ && !joined.empty() && openings_.present() != 0) {
-    return join("rank ", joined,
-                " has no more batches, and join() was told to stop then "
-                "(throw_on_early_termination=True)");
-  }
-  return {};
-}
-
-// Remembers that the round is captured: when it is given up later, that may be on another thread,
-// or after the capture, where nothing tells any more.
-void Reducer::note_capture() { round_.is_captured = round_.is_captured || is_capturing(); }
-
-// Whether some ranks captured the round and others did not, on a backend whose operations a graph
-// can hold.
-bool Reducer::is_captured_by_some() const {
-  return !communicator_->capabilities().needs_host && closings_->any(&Closing::is_captured) &&
-         !closings_->all(&Closing::is_captured);
-}
-
-bool Reducer::is_capturing() const {
-  const std::optional<Device> device = arena_.device();
-  return device && pydist::is_capturing(current_stream(*device));
-}
-
-std::string Reducer::why_not_captured() const {
-  const auto because = [](const std::string& what) {
-    return "this step cannot be captured into a CUDA graph, which would repeat the averaging of "
-           "gradients without what the ranks' hosts tell each other: " +
-           what;
-  };
-  for (int rank = 0; rank < communicator_->size(); ++rank) {
-    if (!closings_->of(rank).is_captured) {
-      return because(join("rank ", rank, " does not capture it; do so on all ranks"));
-    }
-    if (openings_.of(rank).mode != Opening::Mode::kAsOne) {
-      return because(join("rank ", rank, " gave it a weight, or is in join()"));
-    }
-  }
-  if (buffers_ && buffers_->memory.numel() != 0) {
-    return because(
-        "buffers of the module would be exchanged; wrap it with broadcast_buffers=False");
-  }
-  if (hook_) {
-    return because("a communication hook averages the gradients");
-  }
-  if (options_.checks_gradients) {
-    return because("PYDIST_DEBUG compares gradients after each step");
-  }
-  for (const GradientSlot& slot : arena_.slots()) {
-    if (slot.owner != 0) {
-      return because("a ShardedOptimizer takes the gradients");
-    }
-    if (slot.is_sparse) {
-      return because("the gradient of " + slot.name + " is sparse");
-    }
-    if (!has_place(slot)) {
-      return because(slot.name + " joined the model in this step; run one more before");
-    }
-    if (closings_->is_late(slot.index)) {
-      return because("the gradient of " + slot.name +
-                     " came in parts, after its bucket had left; run more steps before");
-    }
-    if (closings_->used(slot.index) != communicator_->size()) {
-      return because(join(slot.name, " got a gradient on ", closings_->used(slot.index), " of ",
-                          communicator_->size(), " ranks; freeze what is not used"));
-    }
-  }
-  return {};
-}
-
 void Reducer::finish_times() {
   if (round_.is_bare) {
     return;
@@ -668,112 +432,6 @@ void Reducer::finish_times() {
   if (timeline_ != nullptr) {
     timeline_->write(arena_, *round_.times, place_, stats_.rounds);
   }
-}
-
-// -- operations
-
-WorkPtr Reducer::submit(Operation operation, const at::Tensor& input, const at::Tensor& output,
-                        std::string label) {
-  DenseTensors tensors(*communicator_, DenseTensors::Lifetime::kHeld);
-  operation.label = std::move(label);
-  if (input.defined()) {
-    operation.inputs = {tensors.input(input)};
-  }
-  if (output.defined()) {
-    operation.outputs = {tensors.output(output)};
-  }
-  operation.stream = tensors.stream();
-  const bool is_captured = tensors.is_captured();
-  WorkPtr work = communicator_->submit(std::move(operation));
-  // A captured operation works on memory of the arena, which stays, so no tensors have to be held.
-  return works_.emplace_back(is_captured ? std::move(work)
-                                         : with_tensors(std::move(work), std::move(tensors)));
-}
-
-WorkPtr Reducer::combine(const at::Tensor& memory, std::string label) {
-  Operation operation;
-  operation.kind = OpKind::kAllReduce;
-  operation.op = round_.combination->op;
-  operation.factor = round_.combination->factor;
-  if (options_.wire_dtype && memory.scalar_type() == at::kFloat) {
-    operation.wire_dtype = options_.wire_dtype;
-  }
-  return submit(std::move(operation), memory, memory, std::move(label));
-}
-
-WorkPtr Reducer::combine_shards(const at::Tensor& memory, const at::Tensor& shard,
-                                std::string label) {
-  Operation operation;
-  operation.kind = OpKind::kReduceScatter;
-  operation.op = round_.combination->op;
-  operation.factor = round_.combination->factor;
-  if (options_.wire_dtype && memory.scalar_type() == at::kFloat) {
-    operation.wire_dtype = options_.wire_dtype;
-  }
-  return submit(std::move(operation), memory, shard, std::move(label));
-}
-
-WorkPtr Reducer::broadcast(const at::Tensor& memory, int root, std::string label) {
-  Operation operation;
-  operation.kind = OpKind::kBroadcast;
-  operation.peer = root;
-  const bool is_root = communicator_->rank() == root;
-  return submit(std::move(operation), is_root ? memory : at::Tensor(),
-                is_root ? at::Tensor() : memory, std::move(label));
-}
-
-// -- what is under way
-
-bool Reducer::is_idle() const { return works_.empty() && (!hook_ || hook_->is_idle()); }
-
-bool Reducer::is_over() const {
-  return std::all_of(works_.begin(), works_.end(),
-                     [](const WorkPtr& work) { return work->is_completed(); }) &&
-         (!hook_ || hook_->is_over());
-}
-
-// Waits for what an earlier round has left under way.
-void Reducer::drain() {
-  if (is_idle()) {
-    return;
-  }
-  try {
-    for (const WorkPtr& work : works_) {
-      // After the end of a capture, no stream can wait for what it has recorded.
-      work->is_completed() ? work->wait() : wait_for(*work);
-    }
-    wait_for_hook();
-  } catch (...) {
-    if (is_over()) {
-      forget();
-    }
-    throw;
-  }
-  forget();
-}
-
-void Reducer::forget() {
-  works_.clear();
-  if (hook_) {
-    hook_->forget();
-  }
-}
-
-// Begins a new round while operations of this one still write into the arena. So the gradients,
-// which are worth nothing, are taken out of it: the next ones land there after drain().
-void Reducer::orphan() {
-  restart();
-  for (GradientSlot& slot : arena_.slots()) {
-    slot.is_pending = false;
-    slot.aside.reset();
-  }
-  options_.among_users([this] {
-    for (const GradientSlot& slot : arena_.slots()) {
-      slot.parameter.mutable_grad().reset();
-    }
-  });
-  // The memory may be released already now, because nobody takes it before drain().
-  arena_.release();
 }
 
 }  // namespace pydist

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "reducer/gradient_arena.h"
+#include "reducer/gradients/gradient_arena.h"
 
 namespace pydist {
 

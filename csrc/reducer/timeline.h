@@ -11,7 +11,7 @@
 #include <mutex>
 #include <string>
 
-#include "reducer/gradient_arena.h"
+#include "reducer/gradients/gradient_arena.h"
 #include "reducer/round_times.h"
 
 namespace pydist {

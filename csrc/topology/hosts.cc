@@ -8,17 +8,10 @@
 #include <fstream>
 #include <set>
 
-#include "base/error.h"
+#include "base/cgroup.h"
 
 namespace pydist {
 namespace {
-
-std::string first_word(const std::string& path) {
-  std::ifstream file(path);
-  std::string word;
-  file >> word;
-  return word;
-}
 
 // "quota period", either of which may be "max" or -1 for no limit.
 std::optional<double> ratio(const std::string& quota, const std::string& period) {
@@ -39,7 +32,8 @@ std::string host_identity(const std::optional<std::string>& override_id) {
   if (override_id) {
     return "id:" + *override_id;
   }
-  const std::string boot_id = first_word("/proc/sys/kernel/random/boot_id");
+  std::string boot_id;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
   return boot_id.empty() ? "name:" + host_name() : "boot:" + boot_id;
 }
 
@@ -74,41 +68,16 @@ std::vector<int> allowed_processors() {
 
 std::optional<double> processor_quota(const std::string& mount, const std::string& memberships) {
   std::optional<double> least;
-  const auto take = [&least](std::optional<double> cores) {
+  for (const Cgroup& cgroup : cgroups_limiting("cpu", mount, memberships)) {
+    std::vector<std::string> words =
+        cgroup.words_in(cgroup.is_unified ? "cpu.max" : "cpu.cfs_quota_us");
+    if (!cgroup.is_unified) {
+      const std::vector<std::string> period = cgroup.words_in("cpu.cfs_period_us");
+      words.insert(words.end(), period.begin(), period.end());
+    }
+    const auto cores = words.size() == 2 ? ratio(words[0], words[1]) : std::nullopt;
     if (cores && (!least || *cores < *least)) {
       least = cores;
-    }
-  };
-  std::ifstream lines(memberships);
-  // "0::/path" for version 2, "4:cpu,cpuacct:/path" for version 1.
-  for (std::string line; std::getline(lines, line);) {
-    const auto first = line.find(':');
-    const auto second = line.find(':', first + 1);
-    if (second == std::string::npos) {
-      continue;
-    }
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    if (!controllers.empty() && join(",", controllers, ",").find(",cpu,") == std::string::npos) {
-      continue;
-    }
-    const std::string top = controllers.empty() ? mount : join(mount, "/", controllers);
-    std::string path = line.substr(second + 1);
-    // A limit binds everything below it.
-    for (;;) {
-      path.erase(path.find_last_not_of('/') + 1);
-      const std::string folder = top + path;
-      std::ifstream unified(folder + "/cpu.max");
-      std::string quota;
-      std::string period;
-      if (unified >> quota >> period) {
-        take(ratio(quota, period));
-      }
-      take(ratio(first_word(folder + "/cpu.cfs_quota_us"),
-                 first_word(folder + "/cpu.cfs_period_us")));
-      if (path.empty()) {
-        break;
-      }
-      path.erase(path.rfind('/'));
     }
   }
   return least;

@@ -3,7 +3,7 @@
 Arithmetic on the shapes of parameters, which follows how memory is laid out:
 
 - `pydist.DataParallel` has a slot for each gradient, from a multiple of 64 bytes on
-  (csrc/reducer/gradient_arena.cc); buckets are parts of that memory.
+  (csrc/reducer/gradients/gradient_arena.cc); buckets are parts of that memory.
 - `pydist.ShardedOptimizer` has parameters and gradients in buckets, each from a multiple of 128
   bytes on; a bucket is cut into equal shards that end at such multiples
   (csrc/bucketing/shard_layout.h). In stage 2 only shards of gradients stay. Up to three buckets are
@@ -48,7 +48,7 @@ __all__ = ["MemoryPlan", "RankMemory", "plan"]
 _SLOT_ALIGNMENT_BYTES = 64
 _SHARD_ALIGNMENT_BYTES = 128
 # Of buckets on their way in stage 2.
-_STAGINGS = 3
+_BERTHS = 3
 
 _SHORT = (torch.float16, torch.bfloat16)
 _MASTER_BYTES = 4
@@ -187,7 +187,7 @@ def plan(
         )
         for gradients, buckets, on_their_way in (
             (sharded.whole, 0, handover),
-            (sharded.shards, sharded.stagings, max([sharded.largest, *_sizes(own)])),
+            (sharded.shards, sharded.berths, max([sharded.largest, *_sizes(own)])),
         )
     )
     notes = []
@@ -311,7 +311,7 @@ class _Sharded:
         whole: Of all buckets.
         shards: Of one rank's shards.
         largest: Of the largest bucket.
-        stagings: Of the buckets that are on their way in stage 2.
+        berths: Of the buckets that are on their way in stage 2.
         step: What a step makes meanwhile, on the rank that has the most. It goes from bucket to
             bucket.
         state: Of the optimizer on the rank that has the most.
@@ -321,7 +321,7 @@ class _Sharded:
     whole: int
     shards: int
     largest: int
-    stagings: int
+    berths: int
     step: int
     state: int
     master: int
@@ -334,7 +334,7 @@ class _Sharded:
             for index, t in reversed(list(enumerate(trained)))
         ]
         whole = shards = step = 0
-        stagings: dict[torch.dtype, list[int]] = {}
+        berths: dict[torch.dtype, list[int]] = {}
         state, master = [0] * ranks, [0] * ranks
         for bucket in plan_buckets(planned, cap_bytes):
             members = [trained[index] for index in bucket]
@@ -342,7 +342,7 @@ class _Sharded:
             shard, segments = shard_counts([t.count for t in members], dtype.itemsize, ranks)
             whole += shard * ranks * dtype.itemsize
             shards += shard * dtype.itemsize
-            stagings.setdefault(dtype, []).append(shard * ranks * dtype.itemsize)
+            berths.setdefault(dtype, []).append(shard * ranks * dtype.itemsize)
             updated: list[list[tuple[_Trained, int]]] = [[] for _ in range(ranks)]
             for member, rank, count in segments:
                 state[rank] += members[member].state_bytes(count, segments=1)
@@ -354,11 +354,11 @@ class _Sharded:
         return _Sharded(
             whole,
             shards,
-            max((size for sizes in stagings.values() for size in sizes), default=0),
+            max((size for sizes in berths.values() for size in sizes), default=0),
             sum(
-                max(sizes[turn::_STAGINGS], default=0)
-                for sizes in stagings.values()
-                for turn in range(_STAGINGS)
+                max(sizes[turn::_BERTHS], default=0)
+                for sizes in berths.values()
+                for turn in range(_BERTHS)
             ),
             step,
             state[most],

@@ -711,8 +711,8 @@ class ShardedOptimizer(Optimizer):
         """Bytes of the memory in which this rank's buckets fill and travel, in stage 2."""
         if self._wrapper is None:
             return 0
-        staging_bytes: int = self._wrapper._reducer.staging_bytes(self._layout.number)
-        return staging_bytes
+        berth_bytes: int = self._wrapper._reducer.berth_bytes(self._layout.number)
+        return berth_bytes
 
     # -- state
 

@@ -229,6 +229,21 @@ std::vector<std::size_t> ragged_counts(OpKind kind, int size, std::size_t count,
   return counts;
 }
 
+Case any_case(OpKind kind, DType dtype, ReduceOp op, int size, std::size_t count,
+              std::uint64_t seed) {
+  const std::uint64_t chance = mix(seed);
+  Case what;
+  what.kind = kind;
+  what.dtype = dtype;
+  what.op = op;
+  what.seed = seed;
+  what.root = has_root(kind) ? static_cast<int>(chance % static_cast<std::uint64_t>(size)) : 0;
+  what.counts = equal_counts(kind, size, count);
+  what.is_flat = !has_blocks(kind) || (chance >> 16) % 3 != 0;
+  what.is_in_place = (chance >> 24) % 2 == 0;
+  return what;
+}
+
 PreparedCase prepare(const Case& what, int size, SummationOrder order) {
   const auto ranks = static_cast<std::size_t>(size);
   const auto root = static_cast<std::size_t>(what.root);

@@ -54,6 +54,10 @@ struct Case {
 [[nodiscard]] constexpr bool is_reduction(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter || kind == OpKind::kReduce;
 }
+// Whether there is a block for each rank, or for each pair of ranks.
+[[nodiscard]] constexpr bool has_blocks(OpKind kind) {
+  return kind != OpKind::kAllReduce && kind != OpKind::kBroadcast && kind != OpKind::kReduce;
+}
 // All blocks of one size, or of sizes around it, some of them zero.
 [[nodiscard]] std::vector<std::size_t> equal_counts(OpKind kind, int size, std::size_t count);
 [[nodiscard]] std::vector<std::size_t> ragged_counts(OpKind kind, int size, std::size_t count,
@@ -61,6 +65,10 @@ struct Case {
 
 // A well-mixed number for any word: the tests' only source of chance.
 [[nodiscard]] std::uint64_t mix(std::uint64_t word);
+
+// A case of equal blocks whose further properties follow from `seed`.
+[[nodiscard]] Case any_case(OpKind kind, DType dtype, ReduceOp op, int size, std::size_t count,
+                            std::uint64_t seed);
 
 using Bytes = std::shared_ptr<const std::vector<std::byte>>;
 

@@ -3,12 +3,14 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <thread>
 
+#include "../fakes/cuda_driver.h"
 #include "communicator/nccl/late_ends.h"
 #include "communicator/nccl/nccl_communicator.h"
 #include "cuda/driver.h"
@@ -117,6 +119,38 @@ Operation on_device(Operation operation, int device, void* stream) {
   }
   operation.stream = stream;
   return operation;
+}
+
+bool comes_true(const std::function<bool()>& holds, std::chrono::seconds patience) {
+  const Deadline deadline = Deadline::in(patience * kSlowdown);
+  while (!holds() && !deadline.has_passed()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return holds();
+}
+
+MemoryPtr allocate(const NcclRank& rank) {
+  return rank.group->allocate(1000, Device{DeviceType::kCuda, rank.device});
+}
+
+Operation scaled(const NcclRank& rank, std::vector<float>& values) {
+  Operation operation = rank.all_reduce(values, ReduceOp::kPremulSum);
+  operation.factor = 2.0;
+  return operation;
+}
+
+void* captured(const NcclRank& rank, const std::function<Operation()>& make) {
+  ::fake_driver_begin_capture(rank.stream.get());
+  const WorkPtr work = rank.group->submit(make());
+  EXPECT_TRUE(work->wait_on_stream(rank.stream.get()));
+  return ::fake_driver_end_capture(rank.stream.get());
+}
+
+std::vector<float>& kept_values(int rank) {
+  static auto& kept = *new std::array<std::vector<float>, 2>;
+  std::vector<float>& values = kept.at(static_cast<std::size_t>(rank));
+  values.resize(100);
+  return values;
 }
 
 }  // namespace pydist::testing

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -91,5 +92,21 @@ struct NcclRank {
   int device;
   FakeStream stream;
 };
+
+// Waits for `holds`, for a while; returns whether it does.
+[[nodiscard]] bool comes_true(const std::function<bool()>& holds,
+                              std::chrono::seconds patience = std::chrono::seconds(10));
+
+// Some memory of the group's on the rank's device.
+[[nodiscard]] MemoryPtr allocate(const NcclRank& rank);
+
+// A premul_sum, which passes through scratch memory.
+[[nodiscard]] Operation scaled(const NcclRank& rank, std::vector<float>& values);
+
+// The graph that holds an operation.
+[[nodiscard]] void* captured(const NcclRank& rank, const std::function<Operation()>& make);
+
+// Values of one of two ranks, for an operation that never ends: what it uses has to stay.
+[[nodiscard]] std::vector<float>& kept_values(int rank);
 
 }  // namespace pydist::testing

@@ -6,6 +6,8 @@
 // Streams that are not its own belong to the fake device of torch (tests/fake_cuda), which enqueues
 // for them. Nothing is ever destroyed but queues that ended: threads may run until the process
 // ends.
+//
+// The file is long because streams, events, captures and graphs share one state under one lock.
 
 #include "cuda_driver.h"
 

@@ -116,8 +116,6 @@ void run_segment(const PydistCudaSegment& segment, double scale) {
   }
 }
 
-constexpr int kNotSupported = 801;
-
 template <typename Segment>
 pydist::StepSegment step_segment(const Segment& given) {
   const bool has_master = given.parameter != nullptr;
@@ -127,10 +125,6 @@ pydist::StepSegment step_segment(const Segment& given) {
           .gradient = given.gradient,
           .master = has_master ? given.master : nullptr,
           .count = given.count};
-}
-
-bool is_supported(const PydistCudaStep& common) {
-  return common.device_gradient_scale == nullptr && common.skip == nullptr;
 }
 
 }  // namespace
@@ -171,13 +165,7 @@ int pydist_cuda_convert(const PydistCudaConvert* convert, void* stream) {
   return 0;
 }
 
-int pydist_cuda_norm(const PydistCudaNorm*, void*) { return kNotSupported; }
-int pydist_cuda_find_non_finite(const PydistCudaNonFinite*, void*) { return kNotSupported; }
-
 int pydist_cuda_adam(const PydistCudaAdam* adam, void* stream) {
-  if (!is_supported(adam->common)) {
-    return kNotSupported;
-  }
   const pydist::AdamFactors factors =
       pydist::factors_of({.lr = adam->common.lr,
                           .beta1 = adam->beta1,
@@ -203,9 +191,6 @@ int pydist_cuda_adam(const PydistCudaAdam* adam, void* stream) {
 }
 
 int pydist_cuda_sgd(const PydistCudaSgd* sgd, void* stream) {
-  if (!is_supported(sgd->common)) {
-    return kNotSupported;
-  }
   const pydist::SgdFactors factors =
       pydist::factors_of({.lr = sgd->common.lr,
                           .momentum = sgd->momentum,

@@ -29,8 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REAL = Path(_native.__file__).with_name("libpydist_cuda.so")
 EMULATED = ROOT / "build" / "dev" / "tests" / "cpp" / "libpydist_emulated_cuda.so"
 
-ABI_VERSION = 2
-NORM_WORKSPACE_BYTES = 2048 * 16
+ABI_VERSION = 3
 
 # In the order of csrc/base/dtype.h and csrc/base/reduce_op.h.
 DTYPES = (
@@ -83,30 +82,6 @@ class _Convert(Structure):
         ("segments", POINTER(_Segment)),
         ("segment_count", c_uint64),
         ("scale", c_double),
-        ("device_scale", c_void_p),
-    )
-
-
-class _Values(Structure):
-    _fields_ = (("values", c_void_p), ("count", c_uint64), ("dtype", c_uint8))
-
-
-class _Norm(Structure):
-    _fields_ = (
-        ("segments", POINTER(_Values)),
-        ("segment_count", c_uint64),
-        ("workspace", c_void_p),
-        ("result", c_void_p),
-        ("accumulate_dtype", c_uint8),
-    )
-
-
-class _NonFinite(Structure):
-    _fields_ = (
-        ("segments", POINTER(_Values)),
-        ("segment_count", c_uint64),
-        ("flags", c_void_p),
-        ("count", c_void_p),
     )
 
 
@@ -115,8 +90,6 @@ class _Step(Structure):
         ("lr", c_double),
         ("weight_decay", c_double),
         ("gradient_scale", c_double),
-        ("device_gradient_scale", c_void_p),
-        ("skip", c_void_p),
         ("maximize", c_uint8),
     )
 
@@ -243,46 +216,13 @@ class CudaLibrary:
         )
         self._call("reduce", descriptor, output.device)
 
-    def convert(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        *,
-        scale: float = 1.0,
-        device_scale: Tensor | None = None,
-    ) -> None:
-        """Each pair's second tensor becomes the first times the scales."""
+    def convert(self, pairs: Sequence[tuple[Tensor, Tensor]], *, scale: float = 1.0) -> None:
+        """Each pair's second tensor becomes the first times the scale."""
         segments = (_Segment * len(pairs))(
             *(_Segment(_pointer(a), _pointer(b), a.numel(), _dtype(a), _dtype(b)) for a, b in pairs)
         )
-        descriptor = _Convert(segments, len(pairs), scale, _pointer(device_scale))
+        descriptor = _Convert(segments, len(pairs), scale)
         self._call("convert", descriptor, pairs[0][1].device)
-
-    def norm(self, tensors: Sequence[Tensor], accumulate: torch.dtype = torch.float64) -> Tensor:
-        """(sum of squares, largest magnitude), float64 on the device of the tensors."""
-        device = tensors[0].device
-        workspace = torch.empty(NORM_WORKSPACE_BYTES // 8, dtype=torch.float64, device=device)
-        result = torch.empty(2, dtype=torch.float64, device=device)
-        descriptor = _Norm(
-            _values(tensors),
-            len(tensors),
-            workspace.data_ptr(),
-            result.data_ptr(),
-            DTYPES.index(accumulate),
-        )
-        self._call("norm", descriptor, device)
-        return result
-
-    def find_non_finite(
-        self, tensors: Sequence[Tensor], found: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """One flag for each tensor, and how many are set; into `found`, of an earlier call."""
-        device = tensors[0].device
-        flags, count = found or (
-            torch.full((n,), 77, dtype=torch.int32, device=device) for n in (len(tensors), 1)
-        )
-        descriptor = _NonFinite(_values(tensors), len(tensors), flags.data_ptr(), count.data_ptr())
-        self._call("find_non_finite", descriptor, device)
-        return flags, count
 
     def adam(
         self,
@@ -297,22 +237,13 @@ class CudaLibrary:
         amsgrad: bool = False,
         maximize: bool = False,
         gradient_scale: float = 1.0,
-        device_gradient_scale: Tensor | None = None,
-        skip: Tensor | None = None,
     ) -> None:
         """`trained`: gradient, master, exp_avg, exp_avg_sq, max_exp_avg_sq, parameter."""
         names = ("gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "parameter")
         segments = (_AdamSegment * len(trained))(
             *(_AdamSegment(*_trained(entry, names)) for entry in trained)
         )
-        common = _Step(
-            lr,
-            weight_decay,
-            gradient_scale,
-            _pointer(device_gradient_scale),
-            _pointer(skip),
-            maximize,
-        )
+        common = _Step(lr, weight_decay, gradient_scale, maximize)
         descriptor = _Adam(segments, len(trained), common, *betas, eps, step, decoupled, amsgrad)
         self._call("adam", descriptor, _device(trained))
 
@@ -334,15 +265,9 @@ class CudaLibrary:
         segments = (_SgdSegment * len(trained))(
             *(_SgdSegment(*_trained(entry, names)) for entry in trained)
         )
-        common = _Step(lr, weight_decay, gradient_scale, None, None, maximize)
+        common = _Step(lr, weight_decay, gradient_scale, maximize)
         descriptor = _Sgd(segments, len(trained), common, momentum, dampening, nesterov, first_step)
         self._call("sgd", descriptor, _device(trained))
-
-
-def _values(tensors: Sequence[Tensor]) -> "ctypes.Array[_Values]":
-    return (_Values * len(tensors))(
-        *(_Values(_pointer(tensor), tensor.numel(), _dtype(tensor)) for tensor in tensors)
-    )
 
 
 def _trained(entry: dict[str, Tensor | None], names: Sequence[str]) -> list[int | None]:

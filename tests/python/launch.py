@@ -26,6 +26,8 @@
 - `run_command(argv, timeout=60, env=None)` does the same for a command and its descendants, and
   returns its `CompletedProcess` (text; standard output and error apart).
 
+Ranks that took too long are replaced at the next call, so only one test fails.
+
 Ranks see RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (the test
 process serves the store, so no port is ever guessed), OMP_NUM_THREADS=1, and no PYDIST_* variables
 but those in `env`. In `env`, a value of None removes a variable.
@@ -111,6 +113,11 @@ _LAUNCHER_NAMES = (
 )
 
 
+# A TCPStore looks up the name of each process that connects, and answers nobody meanwhile: a lost
+# request to the name server would cost 5 s, and two of them 10.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
 class ExpiredError(AssertionError):
     """The time limit passed; the message holds every rank's stacks."""
 
@@ -194,23 +201,28 @@ class Ranks:
         method: Literal["forkserver", "spawn"] = "forkserver",
     ) -> None:
         self.nprocs = nprocs
+        self._env = env
+        self._method = method
+        self._start()
+
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pydist-ranks-")
         self._store = _serve_store()
         self._store_is_used = False
-        self._seen = [0] * nprocs
+        self._seen = [0] * self.nprocs
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        context = _context(method)
+        context = _context(self._method)
         try:
             with _one_thread():
-                for rank in range(nprocs):
+                for rank in range(self.nprocs):
                     ours, theirs = context.Pipe()
                     process = context.Process(
                         target=_serve,
                         args=(
                             rank,
                             theirs,
-                            self._rank_environment(rank, env),
+                            self._rank_environment(rank, self._env),
                             self._log(rank),
                             sys.path,
                         ),
@@ -274,6 +286,8 @@ class Ranks:
         self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT_S
     ) -> list[Outcome]:
         """Calls `function(*args)` on every rank; returns how it ended on each."""
+        if not self._connections:  # They were ended, since an earlier call took too long.
+            self._start()
         timeout *= PATIENCE
         deadline = time.monotonic() + timeout
         if not self._store_is_used:
@@ -328,6 +342,7 @@ class Ranks:
         parts += [outcomes[rank].describe() for rank in sorted(outcomes)]
         parts += [f"--- rank {rank} hung here:\n{self._new_output(rank)}" for rank in late]
         self._folder.cleanup()
+        self._connections, self._processes = [], []
         return "\n".join(parts)
 
     def _signal(self, rank: int, number: int) -> None:

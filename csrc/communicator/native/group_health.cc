@@ -14,9 +14,6 @@
 namespace pydist {
 namespace {
 
-// How long another rank may take to write two thousand bytes.
-constexpr std::chrono::milliseconds kNoticeTime{100};
-
 std::uint64_t hash(const std::string& text) {
   Digest digest;
   digest.add(text);
@@ -56,37 +53,15 @@ std::exception_ptr GroupHealth::failure() {
                           "' (shutdown, or the last reference was dropped) while the operation "
                           "was under way.");
   }
-  FailureNotice& notice = segment_.failure();
-  std::uint32_t state = notice.state.load(std::memory_order_acquire);
-  if (state == FailureNotice::kNone) {
-    return nullptr;
-  }
-  const Deadline patience = Deadline::in(kNoticeTime);
-  while (state >= FailureNotice::kFirstWriter && !patience.has_passed()) {
-    std::this_thread::yield();
-    state = notice.state.load(std::memory_order_acquire);
-  }
-  if (state >= FailureNotice::kFirstWriter) {
-    const int writer = static_cast<int>(state - FailureNotice::kFirstWriter);
-    return make_error(ErrorKind::kError,
-                      join("The group '", name_, "' is failing on ", who(writer),
-                           ", which has died or was stopped before it could say why; it ",
-                           activity(writer), "."));
-  }
-  return make_error(static_cast<ErrorKind>(notice.kind), notice.message.data());
+  return segment_.failure().error([this](int writer) {
+    return join("The group '", name_, "' is failing on ", who(writer),
+                ", which has died or was stopped before it could say why; it ", activity(writer),
+                ".");
+  });
 }
 
 void GroupHealth::fail(ErrorKind kind, const std::string& message) noexcept {
-  FailureNotice& notice = segment_.failure();
-  std::uint32_t none = FailureNotice::kNone;
-  if (notice.state.compare_exchange_strong(
-          none, FailureNotice::kFirstWriter + static_cast<std::uint32_t>(rank_))) {
-    notice.kind = static_cast<std::uint32_t>(kind);
-    const std::size_t length = std::min(message.size(), notice.message.size() - 1);
-    std::memcpy(notice.message.data(), message.data(), length);
-    notice.message[length] = '\0';
-    notice.state.store(FailureNotice::kSet, std::memory_order_release);
-  }
+  segment_.failure().set(kind, message, rank_);
   wake_everybody();
 }
 

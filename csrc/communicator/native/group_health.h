@@ -18,8 +18,8 @@
 #include "base/error.h"
 #include "base/op_kind.h"
 #include "collectives/group_segment.h"
-#include "communicator/communicator.h"
 #include "communicator/native/endpoint.h"
+#include "communicator/peer_news.h"
 
 namespace pydist {
 
@@ -31,8 +31,7 @@ class GroupHealth {
   // -- the group's error --------------------------------------------------------------------
   // Cheap: whether failure() would return anything.
   [[nodiscard]] bool has_failed() const noexcept {
-    return has_left_.load(std::memory_order_relaxed) ||
-           segment_.failure().state.load(std::memory_order_relaxed) != FailureNotice::kNone;
+    return has_left_.load(std::memory_order_relaxed) || segment_.failure().is_set();
   }
   // The group's error, null while it is sound.
   [[nodiscard]] std::exception_ptr failure();
@@ -49,7 +48,7 @@ class GroupHealth {
   // What makes waiting for `rank` vain: it has left, or any rank of the group has crashed. An
   // empty string while there is hope. `rank` may be -1 for anybody.
   [[nodiscard]] std::string why_vain(int rank) const;
-  // As Communicator::absence().
+  // As PeerNews::absence().
   [[nodiscard]] std::optional<Absence> absence() const;
   // "rank 3 (pid 71 on host b)".
   [[nodiscard]] std::string who(int rank) const;

@@ -33,10 +33,10 @@ Task allocate_on_heap(Group& group, SymmetricHeap& heap, Endpoint& endpoint,
                       std::size_t bytes, Deadline deadline, HeapAllocation& result) {
   Decision decision;
   if (group.rank() == 0) {
-    bool is_planned = false;
+    bool is_placed = false;
     try {
-      decision.placement = heap.plan_allocation(bytes);
-      is_planned = true;
+      decision.placement = heap.choose_place(bytes);
+      is_placed = true;
       if (decision.placement.extent_bytes != 0 && group.size() > 1) {
         endpoint.server().offer(segment_key(group_token, decision.placement.extent),
                                 heap.segment(decision.placement.extent).fd());
@@ -44,7 +44,7 @@ Task allocate_on_heap(Group& group, SymmetricHeap& heap, Endpoint& endpoint,
     } catch (const std::exception& error) {
       decision.is_refused = 1;
       result.error = error.what();
-      if (is_planned) {
+      if (is_placed) {
         // The extent is new, and nobody else will ever have it.
         heap.drop_extent(decision.placement.extent);
       }

@@ -17,9 +17,11 @@
 #include "communicator/native/endpoint.h"
 #include "communicator/native/group_health.h"
 #include "communicator/native/heap_allocation.h"
+#include "communicator/native/introduction.h"
 #include "communicator/native/message_queue.h"
 #include "communicator/open_communicators.h"
 #include "communicator/operation_call.h"
+#include "communicator/peer_news.h"
 #include "communicator/splits.h"
 #include "memory/segment_exchange.h"
 #include "topology/hosts.h"
@@ -27,8 +29,6 @@
 
 namespace pydist {
 namespace {
-
-constexpr std::chrono::microseconds kDefaultSpin{50};
 
 class HeapMemory final : public Memory {
  public:
@@ -51,32 +51,6 @@ class HeapMemory final : public Memory {
   const std::size_t bytes_;
 };
 
-// What the ranks of a group must have in common, and what they tell each other to meet.
-struct Introduction {
-  Card card;
-  std::string settings;  // that must be equal
-  std::string token;     // of rank 0: what the keys of the group's segments begin with
-  std::string complaint;
-
-  [[nodiscard]] std::string to_text() const {
-    return pack({card.to_text(), settings, token, complaint});
-  }
-  [[nodiscard]] static Introduction from_text(const std::string& text) {
-    const std::vector<std::string> parts = unpack(text);
-    PYDIST_CHECK(parts.size() == 4);
-    return {Card::from_text(parts[0]), parts[1], parts[2], parts[3]};
-  }
-};
-
-// Grows whenever the layout of anything in shared memory changes, so that two builds of one version
-// do not read each other's memory.
-constexpr int kSharedLayout = 4;
-
-std::string settings_text(const Environment& environment) {
-  return join("layout ", kSharedLayout, " PYDIST_ALGORITHM=", to_string(environment.algorithm),
-              " PYDIST_CHUNK_BYTES=", environment.chunk_bytes);
-}
-
 // The group does not keep check_hope of its meeting, which refers to objects of the caller.
 NativeOptions without_hope(NativeOptions options) {
   options.check_hope = nullptr;
@@ -94,6 +68,7 @@ struct Membership {
 };
 
 class NativeCommunicator final : public Communicator,
+                                 public PeerNews,
                                  public std::enable_shared_from_this<NativeCommunicator> {
  public:
   NativeCommunicator(StorePtr store, int rank, int size, NativeOptions options,
@@ -279,6 +254,7 @@ class NativeCommunicator final : public Communicator,
     return health_->has_failed() ? health_->failure() : nullptr;
   }
 
+  [[nodiscard]] PeerNews* peer_news() noexcept override { return this; }
   [[nodiscard]] std::optional<Absence> absence() const override { return health_->absence(); }
   void set_farewell(std::uint64_t done) noexcept override { health_->set_farewell(done); }
 
@@ -315,7 +291,7 @@ class NativeCommunicator final : public Communicator,
 
     static int wrap(int rank, int size) { return (rank + size) % size; }
     static ShmChannelMemory ring_channel(const GroupSegment& segment, int sender, int receiver) {
-      return {segment.staging(sender, 0), segment.chunk_bytes(), kStagingSlots,
+      return {segment.transit(sender, 0), segment.chunk_bytes(), kTransitSlots,
               &segment.control(sender).ring_sent, &segment.control(receiver).ring_released};
     }
 
@@ -392,45 +368,6 @@ NewSegments create_segments(int size, std::size_t chunk_bytes) {
   GroupSegment(segments.group, size, chunk_bytes).reserve_controls();
   MessageSegment(segments.messages, size).reserve_counters();
   return segments;
-}
-
-// Throws where the ranks cannot make up a group; every rank comes to the same conclusion.
-void check_introductions(const std::vector<Introduction>& ranks) {
-  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-    const Introduction& each = ranks[rank];
-    if (!each.complaint.empty()) {
-      throw TransportError(join("rank ", rank, ": ", each.complaint));
-    }
-    if (each.card.host_identity != ranks[0].card.host_identity) {
-      throw TransportError(
-          join("The native backend joins the ranks of one host, but rank 0 is on "
-               "host ",
-               ranks[0].card.host_name, " (", ranks[0].card.host_identity, ") and rank ", rank,
-               " on host ", each.card.host_name, " (", each.card.host_identity,
-               "). Use PYDIST_BACKEND=gloo or auto across hosts."));
-    }
-    if (each.settings != ranks[0].settings) {
-      throw TransportError(join("Rank 0 runs with ", ranks[0].settings, ", but rank ", rank,
-                                " with ", each.settings, "; set them alike on all ranks."));
-    }
-  }
-}
-
-std::chrono::nanoseconds spin_time(const Environment& environment,
-                                   const std::vector<Introduction>& ranks) {
-  if (environment.spin) {
-    return *environment.spin;
-  }
-  std::vector<std::vector<int>> allowed;
-  std::optional<double> quota;
-  for (const Introduction& each : ranks) {
-    allowed.push_back(each.card.processors);
-    if (each.card.processor_quota) {
-      quota = std::min(quota.value_or(*each.card.processor_quota), *each.card.processor_quota);
-    }
-  }
-  return has_core_for_every_rank(allowed, quota) ? std::chrono::nanoseconds(kDefaultSpin)
-                                                 : std::chrono::nanoseconds::zero();
 }
 
 }  // namespace

@@ -4,8 +4,6 @@
 #include <iterator>
 #include <utility>
 
-#include "base/engine_thread.h"
-
 namespace pydist {
 
 void Drivable::settle(Work& work, std::exception_ptr error, int source_rank) {
@@ -33,24 +31,17 @@ void Progress::stop() noexcept {
   if (birth_.is_inherited()) {
     return;  // the thread does not exist here, and may have held the lock
   }
-  std::thread thread;
+  EngineThread thread;
   std::vector<std::shared_ptr<Drivable>> dropped;
   {
     const std::lock_guard lock(mutex_);
     is_stopping_ = true;
-    thread.swap(thread_);
+    thread = std::move(thread_);
     dropped.swap(handed_over_);
     has_news_.notify_all();
   }
   doorbell_->ring();
-  if (!thread.joinable()) {
-    return;
-  }
-  if (thread.get_id() == std::this_thread::get_id()) {
-    thread.detach();  // on its way out
-  } else {
-    thread.join();
-  }
+  thread.join();
 }
 
 void Progress::hand_over(const std::shared_ptr<Drivable>& drivable) {
@@ -58,8 +49,8 @@ void Progress::hand_over(const std::shared_ptr<Drivable>& drivable) {
   if (std::find(handed_over_.begin(), handed_over_.end(), drivable) == handed_over_.end()) {
     handed_over_.push_back(drivable);
   }
-  if (!thread_.joinable() && !is_stopping_) {
-    thread_ = start_engine_thread("pydist-progress", [self = shared_from_this()] { self->run(); });
+  if (!thread_.has_started() && !is_stopping_) {
+    thread_ = EngineThread("pydist-progress", [self = shared_from_this()] { self->run(); });
   }
   has_news_.notify_all();
   doorbell_->ring();

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/engine_thread.h"
 #include "base/fork.h"
 #include "communicator/native/drive_lock.h"
 #include "communicator/work.h"
@@ -128,7 +129,7 @@ class Progress : public std::enable_shared_from_this<Progress> {
   std::condition_variable has_news_;
   bool is_stopping_ = false;                            // guarded by mutex_
   std::vector<std::shared_ptr<Drivable>> handed_over_;  // guarded by mutex_
-  std::thread thread_;                                  // guarded by mutex_
+  EngineThread thread_;                                 // guarded by mutex_
 };
 
 inline bool Drivable::may_spin() const noexcept { return progress_->spin().count() != 0; }

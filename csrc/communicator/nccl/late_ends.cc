@@ -5,7 +5,6 @@
 #include <memory>
 #include <utility>
 
-#include "base/engine_thread.h"
 #include "base/fork.h"
 #include "base/log.h"
 
@@ -36,7 +35,7 @@ void LateEnds::start(const char* name, std::function<void()> end, Deadline until
   added.until = until;
   added.complaint = std::move(complaint);
   try {
-    added.thread = start_engine_thread(name, [this, &added, over, end = std::move(end)]() mutable {
+    added.thread = EngineThread(name, [this, &added, over, end = std::move(end)]() mutable {
       end();
       end = nullptr;  // what it held may end here as well
       // Not before: the end of a thread may wait for what `end` brings about.

@@ -14,9 +14,9 @@
 #include <list>
 #include <mutex>
 #include <string>
-#include <thread>
 
 #include "base/deadline.h"
+#include "base/engine_thread.h"
 
 namespace pydist {
 
@@ -41,7 +41,7 @@ class LateEnds {
 
  private:
   struct End {
-    std::thread thread;
+    EngineThread thread;
     Deadline until = Deadline::never();
     std::string complaint;
     bool is_over = false;

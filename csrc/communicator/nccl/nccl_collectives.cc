@@ -299,7 +299,7 @@ class Enqueuing {
       count *= 2;
     }
     const PydistCudaSegment segment{from, to, count, from_dtype, to_dtype};
-    settings_.kernels->convert(PydistCudaConvert{&segment, 1, scale, nullptr}, group_.stream());
+    settings_.kernels->convert(PydistCudaConvert{&segment, 1, scale}, group_.stream());
   }
 
   // A sum becomes the result: divided where the operator is a mean, and in the call's type.
@@ -375,12 +375,12 @@ class Enqueuing {
     std::size_t longest = 0;
     bool is_in_place = false;
     for (int peer = 0; peer < group_.size(); ++peer) {
-      const Block to = sent_to(peer);
-      const Block from = received_from(peer);
+      const Block to = call_.sent_to(peer);
+      const Block from = call_.received_from(peer);
       longest = std::max({longest, peer == rank ? 0 : to.count, peer == rank ? 0 : from.count});
       is_in_place |= peer != rank && to.count != 0 && to.data == from.data;
     }
-    copy_own(sent_to(rank), received_from(rank));
+    copy_own(call_.sent_to(rank), call_.received_from(rank));
     for (std::size_t begin = 0; begin < longest; begin += most) {
       const auto piece = [&](Block block) {
         const std::size_t start = std::min(begin, block.count);
@@ -389,11 +389,12 @@ class Enqueuing {
       std::byte* const scratch = is_in_place ? group_.scratch() : nullptr;
       const auto outgoing = [&](int peer) {
         return is_in_place ? scratch + static_cast<std::size_t>(peer) * most * bytes_
-                           : piece(sent_to(peer)).data;
+                           : piece(call_.sent_to(peer)).data;
       };
       for (int peer = 0; is_in_place && peer < group_.size(); ++peer) {
         if (peer != rank) {
-          copy(outgoing(peer), piece(sent_to(peer)).data, piece(sent_to(peer)).count * bytes_);
+          copy(outgoing(peer), piece(call_.sent_to(peer)).data,
+               piece(call_.sent_to(peer)).count * bytes_);
         }
       }
       group_.grouped([&] {
@@ -401,12 +402,12 @@ class Enqueuing {
           if (peer == rank) {
             continue;
           }
-          if (const std::size_t count = piece(sent_to(peer)).count; count != 0) {
+          if (const std::size_t count = piece(call_.sent_to(peer)).count; count != 0) {
             group_.check(nccl_.ncclSend(outgoing(peer), count * bytes_, DataType::kUint8, peer,
                                         group_.comm(), group_.stream()),
                          "ncclSend");
           }
-          if (const Block from = piece(received_from(peer)); from.count != 0) {
+          if (const Block from = piece(call_.received_from(peer)); from.count != 0) {
             group_.check(nccl_.ncclRecv(from.data, from.count * bytes_, DataType::kUint8, peer,
                                         group_.comm(), group_.stream()),
                          "ncclRecv");
@@ -420,25 +421,6 @@ class Enqueuing {
     if (from.data != nullptr && to.data != nullptr) {
       copy(to.data, from.data, from.count * bytes_);
     }
-  }
-
-  [[nodiscard]] Block sent_to(int peer) const {
-    if (call_.kind == OpKind::kAllToAll) {
-      return call_.inputs[peer];
-    }
-    if (call_.kind == OpKind::kScatter) {
-      return is_root() ? call_.inputs[peer] : Block{};
-    }
-    return peer == call_.root ? call_.inputs[0] : Block{};
-  }
-  [[nodiscard]] Block received_from(int peer) const {
-    if (call_.kind == OpKind::kAllToAll) {
-      return call_.outputs[peer];
-    }
-    if (call_.kind == OpKind::kScatter) {
-      return peer == call_.root ? call_.outputs[0] : Block{};
-    }
-    return is_root() ? call_.outputs[peer] : Block{};
   }
 
   NcclGroup& group_;

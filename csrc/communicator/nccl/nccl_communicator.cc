@@ -235,8 +235,6 @@ class NcclCommunicator final : public Communicator {
     return host_->failure();
   }
 
-  [[nodiscard]] std::optional<Absence> absence() const override { return host_->absence(); }
-
   void shutdown() noexcept override {
     if (is_closed_.exchange(true) || in_forked_child()) {
       return;
@@ -475,6 +473,7 @@ CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   NcclGroup::Options group;
   group.api = options.api;
   group.control = options.host->split(everybody);
+  PYDIST_CHECK(group.control->peer_news() != nullptr);
   use_what_all_have(*group.control, options);
   group.companion = options.host;
   group.device = options.device;

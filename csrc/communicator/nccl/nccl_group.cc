@@ -12,14 +12,9 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/interruption.h"
-#include "base/log.h"
-#include "communicator/nccl/freed_device_memory.h"
 #include "communicator/nccl/group_streams.h"
-#include "communicator/nccl/late_ends.h"
 #include "communicator/nccl/nccl_launched_work.h"
 #include "communicator/nccl/nccl_watchdog.h"
-#include "communicator/open_communicators.h"
-#include "cuda/device_memory.h"
 
 namespace pydist {
 namespace {
@@ -121,6 +116,7 @@ std::string NcclGroup::UnderWay::title() const {
 NcclGroup::NcclGroup(Options options)
     : api_(std::move(options.api)),
       control_(std::move(options.control)),
+      news_(*control_->peer_news()),
       companion_(std::move(options.companion)),
       device_(options.device),
       journal_(std::move(options.journal)),
@@ -141,7 +137,7 @@ NcclGroup::~NcclGroup() {
 std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
   auto group = std::make_shared<NcclGroup>(std::move(options));
   try {
-    group->control_->watch_peers();
+    group->news_.watch_peers();
     group->connect(deadline);
     group->allocate_scratch();
     // The others' failures end this one too.
@@ -150,7 +146,7 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
     // What `control` has heard of first is the error of all ranks.
     std::exception_ptr error = group->control_->failure();
     if (error == nullptr) {
-      const bool is_vain = group->control_->absence().has_value();
+      const bool is_vain = group->news_.absence().has_value();
       const std::string what = describe(std::current_exception()).message;
       error = make_error(
           is_vain ? ErrorKind::kPeerLost : ErrorKind::kTransport,
@@ -159,7 +155,7 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
     group->fail(error);
     std::rethrow_exception(error);
   }
-  group->is_joined_ = true;
+  group->step_to(LifeStep::kOpen);
   if (group->watchdog_ != nullptr) {
     group->watchdog_->watch(group);
   }
@@ -224,10 +220,10 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     std::uint64_t launching = kAnyOperation;
     {
       const std::lock_guard lock(mutex_);
-      if (failure_) {
-        std::rethrow_exception(make_error(failure_->kind, failure_->message));
+      if (const std::exception_ptr error = failure_.error()) {
+        std::rethrow_exception(error);
       }
-      if (is_joined_) {
+      if (life_.has_joined()) {
         launching = launching_turn_;
       }
       const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
@@ -244,7 +240,7 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     if (const std::exception_ptr error = control_->failure()) {
       std::rethrow_exception(error);
     }
-    if (const auto absence = control_->absence(); !absence || !absence->lacks(launching)) {
+    if (const auto absence = news_.absence(); !absence || !absence->lacks(launching)) {
       vain_until = Deadline::never();
     } else if (vain_until.is_never()) {
       vain_until = Deadline::in(kVainPatience);
@@ -286,7 +282,7 @@ void NcclGroup::throw_failure(Result result, const char* what) {
     if (const std::exception_ptr error = control_->failure()) {
       std::rethrow_exception(error);
     }
-    if (const auto absence = control_->absence()) {
+    if (const auto absence = news_.absence()) {
       throw PeerLost(pydist::join(text, " The reason: ", absence->what, "."));
     }
     if (patience.has_passed()) {
@@ -315,85 +311,6 @@ void NcclGroup::grouped(const std::function<void()>& body) {
     throw;
   }
   check(api_->functions().ncclGroupEnd(), "ncclGroupEnd");
-}
-
-// The scratch memory of a graph, which goes with it.
-struct NcclGroup::GraphScratch {
-  std::weak_ptr<NcclGroup> group;
-  int device;
-  std::uint64_t capture;
-  std::byte* memory;
-
-  void free() const {
-    if (const auto owner = group.lock()) {
-      const std::lock_guard lock(owner->mutex_);
-      owner->graph_scratch_.erase(capture);
-    }
-    const cuda::DeviceGuard guard(device);
-    const cuda::RelaxedCapture relaxed;
-    cuda::Driver::get().free(memory);
-  }
-
-  // As a graph calls it, on a thread that may not call CUDA.
-  static void let_go(void* argument) noexcept {
-    try {
-      const std::shared_ptr<GraphScratch> self(static_cast<GraphScratch*>(argument));
-      if (is_process_ending() || in_forked_child()) {
-        return;
-      }
-      const auto run = [self] {
-        try {
-          self->free();
-        } catch (const std::exception& error) {
-          log_line(LogLevel::kError, error.what());
-        }
-      };
-      try {
-        LateEnds::of_process().start("pydist-nccl-mem", run, Deadline::in(kFreePatience), "");
-      } catch (const std::exception&) {  // no thread to be had
-        FreedDeviceMemory::of_process().free_later(self->device, [self] {
-          self->free();
-          return true;
-        });
-      }
-    } catch (const std::exception& error) {
-      log_line(LogLevel::kError, error.what());
-    }
-  }
-};
-
-std::byte* NcclGroup::scratch() {
-  if (capture_) {
-    return scratch_of_graph();
-  }
-  return scratch_;
-}
-
-void NcclGroup::allocate_scratch() {
-  free_now();
-  const cuda::DeviceGuard guard(device_);
-  const cuda::RelaxedCapture relaxed;
-  scratch_ = static_cast<std::byte*>(cuda::allocate_memory(device_, kScratchBytes));
-}
-
-std::byte* NcclGroup::scratch_of_graph() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (const auto found = graph_scratch_.find(capture_->id); found != graph_scratch_.end()) {
-      return found->second;
-    }
-  }
-  const cuda::RelaxedCapture relaxed;
-  const cuda::Driver& driver = cuda::Driver::get();
-  auto* const memory = static_cast<std::byte*>(cuda::allocate_memory(device_, kScratchBytes));
-  {
-    const std::lock_guard lock(mutex_);
-    graph_scratch_.emplace(capture_->id, memory);
-  }
-  // Kept if the graph does not take it, which fails the group.
-  driver.when_gone(capture_->graph, &GraphScratch::let_go,
-                   new GraphScratch{weak_from_this(), device_, capture_->id, memory});
-  return memory;
 }
 
 // What a launch is captured into, if anything.
@@ -428,7 +345,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   if (const std::exception_ptr error = failure()) {
     std::rethrow_exception(error);
   }
-  if (is_ended_) {
+  if (is_shut_down_) {
     throw InvalidUsage(pydist::join(to_string(launch.kind), " on the group '", control_->name(),
                                     "', which has been shut down."));
   }
@@ -484,9 +401,8 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     work->finish();
   } else if (error == nullptr) {
     const std::lock_guard lock(mutex_);
-    if (failure_) {  // and so everything that was under way has been, or will be, given up
-      error = make_error(failure_->kind, failure_->message);
-    } else {
+    error = failure_.error();  // then everything under way has been, or will be, given up
+    if (error == nullptr) {
       under_way_.push_back(std::move(entry));
     }
   }
@@ -536,7 +452,7 @@ void* NcclGroup::register_memory(void* data, std::size_t bytes) {
   }
   const std::lock_guard order(launch_mutex());
   const LaunchMark mark(is_launching_);
-  if (has_failed_ || is_ended_) {
+  if (failure_.is_set() || is_shut_down_) {
     return nullptr;  // there may be no communicator any more
   }
   const std::lock_guard calls(calls_mutex_);
@@ -548,19 +464,8 @@ void* NcclGroup::register_memory(void* data, std::size_t bytes) {
   return result == Result::kSuccess || result == Result::kInProgress ? registration : nullptr;
 }
 
-// Once nothing is launched any more.
-void NcclGroup::free_scratch() noexcept {
-  if (scratch_ != nullptr && !is_launching_) {
-    FreedDeviceMemory::of_process().free_later(device_,
-                                               [memory = std::exchange(scratch_, nullptr)] {
-                                                 cuda::Driver::get().free(memory);
-                                                 return true;
-                                               });
-  }
-}
-
 bool NcclGroup::deregister(void* registration) noexcept {
-  if (has_ended_now()) {
+  if (has_ended()) {
     return true;  // with the communicator, everything that it knew is forgotten
   }
   if (is_in_launch) {
@@ -577,7 +482,7 @@ bool NcclGroup::deregister(void* registration) noexcept {
   }
   const LaunchMark mark(is_launching_);  // an abort waits for it
   const std::lock_guard calls(calls_mutex_);
-  if (has_failed_ || is_closing_) {
+  if (failure_.is_set() || life_.now() >= LifeStep::kFinalizing) {
     return false;
   }
   static_cast<void>(api_->functions().ncclCommDeregister(comm_, registration));
@@ -585,15 +490,5 @@ bool NcclGroup::deregister(void* registration) noexcept {
 }
 
 bool NcclGroup::is_any_captured() { return GroupStreams::of_process().are_captured(); }
-
-void NcclGroup::free_now() {
-  FreedDeviceMemory& freed = FreedDeviceMemory::of_process();
-  if (freed.is_empty(device_) || (has_failed_ && !has_ended_now()) || is_any_captured() ||
-      cuda::is_thread_capturing(device_)) {
-    return;
-  }
-  drain(Deadline::in(end_patience_));
-  static_cast<void>(freed.free_now(device_));
-}
 
 }  // namespace pydist

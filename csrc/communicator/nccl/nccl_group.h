@@ -58,10 +58,13 @@
 #include "base/deadline.h"
 #include "base/op_kind.h"
 #include "communicator/communicator.h"
+#include "communicator/nccl/communicator_life.h"
 #include "communicator/nccl/nccl_api.h"
+#include "communicator/peer_news.h"
 #include "communicator/work.h"
 #include "cuda/driver.h"
 #include "cuda/stream.h"
+#include "health/failure_record.h"
 #include "health/journal.h"
 
 namespace pydist {
@@ -72,7 +75,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
  public:
   struct Options {
     nccl::ApiPtr api;
-    // Of the same ranks; used for nothing else.
+    // Of the same ranks, with peer_news(); used for nothing else.
     CommunicatorPtr control;
     // Fails with this group, and this group with it; may be null.
     CommunicatorPtr companion;
@@ -236,7 +239,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Waits until nothing of an ended group is on its stream any more. Returns at once if the end
   // waits for captures, because it does that only when nothing is on the stream.
   void wait_until_quiet(Deadline deadline) noexcept;
-  [[nodiscard]] bool has_ended_now() const;
+  [[nodiscard]] bool has_ended() const noexcept { return life_.now() == LifeStep::kEnded; }
+  // Under the lock, so that nobody who holds it sees two steps.
+  void step_to(LifeStep next);
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
                                               const std::optional<Absence>& absence);
@@ -244,6 +249,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
 
   const nccl::ApiPtr api_;
   const CommunicatorPtr control_;
+  PeerNews& news_;  // of `control_`
   const CommunicatorPtr companion_;
   const int device_;
   const std::shared_ptr<Journal> journal_;
@@ -266,27 +272,21 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // The same without captured operations, so that all ranks give an operation the same number,
   // whatever they have recorded into graphs. And the number of the operation that is being
   // launched.
-  std::uint64_t turn_ = 0;            // guarded by mutex_
-  std::uint64_t launching_turn_ = 0;  // guarded by mutex_
-  // Guarded by mutex_. Everybody gets an exception of its own: one is not to be shared by threads.
-  std::optional<ErrorDescription> failure_;
+  std::uint64_t turn_ = 0;                             // guarded by mutex_
+  std::uint64_t launching_turn_ = 0;                   // guarded by mutex_
+  FailureRecord failure_;                              // set under mutex_
   std::map<std::uint64_t, std::byte*> graph_scratch_;  // guarded by mutex_; by capture
-  std::optional<Deadline> ending_;         // guarded by mutex_; when the end under way is given up
   std::optional<Deadline> vain_until_;     // guarded by mutex_; once a rank has died or left
   std::optional<Deadline> name_until_;     // guarded by mutex_; once NCCL has failed
   std::optional<Deadline> word_until_;     // guarded by mutex_; once something is wrong
   std::uint64_t word_after_ = 0;           // guarded by mutex_; of the times that events were asked
   std::atomic<std::uint64_t> settled_{0};  // times that events were asked
-  std::atomic<bool> is_aborting_{false};
-  std::atomic<bool> is_held_back_{false};    // the end has nothing to free, and waits for captures
-  std::atomic<bool> has_broken_off_{false};  // a launch of which a part may be on the stream
-  bool has_ended_ = false;                   // guarded by mutex_; NCCL's communicator
+  CommunicatorLife life_;                  // steps under mutex_
+  Deadline ending_until_ = Deadline::never();  // guarded by mutex_; from kEnding on
+  std::atomic<bool> is_shut_down_{false};      // there are no more launches
   std::atomic<bool> is_launching_{false};
-  std::atomic<bool> is_closing_{false};    // NCCL's communicator ends, or has ended
-  std::atomic<bool> has_captured_{false};  // something that replays, unseen
-  std::atomic<bool> is_joined_{false};     // before that, the companion goes on without NCCL
-  std::atomic<bool> has_failed_{false};
-  std::atomic<bool> is_ended_{false};
+  std::atomic<bool> has_broken_off_{false};  // a launch of which a part may be on the stream
+  std::atomic<bool> has_captured_{false};    // something that replays, unseen
 };
 
 }  // namespace pydist

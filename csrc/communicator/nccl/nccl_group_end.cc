@@ -28,30 +28,30 @@ constexpr int kCapturePatience = 6;
 }  // namespace
 
 std::exception_ptr NcclGroup::failure() const {
-  if (!has_failed_) {
+  if (!failure_.is_set()) {
     return nullptr;
   }
   const std::lock_guard lock(mutex_);
-  return make_error(failure_->kind, failure_->message);
+  return failure_.error();
 }
 
 void NcclGroup::fail(const std::exception_ptr& error) noexcept {
   if (in_forked_child()) {
     return;
   }
+  const auto [kind, what] = describe(error);
   bool is_unheard = false;
   bool has_to_abort = false;
+  bool has_joined = false;
   {
     const std::lock_guard lock(mutex_);
-    if (failure_) {
+    if (!failure_.set(kind, what, rank())) {
       return;
     }
-    failure_ = describe(error);
-    has_failed_ = true;
+    has_joined = life_.has_joined();
     is_unheard = has_captured_ || !under_way_.empty();
     has_to_abort = begin_end();
   }
-  const auto [kind, what] = describe(error);
   if (is_unheard) {
     // Logged at once: the streams go on with results that are worth nothing, and it may be long
     // until the program asks the group for anything.
@@ -70,7 +70,7 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
     end_on_thread([this] { abort_communicator(); });
   }
   // Last: whoever is called back may wait for what NCCL has under way.
-  if (companion_ != nullptr && is_joined_) {
+  if (companion_ != nullptr && has_joined) {
     tell(*companion_);
   }
 }
@@ -85,13 +85,17 @@ void NcclGroup::wait_for_captures() noexcept {
   const Deadline deadline = Deadline::in(kCapturePatience * end_patience_);
   try {
     while (is_any_captured() && !deadline.has_passed()) {
-      is_held_back_ = true;
+      if (life_.now() == LifeStep::kEnding) {
+        step_to(LifeStep::kHeldBack);
+      }
       std::this_thread::sleep_for(milliseconds(1));
     }
   } catch (const std::exception& error) {  // CUDA itself has failed, and no capture goes on
     log_line(LogLevel::kError, error.what());
   }
-  is_held_back_ = false;
+  if (life_.now() == LifeStep::kHeldBack) {
+    step_to(LifeStep::kEnding);
+  }
 }
 
 void NcclGroup::abort_communicator() {
@@ -106,7 +110,7 @@ void NcclGroup::abort_communicator() {
   }
   const cuda::DeviceGuard guard(device_);
   const cuda::RelaxedCapture relaxed;
-  is_aborting_ = true;
+  step_to(LifeStep::kAborting);
   static_cast<void>(api_->functions().ncclCommAbort(comm_));
   // The kernels have been told to end. The callers that wait will get back the buffers that the
   // kernels use. Asking would break a capture, and nothing that is captured runs.
@@ -118,11 +122,17 @@ void NcclGroup::abort_communicator() {
 }
 
 bool NcclGroup::begin_end() {
-  if (ending_) {
+  if (life_.has_begun_to_end()) {
     return false;
   }
-  ending_ = Deadline::in(end_patience_);
+  life_.step_to(LifeStep::kEnding);
+  ending_until_ = Deadline::in(end_patience_);
   return true;
+}
+
+void NcclGroup::step_to(LifeStep next) {
+  const std::lock_guard lock(mutex_);
+  life_.step_to(next);
 }
 
 void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
@@ -140,27 +150,20 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
       } catch (const std::exception& error) {
         log_line(LogLevel::kError, error.what());
       }
-      {
-        const std::lock_guard lock(self->mutex_);
-        self->has_ended_ = true;
-      }
+      self->step_to(LifeStep::kEnded);
       self->finish_all();
       self->free_scratch();
     };
-    LateEnds::of_process().start("pydist-nccl-end", std::move(run), *ending_, std::move(complaint));
+    LateEnds::of_process().start("pydist-nccl-end", std::move(run), ending_until_,
+                                 std::move(complaint));
   } catch (const std::exception& error) {  // no thread to be had, or nobody holds the group
     log_line(LogLevel::kError, pydist::join("NCCL's communicator of group '", control_->name(),
                                             "' is left to itself: ", error.what()));
-    ending_ = Deadline::in(milliseconds::zero());
+    ending_until_ = Deadline::in(milliseconds::zero());
   }
   if (watchdog_ != nullptr) {
     watchdog_->wake();
   }
-}
-
-bool NcclGroup::has_ended_now() const {
-  const std::lock_guard lock(mutex_);
-  return has_ended_;
 }
 
 bool NcclGroup::is_under_way() const {
@@ -169,7 +172,7 @@ bool NcclGroup::is_under_way() const {
 }
 
 bool NcclGroup::has_been_aborted() const {
-  if (!is_aborting_) {
+  if (life_.now() != LifeStep::kAborting) {
     return false;
   }
   // Asking would break a capture.
@@ -181,7 +184,7 @@ bool NcclGroup::has_been_aborted() const {
 
 void NcclGroup::wait_until_quiet(Deadline deadline) noexcept {
   bool can_ask = true;
-  while (!has_ended_now() && !is_held_back_ && !deadline.has_passed()) {
+  while (!has_ended() && life_.now() != LifeStep::kHeldBack && !deadline.has_passed()) {
     try {
       if (can_ask && has_been_aborted()) {
         return;
@@ -196,9 +199,10 @@ void NcclGroup::wait_until_quiet(Deadline deadline) noexcept {
 void NcclGroup::wait_for_end(Deadline deadline) const noexcept {
   {
     const std::lock_guard lock(mutex_);
-    deadline = deadline.earlier_of(ending_.value_or(Deadline::in(milliseconds::zero())));
+    deadline = life_.has_begun_to_end() ? deadline.earlier_of(ending_until_)
+                                        : Deadline::in(milliseconds::zero());
   }
-  while (!has_ended_now() && !is_held_back_ && !deadline.has_passed()) {
+  while (!has_ended() && life_.now() != LifeStep::kHeldBack && !deadline.has_passed()) {
     std::this_thread::sleep_for(milliseconds(1));
   }
 }
@@ -272,7 +276,7 @@ void NcclGroup::end_communicator() {
   const cuda::RelaxedCapture relaxed;
   {
     const std::lock_guard calls(calls_mutex_);
-    is_closing_ = true;
+    step_to(LifeStep::kFinalizing);
   }
   const nccl::Functions& nccl = api_->functions();
   const Deadline patience = Deadline::in(end_patience_ / 2);
@@ -288,13 +292,13 @@ void NcclGroup::end_communicator() {
   if (state == Result::kSuccess) {
     static_cast<void>(nccl.ncclCommDestroy(comm_));
   } else {
-    is_aborting_ = true;
+    step_to(LifeStep::kAborting);
     static_cast<void>(nccl.ncclCommAbort(comm_));
   }
 }
 
 void NcclGroup::end() noexcept {
-  if (is_ended_.exchange(true)) {
+  if (is_shut_down_.exchange(true)) {
     return;
   }
   const Deadline deadline = Deadline::in(end_patience_);
@@ -326,8 +330,8 @@ void NcclGroup::end() noexcept {
   std::optional<Deadline> aborted_by;
   {
     const std::lock_guard lock(mutex_);
-    if (failure_) {
-      aborted_by = ending_;  // by whoever told of the failure, or is about to
+    if (failure_.is_set()) {
+      aborted_by = ending_until_;  // by whoever told of the failure, or is about to
     } else {
       is_in_order = comm_ != nullptr && !weak_from_this().expired() && begin_end();
     }
@@ -341,8 +345,8 @@ void NcclGroup::end() noexcept {
   has_captured_ = false;  // nobody asks for faults any more
   {
     const std::lock_guard lock(mutex_);
-    if (!failure_) {
-      control_->set_farewell(turn_);
+    if (!failure_.is_set()) {
+      news_.set_farewell(turn_);
     }
   }
   control_->shutdown();

@@ -46,7 +46,7 @@ void NcclGroup::settle_done() {
       std::shared_ptr<LaunchedWork> first;
       {
         const std::lock_guard lock(mutex_);
-        if (failure_ || under_way_.empty()) {
+        if (failure_.is_set() || under_way_.empty()) {
           break;
         }
         first = under_way_.front().work;
@@ -55,7 +55,7 @@ void NcclGroup::settle_done() {
         break;
       }
       const std::lock_guard lock(mutex_);
-      if (failure_ || under_way_.empty()) {
+      if (failure_.is_set() || under_way_.empty()) {
         break;  // whoever ends the group finishes it
       }
       done.push_back(std::move(under_way_.front()));
@@ -130,8 +130,8 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
     bool is_late = false;
     {
       std::unique_lock lock(mutex_);
-      if (ending_) {
-        if (!under_way_.empty() && ending_->has_passed()) {
+      if (life_.has_begun_to_end()) {
+        if (!under_way_.empty() && ending_until_.has_passed()) {
           lock.unlock();
           log_line(LogLevel::kError, pydist::join("NCCL did not abort group '", control_->name(),
                                                   "' in time; it is left to itself."));
@@ -149,12 +149,12 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
     }
     // Without the lock: others may have to wait for the answers.
     const std::exception_ptr told = failure_of_others();
-    const std::optional<Absence> absence = control_->absence();
+    const std::optional<Absence> absence = news_.absence();
     std::exception_ptr error;
     milliseconds pause = kWatchInterval;
     {
       const std::lock_guard lock(mutex_);
-      if (ending_) {
+      if (life_.has_begun_to_end()) {
         return kWatchInterval;
       }
       pause = under_way_.empty() ? kReplayInterval : kWatchInterval;

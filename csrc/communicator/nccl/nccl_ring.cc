@@ -235,7 +235,7 @@ class RingOnNccl {
 
   void convert(Block from, DType from_dtype, void* to, DType to_dtype) {
     const PydistCudaSegment segment{from.data, to, from.count, from_dtype, to_dtype};
-    kernels_->convert(PydistCudaConvert{&segment, 1, 1.0, nullptr}, group_.stream());
+    kernels_->convert(PydistCudaConvert{&segment, 1, 1.0}, group_.stream());
   }
 
   NcclGroup& group_;

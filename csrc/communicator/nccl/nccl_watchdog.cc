@@ -6,7 +6,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "base/engine_thread.h"
@@ -26,7 +25,7 @@ struct NcclWatchdog::Shared {
   struct Look {
     const char* name;
     std::chrono::milliseconds (NcclGroup::*at)() noexcept;
-    std::thread thread;
+    EngineThread thread;
     std::condition_variable wakened;
     std::atomic<bool> is_idle{true};
     bool has_ended = false;  // guarded by mutex
@@ -55,16 +54,13 @@ std::shared_ptr<NcclWatchdog> NcclWatchdog::of_process() {
 NcclWatchdog::NcclWatchdog() : shared_(std::make_shared<Shared>()) {
   for (std::size_t i = 0; i < shared_->looks.size(); ++i) {
     Shared::Look& look = shared_->looks[i];
-    look.thread = start_engine_thread(look.name, [shared = shared_, i] { run(shared, i); });
+    look.thread = EngineThread(look.name, [shared = shared_, i] { run(shared, i); });
   }
 }
 
 NcclWatchdog::~NcclWatchdog() {
   if (in_forked_child()) {
-    for (Shared::Look& look : shared_->looks) {
-      look.thread.detach();  // it runs in the parent
-    }
-    return;
+    return;  // the threads, and the lock that one of them may hold, are the parent's
   }
   const auto patience = std::chrono::steady_clock::now() + kEndPatience;
   std::unique_lock lock(shared_->mutex);
@@ -74,14 +70,11 @@ NcclWatchdog::~NcclWatchdog() {
   }
   for (Shared::Look& look : shared_->looks) {
     // The last group may end on one of the threads, which then ends by itself.
-    const bool is_this_one = look.thread.get_id() == std::this_thread::get_id();
-    if (is_this_one || !shared_->ended.wait_until(lock, patience, [&] { return look.has_ended; })) {
-      look.thread.detach();
-    } else {
-      lock.unlock();
-      look.thread.join();
-      lock.lock();
-    }
+    const bool may_join = look.thread.is_this_thread() ||
+                          shared_->ended.wait_until(lock, patience, [&] { return look.has_ended; });
+    lock.unlock();
+    may_join ? look.thread.join() : look.thread.let_go();
+    lock.lock();
   }
 }
 

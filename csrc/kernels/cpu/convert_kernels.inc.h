@@ -1,7 +1,7 @@
 // The conversions of one instruction set between the 16-bit floating-point types and float32, in
 // terms of simd.inc.h. They round and treat NaN as the reductions do; see reduce.h.
 //
-// Included once by each reduce_<set>.cc. Internal linkage throughout: see Note [One definition
+// Included once by each kernels_<set>.cc. Internal linkage throughout: see Note [One definition
 // rule and instruction sets].
 
 #pragma once

@@ -4,7 +4,7 @@
 // of a segment at once, two vectors of values at a time: reads each array once, computes in
 // registers, writes each array once.
 //
-// Included once by each reduce_<set>.cc. Internal linkage throughout: see Note [One definition
+// Included once by each kernels_<set>.cc. Internal linkage throughout: see Note [One definition
 // rule and instruction sets].
 //
 // Note [Torch's rounding]

@@ -6,8 +6,9 @@
 // tile is written before all of it is read, so outputs may be inputs, and every byte is moved
 // once.
 //
-// Included once by each reduce_<set>.cc. Internal linkage throughout: see Note [One definition
-// rule and instruction sets].
+// Included once by each kernels_<set>.cc. Internal linkage throughout: see Note [One definition
+// rule and instruction sets]. The file is long because a kernel is made of all of its parts, which
+// the compiler has to see together.
 
 #pragma once
 

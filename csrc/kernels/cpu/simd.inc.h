@@ -1,6 +1,6 @@
 // Vectors of one instruction set: their types, moving them, and the 16-bit conversions.
 //
-// Included once by each reduce_<set>.cc, which first defines exactly one of PYDIST_KERNELS_AVX512,
+// Included once by each kernels_<set>.cc, which first defines exactly one of PYDIST_KERNELS_AVX512,
 // PYDIST_KERNELS_AVX2, PYDIST_KERNELS_NEON and PYDIST_KERNELS_PORTABLE. The predefined macros of
 // the compiler don't decide, because the portable kernels must stay what they are under
 // -march=native as well. Everything has internal linkage: see Note [One definition rule and

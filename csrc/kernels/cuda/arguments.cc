@@ -196,22 +196,6 @@ std::string fault_in_segment(const PydistCudaSegment& segment, bool scales) {
       });
 }
 
-// ---- values -------------------------------------------------------------------------------
-
-std::string fault_in_values(const PydistCudaValues* segments, std::uint64_t count) {
-  return first_of([&] { return fault_in_segments(segments, count); },
-                  [&] {
-                    return fault_in_each(segments, count, [](const PydistCudaValues& values) {
-                      if (!is_convertible(values.dtype) && !is_complex(values.dtype)) {
-                        return join("its elements must be floating point or complex, not ",
-                                    to_string(values.dtype));
-                      }
-                      return fault_in_buffer("the buffer", values.values, values.count,
-                                             alignment(values.dtype));
-                    });
-                  });
-}
-
 // ---- optimizer steps ----------------------------------------------------------------------
 
 std::string fault_in_common(const PydistCudaStep& common) {
@@ -273,7 +257,7 @@ std::string fault_in(const PydistCudaReduce& reduce) {
 }
 
 std::string fault_in(const PydistCudaConvert& convert) {
-  const bool scales = convert.scale != 1.0 || convert.device_scale != nullptr;
+  const bool scales = convert.scale != 1.0;
   return first_of([&] { return fault_in_segments(convert.segments, convert.segment_count); },
                   [&] {
                     return fault_in_each(convert.segments, convert.segment_count,
@@ -281,27 +265,6 @@ std::string fault_in(const PydistCudaConvert& convert) {
                                            return fault_in_segment(segment, scales);
                                          });
                   });
-}
-
-std::string fault_in(const PydistCudaNorm& norm) {
-  if (norm.accumulate_dtype != DType::kFloat64 && norm.accumulate_dtype != DType::kFloat32) {
-    return join("a norm accumulates in float64 or float32, not in ",
-                to_string(norm.accumulate_dtype));
-  }
-  return first_of(
-      [&] { return fault_in_buffer("the workspace", norm.workspace, 1, sizeof(double)); },
-      [&] { return fault_in_buffer("the result", norm.result, 1, sizeof(double)); },
-      [&] { return fault_in_values(norm.segments, norm.segment_count); });
-}
-
-std::string fault_in(const PydistCudaNonFinite& check) {
-  return first_of(
-      [&] {
-        return fault_in_buffer("the table of flags", check.flags, check.segment_count,
-                               sizeof(std::uint32_t));
-      },
-      [&] { return fault_in_buffer("the count", check.count, 1, sizeof(std::uint32_t)); },
-      [&] { return fault_in_values(check.segments, check.segment_count); });
 }
 
 std::string fault_in(const PydistCudaAdam& adam) {

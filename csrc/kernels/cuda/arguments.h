@@ -15,8 +15,6 @@ namespace pydist {
 // for being null or misaligned, never through one that belongs to the device.
 [[nodiscard]] std::string fault_in(const PydistCudaReduce& reduce);
 [[nodiscard]] std::string fault_in(const PydistCudaConvert& convert);
-[[nodiscard]] std::string fault_in(const PydistCudaNorm& norm);
-[[nodiscard]] std::string fault_in(const PydistCudaNonFinite& check);
 [[nodiscard]] std::string fault_in(const PydistCudaAdam& adam);
 [[nodiscard]] std::string fault_in(const PydistCudaSgd& sgd);
 

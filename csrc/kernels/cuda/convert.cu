@@ -23,7 +23,6 @@ struct ConvertSegment {
 
 struct ConvertShared {
   double scale;
-  const float* device_scale;
   bool scales;
 };
 
@@ -31,10 +30,7 @@ struct Convert {
   using Params = SegmentTable<ConvertSegment, ConvertShared>;
 
   static PYDIST_DEVICE void run(const Params& params, Place place) {
-    double scale = params.shared.scale;
-    if (params.shared.device_scale != nullptr) {
-      scale *= static_cast<double>(bits_as<float>(load_4(params.shared.device_scale)));
-    }
+    const double scale = params.shared.scale;
     PYDIST_NO_UNROLL
     for (auto tile = static_cast<std::uint32_t>(place.block); tile < params.tiles;
          tile += static_cast<std::uint32_t>(place.blocks)) {
@@ -203,8 +199,7 @@ int pydist_cuda_convert(const PydistCudaConvert* convert, void* stream) {
   }
   Convert::Params table = {};
   table.shared.scale = convert->scale;
-  table.shared.device_scale = convert->device_scale;
-  table.shared.scales = convert->scale != 1.0 || convert->device_scale != nullptr;
+  table.shared.scales = convert->scale != 1.0;
   return for_each_table(
       convert->segments, convert->segment_count, table,
       [&](const PydistCudaSegment& given) {
@@ -219,7 +214,5 @@ int pydist_cuda_convert(const PydistCudaConvert* convert, void* stream) {
         }
         return entry;
       },
-      [&](const Convert::Params& params, std::uint64_t) {
-        return launch<Convert>(params, params.tiles, stream);
-      });
+      [&](const Convert::Params& params) { return launch<Convert>(params, params.tiles, stream); });
 }

@@ -46,12 +46,6 @@ PYDIST_DEVICE T canonical(T value) {
   return value != value ? quiet_nan(value) : value;
 }
 
-template <typename T>
-PYDIST_DEVICE bool is_finite(T value) {
-  // Of infinity and NaN the difference is NaN.
-  return value - value == T{0};
-}
-
 // ---- 16-bit floating point ----------------------------------------------------------------
 
 PYDIST_DEVICE float widen_bfloat16(std::uint32_t half) { return bits_as<float>(half << 16); }

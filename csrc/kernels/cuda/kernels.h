@@ -27,12 +27,12 @@
 #include "base/reduce_op.h"
 
 // Raised with every change of this header that an older caller or library would not understand.
-#define PYDIST_CUDA_ABI_VERSION 2
+#define PYDIST_CUDA_ABI_VERSION 3
 
 // The functions in the order of their declaration, for what treats them alike.
 #define PYDIST_CUDA_FUNCTIONS(apply)                                                          \
   apply(abi_version) apply(targets) apply(error_text) apply(device_count) apply(load_kernels) \
-      apply(reduce) apply(convert) apply(norm) apply(find_non_finite) apply(adam) apply(sgd)
+      apply(reduce) apply(convert) apply(adam) apply(sgd)
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -108,67 +108,22 @@ struct PydistCudaSegment {
 struct PydistCudaConvert {
   const PydistCudaSegment* segments;  // on the host
   std::uint64_t segment_count;
-  double scale;               // 1 for none
-  const float* device_scale;  // on the device: one more factor, read when the kernel runs; or null
+  double scale;  // 1 for none
 };
 
 int pydist_cuda_convert(const PydistCudaConvert* convert, void* stream);
-
-// ---- segments: what they hold -------------------------------------------------------------
-
-// Values to be read. Complex ones count as their two parts.
-struct PydistCudaValues {
-  const void* values;
-  std::uint64_t count;
-  pydist::DType dtype;  // floating point (not float8) or complex
-};
-
-struct PydistCudaNormResult {
-  double sum_of_squares;
-  double largest;  // of the magnitudes; 0 of nothing, NaN where there is one
-};
-
-// Device memory that a norm needs for itself, aligned to 8 bytes; whatever is in it is lost.
-inline constexpr std::uint64_t kPydistCudaNormWorkspaceBytes = 2048 * 16;
-
-// The sum of squares and the largest magnitude of all segments, left on the device. Adds in a fixed
-// tree, so the bits depend on the values, the counts and the order of segments alone, and not on
-// the device. With kFloat32 a thread squares and adds a few values of 32 bits or fewer in float32
-// before it goes on in float64: faster on devices with few float64 units, relative error below
-// 1e-6, and infinite where a square leaves the range of float32.
-struct PydistCudaNorm {
-  const PydistCudaValues* segments;  // on the host
-  std::uint64_t segment_count;
-  void* workspace;                 // on the device
-  PydistCudaNormResult* result;    // on the device
-  pydist::DType accumulate_dtype;  // kFloat64 or kFloat32
-};
-
-int pydist_cuda_norm(const PydistCudaNorm* norm, void* stream);
-
-// Which segments hold an infinity or a NaN. Every word is written, whatever was in it.
-struct PydistCudaNonFinite {
-  const PydistCudaValues* segments;  // on the host
-  std::uint64_t segment_count;
-  std::uint32_t* flags;  // on the device: segment_count words, 1 where a segment does, else 0
-  std::uint32_t* count;  // on the device: how many do
-};
-
-int pydist_cuda_find_non_finite(const PydistCudaNonFinite* check, void* stream);
 
 // ---- optimizer steps ----------------------------------------------------------------------
 
 // What Adam and SGD have in common. A parameter apart from its master that holds another value than
 // the master's, rounded, has been written since the last step, which starts from it. Arithmetic is
 // in float32 throughout, without fused multiply-adds; the gradient is widened, then multiplied by
-// the scales.
+// the scale.
 struct PydistCudaStep {
   double lr;
   double weight_decay;
-  double gradient_scale;               // 1 for none
-  const float* device_gradient_scale;  // on the device: one more factor; or null
-  const float* skip;                   // on the device: nothing is written unless it is 0; or null
-  std::uint8_t maximize;               // 0 or 1
+  double gradient_scale;  // 1 for none
+  std::uint8_t maximize;  // 0 or 1
 };
 
 struct PydistCudaAdamSegment {

@@ -79,30 +79,20 @@ int blocks_at_once(std::uint64_t* blocks) {
   return 0;
 }
 
-inline int start(const void* kernel, const void* params, std::uint64_t blocks, void* stream) {
-  void* arguments[] = {const_cast<void*>(params)};
-  return cleared(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kBlockThreads),
+template <typename Kernel>
+int launch_blocks(const typename Kernel::Params& params, std::uint64_t blocks, void* stream) {
+  void* arguments[] = {const_cast<typename Kernel::Params*>(&params)};
+  return cleared(cudaLaunchKernel(reinterpret_cast<const void*>(run_kernel<Kernel>),
+                                  dim3(static_cast<unsigned>(blocks)), dim3(kBlockThreads),
                                   arguments, /*sharedMem=*/0, static_cast<cudaStream_t>(stream)));
 }
 
-template <typename Kernel>
-int launch_blocks(const typename Kernel::Params& params, std::uint64_t blocks, void* stream) {
-  return start(reinterpret_cast<const void*>(run_kernel<Kernel>), &params, blocks, stream);
-}
-
 // Puts a kernel onto the current device.
-inline int load(const void* kernel) {
-  cudaFuncAttributes attributes{};
-  return cleared(cudaFuncGetAttributes(&attributes, kernel));
-}
-
 template <typename Kernel>
 int load_kernel() {
-  return load(reinterpret_cast<const void*>(run_kernel<Kernel>));
-}
-
-inline int set_to_zero(void* memory, std::size_t bytes, void* stream) {
-  return cleared(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream)));
+  cudaFuncAttributes attributes{};
+  return cleared(
+      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(run_kernel<Kernel>)));
 }
 
 #else
@@ -126,11 +116,6 @@ int blocks_at_once(std::uint64_t* blocks) {
 
 template <typename Kernel>
 int load_kernel() {
-  return 0;
-}
-
-inline int set_to_zero(void* memory, std::size_t bytes, void*) {
-  __builtin_memset(memory, 0, bytes);
   return 0;
 }
 

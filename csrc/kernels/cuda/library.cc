@@ -122,10 +122,6 @@ std::string CudaLibrary::reason_not_to_run_on(int device) const {
   return {};
 }
 
-std::string_view CudaLibrary::targets() const {
-  return is_loaded() ? functions_.targets() : std::string_view();
-}
-
 void CudaLibrary::throw_unless_loaded(std::string_view name) const {
   if (!is_loaded()) {
     throw InvalidUsage(join("CUDA ", name, ": ", reason_, "."));
@@ -161,14 +157,6 @@ void CudaLibrary::reduce(const PydistCudaReduce& reduce, void* stream) const {
 
 void CudaLibrary::convert(const PydistCudaConvert& convert, void* stream) const {
   launch("convert", functions_.convert, convert, stream);
-}
-
-void CudaLibrary::norm(const PydistCudaNorm& norm, void* stream) const {
-  launch("norm", functions_.norm, norm, stream);
-}
-
-void CudaLibrary::find_non_finite(const PydistCudaNonFinite& check, void* stream) const {
-  launch("find_non_finite", functions_.find_non_finite, check, stream);
 }
 
 void CudaLibrary::adam(const PydistCudaAdam& adam, void* stream) const {

@@ -36,17 +36,11 @@ class CudaLibrary {
   // The same of one device, onto which it puts the kernels: they may have been compiled for others.
   [[nodiscard]] std::string reason_not_to_run_on(int device) const;
 
-  // What the kernels were compiled for, such as "75-virtual 75-real 80-real"; empty where not
-  // loaded.
-  [[nodiscard]] std::string_view targets() const;
-
   // As in kernels.h. They throw InvalidUsage for a faulty descriptor and where the library is
   // not loaded, Error where CUDA refuses.
   void load_kernels() const;
   void reduce(const PydistCudaReduce& reduce, void* stream) const;
   void convert(const PydistCudaConvert& convert, void* stream) const;
-  void norm(const PydistCudaNorm& norm, void* stream) const;
-  void find_non_finite(const PydistCudaNonFinite& check, void* stream) const;
   void adam(const PydistCudaAdam& adam, void* stream) const;
   void sgd(const PydistCudaSgd& sgd, void* stream) const;
 

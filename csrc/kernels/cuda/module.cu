@@ -34,8 +34,7 @@ int pydist_cuda_device_count(int* count) {
 
 int pydist_cuda_load_kernels() {
   using namespace pydist::cuda;
-  for (int (*const load)() : {load_reduce_kernels, load_convert_kernels, load_norm_kernels,
-                              load_non_finite_kernels, load_optimizer_kernels}) {
+  for (int (*const load)() : {load_reduce_kernels, load_convert_kernels, load_optimizer_kernels}) {
     if (const int error = load(); error != 0) {
       return error;
     }

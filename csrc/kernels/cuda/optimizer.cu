@@ -57,9 +57,7 @@ struct Sgd {
 template <typename Rule>
 struct StepShared {
   Rule rule;
-  double gradient_scale;
-  const float* device_gradient_scale;
-  const float* skip;
+  float gradient_scale;
 };
 
 template <typename Optimizer>
@@ -71,14 +69,7 @@ struct Step {
 
   static PYDIST_DEVICE void run(const Params& params, Place place) {
     const StepShared<Rule>& shared = params.shared;
-    if (shared.skip != nullptr && bits_as<float>(load_4(shared.skip)) != 0.0f) {
-      return;
-    }
-    double scale = shared.gradient_scale;
-    if (shared.device_gradient_scale != nullptr) {
-      scale *= static_cast<double>(bits_as<float>(load_4(shared.device_gradient_scale)));
-    }
-    const auto gradient_scale = static_cast<float>(scale);
+    const float gradient_scale = shared.gradient_scale;
     PYDIST_NO_UNROLL
     for (auto tile = static_cast<std::uint32_t>(place.block); tile < params.tiles;
          tile += static_cast<std::uint32_t>(place.blocks)) {
@@ -193,9 +184,7 @@ template <typename Rule>
 StepShared<Rule> shared_of(const PydistCudaStep& common, const Rule& rule) {
   StepShared<Rule> shared = {};
   shared.rule = rule;
-  shared.gradient_scale = common.gradient_scale;
-  shared.device_gradient_scale = common.device_gradient_scale;
-  shared.skip = common.skip;
+  shared.gradient_scale = static_cast<float>(common.gradient_scale);
   return shared;
 }
 
@@ -218,7 +207,7 @@ int step(const Descriptor& descriptor, const typename Optimizer::Rule& rule, Ent
   typename Kernel::Params table = {};
   table.shared = shared_of(descriptor.common, rule);
   return for_each_table(descriptor.segments, descriptor.segment_count, table, enter,
-                        [&](const typename Kernel::Params& params, std::uint64_t) {
+                        [&](const typename Kernel::Params& params) {
                           return launch<Kernel>(params, params.tiles, stream);
                         });
 }

@@ -51,8 +51,8 @@ struct SegmentTable {
   }
 };
 
-// Calls launch(table, first) for tables that hold segments `first` and following ones. `enter`
-// makes an entry, but for first_tile, of a descriptor's segment. Stops at the first error.
+// Calls launch(table) for tables that together hold all segments. `enter` makes an entry, but for
+// first_tile, of a descriptor's segment. Stops at the first error.
 template <typename Table, typename Given, typename Enter, typename Launch>
 int for_each_table(const Given* given, std::uint64_t count, Table& table, Enter enter,
                    Launch launch) {
@@ -60,7 +60,6 @@ int for_each_table(const Given* given, std::uint64_t count, Table& table, Enter 
   // Far from what 32 bits hold, so that a kernel's loop over tiles cannot wrap around.
   constexpr std::uint64_t kMostTiles = std::uint64_t{1} << 30;
   std::uint64_t tiles = 0;
-  std::uint64_t first = 0;
   table.segment_count = 0;
   for (std::uint64_t i = 0; i < count; ++i) {
     auto entry = enter(given[i]);
@@ -68,11 +67,10 @@ int for_each_table(const Given* given, std::uint64_t count, Table& table, Enter 
     if (table.segment_count == Table::kCapacity || tiles + more > kMostTiles) {
       table.tiles = static_cast<std::uint32_t>(tiles);
       if (tiles > 0) {
-        if (const int error = launch(table, first); error != 0) {
+        if (const int error = launch(table); error != 0) {
           return error;
         }
       }
-      first = i;
       tiles = 0;
       table.segment_count = 0;
     }
@@ -81,7 +79,7 @@ int for_each_table(const Given* given, std::uint64_t count, Table& table, Enter 
     tiles += more;
   }
   table.tiles = static_cast<std::uint32_t>(tiles);
-  return tiles > 0 ? launch(table, first) : 0;
+  return tiles > 0 ? launch(table) : 0;
 }
 
 // ---- groups of elements -------------------------------------------------------------------

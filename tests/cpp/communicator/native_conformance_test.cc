@@ -26,10 +26,6 @@ constexpr OpKind kDataKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpK
                                  OpKind::kScatter,   OpKind::kAllToAll};
 constexpr std::size_t kCounts[] = {0, 1, 2, 3, 5, 17, 100, 1023, 4099};
 
-bool has_blocks(OpKind kind) {
-  return kind != OpKind::kAllReduce && kind != OpKind::kBroadcast && kind != OpKind::kReduce;
-}
-
 using Parameters = std::tuple<int, AlgorithmChoice, Placement>;
 
 class NativeConformance : public ::testing::TestWithParam<Parameters> {
@@ -41,17 +37,7 @@ class NativeConformance : public ::testing::TestWithParam<Parameters> {
   // A case whose further properties follow from `seed`.
   [[nodiscard]] Case make_case(OpKind kind, DType dtype, ReduceOp op, std::size_t count,
                                std::uint64_t seed) const {
-    const std::uint64_t chance = mix(seed);
-    Case what;
-    what.kind = kind;
-    what.dtype = dtype;
-    what.op = op;
-    what.seed = seed;
-    what.root = has_root(kind) ? static_cast<int>(chance % static_cast<std::uint64_t>(size())) : 0;
-    what.counts = equal_counts(kind, size(), count);
-    what.is_flat = !has_blocks(kind) || (chance >> 16) % 3 != 0;
-    what.is_in_place = (chance >> 24) % 2 == 0;
-    return what;
+    return any_case(kind, dtype, op, size(), count, seed);
   }
 
   // Runs the cases one after the other on all ranks, and checks each.
@@ -417,7 +403,7 @@ INSTANTIATE_TEST_SUITE_P(All, NativeSoak,
                                std::get<1>(info.param) == AlgorithmChoice::kRing ? "Ring" : "Auto");
                          });
 
-// A root waits for nobody, so only the depth of the posts and of the staging stops it.
+// A root waits for nobody, so only the depth of the posts and of the transit stops it.
 TEST(NativeConformanceTest, RootRunsAheadOfSlowRanks) {
   constexpr int kOperations = 60;
   for (const std::size_t count : {5, 700, 5000}) {

@@ -23,10 +23,6 @@ constexpr OpKind kMoves[] = {OpKind::kAllGather, OpKind::kBroadcast, OpKind::kGa
 constexpr OpKind kReductions[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kReduce};
 constexpr std::size_t kCounts[] = {0, 1, 3, 17, 100, 1023, 4099};
 
-bool has_blocks(OpKind kind) {
-  return kind != OpKind::kAllReduce && kind != OpKind::kBroadcast && kind != OpKind::kReduce;
-}
-
 using Parameters = std::tuple<int, AlgorithmChoice>;
 
 class NcclConformance : public ::testing::TestWithParam<Parameters> {
@@ -36,17 +32,7 @@ class NcclConformance : public ::testing::TestWithParam<Parameters> {
 
   [[nodiscard]] Case make_case(OpKind kind, DType dtype, ReduceOp op, std::size_t count,
                                std::uint64_t seed) const {
-    const std::uint64_t chance = mix(seed);
-    Case what;
-    what.kind = kind;
-    what.dtype = dtype;
-    what.op = op;
-    what.seed = seed;
-    what.root = has_root(kind) ? static_cast<int>(chance % static_cast<std::uint64_t>(size())) : 0;
-    what.counts = equal_counts(kind, size(), count);
-    what.is_flat = !has_blocks(kind) || (chance >> 16) % 3 != 0;
-    what.is_in_place = (chance >> 24) % 2 == 0;
-    return what;
+    return any_case(kind, dtype, op, size(), count, seed);
   }
 
   // Whether the order of summation, and where it is rounded, is that of `prepare`.

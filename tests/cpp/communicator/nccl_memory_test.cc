@@ -49,10 +49,6 @@ class Framework {
   Framework& operator=(const Framework&) = delete;
 };
 
-MemoryPtr allocate(const NcclRank& rank) {
-  return rank.group->allocate(1000, Device{DeviceType::kCuda, rank.device});
-}
-
 TEST(NcclMemory, TakesWhatTorchKeepsInItsCache) {
   use_fake_cuda();
   const Framework framework;

@@ -19,11 +19,12 @@
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/reduce.h"
 #include "kernels/cuda/library.h"
+#include "kernels/test_buffers.h"
 
 namespace pydist {
 namespace {
 
-using Bytes = std::vector<unsigned char>;
+using namespace test_buffers;
 
 const CudaLibrary& library() {
   static const CudaLibrary opened(PYDIST_TEST_EMULATED_CUDA_LIBRARY);
@@ -33,123 +34,7 @@ const CudaLibrary& library() {
 TEST(CudaKernels, TheEmulatedLibraryIsWhole) {
   EXPECT_EQ(library().reason(), "");
   EXPECT_EQ(library().reason_not_to_run(), "");
-  EXPECT_EQ(library().targets(), "emulated");
   library().load_kernels();
-}
-
-// ---- buffers ------------------------------------------------------------------------------
-
-// A buffer that begins `skew` bytes past a multiple of 64, between guards.
-class Buffer {
- public:
-  explicit Buffer(const Bytes& contents, std::size_t skew = 0)
-      : bytes_(contents.size()), storage_(contents.size() + 256, kGuard) {
-    const auto address = reinterpret_cast<std::uintptr_t>(storage_.data()) + 64;
-    offset_ = 64 + (64 - address % 64) % 64 + skew;
-    std::copy(contents.begin(), contents.end(), data());
-  }
-
-  [[nodiscard]] unsigned char* data() { return storage_.data() + offset_; }
-  [[nodiscard]] Bytes contents() { return {data(), data() + bytes_}; }
-  [[nodiscard]] bool guards_intact() const {
-    for (std::size_t i = 0; i < storage_.size(); ++i) {
-      if ((i < offset_ || i >= offset_ + bytes_) && storage_[i] != kGuard) {
-        return false;
-      }
-    }
-    return true;
-  }
-
- private:
-  static constexpr unsigned char kGuard = 0xa5;
-  std::size_t bytes_;
-  std::size_t offset_ = 0;
-  Bytes storage_;
-};
-
-template <typename T>
-Bytes bytes_of(const std::vector<T>& values) {
-  Bytes bytes(values.size() * sizeof(T));
-  if (!bytes.empty()) {
-    std::memcpy(bytes.data(), values.data(), bytes.size());
-  }
-  return bytes;
-}
-
-template <typename T>
-std::vector<T> values_of(const Bytes& bytes) {
-  std::vector<T> values(bytes.size() / sizeof(T));
-  if (!values.empty()) {
-    std::memcpy(values.data(), bytes.data(), bytes.size());
-  }
-  return values;
-}
-
-Bytes narrowed(DType dtype, const std::vector<float>& values) {
-  if (dtype == DType::kFloat32) {
-    return bytes_of(values);
-  }
-  Bytes bytes(values.size() * 2);
-  narrow_from_float32(dtype, values.data(), bytes.data(), values.size());
-  return bytes;
-}
-
-std::vector<float> widened(DType dtype, const Bytes& bytes) {
-  if (dtype == DType::kFloat32) {
-    return values_of<float>(bytes);
-  }
-  std::vector<float> values(bytes.size() / 2);
-  widen_to_float32(dtype, bytes.data(), values.data(), values.size());
-  return values;
-}
-
-std::vector<float> ordinary(std::size_t count, std::uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal(0, 4);
-  std::vector<float> values(count);
-  std::generate(values.begin(), values.end(), [&] { return normal(random); });
-  return values;
-}
-
-// Ordinary numbers, and every bit pattern now and then: NaN, infinities, subnormals.
-Bytes random_elements(DType dtype, std::size_t count, std::uint32_t seed) {
-  std::mt19937_64 random(seed);
-  Bytes bytes(count * element_size(dtype));
-  for (unsigned char& byte : bytes) {
-    byte = random() % 4 == 0 ? 0 : static_cast<unsigned char>(random());
-  }
-  const std::vector<float> usual = ordinary(2 * count, seed);
-  const auto keep = [&] { return random() % 8 == 0; };
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto put = [&](auto value, std::size_t at) {
-      if (!keep()) {
-        std::memcpy(&bytes[at * sizeof value], &value, sizeof value);
-      }
-    };
-    switch (dtype) {
-      case DType::kFloat64:
-        put(static_cast<double>(usual[i]) / 3, i);
-        break;
-      case DType::kComplex128:
-        put(static_cast<double>(usual[2 * i]) / 3, 2 * i);
-        put(static_cast<double>(usual[2 * i + 1]) / 3, 2 * i + 1);
-        break;
-      case DType::kFloat32:
-        put(usual[i], i);
-        break;
-      case DType::kComplex64:
-        put(usual[2 * i], 2 * i);
-        put(usual[2 * i + 1], 2 * i + 1);
-        break;
-      case DType::kFloat16:
-      case DType::kBFloat16:
-        put(values_of<std::uint16_t>(narrowed(dtype, {usual[i]}))[0], i);
-        break;
-      default:
-        break;
-    }
-  }
-  return bytes;
 }
 
 // ---- reduce -------------------------------------------------------------------------------
@@ -368,8 +253,7 @@ struct Pair {
   DType to_dtype;
 };
 
-std::vector<Bytes> converted(const std::vector<Pair>& pairs, double scale,
-                             const float* device_scale, std::size_t skew) {
+std::vector<Bytes> converted(const std::vector<Pair>& pairs, double scale, std::size_t skew) {
   std::vector<Buffer> from;
   std::vector<Buffer> to;
   std::vector<PydistCudaSegment> segments;
@@ -386,10 +270,7 @@ std::vector<Bytes> converted(const std::vector<Pair>& pairs, double scale,
                         .from_dtype = pairs[i].from_dtype,
                         .to_dtype = pairs[i].to_dtype});
   }
-  library().convert({.segments = segments.data(),
-                     .segment_count = segments.size(),
-                     .scale = scale,
-                     .device_scale = device_scale},
+  library().convert({.segments = segments.data(), .segment_count = segments.size(), .scale = scale},
                     nullptr);
   std::vector<Bytes> results;
   for (Buffer& buffer : to) {
@@ -405,8 +286,7 @@ TEST(CudaKernels, EveryHalfWidensAsOnTheCpu) {
     all[i] = static_cast<std::uint16_t>(i);
   }
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-    const std::vector<Bytes> results =
-        converted({{bytes_of(all), dtype, DType::kFloat32}}, 1, nullptr, 0);
+    const std::vector<Bytes> results = converted({{bytes_of(all), dtype, DType::kFloat32}}, 1, 0);
     EXPECT_EQ(results[0], bytes_of(widened(dtype, bytes_of(all)))) << to_string(dtype);
   }
 }
@@ -420,7 +300,7 @@ TEST(CudaKernels, EveryExponentAndUpperMantissaNarrowsAsOnTheCpu) {
     }
   }
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-    EXPECT_EQ(converted({{bytes_of(values), DType::kFloat32, dtype}}, 1, nullptr, 1)[0],
+    EXPECT_EQ(converted({{bytes_of(values), DType::kFloat32, dtype}}, 1, 1)[0],
               narrowed(dtype, values))
         << to_string(dtype);
   }
@@ -447,7 +327,7 @@ TEST(CudaKernels, Float64NarrowsInOneRounding) {
     }
     values.insert(values.end(), {1e300, -1e300, std::nan(""), HUGE_VAL, 1e-300});
     expected.insert(expected.end(), {HUGE_VALF, -HUGE_VALF, std::nanf(""), HUGE_VALF, 0.0f});
-    EXPECT_EQ(converted({{bytes_of(values), DType::kFloat64, dtype}}, 1, nullptr, 0)[0],
+    EXPECT_EQ(converted({{bytes_of(values), DType::kFloat64, dtype}}, 1, 0)[0],
               narrowed(dtype, expected))
         << to_string(dtype);
   }
@@ -455,7 +335,6 @@ TEST(CudaKernels, Float64NarrowsInOneRounding) {
 
 TEST(CudaKernels, EveryPairOfTypesConvertsWithScale) {
   const DType dtypes[] = {DType::kFloat64, DType::kFloat32, DType::kFloat16, DType::kBFloat16};
-  const float device_scale = 0.25f;
   for (const DType from : dtypes) {
     for (const DType to : dtypes) {
       for (const std::size_t count : {0, 1, 1023, 9001}) {
@@ -478,7 +357,7 @@ TEST(CudaKernels, EveryPairOfTypesConvertsWithScale) {
           expected = narrowed(to, scaled);
         }
         for (const std::size_t skew : {0, 1}) {
-          EXPECT_EQ(converted({{given, from, to}}, 2.0, &device_scale, skew)[0], expected)
+          EXPECT_EQ(converted({{given, from, to}}, 0.5, skew)[0], expected)
               << to_string(from) << " to " << to_string(to) << " count " << count;
         }
       }
@@ -495,7 +374,7 @@ TEST(CudaKernels, WithoutConversionBitsStay) {
     }
   }
   for (const std::size_t skew : {0, 1, 2, 4}) {
-    const std::vector<Bytes> results = converted(pairs, 1, nullptr, skew);
+    const std::vector<Bytes> results = converted(pairs, 1, skew);
     for (std::size_t i = 0; i < pairs.size(); ++i) {
       ASSERT_EQ(results[i], pairs[i].from) << to_string(pairs[i].to_dtype) << " skew " << skew;
     }
@@ -535,132 +414,15 @@ TEST(CudaKernels, PacksAndUnpacksABucket) {
                       .to_dtype = dtypes[i]});
     offset += tensors[i].size();
   }
-  library().convert(
-      {.segments = pack.data(), .segment_count = kSegments, .scale = 1, .device_scale = nullptr},
-      nullptr);
+  library().convert({.segments = pack.data(), .segment_count = kSegments, .scale = 1}, nullptr);
   EXPECT_EQ(flat, expected);
-  library().convert(
-      {.segments = unpack.data(), .segment_count = kSegments, .scale = 2, .device_scale = nullptr},
-      nullptr);
+  library().convert({.segments = unpack.data(), .segment_count = kSegments, .scale = 2}, nullptr);
   for (std::size_t i = 0; i < kSegments; ++i) {
     for (float& value : tensors[i]) {
       value *= 2;
     }
     EXPECT_EQ(sources[i].contents(), narrowed(dtypes[i], tensors[i])) << i;
     EXPECT_TRUE(sources[i].guards_intact()) << i;
-  }
-}
-
-// ---- norm and non-finite check ------------------------------------------------------------
-
-struct Values {
-  std::vector<Buffer> buffers;
-  std::vector<PydistCudaValues> segments;
-};
-
-Values make_values(const std::vector<std::vector<float>>& tensors, const std::vector<DType>& dtypes,
-                   std::size_t skew) {
-  Values made;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const DType dtype = dtypes[i % dtypes.size()];
-    const Bytes bytes =
-        dtype == DType::kFloat64
-            ? bytes_of(std::vector<double>(tensors[i].begin(), tensors[i].end()))
-            : narrowed(dtype == DType::kComplex64 ? DType::kFloat32 : dtype, tensors[i]);
-    made.buffers.emplace_back(bytes, skew * (dtype == DType::kComplex64 ? 4 : element_size(dtype)));
-    made.segments.push_back(
-        {.values = nullptr, .count = bytes.size() / element_size(dtype), .dtype = dtype});
-  }
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    made.segments[i].values = made.buffers[i].data();
-  }
-  return made;
-}
-
-PydistCudaNormResult norm_of(const Values& values, DType accumulate) {
-  std::vector<double> workspace(kPydistCudaNormWorkspaceBytes / sizeof(double), std::nan(""));
-  PydistCudaNormResult result{-1, -1};
-  library().norm({.segments = values.segments.data(),
-                  .segment_count = values.segments.size(),
-                  .workspace = workspace.data(),
-                  .result = &result,
-                  .accumulate_dtype = accumulate},
-                 nullptr);
-  return result;
-}
-
-TEST(CudaKernels, NormIsExactAndDoesNotDependOnAlignment) {
-  std::vector<std::vector<float>> tensors;
-  for (std::size_t i = 0; i < 400; ++i) {
-    tensors.push_back(ordinary(i == 7 ? 70001 : i * 53 % 1000, static_cast<std::uint32_t>(i)));
-  }
-  const std::vector<DType> dtypes = {DType::kFloat32, DType::kFloat64, DType::kFloat16,
-                                     DType::kBFloat16};
-  double expected = 0;
-  double largest = 0;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const DType dtype = dtypes[i % dtypes.size()];
-    for (const float value : dtype == DType::kFloat64 ? tensors[i] : travelled(dtype, tensors[i])) {
-      expected += static_cast<double>(value) * value;
-      largest = std::max(largest, std::fabs(static_cast<double>(value)));
-    }
-  }
-  for (const DType accumulate : {DType::kFloat64, DType::kFloat32}) {
-    const PydistCudaNormResult aligned = norm_of(make_values(tensors, dtypes, 0), accumulate);
-    EXPECT_NEAR(aligned.sum_of_squares, expected,
-                expected * (accumulate == DType::kFloat64 ? 1e-13 : 1e-6));
-    EXPECT_EQ(aligned.largest, largest);
-    const PydistCudaNormResult skewed = norm_of(make_values(tensors, dtypes, 1), accumulate);
-    EXPECT_EQ(skewed.sum_of_squares, aligned.sum_of_squares);
-    EXPECT_EQ(skewed.largest, aligned.largest);
-  }
-}
-
-TEST(CudaKernels, NormOfWhatIsAwkward) {
-  const auto of = [](std::vector<float> values, DType dtype) {
-    return norm_of(make_values({std::move(values)}, {dtype}, 0), DType::kFloat64);
-  };
-  EXPECT_EQ(norm_of({}, DType::kFloat64).sum_of_squares, 0);
-  EXPECT_EQ(norm_of({}, DType::kFloat64).largest, 0);
-  EXPECT_EQ(of({}, DType::kFloat32).sum_of_squares, 0);
-  EXPECT_EQ(of({3e38f, 4.0f}, DType::kFloat32).largest, 3e38f);
-  EXPECT_TRUE(std::isfinite(of({3e38f, 4.0f}, DType::kFloat32).sum_of_squares));
-  EXPECT_EQ(of({3, 4, 0, -12}, DType::kComplex64).sum_of_squares, 169);
-  EXPECT_EQ(of({3, 4, 0, -12}, DType::kComplex64).largest, 12);
-  EXPECT_EQ(of({1, -HUGE_VALF, 2}, DType::kBFloat16).largest, HUGE_VAL);
-  EXPECT_EQ(of({1, -HUGE_VALF, 2}, DType::kBFloat16).sum_of_squares, HUGE_VAL);
-  std::vector<float> with_nan(9000, HUGE_VALF);
-  with_nan[4321] = std::nanf("");
-  EXPECT_TRUE(std::isnan(of(with_nan, DType::kFloat16).largest));
-  EXPECT_TRUE(std::isnan(of(with_nan, DType::kFloat64).sum_of_squares));
-}
-
-TEST(CudaKernels, FindsWhatIsNotFinite) {
-  constexpr std::size_t kSegments = 700;
-  const std::vector<DType> dtypes = {DType::kFloat32, DType::kFloat64, DType::kFloat16,
-                                     DType::kBFloat16};
-  std::vector<std::vector<float>> tensors;
-  std::vector<std::uint32_t> expected(kSegments);
-  for (std::size_t i = 0; i < kSegments; ++i) {
-    tensors.push_back(ordinary(i * 29 % 500, static_cast<std::uint32_t>(i)));
-    if (i % 11 == 3 && !tensors.back().empty()) {
-      tensors.back()[i * 7 % tensors.back().size()] = i % 2 == 0 ? -HUGE_VALF : std::nanf("");
-      expected[i] = 1;
-    }
-  }
-  tensors[0].assign(30000, HUGE_VALF);
-  expected[0] = 1;
-  for (const std::size_t skew : {0, 1}) {
-    const Values values = make_values(tensors, dtypes, skew);
-    std::vector<std::uint32_t> flags(kSegments, 77);
-    std::uint32_t count = 77;
-    library().find_non_finite({.segments = values.segments.data(),
-                               .segment_count = kSegments,
-                               .flags = flags.data(),
-                               .count = &count},
-                              nullptr);
-    EXPECT_EQ(flags, expected);
-    EXPECT_EQ(count, std::count(expected.begin(), expected.end(), 1u));
   }
 }
 

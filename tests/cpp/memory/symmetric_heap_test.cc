@@ -37,7 +37,7 @@ class Host {
 
   // What the communicator's agreement does.
   Block allocate(std::size_t bytes) {
-    Block block{heap(0).plan_allocation(bytes), {}};
+    Block block{heap(0).choose_place(bytes), {}};
     for (int rank = 0; rank < size(); ++rank) {
       if (rank != 0 && block.placement.extent_bytes != 0) {
         const int fd = heap(0).segment(block.placement.extent).fd();
@@ -115,7 +115,7 @@ TEST(SymmetricHeapTest, ABlockIsReusedOnlyAfterEveryRankFreedIt) {
 
 TEST(SymmetricHeapTest, GivesBackWhatEveryRankFreedAndBacksItAgain) {
   SymmetricHeap heap(0, 1);
-  const auto first = heap.plan_allocation(3 << 20);
+  const auto first = heap.choose_place(3 << 20);
   std::byte* const data = heap.take(first);
   data[0] = std::byte{7};
   heap.trim();  // in use
@@ -123,7 +123,7 @@ TEST(SymmetricHeapTest, GivesBackWhatEveryRankFreedAndBacksItAgain) {
   heap.release(first);
   heap.trim();
   EXPECT_EQ(data[0], std::byte{0});
-  const auto again = heap.plan_allocation(3 << 20);
+  const auto again = heap.choose_place(3 << 20);
   EXPECT_EQ(again.extent_bytes, 0U);  // no new extent
   std::byte* const same = heap.take(again);
   EXPECT_EQ(same, data);
@@ -194,20 +194,20 @@ TEST(SymmetricHeapTest, AnAbsurdSizeIsAnErrorAndLeavesTheHeapUsable) {
   for (const std::size_t bytes :
        {std::size_t{1} << 50, std::size_t{1} << 62, std::size_t{1} << 63,
         std::numeric_limits<std::size_t>::max() - 1, std::numeric_limits<std::size_t>::max()}) {
-    EXPECT_THROW(static_cast<void>(host.heap(0).plan_allocation(bytes)), TransportError) << bytes;
+    EXPECT_THROW(static_cast<void>(host.heap(0).choose_place(bytes)), TransportError) << bytes;
   }
   const auto block = host.allocate(10);
   EXPECT_EQ(block.placement.extent, 0u);
   EXPECT_NE(block.placement.extent_bytes, 0u);
   // Where there is an extent already, too.
   EXPECT_THROW(
-      static_cast<void>(host.heap(0).plan_allocation(std::numeric_limits<std::size_t>::max())),
+      static_cast<void>(host.heap(0).choose_place(std::numeric_limits<std::size_t>::max())),
       TransportError);
 }
 
 TEST(SymmetricHeapTest, AnExtentThatAPeerCouldNotMapIsDropped) {
   Host host(2);
-  const SymmetricHeap::Placement refused = host.heap(0).plan_allocation(100);
+  const SymmetricHeap::Placement refused = host.heap(0).choose_place(100);
   ASSERT_NE(refused.extent_bytes, 0u);
   host.heap(0).drop_extent(refused.extent);
   host.heap(1).drop_extent(refused.extent);  // which never had it
@@ -218,7 +218,7 @@ TEST(SymmetricHeapTest, AnExtentThatAPeerCouldNotMapIsDropped) {
 
 TEST(SymmetricHeapTest, AnExtentOfAnotherSizeIsRefused) {
   Host host(2);
-  const SymmetricHeap::Placement placement = host.heap(0).plan_allocation(100);
+  const SymmetricHeap::Placement placement = host.heap(0).choose_place(100);
   EXPECT_THROW(host.heap(1).add_extent(placement, SharedSegment::create("wrong", 4096)), Error);
 }
 

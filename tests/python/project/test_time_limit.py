@@ -93,3 +93,14 @@ def test_the_limit_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(launch.ExpiredError, match=r"ranks \[0\] of 1 took more than 0.5 s") as said:
         launch.run_ranks(sleep_long, 1, timeout=2.0)
     assert "in sleep_long" in str(said.value)
+
+
+def test_ranks_that_took_too_long_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with launch.Ranks(1) as ranks:
+        late = ranks.pids
+        monkeypatch.setattr(launch, "PATIENCE", 0.25)
+        with pytest.raises(launch.ExpiredError):
+            ranks.run(sleep_long, timeout=2.0)
+        monkeypatch.undo()
+        assert ranks.run(os.getpid) == ranks.pids
+        assert ranks.pids != late

@@ -1,0 +1,32 @@
+// The control groups (cgroups) that this process is in, in version 1 and in version 2.
+//
+// What they limit belongs to whoever asks: memory to memory/memory_room, processors to
+// topology/hosts. Thread safe.
+
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace pydist {
+
+struct Cgroup {
+  std::string path;    // "/" is the topmost that this process sees
+  std::string folder;  // where its files are
+  bool is_unified;     // version 2, whose files have other names
+
+  // The whitespace-separated words of a file; none where it cannot be read.
+  [[nodiscard]] std::vector<std::string> words_in(std::string_view file) const;
+};
+
+// The cgroups that limit this process by `controller` ("cpu", "memory"): its own and all above it,
+// since a limit binds everything below it. Inside a container the paths may name folders that only
+// the host can see; the topmost is then the container's own.
+//
+// `mount` is where cgroups are, `memberships` the file that says who is in which.
+[[nodiscard]] std::vector<Cgroup> cgroups_limiting(
+    std::string_view controller, const std::string& mount = "/sys/fs/cgroup",
+    const std::string& memberships = "/proc/self/cgroup");
+
+}  // namespace pydist

@@ -1,0 +1,352 @@
+#include "c10d/gloo/gloo_communicator.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "base/fork.h"
+#include "c10d/elastic_threads.h"
+#include "c10d/gloo/gloo_channel.h"
+#include "c10d/gloo/gloo_collectives.h"
+#include "c10d/gloo/gloo_group.h"
+#include "c10d/serial_queue.h"
+#include "c10d/store.h"
+#include "communicator/agreement.h"
+#include "communicator/open_communicators.h"
+#include "communicator/peer_news.h"
+#include "communicator/splits.h"
+
+namespace pydist {
+namespace {
+
+using std::chrono::milliseconds;
+
+// How long shutdown() waits for operations that it has cut off.
+constexpr std::chrono::seconds kShutdownPatience{5};
+
+class OrdinaryMemory : public Memory {
+ public:
+  explicit OrdinaryMemory(std::size_t bytes) : bytes_(bytes) {
+    constexpr std::size_t kAlignment = 64;
+    const std::size_t rounded =
+        (std::max(bytes, std::size_t{1}) + kAlignment - 1) & ~(kAlignment - 1);
+    data_ = std::aligned_alloc(kAlignment, rounded);
+    if (data_ == nullptr) {
+      throw TransportError(join("The system has no memory for ", bytes, " bytes."));
+    }
+  }
+  ~OrdinaryMemory() override { std::free(data_); }
+
+  void* data() const noexcept override { return data_; }
+  std::size_t bytes() const noexcept override { return bytes_; }
+  bool is_symmetric() const noexcept override { return false; }
+
+ private:
+  std::size_t bytes_;
+  void* data_;
+};
+
+class GlooCommunicator : public Communicator, public PeerNews {
+ public:
+  GlooCommunicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
+                   milliseconds timeout, GlooFactory factory)
+      : store_(std::move(store)),
+        factory_(std::move(factory)),
+        rank_(rank),
+        size_(size),
+        name_(std::move(name)),
+        timeout_(timeout),
+        group_(std::make_shared<GlooGroup>(factory_(poll_store(store_), rank, size, timeout),
+                                           adapt_store(store_, kRollCallPatience), rank, size,
+                                           name_)) {}
+
+  ~GlooCommunicator() override {
+    shutdown();
+    if (in_forked_child()) {
+      // The backend's threads, which its destructor joins, are the parent's.
+      group_->channel.abandon();
+    }
+  }
+
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return size_; }
+  const std::string& name() const noexcept override { return name_; }
+
+  Capabilities capabilities() const override {
+    return {
+        .backend = "gloo",
+        .devices = {Device{}},
+        .symmetric_memory = false,
+        .any_source = true,
+        .ragged = true,
+        .wire_dtypes = {kWireDTypes.begin(), kWireDTypes.end()},
+        .equal_on_all_ranks = true,
+        .equal_from_run_to_run = true,
+        .equal_for_all_chunkings = false,
+        .numerics =
+            "Sums of float32, float64 and complex types are added around gloo's ring, in "
+            "an order that depends on an element's position; 16-bit types are summed in "
+            "float32 and rounded once; averages are divided once, after the sum. Sums in a wire "
+            "type are combined in rank order, in float32, and rounded once. Other "
+            "operators, and integers that gloo does not have, are combined in rank order; "
+            "min and max propagate NaN.",
+    };
+  }
+
+  bool takes(DeviceType type) const override { return type == DeviceType::kCpu; }
+
+  std::string why_unsupported(OpKind kind, ReduceOp op, DType dtype) const override {
+    if (has_op(kind) && !is_supported(op, dtype)) {
+      return join("op '", to_string(op), "' is not defined for ", to_string(dtype), ".");
+    }
+    return {};
+  }
+
+  WorkPtr submit(Operation operation) override {
+    check(operation);
+    const Deadline deadline = deadline_of(operation);
+    auto work = std::make_shared<Work>();
+    if (is_point_to_point(operation.kind)) {
+      start_message(std::move(operation), deadline, work);
+      return work;
+    }
+    const bool is_posted =
+        queue_.post([group = group_, operation = std::move(operation), deadline, work] {
+          finish_with(*work, [&] { return run_collective(*group, operation, deadline); });
+        });
+    if (!is_posted) {
+      throw Aborted(join("The group '", name_, "' is being shut down."));
+    }
+    return work;
+  }
+
+  WorkPtr submit_grouped(std::vector<Operation> operations) override {
+    for (const Operation& operation : operations) {
+      check(operation);
+    }
+    std::vector<WorkPtr> works;
+    works.reserve(operations.size());
+    for (Operation& operation : operations) {
+      works.push_back(submit(std::move(operation)));
+    }
+    return combine(std::move(works));
+  }
+
+  MemoryPtr allocate(std::size_t bytes, Device device) override {
+    require_not_forked();
+    group_->require_sound();
+    if (device != Device{}) {
+      throw InvalidUsage("The gloo backend allocates CPU memory only.");
+    }
+    return std::make_shared<OrdinaryMemory>(bytes);
+  }
+
+  CommunicatorPtr split(const std::vector<int>& ranks) override {
+    require_not_forked();
+    group_->require_sound();
+    const Splits::Split split = splits_.next(ranks, rank_, size_);
+    std::string name = join(name_, "/", split.name);
+    auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
+    return create_gloo_communicator(store, split.rank, static_cast<int>(ranks.size()),
+                                    std::move(name), timeout(), factory_);
+  }
+
+  milliseconds timeout() const override { return timeout_.load(); }
+  void set_timeout(milliseconds timeout) override { timeout_ = timeout; }
+
+  void abort(const Error& reason) override {
+    require_not_forked();
+    group_->fail(make_error(reason.kind(), reason.what()));
+  }
+
+  std::exception_ptr failure() const override { return group_->failure(); }
+
+  void shutdown() noexcept override {
+    if (is_shut_down_.exchange(true) || in_forked_child()) {
+      return;
+    }
+    group_->mark_shut_down();
+    if (!queue_.is_idle() || group_->has_messages()) {
+      group_->fail(
+          std::make_exception_ptr(Aborted(join("The group '", name_, "' was shut down on rank ",
+                                               rank_, " while an operation was under way."))));
+    }
+    queue_.stop();
+    const bool is_quiet = group_->wait_for_messages(kShutdownPatience);
+    if (!group_->stop_watching(kShutdownPatience) || !is_quiet) {
+      group_->channel.abandon();
+    }
+    group_->channel.release();
+    at_work_.end();
+  }
+
+  PeerNews* peer_news() noexcept override { return this; }
+  std::optional<Absence> absence() const override {
+    return size_ == 1 ? std::nullopt : group_->absence();
+  }
+  void set_farewell(std::uint64_t done) noexcept override { group_->set_farewell(done); }
+
+  void watch_peers() override {
+    if (size_ > 1) {
+      group_->watch_neighbours();
+    }
+  }
+
+  std::vector<std::string> whereabouts() const override { return {}; }
+
+ private:
+  // Counts a message as under way.
+  class UnderWay {
+   public:
+    explicit UnderWay(GlooGroup& group) : group_(group) { group_.message_started(); }
+    UnderWay(const UnderWay&) = delete;
+    UnderWay& operator=(const UnderWay&) = delete;
+    ~UnderWay() { group_.message_finished(); }
+
+   private:
+    GlooGroup& group_;
+  };
+
+  // gloo sends no empty messages, so a message without elements is one byte long.
+  struct Message {
+    explicit Message(const Operation& operation)
+        : is_send(operation.kind == OpKind::kSend),
+          buffer(is_send ? operation.inputs[0] : operation.outputs[0]) {}
+
+    GlooChannel::Message post(GlooChannel& channel, const Operation& operation) {
+      void* const data = buffer.count == 0 ? &nothing : buffer.data;
+      const std::size_t bytes = std::max(buffer.bytes(), std::size_t{1});
+      return is_send ? channel.post_send(data, bytes, operation.peer, operation.tag)
+                     : channel.post_recv(data, bytes, operation.peer, operation.tag);
+    }
+
+    bool is_send;
+    Buffer buffer;
+    std::uint8_t nothing = 0;
+  };
+
+  template <typename Function>
+  static void finish_with(Work& work, const Function& function) {
+    try {
+      const int source = function();
+      work.finish(nullptr, source);
+    } catch (...) {
+      work.finish(std::current_exception());
+    }
+  }
+
+  static int run_collective(GlooGroup& group, const Operation& operation, Deadline deadline) {
+    group.perform_collective(operation, [&] {
+      // It costs about one round trip of gloo's, which large operations do not notice.
+      check_agreement(operation, group.channel.rank(), group.channel.size(),
+                      [&](const void* mine, void* all, std::size_t bytes) {
+                        group.channel.all_gather(mine, all, bytes, deadline);
+                      });
+      run_gloo_collective(group.channel, operation, deadline);
+    });
+    return -1;
+  }
+
+  void start_message(Operation operation, Deadline deadline, const WorkPtr& work) {
+    // Posted here, so that messages to one peer leave in the order of the calls.
+    auto under_way = std::make_shared<UnderWay>(*group_);
+    auto state = std::make_shared<Message>(operation);
+    GlooChannel::Message message;
+    group_->perform(operation, [&] {
+      message = state->post(group_->channel, operation);
+      return -1;
+    });
+    messages_.post([group = group_, operation = std::move(operation), deadline, work, state,
+                    under_way = std::move(under_way), message = std::move(message)]() mutable {
+      finish_with(*work, [&] {
+        return group->perform(operation, [&] { return GlooChannel::finish(message, deadline); });
+      });
+      message.reset();
+      under_way.reset();
+    });
+  }
+
+  void check(const Operation& operation) const {
+    require_not_forked();
+    group_->require_sound();
+    validate(operation, rank_, size_);
+    for (const auto* buffers : {&operation.inputs, &operation.outputs}) {
+      for (const Buffer& buffer : *buffers) {
+        if (buffer.device != Device{}) {
+          throw InvalidUsage("The gloo backend moves CPU memory only.");
+        }
+      }
+    }
+    if (is_point_to_point(operation.kind)) {
+      if (operation.tag >= GlooChannel::kUserTags) {
+        throw InvalidUsage(join("The gloo backend has tags from 0 to ", GlooChannel::kUserTags - 1,
+                                ", got ", operation.tag, "."));
+      }
+      if (operation.peer == rank_) {
+        throw InvalidUsage(join("The gloo backend cannot send from rank ", rank_,
+                                " to itself; copy the tensor instead."));
+      }
+    }
+  }
+
+  [[nodiscard]] Deadline deadline_of(const Operation& operation) const {
+    return operation.deadline ? *operation.deadline : Deadline::in(timeout());
+  }
+
+  GroupAtWork at_work_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const GlooFactory factory_;
+  const int rank_;
+  const int size_;
+  const std::string name_;
+  std::atomic<milliseconds> timeout_;
+  std::atomic<bool> is_shut_down_{false};
+  Splits splits_;
+  const std::shared_ptr<GlooGroup> group_;
+  ElasticThreads messages_;
+  SerialQueue queue_{"pydist-gloo"};
+};
+
+}  // namespace
+
+CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                         std::string name, std::chrono::milliseconds timeout,
+                                         GlooFactory factory) {
+  if (size < 1 || rank < 0 || rank >= size) {
+    throw InvalidUsage(join("Rank ", rank, " of ", size, " is not a rank of a group."));
+  }
+  if (!store) {
+    throw InvalidUsage("A group needs a store for its ranks to meet at, and got None.");
+  }
+  require_not_forked();
+  if (size > 1) {
+    // A store whose host is stopped is to be told here: torch's gloo would ask it without limit.
+    const StorePtr asked =
+        adapt_store(store, std::min<std::chrono::milliseconds>(timeout, kStorePatience));
+    if (rank == 0) {
+      GlooGroup::forget_news(*asked);
+    }
+    const std::string key = join("here/", rank);
+    asked->set(key, "1");
+    (void)asked->get(key, Deadline::in(timeout));
+  }
+  auto communicator = std::make_shared<GlooCommunicator>(
+      std::move(store), rank, size, std::move(name), timeout, std::move(factory));
+  if (size > 1) {
+    // A rank that is connected may leave the group at once; to one that still connects, it is lost.
+    Operation barrier;
+    barrier.kind = OpKind::kBarrier;
+    communicator->submit(std::move(barrier))->wait();
+  }
+  note_open(communicator);
+  return communicator;
+}
+
+}  // namespace pydist

@@ -1,0 +1,159 @@
+// A group on gloo, as operations under way share it with the communicator, which they may outlive:
+// its channel, its failure, and what is known of its neighbours.
+//
+// Thread safe, but for the channel's collectives.
+
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "c10d/gloo/gloo_channel.h"
+#include "c10d/gloo/gloo_roll_call.h"
+#include "communicator/operation.h"
+#include "communicator/peer_news.h"
+#include "health/failure_record.h"
+#include "topology/rendezvous.h"
+
+namespace pydist {
+
+class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
+ public:
+  GlooGroup(c10::intrusive_ptr<c10d::Backend> backend, StorePtr store, int rank, int size,
+            std::string name)
+      : channel(std::move(backend), rank, size), store_(std::move(store)), name_(std::move(name)) {}
+
+  // Takes out of the store what a group of the same name has left there that has failed.
+  static void forget_news(KeyValueStore& store);
+
+  GlooChannel channel;
+
+  void require_sound() const;
+
+  [[nodiscard]] std::exception_ptr failure() const { return failure_.error(); }
+
+  // The first failure stays; the connections go, so that peers learn of it and waiters wake.
+  // Returns the group's failure.
+  std::exception_ptr fail(const std::exception_ptr& error);
+
+  // A failure that another rank has told of, or the loss of a neighbour. Never waits: the store is
+  // asked on another thread.
+  std::optional<Absence> absence();
+
+  void set_farewell(std::uint64_t done) noexcept { farewell_ = done; }
+
+  // Note [Neighbours] When a rank dies, its connections are cut, but gloo tells only a rank that
+  // waits for a message from it. So each rank waits for a message from both of its neighbours, a
+  // farewell, on a thread for each, for as long as the group lives. A rank that shuts the group
+  // down says farewell first, by the connection itself, because the store may go with the rank. A
+  // rank that fails writes its reason into the store. If a connection is lost without either, the
+  // neighbour has died, and the rank that sees this tells the others through the store.
+  void watch_neighbours();
+
+  // Precondition: the group has been marked as shut down. Returns false if listeners do not end in
+  // time.
+  bool stop_watching(std::chrono::seconds patience) noexcept;
+
+  void mark_shut_down();
+
+  // Runs `step` of an operation; a failure is the group's, named after the operation.
+  template <typename Step>
+  int perform(const Operation& operation, const Step& step) {
+    try {
+      return step();
+    } catch (...) {
+      const auto [kind, what] = describe(std::current_exception());
+      std::rethrow_exception(
+          fail(make_error(kind, join(name_of(operation), " on rank ", channel.rank(), " of ",
+                                     channel.size(), " of group '", name_, "' failed: ", what))));
+    }
+  }
+
+  // perform() for a collective, whose failure says who is missing.
+  template <typename Step>
+  void perform_collective(const Operation& operation, const Step& step) {
+    ++collectives_;
+    perform(operation, [&] {
+      if (const std::exception_ptr earlier = failure()) {
+        std::rethrow_exception(earlier);
+      }
+      try {
+        step();
+      } catch (...) {
+        const auto [kind, what] = describe(std::current_exception());
+        if (kind == ErrorKind::kMismatch || failure() != nullptr) {
+          throw;
+        }
+        channel.close();
+        const std::string who = call_roll(*store_, collectives_, channel.rank(), channel.size());
+        if (who.empty()) {
+          throw;
+        }
+        std::rethrow_exception(make_error(kind, join(what, what.ends_with('.') ? " " : ". ", who)));
+      }
+      return -1;
+    });
+  }
+
+  // Messages under way, on threads that nobody joins. Throws where the group takes none.
+  void message_started();
+  void message_finished();
+  [[nodiscard]] bool has_messages() const;
+  bool wait_for_messages(std::chrono::seconds patience);
+
+ private:
+  // How often a rank looks into the store for other ranks' failures.
+  static constexpr std::chrono::milliseconds kNewsInterval{500};
+
+  [[nodiscard]] std::vector<int> neighbours() const;
+
+  void note_loss(Absence loss);
+
+  [[nodiscard]] bool is_over() const;
+
+  // Where others look for it.
+  static void tell_of_failure(KeyValueStore& store, const std::string& text) noexcept;
+
+  // Throws where the store does not answer.
+  [[nodiscard]] bool is_told(const std::string& key) const;
+
+  // What has become of a neighbour whose connection is lost.
+  void explain_loss_of(int peer);
+
+  void ask_for_news();
+
+  static std::string name_of(const Operation& operation);
+
+  const StorePtr store_;
+  const std::string name_;
+  std::uint64_t collectives_ = 0;           // by the queue's thread only
+  std::atomic<std::uint64_t> farewell_{0};  // Absence::done
+  mutable std::mutex mutex_;
+  std::condition_variable quiet_;
+  FailureRecord failure_;
+  bool is_shut_down_ = false;  // guarded by mutex_
+  int messages_ = 0;           // guarded by mutex_
+  int listeners_ = 0;          // guarded by mutex_
+  bool is_watching_ = false;   // guarded by mutex_
+  std::mutex news_mutex_;
+  std::string news_;             // guarded by news_mutex_
+  std::optional<Absence> loss_;  // guarded by news_mutex_; of a neighbour
+  int silences_ = 0;             // guarded by news_mutex_; of the store, one after the other
+  bool is_asking_ = false;       // guarded by news_mutex_
+  Deadline next_question_ = Deadline::in(kNewsInterval);  // guarded by news_mutex_
+};
+
+}  // namespace pydist

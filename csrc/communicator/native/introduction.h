@@ -1,0 +1,35 @@
+// How the ranks of a native group introduce themselves to each other when they meet.
+
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "base/env.h"
+#include "communicator/native/endpoint.h"
+
+namespace pydist {
+
+// What the ranks of a group must have in common, and what they tell each other to meet.
+struct Introduction {
+  Card card;
+  std::string settings;  // that must be equal
+  std::string token;     // of rank 0: what the keys of the group's segments begin with
+  std::string complaint;
+
+  [[nodiscard]] std::string to_text() const;
+  [[nodiscard]] static Introduction from_text(const std::string& text);
+};
+
+// What all ranks must have set alike, in words.
+[[nodiscard]] std::string settings_text(const Environment& environment);
+
+// Throws where the ranks cannot make up a group; every rank comes to the same conclusion.
+void check_introductions(const std::vector<Introduction>& ranks);
+
+// How long a rank that waits spins before it sleeps: not at all where ranks share cores.
+[[nodiscard]] std::chrono::nanoseconds spin_time(const Environment& environment,
+                                                 const std::vector<Introduction>& ranks);
+
+}  // namespace pydist

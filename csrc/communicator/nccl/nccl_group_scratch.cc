@@ -1,0 +1,118 @@
+// The memory on the device that an NCCL group needs for itself; see NcclGroup::scratch().
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fork.h"
+#include "base/log.h"
+#include "communicator/nccl/freed_device_memory.h"
+#include "communicator/nccl/late_ends.h"
+#include "communicator/nccl/nccl_group.h"
+#include "communicator/open_communicators.h"
+#include "cuda/device_memory.h"
+
+namespace pydist {
+
+// The scratch memory of a graph, which goes with it.
+struct NcclGroup::GraphScratch {
+  std::weak_ptr<NcclGroup> group;
+  int device;
+  std::uint64_t capture;
+  std::byte* memory;
+
+  void free() const {
+    if (const auto owner = group.lock()) {
+      const std::lock_guard lock(owner->mutex_);
+      owner->graph_scratch_.erase(capture);
+    }
+    const cuda::DeviceGuard guard(device);
+    const cuda::RelaxedCapture relaxed;
+    cuda::Driver::get().free(memory);
+  }
+
+  // As a graph calls it, on a thread that may not call CUDA.
+  static void let_go(void* argument) noexcept {
+    try {
+      const std::shared_ptr<GraphScratch> self(static_cast<GraphScratch*>(argument));
+      if (is_process_ending() || in_forked_child()) {
+        return;
+      }
+      const auto run = [self] {
+        try {
+          self->free();
+        } catch (const std::exception& error) {
+          log_line(LogLevel::kError, error.what());
+        }
+      };
+      try {
+        LateEnds::of_process().start("pydist-nccl-mem", run, Deadline::in(kFreePatience), "");
+      } catch (const std::exception&) {  // no thread to be had
+        FreedDeviceMemory::of_process().free_later(self->device, [self] {
+          self->free();
+          return true;
+        });
+      }
+    } catch (const std::exception& error) {
+      log_line(LogLevel::kError, error.what());
+    }
+  }
+};
+
+std::byte* NcclGroup::scratch() {
+  if (capture_) {
+    return scratch_of_graph();
+  }
+  return scratch_;
+}
+
+void NcclGroup::allocate_scratch() {
+  free_now();
+  const cuda::DeviceGuard guard(device_);
+  const cuda::RelaxedCapture relaxed;
+  scratch_ = static_cast<std::byte*>(cuda::allocate_memory(device_, kScratchBytes));
+}
+
+std::byte* NcclGroup::scratch_of_graph() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = graph_scratch_.find(capture_->id); found != graph_scratch_.end()) {
+      return found->second;
+    }
+  }
+  const cuda::RelaxedCapture relaxed;
+  const cuda::Driver& driver = cuda::Driver::get();
+  auto* const memory = static_cast<std::byte*>(cuda::allocate_memory(device_, kScratchBytes));
+  {
+    const std::lock_guard lock(mutex_);
+    graph_scratch_.emplace(capture_->id, memory);
+  }
+  // Kept if the graph does not take it, which fails the group.
+  driver.when_gone(capture_->graph, &GraphScratch::let_go,
+                   new GraphScratch{weak_from_this(), device_, capture_->id, memory});
+  return memory;
+}
+
+// Once nothing is launched any more.
+void NcclGroup::free_scratch() noexcept {
+  if (scratch_ != nullptr && !is_launching_) {
+    FreedDeviceMemory::of_process().free_later(device_,
+                                               [memory = std::exchange(scratch_, nullptr)] {
+                                                 cuda::Driver::get().free(memory);
+                                                 return true;
+                                               });
+  }
+}
+
+void NcclGroup::free_now() {
+  FreedDeviceMemory& freed = FreedDeviceMemory::of_process();
+  if (freed.is_empty(device_) || (failure_.is_set() && !has_ended()) || is_any_captured() ||
+      cuda::is_thread_capturing(device_)) {
+    return;
+  }
+  drain(Deadline::in(end_patience_));
+  static_cast<void>(freed.free_now(device_));
+}
+
+}  // namespace pydist

@@ -1,0 +1,48 @@
+// The first error of a group, which stays: later ones are of its making.
+//
+// Whoever meets an error first writes it, everybody reads it. A native group keeps the record in
+// the shared memory of its ranks, where zeros stand for a sound group; any other group keeps its
+// own in the process. Thread safe, across processes too.
+
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "base/error.h"
+
+namespace pydist {
+
+class FailureRecord {
+ public:
+  // Cheap. Sequentially consistent, as set() is: who says first that it is at work, and then asks,
+  // either finds the error or is seen at work by whoever has set it.
+  [[nodiscard]] bool is_set() const noexcept { return state_.load() != kNone; }
+
+  // Records the error, cut to fit, unless another one came first; returns whether it did. `writer`
+  // is the rank that records.
+  bool set(ErrorKind kind, std::string_view message, int writer) noexcept;
+
+  // Null while the group is sound. Each call makes an exception of its own, since one must not be
+  // shared by threads. `of_silent` words the error where a rank has begun to write its reason and
+  // does not come to the end of it: it has died or was stopped.
+  [[nodiscard]] std::exception_ptr error(
+      const std::function<std::string(int writer)>& of_silent) const;
+  // The same where all writers are threads of this process, none of which stays silent.
+  [[nodiscard]] std::exception_ptr error() const;
+
+ private:
+  // kFirstWriter + r: rank r is writing.
+  enum State : std::uint32_t { kNone = 0, kSet = 1, kFirstWriter = 2 };
+
+  alignas(64) std::atomic<std::uint32_t> state_{kNone};
+  std::uint32_t kind_ = 0;
+  std::array<char, 4088> message_{};  // a page with what is above
+};
+
+}  // namespace pydist

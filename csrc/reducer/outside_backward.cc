@@ -1,0 +1,161 @@
+// What a program asks of a reducer outside of backward: shards, a hook, a round of its own, an end.
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "base/error.h"
+#include "reducer/reducer.h"
+
+namespace pydist {
+namespace {
+
+constexpr std::uint64_t kFirstRound = 1;
+
+}  // namespace
+
+void Reducer::shard(int owner, int stage, const std::vector<std::size_t>& slots,
+                    const std::vector<at::Tensor>& shown) {
+  if (!current_.expired()) {
+    throw InvalidUsage("an optimizer with shards is made outside of backward");
+  }
+  if (hook_) {
+    throw InvalidUsage(
+        "a communication hook averages whole gradients, so no optimizer can have shards of them");
+  }
+  const c10::AutoGradMode no_grad(false);
+  drain();
+  arena_.shard(owner, stage, slots, shown);
+  communicator_->trim();
+  arena_.allocate();
+  const std::exception_ptr error = exchange_plan();
+  forget();
+  if (error != nullptr) {
+    std::rethrow_exception(error);
+  }
+  if (!next_plan_) {
+    next_plan_ = arena_.plan();  // the same buckets, in other memory
+  }
+  apply_plan();
+}
+
+void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
+  if (hook_) {
+    throw InvalidUsage("a communication hook is registered already; there can be one only");
+  }
+  if (arena_.shardings() != 0) {
+    throw InvalidUsage(
+        "a communication hook averages whole gradients, of which pydist.ShardedOptimizer keeps "
+        "shards only: use one of the two");
+  }
+  if (round_.number != kFirstRound) {
+    throw InvalidUsage("a communication hook is registered before the first backward");
+  }
+  hook_.emplace(std::move(hook), arena_);
+}
+
+void Reducer::synchronize() {
+  if (!current_.expired()) {
+    throw InvalidUsage("sync_gradients() is called after backward(), not within it");
+  }
+  await_thrown();
+  const c10::AutoGradMode no_grad(false);
+  prepare_round(now_ns());
+  round_.is_bare = false;
+  try {
+    forget_weights_of_nothing();
+    for (GradientSlot& slot : arena_.slots()) {
+      take_over_by_hand(slot);
+    }
+  } catch (...) {
+    give_up();
+    throw;
+  }
+  run_round();
+}
+
+// A gradient that was put, or written, into `parameter.grad` by hand.
+void Reducer::take_over_by_hand(GradientSlot& slot) {
+  if (slot.is_pending || !slot.parameter.grad().defined() || is_untouched(slot) ||
+      shows_shard(slot) || is_zero(slot)) {
+    return;
+  }
+  if (has_place(slot) && !holds_gradient(slot)) {
+    arena_.lent().take_in(slot);
+  } else if (options_.sums && is_seen(slot)) {
+    throw InvalidUsage(join("the gradient of parameter ", slot.name,
+                            " was summed and then changed in place, so part of it may count once "
+                            "for each rank: set it to None first, or replace it"));
+  }
+  slot.is_pending = true;
+  note_seen(slot, /*by_value=*/adds_up());
+  weights_.has_plain = true;
+}
+
+void Reducer::set_joining(Joining joining, bool throws_on_first) noexcept {
+  joining_ = joining;
+  throws_on_first_ = throws_on_first;
+  is_present_ = true;
+}
+
+bool Reducer::join_round() {
+  await_thrown();
+  const c10::AutoGradMode no_grad(false);
+  is_present_ = false;
+  // What was accumulated and never averaged is not part of anybody's step.
+  for (GradientSlot& slot : arena_.slots()) {
+    slot.is_pending = false;
+    slot.aside.reset();
+  }
+  weights_ = {};
+  prepare_round(now_ns());
+  run_round();
+  return openings_.present() != 0;
+}
+
+void Reducer::fail_round() noexcept {
+  try {
+    prepare_round(now_ns());
+    open_round();
+    decide_combination();
+  } catch (const std::exception&) {
+    // A group that failed has told everybody already; give_up() does what can be done.
+  }
+  if (round_.times != nullptr) {
+    give_up();
+  }
+}
+
+void Reducer::retire(std::string reason) {
+  await_thrown();
+  if (!current_.expired()) {
+    throw InvalidUsage(join("within a backward: ", reason));
+  }
+  try {
+    drain();
+  } catch (const Error&) {
+    // The group has failed and has told all ranks; nobody needs what was under way.
+  }
+  const std::lock_guard turn(turn_);
+  retired_ = std::move(reason);
+  hooks_.clear();
+  arena_.let_go();
+}
+
+bool Reducer::has_pending() const {
+  return std::any_of(arena_.slots().begin(), arena_.slots().end(), &is_still_pending);
+}
+
+std::vector<at::Tensor> Reducer::pending() const {
+  std::vector<at::Tensor> parameters;
+  for (const GradientSlot& slot : arena_.slots()) {
+    if (is_still_pending(slot)) {
+      parameters.push_back(slot.parameter);
+    }
+  }
+  return parameters;
+}
+
+}  // namespace pydist

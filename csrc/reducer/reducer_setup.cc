@@ -1,0 +1,121 @@
+// How a reducer is made, and what its ranks must have in common.
+
+#include <atomic>
+#include <exception>
+#include <utility>
+
+#include "base/digest.h"
+#include "c10d/errors.h"
+#include "reducer/reducer.h"
+
+namespace pydist {
+namespace {
+
+// Reducers are made in the same order on all of their ranks.
+std::atomic<std::uint64_t> next_place = 0;
+
+}  // namespace
+
+std::shared_ptr<Reducer> Reducer::create(CommunicatorPtr communicator,
+                                         std::vector<NamedParameter> parameters, Planner planner,
+                                         std::optional<BufferExchange> buffers,
+                                         ReducerOptions options) {
+  std::shared_ptr<Reducer> reducer(new Reducer(std::move(communicator), std::move(planner),
+                                               std::move(buffers), std::move(options)));
+  for (NamedParameter& parameter : parameters) {
+    reducer->add(std::move(parameter));
+  }
+  reducer->arena_.allocate();
+  reducer->admitted_ = parameters.size();
+  if (reducer->options_.measures_link) {
+    if (const at::Tensor block = reducer->arena_.largest_block(); block.defined()) {
+      reducer->speed_ = measure_link(*reducer->communicator_, block);
+    }
+  }
+  const std::exception_ptr error = reducer->exchange_plan();
+  reducer->forget();
+  if (error != nullptr) {
+    std::rethrow_exception(error);
+  }
+  reducer->apply_plan();
+  reducer->order_ = ArrivalOrder(parameters.size());
+  reducer->restart();
+  return reducer;
+}
+
+Reducer::Reducer(CommunicatorPtr communicator, Planner planner,
+                 std::optional<BufferExchange> buffers, ReducerOptions options)
+    : communicator_(std::move(communicator)),
+      planner_(std::move(planner)),
+      buffers_(std::move(buffers)),
+      options_(std::move(options)),
+      place_(next_place.fetch_add(1)),
+      arena_(communicator_, /*lends=*/!options_.gradients_are_views),
+      order_(0),
+      openings_(communicator_->rank(), communicator_->size()) {
+  if (!options_.timeline.empty()) {
+    timeline_ = Timeline::open(options_.timeline, options_.timeline_rank);
+  }
+}
+
+void Reducer::add(NamedParameter parameter) {
+  GradientSlot& slot =
+      arena_.add(std::move(parameter.name), std::move(parameter.parameter), parameter.is_sparse);
+  slot.owner = parameter.owner;
+  slot.shown = std::move(parameter.shown);
+  parameters_.insert(slot.parameter.unsafeGetTensorImpl());
+  hooks_.push_back(make_hooks(slot));
+  order_.add_slot();
+  digest_.reset();
+  if (!arena_.buckets().empty()) {
+    slot.bucket = arena_.buckets().size() - 1;
+    ++arena_.buckets().back().missing;
+  }
+}
+
+std::unique_ptr<AccumulationHooks> Reducer::make_hooks(const GradientSlot& slot) {
+  // The hooks live as long as the parameters; they must not keep the rest alive.
+  const std::weak_ptr<Reducer> weak = weak_from_this();
+  return std::make_unique<AccumulationHooks>(
+      slot.parameter,
+      [weak, index = slot.index](const at::Tensor& gradient) {
+        const auto self = weak.lock();
+        return self == nullptr ? gradient
+                               : guarded_for_torch([&] { return self->arriving(index, gradient); });
+      },
+      [weak, index = slot.index] {
+        if (const auto self = weak.lock()) {
+          guarded_for_torch([&] { self->accumulated(index); });
+        }
+      });
+}
+
+// A digest of everything in the model and the plan that must be the same on all ranks.
+std::uint64_t Reducer::model_digest() {
+  if (digest_) {
+    return *digest_;
+  }
+  Digest digest;
+  for (const GradientSlot& slot : arena_.slots()) {
+    digest.add(slot.name);
+    digest.add(static_cast<std::uint64_t>(slot.parameter.scalar_type()));
+    for (const std::int64_t extent : slot.parameter.sizes()) {
+      digest.add(static_cast<std::uint64_t>(extent));
+    }
+    for (const std::int64_t stride : slot.strides) {
+      digest.add(static_cast<std::uint64_t>(stride));
+    }
+    digest.add(slot.is_sparse ? std::uint64_t{1} : std::uint64_t{0});
+    digest.add(static_cast<std::uint64_t>(slot.owner));
+  }
+  for (const std::vector<std::size_t>& bucket : arena_.plan()) {
+    digest.add(std::uint64_t{bucket.size()});
+    for (const std::size_t slot : bucket) {
+      digest.add(std::uint64_t{slot});
+    }
+  }
+  digest_ = digest.value();
+  return *digest_;
+}
+
+}  // namespace pydist

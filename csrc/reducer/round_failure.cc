@@ -1,0 +1,116 @@
+// How a rank leaves a round that it cannot end: so that no other rank waits for it, and every one
+// knows that the round is worth nothing. See Note [Rounds].
+
+#include <c10/core/GradMode.h>
+
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "reducer/reducer.h"
+
+namespace pydist {
+namespace {
+
+// Of the exception that is being handled.
+std::string what_happened() {
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an unknown exception";
+  }
+}
+
+}  // namespace
+
+// Sends the other ranks everything that they wait for, and tells them in the closing that it is
+// worth nothing.
+void Reducer::give_up() noexcept {
+  try {
+    const c10::AutoGradMode no_grad(false);
+    if (round_.opening == nullptr) {
+      open_round();
+    }
+    if (!round_.combination) {
+      // Decided without waiting for the others' openings. They come to the same operation, so all
+      // ranks stay in step.
+      const bool is_by_share = weights_.has_weighted || joining_ == Joining::kNotAtAll;
+      round_.combination = {is_by_share     ? ReduceOp::kPremulSum
+                            : options_.sums ? ReduceOp::kSum
+                                            : ReduceOp::kMean,
+                            0.0};
+    }
+    if (round_.is_captured && !communicator_->capabilities().needs_host) {
+      // Nobody waits for these buckets: the other ranks have only recorded theirs too, or the
+      // closing ends the group.
+      round_.launched = arena_.buckets().size();
+    }
+    launch_rest(Closing::Status::kThrew);
+    if (!round_.is_closed) {
+      close_round(Closing::Status::kThrew);
+    }
+  } catch (const std::exception& error) {
+    // The caller sees the error of the backward; a group that failed has told everybody already.
+    try {
+      if (communicator_->failure() == nullptr) {
+        communicator_->abort(
+            Aborted(join("rank ", communicator_->rank(),
+                         " fell out of step after an exception in its backward: ", error.what())));
+      }
+    } catch (const std::exception&) {
+      // In a forked child, which is none of the ranks.
+    }
+  }
+  others_know_ = true;
+  order_.drop_round();
+  orphan();
+}
+
+// For a rank that cannot complete its round, because a wait was interrupted, say. The others have
+// gone on, or wait for it. Called while the exception is handled.
+void Reducer::break_off() {
+  const std::string what = what_happened();
+  out_of_step_ = join("averaging was cut short in an earlier backward (", what,
+                      "), so this rank's model may differ from the others': load a checkpoint on "
+                      "all ranks, and wrap the module anew");
+  communicator_->abort(
+      Aborted(join("rank ", communicator_->rank(), " left while it averaged gradients: ", what)));
+  order_.drop_round();
+  orphan();
+}
+
+// Called before the group ends for a reason that all ranks can see in the closings. A rank that has
+// not looked at them yet would find the group ended without a reason.
+void Reducer::let_all_hear() noexcept {
+  try {
+    // Not a barrier, which waits for devices too.
+    Operation operation;
+    operation.kind = OpKind::kAllReduce;
+    const at::Tensor& memory = closings_->memory();
+    submit(std::move(operation), memory, memory, "all ranks have heard why a round failed")->wait();
+  } catch (const std::exception&) {
+    // A rank that is gone has heard the reason, or never will.
+  }
+}
+
+// Begins a new round while operations of this one still write into the arena. So the gradients,
+// which are worth nothing, are taken out of it: the next ones land there after drain().
+void Reducer::orphan() {
+  restart();
+  for (GradientSlot& slot : arena_.slots()) {
+    slot.is_pending = false;
+    slot.aside.reset();
+  }
+  options_.among_users([this] {
+    for (const GradientSlot& slot : arena_.slots()) {
+      slot.parameter.mutable_grad().reset();
+    }
+  });
+  // The memory may be released already now, because nobody takes it before drain().
+  arena_.release();
+}
+
+}  // namespace pydist

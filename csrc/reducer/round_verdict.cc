@@ -1,0 +1,133 @@
+// What a round is worth, from what all ranks said in its opening and its closing; see Note
+// [Rounds].
+
+#include <optional>
+#include <string>
+
+#include "c10d/device_streams.h"
+#include "reducer/reducer.h"
+
+namespace pydist {
+
+// On any rank.
+bool Reducer::has_hook_thrown() const {
+  for (int rank = 0; closings_ && rank < communicator_->size(); ++rank) {
+    if (closings_->of(rank).status == Closing::Status::kHookThrew) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Why the round is worth nothing, from what all ranks said; empty where it is worth something.
+std::string Reducer::why_worthless() const {
+  using Mode = Opening::Mode;
+  std::string threw;
+  std::string joined;
+  std::string as_one;
+  std::string by_share;
+  std::string mixed;
+  const auto append = [](std::string& ranks, int rank) {
+    ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+  };
+  for (int rank = 0; rank < communicator_->size(); ++rank) {
+    const Closing::Status status = closings_->of(rank).status;
+    const Opening opening = openings_.of(rank);
+    if (status != Closing::Status::kFine) {
+      append(threw, rank);
+    }
+    if (!opening.is_present) {
+      append(joined, rank);
+    } else if (opening.mode != Mode::kNothing) {
+      append(opening.mode == Mode::kMixed     ? mixed
+             : opening.mode == Mode::kByShare ? by_share
+                                              : as_one,
+             rank);
+    }
+  }
+  if (!threw.empty()) {
+    return join(
+        "backward raised on rank ", threw,
+        ", so the gradients of this step are incomplete on every rank: the exception is there; ",
+        has_hook_thrown() ? kHooksOutOfStep : "set the gradients to zero before the next step");
+  }
+  if (!mixed.empty()) {
+    return join("of the backward passes that this step accumulates on rank ", mixed,
+                ", some had a weight and some had none: give one to each");
+  }
+  if (!as_one.empty() && !by_share.empty()) {
+    return join("rank ", by_share, " gave this backward a weight and rank ", as_one,
+                " did not, so there is no average: give one on all ranks (0 where a batch counts "
+                "for nothing), and set the gradients to zero before the next step");
+  }
+  if (throws_on_first_ && !joined.empty() && openings_.present() != 0) {
+    return join("rank ", joined,
+                " has no more batches, and join() was told to stop then "
+                "(throw_on_early_termination=True)");
+  }
+  return {};
+}
+
+// Remembers that the round is captured: when it is given up later, that may be on another thread,
+// or after the capture, where nothing tells any more.
+void Reducer::note_capture() { round_.is_captured = round_.is_captured || is_capturing(); }
+
+// Whether some ranks captured the round and others did not, on a backend whose operations a graph
+// can hold.
+bool Reducer::is_captured_by_some() const {
+  return !communicator_->capabilities().needs_host && closings_->any(&Closing::is_captured) &&
+         !closings_->all(&Closing::is_captured);
+}
+
+bool Reducer::is_capturing() const {
+  const std::optional<Device> device = arena_.device();
+  return device && pydist::is_capturing(current_stream(*device));
+}
+
+std::string Reducer::why_not_captured() const {
+  const auto because = [](const std::string& what) {
+    return "this step cannot be captured into a CUDA graph, which would repeat the averaging of "
+           "gradients without what the ranks' hosts tell each other: " +
+           what;
+  };
+  for (int rank = 0; rank < communicator_->size(); ++rank) {
+    if (!closings_->of(rank).is_captured) {
+      return because(join("rank ", rank, " does not capture it; do so on all ranks"));
+    }
+    if (openings_.of(rank).mode != Opening::Mode::kAsOne) {
+      return because(join("rank ", rank, " gave it a weight, or is in join()"));
+    }
+  }
+  if (buffers_ && buffers_->memory.numel() != 0) {
+    return because(
+        "buffers of the module would be exchanged; wrap it with broadcast_buffers=False");
+  }
+  if (hook_) {
+    return because("a communication hook averages the gradients");
+  }
+  if (options_.checks_gradients) {
+    return because("PYDIST_DEBUG compares gradients after each step");
+  }
+  for (const GradientSlot& slot : arena_.slots()) {
+    if (slot.owner != 0) {
+      return because("a ShardedOptimizer takes the gradients");
+    }
+    if (slot.is_sparse) {
+      return because("the gradient of " + slot.name + " is sparse");
+    }
+    if (!has_place(slot)) {
+      return because(slot.name + " joined the model in this step; run one more before");
+    }
+    if (closings_->is_late(slot.index)) {
+      return because("the gradient of " + slot.name +
+                     " came in parts, after its bucket had left; run more steps before");
+    }
+    if (closings_->used(slot.index) != communicator_->size()) {
+      return because(join(slot.name, " got a gradient on ", closings_->used(slot.index), " of ",
+                          communicator_->size(), " ranks; freeze what is not used"));
+    }
+  }
+  return {};
+}
+
+}  // namespace pydist

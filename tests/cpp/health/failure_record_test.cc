@@ -1,0 +1,56 @@
+#include "health/failure_record.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace pydist {
+namespace {
+
+TEST(FailureRecordTest, TheFirstErrorStays) {
+  FailureRecord record;
+  EXPECT_FALSE(record.is_set());
+  EXPECT_EQ(record.error(), nullptr);
+  EXPECT_TRUE(record.set(ErrorKind::kPeerLost, "rank 1 has died", 0));
+  EXPECT_FALSE(record.set(ErrorKind::kTimeout, "timed out", 2));
+  EXPECT_TRUE(record.is_set());
+  const auto [kind, message] = describe(record.error());
+  EXPECT_EQ(kind, ErrorKind::kPeerLost);
+  EXPECT_EQ(message, "rank 1 has died");
+  EXPECT_NE(record.error(), record.error()) << "an exception must not be shared by threads";
+}
+
+TEST(FailureRecordTest, ALongMessageIsCut) {
+  FailureRecord record;
+  EXPECT_TRUE(record.set(ErrorKind::kMismatch, std::string(10'000, 'x'), 0));
+  const std::string message = describe(record.error()).message;
+  EXPECT_GT(message.size(), 4000u);
+  EXPECT_EQ(message, std::string(message.size(), 'x'));
+}
+
+TEST(FailureRecordTest, ReadersSeeWholeErrorsOfOneWriter) {
+  for (int round = 0; round < 200; ++round) {
+    FailureRecord record;
+    std::atomic<int> winners{0};
+    std::vector<std::thread> threads;
+    for (int writer = 0; writer < 3; ++writer) {
+      threads.emplace_back([&, writer] {
+        const std::string message(3000, static_cast<char>('a' + writer));
+        winners += record.set(ErrorKind::kError, message, writer) ? 1 : 0;
+        const std::string seen = describe(record.error()).message;
+        EXPECT_EQ(seen, std::string(3000, seen[0]));
+      });
+    }
+    for (std::thread& each : threads) {
+      each.join();
+    }
+    EXPECT_EQ(winners, 1);
+  }
+}
+
+}  // namespace
+}  // namespace pydist
