@@ -364,6 +364,10 @@ class Reducer:
         """
         Outside of backward: waits until autograd has let go of a backward that has raised.
         """
+    def berth_bytes(self, owner: typing.SupportsInt | typing.SupportsIndex) -> int:
+        """
+        What an optimizer's buckets share, in stage 2.
+        """
     def fail_round(self) -> None:
         """
         Takes part in a round of the others, and tells them that this rank raised.
@@ -411,10 +415,6 @@ class Reducer:
     def sharded_buckets(self, owner: typing.SupportsInt | typing.SupportsIndex) -> list:
         """
         The buckets of an optimizer, in the order of launching: number (for good), label, members (index of the parameter, offset in the bucket, strides), layout, and this rank's shard of the gradients.
-        """
-    def berth_bytes(self, owner: typing.SupportsInt | typing.SupportsIndex) -> int:
-        """
-        What an optimizer's buckets share, in stage 2.
         """
     def synchronize(self) -> None:
         """
