@@ -1,5 +1,6 @@
-// News of the ranks of a group, for whoever moves their data by other means: NCCL, which cannot tell
-// itself which rank has gone, and has a group of the same ranks on a host backend for the news alone.
+// News of the ranks of a group, for whoever moves their data by other means: NCCL, which cannot
+// tell itself which rank has gone, and has a group of the same ranks on a host backend for the news
+// alone.
 //
 // Thread safe.
 
