@@ -149,23 +149,23 @@ PARTS = (
         (
             Step(
                 "the kernels' share of the copy bandwidth (goal: 85 %)",
-                "python bench/cuda_kernels.py",
+                "python bench/gpu/cuda_kernels.py",
                 60,
             ),
             Step(
                 "staging beside plain copies, cudaHostRegister of the shared heap at work",
-                "python bench/staging.py --seconds 1",
+                "python bench/gpu/staging.py --seconds 1",
                 60,
             ),
             Step(
                 "the ring beside NCCL's own all-reduce, both by sockets",
-                "python bench/nccl_ring.py --seconds 1",
+                "python bench/gpu/nccl_ring.py --seconds 1",
                 60,
             ),
             Step(
                 "the latency of an all-reduce of 8 B to 64 KiB beside torch's ProcessGroupNCCL, "
                 "by sockets",
-                "CUDA_VISIBLE_DEVICES=0 python bench/gpu_latency.py "
+                "CUDA_VISIBLE_DEVICES=0 python bench/gpu/gpu_latency.py "
                 "--sizes 8,64,512,4K,16K,64K --seconds 1",
                 60,
             ),

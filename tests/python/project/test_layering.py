@@ -188,7 +188,7 @@ def test_the_root_of_the_package_shows_its_rooms() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["csrc", "pydist", "tests/cpp", "tests/fakes", "tests/python"])
+@pytest.mark.parametrize("name", ["bench", "csrc", "docs", "examples", "pydist", "tests"])
 def test_a_folder_holds_few_files(name: str) -> None:
     folder = ROOT / name
     for each in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:

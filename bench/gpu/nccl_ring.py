@@ -1,4 +1,4 @@
-"""Our ring over NCCL beside NCCL's own all-reduce: python bench/nccl_ring.py
+"""Our ring over NCCL beside NCCL's own all-reduce: python bench/gpu/nccl_ring.py
 
 On every GPU of this host, or with two ranks on the only one (see gpu_pairs.py). The ring is for
 what NCCL can't do, and moves as many bytes as NCCL's (in 16-bit types half as many again: they
@@ -16,7 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python"))
 import gpu_pairs
 
 from pydist.benchmarks.noise import is_noisy, ratio_of

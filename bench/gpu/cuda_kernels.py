@@ -1,4 +1,4 @@
-"""The CUDA kernels beside the copy bandwidth of the card: python bench/cuda_kernels.py [MiB].
+"""The CUDA kernels beside the copy bandwidth of the card: python bench/gpu/cuda_kernels.py [MiB].
 
 Every kernel is bound by memory, so what counts is how many bytes a second it moves, read and
 written, as a share of what a copy moves in the same run. The aim is 85 %. Calls are replayed as
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python"))
 import cuda_library
 from cuda_library import CudaLibrary
 

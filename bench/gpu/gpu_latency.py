@@ -1,4 +1,4 @@
-"""Small all-reduces on NCCL, by pydist and by torch's ProcessGroupNCCL: python bench/gpu_latency.py
+"""Small all-reduces on NCCL, beside torch's ProcessGroupNCCL: python bench/gpu/gpu_latency.py
 
 On every GPU of this host, or with two ranks on the only one (see gpu_pairs.py). Both call the same
 NCCL, one after the other in the same processes, and each call waits for the GPU: the ratio is what
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python"))
 import gpu_pairs
 
 from pydist.benchmarks.noise import is_noisy, ratio_of

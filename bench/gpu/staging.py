@@ -1,4 +1,4 @@
-"""all_reduce of GPU tensors through host memory beside plain copies: python bench/staging.py
+"""all_reduce of GPU tensors through host memory beside plain copies: python bench/gpu/staging.py
 
 On every GPU of this host, or with two ranks on the only one (see gpu_pairs.py). The copies move the
 same bytes to pinned memory and back, in both directions at a time, and add nothing: their share of
@@ -16,7 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python"))
 import gpu_pairs
 
 from pydist.benchmarks.noise import is_noisy, ratio_of
