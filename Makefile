@@ -121,7 +121,7 @@ endif
 
 # Most tests wait for processes that they start, so three files of them run at a time; without
 # pytest-benchmark, which says that it can't measure then.
-PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile -p no:benchmark
+PYTEST = TEST_BUILD=$(BUILD) $(BIN)/python -m pytest -n 3 --dist loadfile -p no:benchmark
 
 .PHONY: test-python
 test-python: build  ## the Python tests of test

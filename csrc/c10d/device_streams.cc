@@ -3,6 +3,7 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
@@ -50,9 +51,8 @@ Function* find_in_runtime(const char* name) noexcept {
 }  // namespace
 
 bool has_cuda() noexcept {
-  const auto* const guard =
-      c10::impl::device_guard_impl_registry[static_cast<std::size_t>(c10::DeviceType::CUDA)].load();
-  return guard != nullptr && guard->deviceCount() > 0;
+  // Not the device guard, which says 1 once torch has traced with tensors that hold no data.
+  return at::detail::getCUDAHooks().deviceCount() > 0;
 }
 
 c10::Device torch_device(Device device) noexcept {

@@ -57,8 +57,19 @@ ReduceOp reduce_op_of(const c10d::ReduceOp& op) {
   throw InvalidUsage("Unknown reduce operator.");
 }
 
+// torch 2.11 has no name of its own for them.
+template <typename OpType>
+constexpr OpType coalesced_reduce_scatters() {
+  if constexpr (requires { OpType::REDUCE_SCATTER_TENSOR_COALESCED; }) {
+    return OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+  } else {
+    return OpType::COALESCED;
+  }
+}
+
 double factor_of(const c10d::ReduceOp& op) {
-  const auto* const supplement = dynamic_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+  // Newer versions of torch call it PreMulSumSupplement as well.
+  const auto* const supplement = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   if (supplement == nullptr) {
     throw InvalidUsage(
         "PREMUL_SUM needs a factor: torch.distributed._make_nccl_premul_sum(factor).");
@@ -497,7 +508,7 @@ WorkRef TorchProcessGroup::reduce_scatter_tensor_coalesced(
       throw InvalidUsage(
           join("reduce_scatter: ", inputs.size(), " inputs but ", outputs.size(), " outputs."));
     }
-    Call call(*communicator_, c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, options.timeout,
+    Call call(*communicator_, coalesced_reduce_scatters<c10d::OpType>(), options.timeout,
               /*is_async=*/true);
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       Operation& operation = call.add(OpKind::kReduceScatter);

@@ -21,13 +21,13 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from build_folder import BUILD
 from torch import Tensor
 
 from pydist import _native
 
-ROOT = Path(__file__).resolve().parents[2]
 REAL = Path(_native.__file__).with_name("libpydist_cuda.so")
-EMULATED = ROOT / "build" / "dev" / "tests" / "cpp" / "libpydist_emulated_cuda.so"
+EMULATED = BUILD / "tests" / "cpp" / "libpydist_emulated_cuda.so"
 
 ABI_VERSION = 3
 

@@ -26,19 +26,14 @@ from typing import Any
 
 import pytest
 import torch
-
-_BUILD = Path(__file__).resolve().parents[2] / "build"
+from build_folder import BUILD
 
 
 def library() -> Path | None:
     """The compiled module; None where the C++ tests were not built."""
     suffix = f".cpython-{sys.version_info.major}{sys.version_info.minor}-"
-    found = [
-        path
-        for path in _BUILD.glob("*/tests/fake_cuda/_fake_cuda*.so")
-        if suffix in path.name and path.parts[-4] not in ("lint", "bench")
-    ]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    found = (BUILD / "tests" / "fake_cuda").glob("_fake_cuda*.so")
+    return next((path for path in found if suffix in path.name), None)
 
 
 def why_missing() -> str:

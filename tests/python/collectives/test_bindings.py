@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_command
+from launch import run_command, run_ranks
 from thorough import everyday
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pydist
 from pydist import _native
+from pydist.job.groups import communicator_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,6 +64,19 @@ def test_properties(communicator: _native.Communicator) -> None:
     assert capabilities["backend"] == communicator.backend
     assert capabilities["devices"] == ["cpu"]
     assert isinstance(communicator.whereabouts(), list)
+
+
+def devices_after_tracing() -> list[str]:
+    with FakeTensorMode():
+        torch.ones(2, device="cuda").sum()
+    pydist.init()
+    devices: list[str] = communicator_of().capabilities()["devices"]
+    return devices
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tracing_for_a_gpu_makes_none_appear() -> None:
+    assert run_ranks(devices_after_tracing, 1) == [["cpu"]]
 
 
 def test_every_operation(communicator: _native.Communicator) -> None:
