@@ -28,6 +28,8 @@ namespace {
 // again, ever more slowly.
 constexpr std::chrono::microseconds kFirstPause{200};
 constexpr std::chrono::microseconds kLongestPause{10'000};
+// How often whoever waits asks whether the wait is in vain.
+constexpr std::chrono::milliseconds kNewsInterval{200};
 
 class Pause {
  public:
@@ -48,10 +50,12 @@ std::string has_not_come(const std::string& key) {
 
 class PolledStore final : public c10d::PrefixStore {
  public:
-  explicit PolledStore(c10::intrusive_ptr<c10d::Store> store)
-      : PrefixStore("polled", std::move(store)) {}
+  PolledStore(c10::intrusive_ptr<c10d::Store> store, std::string news_key)
+      : PrefixStore("polled", std::move(store)), news_key_(std::move(news_key)) {}
 
-  c10::intrusive_ptr<c10d::Store> clone() override { return poll_store(store_->clone()); }
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    return poll_store(store_->clone(), news_key_);
+  }
 
   std::vector<std::uint8_t> get(const std::string& key) override {
     wait({key});
@@ -68,8 +72,13 @@ class PolledStore final : public c10d::PrefixStore {
   void wait(const std::vector<std::string>& keys,
             const std::chrono::milliseconds& timeout) override {
     const Deadline deadline = timeout == kNoTimeout ? Deadline::never() : Deadline::in(timeout);
+    Deadline news = Deadline::in(kNewsInterval);
     Pause pause;
     while (!check(keys)) {
+      if (news.has_passed()) {
+        require_no_news();
+        news = Deadline::in(kNewsInterval);
+      }
       if (deadline.has_passed()) {
         const auto missing = std::find_if(keys.begin(), keys.end(),
                                           [this](const auto& key) { return !check({key}); });
@@ -79,6 +88,16 @@ class PolledStore final : public c10d::PrefixStore {
       pause.sleep_until(deadline);
     }
   }
+
+ private:
+  void require_no_news() {
+    if (store_->check({news_key_})) {
+      const std::vector<std::uint8_t> text = store_->get(news_key_);
+      C10_THROW_ERROR(DistStoreError, std::string(text.begin(), text.end()));
+    }
+  }
+
+  const std::string news_key_;
 };
 
 // What a call on another thread has come to.
@@ -188,8 +207,9 @@ StorePtr adapt_store(c10::intrusive_ptr<c10d::Store> store, std::chrono::millise
   return std::make_shared<TorchStore>(std::move(store), patience);
 }
 
-c10::intrusive_ptr<c10d::Store> poll_store(c10::intrusive_ptr<c10d::Store> store) {
-  return c10::make_intrusive<PolledStore>(std::move(store));
+c10::intrusive_ptr<c10d::Store> poll_store(c10::intrusive_ptr<c10d::Store> store,
+                                           std::string news_key) {
+  return c10::make_intrusive<PolledStore>(std::move(store), std::move(news_key));
 }
 
 }  // namespace pydist

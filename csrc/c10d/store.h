@@ -9,6 +9,7 @@
 #pragma once
 
 #include <chrono>
+#include <string>
 
 #include <c10/util/intrusive_ptr.h>
 
@@ -34,6 +35,7 @@ inline constexpr std::chrono::seconds kStorePatience{30};
 // until every rank has joined that group, which those threads may have to bring about. A connection
 // of the group's own is no way out: a TCPStore looks up the name of whoever connects and answers
 // nobody meanwhile, for 10 s where the name server is silent.
-[[nodiscard]] c10::intrusive_ptr<c10d::Store> poll_store(c10::intrusive_ptr<c10d::Store> store);
+[[nodiscard]] c10::intrusive_ptr<c10d::Store> poll_store(c10::intrusive_ptr<c10d::Store> store,
+                                                         std::string news_key);
 
 }  // namespace pydist

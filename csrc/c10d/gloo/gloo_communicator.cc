@@ -63,9 +63,9 @@ class GlooCommunicator : public Communicator, public PeerNews {
         size_(size),
         name_(std::move(name)),
         timeout_(timeout),
-        group_(std::make_shared<GlooGroup>(factory_(poll_store(store_), rank, size, timeout),
-                                           adapt_store(store_, kRollCallPatience), rank, size,
-                                           name_)) {}
+        group_(std::make_shared<GlooGroup>(
+            factory_(poll_store(store_, GlooGroup::kNewsKey), rank, size, timeout),
+            adapt_store(store_, kRollCallPatience), rank, size, name_)) {}
 
   ~GlooCommunicator() override {
     shutdown();
@@ -326,24 +326,35 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     throw InvalidUsage("A group needs a store for its ranks to meet at, and got None.");
   }
   require_not_forked();
-  if (size > 1) {
-    // A store whose host is stopped is to be told here: torch's gloo would ask it without limit.
+  std::shared_ptr<GlooCommunicator> communicator;
+  const auto connect = [&] {
+    communicator = std::make_shared<GlooCommunicator>(store, rank, size, name, timeout, factory);
+  };
+  if (size == 1) {
+    connect();
+  } else {
     const StorePtr asked =
         adapt_store(store, std::min<std::chrono::milliseconds>(timeout, kStorePatience));
     if (rank == 0) {
       GlooGroup::forget_news(*asked);
     }
-    const std::string key = join("here/", rank);
-    asked->set(key, "1");
-    (void)asked->get(key, Deadline::in(timeout));
-  }
-  auto communicator = std::make_shared<GlooCommunicator>(
-      std::move(store), rank, size, std::move(name), timeout, std::move(factory));
-  if (size > 1) {
-    // A rank that is connected may leave the group at once; to one that still connects, it is lost.
-    Operation barrier;
-    barrier.kind = OpKind::kBarrier;
-    communicator->submit(std::move(barrier))->wait();
+    try {
+      // A store whose host is stopped is to be told here: torch's gloo would ask it without limit.
+      const std::string key = join("here/", rank);
+      asked->set(key, "1");
+      (void)asked->get(key, Deadline::in(timeout));
+      connect();
+      // A rank that is connected may leave the group at once; to one that still connects, it is
+      // lost.
+      Operation barrier;
+      barrier.kind = OpKind::kBarrier;
+      communicator->submit(std::move(barrier))->wait();
+    } catch (const std::exception& error) {
+      // The others wait for this rank, which will not come.
+      GlooGroup::tell_of_failure(
+          *asked, join("rank ", rank, " could not join the group '", name, "': ", error.what()));
+      throw;
+    }
   }
   note_open(communicator);
   return communicator;

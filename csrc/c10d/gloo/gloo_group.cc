@@ -10,8 +10,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Under which the first failure of a group stands in its store.
-constexpr const char* kNewsKey = "failed/why";
 // How long the reason for a lost connection may be on its way to the store.
 constexpr std::chrono::seconds kReasonPatience{1};
 // After how many questions without an answer, of a second or so each, the store is gone.

@@ -36,8 +36,12 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
             std::string name)
       : channel(std::move(backend), rank, size), store_(std::move(store)), name_(std::move(name)) {}
 
+  // Under which the first failure of a group stands in its store.
+  static constexpr const char* kNewsKey = "failed/why";
   // Takes out of the store what a group of the same name has left there that has failed.
   static void forget_news(KeyValueStore& store);
+  // Unless the store holds an earlier failure.
+  static void tell_of_failure(KeyValueStore& store, const std::string& text) noexcept;
 
   GlooChannel channel;
 
@@ -123,9 +127,6 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   void note_loss(Absence loss);
 
   [[nodiscard]] bool is_over() const;
-
-  // Where others look for it.
-  static void tell_of_failure(KeyValueStore& store, const std::string& text) noexcept;
 
   // Throws where the store does not answer.
   [[nodiscard]] bool is_told(const std::string& key) const;

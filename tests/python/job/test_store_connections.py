@@ -1,10 +1,11 @@
-"""A group costs no connection to the job's store.
+"""Groups share one connection to the job's store, and learn from it who cannot join them.
 
 torch's TCPStore looks up the name of whoever connects to it and answers no rank meanwhile, so where
 the name server is silent each connection would hold up the whole job for 10 s.
 """
 
 import os
+import resource
 
 import psutil
 import pytest
@@ -42,3 +43,27 @@ def test_groups_share_the_connection_to_the_store(backend: str) -> None:
         assert before > 0
         assert after == before
         assert total == 8
+
+
+def join_where_one_lacks_descriptors() -> str:
+    pydist.init()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if pydist.rank() == 1:
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    with pytest.raises(pydist.TransportError) as caught:
+        pydist.new_group([0, 1, 2])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    ones = torch.ones(3)
+    pydist.all_reduce(ones)
+    assert ones[0] == 3
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_join_a_group_is_named_by_all() -> None:
+    env = {"PYDIST_BACKEND": "gloo"}
+    messages = run_ranks(join_where_one_lacks_descriptors, 3, timeout=LIMIT_S, env=env)
+    assert "Too many open files" in messages[1]
+    for message in (messages[0], messages[2]):
+        assert "rank 1 could not join the group" in message
+        assert "Too many open files" in message
