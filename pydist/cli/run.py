@@ -45,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     # To tell who said so, or nobody; torchrun's own default is its variable's value, or 1.
     parser.set_defaults(nproc_per_node=None)
+    if "PET_MASTER_PORT" not in os.environ:
+        # Older versions of torchrun have a default here, which would look like a wish.
+        parser.set_defaults(master_port=None)
 
     def error(message: str) -> NoReturn:
         raise _UsageError(f"{message} (`pydist run --help` lists the flags)")
@@ -130,6 +133,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if not _describes_a_meeting(options):
         options.standalone = True
+    elif options.master_port is None:
+        options.master_port = torchrun.get_args_parser().get_default("master_port")
     if count > 1:
         # As torchrun sets it, without its banner.
         os.environ.setdefault("OMP_NUM_THREADS", "1")

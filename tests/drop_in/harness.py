@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from typing import Any, Literal, TypeVar
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 # What a program is compared with.
 # - "one process": the same program in one process on the whole batch. Torch's DDP is held to it as
@@ -231,6 +233,7 @@ def program(
     reference: Reference = "one process",
     *,
     without_ddp: str = "",
+    needs: str = "",
     refused: str = "",
     warns: str = "",
     warns_alone: bool = True,
@@ -244,6 +247,8 @@ def program(
         reference: What it is compared with.
         without_ddp: Why torch's DDP does not run it, or makes other numbers than one process; it is
             then left out.
+        needs: An argument of torch's DDP that it passes. Where this torch has no such argument, the
+            program is left out.
         refused: What pydist says when it refuses the program, a regular expression. Then nothing
             else is compared.
         warns: What pydist warns of and DDP does not, a regular expression.
@@ -262,6 +267,8 @@ def program(
         name = text.__name__
         assert name not in PROGRAMS, f"there are two programs {name}"
         assert not (without_ddp and reference == "torch DDP"), name
+        if needs and needs not in inspect.signature(DistributedDataParallel).parameters:
+            return text
         PROGRAMS[name] = Program(
             text.__module__,
             name,

@@ -26,7 +26,7 @@ def gradients_as_views_of_buckets(lib: Library, record: Record) -> None:
     train(lib, record, mlp(), gradient_as_bucket_view=True)
 
 
-@program()
+@program(needs="batched_grad_copy")
 def gradients_copied_in_one_go(lib: Library, record: Record) -> None:
     train(lib, record, mlp(), batched_grad_copy=True)
 
@@ -41,7 +41,7 @@ def models_that_begin_apart(lib: Library, record: Record) -> None:
     train(lib, record, mlp(), init_sync=False)
 
 
-@program("torch DDP")
+@program("torch DDP", needs="forward_sync_buffers")
 def buffers_left_alone(lib: Library, record: Record) -> None:
     module = nn.Sequential(mlp(), nn.BatchNorm1d(3))
     train(lib, record, module, forward_sync_buffers=False)

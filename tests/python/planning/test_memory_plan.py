@@ -307,7 +307,10 @@ def test_buckets_share_memory_with_their_like() -> None:
 
 def most_allocated(call: Callable[[], object]) -> int:
     """Bytes that torch's allocator for the CPU had at most, beyond those that it had before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    # acc_events: some versions warn of its absence.
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
         call()
     result: Any = profiled.profiler
     events = [event for event in result.kineto_results.events() if event.name() == "[memory]"]

@@ -1,5 +1,6 @@
 """The command line: `pydist run`, `pydist info`."""
 
+import argparse
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from launch import run_command
 from thorough import everyday
+from torch.distributed import run as torchrun
 
 import pydist
 from pydist.cli import main
@@ -178,3 +180,28 @@ def test_importing_the_command_line_loads_no_subcommand() -> None:
     )
     done = run_command([sys.executable, "-c", script])
     assert (done.returncode, done.stdout) == (0, "['pydist.cli']\n"), done.stderr
+
+
+@pytest.mark.parametrize("default", [None, 29500], ids=["new torchrun", "old torchrun"])
+def test_run_asks_for_no_port_unless_told(
+    default: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs on one host would ask for the same one."""
+    script = tmp_path / "train.py"
+    script.touch()
+    parser_of_torch = torchrun.get_args_parser
+
+    def parser() -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = parser_of_torch()
+        made.set_defaults(master_port=default)
+        return made
+
+    started = []
+    monkeypatch.setattr(torchrun, "get_args_parser", parser)
+    monkeypatch.setattr(torchrun, "run", lambda o: started.append((o.standalone, o.master_port)))
+    monkeypatch.setattr("pydist.cli.run.record", lambda function: function)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for flags in ([], ["--master-port", "29500"], ["--nnodes", "2", "--master-addr", "a"]):
+        assert main(["run", "-n", "2", *flags, str(script)]) == 0
+    assert started == [(True, None), (False, 29500), (False, default)]
