@@ -10,10 +10,10 @@ namespace {
 std::atomic<int> groups_at_work{0};
 std::atomic<bool> is_forked{false};
 // How many forks lie between this process and the one that loaded the engine.
-std::atomic<unsigned> generation{0};
+std::atomic<unsigned> fork_count{0};
 
 void note_fork() {
-  generation.fetch_add(1, std::memory_order_relaxed);
+  fork_count.fetch_add(1, std::memory_order_relaxed);
   if (groups_at_work.load(std::memory_order_relaxed) > 0) {
     is_forked.store(true, std::memory_order_relaxed);
   }
@@ -38,11 +38,11 @@ void GroupAtWork::end() noexcept {
 
 Birth::Birth() noexcept {
   watch_forks();
-  generation_ = generation.load(std::memory_order_relaxed);
+  forks_ = fork_count.load(std::memory_order_relaxed);
 }
 
 bool Birth::is_inherited() const noexcept {
-  return generation_ != generation.load(std::memory_order_relaxed);
+  return forks_ != fork_count.load(std::memory_order_relaxed);
 }
 
 bool in_forked_child() noexcept { return is_forked.load(std::memory_order_relaxed); }

@@ -42,7 +42,7 @@ class Birth {
   [[nodiscard]] bool is_inherited() const noexcept;
 
  private:
-  unsigned generation_;
+  unsigned forks_;
 };
 
 // Whether this process was forked while a group was at work.
