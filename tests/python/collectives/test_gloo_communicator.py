@@ -1,27 +1,24 @@
 """The gloo communicator: what is its own, beside the suite that every backend passes."""
 
-import os
-import re
-import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from gloo_groups import make
 from launch import Ranks
 from thorough import everyday
 
 import pydist
-from pydist import _native
 
 pytestmark = pytest.mark.timeout(60)
 
 LIMIT_S = 40.0
+
 Runner = Callable[..., list[Any]]
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
 INTEGERS = [
     torch.int8,
     torch.int16,
@@ -32,19 +29,6 @@ INTEGERS = [
     torch.uint32,
     torch.uint64,
 ]
-
-
-def gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
-def make(timeout_s: float = 20.0) -> _native.Communicator:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
-    return _native.create_gloo(store, rank, size, "tested", timeout_s, gloo)
 
 
 @pytest.fixture(params=everyday(3, thorough=(1, 2)))
@@ -304,198 +288,3 @@ def splits() -> list[str]:
 def test_splits(run: Runner) -> None:
     names = run(splits)
     assert all(each == names[0] for each in names)
-
-
-def timed_out() -> list[Any]:
-    communicator = make()
-    start_s = time.monotonic()
-    errors = []
-    if communicator.rank == 0:
-        for _ in range(2):
-            try:
-                communicator.all_reduce(torch.ones(2), torch.ones(2), timeout=0.3)
-            except pydist.Error as error:
-                errors.append(type(error).__name__)
-        took_s = time.monotonic() - start_s
-        assert isinstance(communicator.failure, pydist.Timeout)
-        return [*errors, took_s]
-    try:
-        communicator.recv(torch.empty(1), 0)
-    except pydist.Error as error:
-        errors.append(type(error).__name__)
-    return errors
-
-
-def test_a_timeout_fails_the_group_on_both_sides(run_two: Runner) -> None:
-    first, second = run_two(timed_out)
-    assert first[:2] == ["Timeout", "Timeout"]
-    assert first[2] < 5.0
-    assert second == ["PeerLost"]
-
-
-def missing_rank(how: str) -> str:
-    communicator = make()
-    if communicator.rank == 1:
-        if how == "dead":
-            os._exit(0)
-        time.sleep(4.0)
-        return ""
-    try:
-        communicator.all_reduce(torch.ones(2), torch.ones(2), timeout=0.5 + communicator.rank)
-    except pydist.Error as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-@pytest.mark.parametrize("how", ["late", "dead"])
-def test_who_is_missing_is_named_to_everybody(how: str) -> None:
-    with Ranks(3) as ranks:
-        outcomes = ranks.outcomes(missing_rank, how, timeout=LIMIT_S)
-    # Rank 0 gives up first, while rank 2 still waits for rank 1 and can't answer.
-    assert re.search(r"No answer from rank 1(, rank 2)? \(late", outcomes[0].value), outcomes
-    assert "No answer from rank 1 (late" in outcomes[2].value, outcomes
-    assert outcomes[0].value.startswith("Timeout" if how == "late" else "PeerLost")
-
-
-def aborted() -> list[str]:
-    communicator = make()
-    works = []
-    if communicator.rank == 0:
-        works.append(communicator.recv(torch.empty(1), 1, async_op=True))
-        works.append(communicator.all_reduce(torch.ones(2), torch.ones(2), async_op=True))
-        time.sleep(0.2)
-        communicator.abort("enough")
-        names = []
-        for work in works:
-            with pytest.raises(pydist.Aborted, match="enough"):
-                work.wait(5.0)
-            names.append(type(work.exception()).__name__)
-        communicator.shutdown()
-        return names
-    with pytest.raises(pydist.PeerLost):
-        communicator.recv(torch.empty(1), 0)
-    return []
-
-
-def test_abort_wakes_everybody(run_two: Runner) -> None:
-    assert run_two(aborted)[0] == ["Aborted", "Aborted"]
-
-
-def aborted_beside_a_leaver() -> None:
-    communicator = make()
-    rank = communicator.rank
-    communicator.barrier()
-    if rank == 1:
-        communicator.shutdown()
-        return
-    # Rank 0 hears of it by its message from rank 1; whoever waits for the others is to wake too.
-    peers = (1, 2) if rank == 0 else (0,)
-    works = [communicator.recv(torch.empty(1), peer, async_op=True) for peer in peers]
-    for work in works:
-        with pytest.raises(pydist.PeerLost):
-            work.wait(10.0)
-    communicator.shutdown()
-
-
-def test_a_leaver_keeps_nobody_from_ending_the_group() -> None:
-    with Ranks(3) as ranks:
-        ranks.run(aborted_beside_a_leaver, timeout=LIMIT_S)
-
-
-def left_behind() -> str:
-    communicator = make()
-    if communicator.rank == 1:
-        work = communicator.recv(torch.empty(1), 0, async_op=True)
-        start_s = time.monotonic()
-        communicator.shutdown()
-        assert time.monotonic() - start_s < 3.0
-        with pytest.raises(pydist.Aborted):
-            work.wait(1.0)
-        return ""
-    try:
-        communicator.all_reduce(torch.ones(2), torch.ones(2))
-    except pydist.PeerLost as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_rank_that_leaves_is_noticed(run_two: Runner) -> None:
-    # Which of the two depends on what was on its way when the rank left.
-    assert re.search("closed|reset", run_two(left_behind)[0])
-
-
-def forked() -> int:
-    communicator = make()
-    communicator.all_reduce(torch.ones(2), torch.ones(2), async_op=True).wait()
-    pid = os.fork()
-    if pid == 0:
-        del communicator
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    communicator.barrier()
-    communicator.shutdown()
-    return status
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_lets_go(run_two: Runner) -> None:
-    assert run_two(forked) == [0, 0]
-
-
-def used_after_a_fork() -> str:
-    communicator = make()
-    work = communicator.all_reduce(torch.ones(2), torch.ones(2), async_op=True)
-    never = communicator.recv(torch.ones(2), 1 - communicator.rank, async_op=True)
-    told, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        lines = []
-        for call in (
-            communicator.barrier,
-            lambda: communicator.send(torch.ones(2), 1 - communicator.rank),
-            lambda: communicator.split([communicator.rank]),
-            never.wait,
-            make,
-        ):
-            try:
-                call()
-                lines.append("went on")
-            except pydist.InvalidUsage as error:
-                lines.append(str(error))
-        os.write(tell, "\n".join(lines).encode())
-        os._exit(0)
-    os.waitpid(pid, 0)
-    work.wait()
-    communicator.send(torch.ones(2), 1 - communicator.rank, async_op=True).wait()
-    never.wait()
-    communicator.shutdown()
-    return os.read(told, 100_000).decode()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_is_refused_at_once(run_two: Runner) -> None:
-    for text in run_two(used_after_a_fork):
-        lines = text.splitlines()
-        assert len(lines) == 5
-        assert all("in a process that was forked from a rank" in line for line in lines), text
-
-
-def refused() -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.HashStore()
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("no network here")
-
-    with pytest.raises(pydist.TransportError, match="no network here"):
-        _native.create_gloo(store, rank, size, "broken", 5.0, broken)
-    with pytest.raises(pydist.InvalidUsage, match="must return"):
-        _native.create_gloo(store, rank, size, "broken", 5.0, lambda *_: "text")
-    with pytest.raises(pydist.InvalidUsage, match="not a rank"):
-        _native.create_gloo(store, size, size, "broken", 5.0, gloo)
-    with pytest.raises(pydist.InvalidUsage, match="seconds"):
-        _native.create_gloo(store, rank, size, "broken", 0.0, gloo)
-
-
-def test_factories_that_fail(run_two: Runner) -> None:
-    run_two(refused)
