@@ -10,7 +10,7 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from unittest import mock
 
@@ -20,13 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import needs_gpu_ranks
-from launch import rank_outcomes, run_ranks
+from launch import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from training import (
     TIME_LIMIT,
     Cut,
-    assert_near,
     batch,
     joined,
     loss_of_cut,
@@ -363,204 +362,6 @@ def test_auto_takes_nccl_where_every_rank_has_a_gpu() -> None:
     assert run_ranks(choice, 2, env={"PYDIST_BACKEND": "auto"}, timeout=35) == ["nccl", "nccl"]
     # One rank alone has nobody to talk to.
     assert run_ranks(choice, 1, env={"PYDIST_BACKEND": "auto"}, timeout=35) == ["native"]
-
-
-def refused_without_kernels() -> str:
-    # As where the GPU of one rank is of a kind that the kernels were not compiled for.
-    if os.environ["RANK"] == "1":
-        os.environ["FAKE_CUDA_KERNELS"] = "foreign"
-    start()
-    groups = [None, dist.new_group([0, 1]), dist.new_group([1, 0])]
-    for group in groups:
-        with pytest.raises(ValueError, match="needs pydist's CUDA kernels") as refusal:
-            dist.all_reduce(torch.ones(3, device="cuda"), op=dist.ReduceOp.MAX, group=group)
-        assert "error 209" in str(refusal.value)
-        assert "PYDIST_BACKEND=native" in str(refusal.value)
-    pydist.shutdown()
-    return str(refusal.value)
-
-
-@pytest.mark.skipif(gpu_ranks.IS_REAL, reason="no GPU is unknown to a build for this machine")
-def test_what_needs_the_kernels_is_refused_with_the_reason_that_is_told_once() -> None:
-    outcomes = rank_outcomes(refused_without_kernels, 2, env=NCCL, timeout=35)
-    for outcome in outcomes:
-        assert outcome.ok, outcome.describe()
-        assert outcome.output.count("does without pydist's CUDA kernels: ") == 1, outcome.output
-        assert "error 209" in outcome.output
-    assert "rank 1 of group 'group 2' cannot use them" in outcomes[0].value
-
-
-def trained_without_kernels() -> None:
-    rank, size = start()
-    assert pydist.backend() == "nccl"
-    # At once: in a backward ranks would meet each other's refusals.
-    with pytest.raises(pydist.InvalidUsage, match=r"in a wire type needs .*error 209"):
-        pydist.DataParallel(nn.Linear(4, 2).to("cuda"), compress="bf16")
-    pydist.DataParallel(nn.Linear(4, 2), compress="bf16")(torch.ones(3, 4)).sum().backward()
-
-    # Models after one that was refused train on; each rank's mean counts as its rows do.
-    def rows(each: int) -> int:
-        return 2 * each + 1
-
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)):
-        torch.manual_seed(8)
-        module = nn.Linear(4, 2, dtype=dtype)
-        reference = nn.Linear(4, 2, dtype=torch.float64)
-        reference.load_state_dict(module.state_dict())
-        model = pydist.DataParallel(module.to("cuda"))
-        with model.weighted(rows(rank)):
-            model(batch(rank, rows(rank), 4, dtype=dtype).to("cuda")).square().mean().backward()
-        everything = torch.cat([batch(r, rows(r), 4, dtype=dtype) for r in range(size)])
-        reference(everything.double()).square().mean().backward()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert ours.grad is not None
-            assert_near(ours.grad.cpu().double(), theirs.grad, tolerance)
-
-    # Ranks that run out of batches, and a mean over those that have one.
-    module = nn.Linear(4, 2, dtype=torch.float64).to("cuda")
-    model = pydist.DataParallel(module)
-    with model.join(divide_by_initial_world_size=False):
-        for step in range(1 + rank):
-            model.zero_grad()
-            model(batch(rank, 3, 4, step=step).to("cuda")).sum().backward()
-            present = [batch(r, 3, 4, step=step).sum(0) for r in range(step, size)]
-            assert module.weight.grad is not None
-            mean = torch.stack(present).mean(0).expand(2, 4)
-            assert_near(module.weight.grad.cpu(), mean)
-    pydist.shutdown()
-
-
-@pytest.mark.skipif(gpu_ranks.IS_REAL, reason="no GPU is unknown to a build for this machine")
-def test_training_without_kernels() -> None:
-    run_ranks(trained_without_kernels, 3, env={**NCCL, "FAKE_CUDA_KERNELS": "foreign"}, timeout=35)
-
-
-def refused_on_the_ring() -> None:
-    start()
-    with pytest.raises(pydist.InvalidUsage, match=r"on the ring needs .*error 209"):
-        pydist.DataParallel(nn.Linear(4, 2).to("cuda"), bucket_cap_mb=1)
-    pydist.shutdown()
-
-
-@pytest.mark.skipif(gpu_ranks.IS_REAL, reason="no GPU is unknown to a build for this machine")
-def test_no_model_is_wrapped_whose_gradients_need_kernels_that_are_not_there() -> None:
-    env = {**NCCL, "FAKE_CUDA_KERNELS": "foreign", "PYDIST_ALGORITHM": "ring"}
-    run_ranks(refused_on_the_ring, 2, env=env, timeout=35)
-
-
-def death() -> float:
-    rank, _ = start()
-    tensor = torch.ones(1000, device="cuda")
-    pydist.all_reduce(tensor)
-    torch.cuda.synchronize() if gpu_ranks.IS_REAL else None
-    if rank == 1:
-        os._exit(9)
-    began = time.monotonic()
-    with pytest.raises(pydist.PeerLost, match="rank 1 "):
-        pydist.all_reduce(tensor, async_op=True).wait(timeout=20.0)
-    with pytest.raises(pydist.PeerLost):
-        pydist.all_reduce(tensor)
-    return time.monotonic() - began
-
-
-def death_on_another_host() -> float:
-    os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
-    return death()
-
-
-# NCCL's fake notices no death, so it is the group on the host that names the dead: with four ranks
-# on gloo, one of them from a rank that is no neighbour.
-@pytest.mark.parametrize(("body", "size"), [(death, 2), (death_on_another_host, 4)])
-def test_a_rank_that_dies_ends_the_others(body: Callable[[], float], size: int) -> None:
-    first, second, *others = rank_outcomes(body, size, env=NCCL, timeout=60)
-    assert second.exit_code == 9
-    for each in (first, *others):
-        assert each.ok, each.describe()
-        assert each.value < 10, "seconds until the others knew, beside 20 that the operation had"
-
-
-def leaving() -> None:
-    os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
-    rank, _ = start()
-    tensor = torch.ones(1000, device="cuda")
-    pydist.all_reduce(tensor)
-    if rank == 1:
-        pydist.shutdown()
-        return
-    with pytest.raises(pydist.PeerLost, match="rank 1 has left"):
-        pydist.all_reduce(tensor, async_op=True).wait(timeout=20.0)
-
-
-def test_a_rank_of_another_host_that_leaves_is_named() -> None:
-    run_ranks(leaving, 2, env=NCCL, timeout=60)
-
-
-def leaving_with_the_store() -> None:
-    os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
-    gpu_ranks.install()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
-    meeting = dist.TCPStore(*address, is_master=False)
-    if rank == 1:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        meeting.set("its store", str(store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", int(meeting.get("its store")), is_master=False)
-    dist.init_process_group("pydist", store=store, rank=rank, world_size=size)
-    joined()
-    tensor = torch.ones(1000, device="cuda")
-    pydist.all_reduce(tensor)
-    if rank == 1:
-        pydist.shutdown()
-        dist.destroy_process_group()
-        os._exit(0)
-    with pytest.raises(pydist.PeerLost, match="rank 1 has left"):
-        pydist.all_reduce(tensor, async_op=True).wait(timeout=20.0)
-
-
-def test_a_rank_that_leaves_with_the_store_has_not_died() -> None:
-    first, second, third = rank_outcomes(leaving_with_the_store, 3, env=NCCL, timeout=35)
-    assert second.exit_code == 0
-    for each in (first, third):
-        assert each.ok, each.describe()
-
-
-def failing_and_leaving() -> None:
-    os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
-    rank, _ = start()
-    tensor = torch.ones(1000, device="cuda")
-    pydist.all_reduce(tensor)
-    if rank == 1:
-        pydist.job.groups.communicator_of().abort("enough")
-        pydist.shutdown()
-        return
-    with pytest.raises(pydist.Error, match="enough"):
-        pydist.all_reduce(tensor, async_op=True).wait(timeout=20.0)
-
-
-def test_a_rank_that_fails_and_leaves_gives_its_reason() -> None:
-    run_ranks(failing_and_leaving, 2, env=NCCL, timeout=60)
-
-
-def ending_first() -> None:
-    rank, size = start()
-    group = pydist.new_group(range(size))
-    mine = torch.ones(1000, device="cuda")
-    pydist.all_reduce(mine, group=group)
-    groups = [group]
-    del group
-    if rank == 0:
-        groups.clear()  # NCCL waits until the neighbours do the same
-    pydist.barrier()
-    groups.clear()
-    pydist.barrier()
-    pydist.all_reduce(mine)
-    assert bool((mine == size * size).all())
-    pydist.shutdown()
-
-
-def test_a_rank_ends_a_group_before_its_neighbours() -> None:
-    run_ranks(ending_first, 2, env=NCCL)
 
 
 def on_four_ranks() -> None:
