@@ -5,24 +5,20 @@ Every rank computes the reference itself. Batches are uneven, and one of them is
 
 import copy
 import inspect
-import io
-import pickle
-import sys
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from launch import Ranks, run_command
+from launch import Ranks
+from normalized_batches import batches, scrambled
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import LIMIT_S, Runner, assert_near, joined
 
 import pydist
 from pydist.job import groups
-from pydist.parallel.sync_batch_norm import _statistics, refuse_under_join
+from pydist.parallel.sync_batch_norm import _statistics
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -33,32 +29,6 @@ def same_bits(tensor: Tensor) -> bool:
     return all(torch.equal(one, everyone[0]) for one in everyone)
 
 
-def batches(
-    size: int, *shape: int, step: int = 0, dtype: torch.dtype = torch.float64
-) -> list[Tensor]:
-    """A batch for each rank: one is empty, one has a single sample if there are three or more.
-
-    Their means and variances differ, between ranks and between channels.
-    """
-    generator = torch.Generator().manual_seed(step)
-    counts = [5, 0, 1, 2][:size]
-    made = []
-    for rank in range(size):
-        count = counts[(rank + step) % size]
-        values = torch.randn((count, *shape), generator=generator, dtype=torch.float64)
-        channel = torch.arange(shape[0], dtype=torch.float64).view(-1, *[1] * (len(shape) - 1))
-        made.append((values * (1 + channel) + 3 * rank - channel).to(dtype))
-    return made
-
-
-def scrambled(layer: nn.Module) -> None:
-    """Gives parameters values that show."""
-    generator = torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
-
-
 def total(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return pydist.all_reduce(tensor)
@@ -66,7 +36,9 @@ def total(tensor: Tensor | None) -> Tensor:
 
 # -- parity
 
+
 SHAPES = {1: (3,), 2: (3, 4), 3: (3, 4, 2), 4: (3, 2, 3, 2)}
+
 KINDS = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}
 
 
@@ -407,315 +379,6 @@ def test_no_grad(run: Runner) -> None:
     run(without_a_graph)
 
 
-# -- evaluation
-
-
-def evaluate_alone() -> None:
-    rank, size = joined()
-    inputs = batches(size, 3)
-    ours = pydist.SyncBatchNorm(3, dtype=torch.float64)
-    theirs = nn.BatchNorm1d(3, dtype=torch.float64)
-    untracked = pydist.SyncBatchNorm(3, track_running_stats=False, dtype=torch.float64)
-    if rank == 0:  # before anybody has trained: nobody may be waited for
-        assert_near(ours.eval()(inputs[0]), theirs.eval()(inputs[0]))
-    for layer, x in ((ours, inputs[rank]), (theirs, torch.cat(inputs)), (untracked, inputs[rank])):
-        layer.train()(x)
-        layer.eval()
-    if rank == 0:
-        before = copy.deepcopy(ours.state_dict())
-        assert_near(ours(inputs[0]), theirs(inputs[0]))
-        assert all(torch.equal(before[name], value) for name, value in ours.state_dict().items())
-        # Without running statistics: those of this rank's batch.
-        mean, variance = inputs[0].mean(0), inputs[0].var(0, correction=0)
-        expected = (inputs[0] - mean) / (variance + untracked.eps).sqrt()
-        assert_near(untracked(inputs[0]), expected)
-    # The ranks are still in step.
-    ours.train()(inputs[rank])
-
-
-def test_evaluation_talks_to_nobody(run: Runner) -> None:
-    run(evaluate_alone)
-
-
-# -- groups
-
-
-def in_sub_groups(kind: str) -> None:
-    rank, _ = joined()
-    make: Callable[[list[int]], Any] = {
-        "pydist": pydist.new_group,
-        "torch": dist.new_group,
-    }[kind]
-    made = [make([0, 2]), make([1])]
-    group, members = (made[1], [1]) if rank == 1 else (made[0], [0, 2])
-    inputs = batches(3, 3, step=1)  # 0, 1 and 5 samples
-    inputs[1] = torch.ones(2, 3, dtype=torch.float64) * torch.arange(2).view(2, 1)
-    ours = pydist.SyncBatchNorm(3, process_group=group, dtype=torch.float64)
-    theirs = nn.BatchNorm1d(3, dtype=torch.float64)
-    mine = inputs[rank].clone().requires_grad_()
-    whole = torch.cat([inputs[member] for member in members]).requires_grad_()
-    output = ours(mine)
-    output.pow(3).sum().backward()
-    expected = theirs(whole)
-    expected.pow(3).sum().backward()
-    lengths = [len(inputs[member]) for member in members]
-    assert whole.grad is not None
-    assert_near(output, expected.split(lengths)[members.index(rank)])
-    assert_near(mine.grad, whole.grad.split(lengths)[members.index(rank)])
-    assert_near(ours.running_var, theirs.running_var)
-    # A copy talks in the same group.
-    twin = copy.deepcopy(ours)
-    assert twin.process_group is group
-    assert_near(twin(mine), expected.split(lengths)[members.index(rank)])
-    with pytest.raises(TypeError, match="cannot pickle"):
-        pickle.dumps(ours)
-    # One layer over all in the same model.
-    everyone = pydist.SyncBatchNorm(3, momentum=1.0, dtype=torch.float64)
-    everyone(mine)
-    assert_near(everyone.running_mean, torch.cat(inputs).mean(0))
-
-
-@pytest.mark.parametrize("kind", ["pydist", "torch"])
-def test_sub_groups(run: Runner, kind: str) -> None:
-    run(in_sub_groups, kind)
-
-
-def not_a_member() -> None:
-    rank, _ = joined()
-    group = dist.new_group([0, 1])
-    layer = pydist.SyncBatchNorm(3, process_group=group)
-    if rank == 2:
-        with pytest.raises(pydist.InvalidUsage, match="not a member"):
-            layer(torch.ones(2, 3))
-    else:
-        layer(torch.ones(2, 3))
-
-
-def test_a_group_of_others(run: Runner) -> None:
-    run(not_a_member)
-
-
-def share_one_communicator() -> None:
-    _, size = joined()
-    group = pydist.new_group(range(size))
-    assert groups.layer_communicator() is groups.layer_communicator()
-    assert groups.layer_communicator(group) is groups.layer_communicator(group)
-    assert groups.layer_communicator(group) is not groups.layer_communicator()
-    assert groups.layer_communicator() is not groups.communicator_of()
-
-
-def test_layers_share_a_communicator(run: Runner) -> None:
-    run(share_one_communicator)
-
-
-def on_a_group_of_gloo() -> None:
-    """The script has its own default group, on torch's gloo; pydist leaves it and comes back."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    inputs = batches(size, 3)
-    sub_group = dist.new_group([1, 2])
-    for _ in range(2):
-        layer = pydist.SyncBatchNorm(3, momentum=1.0, dtype=torch.float64)
-        layer(inputs[rank])
-        assert_near(layer.running_mean, torch.cat(inputs).mean(0))
-        if rank != 0:
-            layer = pydist.SyncBatchNorm(
-                3, momentum=1.0, dtype=torch.float64, process_group=sub_group
-            )
-            layer(inputs[rank] if rank == 2 else torch.zeros(4, 3, dtype=torch.float64))
-            assert_near(layer.running_mean, inputs[2].sum(0) / (4 + len(inputs[2])))
-        # Else a rank could be gone while another still reads what it sent.
-        dist.barrier()
-        pydist.shutdown()
-    assert dist.is_initialized()
-    dist.destroy_process_group()
-
-
-def test_groups_of_another_backend(backend: str) -> None:
-    with Ranks(3, {"PYDIST_BACKEND": backend}) as ranks:
-        ranks.run(on_a_group_of_gloo, timeout=LIMIT_S)
-
-
-ALONE = """
-import torch, pydist
-from torch import nn
-torch.manual_seed(0)
-ours, theirs = pydist.SyncBatchNorm(3), nn.BatchNorm1d(3)
-x = torch.randn(4, 3, requires_grad=True)
-assert torch.equal(ours(x), theirs(x))
-assert torch.equal(ours.running_var, theirs.running_var)
-assert pydist.world_size() == 1
-# As torch's own: second derivatives, and what is refused.
-(gradient,) = torch.autograd.grad(ours(x).pow(3).sum(), x, create_graph=True)
-gradient.sum().backward()
-try:
-    ours(torch.ones(1, 3))
-except ValueError as error:
-    assert "Expected more than 1 value per channel" in str(error)
-else:
-    raise AssertionError
-"""
-
-
-def test_a_world_of_one_without_a_launcher() -> None:
-    done = run_command([sys.executable, "-c", ALONE], timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
-
-
-# -- conversion and copies
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, eps=1e-3))
-        self.again = nn.Sequential(self.first[1])
-        self.same = self.first[1]
-        self.second = nn.BatchNorm1d(4, momentum=None, affine=False)
-        self.third = nn.BatchNorm3d(4, track_running_stats=False)
-        self.torch_sync = nn.SyncBatchNorm(4)
-        self.instance = nn.InstanceNorm2d(4, affine=True)
-
-
-def test_conversion_keeps_everything() -> None:
-    net = Net()
-    net.first.eval()
-    net.first[1].weight.requires_grad_(False)
-    net.second.qconfig = "kept"  # type: ignore[assignment]
-    calls: list[str] = []
-    handle = net.second.register_forward_hook(lambda *_: calls.append("hook"))
-    tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    order = [name for name, _ in net.named_modules()]
-    modes = {name: part.training for name, part in net.named_modules()}
-
-    converted = pydist.SyncBatchNorm.convert_sync_batchnorm(net)
-
-    assert converted is net
-    assert [name for name, _ in net.named_modules()] == order
-    assert {name: part.training for name, part in net.named_modules()} == modes
-    after = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    assert list(after) == list(tensors)
-    assert all(after[name] is tensor for name, tensor in tensors.items())
-    for layer in (net.first[1], net.second, net.third, net.torch_sync):
-        assert type(layer) is pydist.SyncBatchNorm
-        assert layer.process_group is None
-    assert net.again[0] is net.first[1] is net.same
-    assert type(net.instance) is nn.InstanceNorm2d
-    assert (net.first[1].eps, net.second.momentum, net.second.affine) == (1e-3, None, False)
-    assert net.second.qconfig == "kept"
-    net.second.eval()(torch.ones(2, 4))
-    assert calls == ["hook"]
-    handle.remove()
-    net.second(torch.ones(2, 4))
-    assert calls == ["hook"]
-    assert repr(net.second).startswith("SyncBatchNorm(4, eps=1e-05, momentum=None, affine=False")
-
-
-def test_conversion_of_a_layer_itself() -> None:
-    layer = nn.BatchNorm2d(3).eval()
-    converted = pydist.SyncBatchNorm.convert_sync_batchnorm(layer)
-    assert type(converted) is pydist.SyncBatchNorm
-    assert converted.weight is layer.weight
-    assert not converted.training
-    assert type(layer) is nn.BatchNorm2d
-
-
-class Plain(nn.BatchNorm2d):
-    """A subclass that computes as its base does."""
-
-
-class Activated(nn.BatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).relu()
-
-
-def parametrized() -> nn.Module:
-    layer = nn.BatchNorm2d(3)
-    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
-    return layer
-
-
-def patched() -> nn.Module:
-    layer = nn.BatchNorm2d(3)
-    layer.forward = lambda input: input  # type: ignore[method-assign]
-    return layer
-
-
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda: nn.LazyBatchNorm2d(), r"^inner.1 \(LazyBatchNorm2d\) has no shape yet"),
-        (lambda: Activated(3), r"^inner.1 \(Activated\) has a forward of its own"),
-        (patched, r"^inner.1 \(BatchNorm2d\) has a forward of its own"),
-        (parametrized, r"^inner.1 \(ParametrizedBatchNorm2d\) is parametrized"),
-    ],
-    ids=["lazy", "own forward", "patched", "parametrized"],
-)
-def test_conversion_refuses(make: Callable[[], nn.Module], why: str) -> None:
-    net = nn.Sequential()
-    net.add_module("inner", nn.Sequential(nn.BatchNorm2d(3), make()))
-    with pytest.raises(pydist.InvalidUsage, match=why):
-        pydist.SyncBatchNorm.convert_sync_batchnorm(net)
-    assert type(net.inner[0]) is nn.BatchNorm2d
-
-
-def test_conversion_of_a_plain_subclass() -> None:
-    net = pydist.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(Plain(3)))
-    assert type(net[0]) is pydist.SyncBatchNorm
-
-
-def convert_with_groups() -> None:
-    rank, size = joined()
-    both = [pydist.new_group([0, 1]), pydist.new_group(range(2, size))]
-    group = both[0] if rank < 2 else both[1]
-    other = pydist.new_group([rank])
-    net = nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3, process_group=other))
-    pydist.SyncBatchNorm.convert_sync_batchnorm(net)
-    assert [layer.process_group for layer in net] == [None, other]
-    pydist.SyncBatchNorm.convert_sync_batchnorm(net, group)
-    assert [layer.process_group for layer in net] == [group, group]
-    pydist.SyncBatchNorm.convert_sync_batchnorm(net)
-    assert [layer.process_group for layer in net] == [group, group]
-
-
-def test_conversion_and_groups(run: Runner) -> None:
-    run(convert_with_groups)
-
-
-def copies_and_states() -> None:
-    rank, size = joined()
-    inputs = batches(size, 3, 4, 2)
-    layer = pydist.SyncBatchNorm(3, dtype=torch.float64)
-    scrambled(layer)
-    layer(inputs[rank])  # with a communicator, which no copy may try to take along
-    saved = io.BytesIO()
-    torch.save(layer, saved)
-    saved.seek(0)
-    for twin in (
-        copy.deepcopy(layer),
-        pickle.loads(pickle.dumps(layer)),
-        torch.load(saved, weights_only=False),
-    ):
-        assert type(twin) is pydist.SyncBatchNorm
-        assert twin.state_dict().keys() == layer.state_dict().keys()
-        assert twin.weight is not layer.weight
-        assert twin.running_mean is not layer.running_mean
-        assert torch.equal(twin(inputs[rank]), copy.deepcopy(layer)(inputs[rank]))
-    plain = nn.BatchNorm2d(3, dtype=torch.float64)
-    plain.load_state_dict(layer.state_dict())
-    back = pydist.SyncBatchNorm(3, dtype=torch.float64)
-    back.load_state_dict(plain.state_dict())
-    for name, value in layer.state_dict().items():
-        assert torch.equal(plain.state_dict()[name], value)
-        assert torch.equal(back.state_dict()[name], value)
-    assert_near(plain.eval()(inputs[0]), layer.eval()(inputs[0]))
-
-
-def test_copies_and_states(run: Runner) -> None:
-    run(copies_and_states)
-
-
 # -- training
 
 
@@ -765,18 +428,3 @@ def train_beside_one_process(cap_mb: float) -> None:
 @pytest.mark.parametrize("cap_mb", [1e-6, 1.0])
 def test_training_as_in_one_process(ranks: Ranks, cap_mb: float) -> None:
     ranks.run(train_beside_one_process, cap_mb, timeout=LIMIT_S)
-
-
-# -- join
-
-
-def test_join_is_refused() -> None:
-    refuse_under_join(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.InstanceNorm1d(2)))
-    net = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(pydist.SyncBatchNorm(2)))
-    net.append(nn.SyncBatchNorm(2))
-    with pytest.raises(pydist.InvalidUsage, match=r"^1\.0 is a pydist\.SyncBatchNorm.*join"):
-        refuse_under_join(net)
-    with pytest.raises(pydist.InvalidUsage, match=r"^2 is a torch\.nn\.SyncBatchNorm.*join"):
-        refuse_under_join(nn.Sequential(nn.ReLU(), nn.ReLU(), net[2]))
-    with pytest.raises(pydist.InvalidUsage, match=r"^the module itself is a pydist"):
-        refuse_under_join(pydist.SyncBatchNorm(2))
