@@ -36,23 +36,18 @@ but those in `env`. In `env`, a value of None removes a variable.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import random
-import resource
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -62,6 +57,7 @@ from unittest import mock
 
 import psutil  # type: ignore[import-untyped]
 import torch
+from rank_process import Outcome, no_core_files, serve
 from time_limit import PATIENCE
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -120,37 +116,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 class ExpiredError(AssertionError):
     """The time limit passed; the message holds every rank's stacks."""
-
-
-@dataclass
-class Outcome:
-    """How one call ended on one rank."""
-
-    rank: int
-    value: Any = None
-    error: str | None = None
-    message: str = ""
-    traceback: str = ""
-    # Of a process that is gone: its exit status, negative for a signal. None while it lives.
-    exit_code: int | None = None
-    # What the rank printed on standard output and error during the call.
-    output: str = ""
-    # Whether the rank is left with a default process group of torch.distributed.
-    has_group: bool = False
-
-    @property
-    def ok(self) -> bool:
-        return self.error is None and self.exit_code is None
-
-    def describe(self) -> str:
-        """A paragraph for people."""
-        if self.exit_code is not None:
-            head = f"--- rank {self.rank}: process ended with status {self.exit_code}"
-        elif self.error is not None:
-            head = f"--- rank {self.rank}: {self.traceback.strip()}"
-        else:
-            head = f"--- rank {self.rank}: returned {self.value!r:.200}"
-        return f"{head}\n{self.output.strip()}".rstrip()
 
 
 def clean_environment(env: Mapping[str, str | None] | None = None) -> dict[str, str]:
@@ -218,7 +183,7 @@ class Ranks:
                 for rank in range(self.nprocs):
                     ours, theirs = context.Pipe()
                     process = context.Process(
-                        target=_serve,
+                        target=serve,
                         args=(
                             rank,
                             theirs,
@@ -432,7 +397,7 @@ def run_command(
             stdout=out,
             stderr=err,
             start_new_session=True,
-            preexec_fn=_no_core_files,
+            preexec_fn=no_core_files,
         )
         try:
             process.wait(timeout)
@@ -468,10 +433,6 @@ def _text(file: Any) -> str:
     return text.decode(errors="replace")
 
 
-def _no_core_files() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def _end_family(process: subprocess.Popen[bytes]) -> None:
     # SIGABRT makes faulthandler print the stacks. Children first: a launcher that sees its workers
     # abort is killed before it can tidy up, which is what SIGKILL is for then.
@@ -489,69 +450,3 @@ def _end_family(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
     process.wait(10)
-
-
-@dataclass
-class _Stacks:
-    """Where a rank's stacks go: its own log, by a file object that stays open."""
-
-    file: Any = field(default=None)
-
-
-_stacks = _Stacks()
-
-
-def _serve(
-    rank: int, connection: Connection, env: dict[str, str], log: Path, path: list[str]
-) -> None:
-    """The life of a rank: calls what it is told to until the pipe closes."""
-    _no_core_files()
-    os.environ.clear()
-    os.environ.update(env)
-    sys.path[:] = path
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    # A process of its own group: Ctrl-C reaches the test alone, which then ends its ranks.
-    os.setpgid(0, 0)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    _stacks.file = os.fdopen(descriptor, "w")
-    faulthandler.enable(_stacks.file, all_threads=True)
-    faulthandler.register(signal.SIGUSR1, _stacks.file, all_threads=True)
-    connection.send("ready")
-    while True:
-        try:
-            port, limit_s, request = connection.recv()
-        except (EOFError, OSError):
-            return
-        faulthandler.dump_traceback_later(limit_s, exit=True, file=_stacks.file)
-        if "MASTER_ADDR" in env:
-            os.environ["MASTER_PORT"] = str(port)
-        outcome = _call(rank, request)
-        outcome.has_group = torch.distributed.is_initialized()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        faulthandler.cancel_dump_traceback_later()
-        try:
-            connection.send_bytes(pickle.dumps(outcome))
-        except BrokenPipeError:
-            return
-
-
-def _call(rank: int, request: bytes) -> Outcome:
-    try:
-        module_name, qualname, args = pickle.loads(request)
-        function: Any = importlib.import_module(module_name)
-        for name in qualname.split("."):
-            function = getattr(function, name)
-        value = function(*args)
-        pickle.dumps(value)
-    except BaseException as error:
-        return Outcome(
-            rank,
-            error=type(error).__name__,
-            message=str(error),
-            traceback=traceback.format_exc(),
-        )
-    return Outcome(rank, value=value)
