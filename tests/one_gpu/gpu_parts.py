@@ -43,7 +43,7 @@ PARTS = (
             tests(
                 "2 and 4 ranks that share the GPU: DataParallel and DDP against one process, "
                 "`auto`, a rank that is killed in mid-collective, also as if between hosts",
-                f"{_GPU}/test_nccl.py",
+                f"{_GPU}/test_nccl.py {_GPU}/test_nccl_leaving.py",
                 300,
             ),
         ),
