@@ -79,7 +79,7 @@ PARTS = (
             ),
             tests(
                 "fused steps against the CPU's, on the current stream",
-                f"{_SHARDING}/test_optimizer_step.py -k cuda",
+                f"{_SHARDING}/step/test_optimizer_step.py -k cuda",
                 30,
             ),
             Step(
@@ -99,7 +99,7 @@ PARTS = (
             ),
             tests(
                 "fused steps of ShardedOptimizer",
-                f"{_SHARDING}/test_fused_optimizer.py -k gpu",
+                f"{_SHARDING}/step/test_fused_optimizer.py -k gpu",
                 60,
             ),
             tests(
