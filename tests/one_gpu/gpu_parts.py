@@ -79,7 +79,7 @@ PARTS = (
             ),
             tests(
                 "fused steps against the CPU's, on the current stream",
-                f"{_SHARDING}/step/test_optimizer_step.py -k cuda",
+                f"{_SHARDING}/step/test_optimizer_step_calls.py -k cuda",
                 30,
             ),
             Step(
@@ -94,7 +94,8 @@ PARTS = (
         (
             tests(
                 "ShardedOptimizer, its gathers and checkpoints, on NCCL and staged",
-                f"{_SHARDING}/test_sharded_gpu.py",
+                f"{_SHARDING}/test_sharded_gpu.py {_SHARDING}/test_sharded_gpu_captures.py "
+                f"{_SHARDING}/test_sharded_gpu_checkpoints.py",
                 240,
             ),
             tests(
