@@ -24,7 +24,7 @@ struct Cgroup {
 // since a limit binds everything below it. Inside a container the paths may name folders that only
 // the host can see; the topmost is then the container's own.
 //
-// `mount` is where cgroups are, `memberships` the file that says who is in which.
+// `mount` is the folder of cgroups, `memberships` the file that names this process's.
 [[nodiscard]] std::vector<Cgroup> cgroups_limiting(
     std::string_view controller, const std::string& mount = "/sys/fs/cgroup",
     const std::string& memberships = "/proc/self/cgroup");

@@ -38,7 +38,7 @@ class Birth {
  public:
   Birth() noexcept;
 
-  // Whether the object was made in a process of which this one is a forked descendant.
+  // True in a forked descendant of the process that made the object.
   [[nodiscard]] bool is_inherited() const noexcept;
 
  private:

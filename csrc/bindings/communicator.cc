@@ -301,7 +301,8 @@ CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, i
       create_native_communicator(adapt_store(std::move(store), patience), rank, size, options)));
 }
 
-// The Python factory as a C++ one: takes the GIL, and turns what it raises into our errors.
+// Wraps the Python factory as a C++ function that takes the GIL and converts Python's exceptions to
+// the engine's errors.
 GlooFactory adapt_factory(py::function factory) {
   const std::shared_ptr<py::function> held = hold_function(std::move(factory));
   return [held](c10::intrusive_ptr<c10d::Store> store, int rank, int size,

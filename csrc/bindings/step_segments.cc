@@ -139,8 +139,8 @@ void StepSegments::require_apart() const {
   std::sort(ranges.begin(), ranges.end(), [](const MemoryRange& left, const MemoryRange& right) {
     return left.begin < right.begin;
   });
-  // Of those before, the ones that reach furthest: of all, and of what is written. Gradients may be
-  // one and the same tensor.
+  // Among the ranges before this one: the range that reaches furthest, and the written range that
+  // does. Several gradients may be one tensor.
   const MemoryRange* furthest = nullptr;
   const MemoryRange* furthest_written = nullptr;
   for (const MemoryRange& range : ranges) {

@@ -44,7 +44,7 @@ class StepSegments {
   void for_each_part(
       const std::function<void(std::size_t index, const StepSegment& part)>& step) const;
 
-  // Tells autograd what was written, as torch's operators do in place.
+  // Tells autograd which tensors were written, as torch's in-place operators do.
   void bump_versions() const;
 
  private:

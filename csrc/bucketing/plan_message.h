@@ -15,12 +15,12 @@ namespace pydist {
 // The buckets in the order of launching, each with its slots in the order in which they lie there.
 using BucketPlan = std::vector<std::vector<std::size_t>>;
 
-// The block of memory of a slot that has none, because its gradient is sparse.
+// The number that stands for no block of memory: a slot with a sparse gradient has none.
 inline constexpr std::size_t kNoBlock = static_cast<std::size_t>(-1);
 
-// What is wrong with a plan for slots that lie in the given blocks of memory; empty where nothing
-// is. Every slot that has a block is in exactly one bucket, no other one is in any, and the slots
-// of a bucket share a block.
+// Why a plan does not fit slots that lie in the given blocks of memory; empty if it fits. Every
+// slot with a block must be in exactly one bucket, a slot without one in none, and all slots of a
+// bucket must share a block.
 [[nodiscard]] std::string why_invalid(const BucketPlan& plan,
                                       std::span<const std::size_t> block_of);
 

@@ -222,7 +222,7 @@ PinnedRange::~PinnedRange() {
     const c10::DeviceGuard guard(torch_device(device_));
     (void)unpin(data_);
   } catch (const std::exception&) {
-    // The device is gone, and with it what was pinned for it.
+    // The device is gone, and so is the memory that was pinned for it.
   }
 }
 

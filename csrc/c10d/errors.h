@@ -23,7 +23,8 @@ using PythonClassLookup = _object* (*)(ErrorKind kind);
 // Set once, when the Python module is loaded.
 void set_python_class_lookup(PythonClassLookup lookup) noexcept;
 
-// `error` as torch's bindings understand it; what is not a pydist::Error comes back unchanged.
+// Converts a pydist::Error to the exception that torch's bindings understand; returns others as
+// they are.
 [[nodiscard]] std::exception_ptr for_torch(const std::exception_ptr& error);
 
 // The pydist error that for_torch() wrapped; anything else comes back unchanged.

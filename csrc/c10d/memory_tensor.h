@@ -15,7 +15,7 @@
 
 namespace pydist {
 
-// Contiguous, and as long as `memory` lives; `device` is where that is.
+// A contiguous tensor over `memory`, which lies on `device` and lives as long as the tensor.
 [[nodiscard]] at::Tensor tensor_over(MemoryPtr memory, at::IntArrayRef shape, at::ScalarType dtype,
                                      Device device);
 

@@ -26,8 +26,8 @@
 
 namespace pydist {
 
-// A class of its own, since torch copies the options of a group that it splits, and knows no way to
-// copy those of its own.
+// The group needs a class of its own: torch copies the options of a group that it splits, and
+// cannot copy its own class of options.
 struct ProcessGroupOptions : c10d::Backend::Options {
   using c10d::Backend::Options::Options;
 };

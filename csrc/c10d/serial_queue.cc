@@ -6,7 +6,8 @@ namespace pydist {
 
 SerialQueue::~SerialQueue() {
   if (birth_.is_inherited()) {
-    // The thread stayed in the parent, and what is guarded may be half changed.
+    // In a forked child. The thread stayed in the parent, and the guarded state may be half
+    // changed.
     (void)state_.release();
     return;
   }

@@ -160,7 +160,7 @@ class StagedCommunicator final : public Communicator {
     if (is_shut_down_.exchange(true)) {
       return;
     }
-    // Fails what is under way, so that the threads come to an end.
+    // Fails the operations under way, so that the threads come to an end.
     host_->shutdown();
     if (!in_forked_child()) {
       collectives_.stop();

@@ -13,8 +13,8 @@ namespace {
 
 // See Note [Three slots].
 constexpr std::size_t kSlots = 3;
-// How long an operation that failed waits for copies that it has started. They wait for nothing but
-// what was on the device before them.
+// How long a failed operation waits for the copies that it has started. Such a copy waits only for
+// work that was put on the device before it.
 constexpr std::chrono::seconds kCopyPatience{1};
 
 }  // namespace

@@ -29,7 +29,7 @@ namespace pydist {
 struct Staged {
   Operation operation;
   Device device;
-  EventPtr ready;  // what was on the device before it
+  EventPtr ready;  // work that was on the device before the copy
   Deadline deadline;
   WorkPtr work;
 };
@@ -55,7 +55,7 @@ class Staging {
   // Copies a message to the host, and sends it.
   void send(const StagedPtr& staged);
 
-  // Copies what has come to the device.
+  // Copies the results that have arrived on the host to the device.
   void deliver(Staged& staged, const std::shared_ptr<c10::DataPtr>& memory, int source_rank);
 
   [[nodiscard]] StagedPart part_of_message(const Operation& operation, void* memory) const;

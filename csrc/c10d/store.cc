@@ -28,7 +28,7 @@ namespace {
 // again, ever more slowly.
 constexpr std::chrono::microseconds kFirstPause{200};
 constexpr std::chrono::microseconds kLongestPause{10'000};
-// How often whoever waits asks whether the wait is in vain.
+// How often a rank that waits for a key asks whether it waits in vain.
 constexpr std::chrono::milliseconds kNewsInterval{200};
 
 class Pause {

@@ -55,8 +55,8 @@ class DenseTensors {
   [[nodiscard]] std::vector<Buffer> inputs(const std::vector<at::Tensor>& tensors);
   [[nodiscard]] std::vector<Buffer> outputs(const std::vector<at::Tensor>& tensors);
 
-  // The stream that is current on the tensors' device, where that has streams: what an operation's
-  // `stream` is.
+  // The current stream of the tensors' device, for Operation::stream; null where the device has no
+  // streams.
   [[nodiscard]] void* stream() const noexcept { return stream_; }
 
   [[nodiscard]] bool is_on_device() const noexcept { return torch_stream_.has_value(); }

@@ -215,7 +215,7 @@ void DeferredWork::attach(WorkPtr inner) {
     const std::lock_guard lock(mutex_);
     inner_ = inner;
   }
-  // Holds this work: whoever submitted may have dropped it before the operation has finished.
+  // Holds this work, because the caller may drop it before the operation has finished.
   inner->on_completion([self = shared_from_this()](const Outcome& outcome) {
     self->finish(outcome.error, outcome.source_rank);
   });
@@ -306,7 +306,8 @@ bool TorchWork::wait(std::chrono::milliseconds timeout) {
 // Note [Futures complete elsewhere]
 // Callbacks of a future are the user's: Python code that takes the GIL, and hooks that start
 // another collective and wait for it (torch's PowerSGD does). On the thread that moves operations
-// along they would stop what they wait for, so each future completes on a thread of its own.
+// along, a callback would block the operation that it waits for, so each future completes on a
+// thread of its own.
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   const std::lock_guard lock(future_mutex_);
   if (future_) {

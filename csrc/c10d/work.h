@@ -17,8 +17,8 @@
 
 namespace pydist {
 
-// A work that finishes when `inner` has and `epilogue` has run after it. The epilogue runs only
-// where `inner` succeeded; what it throws is the work's error.
+// A work that finishes after `inner` has finished and `epilogue` has run. The epilogue runs only if
+// `inner` succeeded; an exception of the epilogue becomes the work's error.
 //
 // `on_stream` does the same in the order of the calling thread's stream; where it is given, streams
 // can wait for the work if they can for `inner`.

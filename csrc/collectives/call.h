@@ -63,7 +63,7 @@ class Blocks {
 struct Call {
   OpKind kind;
   DType dtype;
-  DType wire_dtype;  // in which elements travel; `dtype` where that is as they are
+  DType wire_dtype;  // the type in which elements travel; `dtype` where they are not converted
   ReduceOp op;
   int root;  // 0 where the kind has none
   double factor;
@@ -73,8 +73,8 @@ struct Call {
   // have blocks, where all of them are equal (otherwise of this rank's own).
   std::size_t count;
 
-  // What goes from this rank to `peer`, and comes from it, in gather, scatter and all_to_all; a
-  // block without elements where that is nothing.
+  // The blocks that this rank sends to `peer`, and receives from it, in gather, scatter and
+  // all_to_all. A block has no elements where no data moves.
   [[nodiscard]] Block sent_to(int peer) const noexcept {
     if (kind == OpKind::kGather) {
       return peer == root ? inputs[0] : Block{};

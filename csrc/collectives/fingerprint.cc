@@ -167,7 +167,7 @@ void check_agreement(const Group& group, const Call& call, int first, int last) 
     }
     // Equal blocks everywhere are the common case, and one comparison.
     const bool is_ragged = ((theirs.flags | group.post(group.rank()).flags) & Post::kRagged) != 0;
-    // Nobody posts what it expects of an all_to_all, only what it sends.
+    // In an all_to_all a rank posts only the sizes that it sends, not those that it expects.
     const bool expects_other = call.kind == OpKind::kAllToAll &&
                                group.posted_count(peer, group.rank()) != call.outputs[peer].count;
     if (is_ragged || expects_other || theirs.count != call.count) {

@@ -16,9 +16,9 @@ namespace pydist {
 // than kRagged. The post itself is written last: see Note [One line at once].
 void describe_call(Group& group, const Call& call, std::uint8_t flags = 0);
 
-// Whether all posts say the very same of their calls, flags included. Ranks whose posts differ may
-// agree all the same, and those of kinds in which they have different blocks may disagree.
-// Precondition: they are posted.
+// Whether the posts of all ranks are identical, flags included. Different posts may still be of
+// calls that agree. Identical posts may be of calls that disagree, in the kinds of collectives
+// whose blocks differ between ranks. Precondition: all ranks have posted.
 [[nodiscard]] bool all_posts_are_alike(const Group& group) noexcept;
 
 // Compares this rank's call with the posts of `first` to `last` - 1. Throws Mismatch.

@@ -98,7 +98,7 @@ class Group {
   // The same, but wakes nobody: a sequentially consistent fence and ring_after_fence() have to
   // follow.
   void complete_quietly() noexcept {
-    // Release: this rank has read what it wanted of its peers' posts.
+    // Release: this rank's reads of its peers' posts come before the store.
     segment_.control(rank_).completed.store(sequence_, std::memory_order_release);
   }
 
@@ -128,7 +128,8 @@ class Group {
 
   // Wakes peers that sleep; for counters that are published otherwise.
   void notify() noexcept;
-  // notify() for a caller that has fenced. Any thread, with or without the right to drive.
+  // notify() for a caller that has executed a fence. Any thread may call it, also without the right
+  // to drive.
   void ring_after_fence() noexcept {
     for (int peer = 0; peer < size_; ++peer) {
       if (peer != rank_) {

@@ -24,7 +24,7 @@ DType partial_dtype(const Call& call) {
   return is_short_float(call.dtype) ? DType::kFloat32 : call.dtype;
 }
 
-// The arithmetic of partial sums: one's own contribution is added to what was received.
+// Partial sums: a rank adds its own contribution to the sum that it received.
 class PartialSums {
  public:
   // Once all have posted.

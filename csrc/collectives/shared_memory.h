@@ -30,10 +30,10 @@ namespace pydist {
 [[nodiscard]] Task run_shared_memory(Group& group, Call call, bool is_posted = false);
 
 // Note [At once]: a collective whose data travels with its post is over as soon as all have posted.
-// Where peers are in time that is a fraction of a microsecond, of which a coroutine and all that
-// moves one along would be the greater part. So it is tried on the caller's stack first: post,
-// look at the others' posts a bounded number of times, combine. A rank that has to wait longer goes
-// on with the coroutine, from where it is. Peers cannot tell the one from the other.
+// Where peers are in time, that takes a fraction of a microsecond, less than a coroutine and its
+// scheduling would cost. So the caller first tries on its own stack: it posts, looks at the others'
+// posts a bounded number of times, and combines them. A rank that has to wait longer continues in
+// the coroutine from the step that it has reached. Peers notice no difference.
 
 class AtOnce {
  public:

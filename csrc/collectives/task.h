@@ -42,7 +42,8 @@ class [[nodiscard]] Task {
   Handle handle_;
 };
 
-// A running Task: where it is, and what it waits for. It stays in its place: the task knows it.
+// A running Task: the point that it has reached, and the condition that it waits for. Must not be
+// moved: the task holds its address.
 class Execution {
  public:
   explicit Execution(Task task) noexcept;

@@ -39,7 +39,7 @@ struct Record {
   std::int32_t root = 0;
   std::uint64_t count = 0;   // elements of the buffer, or of all blocks together
   std::uint64_t blocks = 0;  // digest of the blocks' sizes
-  std::uint64_t form = 0;    // one tensor or a list, where that has to be the same
+  std::uint64_t form = 0;    // one tensor or a list; 0 where the ranks may differ in that
 
   friend bool operator==(const Record&, const Record&) = default;
 };

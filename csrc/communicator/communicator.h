@@ -112,9 +112,9 @@ class Communicator {
   // Collective: gives memory back to the system that every rank has freed before it calls.
   virtual void trim() {}
 
-  // Where [data, data + bytes), which lies in memory that this group allocated, is on each rank of
-  // it, as this process addresses it; empty where it does not lie there, or the ranks don't share
-  // memory. Nothing orders what is read or written there: for measurements and diagnosis.
+  // This process's addresses of [data, data + bytes) on each rank; the group allocated that memory.
+  // Empty where the group did not, or where its ranks share no memory. No operation orders reads
+  // and writes through these addresses: they are for measurements and diagnosis.
   [[nodiscard]] virtual std::vector<std::byte*> symmetric_addresses(const void* /*data*/,
                                                                     std::size_t /*bytes*/) const {
     return {};
@@ -134,7 +134,7 @@ class Communicator {
   // The error that the group has failed with; null while it is sound.
   [[nodiscard]] virtual std::exception_ptr failure() const = 0;
 
-  // What the backend learns of the group's ranks without an operation; null where that is nothing.
+  // The news that the backend has of the group's ranks without an operation; null if it has none.
   [[nodiscard]] virtual PeerNews* peer_news() noexcept { return nullptr; }
 
   // Lets the group go: later calls throw InvalidUsage; peers that still wait for this rank fail

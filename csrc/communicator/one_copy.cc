@@ -37,7 +37,7 @@ void broadcast(Communicator& communicator, Offer& offer) {
   communicator.run(std::move(operation));
 }
 
-// The highest rank, counted from 1, for which something went wrong; 0: none.
+// Sets `failed` to the highest rank, counted from 1, on which a step failed; to 0 if none did.
 WorkPtr agree(Communicator& communicator, std::int64_t& failed) {
   Operation operation;
   operation.kind = OpKind::kAllReduce;
@@ -49,7 +49,7 @@ WorkPtr agree(Communicator& communicator, std::int64_t& failed) {
   return communicator.submit(std::move(operation));
 }
 
-// Answers the other ranks until all have what they ask for.
+// Hands the segment to the other ranks until every rank has it.
 void serve_until(SegmentServer& server, const WorkPtr& done) {
   constexpr int kPauseMs = 5;
   while (!done->is_completed()) {

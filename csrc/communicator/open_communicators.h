@@ -9,7 +9,7 @@
 
 namespace pydist {
 
-// For whoever makes a communicator; it is not kept alive.
+// Called by the functions that make a communicator. The list does not keep it alive.
 void note_open(const CommunicatorPtr& communicator);
 
 // Shuts down those that are still alive, for a process that ends.

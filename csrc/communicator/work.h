@@ -113,7 +113,7 @@ class Work {
 
 using WorkPtr = std::shared_ptr<Work>;
 
-// A work that has already succeeded.
+// The handle of an operation that has succeeded already.
 [[nodiscard]] WorkPtr completed_work();
 
 // Succeeds when all parts have; fails with the first error otherwise.

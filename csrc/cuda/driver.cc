@@ -62,7 +62,7 @@ struct Driver::Opened {
   Functions functions = {};
 
   Opened() {
-    // Never closed: streams and events may outlive whoever asked first.
+    // Never closed: streams and events may outlive the object that first opened the library.
     void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
       why_missing = "this machine has no CUDA driver (libcuda.so.1)";

@@ -39,9 +39,9 @@ class OwnedEvent {
     }
   }
 
-  // Marks what has been put on `stream` so far.
+  // Marks the work that has been put on `stream` so far.
   void record(Stream stream) const { Driver::get().record(event_, stream); }
-  // `stream` goes on once what was marked is done.
+  // Makes `stream` wait until the marked work is done.
   void hold_back(Stream stream) const { Driver::get().wait(stream, event_); }
   [[nodiscard]] bool is_done() const { return Driver::get().is_done(event_); }
 

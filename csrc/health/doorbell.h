@@ -38,8 +38,8 @@ class Doorbell {
   std::atomic<std::uint32_t> sleepers_;
 };
 
-// Announces that this thread is about to sleep. Between construction and sleep() the caller looks
-// once more at what it waits for.
+// Announces that this thread is about to sleep. Between construction and sleep() the caller checks
+// its condition once more.
 class Sleeper {
  public:
   explicit Sleeper(Doorbell& bell) noexcept : bell_(bell) {

@@ -20,8 +20,8 @@ namespace pydist {
 
 class FailureRecord {
  public:
-  // Cheap. Sequentially consistent, as set() is: who says first that it is at work, and then asks,
-  // either finds the error or is seen at work by whoever has set it.
+  // Cheap. Sequentially consistent, as set() is: a thread that first announces its work and then
+  // asks either finds the error, or the thread that set the error has seen the announcement.
   [[nodiscard]] bool is_set() const noexcept { return state_.load() != kNone; }
 
   // Records the error, cut to fit, unless another one came first; returns whether it did. `writer`
@@ -33,7 +33,7 @@ class FailureRecord {
   // does not come to the end of it: it has died or was stopped.
   [[nodiscard]] std::exception_ptr error(
       const std::function<std::string(int writer)>& of_silent) const;
-  // The same where all writers are threads of this process, none of which stays silent.
+  // The same for a record whose writers are all threads of this process: none of them dies halfway.
   [[nodiscard]] std::exception_ptr error() const;
 
  private:
@@ -42,7 +42,7 @@ class FailureRecord {
 
   alignas(64) std::atomic<std::uint32_t> state_{kNone};
   std::uint32_t kind_ = 0;
-  std::array<char, 4088> message_{};  // a page with what is above
+  std::array<char, 4088> message_{};  // fills a page together with the fields above
 };
 
 }  // namespace pydist

@@ -15,7 +15,7 @@ struct MemoryRoom {
   std::string limited_by;  // "the machine's free memory", "the memory limit of cgroup /x"
 };
 
-// `mount` is where cgroups are, `memberships` the file that says who is in which.
+// `mount` is the folder of cgroups, `memberships` the file that names this process's.
 [[nodiscard]] MemoryRoom memory_room(const std::string& mount = "/sys/fs/cgroup",
                                      const std::string& memberships = "/proc/self/cgroup");
 

@@ -20,7 +20,7 @@ namespace {
 // Bits of an entry of a pagemap (Documentation/admin-guide/mm/pagemap.rst).
 constexpr std::uint64_t kIsPresent = std::uint64_t{1} << 63;
 constexpr std::uint64_t kIsSwapped = std::uint64_t{1} << 62;
-// The page belongs to a file, as those of a segment do, so that it is no copy.
+// The page belongs to a file. All pages of a segment do; a private copy of a page does not.
 constexpr std::uint64_t kIsOfFile = std::uint64_t{1} << 61;
 
 [[nodiscard]] bool is_copy(std::uint64_t entry) noexcept {

@@ -33,7 +33,7 @@ class SegmentServer {
   // Becomes readable when a request waits.
   [[nodiscard]] int fd() const noexcept { return socket_.get(); }
 
-  // Hands out a duplicate of `fd` to whoever asks for `key`, until withdrawn.
+  // Hands out a duplicate of `fd` to every process that asks for `key`, until withdrawn.
   void offer(const std::string& key, int fd);
   void withdraw(const std::string& key);
 

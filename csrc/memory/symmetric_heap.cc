@@ -125,7 +125,7 @@ void SymmetricHeap::trim() {
       continue;
     }
     extent.is_trimmed = true;
-    // The words that count what was freed stay; they fill whole pages.
+    // The counters of freed blocks stay; they fill whole pages.
     for (int rank = 0; rank < size_; ++rank) {
       const std::size_t begin =
           round_up(static_cast<std::size_t>(rank) * extent.part_bytes + kTableBytes, page_bytes());

@@ -48,8 +48,8 @@ class SymmetricHeap {
   // peers (new_segment). Throws TransportError where there is no room.
   [[nodiscard]] Placement choose_place(std::size_t bytes);
 
-  // Rank 0 only: gives back the memory of extents of which every rank has freed every block. They
-  // stay where they are; from then on, each block is backed when it is taken.
+  // Rank 0 only: gives back the memory of extents in which every rank has freed every block. The
+  // extents keep their addresses; from then on, a block gets memory when it is allocated.
   void trim();
 
   // Maps a new extent that rank 0 has created.
@@ -83,7 +83,7 @@ class SymmetricHeap {
     std::size_t part_bytes = 0;
     HeapAllocator allocator{0};  // rank 0's view
     std::vector<Block> blocks;   // rank 0's view
-    bool is_trimmed = false;     // only what is in use is backed (rank 0's view)
+    bool is_trimmed = false;     // only blocks in use have memory (rank 0's view)
   };
 
   [[nodiscard]] std::byte* part(const Extent& extent, int rank) const noexcept;

@@ -13,7 +13,7 @@
 namespace pydist {
 namespace {
 
-// "quota period", either of which may be "max" or -1 for no limit.
+// The quota as a share of the period. Either may be "max" or -1, which means no limit.
 std::optional<double> ratio(const std::string& quota, const std::string& period) {
   try {
     const double used = std::stod(quota);

@@ -18,8 +18,9 @@ namespace pydist {
 // The processors that this process may run on, by number.
 [[nodiscard]] std::vector<int> allowed_processors();
 
-// Processors' worth of time that this process's cgroup and those above it grant; nothing where none
-// sets a limit. Both versions of cgroups; `mount` is where they are, `memberships` who is in which.
+// Processors' worth of time that this process's cgroup and the cgroups above it grant; nothing
+// where none sets a limit. Knows both versions of cgroups. `mount` is the folder of cgroups,
+// `memberships` the file that names this process's.
 [[nodiscard]] std::optional<double> processor_quota(
     const std::string& mount = "/sys/fs/cgroup",
     const std::string& memberships = "/proc/self/cgroup");

@@ -46,8 +46,8 @@ std::string get_while_hoping(KeyValueStore& store, const std::string& key, Deadl
 // What a rank says in place of its part when it gives up, so that nobody waits for it.
 constexpr std::string_view kGivenUp = "given up";
 
-// Waits with get_while_hoping(); where that is cut short (the user interrupts it, say), tells those
-// who wait for this rank.
+// Waits with get_while_hoping(). If an exception (of an interrupting user, say) cuts the wait
+// short, tells the ranks that wait for this one.
 template <typename Tell>
 std::string get_or_give_up(KeyValueStore& store, const std::string& key, Deadline deadline,
                            const CheckHope& check_hope, const Tell& tell) {

@@ -236,7 +236,7 @@ int GlooChannel::finish(const Message& message, Deadline deadline) {
 }
 
 std::optional<std::uint64_t> GlooChannel::wait_for_farewell(int peer) noexcept {
-  // gloo tells of a loss whoever waits for a message.
+  // gloo reports the loss of a peer only to a thread that waits for a message.
   std::uint64_t number = 0;
   Message message;
   try {

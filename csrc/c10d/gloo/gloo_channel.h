@@ -64,7 +64,7 @@ class GlooChannel {
   // To whom waits for it.
   void say_farewell(int peer, std::uint64_t number, Deadline deadline) noexcept;
 
-  // Cuts all connections: whoever waits, here or at a peer, fails.
+  // Cuts all connections: every wait on them fails, here and on the peers.
   void close() noexcept;
 
   // Lets the backend go, which closes the connections; no operation may be under way or follow.

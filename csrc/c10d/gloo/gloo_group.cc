@@ -163,7 +163,7 @@ void GlooGroup::tell_of_failure(KeyValueStore& store, const std::string& text) n
   try {
     store.set(kNewsKey, text);
   } catch (const std::exception&) {
-    // Whoever hosts the store is gone; that is news as well.
+    // The process that hosts the store is gone, which is a failure as well.
   }
 }
 

@@ -38,7 +38,7 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
 
   // Under which the first failure of a group stands in its store.
   static constexpr const char* kNewsKey = "failed/why";
-  // Takes out of the store what a group of the same name has left there that has failed.
+  // Deletes from the store the failure that an earlier group of the same name has left there.
   static void forget_news(KeyValueStore& store);
   // Unless the store holds an earlier failure.
   static void tell_of_failure(KeyValueStore& store, const std::string& text) noexcept;
@@ -86,7 +86,7 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
     }
   }
 
-  // perform() for a collective, whose failure says who is missing.
+  // perform() for a collective: the error of a failed one names the missing ranks.
   template <typename Step>
   void perform_collective(const Operation& operation, const Step& step) {
     ++collectives_;

@@ -32,8 +32,8 @@ class CollectiveQueue final : public WaitableDrivable {
   // What AtOnce takes.
   using MakeCall = std::function<Call(const Operation& operation)>;
 
-  // `group` is used with the right to drive only. `runs_at_once`: Note [At once]; not where another
-  // algorithm than that of run_shared_memory() is pinned.
+  // Only the holder of the right to drive uses `group`. `runs_at_once` (see Note [At once]) is
+  // false where the user has pinned another algorithm than run_shared_memory().
   CollectiveQueue(std::shared_ptr<Progress> progress, std::shared_ptr<GroupHealth> health,
                   Group& group, MakeTask make_task, MakeCall make_call, bool runs_at_once);
 
@@ -85,8 +85,8 @@ class CollectiveQueue final : public WaitableDrivable {
   // Note [At once]. False: the operation, which then has begun if there is a ticket, goes on as any
   // other. Throws the group's failure.
   bool try_at_once(const Operation& operation, std::optional<Journal::Ticket>& ticket);
-  // Fails the group. Called while the exception of an operation is handled that has begun here:
-  // without it the ranks are out of step.
+  // Fails the group, since an operation that had begun here has thrown and the ranks are out of
+  // step. The caller is handling the operation's exception.
   void fail_begun(const std::optional<Journal::Ticket>& ticket);
   void run_here(Right right, std::unique_ptr<Pending> pending);
   [[nodiscard]] Journal::Ticket note_begin(const Operation& operation);

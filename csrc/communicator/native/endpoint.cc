@@ -90,10 +90,9 @@ Endpoint::~Endpoint() {
 
 // Note [Departed or dead]
 // A peer that finds this process gone looks at its page to tell an orderly end from a crash. The
-// destructor says so there, and the end of the process does once more for all endpoints: whoever
-// holds a group (torch 2.14 does, until no destructor runs any more) holds its endpoint. Before
-// that, a group that is shut down does not make a departure: the process may crash in another
-// group.
+// destructor marks the page. So does the end of the process, for all endpoints, because a holder of
+// a group holds its endpoint, too: torch 2.14 holds groups until no destructor runs any more. The
+// shutdown of one group does not mark the page: the process may still crash in another group.
 void Endpoint::depart() noexcept {
   if (!birth_.is_inherited()) {
     page_->has_departed.store(1, std::memory_order_release);

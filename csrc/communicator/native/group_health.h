@@ -70,7 +70,7 @@ class GroupHealth {
 
  private:
   void wake_everybody() noexcept;
-  // A rank that has died without having shut down; empty where none has.
+  // Names a rank that has died without having shut down; empty if there is none.
   [[nodiscard]] std::string death() const;
   [[nodiscard]] bool has_left(int rank) const;
   [[nodiscard]] std::string departure_of(int rank) const;

@@ -8,7 +8,7 @@
 namespace pydist {
 namespace {
 
-// A waiter that spins looks at the clock, and at who has died, once in so many looks.
+// A spinning waiter checks the clock and its peers' lives once in so many looks at its condition.
 constexpr unsigned kLooksBetweenChecks = 8;
 
 }  // namespace

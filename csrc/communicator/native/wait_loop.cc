@@ -85,7 +85,8 @@ bool Progress::take_work(std::vector<std::shared_ptr<Drivable>>& drivables) {
   std::vector<std::shared_ptr<Drivable>> dropped;
   std::unique_lock lock(mutex_);
   while (!is_stopping_) {
-    // What is done, or is driven by a waiter (who hands over what is left), is not ours.
+    // This thread leaves alone operations that are done, and those that a waiter drives: a waiter
+    // hands over what it does not finish.
     const auto ours = std::partition(
         handed_over_.begin(), handed_over_.end(), [](const std::shared_ptr<Drivable>& drivable) {
           return !drivable->is_attended_.load() && drivable->has_work();

@@ -46,8 +46,8 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
   template <typename Finished>
   void attend_until(Finished is_finished, std::chrono::nanoseconds longest);
 
-  // Gives the right back, calls the callbacks of what has finished, and leaves what there is to
-  // drive to the progress thread. There is a sequentially consistent fence in it.
+  // Gives the right back, calls the callbacks of finished operations, and leaves the unfinished
+  // ones to the progress thread. Contains a sequentially consistent fence.
   void leave(Right right) {
     if (due_.empty()) {
       right.unlock();
@@ -82,7 +82,7 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
  private:
   friend class Progress;
 
-  // leave() for the progress thread, which goes on with what is left.
+  // leave() for the progress thread, which goes on with the unfinished operations.
   void give_back(Right right);
 
   std::shared_ptr<Progress> progress_;
@@ -103,7 +103,7 @@ class Progress : public std::enable_shared_from_this<Progress> {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  // Ends the thread; what was handed over is dropped. Idempotent.
+  // Ends the thread and drops the operations that were handed over to it. Idempotent.
   void stop() noexcept;
 
   void set_spin(std::chrono::nanoseconds spin) noexcept {

@@ -33,7 +33,7 @@ enum class LifeStep : std::uint8_t {
   kEnding,      // somebody has taken it upon them to end it
   kHeldBack,    // the end has nothing to free, and waits for captures
   kFinalizing,  // NCCL has been told to end it
-  kAborting,    // NCCL has been told to break off what is under way
+  kAborting,    // NCCL has been told to break off the operations under way
   kEnded,       // there is none any more
 };
 inline constexpr int kLifeStepCount = 7;
@@ -64,7 +64,7 @@ class CommunicatorLife {
     return false;
   }
 
-  // Throws Error where that is no legal step, which is a fault of ours.
+  // Throws Error where the transition is not legal, which is a bug of the engine.
   void step_to(LifeStep next) {
     PYDIST_CHECK(is_legal(now(), next));
     now_.store(next, std::memory_order_seq_cst);

@@ -21,7 +21,7 @@
 
 namespace pydist {
 
-// How long whoever leaves the job waits for memory to be freed.
+// How long a process that leaves its job waits until the memory is freed.
 inline constexpr std::chrono::milliseconds kFreePatience{10'000};
 
 class FreedDeviceMemory {

@@ -37,7 +37,7 @@ void LateEnds::start(const char* name, std::function<void()> end, Deadline until
   try {
     added.thread = EngineThread(name, [this, &added, over, end = std::move(end)]() mutable {
       end();
-      end = nullptr;  // what it held may end here as well
+      end = nullptr;  // its captures end here, before the thread does
       // Not before: the end of a thread may wait for what `end` brings about.
       for (End& each : *over) {
         each.thread.join();

@@ -22,7 +22,7 @@ std::string path_of(const void* function) {
 }
 
 void* open_library(const std::string& path) {
-  // torch's copy, if torch has loaded one: two copies in one process don't share what they know.
+  // Prefers the copy that torch has loaded: two copies in one process do not share their state.
   if (void* const loaded = ::dlopen(kLibrary, RTLD_NOW | RTLD_NOLOAD)) {
     return loaded;
   }

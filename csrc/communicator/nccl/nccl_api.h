@@ -61,8 +61,8 @@ struct UniqueId {
   std::array<char, 128> bytes;
 };
 
-// ncclConfig_t as of 2.14, the first version that has one. NCCL reads no further than `size`, and
-// gives what `version` did not have its own defaults.
+// ncclConfig_t as of 2.14, the first version that has one. NCCL reads `size` bytes of it, and takes
+// its own defaults for fields that were added after `version`.
 struct Config {
   std::size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;

@@ -366,8 +366,9 @@ class Enqueuing {
     }
   }
 
-  // gather, scatter and all_to_all are messages. Both ends of one cut it into the same pieces: what
-  // is sent from where something is received has to wait in the scratch memory.
+  // gather, scatter and all_to_all are messages. Both ends of a message cut it into the same
+  // pieces. A rank that receives into the memory that it sends from copies the input to scratch
+  // memory.
   void exchange() {
     const auto ranks = static_cast<std::size_t>(group_.size());
     const std::size_t most = std::max<std::size_t>(NcclGroup::kScratchBytes / ranks / bytes_, 1);

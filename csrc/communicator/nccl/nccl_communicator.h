@@ -30,8 +30,8 @@ struct NcclOptions {
   // This rank's, as the process counts them.
   int device = 0;
   const CudaLibrary* kernels = &CudaLibrary::get();
-  // Why the group does without kernels, where that is known beforehand: then they are not looked
-  // at.
+  // Why the group does without the CUDA kernels; where the caller gives a reason, the group does
+  // not look for them.
   std::string why_no_kernels;
   Environment environment = Environment::read();
   // As in native_communicator.h: what the process shows to its peers; null for the process's own.
@@ -47,8 +47,8 @@ struct NcclOptions {
 // PeerLost.
 [[nodiscard]] CommunicatorPtr create_nccl_communicator(NcclOptions options);
 
-// For a process that leaves its job: waits for the communicators of groups that have ended
-// (late_ends.h), then for the GPU, and frees what they have left there (freed_device_memory.h).
+// For a process that leaves its job: waits until NCCL has ended the communicators of ended groups
+// (late_ends.h), then for the GPU, and frees the memory of those groups (freed_device_memory.h).
 void let_go_of_nccl() noexcept;
 
 }  // namespace pydist

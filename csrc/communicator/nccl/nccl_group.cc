@@ -34,7 +34,7 @@ constexpr microseconds kLaunchTime{200};
 // The longest pause between two looks at a communicator that is joining, which may take seconds.
 constexpr microseconds kLongestJoiningPause{5'000};
 
-// Stands for joining the group: an operation in which no rank that has left has done its part.
+// The number that stands for joining the group: no rank that has left has done its part of it.
 constexpr std::uint64_t kAnyOperation = std::numeric_limits<std::uint64_t>::max();
 
 // How long an abort waits for a thread that is inside of NCCL. It sees the failure soon, unless
@@ -428,7 +428,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   return work;
 }
 
-// Until whoever is launching here has come to its end; but not for ever, since NCCL may not return.
+// Waits until no thread is launching an operation here, but not for ever: NCCL may never return.
 void NcclGroup::wait_for_launches() const noexcept {
   const Deadline patience = Deadline::in(kLaunchPatience);
   while (is_launching_ && !is_in_launch && !patience.has_passed()) {
@@ -436,10 +436,10 @@ void NcclGroup::wait_for_launches() const noexcept {
   }
 }
 
-// Where GPUs share an NVSwitch, NCCL reduces by multicast (NVLS). If the memory is registered, each
-// launch of that is a barrier of the host's ranks, on the host, which an abort does not end
-// (nvlsRegisterBuffer, as of NCCL 2.30). A launch must wait for nobody: ranks launch what they
-// have, in one order for each model, while others may wait for a collective of another group.
+// Where GPUs share an NVSwitch, NCCL reduces by multicast (NVLS). On registered memory each launch
+// of such a reduction is a barrier of the host's ranks, on the host, and an abort does not end that
+// barrier (nvlsRegisterBuffer, as of NCCL 2.30). A launch must wait for no rank: each rank launches
+// its operations in one order for each model, while others may wait for another group's collective.
 bool NcclGroup::waits_on_registered_memory() const {
   const char* const chosen = std::getenv("NCCL_NVLS_ENABLE");
   const bool is_off = chosen != nullptr && std::string_view(chosen) == "0";

@@ -80,7 +80,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     // Fails with this group, and this group with it; may be null.
     CommunicatorPtr companion;
     int device = 0;
-    // Where this process writes what it is in; null for nowhere.
+    // The journal in which this process notes the operation that it is in; may be null.
     std::shared_ptr<Journal> journal;
     std::shared_ptr<NcclWatchdog> watchdog;
     // How long NCCL may take to abort, or to end, before it is left to itself.
@@ -146,7 +146,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     return agree(*control_, complaint, says_yes);
   }
   static bool agree(Communicator& control, const std::string& complaint, bool says_yes = true);
-  // Collective. The first rank that has a complaint, and what it is; nothing where none has.
+  // The first rank that complains, and its complaint.
   struct Complaint {
     int rank;
     std::string text;
@@ -155,7 +155,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
                                                   const std::string& complaint);
   // Makes memory known to NCCL; null where it does not want to know it.
   [[nodiscard]] void* register_memory(void* data, std::size_t bytes);
-  // Takes that back. False while that cannot be done: what is registered must not be freed.
+  // Undoes a registration. Returns false while NCCL cannot: registered memory must not be freed.
   [[nodiscard]] bool deregister(void* registration) noexcept;
 
   // Frees what this process has let go of on the device (freed_device_memory.h); keeps it where a
@@ -168,16 +168,16 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] std::exception_ptr failure() const;
   void fail(const std::exception_ptr& error) noexcept;
   // Note [Two threads that look]
-  // Whether an operation has finished, only the driver knows, and it may keep whoever asks waiting
-  // for as long as one hangs: where another thread frees memory meanwhile, say. So one thread asks
-  // it, and another, which asks it nothing, looks for what is wrong and ends the group. Both return
-  // when to look again; the maximum for never, unless something is launched.
+  // Only the driver knows whether an operation has finished, and a question to the driver may block
+  // for as long as an operation hangs, for instance while another thread frees memory. So one
+  // thread asks the driver (settle). Another one (watch) never does: it looks for failures and ends
+  // the group. Both return when to look again; the maximum means not before the next launch.
   std::chrono::milliseconds settle() noexcept;
   std::chrono::milliseconds watch() noexcept;
-  // Returns once what is under way has finished, or `deadline` has passed.
+  // Returns once all operations under way have finished, or `deadline` has passed.
   void drain(Deadline deadline);
-  // Waits for what is under way; fails the group where that takes too long. See Note [How a group
-  // ends]. Idempotent.
+  // Waits for the operations under way; fails the group where they take too long. See Note [How a
+  // group ends]. Idempotent.
   void end() noexcept;
   // After end(): until NCCL's communicator has ended, too; `deadline` at most, and not where
   // captures hold that up. On all ranks at about the same time, as NCCL waits for the neighbours.
@@ -224,7 +224,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void allocate_scratch();
   [[nodiscard]] std::byte* scratch_of_graph();
   void free_scratch() noexcept;
-  // Whether what was replayed has come to its end; watches meanwhile.
+  // Waits for the replays of captured operations, and watches meanwhile. Returns whether they
+  // ended.
   [[nodiscard]] bool finish_replays(Deadline deadline);
   void wait_for_captures() noexcept;
   void end_communicator();
@@ -234,7 +235,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // under the same lock under which a failure is stored, so that whoever sees the failure can rely
   // on the end.
   [[nodiscard]] bool begin_end();
-  // Runs `end` on a thread of its own, and what is under way finishes afterwards.
+  // Runs `end` on a thread of its own; the operations under way finish after it.
   void end_on_thread(std::function<void()> end) noexcept;
   // Waits until nothing of an ended group is on its stream any more. Returns at once if the end
   // waits for captures, because it does that only when nothing is on the stream.
@@ -263,7 +264,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::optional<cuda::Capture> capture_;          // by the launching thread
   Deadline launching_until_ = Deadline::never();  // by the launching thread
   std::mutex calls_mutex_;   // NCCL's functions, but for the question of errors
-  std::mutex settle_mutex_;  // for whoever asks events; before mutex_
+  std::mutex settle_mutex_;  // held while events are queried; locked before mutex_
 
   mutable std::mutex mutex_;
   std::deque<UnderWay> under_way_;  // guarded by mutex_; in order

@@ -69,7 +69,7 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
   if (has_to_abort) {
     end_on_thread([this] { abort_communicator(); });
   }
-  // Last: whoever is called back may wait for what NCCL has under way.
+  // Last: a callback may wait for operations that NCCL has under way.
   if (companion_ != nullptr && has_joined) {
     tell(*companion_);
   }
@@ -103,8 +103,8 @@ void NcclGroup::abort_communicator() {
   if (comm_ == nullptr) {
     return;
   }
-  // An abort that has to free somebody goes on at once. The driver is not asked, which may not
-  // answer before that.
+  // An abort that has to free a waiting thread goes on at once. Nothing asks the driver, which may
+  // not answer before the abort.
   if (!is_launching_ && !is_under_way() && !has_broken_off_) {
     wait_for_captures();
   }
@@ -269,7 +269,7 @@ bool NcclGroup::finish_replays(Deadline deadline) {
   return *is_over;
 }
 
-// Ends NCCL's communicator in good order, or aborts it where that does not come to an end.
+// Ends NCCL's communicator in good order, or aborts it if the orderly end takes too long.
 void NcclGroup::end_communicator() {
   wait_for_captures();
   const cuda::DeviceGuard guard(device_);
@@ -288,7 +288,7 @@ void NcclGroup::end_communicator() {
       state = asked;
     }
   }
-  // One that has failed, or is busy, cannot be destroyed.
+  // NCCL cannot destroy a communicator that has failed or is busy.
   if (state == Result::kSuccess) {
     static_cast<void>(nccl.ncclCommDestroy(comm_));
   } else {
@@ -302,7 +302,7 @@ void NcclGroup::end() noexcept {
     return;
   }
   const Deadline deadline = Deadline::in(end_patience_);
-  // In this order: what is launched is under way before its launch is over.
+  // In this order: a launched operation counts as under way before its launch is over.
   const auto is_quiet = [this] { return !is_launching_ && !is_under_way(); };
   while (!is_quiet() && failure() == nullptr && !deadline.has_passed()) {
     settle();
@@ -331,7 +331,7 @@ void NcclGroup::end() noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (failure_.is_set()) {
-      aborted_by = ending_until_;  // by whoever told of the failure, or is about to
+      aborted_by = ending_until_;  // by the thread that told of the failure, or is about to
     } else {
       is_in_order = comm_ != nullptr && !weak_from_this().expired() && begin_end();
     }

@@ -56,7 +56,7 @@ void NcclGroup::settle_done() {
       }
       const std::lock_guard lock(mutex_);
       if (failure_.is_set() || under_way_.empty()) {
-        break;  // whoever ends the group finishes it
+        break;  // the thread that ends the group finishes the operation
       }
       done.push_back(std::move(under_way_.front()));
       under_way_.pop_front();
@@ -198,8 +198,8 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told,
       state = asked;
     }
   }
-  // A rank that is gone explains an error of NCCL's, and can be named. A rank that has left in
-  // order does no harm to operations of which it did its part, nor to earlier replays.
+  // A missing rank explains NCCL's error, and the message names the rank. A rank that has left in
+  // order does no harm to operations in which it did its part, nor to earlier replays.
   const bool is_vain = absence && (under_way_.empty() ? !absence->is_orderly
                                                       : absence->lacks(under_way_.front().turn) ||
                                                             may_be_of_a_peer(state));
