@@ -1,10 +1,14 @@
 """Public names stay where programs find them."""
 
 import functools
+import re
+from pathlib import Path
 
 import pytest
 
 import pydist
+
+ROOT = Path(__file__).resolve().parents[3]
 
 NAMES = (
     "Aborted",
@@ -71,21 +75,26 @@ NAMES = (
     "symmetric_empty",
     "world_size",
 )
-# What the documents name below that.
-PATHS = (
-    "backends.Options",
-    "checkpoint.Loaded",
-    "checkpoint.from_torch",
-    "checkpoint.latest",
-    "checkpoint.step_of",
-    "checkpoint.to_torch",
-    "metrics.mean",
-)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *PATHS])
+def named_in_documents() -> set[str]:
+    """Every `pydist.name`, dotted further or not, that a page or an example has."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.rst")]
+    pages += (ROOT / "examples").glob("*.py")
+    name = r"(?<![\w/.])pydist\.([A-Za-z_]\w*(?:\.\w+)*)"
+    return {found for page in pages for found in re.findall(name, page.read_text())}
+
+
+def test_documents_name_what_is_there() -> None:
+    named = named_in_documents()
+    assert {"metrics.mean", "backends.Options", "checkpoint.to_torch"} <= named
+    for name in named:
+        functools.reduce(getattr, name.split("."), pydist)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_public_name_is_there(name: str) -> None:
-    functools.reduce(getattr, name.split("."), pydist)
+    getattr(pydist, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
