@@ -1,6 +1,6 @@
 """How NCCL fails, as users see it: on the fakes, which fail as they are told (FAKE_NCCL_FAULT).
 
-Every detail is the C++ tests' (tests/cpp/communicator/nccl_communicator_test.cc).
+Every detail is the C++ tests' (tests/cpp/communicator/nccl/nccl_communicator_test.cc).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ namespace {
 
 // ---- opening ------------------------------------------------------------------------------
 
-// The interface version that kernels/fake_cuda_library.cc claims; it has no other function.
+// The interface version that fake_library.cc claims; it has no other function.
 std::string reason_for_fake(const char* version) {
   setenv("PYDIST_TEST_FAKE_CUDA_ABI", version, /*overwrite=*/1);
   return CudaLibrary(PYDIST_TEST_FAKE_CUDA_LIBRARY).reason();
