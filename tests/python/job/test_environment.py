@@ -5,8 +5,10 @@ import sys
 import time
 
 import pytest
-from launch import run_command
+import torch
+from launch import run_command, run_ranks
 
+import pydist
 from pydist.errors import InvalidUsage
 from pydist.job.launchers import Placement, Rendezvous, first_host, read_placement
 
@@ -386,34 +388,50 @@ def test_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
 
 
-TRAIN = """
-import os, pydist, torch
-pydist.init(timeout=30)
-t = torch.tensor([float(pydist.rank())])
-pydist.all_reduce(t)
-assert pydist.local_rank() == pydist.rank() and pydist.local_world_size() == 2
-os.write(1, f"sum {float(t)} {pydist.world_size()}\\n".encode())
-"""
+TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+
+
+def sum_under(launcher: str, job: str) -> tuple[float, int]:
+    """Joins by the variables that a launcher of two ranks sets, instead of torchrun's."""
+    rank = os.environ["RANK"]
+    for name in [name for name in os.environ if name.startswith(TORCHRUNS)]:
+        del os.environ[name]
+    variables = {
+        "open mpi": {
+            "OMPI_COMM_WORLD_RANK": rank,
+            "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "PMIX_NAMESPACE": job,
+        },
+        "intel mpi": {
+            "PMI_RANK": rank,
+            "MPI_LOCALRANKID": rank,
+            "PMI_SIZE": "2",
+            "MPI_LOCALNRANKS": "2",
+            "I_MPI_HYDRA_UUID": job,
+        },
+        "srun": {
+            "SLURM_PROCID": rank,
+            "SLURM_LOCALID": rank,
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_JOB_ID": job,
+            "SLURM_STEP_ID": "0",
+        },
+    }
+    os.environ.update(variables[launcher])
+    pydist.init(timeout=30)
+    assert pydist.local_rank() == pydist.rank() == int(rank)
+    assert pydist.local_world_size() == 2
+    total = torch.tensor([float(pydist.rank())])
+    pydist.all_reduce(total)
+    size = pydist.world_size()
+    pydist.shutdown()
+    return float(total), size
 
 
 @pytest.mark.parametrize("launcher", ["open mpi", "intel mpi", "srun"])
 def test_ranks_find_each_other_by_a_launchers_variables_alone(launcher: str) -> None:
     job = f"job-{os.getpid()}-{time.monotonic_ns()}"
-    ranks = {
-        "open mpi": {"OMPI_COMM_WORLD_RANK": "$r", "OMPI_COMM_WORLD_LOCAL_RANK": "$r"},
-        "intel mpi": {"PMI_RANK": "$r", "MPI_LOCALRANKID": "$r"},
-        "srun": {"SLURM_PROCID": "$r", "SLURM_LOCALID": "$r", "SLURM_STEP_NUM_TASKS": "2"},
-    }[launcher]
-    fixed = {
-        "open mpi": {
-            "OMPI_COMM_WORLD_SIZE": "2",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            "PMIX_NAMESPACE": job,
-        },
-        "intel mpi": {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "I_MPI_HYDRA_UUID": job},
-        "srun": {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1"},
-    }[launcher]
-    assignments = " ".join(f"{name}={value}" for name, value in ranks.items())
-    script = f'for r in 0 1; do {assignments} "$0" -c "$1" & done; wait'
-    done = run_command(["bash", "-c", script, sys.executable, TRAIN], env=dict(fixed))
-    assert done.stdout == "sum 1.0 2\n" * 2, done.stderr
+    assert run_ranks(sum_under, 2, launcher, job) == [(1.0, 2)] * 2
