@@ -109,6 +109,14 @@ _LAUNCHER_NAMES = (
 )
 
 
+# For `env`: what a process has that no launcher has started.
+NO_LAUNCHER: dict[str, str | None] = dict.fromkeys(
+    (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
+    )
+)
+
 # A TCPStore looks up the name of each process that connects, and answers nobody meanwhile: a lost
 # request to the name server would cost 5 s, and two of them 10.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -1,12 +1,11 @@
 """Which rank a process is, told from the variables of every launcher that is understood."""
 
 import os
-import sys
 import time
 
 import pytest
 import torch
-from launch import run_command, run_ranks
+from launch import NO_LAUNCHER, rank_outcomes, run_ranks
 
 import pydist
 from pydist.errors import InvalidUsage
@@ -316,15 +315,20 @@ def test_planned_processes_that_nobody_started_are_a_doubt(
     assert read_placement({**variables, "RANK": "0", "WORLD_SIZE": "1"}).doubt == ""
 
 
+def join_and_count() -> int:
+    pydist.init()
+    size = pydist.world_size()
+    pydist.shutdown()
+    return size
+
+
 def test_a_plain_process_in_a_slurm_shell_warns_in_a_sentence() -> None:
-    script = "import pydist; pydist.init(); print(pydist.world_size())"
-    shell = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
-    done = run_command([sys.executable, "-c", script], env=dict(shell))
-    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
-    assert done.stderr.count("pydist[rank 0] warning: SLURM_NTASKS=8 is set, but srun") == 1
-    meant = {**shell, "RANK": "0", "WORLD_SIZE": "1"}
-    done = run_command([sys.executable, "-c", script], env=dict(meant))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+    shell = {**NO_LAUNCHER, "SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+    (warned,) = rank_outcomes(join_and_count, 1, env=shell)
+    assert warned.value == 1, warned.describe()
+    assert warned.output.count("pydist[rank 0] warning: SLURM_NTASKS=8 is set, but srun") == 1
+    (meant,) = rank_outcomes(join_and_count, 1, env={**shell, "RANK": "0", "WORLD_SIZE": "1"})
+    assert (meant.value, meant.output) == (1, ""), meant.describe()
 
 
 def test_mpich_under_slurm_is_mpich() -> None:

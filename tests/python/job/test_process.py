@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import rank_outcomes, run_command, run_ranks
+from launch import NO_LAUNCHER, rank_outcomes, run_command, run_ranks
 from thorough import everyday
 from torch import nn
 
@@ -205,22 +205,22 @@ def test_native_asked_for_but_impossible_is_the_same_error_everywhere() -> None:
     assert outcomes[0].message == outcomes[1].message
 
 
+def join_and_leave() -> None:
+    pydist.init()
+    pydist.shutdown()
+
+
 def test_info_line_appears_with_pydist_log() -> None:
-    done = run_command(
-        [sys.executable, "-c", "import pydist; pydist.init(); pydist.shutdown()"],
-        env={"PYDIST_LOG": "info"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "pydist[rank 0] info: backend native on 1 rank" in done.stderr
+    (done,) = rank_outcomes(join_and_leave, 1, env={**NO_LAUNCHER, "PYDIST_LOG": "info"})
+    assert done.ok, done.describe()
+    assert "pydist[rank 0] info: backend native on 1 rank" in done.output
 
 
 def test_a_misspelt_variable_is_warned_of() -> None:
-    done = run_command(
-        [sys.executable, "-c", "import pydist; pydist.init()"], env={"PYDIST_BACKENDS": "gloo"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("PYDIST_BACKENDS") == 1
-    assert "did you mean PYDIST_BACKEND?" in done.stderr
+    (done,) = rank_outcomes(join_and_leave, 1, env={**NO_LAUNCHER, "PYDIST_BACKENDS": "gloo"})
+    assert done.ok, done.describe()
+    assert done.output.count("PYDIST_BACKENDS") == 1
+    assert "did you mean PYDIST_BACKEND?" in done.output
 
 
 NOTEBOOK = """

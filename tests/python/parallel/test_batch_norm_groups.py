@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import Ranks, run_command
+from launch import NO_LAUNCHER, Ranks, run_ranks
 from normalized_batches import batches
 from torch import nn
 from training import LIMIT_S, Runner, assert_near, joined
@@ -146,30 +145,25 @@ def test_groups_of_another_backend(backend: str) -> None:
         ranks.run(on_a_group_of_gloo, timeout=LIMIT_S)
 
 
-ALONE = """
-import torch, pydist
-from torch import nn
-torch.manual_seed(0)
-ours, theirs = pydist.SyncBatchNorm(3), nn.BatchNorm1d(3)
-x = torch.randn(4, 3, requires_grad=True)
-assert torch.equal(ours(x), theirs(x))
-assert torch.equal(ours.running_var, theirs.running_var)
-assert pydist.world_size() == 1
-# As torch's own: second derivatives, and what is refused.
-(gradient,) = torch.autograd.grad(ours(x).pow(3).sum(), x, create_graph=True)
-gradient.sum().backward()
-try:
-    ours(torch.ones(1, 3))
-except ValueError as error:
-    assert "Expected more than 1 value per channel" in str(error)
-else:
-    raise AssertionError
-"""
+def normalize_alone() -> None:
+    torch.manual_seed(0)
+    ours, theirs = pydist.SyncBatchNorm(3), nn.BatchNorm1d(3)
+    x = torch.randn(4, 3, requires_grad=True)
+    assert torch.equal(ours(x), theirs(x))
+    assert ours.running_var is not None
+    assert theirs.running_var is not None
+    assert torch.equal(ours.running_var, theirs.running_var)
+    assert pydist.world_size() == 1
+    # As torch's own: second derivatives, and what is refused.
+    (gradient,) = torch.autograd.grad(ours(x).pow(3).sum(), x, create_graph=True)
+    gradient.sum().backward()
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        ours(torch.ones(1, 3))
+    pydist.shutdown()
 
 
 def test_a_world_of_one_without_a_launcher() -> None:
-    done = run_command([sys.executable, "-c", ALONE], timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
+    run_ranks(normalize_alone, 1, timeout=LIMIT_S, env=NO_LAUNCHER)
 
 
 def test_join_is_refused() -> None:

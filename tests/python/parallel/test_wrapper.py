@@ -3,13 +3,12 @@
 import copy
 import io
 import pickle
-import sys
 from collections import OrderedDict
 from typing import Any, cast
 
 import pytest
 import torch
-from launch import run_command
+from launch import NO_LAUNCHER, run_ranks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from training import (
@@ -174,17 +173,15 @@ def test_process_group(run: Runner) -> None:
     run(average_in_a_subgroup)
 
 
+def train_alone() -> None:
+    model = pydist.DataParallel(nn.Linear(2, 1))
+    model(torch.ones(4, 2)).sum().backward()
+    assert model.weight.grad.tolist() == [[4.0, 4.0]]
+    pydist.shutdown()
+
+
 def test_world_of_one_needs_no_launcher() -> None:
-    code = (
-        "import torch, pydist\n"
-        "model = pydist.DataParallel(torch.nn.Linear(2, 1))\n"
-        "model(torch.ones(4, 2)).sum().backward()\n"
-        "assert model.weight.grad.tolist() == [[4.0, 4.0]]\n"
-        "pydist.shutdown()\n"
-        "print('done')\n"
-    )
-    done = run_command([sys.executable, "-c", code], timeout=LIMIT_S)
-    assert done.stdout.strip() == "done", done.stderr
+    run_ranks(train_alone, 1, timeout=LIMIT_S, env=NO_LAUNCHER)
 
 
 # --- in the middle of training -------------------------------------------------------------------
