@@ -27,7 +27,7 @@ from pydist._torch import (
     unscale_each,
 )
 from pydist.errors import InvalidUsage
-from pydist.sharding.facts import FACTS
+from pydist.sharding.tensor_facts import FACTS
 
 
 class GradientParts(Protocol):

@@ -36,7 +36,7 @@ from pydist._torch import (
     parameters_of,
     without_functorch,
 )
-from pydist.sharding.facts import FACTS, getters
+from pydist.sharding.tensor_facts import FACTS, getters
 
 # A wait with a time limit waits on the host, not on the stream.
 _NEVER_S = 1e9
