@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launch import Ranks
+from thorough import everyday
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -320,7 +321,16 @@ SMALL_BYTES = 32 * 1024
 VARIANTS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
 
 
-@pytest.mark.parametrize("optimizer", ELEMENT_WISE)
+# One that keeps nothing, one with kernels of all kinds, and one whose steps are not alike.
+SGD, ADAM, RADAM = torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    everyday(
+        SGD, ADAM, RADAM, thorough=tuple(c for c in ELEMENT_WISE if c not in (SGD, ADAM, RADAM))
+    ),
+)
 def test_temporaries_are_what_torch_allocates(optimizer: type[torch.optim.Optimizer]) -> None:
     counts = [30_000, 200_000, 0, 5_000, 150_000, 170_000]
     known = inspect.signature(optimizer).parameters
