@@ -33,8 +33,8 @@ Hooks = dict[int, Callable[..., Any]]
 
 # -- the names
 
-# By what has them: each private name that this file uses, with what it is for, and which public way
-# is missing. "torch.nn.Module()" stands for a module, others for themselves.
+# Each private name that this file uses, under the object that has it, with its purpose or the
+# public way that is missing. "torch.nn.Module()" stands for an instance, the others for themselves.
 PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "torch.nn.Module()": {
         "_parameters": "the wrapper shares this table; the public methods give copies of it",
@@ -134,8 +134,8 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     },
 }
 
-# The same for what is not there yet when this file is imported, by what has it then. Tests
-# look these names up.
+# The same for names that do not exist yet when this file is imported, under a description of the
+# object that has them later. Tests look these names up.
 LATER_NAMES: dict[str, dict[str, str]] = {
     "a hook behind state_dict()": {
         "_from_public_api": "such a hook returns nothing, and torch refuses what it returns",

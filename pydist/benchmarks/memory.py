@@ -58,9 +58,9 @@ class _Reading:
     """Of one rank, or of all of them together. Bytes."""
 
     proportional: int = 0
-    # By inode: what backs shared memory, touched or not.
+    # The bytes that back shared memory, touched or not, by inode.
     segments: dict[int, int] = field(default_factory=dict)
-    # By who has mapped it: proportional shares.
+    # The proportional shares of all mappings of one file or kind, by its name.
     owners: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -26,8 +26,8 @@ from pydist.sharding.buckets import SHORT
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents
 
-# What an entry of a checkpoint is called: `model.NAME`, and `model.G.NAME` where there are several
-# models, of which this one is "G". The name of a parameter is then `G.NAME` everywhere.
+# An entry of a checkpoint is named `model.NAME`, or `model.G.NAME` where there are several models
+# and this one is "G". The name of a parameter is then `G.NAME` everywhere.
 PREFIX = "model."
 
 # Where a tensor is, and how it lies there.

@@ -273,7 +273,7 @@ def _read(
     if not entry["keys"] and not entry["numbers"]:
         return ParameterState(shape, stored)
     if dims != stored and ranges:
-        # The elements lie in another order: those of a range are all over the parameter.
+        # The stored order is another one, so a range's elements are all over the parameter.
         ranges = [(0, math.prod(shape))]
     return ParameterState(
         shape,

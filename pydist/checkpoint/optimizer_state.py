@@ -35,9 +35,9 @@ MODEL = "model."
 # What a model calls parameters, by their ids; None for those that it has no more.
 Names = Mapping[int, str | None]
 
-# Of an optimizer: the groups, with names of parameters; and of each parameter shape, order of
-# dimensions, names of what has a value for each element, and the values that are for all. Where
-# ranks have parameters alone, also "own": the names in each rank's groups, by rank.
+# Describes an optimizer: its groups, with the names of their parameters; and for each parameter its
+# shape, the order of its dimensions, the names of its element-wise state, and the values of its
+# other state. Where ranks have their own parameters, "own" holds the names in each rank's groups.
 Outline = dict[str, Any]
 
 

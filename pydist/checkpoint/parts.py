@@ -20,13 +20,13 @@ from pydist.errors import InvalidUsage
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents
 
-# The entry of a checkpoint that says of what it has several: names by kind.
+# The entry of a checkpoint that lists, for each kind that it has several objects of, their names.
 PARTS = "parts"
 
-# The kinds of which a checkpoint keeps one state for all ranks: what `state_dict()` gives.
+# A checkpoint keeps one `state_dict()` of each object of these kinds, for all ranks.
 SHARED_KINDS = ("scheduler", "scaler", "sampler")
 
-# The kind of which it keeps one for each rank.
+# A checkpoint keeps one `state_dict()` of each object of this kind for each rank.
 STATEFUL = "stateful"
 
 # A name is a part of the names of entries, in which dots and "@" say what belongs to what.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES
 
-# torch's writer has two copies of what it writes: of a bucket together.
+# torch's writer holds two copies of a piece, which together take as much as a bucket.
 _PIECE_BYTES = DEFAULT_CAP_BYTES // 2
 
 

@@ -81,7 +81,7 @@ class Placement:
     rendezvous: Rendezvous | None
     # For messages: "torchrun", "mpirun (Open MPI)", ...
     launcher: str
-    # A sentence for whoever may have meant several processes, or nothing.
+    # A sentence for a user who may have meant several processes; empty if there is no doubt.
     doubt: str = ""
 
 

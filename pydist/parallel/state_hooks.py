@@ -25,7 +25,7 @@ from pydist._torch import (
 
 def taken_with_hooks(wrapper: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's `state_dict()` with the given arguments, as the wrapper's hooks make it."""
-    # The arguments by position are those of older versions of torch.
+    # Older versions of torch took these arguments by position.
     named = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
     prefix: str = named.get("prefix") or ""
     for before in state_dict_pre_hooks(wrapper).values():

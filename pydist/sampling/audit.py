@@ -14,7 +14,7 @@ from pydist.job import groups, membership
 __all__ = ["Ledger"]
 
 _DIGESTS = 2**128
-# A digest travels as words that leave room for the sum of those of 2^31 ranks.
+# A digest travels as words with room for the sums of 2^31 ranks' words.
 _WORD_BITS = 32
 _WORDS = 4
 

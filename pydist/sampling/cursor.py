@@ -62,7 +62,8 @@ class EpochPass:
         # Blocks that have not arrived as a whole; what stands in those that have.
         self._blocks: deque[Tensor] = deque()
         self._settled = Ledger(epoch)
-        # Samples in what was handed out; of single ones, the iterator that holds the last of them.
+        # How many samples were handed out; and the iterator that holds the last one of those that
+        # were handed out one by one.
         self._handed = 0
         self._in_hand: Iterator[int] | None = None
 

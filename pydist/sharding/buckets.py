@@ -22,7 +22,7 @@ from pydist import _native
 from pydist.errors import Error, InvalidUsage
 from pydist.sharding.in_flight import Gather
 
-# The dtypes of which float32 copies are kept.
+# Parameters of these dtypes have float32 copies.
 SHORT = (torch.float16, torch.bfloat16)
 
 

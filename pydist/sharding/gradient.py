@@ -294,7 +294,7 @@ def _check_finite_and_unscale(
     owners = _owners(gradients)
     for owner in owners:
         owner.note_own_finite(found_inf)
-    # Any optimizer's ranks are those of the others.
+    # All owners have the same ranks, so any one of them can combine.
     owners[0].combine(found_inf, "max")
     _note_changes(gradients)
 

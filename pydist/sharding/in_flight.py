@@ -93,7 +93,7 @@ class Gather:
             self._end()
 
     def _hold_back(self) -> None:
-        # A CUDA graph can't wait for what it doesn't hold.
+        # A CUDA graph can wait only for work that was captured into it.
         self._work.wait(_NEVER_S if _native.is_capturing(self._device) else None)
 
     def _end(self) -> None:
@@ -113,7 +113,8 @@ class Gather:
 
 def _hook_modules() -> None:
     global _hook
-    # Dynamo would compile every module again for the hook; what it compiles is waited for anyway.
+    # Dynamo would compile every module again for the hook. Compiled modules need no hook: their
+    # parameters are waited for before they run.
     if _hook is None and not compiles_anything():
         _hook = nn.modules.module.register_module_forward_pre_hook(_wait_for_own)
 

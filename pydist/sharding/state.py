@@ -21,8 +21,8 @@ from pydist.sharding.buckets import dense_strides, dims_in_memory, shaped
 # The float32 copy of a 16-bit parameter, beside what the optimizer's class calls its own.
 MASTER = "master"
 
-# State of which torch's classes keep one number for each parameter. It would look like the state of
-# a parameter without dimensions.
+# The state that torch's classes keep as one number for each parameter. By its shape alone, such a
+# number would look like the state of a parameter without dimensions.
 NUMBERS = {"step", "eta", "mu", "mu_product"}
 
 

@@ -207,7 +207,7 @@ def require_options_of(class_name: str, optimizer: Optimizer, group: Mapping[str
     """
     ours = optimizer.defaults
     missing = ours.keys() - group.keys() - _LATER_OPTIONS
-    # Whoever wraps an optimizer may have its options in groups alone.
+    # A class that wraps an optimizer may keep options in its groups alone.
     known = ours.keys() | optimizer.param_groups[0].keys() | _LATER_OPTIONS
     foreign = (group.keys() - known) & _torchs_options()
     decoupled = "decoupled_weight_decay"  # as Adam is, or AdamW

@@ -153,7 +153,7 @@ def _line_of(process: "subprocess.Popen[str]") -> str:
 def _tell(processes: "list[subprocess.Popen[str]]") -> None:
     for process in processes:
         assert process.stdin is not None
-        # Of one that is gone, what it should have said next tells.
+        # A process that is gone is noticed later: it does not say what comes next.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write("\n")
             process.stdin.flush()

@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, arm: str, cpu: int, what: list[str]) -> None:
-    # Whoever waits for a rank that is gone would wait until its timeout.
+    # Without its parent, this rank would wait for the other ranks until its timeout.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return  # it was gone before this process could ask to end with it
