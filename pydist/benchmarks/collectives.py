@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help=f"a picture ({', '.join(plot.SUFFIXES)})")
 
 
-class _Plan:
+class _Request:
     """The options, once they make sense.
 
     Raises:
@@ -144,8 +144,8 @@ def _compared(given: str, main_arm: str) -> list[str]:
 class _Output:
     """Shows and writes results as they come, on the process that leads."""
 
-    def __init__(self, plan: _Plan, results: Results) -> None:
-        self._plan = plan
+    def __init__(self, request: _Request, results: Results) -> None:
+        self._request = request
         self._results = results
         self._cells: list[tuple[str, int, dict[str, tuple[float, Ratio | None]]]] = []
         self._noisy: list[str] = []
@@ -187,7 +187,7 @@ class _Output:
         print(report.line(rows, self._results.main), flush=True)
 
     def _write(self) -> None:
-        options = self._plan.options
+        options = self._request.options
         self._try_to_write(
             options.json, lambda path: write_text_whole(path, self._results.as_json())
         )
@@ -234,48 +234,52 @@ class _Output:
             print(f"# Warning: {text}.", flush=True)
         self._write()
         if self._results.rows:
-            self._try_to_write(self._plan.options.plot, lambda path: plot.draw(self._results, path))
+            self._try_to_write(
+                self._request.options.plot, lambda path: plot.draw(self._results, path)
+            )
 
 
-def _start(plan: _Plan, placement: Placement | None, stack: ExitStack) -> list[Ranks]:
+def _start(request: _Request, placement: Placement | None, stack: ExitStack) -> list[Ranks]:
     """The ranks of all arms; those of torch first."""
-    pin = plan.options.pin
+    pin = request.options.pin
     groups: list[Ranks] = []
-    for installation in plan.mpis:
+    for installation in request.mpis:
         # Before this process is pinned, as it is where it is a rank itself: they inherit it.
         groups.append(
-            start_mpi_ranks(installation, plan.ranks, pin=pin, is_launched=placement is not None)
+            start_mpi_ranks(installation, request.ranks, pin=pin, is_launched=placement is not None)
         )
         stack.callback(groups[-1].close)
     if placement is not None:
-        own: Ranks = FoundRanks(plan.torch_arms, backend=plan.options.backend, pin=pin)
+        own: Ranks = FoundRanks(request.torch_arms, backend=request.options.backend, pin=pin)
     else:
-        own = start_torch_ranks(plan.torch_arms, plan.ranks, backend=plan.options.backend, pin=pin)
+        own = start_torch_ranks(
+            request.torch_arms, request.ranks, backend=request.options.backend, pin=pin
+        )
     stack.callback(own.close)
     return [own, *groups]
 
 
-def _lead(plan: _Plan, placement: Placement | None) -> int:
+def _lead(request: _Request, placement: Placement | None) -> int:
     facts = machine.describe()
     with ExitStack() as stack:
-        Progress().detail(f"starting {plan.ranks} ranks of {1 + len(plan.mpis)} kinds")
-        conductor = Conductor(_start(plan, placement, stack), plan.effort)
-        descriptions = conductor.reserve(plan.largest)
-        names = [plan.main, ROOFLINE, *plan.compared]
+        Progress().detail(f"starting {request.ranks} ranks of {1 + len(request.mpis)} kinds")
+        conductor = Conductor(_start(request, placement, stack), request.effort)
+        descriptions = conductor.reserve(request.largest)
+        names = [request.main, ROOFLINE, *request.compared]
         results = Results(
-            command=f"pydist bench {plan.options.collective} {plan.options.flags}".strip(),
+            command=f"pydist bench {request.options.collective} {request.options.flags}".strip(),
             machine=facts,
-            ranks=plan.ranks,
-            is_pinned=plan.options.pin,
+            ranks=request.ranks,
+            is_pinned=request.options.pin,
             arms={name: descriptions[name] for name in names},
             rows=[],
             warnings=[],
         )
-        output = _Output(plan, results)
+        output = _Output(request, results)
         output.begin()
         status = 0
         try:
-            for cases in plan.cases:
+            for cases in request.cases:
                 output.begin_case(cases)
                 output.add(conductor.measure(cases, output.note))
             results.is_complete = True
@@ -305,9 +309,9 @@ def main(options: argparse.Namespace) -> int:
     placement = launched_placement()
     leads = placement is None or placement.rank == 0
     try:
-        plan = _Plan(options, placement)
+        request = _Request(options, placement)
         if leads:
-            plan.require_outputs()
+            request.require_outputs()
     except InvalidUsage:
         if leads:
             raise
@@ -315,8 +319,8 @@ def main(options: argparse.Namespace) -> int:
         time.sleep(2)
         return 2
     if leads:
-        return _lead(plan, placement)
-    found = FoundRanks(plan.torch_arms, backend=options.backend, pin=options.pin)
+        return _lead(request, placement)
+    found = FoundRanks(request.torch_arms, backend=options.backend, pin=options.pin)
     try:
         found.serve()
     finally:

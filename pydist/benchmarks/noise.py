@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from pydist.errors import InvalidUsage
 
-__all__ = ["Ratio", "bootstrap_interval", "is_noisy", "percentile", "ratio_of", "spread_of"]
+__all__ = [
+    "Ratio",
+    "bootstrap_interval",
+    "is_noisy",
+    "noise_of_steps",
+    "percentile",
+    "ratio_of",
+    "spread_of",
+]
 
 _RESAMPLES = 1000
 _CONFIDENCE = 0.95
@@ -94,3 +102,13 @@ def spread_of(times: Sequence[float]) -> float:
 def is_noisy(times: Sequence[float]) -> bool:
     """Whether times of one and the same thing vary so much that somebody else uses the machine."""
     return len(times) > 3 and spread_of(times) > _NOISY_SPREAD
+
+
+def noise_of_steps(times: Sequence[float]) -> list[str]:
+    """A warning where times of one and the same step are noisy."""
+    if not is_noisy(times):
+        return []
+    return [
+        f"the quartiles of one and the same step are {spread_of(times):.0%} of its median apart: "
+        "something else uses this machine"
+    ]

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import pydist
@@ -242,11 +241,12 @@ def _waited_ms(buckets: Buckets) -> list[float]:
 
 
 def _show_buckets(buckets: Buckets, title: str) -> None:
-    table = Table(title=f"{title}; ms since backward began, means of rank 0")
-    table.add_column("bucket", justify="right")
-    table.add_column("first parameter")
-    for column in ("MiB", "ready", "launched", "waited for its turn", "done"):
-        table.add_column(column, justify="right")
+    table = subcommand.make_table(
+        f"{title}; ms since backward began, means of rank 0",
+        ["bucket", "first parameter"],
+        ["MiB", "ready", "launched", "waited for its turn", "done"],
+    )
+    table.columns[0].justify = "right"
     left_out = range(_MOST_ROWS // 2, max(_MOST_ROWS, len(buckets)) - _MOST_ROWS // 2)
     for number, (bucket, waited) in enumerate(zip(buckets, _waited_ms(buckets), strict=True)):
         if number in left_out:
@@ -281,12 +281,14 @@ def _show_model(name: str, result: dict[str, Any]) -> None:
 def _show(results: dict[str, Any], ranks: int) -> None:
     for name, result in results.items():
         _show_model(name, result)
-    table = Table(title=f"backward on a slow link, {ranks} ranks, ms")
-    table.add_column("model")
-    for column in ("MB/s", "alone", "computing", "transfer", "one after the other"):
-        table.add_column(column, justify="right")
-    for column in ("ideal", "step", "step / ideal"):
-        table.add_column(column, justify="right")
+    table = subcommand.make_table(
+        f"backward on a slow link, {ranks} ranks, ms",
+        ["model"],
+        [
+            *("MB/s", "alone", "computing", "transfer", "one after the other"),
+            *("ideal", "step", "step / ideal"),
+        ],
+    )
     for result in results.values():
         ratio = Ratio(**result["step_over_ideal"])
         table.add_row(
@@ -302,9 +304,7 @@ def _show(results: dict[str, Any], ranks: int) -> None:
         )
     if results:
         Console(width=_WIDTH).print(table)
-    for name, result in results.items():
-        for warning in result["warnings"]:
-            print(f"warning: {name}: {warning}")
+    subcommand.print_warnings(results)
 
 
 def _require_suitable(models: list[str], options: argparse.Namespace) -> None:

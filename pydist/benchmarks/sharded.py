@@ -15,16 +15,14 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -33,22 +31,28 @@ import pydist
 from pydist.benchmarks import ddp_knobs, subcommand
 from pydist.benchmarks.machine import unpinned
 from pydist.benchmarks.models import MODELS
-from pydist.benchmarks.noise import Ratio, bootstrap_interval, is_noisy, spread_of
+from pydist.benchmarks.noise import noise_of_steps
 from pydist.benchmarks.processes.job import find_job
-from pydist.benchmarks.progress import Progress
-from pydist.benchmarks.step_times import Rounds, in_turns, read_rounds, write_round
+from pydist.benchmarks.step_times import (
+    ALONE,
+    Rounds,
+    added_ms,
+    in_rounds,
+    in_turns,
+    plain,
+    read_rounds,
+    share_of_added,
+)
 from pydist.errors import InvalidUsage
 
 __all__ = ["add_arguments", "main", "summarize"]
 
-ALONE, WHOLE = "alone", "pydist, whole"
+WHOLE = "pydist, whole"
 SHARDED = ("pydist, stage 1", "pydist, stage 2", "pydist, one copy")
 # By arm: DDP's knobs. With all but the default ones, ZeRO's parameters are views of its buckets.
 ZERO = {knobs.replace("DDP", "ZeRO"): knobs for knobs in ddp_knobs.KNOBS}
 
 _DEFAULT_MODELS = ("gpt", "wide", "resnet")
-_WARM_ROUNDS = 5
-_LEAST_ROUNDS = 10
 _WIDTH = 150
 _OPTIONS: dict[str, Any] = {"lr": 1e-5, "fused": True}
 
@@ -106,9 +110,7 @@ def _make_arms(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Callab
 
 
 def _run_rounds(name: str, seconds: float, journal: str) -> None:
-    """On each rank: rounds for so many seconds, 10 at least."""
-    progress = Progress(pydist.rank() == 0)
-    progress.phase(f"{name}: steps with optimizers, warming up")
+    """On each rank: rounds of a model's steps, as `in_rounds` makes them."""
     torch.manual_seed(0)
     model, inputs = MODELS[name].make()
     arms = _make_arms(model, inputs)
@@ -122,22 +124,10 @@ def _run_rounds(name: str, seconds: float, journal: str) -> None:
         pydist.all_reduce(slowest, "max")
         return float(slowest[0])
 
-    for _ in range(_WARM_ROUNDS):
-        for step in arms.values():
-            time_arm(step)
-    progress.phase(f"{name}: steps with optimizers")
-    rounds = 0
-    start_s = time.perf_counter()
-    more = torch.ones(1, dtype=torch.int32)
-    with open(journal if pydist.rank() == 0 else "/dev/null", "w") as file:
-        while more[0]:
-            write_round(file, {arm: time_arm(step) for arm, step in in_turns(arms, rounds)})
-            rounds += 1
-            past_s = time.perf_counter() - start_s
-            progress.detail(f"round {rounds}, {past_s:.0f} of {seconds:g} s")
-            more[0] = rounds < _LEAST_ROUNDS or past_s < seconds
-            pydist.broadcast(more, root=0)
-    progress.clear()
+    def time_round(number: int) -> dict[str, float]:
+        return {arm: time_arm(step) for arm, step in in_turns(arms, number)}
+
+    in_rounds(f"{name}: steps with optimizers", seconds, journal, time_round)
 
 
 def summarize(rounds: Rounds) -> dict[str, Any]:
@@ -150,50 +140,26 @@ def summarize(rounds: Rounds) -> dict[str, Any]:
         For JSON. Milliseconds are medians; ratios are of what is added to `alone` within a round,
         with intervals of 95 %; `null` where the divisor can't be told from zero.
     """
-    count = len(rounds[ALONE])
-
-    def added_ms(arm: str, picked: Sequence[int]) -> float:
-        return statistics.median((rounds[arm][i] - rounds[ALONE][i]) * 1e3 for i in picked)
-
-    def ratio(arm: str, base: str) -> dict[str, float] | None:
-        if bootstrap_interval(count, lambda picked: added_ms(base, picked))[0] <= 0:
-            return None
-
-        def share(picked: Sequence[int]) -> float:
-            return added_ms(arm, picked) / max(added_ms(base, picked), 1e-6)
-
-        return asdict(Ratio(share(range(count)), *bootstrap_interval(count, share)))
-
-    best = min(ZERO, key=lambda arm: added_ms(arm, range(count)))
-    warnings = []
-    if is_noisy(rounds[ALONE]):
-        warnings.append(
-            f"the quartiles of one and the same step are {spread_of(rounds[ALONE]):.0%} of its "
-            "median apart: something else uses this machine"
-        )
+    every = range(len(rounds[ALONE]))
+    best = min(ZERO, key=lambda arm: added_ms(rounds, arm, every))
     return {
-        "rounds": count,
+        "rounds": len(every),
         "median_ms": {arm: statistics.median(rounds[arm]) * 1e3 for arm in rounds},
-        "added_ms": {arm: added_ms(arm, range(count)) for arm in rounds if arm != ALONE},
+        "added_ms": {arm: added_ms(rounds, arm, every) for arm in rounds if arm != ALONE},
         "best_zero": best,
-        "over_best_zero": {arm: ratio(arm, best) for arm in SHARDED},
-        "over_whole": {arm: ratio(arm, WHOLE) for arm in SHARDED},
-        "warnings": warnings,
+        "over_best_zero": {arm: plain(share_of_added(rounds, arm, best)) for arm in SHARDED},
+        "over_whole": {arm: plain(share_of_added(rounds, arm, WHOLE)) for arm in SHARDED},
+        "warnings": noise_of_steps(rounds[ALONE]),
     }
 
 
 def _show(results: dict[str, Any], ranks: int) -> None:
-    table = Table(
-        title=f"whole steps with fused AdamW, {ranks} ranks: ms on top of forward and backward"
+    table = subcommand.make_table(
+        f"whole steps with fused AdamW, {ranks} ranks: ms on top of forward and backward",
+        ["model"],
+        ["rounds", ALONE, "arm", "added", "/ ZeRO at its best", "/ pydist, whole"],
     )
-    columns = ("rounds", ALONE, "arm", "added", "/ ZeRO at its best", "/ pydist, whole")
-    table.add_column("model")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "arm" else "right")
-
-    def text(ratio: dict[str, float] | None) -> str:
-        return "-" if ratio is None else str(Ratio(**ratio))
-
+    table.columns[3].justify = "left"
     for result in results.values():
         arms = [result["best_zero"], WHOLE, *SHARDED]
         for arm in arms:
@@ -204,14 +170,12 @@ def _show(results: dict[str, Any], ranks: int) -> None:
                 f"{result['median_ms'][ALONE]:.2f}" if is_first else "",
                 arm,
                 f"{result['added_ms'][arm]:.2f}",
-                text(result["over_best_zero"][arm]) if arm in SHARDED else "",
-                text(result["over_whole"][arm]) if arm in SHARDED else "",
+                subcommand.ratio_text(result["over_best_zero"][arm]) if arm in SHARDED else "",
+                subcommand.ratio_text(result["over_whole"][arm]) if arm in SHARDED else "",
                 end_section=arm == arms[-1],
             )
     Console(width=_WIDTH).print(table)
-    for name, result in results.items():
-        for warning in result["warnings"]:
-            print(f"warning: {name}: {warning}")
+    subcommand.print_warnings(results)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -13,10 +13,9 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from pydist.benchmarks import subcommand
-from pydist.benchmarks.noise import Ratio, is_noisy, ratio_of
+from pydist.benchmarks.noise import is_noisy, ratio_of
 from pydist.benchmarks.processes.fresh_job import FreshJob, join_job
 from pydist.benchmarks.processes.job import require_room
 from pydist.benchmarks.progress import Progress
@@ -94,27 +93,28 @@ def _measure(results: dict[str, Any], counts: list[int], seconds: float, pins: b
 
 
 def _show(results: dict[str, Any]) -> None:
-    table = Table(title="starting up, ms (medians; ratios with the middle 95 %)")
-    for column in ("ranks", "rounds", "import torch", "import pydist on top", "pydist / torch"):
-        table.add_column(column, justify="right")
-    for column in ("join, gloo", "join, pydist", "pydist / gloo"):
-        table.add_column(column, justify="right")
+    table = subcommand.make_table(
+        "starting up, ms (medians; ratios with the middle 95 %)",
+        [],
+        [
+            *("ranks", "rounds", "import torch", "import pydist on top", "pydist / torch"),
+            *("join, gloo", "join, pydist", "pydist / gloo"),
+        ],
+    )
     for ranks, result in results.items():
         table.add_row(
             ranks,
             str(result["rounds"]),
             f"{result['import_torch_ms']:.0f}",
             f"{result['import_pydist_ms']:.0f}",
-            str(Ratio(**result["import_pydist_over_torch"])),
+            subcommand.ratio_text(result["import_pydist_over_torch"]),
             f"{result['join_ms']['gloo']:.1f}",
             f"{result['join_ms']['pydist']:.1f}",
-            str(Ratio(**result["join_pydist_over_gloo"])),
+            subcommand.ratio_text(result["join_pydist_over_gloo"]),
         )
     if results:
         Console(width=130).print(table)
-    for ranks, result in results.items():
-        for warning in result["warnings"]:
-            print(f"warning: {ranks} ranks: {warning}")
+    subcommand.print_warnings(results, " ranks")
 
 
 def main(options: argparse.Namespace) -> int:

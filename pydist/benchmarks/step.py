@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from pydist.benchmarks import ddp_knobs, step_times, subcommand
 from pydist.benchmarks.memory import engine_share, measure_memory
 from pydist.benchmarks.models import DEFAULT_MODELS, MODELS
-from pydist.benchmarks.noise import Ratio, ratio_of
+from pydist.benchmarks.noise import ratio_of
 from pydist.benchmarks.processes.fresh_job import step_job
 from pydist.benchmarks.processes.job import Job, find_job
 from pydist.benchmarks.progress import Progress
@@ -128,19 +127,6 @@ def _measure(
     progress.clear()
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(title=title)
-    for column in left:
-        table.add_column(column)
-    for column in right:
-        table.add_column(column, justify="right")
-    return table
-
-
-def _ratio(plain: dict[str, float] | None) -> str:
-    return "-" if plain is None else str(Ratio(**plain))
-
-
 def _added(added: dict[str, Any]) -> str:
     low, high = added["interval"]
     return f"{added['median']:.2f} ({low:.2f} to {high:.2f})"
@@ -155,12 +141,12 @@ def _of_part(results: dict[str, Any], part: str) -> list[tuple[str, str, Any]]:
 
 def _show_times(results: dict[str, Any], ranks: int) -> None:
     measured = _of_part(results, "times")
-    steps = _table(
+    steps = subcommand.make_table(
         f"forward and backward, {ranks} ranks, ms (medians)",
         ["model"],
         ["rounds", ALONE, "DDP", "DDP, best", "its buckets", OURS, "pydist / DDP, best"],
     )
-    adds = _table(
+    adds = subcommand.make_table(
         "time that averaging adds to a step, ms (with the middle 95 %)",
         ["model"],
         ["DDP", "DDP, best", "pydist", "exposed, by stats()", "pydist / DDP", "pydist / DDP, best"],
@@ -173,25 +159,23 @@ def _show_times(results: dict[str, Any], ranks: int) -> None:
             *(f"{medians[arm]:.2f}" for arm in (ALONE, DDP, best)),
             best.partition(", ")[2] or "default",
             f"{medians[OURS]:.2f}",
-            _ratio(times["step_over_best_ddp"]),
+            subcommand.ratio_text(times["step_over_best_ddp"]),
         )
         adds.add_row(
             name,
             *(_added(added[arm]) for arm in (DDP, best, OURS)),
             _added(times["exposed_ms"]),
-            _ratio(times["added_over_ddp"]),
-            _ratio(times["added_over_best_ddp"]),
+            subcommand.ratio_text(times["added_over_ddp"]),
+            subcommand.ratio_text(times["added_over_best_ddp"]),
         )
     console = Console(width=_WIDTH)
     console.print(steps)
     console.print(adds)
-    for name, _, times in measured:
-        for warning in times["warnings"]:
-            print(f"warning: {name}: {warning}")
+    subcommand.print_warnings({name: times for name, _, times in measured})
 
 
 def _show_memory(results: dict[str, Any], ranks: int) -> None:
-    table = _table(
+    table = subcommand.make_table(
         f"memory of {ranks} ranks together after backward, MiB",
         ["model", "arm"],
         ["gradients of a rank", "peak", "in use", "beyond alone", "engine's own, a rank"],
@@ -227,7 +211,7 @@ def _broken_promises(results: dict[str, Any]) -> list[str]:
 
 
 def _show_startup(results: dict[str, Any], ranks: int) -> None:
-    table = _table(
+    table = subcommand.make_table(
         f"from starting {ranks} processes to the end of the first step, s (medians)",
         ["model"],
         ["rounds", "DDP", "pydist", "pydist / DDP"],
@@ -237,7 +221,7 @@ def _show_startup(results: dict[str, Any], ranks: int) -> None:
             name,
             str(startup["rounds"]),
             *(f"{startup['first_step_s'][arm]:.2f}" for arm in (DDP, OURS)),
-            _ratio(startup["pydist_over_ddp"]),
+            subcommand.ratio_text(startup["pydist_over_ddp"]),
         )
     Console(width=_WIDTH).print(table)
 

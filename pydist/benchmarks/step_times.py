@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,8 @@ from pydist.benchmarks.models import MODELS
 from pydist.benchmarks.noise import (
     Ratio,
     bootstrap_interval,
-    is_noisy,
+    noise_of_steps,
     ratio_of,
-    spread_of,
 )
 from pydist.benchmarks.progress import Progress
 
@@ -36,11 +35,14 @@ __all__ = [
     "ALONE",
     "OURS",
     "Rounds",
+    "added_ms",
+    "in_rounds",
     "in_turns",
+    "plain",
     "read_rounds",
     "run_rounds",
+    "share_of_added",
     "summarize",
-    "write_round",
 ]
 
 T = TypeVar("T")
@@ -67,9 +69,10 @@ def _make_arms(model: nn.Module) -> dict[str, nn.Module]:
     return arms
 
 
-def _time_step(model: nn.Module, inputs: tuple[Tensor, ...], slowest: Tensor) -> dict[str, float]:
+def _time_step(
+    arm: str, model: nn.Module, inputs: tuple[Tensor, ...], slowest: Tensor
+) -> dict[str, float]:
     """Seconds of the slowest rank, and of pydist's the ones that communication was exposed."""
-    ours = isinstance(model, pydist.DataParallel)
     before_s = model.stats().exposed_s if isinstance(model, pydist.DataParallel) else 0.0
     model.zero_grad()
     pydist.barrier()
@@ -79,8 +82,8 @@ def _time_step(model: nn.Module, inputs: tuple[Tensor, ...], slowest: Tensor) ->
     if isinstance(model, pydist.DataParallel):
         slowest[1] = model.stats().exposed_s - before_s
     pydist.all_reduce(slowest, "max")
-    taken = {"step": float(slowest[0])}
-    return {**taken, "exposed": float(slowest[1])} if ours else taken
+    taken = {arm: float(slowest[0])}
+    return {**taken, EXPOSED: float(slowest[1])} if arm == OURS else taken
 
 
 def in_turns(arms: Mapping[str, T], number: int) -> list[tuple[str, T]]:
@@ -90,36 +93,45 @@ def in_turns(arms: Mapping[str, T], number: int) -> list[tuple[str, T]]:
 
 
 def run_rounds(name: str, seconds: float, journal: str) -> None:
-    """On each rank: rounds for so many seconds, 10 at least.
-
-    Args:
-        name: of the model.
-        seconds: without those for warming up.
-        journal: rank 0 writes each round there as soon as it is over, so that none is lost when
-            the run is interrupted.
-    """
-    progress = Progress(pydist.rank() == 0)
-    progress.phase(f"{name}: steps, warming up")
+    """On each rank: rounds of a model's steps, as `in_rounds` makes them."""
     torch.manual_seed(0)
     model, inputs = MODELS[name].make()
     arms = _make_arms(model)
     slowest = torch.zeros(2, dtype=torch.float64)
-    for _ in range(_WARM_ROUNDS):
-        for module in arms.values():
-            _time_step(module, inputs, slowest)
-    progress.phase(f"{name}: steps")
+
+    def time_round(number: int) -> dict[str, float]:
+        times: dict[str, float] = {}
+        for arm, module in in_turns(arms, number):
+            times |= _time_step(arm, module, inputs, slowest)
+        return times
+
+    in_rounds(f"{name}: steps", seconds, journal, time_round)
+
+
+def in_rounds(
+    what: str, seconds: float, journal: str, time_round: Callable[[int], dict[str, float]]
+) -> None:
+    """On each rank: rounds for so many seconds, 10 at least.
+
+    Args:
+        what: is measured, for people.
+        seconds: without those for warming up.
+        journal: rank 0 writes each round there as soon as it is over, so that none is lost when
+            the run is interrupted.
+        time_round: makes the round of a number; returns the seconds of each arm.
+    """
+    progress = Progress(pydist.rank() == 0)
+    progress.phase(f"{what}, warming up")
+    for number in range(_WARM_ROUNDS):
+        time_round(number)
+    progress.phase(what)
     rounds = 0
     start_s = time.perf_counter()
     more = torch.ones(1, dtype=torch.int32)
     with open(journal if pydist.rank() == 0 else "/dev/null", "w") as file:
         while more[0]:
-            times: dict[str, float] = {}
-            for arm, module in in_turns(arms, rounds):
-                taken = _time_step(module, inputs, slowest)
-                times[arm] = taken["step"]
-                if "exposed" in taken:
-                    times[EXPOSED] = taken["exposed"]
-            write_round(file, times)
+            file.write(json.dumps(time_round(rounds)) + "\n")
+            file.flush()
             rounds += 1
             past_s = time.perf_counter() - start_s
             progress.detail(f"round {rounds}, {past_s:.0f} of {seconds:g} s")
@@ -128,14 +140,8 @@ def run_rounds(name: str, seconds: float, journal: str) -> None:
     progress.clear()
 
 
-def write_round(file: TextIO, times: dict[str, float]) -> None:
-    """Notes the seconds of each arm, for `read_rounds`."""
-    file.write(json.dumps(times) + "\n")
-    file.flush()
-
-
 def read_rounds(journal: Path) -> Rounds:
-    """What `run_rounds` has written; a last round that was cut short is left out."""
+    """What `in_rounds` has written; a last round that was cut short is left out."""
     rounds: Rounds = {}
     if not journal.exists():
         return rounds
@@ -152,29 +158,31 @@ def _of_all_rounds(
     return statistic(range(count)), bootstrap_interval(count, statistic)
 
 
-def _added_ms(rounds: Rounds, arm: str, picked: Sequence[int]) -> float:
+def added_ms(rounds: Rounds, arm: str, picked: Sequence[int]) -> float:
+    """The median of what an arm adds to a step in some rounds."""
     return statistics.median((rounds[arm][i] - rounds[ALONE][i]) * 1e3 for i in picked)
 
 
-def _share(rounds: Rounds, arm: str) -> Ratio | None:
-    """The time that pydist adds to a step over the time that an arm adds.
+def share_of_added(rounds: Rounds, arm: str, base: str) -> Ratio | None:
+    """The time that an arm adds to a step over the time that another one adds.
 
-    None where the arm adds nothing that this run can tell from zero: a ratio would mean nothing.
+    None where that adds nothing that this run can tell from zero: a ratio would mean nothing.
     """
     count = len(rounds[ALONE])
-    low_ms, _ = bootstrap_interval(count, lambda picked: _added_ms(rounds, arm, picked))
+    low_ms, _ = bootstrap_interval(count, lambda picked: added_ms(rounds, base, picked))
     if low_ms <= 0:
         return None
 
     def share(picked: Sequence[int]) -> float:
         # A resampling may hit zero even so.
-        return _added_ms(rounds, OURS, picked) / max(_added_ms(rounds, arm, picked), 1e-6)
+        return added_ms(rounds, arm, picked) / max(added_ms(rounds, base, picked), 1e-6)
 
     median, interval = _of_all_rounds(count, share)
     return Ratio(median, *interval)
 
 
-def _plain(ratio: Ratio | None) -> dict[str, float] | None:
+def plain(ratio: Ratio | None) -> dict[str, float] | None:
+    """For JSON."""
     return None if ratio is None else asdict(ratio)
 
 
@@ -195,18 +203,13 @@ def summarize(rounds: Rounds) -> dict[str, Any]:
     best = min(ddp_knobs.best_arms(), key=lambda arm: medians[arm])
     added = {}
     for arm in (ddp_knobs.DEFAULT, best, OURS):
-        median_ms, interval = _of_all_rounds(count, lambda i, arm=arm: _added_ms(rounds, arm, i))  # type: ignore[misc]
+        median_ms, interval = _of_all_rounds(count, lambda i, arm=arm: added_ms(rounds, arm, i))  # type: ignore[misc]
         added[arm] = {"median": median_ms, "interval": interval}
     exposed_ms, interval = _of_all_rounds(
         count, lambda picked: statistics.median(rounds[EXPOSED][i] * 1e3 for i in picked)
     )
-    over_ddp, over_best = _share(rounds, ddp_knobs.DEFAULT), _share(rounds, best)
-    warnings = []
-    if is_noisy(rounds[ALONE]):
-        warnings.append(
-            f"the quartiles of one and the same step are {spread_of(rounds[ALONE]):.0%} of its "
-            "median apart: something else uses this machine"
-        )
+    over_ddp, over_best = (share_of_added(rounds, OURS, base) for base in (ddp_knobs.DEFAULT, best))
+    warnings = noise_of_steps(rounds[ALONE])
     if over_best is None or not over_best.tells:
         warnings.append(
             "too noisy, or too close, to tell whether pydist or DDP at its best adds less"
@@ -216,8 +219,8 @@ def summarize(rounds: Rounds) -> dict[str, Any]:
         "median_ms": medians,
         "best_ddp": best,
         "added_ms": added,
-        "added_over_ddp": _plain(over_ddp),
-        "added_over_best_ddp": _plain(over_best),
+        "added_over_ddp": plain(over_ddp),
+        "added_over_best_ddp": plain(over_best),
         "step_over_ddp": asdict(ratio_of(rounds[OURS], rounds[ddp_knobs.DEFAULT])),
         "step_over_best_ddp": asdict(ratio_of(rounds[OURS], rounds[best])),
         "exposed_ms": {"median": exposed_ms, "interval": interval},

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from pydist.benchmarks import machine
 from pydist.benchmarks.interruption import INTERRUPTED, ignore_interruptions
 from pydist.benchmarks.models import MODELS
+from pydist.benchmarks.noise import Ratio
 from pydist.benchmarks.outputs import json_text, require_writable, write_text_whole
 from pydist.errors import InvalidUsage
 
@@ -18,7 +21,10 @@ __all__ = [
     "add_ranks_argument",
     "check_outputs",
     "chosen_models",
+    "make_table",
     "measure_and_report",
+    "print_warnings",
+    "ratio_text",
 ]
 
 
@@ -84,6 +90,28 @@ def check_outputs(options: argparse.Namespace) -> None:
         raise InvalidUsage(f"--seconds {options.seconds:g} is not valid; use more than 0.")
     if options.json is not None:
         require_writable(options.json)
+
+
+def make_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    """A table without rows; columns that are aligned to the left come first."""
+    table = Table(title=title)
+    for column in left:
+        table.add_column(column)
+    for column in right:
+        table.add_column(column, justify="right")
+    return table
+
+
+def ratio_text(plain: dict[str, float] | None) -> str:
+    """A ratio that was made plain for JSON, for a table."""
+    return "-" if plain is None else str(Ratio(**plain))
+
+
+def print_warnings(results: dict[str, Any], what: str = "") -> None:
+    """Prints the warnings of each result under its name, with what such names are behind it."""
+    for name, result in results.items():
+        for warning in result["warnings"]:
+            print(f"warning: {name}{what}: {warning}")
 
 
 def measure_and_report(

@@ -45,57 +45,27 @@ class _Record:
         self.state = state
 
 
-class _Metadata(_Record):
-    pass
-
-
-class _Tensor(_Record):
-    pass
-
-
-class _Bytes(_Record):
-    pass
-
-
-class _Chunk(_Record):
-    pass
-
-
-class _Index(_Record):
-    pass
-
-
-class _Properties(_Record):
-    pass
-
-
-class _Size(_Record):
-    pass
-
-
-class _Storage(_Record):
-    pass
-
-
-class _Unused(_Record):
-    pass
-
-
-_OF_DCP = "torch.distributed.checkpoint"
+# By module and name: a class of records for each that torch's writer names.
 _RECORDS: dict[tuple[str, str], type[_Record]] = {
-    (f"{_OF_DCP}.metadata", "Metadata"): _Metadata,
-    (f"{_OF_DCP}.metadata", "TensorStorageMetadata"): _Tensor,
-    (f"{_OF_DCP}.metadata", "BytesStorageMetadata"): _Bytes,
-    (f"{_OF_DCP}.metadata", "ChunkStorageMetadata"): _Chunk,
-    (f"{_OF_DCP}.metadata", "MetadataIndex"): _Index,
-    (f"{_OF_DCP}.metadata", "TensorProperties"): _Properties,
-    (f"{_OF_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _Unused,
-    (f"{_OF_DCP}.metadata", "StorageMeta"): _Unused,
-    (f"{_OF_DCP}.filesystem", "_StorageInfo"): _Storage,
-    ("torch", "Size"): _Size,
-    ("torch.serialization", "_get_layout"): _Unused,
-    ("pathlib", "PosixPath"): _Unused,
-    ("pathlib._local", "PosixPath"): _Unused,
+    (module, name): type(name, (_Record,), {})
+    for module, names in {
+        "torch.distributed.checkpoint.metadata": (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+            "StorageMeta",
+        ),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "torch": ("Size",),
+        "torch.serialization": ("_get_layout",),
+        "pathlib": ("PosixPath",),
+        "pathlib._local": ("PosixPath",),
+    }.items()
+    for name in names
 }
 
 
@@ -141,7 +111,7 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
 
 
 def _metadata_of(record: Any, files: Collection[str]) -> Metadata:
-    fields = _fields(record, _Metadata)
+    fields = _fields(record, "Metadata")
     known: dict[str, Any] = {}
     for name, entry in _checked(fields.get("state_dict_metadata"), dict).items():
         known[_checked(name, str)] = _entry_of(entry)
@@ -152,10 +122,10 @@ def _metadata_of(record: Any, files: Collection[str]) -> Metadata:
 
 
 def _entry_of(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(record) is _Bytes:
+    if _is_a(record, "BytesStorageMetadata"):
         return BytesStorageMetadata()
-    fields = _fields(record, _Tensor)
-    properties = _checked(fields.get("properties"), _Properties).state
+    fields = _fields(record, "TensorStorageMetadata")
+    properties = _record(fields.get("properties"), "TensorProperties").state
     dtype = _checked(_checked(properties, tuple)[0], torch.dtype)
     size = _size_of(fields.get("size"))
     chunks = [_chunk_of(chunk, size) for chunk in _checked(fields.get("chunks"), list)]
@@ -163,7 +133,7 @@ def _entry_of(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def _chunk_of(record: Any, whole: torch.Size) -> ChunkStorageMetadata:
-    fields = _fields(record, _Chunk)
+    fields = _fields(record, "ChunkStorageMetadata")
     offsets, sizes = _size_of(fields.get("offsets")), _size_of(fields.get("sizes"))
     if not len(offsets) == len(sizes) == len(whole) or any(
         first + count > end for first, count, end in zip(offsets, sizes, whole, strict=True)
@@ -173,7 +143,7 @@ def _chunk_of(record: Any, whole: torch.Size) -> ChunkStorageMetadata:
 
 
 def _index_of(record: Any) -> MetadataIndex:
-    fields = _fields(record, _Index)
+    fields = _fields(record, "MetadataIndex")
     offset = fields.get("offset")
     return MetadataIndex(
         _checked(fields.get("fqn"), str), None if offset is None else _size_of(offset)
@@ -181,7 +151,7 @@ def _index_of(record: Any) -> MetadataIndex:
 
 
 def _place_of(record: Any, files: Collection[str]) -> _Place:
-    fields = _fields(record, _Storage)
+    fields = _fields(record, "_StorageInfo")
     path = _checked(fields.get("relative_path"), str)
     if path not in files:
         _refuse(f"the file {path!r}, which is none of the checkpoint's")
@@ -191,13 +161,24 @@ def _place_of(record: Any, files: Collection[str]) -> _Place:
 
 
 def _size_of(record: Any) -> torch.Size:
-    (numbers,) = _checked(record, _Size).arguments
+    (numbers,) = _record(record, "Size").arguments
     return torch.Size([_count(number) for number in _checked(numbers, tuple)])
 
 
-def _fields(record: Any, kind: type[_Record]) -> dict[str, Any]:
-    fields: dict[str, Any] = _checked(_checked(record, kind).state, dict)
+def _fields(record: Any, name: str) -> dict[str, Any]:
+    fields: dict[str, Any] = _checked(_record(record, name).state, dict)
     return fields
+
+
+def _record(record: Any, name: str) -> _Record:
+    if not _is_a(record, name):
+        _refuse(f"a {type(record).__name__} in the place of a {name}")
+    assert isinstance(record, _Record)
+    return record
+
+
+def _is_a(record: Any, name: str) -> bool:
+    return isinstance(record, _Record) and type(record).__name__ == name
 
 
 def _count(value: Any) -> int:

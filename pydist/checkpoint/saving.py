@@ -241,6 +241,7 @@ def _write(
 ) -> None:
     communicator = lane.communicator
     rank = communicator.rank
+    leads = rank == 0
     partial = partial_of(place)
     with lane.turn(f"writing the checkpoint {place}"):
         try:
@@ -248,23 +249,15 @@ def _write(
                 entry: exchange(communicator, outline, _CALL)
                 for entry, outline in part.outlines.items()
             }
-            if rank == 0:
-                _agreed(communicator, place, lambda: _begin(place, part, outlines))
-            else:
-                _agreed(communicator, place)
+            begin_it = functools.partial(_begin, place, part, outlines)
+            _agreed(communicator, place, begin_it if leads else None)
             own = _agreed(communicator, place, lambda: _write_own(partial, rank, part))
             told = exchange(communicator, pickle.dumps(own), _CALL)
-            if rank == 0:
-                everybody = [pickle.loads(each) for each in told]
-                _agreed(
-                    communicator, place, lambda: _complete(place, everybody, part.aliases, step)
-                )
-                _agreed(communicator, place, forget)
-            else:
-                _agreed(communicator, place)
-                _agreed(communicator, place)
+            complete = functools.partial(_complete, place, told, part.aliases, step)
+            _agreed(communicator, place, complete if leads else None)
+            _agreed(communicator, place, forget if leads else None)
         except (CheckpointError, InvalidUsage):
-            if rank == 0:
+            if leads:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
@@ -296,13 +289,14 @@ def _write_own(partial: Path, rank: int, part: _Part) -> tuple[dcp_files.Written
 
 def _complete(
     place: Path,
-    everybody: list[tuple[dcp_files.Written, FileSum]],
+    told: list[bytes],
     aliases: dict[str, str],
     step: int | None,
 ) -> None:
     import pydist.checkpoint.dcp_files as dcp_files
     from pydist.checkpoint.dcp_metadata import METADATA
 
+    everybody: list[tuple[dcp_files.Written, FileSum]] = [pickle.loads(each) for each in told]
     partial = partial_of(place)
     dcp_files.write_metadata(partial, [written for written, _ in everybody], aliases)
     files = {dcp_files.file_of(rank): known for rank, (_, known) in enumerate(everybody)}

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from pydist import _build, _native
 from pydist.benchmarks.machine import processor_name, shared_memory_room
+from pydist.benchmarks.sizes import size_text
 from pydist.errors import Error, InvalidUsage
 from pydist.gpu.nccl import find_nccl
 from pydist.job import backends
@@ -166,17 +167,6 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _size(count: int | None) -> str:
-    if count is None:
-        return "none"
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
-
-
 def _pairs(title: str, pairs: dict[str, Any]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
@@ -190,14 +180,17 @@ def _print(report: dict[str, Any], console: Console) -> None:
     console.print(_pairs("Versions", report["versions"]))
     console.print(_pairs("\nProcessor", report["processor"]))
     gpus: dict[str, Any] = {
-        str(index): f"{gpu['name']}, {_size(gpu['memory'])}, {gpu['uuid']}, bus {gpu['pci']}"
+        str(index): f"{gpu['name']}, {size_text(gpu['memory'])}, {gpu['uuid']}, bus {gpu['pci']}"
         for index, gpu in enumerate(report["gpus"])
     }
     nccl = report["nccl"]
     gpus = gpus or {"none": report["no_gpu"]}
     gpus["NCCL"] = nccl["problem"] or f"{nccl['version']}, {nccl['path']}"
     console.print(_pairs("\nGPUs", gpus))
-    memory = {name: _size(count) for name, count in report["memory"].items()}
+    memory = {
+        name: None if count is None else size_text(count)
+        for name, count in report["memory"].items()
+    }
     console.print(_pairs("\nShared memory", memory))
     usable = {
         name: "usable" if state["usable"] else f"not usable: {state['why_not']}"

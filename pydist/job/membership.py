@@ -289,18 +289,6 @@ def shutdown() -> None:
         _stop_log()
 
 
-def private_communicator(group: groups.Group | None = None) -> _native.Communicator:
-    """A communicator of its own over the ranks of `group`. Every rank of the group calls it.
-
-    For parts of pydist whose traffic must not mix with the script's. Without a group it is over
-    the world, which the process joins first if it has not.
-    """
-    if group is None:
-        init()
-    parent = groups.communicator_of(group)
-    return groups.split(parent, range(parent.size))
-
-
 def _joined() -> Membership:
     member = current.job.membership
     if member is None:

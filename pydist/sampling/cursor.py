@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from operator import length_hint
 from typing import cast
@@ -26,6 +27,7 @@ __all__ = ["EpochPass"]
 _BLOCK = 2048
 
 
+@dataclass(eq=False)
 class EpochPass:
     """What an iterator of a sampler knows. Not thread-safe.
 
@@ -40,28 +42,20 @@ class EpochPass:
         on_end: called once, when all of the share has arrived.
     """
 
-    def __init__(
-        self,
-        order: Order,
-        seed: int,
-        epoch: int,
-        share: Share,
-        *,
-        batch: int,
-        is_counted: bool,
-        on_end: Callable[[EpochPass], None],
-    ) -> None:
-        self.epoch = epoch
-        self.share = share
-        self.batch = batch
-        self.is_counted = is_counted
-        self._order = order
-        self._seed = seed
-        self._on_end: Callable[[EpochPass], None] | None = on_end
+    order: Order
+    seed: int
+    epoch: int
+    share: Share
+    _: KW_ONLY
+    batch: int
+    is_counted: bool
+    on_end: Callable[[EpochPass], None] | None
+
+    def __post_init__(self) -> None:
         self._steps = 0
         # Blocks that have not arrived as a whole; what stands in those that have.
         self._blocks: deque[Tensor] = deque()
-        self._settled = Ledger(epoch)
+        self._settled = Ledger(self.epoch)
         # How many samples were handed out; and the iterator that holds the last one of those that
         # were handed out one by one.
         self._handed = 0
@@ -133,10 +127,10 @@ class EpochPass:
         """The indices of the steps from `first` to before `stop`."""
         parts = []
         for positions in self.share.positions(first, stop):
-            part = self._order.indices(positions, seed=self._seed, epoch=self.epoch)
+            part = self.order.indices(positions, seed=self.seed, epoch=self.epoch)
             if part.shape != (len(positions),) or part.dtype != torch.int64:
                 raise InvalidUsage(
-                    f"the order '{self._order.name}' was asked for the indices at {positions}, and "
+                    f"the order '{self.order.name}' was asked for the indices at {positions}, and "
                     f"gave a tensor of {part.dtype} and shape {tuple(part.shape)}; it must be of "
                     f"torch.int64 and shape {(len(positions),)}."
                 )
@@ -156,7 +150,7 @@ class EpochPass:
 
     def end(self) -> None:
         """Says that nothing more will arrive, since there is nothing more."""
-        on_end, self._on_end = self._on_end, None
+        on_end, self.on_end = self.on_end, None
         if on_end is not None:
             on_end(self)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -336,6 +337,7 @@ class _Feed:
             yield Sent(indices, seed_of(seed, begun.epoch, position, rank))
 
 
+@dataclass(eq=False)
 class _Delivered:
     """An iterator of a prepared loader, which counts what it delivers.
 
@@ -346,25 +348,18 @@ class _Delivered:
         length: of a whole epoch.
     """
 
-    def __init__(
-        self,
-        start: Callable[[], Iterator[Any]],
-        feed: _Feed,
-        sampler: DistributedSampler,
-        length: int,
-    ) -> None:
-        self._start = start
-        self._feed = feed
-        self._sampler = sampler
-        self._length = length
-        self._fetched: Iterator[Any] | None = None
-        self._own: EpochPass | None = None
+    start: Callable[[], Iterator[Any]]
+    feed: _Feed
+    sampler: DistributedSampler
+    length: int
+    _fetched: Iterator[Any] | None = field(default=None, init=False)
+    _own: EpochPass | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __next__(self) -> Any:
         try:
@@ -375,7 +370,7 @@ class _Delivered:
                 batch = next(self._fetched)
         except StopIteration:
             if self._own is not None:
-                self._sampler.close(self._own)
+                self.sampler.close(self._own)
             raise
         if self._own is not None:
             self._own.count_step()
@@ -384,13 +379,13 @@ class _Delivered:
     def _first(self) -> Any:
         """A batch of an iterator that has begun no pass yet."""
         if self._fetched is None:
-            self._feed.begun = None
-            self._fetched = self._start()
+            self.feed.begun = None
+            self._fetched = self.start()
         try:
             return next(self._fetched)
         finally:
             # A loader's own class may have begun it with this batch, or not even now.
-            self._own = self._feed.begun
+            self._own = self.feed.begun
 
 
 def _sampler_of(source: BatchSampler | DistributedSampler) -> DistributedSampler:

@@ -10,6 +10,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -151,6 +152,7 @@ _SCALES = (1.0, 0.5, 2.0, 100.0, 1.0, 0.1)
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
+@dataclass
 class Verdict:
     """What trials tell of a class with some options; see `try_in_pieces`.
 
@@ -163,12 +165,11 @@ class Verdict:
         error: What pieces make it raise, and whole parameters don't.
     """
 
-    def __init__(self) -> None:
-        self.changed_option: str | None = None
-        self.keeps_common_state = False
-        self.undivided_state: str | None = None
-        self.is_torn = False
-        self.error: Exception | None = None
+    changed_option: str | None = None
+    keeps_common_state: bool = False
+    undivided_state: str | None = None
+    is_torn: bool = False
+    error: Exception | None = None
 
     @property
     def is_against(self) -> bool:

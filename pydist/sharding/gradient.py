@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,30 +30,9 @@ from pydist._torch import (
 from pydist.errors import InvalidUsage
 from pydist.sharding.tensor_facts import FACTS
 
-
-class GradientParts(Protocol):
-    """Where the parts of an optimizer's gradients are."""
-
-    def name_of(self, index: int) -> str:
-        """The name of a parameter."""
-
-    def part(self, index: int) -> Tensor:
-        """This rank's part of its gradient: of one dimension, perhaps empty."""
-
-    def norms(self, order: float) -> dict[int, Tensor]:
-        """The norms, in float64, of all gradients that there are. All ranks call it."""
-
-    def combine(self, tensor: Tensor, op: str) -> None:
-        """Combines a tensor with the other ranks', in place. All ranks call it."""
-
-    def note_change(self) -> None:
-        """This rank has changed its parts, as have all."""
-
-    def require_same(self, factors: Sequence[Any]) -> None:
-        """Raises Mismatch, on all ranks, where they would change their parts by other numbers."""
-
-    def note_own_finite(self, found_inf: Tensor) -> None:
-        """Sets `found_inf` where a gradient that this rank has alone is not finite."""
+if TYPE_CHECKING:
+    from pydist.sharding.gradient_norms import ReducedGradients
+    from pydist.sharding.optimizer import ShardedOptimizer
 
 
 class ShardedGradient(Tensor):
@@ -62,12 +42,12 @@ class ShardedGradient(Tensor):
     `torch.func`, finds NaN in every element.
     """
 
-    _parts: GradientParts
+    _owner: weakref.ref[ShardedOptimizer]
     _index: int
 
     @staticmethod
-    def of(parts: GradientParts, index: int, parameter: Tensor) -> ShardedGradient:
-        """Stands for the gradient of a parameter."""
+    def of(owner: weakref.ref[ShardedOptimizer], index: int, parameter: Tensor) -> ShardedGradient:
+        """Stands for the gradient of a parameter of an optimizer, which it does not keep alive."""
         # One element, expanded to the whole shape. Code that reads it past torch's functions sees
         # NaN (of integers, zeros).
         is_known = parameter.is_floating_point() or parameter.is_complex()
@@ -76,7 +56,7 @@ class ShardedGradient(Tensor):
             (), nothing if is_known else 0, dtype=parameter.dtype, device=parameter.device
         )
         itself = stand_in.expand(parameter.shape).as_subclass(ShardedGradient)
-        itself._parts = parts
+        itself._owner = owner
         itself._index = index
         return itself
 
@@ -106,6 +86,13 @@ class ShardedGradient(Tensor):
                 "place work as they are"
             )
         return handler(name, *args, **kwargs)
+
+    @property
+    def _parts(self) -> ReducedGradients:
+        owner = self._owner()
+        if owner is None:
+            raise InvalidUsage("the pydist.ShardedOptimizer that has this gradient is gone")
+        return owner._gradients
 
     def __repr__(self) -> str:  # type: ignore[override]
         shape = tuple(self.shape)
@@ -218,7 +205,7 @@ def _note_changes(gradients: Iterable[Tensor]) -> None:
         parts.note_change()
 
 
-def _owners(gradients: Iterable[Tensor]) -> list[GradientParts]:
+def _owners(gradients: Iterable[Tensor]) -> list[ReducedGradients]:
     return list(dict.fromkeys(g._parts for g in gradients if isinstance(g, ShardedGradient)))
 
 

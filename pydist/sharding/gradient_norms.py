@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pydist.sharding.gradient import ShardedGradient, part_norm, whole_norms
 from pydist.sharding.placement import ShardedLayout
 
 
+@dataclass(eq=False)
 class ReducedGradients:
     """Gradients by the numbers of their parameters.
 
@@ -27,28 +29,22 @@ class ReducedGradients:
         wrapper: The model whose reducer averages the gradients, if any does.
     """
 
-    def __init__(
-        self,
-        layout: ShardedLayout,
-        communicator: _native.Communicator,
-        wrapper: DataParallel | None,
-    ) -> None:
-        self._layout = layout
-        self._communicator = communicator
-        self._wrapper = wrapper
-        self._changes = 0
-        self._norms: tuple[object, dict[int, Tensor]] = (None, {})
+    layout: ShardedLayout
+    communicator: _native.Communicator
+    wrapper: DataParallel | None
+    _changes: int = field(default=0, init=False)
+    _norms: tuple[object, dict[int, Tensor]] = field(default=(None, {}), init=False)
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """The whole averaged gradient of a parameter. All ranks call it, for the same one.
 
         That of a parameter which this rank has alone, it asks for alone.
         """
-        index = self._layout.indices.get(id(parameter))
+        index = self.layout.indices.get(id(parameter))
         if index is None:
             raise InvalidUsage("gradient_of() was given a tensor that the optimizer does not have")
         gradient = parameter.grad
-        if self._wrapper is not None and index not in self._layout.own:
+        if self.wrapper is not None and index not in self.layout.own:
             kind = (
                 "none"
                 if gradient is None
@@ -57,57 +53,61 @@ class ReducedGradients:
                 else "one of its own"
             )
             check_same(
-                self._communicator,
-                f"the gradient of parameter {self._layout.names[index]}",
+                self.communicator,
+                f"the gradient of parameter {self.layout.names[index]}",
                 [kind],
                 "ask for it after a backward that averages it, or after sync_gradients()",
             )
         if gradient is None or not isinstance(gradient, ShardedGradient):
             return None if gradient is None else gradient.detach().clone()
-        self._layout.notice_buckets()
+        self.layout.notice_buckets()
         flat = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-        if index in self._layout.gradients:
-            begin, part = self._layout.gradients[index]
+        if index in self.layout.gradients:
+            begin, part = self.layout.gradients[index]
             flat[begin : begin + part.numel()] = part
-        self._communicator.all_reduce(flat, flat, "sum", False)
-        return flat.as_strided(parameter.shape, self._layout.members[index].strides)
+        self.communicator.all_reduce(flat, flat, "sum", False)
+        return flat.as_strided(parameter.shape, self.layout.members[index].strides)
 
-    def all_norms(self, order: float) -> dict[int, Tensor]:
+    def name_of(self, index: int) -> str:
+        """The name of a parameter."""
+        return self.layout.names[index]
+
+    def norms(self, order: float) -> dict[int, Tensor]:
         """The norms of all sharded gradients, by one operation for each device."""
-        assert self._wrapper is not None
-        key = (order, self._changes, self._wrapper._reducer.round)
+        assert self.wrapper is not None
+        key = (order, self._changes, self.wrapper._reducer.round)
         if self._norms[0] != key:
             indices = [
                 index
-                for index, parameter in enumerate(self._layout.parameters)
+                for index, parameter in enumerate(self.layout.parameters)
                 if isinstance(parameter.grad, ShardedGradient)
             ]
             found: dict[int, Tensor] = {}
             # In an order that is the same on all ranks.
-            for device in dict.fromkeys(self._layout.parameters[i].device for i in indices):
-                here = [i for i in indices if self._layout.parameters[i].device == device]
-                parts = torch.stack([part_norm(self.part_of(i), order) for i in here])
+            for device in dict.fromkeys(self.layout.parameters[i].device for i in indices):
+                here = [i for i in indices if self.layout.parameters[i].device == device]
+                parts = torch.stack([part_norm(self.part(i), order) for i in here])
                 norms = whole_norms(parts, order, self.combine)
                 found |= dict(zip(here, norms.unbind(), strict=True))
             self._norms = (key, found)
         return self._norms[1]
 
-    def part_of(self, index: int) -> Tensor:
+    def part(self, index: int) -> Tensor:
         """This rank's part of a gradient: of one dimension, perhaps empty."""
-        self._layout.notice_buckets()
-        if index not in self._layout.gradients:
-            parameter = self._layout.parameters[index]
+        self.layout.notice_buckets()
+        if index not in self.layout.gradients:
+            parameter = self.layout.parameters[index]
             return torch.zeros(0, dtype=parameter.dtype, device=parameter.device)
-        return self._layout.gradients[index][1]
+        return self.layout.gradients[index][1]
 
     def combine(self, tensor: Tensor, op: str) -> None:
         """Combines a tensor with the other ranks', in place. All ranks call it."""
         if op == "sum":
-            self._communicator.all_reduce(tensor, tensor, op, False)
+            self.communicator.all_reduce(tensor, tensor, op, False)
             return
         # Not every backend has a maximum of numbers that may be NaN on every device; torch has.
-        rows = tensor.new_empty([self._communicator.size, *tensor.shape])
-        self._communicator.all_gather(tensor, rows, False)
+        rows = tensor.new_empty([self.communicator.size, *tensor.shape])
+        self.communicator.all_gather(tensor, rows, False)
         (torch.amax if op == "max" else torch.amin)(rows, 0, out=tensor)
 
     def note_change(self) -> None:
@@ -116,7 +116,7 @@ class ReducedGradients:
 
     def own_gradients(self) -> list[Tensor]:
         """The gradients of the parameters that this rank has alone."""
-        parameters = [self._layout.parameters[index] for index in sorted(self._layout.own)]
+        parameters = [self.layout.parameters[index] for index in sorted(self.layout.own)]
         return [p.grad for p in parameters if p.grad is not None]
 
     def require_same(self, factors: Sequence[Any]) -> None:
@@ -125,11 +125,11 @@ class ReducedGradients:
         Costs nothing unless ranks have parameters of their own. Where they do, a norm that a
         program takes over all parameters differs between them, and so does what follows from it.
         """
-        if not self._layout.some_have_own or self._communicator.size == 1:
+        if not self.layout.some_have_own or self.communicator.size == 1:
             return
         numbers = [f.item() if isinstance(f, Tensor) else f for f in factors]
         check_same(
-            self._communicator,
+            self.communicator,
             "what the ranks' parts of a gradient are changed by",
             [repr(number) for number in numbers],
             "ranks have parameters of their own (torch calls them ignored), so a norm over all "
@@ -151,7 +151,7 @@ class ReducedGradients:
 
         What all ranks share counts once. All ranks call it.
         """
-        averaged = [p for i, p in enumerate(self._layout.parameters) if i not in self._layout.own]
+        averaged = [p for i, p in enumerate(self.layout.parameters) if i not in self.layout.own]
         shared = [p.grad for p in averaged if p.grad is not None]
         own = self.own_gradients()
         # The empty part yields the number that changes no norm of this order.
@@ -169,5 +169,5 @@ class ReducedGradients:
         for gradients in (shared, own):
             if gradients:
                 on_each(f"{EACH}mul_", gradients, factor)
-        dtype = self._layout.parameters[0].dtype.to_real()
-        return total.to(self._layout.parameters[0].device, dtype)
+        dtype = self.layout.parameters[0].dtype.to_real()
+        return total.to(self.layout.parameters[0].device, dtype)

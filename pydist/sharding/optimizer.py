@@ -13,7 +13,7 @@ import inspect
 import os
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -283,7 +283,6 @@ class ShardedOptimizer(Optimizer):
             self._communicator,
             self._wrapper,
             itself,
-            _Parts(itself),
             stage=stage,
             with_masters=master_weights is not False,
             is_one_copy=self._is_one_copy,
@@ -750,7 +749,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._require_sound()
         names = self._layout.named()
-        return state_of(self._layout, names, self._named_groups(names), self._waiting)
+        return state_of(self._layout, names, self._named_groups(), self._waiting)
 
     def ranges(self) -> dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]]:
         """The parts of a state that `load_sharded_state` needs on this rank. Talks to nobody.
@@ -779,7 +778,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._require_sound()
         names = self._layout.named()
-        matching = require_state_of(self._layout, names, self._named_groups(names), state)
+        matching = require_state_of(self._layout, names, self._named_groups(), state)
         for group in state.groups:
             require_plain_options(group)
         waiting = waiting_state(self._layout, names, state)
@@ -794,14 +793,10 @@ class ShardedOptimizer(Optimizer):
             del self._waiting[index]
         self._waiting.update(waiting)
 
-    def _named_groups(self, names: dict[int, str]) -> list[dict[str, Any]]:
-        indices = self._layout.indices
+    def _named_groups(self) -> list[dict[str, Any]]:
         return [
-            {
-                **options_of(group),
-                "params": [names[i] for p in group["params"] if (i := indices[id(p)]) in names],
-            }
-            for group in self.param_groups
+            {**options_of(group), "params": list(named)}
+            for group, named in zip(self.param_groups, self.named(), strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -905,37 +900,3 @@ class ShardedOptimizer(Optimizer):
             held = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
             self._scripts = (count, held)
         return self._scripts[1]
-
-
-class _Parts:
-    """Answers the stand-ins of gradients without keeping the optimizer alive."""
-
-    def __init__(self, optimizer: weakref.ref[ShardedOptimizer]) -> None:
-        self._optimizer = optimizer
-
-    def _get(self) -> ShardedOptimizer:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise InvalidUsage("the pydist.ShardedOptimizer that has this gradient is gone")
-        return optimizer
-
-    def name_of(self, index: int) -> str:
-        return self._get()._layout.names[index]
-
-    def part(self, index: int) -> Tensor:
-        return self._get()._gradients.part_of(index)
-
-    def norms(self, order: float) -> dict[int, Tensor]:
-        return self._get()._gradients.all_norms(order)
-
-    def combine(self, tensor: Tensor, op: str) -> None:
-        self._get()._gradients.combine(tensor, op)
-
-    def note_change(self) -> None:
-        self._get()._gradients.note_change()
-
-    def require_same(self, factors: Sequence[Any]) -> None:
-        self._get()._gradients.require_same(factors)
-
-    def note_own_finite(self, found_inf: Tensor) -> None:
-        self._get()._gradients.note_own_finite(found_inf)

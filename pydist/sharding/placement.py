@@ -23,7 +23,7 @@ from pydist.parallel.state_names import distinct_names, plain_names
 from pydist.parallel.trained_parameters import ids_of_sparse, require_plain
 from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.buckets import Bucket, Member, Segment, cut, dense_strides, move_in
-from pydist.sharding.gradient import GradientParts, ShardedGradient
+from pydist.sharding.gradient import ShardedGradient
 
 # A new bucket: its label, how it is cut, its members, and the shard of averaged gradients if that
 # has memory of its own.
@@ -40,7 +40,6 @@ class ShardedLayout:
         communicator: The ranks.
         wrapper: The model whose reducer averages the gradients, if any does.
         owner: The optimizer.
-        parts: Where the parts of its gradients are.
         stage: 1 or 2.
         with_masters: Whether to keep float32 copies of segments in 16 bits.
         is_one_copy: Whether all ranks map the same memory.
@@ -66,7 +65,6 @@ class ShardedLayout:
         communicator: _native.Communicator,
         wrapper: DataParallel | None,
         owner: weakref.ref[Any],
-        parts: GradientParts,
         *,
         stage: int,
         with_masters: bool,
@@ -87,7 +85,6 @@ class ShardedLayout:
         self._communicator = communicator
         self._wrapper = wrapper
         self._owner = owner
-        self._parts = parts
         self._stage = stage
         self._with_masters = with_masters
         self._is_one_copy = is_one_copy
@@ -123,7 +120,7 @@ class ShardedLayout:
                     self.own.add(index)
                 self.parameters.append(parameter)
                 self.indices[id(parameter)] = index
-                self.shown.append(ShardedGradient.of(self._parts, index, parameter))
+                self.shown.append(ShardedGradient.of(self._owner, index, parameter))
                 entering.append(index)
         # Of the names without a model, those that entered before keep theirs.
         self.names = distinct_names([known.get(id(p)) for p in self.parameters], own)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -43,6 +43,12 @@ class StateOfShards(defaultdict[Tensor, Any]):
         rank: This rank.
         size: How many there are.
     """
+
+    # By the methods below; a dictionary's own look past them.
+    keys: Any = Mapping.keys
+    values: Any = Mapping.values
+    items: Any = Mapping.items
+    update: Any = MutableMapping.update
 
     def __init__(
         self,
@@ -94,18 +100,6 @@ class StateOfShards(defaultdict[Tensor, Any]):
         self._refuse_checkpoints()
         index = self._layout.indices.get(id(key))
         return index is not None and bool(self._source(index).values())
-
-    def keys(self) -> Any:
-        """The parameters of which this rank has state."""
-        return KeysView(self)
-
-    def values(self) -> Any:
-        """What this rank has of the state of each."""
-        return ValuesView(self)
-
-    def items(self) -> Any:
-        """Both."""
-        return ItemsView(self)
 
     def copy(self) -> Any:
         """A dictionary of the same mappings, which it keeps; they go on to show the state."""
@@ -159,11 +153,6 @@ class StateOfShards(defaultdict[Tensor, Any]):
         if not state or set(map(id, state)) != set(map(id, self)):
             self._refuse("optimizer.state = ... of other parameters than it has")
         self.update(state)
-
-    def update(self, *given: Any, **named: Any) -> None:
-        """Sets each of them."""
-        for parameter, values in dict(*given, **named).items():
-            self[parameter] = values
 
     def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.update(other)

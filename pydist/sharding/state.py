@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pydist.errors import InvalidUsage
@@ -258,13 +257,6 @@ def to_whole(name: str, state: ParameterState) -> dict[str, Any]:
         for key, value in values.items()
         if key != MASTER
     }
-
-
-def same_value(a: Any, b: Any) -> bool:
-    """Whether two options of parameter groups are equal."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-    return bool(a == b)
 
 
 # -- the values of a range

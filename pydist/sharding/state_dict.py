@@ -51,10 +51,7 @@ def to_state_dict(local: ShardedState, part: RanksPart) -> dict[str, Any]:
             for name, state in local.parameters.items()
             if state.ranges
         },
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]}
-            for group in local.groups
-        ],
+        "param_groups": _numbered(local.groups, numbers),
         "parameters": [
             (name, state.shape, state.dims, state.is_part)
             for name, state in local.parameters.items()
@@ -83,11 +80,14 @@ def to_unsharded(local: ShardedState) -> dict[str, Any]:
             for name, state in local.parameters.items()
             if state.ranges and state.ranges[0].values
         },
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]}
-            for group in local.groups
-        ],
+        "param_groups": _numbered(local.groups, numbers),
     }
+
+
+def _numbered(
+    groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    return [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
 
 
 def require_form(state_dict: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -191,6 +191,16 @@ class StateOfShard(dict[str, Any]):
     source: Source | None = None
     _kept: Mapping[str, Any]
 
+    # By the methods below; a dictionary's own look past them.
+    __contains__: Any = Mapping.__contains__
+    get: Any = Mapping.get
+    keys: Any = Mapping.keys
+    values: Any = Mapping.values
+    items: Any = Mapping.items
+    pop: Any = MutableMapping.pop
+    setdefault: Any = MutableMapping.setdefault
+    update: Any = MutableMapping.update
+
     @classmethod
     def of(cls, source: Source) -> StateOfShard:
         """That of a parameter of an optimizer."""
@@ -223,14 +233,6 @@ class StateOfShard(dict[str, Any]):
             f"{listed_names(self.source.values()) or 'nothing'} of it"
         )
 
-    def get(self, name: str, default: Any = None) -> Any:
-        self._follow()
-        return super().get(name, default)
-
-    def __contains__(self, name: object) -> bool:
-        self._follow()
-        return super().__contains__(name)
-
     def __iter__(self) -> Iterator[str]:
         self._follow()
         return super().__iter__()
@@ -238,18 +240,6 @@ class StateOfShard(dict[str, Any]):
     def __len__(self) -> int:
         self._follow()
         return super().__len__()
-
-    def keys(self) -> Any:
-        self._follow()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._follow()
-        return super().values()
-
-    def items(self) -> Any:
-        self._follow()
-        return super().items()
 
     def copy(self) -> dict[str, Any]:
         return dict(self.items())
@@ -276,30 +266,14 @@ class StateOfShard(dict[str, Any]):
         self.source.put(name, self.source.fitting(name, value))
         self._follow()
 
-    def update(self, *given: Any, **named: Any) -> None:
-        for name, value in dict(*given, **named).items():
-            self[name] = value
-
     def __ior__(self, other: Any) -> StateOfShard:  # type: ignore[override,misc]
         self.update(other)
         return self
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
 
     def __delitem__(self, name: str) -> None:
         if name not in self:
             raise KeyError(name)
         self._remove([name])
-
-    def pop(self, name: str, *default: Any) -> Any:
-        if name not in self and default:
-            return default[0]
-        value = self[name]
-        self._remove([name])
-        return value
 
     def popitem(self) -> tuple[str, Any]:
         name = list(self)[-1]
