@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -115,6 +115,13 @@ def test_state_is_what_the_optimizer_keeps(
     assert plan.ddp.state == sum(tensor.nbytes for tensor in kept)
 
 
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    yield
+    pydist.shutdown()
+
+
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_gradients_are_what_the_reducer_allocates(dtype: torch.dtype) -> None:
     model = nn.ParameterList(nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (1, 33, 0, 1000))
