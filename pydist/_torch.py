@@ -123,7 +123,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "torch.distributed.ProcessGroupGloo._Options": {
         "_devices": "the same",
         "_threads": "the same",
-        "_timeout": "the same",
+        "_timeout": "the same, and how long a program lets operations of a group take",
     },
     "torch.cuda": {
         "_lazy_call": "set_device would start CUDA, which takes seconds, and memory of the GPU",
@@ -532,6 +532,20 @@ def is_timeout_torchs_own() -> bool:
     while frame is not None and frame.f_code is not maker:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and frame.f_locals.get("timeout") is default_pg_timeout
+
+
+def timeout_of_group(group: dist.ProcessGroup) -> timedelta | None:
+    """The time-out that a program has given a group on a backend of torch's; None without one.
+
+    A group keeps no more than the number. So one that is torch's own counts as none, given or not.
+    """
+    torchs_own = (default_pg_timeout, dist.constants.default_pg_nccl_timeout)
+    for backend in backends_of(group):
+        # A backend of somebody else's may have no options.
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return None if timeout in torchs_own else timeout
+    return None
 
 
 def store_of_group(group: dist.ProcessGroup) -> dist.Store | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,7 +133,7 @@ def evaluate(
     try:
         if isinstance(model, nn.Module):
             model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), _place_kept(data):
             for batch in batches:
                 # Where the batch stands in the order of all ranks.
                 place = None if share is None else number * communicator.size + communicator.rank
@@ -148,6 +149,12 @@ def evaluate(
     names = sorted({name for told in everybody for name in told["means"]})
     every_mean = {name: means.get(name, Mean()) for name in names}
     return _results(given, every_mean, communicator, timeout, group)
+
+
+def _place_kept(data: Any) -> AbstractContextManager[None]:
+    """Keeps the epoch and the state of a prepared loader: a training loop may be amid it."""
+    sampler = getattr(data, "distributed_sampler", None)
+    return sampler.place_kept() if isinstance(sampler, DistributedSampler) else nullcontext()
 
 
 def _checked(metrics: object) -> dict[str, Any]:

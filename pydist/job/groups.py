@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pydist import _native
-from pydist._torch import backends_of, store_of_group
+from pydist._torch import backends_of, store_of_group, timeout_of_group
 from pydist.errors import InvalidUsage
 from pydist.job import backends, crossed_threads, current
 
@@ -73,7 +73,7 @@ def _meet(
     group: dist.ProcessGroup, backend: str | None, timeout: float | None, is_world: bool
 ) -> _native.Communicator:
     store = store_of(group)
-    wait = backends.default_timeout()
+    wait = timeout_of_group(group) or backends.default_timeout()
     if timeout is not None:
         wait = timedelta(seconds=timeout)
     return backends.create_communicator(

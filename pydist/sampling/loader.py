@@ -9,6 +9,7 @@ the epoch, and then ask for the first batch. Asking for an iterator changes noth
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -373,7 +374,7 @@ class _Delivered:
                 self.sampler.close(self._own)
             raise
         if self._own is not None:
-            self._own.count_step()
+            self.sampler.count_step(self._own)
         return batch
 
     def _first(self) -> Any:
@@ -386,6 +387,8 @@ class _Delivered:
         finally:
             # A loader's own class may have begun it with this batch, or not even now.
             self._own = self.feed.begun
+            if self._own is not None:
+                weakref.finalize(self, self.sampler.drop, self._own).atexit = False
 
 
 def _sampler_of(source: BatchSampler | DistributedSampler) -> DistributedSampler:

@@ -1,9 +1,14 @@
-"""A sampler that gives each rank its share of the samples, whole and resumable."""
+"""A sampler that gives each rank its share of the samples, whole and resumable.
+
+The file is long because programs, batch samplers and prepared loaders each have methods of it, with
+their reference, and all of these move one state.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -133,9 +138,13 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         # was made with (0: unknown).
         self._start = 0
         self._start_batch = 0
-        # What the state depends on: the latest iterator's, unless set_epoch has gone elsewhere.
+        # What the state depends on: that of the iterator which was begun last, or, of a prepared
+        # loader, has delivered last; unless set_epoch has gone elsewhere.
         self._pass: EpochPass | None = None
         self._latest: EpochPass | None = None
+        # Those of a prepared loader's iterators that go on, of which one may run within another:
+        # a loop that looks at a batch of its own loader, say. None from before set_epoch.
+        self._open: list[EpochPass] = []
 
     def __iter__(self) -> Iterator[int]:
         self.refuse_sharing_again(self)
@@ -167,9 +176,9 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         epoch = _whole_number("epoch", epoch, 0, 2**63)
         if epoch != self._epoch:
             self._epoch, self._start, self._start_batch = epoch, 0, 0
-            self._pass = None
+            self._pass, self._open = None, []
         elif self._pass is not None and self._pass.epoch != epoch:
-            self._pass = None
+            self._pass, self._open = None, []
 
     def state_dict(self, samples_seen: int | None = None) -> dict[str, int | None]:
         """Where training is in the data: the same on every rank that has done as many steps.
@@ -233,6 +242,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         self._epoch, self._start = values["epoch"], values["position"]
         self._start_batch = values["batch"]
         self._pass = self._latest = None
+        self._open = []
 
     def ledger(self) -> Ledger:
         """What this rank was given of the epoch that was iterated over last. Not collective.
@@ -296,6 +306,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             is_counted=is_counted,
             on_end=self._go_on,
         )
+        if is_counted:
+            self._open.append(self._pass)
         return self._pass
 
     def begin_epoch(self, *, is_counted: bool = False) -> EpochPass:
@@ -339,11 +351,37 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         """The position where the next iterator begins: beyond 0 where a state says so."""
         return self._start
 
+    def count_step(self, begun: EpochPass) -> None:
+        """Says that a loader's iterator has delivered a step: the state is of its pass now."""
+        begun.count_step()
+        if begun in self._open:
+            self._pass = self._latest = begun
+            if begun.steps == begun.share.steps:
+                self._open.remove(begun)
+
     def close(self, finished: EpochPass) -> None:
         """Says that an iterator has come to its end: the state is of the next epoch from now on."""
         finished.end()
         if self._pass is finished:
             self._pass = None
+
+    def drop(self, dropped: EpochPass) -> None:
+        """Says that an iterator is gone: if left early, the state is that of one around it."""
+        if dropped in self._open:
+            self._open.remove(dropped)
+            around = [begun for begun in self._open if begun.epoch == dropped.epoch]
+            if self._pass is dropped and around:
+                self._pass = self._latest = around[-1]
+
+    @contextmanager
+    def place_kept(self) -> Iterator[None]:
+        """Whatever is iterated over inside moves neither the epoch nor the state."""
+        place = (self._epoch, self._start, self._start_batch, self._pass, self._open)
+        self._open = []
+        try:
+            yield
+        finally:
+            self._epoch, self._start, self._start_batch, self._pass, self._open = place
 
     def check_batch(self, batch: int, state: Mapping[str, Any] | None = None) -> None:
         """Whether batches of so many samples fit a state in the middle of an epoch.

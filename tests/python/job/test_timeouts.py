@@ -34,6 +34,29 @@ def test_timeouts_come_from_whoever_gave_one() -> None:
     assert run_ranks(timeout_given_to_torch, 1, env={"PYDIST_TIMEOUT": "123"}) == [[77.0, 123.0]]
 
 
+def timeouts_of_groups_on_gloo() -> list[float]:
+    seen = []
+    # Half an hour is torch's own for gloo, whoever gave it.
+    for given in (timedelta(hours=2), timedelta(minutes=30), None):
+        dist.init_process_group("gloo", timeout=given)
+        pydist.init()
+        world = pydist.job.groups.communicator_of()
+        model = pydist.DataParallel(torch.nn.Linear(1, 1))
+        group = dist.new_group([0], timeout=timedelta(seconds=77))
+        seen += [world.timeout, model._communicator.timeout]
+        seen.append(pydist.job.groups.communicator_of(group).timeout)
+        pydist.shutdown()
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timedelta(hours=2))
+    pydist.init(timeout=45)
+    return [*seen, pydist.job.groups.communicator_of().timeout]
+
+
+def test_a_group_on_gloo_keeps_the_timeout_that_its_script_gave() -> None:
+    told = run_ranks(timeouts_of_groups_on_gloo, 1, env={"PYDIST_TIMEOUT": "123"})
+    assert told == [[7200.0, 7200.0, 77.0, 123.0, 123.0, 77.0, 123.0, 123.0, 77.0, 45.0]]
+
+
 def thirty_minutes() -> list[float]:
     half_an_hour = timedelta(minutes=30)
     seen = []

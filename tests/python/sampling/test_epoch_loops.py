@@ -116,6 +116,37 @@ def test_an_iterator_that_has_begun_keeps_its_epoch(epochs: list[list[list[int]]
     assert lists(loader) == epochs[2]
 
 
+@pytest.mark.parametrize("workers", WORKERS[:2], ids=["none", "fresh"])
+@pytest.mark.parametrize("looks", ["one batch", "evaluation"])
+def test_another_iterator_amid_an_epoch_leaves_the_state_to_the_loop(
+    workers: dict[str, Any], looks: str, epochs: list[list[list[int]]]
+) -> None:
+    """A training loop looks at a batch of its own loader, or evaluates with it, and then saves."""
+    loader = pydist.prepare(DataLoader(DATA, 4, shuffle=True, **workers), seed=3, pad="none")
+    got, states = [], []
+    for step, batch in enumerate(loader):
+        got.append(batch.tolist())
+        if step == 1:
+            if looks == "one batch":
+                assert next(iter(loader)).tolist() == epochs[0][0]
+            else:
+                found = pydist.evaluate(None, loader, lambda _, seen: {"mean": seen.double()})
+                assert found == {"mean": sum(DATA) / len(DATA)}
+        states.append(loader.state_dict())
+    assert got == epochs[0]
+    assert loader.ledger().count == len(DATA)
+    for step, state in enumerate(states):
+        resumed = prepared(workers)
+        resumed.load_state_dict(state)
+        resumed.set_epoch(0)
+        assert lists(resumed) == epochs[0][step + 1 :]
+    assert lists(loader) == epochs[1]
+    # Who leaves a loop early has been as far as that loop.
+    for _ in loader:
+        break
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (2, 4)
+
+
 def test_batches_without_a_loader_begin_with_the_first_one(
     epochs: list[list[list[int]]],
 ) -> None:
