@@ -68,7 +68,8 @@ def expected(seed: float) -> float:
     return seed * (pydist.world_size() + 1) / 2
 
 
-def build_crosswise(pause_s: float) -> list[str]:
+def build_crosswise(pause_s: float, names: tuple[str, str] | None = None) -> list[str]:
+    """Names of the threads in the order of their start; by default each has that of its model."""
     pydist.init(timeout=30)
     built = threading.Barrier(2)
 
@@ -88,8 +89,10 @@ def build_crosswise(pause_s: float) -> list[str]:
             return f"{type(error).__name__}: {error}"
         return "trained"
 
-    tasks = [("a", lambda: work(10)), ("b", lambda: work(1000))]
-    return list(in_threads(backwards(tasks), pause_s).values())
+    tasks = backwards([("a", lambda: work(10)), ("b", lambda: work(1000))])
+    if names is not None:
+        tasks = [(name, task) for name, (_, task) in zip(names, tasks, strict=True)]
+    return list(in_threads(tasks, pause_s).values())
 
 
 @BACKENDS
@@ -100,6 +103,23 @@ def test_threads_that_met_crosswise_raise_on_all_ranks(backend: str, nprocs: int
         assert len(told) == 2
         for message in told:
             assert "makes groups as well. Threads that make groups at the same time" in message
+        assert any(message.startswith("Mismatch: thread ") for message in told), told
+
+
+@BACKENDS
+@RANKS
+@pytest.mark.parametrize(
+    "names", [("Thread-1 (work)", "Thread-2 (work)"), ("pool-0_0", "pool-0_1")]
+)
+def test_threads_with_counted_names_may_not_build_beside_each_other(
+    backend: str, nprocs: int, names: tuple[str, str]
+) -> None:
+    """The first thread of each rank has the first number, whichever model it builds."""
+    env = {"PYDIST_BACKEND": backend}
+    for told in run_ranks(build_crosswise, nprocs, 0.3, names, env=env):
+        assert len(told) == 2
+        for message in told:
+            assert "a number does not tell which threads of the ranks belong together" in message
         assert any(message.startswith("Mismatch: thread ") for message in told), told
 
 
