@@ -1,4 +1,4 @@
-"""Which wrapped models live, and which of them has a parameter. No two train the same one.
+"""Which wrapped models live, and which of them has, and trains, a parameter.
 
 Gradients arrive at a parameter, and not at a wrapper: two that average the same would both write
 it. So whoever takes a parameter up last trains it, and any other that did is retired, for good.
@@ -8,7 +8,6 @@ difference to it: a wrapper is missed only by who uses it, and who does has it o
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -18,31 +17,26 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from pydist.parallel.wrapper import DataParallel, ShardOwner
 
-# Keyed by numbers that grow, because the order of a set differs between ranks.
-_wrappers: weakref.WeakValueDictionary[int, DataParallel] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+# In the order in which they were made, on all ranks alike.
+_wrappers: weakref.WeakKeyDictionary[DataParallel, None] = weakref.WeakKeyDictionary()
 
 
 def note_wrapper(wrapper: DataParallel) -> None:
     """Remembers one as the newest, as long as it lives."""
-    _wrappers[next(_numbers)] = wrapper
+    _wrappers[wrapper] = None
 
 
 def newest_first() -> list[DataParallel]:
     """All that live, also those that were retired."""
-    return [wrapper for _, wrapper in sorted(_wrappers.items(), reverse=True)]
+    # Made at once, because another thread may add one.
+    references = _wrappers.keyrefs()
+    return [wrapper for reference in reversed(references) if (wrapper := reference()) is not None]
 
 
-def training_too(parameters: Iterable[Tensor], taker: DataParallel) -> list[DataParallel]:
-    """Those that train any of the parameters, beside the one that takes them up."""
-    taken = list(parameters)
-    return [
-        wrapper
-        for wrapper in newest_first()
-        if wrapper is not taker
-        and not wrapper.is_retired
-        and any(wrapper.trains(parameter) for parameter in taken)
-    ]
+def trainers_of(parameters: Iterable[Tensor]) -> list[DataParallel]:
+    """Those that train any of the parameters. Each parameter is trained by one at most."""
+    given = list(parameters)
+    return [w for w in newest_first() if not w.is_retired and any(map(w.trains, given))]
 
 
 def fitting(parameters: list[Tensor]) -> list[DataParallel]:
@@ -51,27 +45,11 @@ def fitting(parameters: list[Tensor]) -> list[DataParallel]:
     The newest first. One that was retired is among them only where no other has the parameters.
     What is frozen now decides nothing: who trained it once may be gone on some ranks only.
     """
-    wrappers = newest_first()
-    for among in (
-        [wrapper for wrapper in wrappers if not wrapper.is_retired],
-        [wrapper for wrapper in wrappers if wrapper.is_retired],
-    ):
-        trained = [
-            p for p in parameters if p.requires_grad and any(wrapper.trains(p) for wrapper in among)
-        ]
-        found = [
-            wrapper
-            for wrapper in among
-            if all(map(wrapper.trains, trained)) and _has_all(wrapper, parameters)
-        ]
-        if found:
-            return found
-    return []
-
-
-def any_has_any(parameters: list[Tensor]) -> bool:
-    """Whether any of the parameters is of a wrapped model."""
-    return not ids_in_any().isdisjoint(map(id, parameters))
+    ids = {id(parameter) for parameter in parameters}
+    having = [wrapper for wrapper in newest_first() if ids <= _ids_in(wrapper.module)]
+    trainers = trainers_of(parameter for parameter in parameters if parameter.requires_grad)
+    working = [w for w in having if not w.is_retired and all(t is w for t in trainers)]
+    return working or [wrapper for wrapper in having if wrapper.is_retired]
 
 
 def ids_in_any() -> set[int]:
@@ -85,11 +63,6 @@ def owners_within(module: nn.Module) -> Iterator[ShardOwner]:
     for wrapper in newest_first():
         if not wrapper.is_retired and _ids_in(wrapper.module) & ids:
             yield from wrapper.shard_owners()
-
-
-def _has_all(wrapper: DataParallel, parameters: list[Tensor]) -> bool:
-    ids = _ids_in(wrapper.module)
-    return all(id(parameter) in ids for parameter in parameters)
 
 
 def _ids_in(module: nn.Module) -> set[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from typing import Any
 
 from torch import Tensor
@@ -13,14 +12,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pydist import _native
 from pydist.errors import InvalidUsage
+from pydist.parallel.ownership import newest_first
 
 _lock = threading.Lock()
-_reducers: weakref.WeakSet[_native.Reducer] = weakref.WeakSet()
 _is_hooked = False
 
 
-def guard_steps(reducer: _native.Reducer) -> None:
-    """Checks, before every step of any optimizer, that what it uses was averaged by this reducer.
+def guard_steps() -> None:
+    """Checks, before every step of any optimizer, that what it uses of wrapped models is averaged.
 
     A step inside `no_sync()` is left alone: there, ranks train apart on purpose. So is an optimizer
     with `refuses_pending_gradients`, whose ranks can't. Where the step is given a closure, which
@@ -31,13 +30,6 @@ def guard_steps(reducer: _native.Reducer) -> None:
         if not _is_hooked:
             register_optimizer_step_pre_hook(_before_step)
             _is_hooked = True
-        _reducers.add(reducer)
-
-
-def forget_steps(reducer: _native.Reducer) -> None:
-    """Checks no longer for a reducer that averages nothing any more."""
-    with _lock:
-        _reducers.discard(reducer)
 
 
 def _before_step(
@@ -102,8 +94,8 @@ def _concerned(optimizer: Optimizer) -> list[_native.Reducer]:
 
     Nothing else is asked of the others, nor waited for: other threads may train their models.
     """
-    with _lock:
-        reducers = list(_reducers)
+    working = [wrapper._working_reducer for wrapper in newest_first()]
+    reducers = [reducer for reducer in working if reducer is not None]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     concerned = [reducer for reducer in reducers if any(map(reducer.averages, parameters))]
     for reducer in concerned:

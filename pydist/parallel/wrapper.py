@@ -45,7 +45,7 @@ from pydist.parallel.bucket_planner import (
 from pydist.parallel.buffers import BufferSync
 from pydist.parallel.compiled_graphs import graphs_cut_at
 from pydist.parallel.nested_wrappers import refuse_active_torch, refuse_wrapped
-from pydist.parallel.ownership import ids_in_any, note_wrapper, training_too
+from pydist.parallel.ownership import ids_in_any, note_wrapper, trainers_of
 from pydist.parallel.prefixed_names import warn_of_prefix
 from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.reducer import (
@@ -72,7 +72,7 @@ from pydist.parallel.torch_arguments import (
 )
 from pydist.parallel.torch_idioms import TorchIdioms
 from pydist.parallel.trained_parameters import TrainedParameters, require_trainable
-from pydist.parallel.unsynced_step import forget_steps, guard_steps
+from pydist.parallel.unsynced_step import guard_steps
 from pydist.parallel.watched_methods import WatchedMethods
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ _OWN_NAMES = {
     "_averages_when_joined",
     "_input_device",
     "_owners",
-    "_sharded_ids",
+    "_sharded_parameters",
     "_local",
     "_buffer_sync",
     "_torch_attributes",
@@ -115,12 +115,6 @@ _joining: weakref.ref[DataParallel] | None = None
 
 class ShardOwner(Protocol):
     """An optimizer that updates shards of parameters, for what the wrapper asks of it."""
-
-    def owns(self, parameter: Tensor) -> bool:
-        """Whether it is one of the optimizer's."""
-
-    def entry_of(self, parameter: Tensor) -> tuple[int, Tensor]:
-        """The optimizer's number in the reducer, and what stands for the gradient."""
 
     def before_forward(self, module: nn.Module) -> None:
         """Waits for what the forward of this module would not wait for itself."""
@@ -339,8 +333,12 @@ class DataParallel(TorchIdioms):
         self._input_device = input_device
         self._trained = TrainedParameters(local)
         self._buffer_sync = None
+        # The optimizers that update shards, by their numbers from 1.
         self._owners: list[weakref.ref[Any]] = []
-        self._sharded_ids: set[int] = set()
+        # For each parameter that an optimizer has, whether it trains now or not: the number of the
+        # optimizer, and what stands for the gradient. It stays when the optimizer is gone, because
+        # gradients go on being reduced into its shards.
+        self._sharded_parameters: dict[Tensor, tuple[int, Tensor]] = {}
         # The reducer must not keep the wrapper alive, which keeps the reducer. Nor must methods.
         itself = weakref.ref(self)
         self._watched_methods = WatchedMethods(lambda outputs: _watch(itself, outputs))
@@ -395,11 +393,11 @@ class DataParallel(TorchIdioms):
             buffer_sync.changes.reducer = weakref.ref(reducer)
         if averages_itself:
             reducer.register_comm_hook(itself, _returning_future(_average_bucket))
+        self._take_up(trained.known, "wrapped anew")
         self._communicator, self._input_device = communicator, input_device
         self._trained, self._buffer_sync = trained, buffer_sync
         self._working_reducer = reducer
-        self._take_up(trained.known, "wrapped anew")
-        guard_steps(reducer)
+        guard_steps()
 
     @property
     def has_joined(self) -> bool:
@@ -577,7 +575,7 @@ class DataParallel(TorchIdioms):
         self.require_working()
         self.require_joined()
         refuse_under_join(self.module)
-        if self._owners:
+        if self._sharded_parameters:
             raise InvalidUsage(
                 "join() leaves ranks without batches out of the optimizer's steps, and each rank's "
                 "pydist.ShardedOptimizer updates a part of every parameter: give all ranks as many "
@@ -813,15 +811,19 @@ class DataParallel(TorchIdioms):
     def _add(self, joining: Trained) -> None:
         """Trains more parameters, from the next backward on. Talks to nobody."""
         self._take_up(joining, "unfrozen in, or added to, another pydist.DataParallel")
-        for joined in joining:
-            self._reducer.add(*joined, *self._owner_of(joined))
-            self._trained.add(*joined)
+        for name, parameter, is_sparse in joining:
+            shards = self._sharded_parameters.get(parameter, ())
+            if shards and is_sparse:
+                raise _sparse_error(name)
+            self._reducer.add(name, parameter, is_sparse, *shards)
+            self._trained.add(name, parameter, is_sparse)
 
     def _take_up(self, trained: Trained, how: str) -> None:
         """Retires whoever else trains any of some parameters. Talks to nobody."""
         parameters = [parameter for _, parameter, _ in trained]
-        for other in training_too(parameters, self):
-            other._retire(parameters, how)
+        for other in trainers_of(parameters):
+            if other is not self:
+                other._retire(parameters, how)
 
     def _retire(self, taken: list[nn.Parameter], how: str) -> None:
         ids = {id(parameter) for parameter in taken}
@@ -838,28 +840,14 @@ class DataParallel(TorchIdioms):
         for owner in self.shard_owners():
             with contextlib.suppress(Error):  # of a group that failed; then nothing arrives
                 owner.finish()
-        reducer = self._reducer
-        reducer.retire(reason)
-        forget_steps(reducer)
+        self._reducer.retire(reason)
         self._working_reducer, self._why_retired = None, reason
 
     # -- for optimizers that update shards
 
     def shard_owners(self) -> Iterator[ShardOwner]:
         """The optimizers that update shards of the model's parameters."""
-        for reference in self._owners:
-            owner = reference()
-            if owner is not None:
-                yield owner
-
-    def _owner_of(self, joined: tuple[str, nn.Parameter, bool]) -> tuple[int, Tensor] | tuple[()]:
-        name, parameter, is_sparse = joined
-        for owner in self.shard_owners():
-            if owner.owns(parameter):
-                if is_sparse:
-                    raise _sparse_error(name)
-                return owner.entry_of(parameter)
-        return ()
+        return (owner for reference in self._owners if (owner := reference()) is not None)
 
     def removed(self) -> list[Tensor]:
         """Parameters that have trained here, and that no wrapped model has any more."""
@@ -877,18 +865,23 @@ class DataParallel(TorchIdioms):
         self._owners.append(owner)
         return len(self._owners)
 
-    def note_sharded(self, parameters: Iterable[Tensor]) -> None:
-        """Remembers parameters whose gradients are reduced into an optimizer's shards for good."""
-        self._sharded_ids.update(id(parameter) for parameter in parameters)
+    def add_shards(self, number: int, shown: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Gives parameters to an optimizer for good, with what stands for their gradients."""
+        for parameter, gradient in shown:
+            self._sharded_parameters[parameter] = (number, gradient)
+
+    def require_unsharded(self, name: str, parameter: Tensor) -> None:
+        """Raises InvalidUsage where an optimizer has a parameter, or had it and is gone."""
+        if parameter in self._sharded_parameters:
+            raise InvalidUsage(
+                f"parameter {name} has another pydist.ShardedOptimizer already, or had one that is "
+                "gone, and its gradient is reduced into shards of that one: keep that one, or wrap "
+                "the module anew"
+            )
 
     def require_shardable(self, name: str, parameter: Tensor) -> None:
         """Raises InvalidUsage where no optimizer can have shards of a parameter."""
         self._refuse_hook("pydist.ShardedOptimizer reduces gradients into shards")
-        if id(parameter) in self._sharded_ids:
-            raise InvalidUsage(
-                f"the gradient of parameter {name} was given to a pydist.ShardedOptimizer before: "
-                "keep that one, or wrap the module anew"
-            )
         if any(p is parameter and is_sparse for _, p, is_sparse in self._trained.known):
             raise _sparse_error(name)
 

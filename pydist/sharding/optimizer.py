@@ -38,7 +38,7 @@ from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
 from pydist.sharding.buckets import Bucket, gather, let_arrive
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
-from pydist.sharding.gradient import ShardedGradient, without_gradients
+from pydist.sharding.gradient import without_gradients
 from pydist.sharding.gradient_norms import ReducedGradients
 from pydist.sharding.own_writes import OwnWrites
 from pydist.sharding.parameter_groups import (
@@ -864,14 +864,6 @@ class ShardedOptimizer(Optimizer):
         ]
 
     # -- for DataParallel
-
-    def owns(self, parameter: Tensor) -> bool:
-        """Whether a parameter is one of the optimizer's."""
-        return id(parameter) in self._layout.indices
-
-    def entry_of(self, parameter: Tensor) -> tuple[int, ShardedGradient]:
-        """What `Reducer.add` takes for a parameter that was unfrozen: owner and stand-in."""
-        return self._layout.number, self._layout.shown[self._layout.indices[id(parameter)]]
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
         """All ranks write the same into parameters, and nobody reads them. All have met before."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pydist.errors import InvalidUsage
-from pydist.parallel.ownership import any_has_any, fitting
+from pydist.parallel.ownership import fitting, ids_in_any
 from pydist.parallel.wrapper import DataParallel
 
 # What a parameter group has beside the options of the optimizer's class.
@@ -198,7 +198,7 @@ def model_of(
         return model
     parameters = list(_parameters_in(param_groups))
     found = fitting(parameters)
-    if not found and any_has_any(parameters):
+    if not found and not ids_in_any().isdisjoint(map(id, parameters)):
         raise InvalidUsage(
             "pydist.ShardedOptimizer was given parameters of several models, or of a "
             "pydist.DataParallel model and of others: make one for each"

@@ -151,6 +151,10 @@ class ShardedLayout:
                 for entries in (self.parameters, self.names, self.shown):
                     entries.pop()
             raise
+        if self._wrapper is not None:
+            self._wrapper.add_shards(
+                self.number, ((self.parameters[index], self.shown[index]) for index in entering)
+            )
         return entering
 
     def named(self) -> dict[int, str]:
@@ -202,9 +206,7 @@ class ShardedLayout:
             f", or use the optimizer's class on {name} without pydist.ShardedOptimizer",
         )
         if self._wrapper is not None:
-            owner = self._owner()
-            if any(o is not owner and o.owns(parameter) for o in self._wrapper.shard_owners()):
-                raise InvalidUsage(f"parameter {name} has another pydist.ShardedOptimizer already")
+            self._wrapper.require_unsharded(name, parameter)
         if index in self.own:
             self._require_dense(index)
             return
@@ -316,7 +318,6 @@ class ShardedLayout:
                 [slots[id(self.parameters[index])] for index in present],
                 [self.shown[index] for index in present],
             )
-            self._wrapper.note_sharded(self.parameters[index] for index in present)
         return self.adopt_buckets()
 
     def notice_buckets(self) -> None:
