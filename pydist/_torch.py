@@ -110,7 +110,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "_jit_caching_layer": "scripted functions run without what waits for their arguments",
     },
     "torch.distributed.distributed_c10d": {
-        "_world": "the store in which a group has met; a group has no public one",
+        "_world": "the store in which a group has met, and the count of groups; neither is public",
         "_new_process_group_helper": "knows whose time-out a group gets: is_timeout_torchs_own",
     },
     "torch.distributed.ProcessGroup": {
@@ -552,6 +552,17 @@ def store_of_group(group: dist.ProcessGroup) -> dist.Store | None:
     """The key-value store that the ranks of a group share; None if it has none."""
     _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     return store
+
+
+def forget_failed_world() -> None:
+    """Lets torch count its groups from the beginning, where there is no default group.
+
+    torch names groups by their count, and puts the name before every key in the store. A default
+    group that could not be made counts, until one is destroyed: ranks that have tried unequally
+    often would never meet.
+    """
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
 
 
 def backends_of(group: dist.ProcessGroup) -> Iterator[Any]:

@@ -23,6 +23,10 @@ constexpr std::array kVariables = {
                         "and nccl."},
     EnvironmentVariable{"PYDIST_TIMEOUT", "seconds, more than 0", "600",
                         "How long an operation may take before every rank fails with Timeout."},
+    EnvironmentVariable{"PYDIST_JOB_SECRET", "32 characters or more", "",
+                        "By which the ranks of a job know each other. The same on every rank, and "
+                        "known to nobody else; `pydist run` and pydist.spawn make one up. Unset: "
+                        "the ranks of a host share one through a file of their user's."},
     EnvironmentVariable{"PYDIST_HOST_ID", "any text", "",
                         "Overrides the identity of this host: ranks with different values never "
                         "share memory."},
@@ -113,6 +117,8 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
+constexpr std::size_t kLeastSecretLength = 32;
+
 // Ten years: longer than any job, short enough for nanoseconds in 64 bits.
 constexpr double kLongestSeconds = 3.2e8;
 
@@ -183,6 +189,12 @@ Environment Environment::read() {
   if (const auto value = lookup("PYDIST_TIMEOUT")) {
     environment.timeout = seconds(
         parse_number("PYDIST_TIMEOUT", *value, 1e-3, kLongestSeconds, "seconds, more than 0"));
+  }
+  environment.job_secret = lookup("PYDIST_JOB_SECRET");
+  if (environment.job_secret && environment.job_secret->size() < kLeastSecretLength) {
+    throw InvalidUsage(join("PYDIST_JOB_SECRET has ", environment.job_secret->size(),
+                            " characters, so it can be guessed; use at least ", kLeastSecretLength,
+                            " (128 random bits in hexadecimal)."));
   }
   environment.host_id = lookup("PYDIST_HOST_ID");
   if (const auto value = lookup("PYDIST_SPIN_US")) {

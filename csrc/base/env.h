@@ -43,6 +43,8 @@ struct Environment {
   AlgorithmChoice algorithm = AlgorithmChoice::kAuto;
   // How long an operation may take before it fails with Timeout.
   std::chrono::milliseconds timeout{600'000};
+  // By which the processes of a job know each other (memory/job_secret.h).
+  std::optional<std::string> job_secret;
   // Overrides the identity of this host; ranks with different values never share memory.
   std::optional<std::string> host_id;
   // How long a waiter spins before it sleeps; 0 sleeps at once. Without a value the engine spins

@@ -25,8 +25,11 @@ std::vector<Variable> variables() {
   for (const EnvironmentVariable& variable : environment_variables()) {
     const std::string name(variable.name);
     const char* const current = std::getenv(name.c_str());
-    result.emplace_back(name, variable.values, variable.default_value, variable.meaning,
-                        current == nullptr ? std::nullopt : std::optional<std::string>(current));
+    std::optional<std::string> shown;
+    if (current != nullptr) {
+      shown = name == "PYDIST_JOB_SECRET" ? "(a secret)" : current;
+    }
+    result.emplace_back(name, variable.values, variable.default_value, variable.meaning, shown);
   }
   return result;
 }

@@ -5,16 +5,23 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <utility>
 
+#include "base/error.h"
 #include "base/fork.h"
+#include "base/log.h"
 
 namespace pydist {
 namespace {
 
 constexpr std::chrono::seconds kIdleLife{10};
+
+constexpr const char* kNoThread =
+    "The system gives this process no more threads (`ulimit -u`, or pids.max of its cgroup): raise "
+    "the limit, or start fewer threads and processes.";
 
 }  // namespace
 
@@ -32,6 +39,20 @@ struct ElasticThreads::State {
 ElasticThreads::ElasticThreads() : state_(std::make_shared<State>()) {}
 
 void ElasticThreads::post(std::function<void()> job) {
+  if (!try_post(job)) {
+    throw TransportError(kNoThread);
+  }
+}
+
+void ElasticThreads::post_or_run(std::function<void()> job) noexcept {
+  if (try_post(job)) {
+    return;
+  }
+  log_line(LogLevel::kWarning, join(kNoThread, " What would run there holds up other work now."));
+  job();
+}
+
+bool ElasticThreads::try_post(std::function<void()>& job) {
   if (state_->birth.is_inherited()) {
     // The parent's threads do not exist here, and its mutex may be held for ever. The old state
     // is left as it is: destroying it could touch what another thread was amid changing.
@@ -42,40 +63,49 @@ void ElasticThreads::post(std::function<void()> job) {
     const std::lock_guard lock(state->mutex);
     if (state->closed) {
       new std::function<void()>(std::move(job));
-      return;
+      return true;
+    }
+    if (state->idle > state->jobs.size()) {
+      state->jobs.push_back(std::move(job));
+      state->posted.notify_one();
+      return true;
+    }
+    // Started under the lock: the job is not there before its thread is.
+    try {
+      // No EngineThread: user code runs here, and a process that it starts inherits what signals
+      // are blocked.
+      std::thread([state] { serve(*state); }).detach();
+    } catch (const std::exception&) {
+      return false;
     }
     state->jobs.push_back(std::move(job));
-    if (state->idle >= state->jobs.size()) {
-      state->posted.notify_one();
+  }
+  return true;
+}
+
+void ElasticThreads::serve(State& state) {
+  pthread_setname_np(pthread_self(), "pydist-wait");
+  std::unique_lock lock(state.mutex);
+  for (;;) {
+    while (!state.jobs.empty()) {
+      std::function<void()> next = std::move(state.jobs.front());
+      state.jobs.pop_front();
+      ++state.running;
+      lock.unlock();
+      next();
+      next = nullptr;
+      lock.lock();
+      --state.running;
+      state.finished.notify_all();
+    }
+    ++state.idle;
+    const bool has_job =
+        state.posted.wait_for(lock, kIdleLife, [&] { return !state.jobs.empty(); });
+    --state.idle;
+    if (!has_job) {
       return;
     }
   }
-  // No EngineThread: user code runs here, and a process that it starts inherits what signals are
-  // blocked.
-  std::thread([state] {
-    pthread_setname_np(pthread_self(), "pydist-wait");
-    std::unique_lock lock(state->mutex);
-    for (;;) {
-      while (!state->jobs.empty()) {
-        std::function<void()> next = std::move(state->jobs.front());
-        state->jobs.pop_front();
-        ++state->running;
-        lock.unlock();
-        next();
-        next = nullptr;
-        lock.lock();
-        --state->running;
-        state->finished.notify_all();
-      }
-      ++state->idle;
-      const bool has_job =
-          state->posted.wait_for(lock, kIdleLife, [&] { return !state->jobs.empty(); });
-      --state->idle;
-      if (!has_job) {
-        return;
-      }
-    }
-  }).detach();
 }
 
 void ElasticThreads::close(std::chrono::milliseconds patience) {

@@ -7,8 +7,8 @@ namespace pydist {
 SerialQueue::~SerialQueue() {
   if (birth_.is_inherited()) {
     // In a forked child. The thread stayed in the parent, and the guarded state may be half
-    // changed.
-    (void)state_.release();
+    // changed: it is never destroyed.
+    new std::shared_ptr<State>(std::move(state_));
     return;
   }
   stop();
@@ -19,10 +19,11 @@ bool SerialQueue::post(std::function<void()> job) {
   if (state_->stopped) {
     return false;
   }
-  state_->jobs.push_back(std::move(job));
   if (!state_->thread.has_started()) {
-    state_->thread = EngineThread(thread_name_, [state = state_.get()] { serve(*state); });
+    state_->thread = EngineThread(thread_name_, [state = state_] { serve(*state); });
+    state_->serving = true;
   }
+  state_->jobs.push_back(std::move(job));
   state_->changed.notify_all();
   return true;
 }
@@ -33,21 +34,30 @@ bool SerialQueue::is_idle() const {
 }
 
 void SerialQueue::stop() {
-  EngineThread thread;
-  {
-    const std::lock_guard lock(state_->mutex);
-    state_->stopped = true;
-    state_->changed.notify_all();
-    thread = std::move(state_->thread);
+  std::unique_lock lock(state_->mutex);
+  state_->stopped = true;
+  state_->changed.notify_all();
+  EngineThread thread = std::move(state_->thread);
+  if (state_->server == std::this_thread::get_id()) {
+    lock.unlock();
+    thread.let_go();
+    return;
   }
+  // A job that stopped the queue has let go of the thread: nobody can join it any more.
+  state_->changed.wait(lock, [this] { return !state_->serving; });
+  lock.unlock();
   thread.join();
 }
 
 void SerialQueue::serve(State& state) {
   std::unique_lock lock(state.mutex);
+  state.server = std::this_thread::get_id();
   for (;;) {
     state.changed.wait(lock, [&] { return state.stopped || !state.jobs.empty(); });
     if (state.jobs.empty()) {
+      state.serving = false;
+      state.server = {};
+      state.changed.notify_all();
       return;
     }
     std::function<void()> job = std::move(state.jobs.front());

@@ -1,7 +1,9 @@
 // Runs jobs one at a time, in the order in which they were posted, on a thread of its own.
 //
 // Thread safe. The thread starts with the first posted job. stop() and the destructor wait for the
-// jobs that were posted. In a forked child the queue takes nothing and waits for nobody.
+// jobs that were posted, except on the queue's own thread, where a job may let go of the queue: the
+// remaining jobs then run after this one. In a forked child the queue takes nothing and waits for
+// nobody.
 
 #pragma once
 
@@ -10,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include "base/engine_thread.h"
 #include "base/fork.h"
@@ -24,7 +27,8 @@ class SerialQueue {
   SerialQueue& operator=(const SerialQueue&) = delete;
   ~SerialQueue();
 
-  // `job` must not throw. Returns false, and takes nothing, once stopped.
+  // `job` must not throw. Returns false, and takes nothing, once stopped. Throws, and takes
+  // nothing, where no thread is to be had.
   [[nodiscard]] bool post(std::function<void()> job);
 
   [[nodiscard]] bool is_idle() const;
@@ -39,6 +43,8 @@ class SerialQueue {
     std::deque<std::function<void()>> jobs;  // guarded by mutex
     bool busy = false;                       // guarded by mutex
     bool stopped = false;                    // guarded by mutex
+    bool serving = false;                    // whether there is a thread; guarded by mutex
+    std::thread::id server;                  // that thread; guarded by mutex
     EngineThread thread;                     // guarded by mutex, but for joining
   };
 
@@ -46,8 +52,9 @@ class SerialQueue {
 
   const char* const thread_name_;
   const Birth birth_;
-  // Apart, so that a forked child can leave it as it is.
-  std::unique_ptr<State> state_ = std::make_unique<State>();
+  // Apart, so that a forked child can leave it as it is, and shared with the thread, which may be
+  // the one that destroys the queue.
+  std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
 }  // namespace pydist

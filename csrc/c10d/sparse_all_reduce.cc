@@ -152,7 +152,7 @@ WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, 
       work->finish(outcome.error);
       return;
     }
-    ElasticThreads::shared().post([work, parts, target, stream, op, size] {
+    ElasticThreads::shared().post_or_run([work, parts, target, stream, op, size] {
       try {
         // The caller's: the memory of the result belongs to the stream that it was made on.
         const c10::OptionalStreamGuard on_stream(stream);

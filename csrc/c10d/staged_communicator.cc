@@ -303,7 +303,7 @@ class StagedCommunicator final : public Communicator {
         staged->work->finish(outcome.error);
         return;
       }
-      ElasticThreads::shared().post([staging, staged, memory, source = outcome.source_rank] {
+      ElasticThreads::shared().post_or_run([staging, staged, memory, source = outcome.source_rank] {
         const OutsideCaptures outside;
         staging->deliver(*staged, memory, source);
       });

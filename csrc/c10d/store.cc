@@ -161,7 +161,7 @@ class TorchStore : public KeyValueStore {
   template <typename Result, typename Question>
   Result ask(const char* verb, const std::string& key, Question question) {
     auto answer = std::make_shared<Answer<Result>>();
-    ElasticThreads::shared().post([answer, store = store_, question = std::move(question)] {
+    ElasticThreads::shared().post_or_run([answer, store = store_, question = std::move(question)] {
       Result result{};
       std::exception_ptr error;
       try {

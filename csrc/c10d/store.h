@@ -5,6 +5,8 @@
 //
 // A TCPStore whose server is stopped answers never, whatever time-out it was given. So it is asked
 // on a thread of its own, and one that keeps silent for `patience` counts as gone (TransportError).
+// Where no thread is to be had it is asked on the caller's, without that limit: a rank that has
+// come to the end of its threads must be able to say so.
 
 #pragma once
 

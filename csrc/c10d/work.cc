@@ -163,7 +163,7 @@ WorkPtr with_epilogue(WorkPtr inner, std::function<void()> run, std::function<vo
   inner->on_completion([conclude, waits_for_device](const Work::Outcome& outcome) {
     // The thread that finishes operations is the one that notices when a device hangs.
     if (waits_for_device && outcome.error == nullptr) {
-      ElasticThreads::shared().post([conclude, outcome] {
+      ElasticThreads::shared().post_or_run([conclude, outcome] {
         const OutsideCaptures outside;
         conclude(outcome);
       });
@@ -202,7 +202,7 @@ WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors) {
   if (held->is_on_device()) {
     // Not on the thread that finishes operations: a device's allocator may wait for the device.
     inner->on_completion([held = std::move(held)](const Work::Outcome&) mutable {
-      ElasticThreads::shared().post([held = std::move(held)] {});
+      ElasticThreads::shared().post_or_run([held = std::move(held)] {});
     });
   } else {
     inner->on_completion([held](const Work::Outcome&) {});
@@ -362,7 +362,7 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   const auto device = devices.empty() ? std::nullopt : std::optional(devices[0]);
   work_->on_completion(
       [complete, parcel = std::move(parcel), device](const pydist::Work::Outcome& outcome) mutable {
-        ElasticThreads::shared().post(
+        ElasticThreads::shared().post_or_run(
             [complete, parcel = std::move(parcel), device, error = outcome.error]() mutable {
               // The callbacks' device, too.
               const c10::OptionalDeviceGuard guard(device);
@@ -385,7 +385,7 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFutureResult() {
       result = describe(outcome.error).kind == ErrorKind::kTimeout ? c10d::WorkResult::TIMEOUT
                                                                    : c10d::WorkResult::COMM_ERROR;
     }
-    ElasticThreads::shared().post([future, result] {
+    ElasticThreads::shared().post_or_run([future, result] {
       future->markCompleted(c10::IValue(static_cast<std::int64_t>(result)));
     });
   });

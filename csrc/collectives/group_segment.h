@@ -2,9 +2,10 @@
 //
 //   | failure | control of rank 0 | ... | control of rank p-1 | transit of rank 0 | ... |
 //
-// Everything but the record of failure has one writer, the rank that it belongs to. Controls are
-// reserved when the group is made; a rank reserves its transit when it first needs it, so that a
-// group that only moves small things takes a few pages.
+// Everything but the record of failure has one writer, the rank that it belongs to, which also
+// reserves it: so it lies on that rank's NUMA node, and that rank's cgroup pays for it. Controls
+// are reserved when the group is made; a rank reserves its transit when it first needs it, so that
+// a group that only moves small things takes a few pages.
 
 #pragma once
 
@@ -102,8 +103,8 @@ class GroupSegment {
   // Bytes of a segment for `size` ranks.
   [[nodiscard]] static std::size_t bytes(int size, std::size_t chunk_bytes) noexcept;
 
-  // For the rank that creates the segment: backs everything but the transit.
-  void reserve_controls() const;
+  // Backs one rank's control; rank 0's includes the record of failure.
+  void reserve_control(int rank) const;
   // Backs one rank's transit.
   void reserve_transit(int rank) const;
 

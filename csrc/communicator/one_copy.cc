@@ -12,15 +12,21 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/interruption.h"
+#include "memory/job_secret.h"
+#include "memory/memory_room.h"
 #include "memory/segment_exchange.h"
 
 namespace pydist {
 namespace {
 
+constexpr const char* kPurpose = "the one copy of the parameters";
+
 // What rank 0 tells the others.
 struct Offer {
   std::array<char, 128> address{};  // of its server; empty: there is no room
   std::array<char, 64> key{};
+  std::array<char, 72> secret{};
 };
 
 void put(const std::string& text, std::span<char> into) {
@@ -35,6 +41,15 @@ void broadcast(Communicator& communicator, Offer& offer) {
   const Buffer buffer{&offer, sizeof offer, DType::kUInt8, Device{}};
   (communicator.rank() == 0 ? operation.inputs : operation.outputs) = {buffer};
   communicator.run(std::move(operation));
+}
+
+// Each rank backs an equal share of the memory, so that no NUMA node and no cgroup has all of it.
+void reserve_share(const SharedSegment& segment, int rank, int size) {
+  const std::size_t pages = segment.bytes() / page_bytes();
+  const auto begin_of = [&](int part) {
+    return pages * static_cast<std::size_t>(part) / static_cast<std::size_t>(size) * page_bytes();
+  };
+  segment.reserve(begin_of(rank), begin_of(rank + 1) - begin_of(rank), kPurpose);
 }
 
 // Sets `failed` to the highest rank, counted from 1, on which a step failed; to 0 if none did.
@@ -72,13 +87,15 @@ OneCopy allocate_one_copy(Communicator& communicator, std::size_t bytes) {
   if (is_first) {
     try {
       copy.segment = SharedSegment::create("one-copy", bytes);
-      copy.segment.reserve(0, copy.segment.bytes(), "the one copy of the parameters");
+      check_memory_room(copy.segment.bytes(), kPurpose);
       copy.view = PrivateView(copy.segment);
       server = std::make_unique<SegmentServer>();
       const std::string key = random_token();
-      server->offer(key, copy.segment.fd());
+      const JobSecret secret = JobSecret::random();
+      server->offer(key, copy.segment.fd(), secret);
       put(server->address(), offer.address);
       put(key, offer.key);
+      put(secret.key(), offer.secret);
     } catch (const std::exception& caught) {
       error = caught.what();
       offer.address = {};
@@ -92,11 +109,19 @@ OneCopy allocate_one_copy(Communicator& communicator, std::size_t bytes) {
   }
   if (!is_first) {
     try {
-      copy.segment = SharedSegment::map(fetch_segment(offer.address.data(), offer.key.data(),
-                                                      Deadline::in(communicator.timeout()))
-                                            .fd,
-                                        round_up(bytes, page_bytes()));
+      copy.segment = SharedSegment::map(
+          fetch_segment(offer.address.data(), offer.key.data(), JobSecret(offer.secret.data()),
+                        Deadline::in(communicator.timeout()), check_interruption)
+              .fd,
+          round_up(bytes, page_bytes()));
       copy.view = PrivateView(copy.segment);
+    } catch (const std::exception& caught) {
+      error = caught.what();
+    }
+  }
+  if (error.empty()) {
+    try {
+      reserve_share(copy.segment, communicator.rank(), communicator.size());
     } catch (const std::exception& caught) {
       error = caught.what();
     }
@@ -109,7 +134,7 @@ OneCopy allocate_one_copy(Communicator& communicator, std::size_t bytes) {
   agreed->wait();
   if (failed != 0) {
     throw TransportError(join("rank ", failed - 1,
-                              " can't map the one copy of the parameters that rank 0 made",
+                              " can't map or back the one copy of the parameters that rank 0 made",
                               error.empty() ? "; its own message says why." : ": " + error,
                               " All ranks of one copy share a host."));
   }

@@ -1,13 +1,17 @@
 #include "communicator/splits.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
+#include <exception>
 
 #include "base/error.h"
 
 namespace pydist {
+namespace {
 
-Splits::Split Splits::next(const std::vector<int>& ranks, int rank, int size) {
+// The members as text; throws where they cannot make up a group.
+std::string text_of(const std::vector<int>& ranks, int rank, int size) {
   std::string members;
   std::vector<bool> seen(static_cast<std::size_t>(size), false);
   for (const int member : ranks) {
@@ -23,13 +27,86 @@ Splits::Split Splits::next(const std::vector<int>& ranks, int rank, int size) {
     }
     members += std::to_string(member);
   }
-  const auto own = std::find(ranks.begin(), ranks.end(), rank);
-  if (own == ranks.end()) {
+  if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) {
     throw InvalidUsage(join("split: rank ", rank, " is not among the ranks of the new group (",
                             members, "); only its members make a group."));
   }
+  return members;
+}
+
+bool is_there(KeyValueStore& store, const std::string& key) {
+  try {
+    static_cast<void>(store.get(key, Deadline::in(std::chrono::nanoseconds::zero())));
+    return true;
+  } catch (const Timeout&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+int Splits::take(const std::string& members) {
   const std::lock_guard lock(mutex_);
-  return {static_cast<int>(own - ranks.begin()), join(members, "#", counts_[members]++)};
+  Numbers& numbers = numbers_[members];
+  if (numbers.skipped.empty()) {
+    return numbers.next++;
+  }
+  return numbers.skipped.extract(numbers.skipped.begin()).value();
+}
+
+void Splits::put_back(const std::string& members, int number) {
+  const std::lock_guard lock(mutex_);
+  numbers_[members].skipped.insert(number);
+}
+
+CommunicatorPtr Splits::next(const std::vector<int>& ranks, int rank, int size,
+                             KeyValueStore& store, const std::string& topic, Deadline deadline,
+                             const CheckHope& check_hope, const Make& make,
+                             const Decline& decline) {
+  const std::string members = text_of(ranks, rank, size);
+  const auto own = std::find(ranks.begin(), ranks.end(), rank);
+  const int own_rank = static_cast<int>(own - ranks.begin());
+  const auto name_of = [&](int number) { return join(members, "#", number); };
+  const auto open_key = [&](int number) { return join(topic, "/", name_of(number), "/open"); };
+  const auto over_key = [&](int number) { return join(topic, "/", name_of(number), "/over"); };
+  if (ranks.size() == 1) {
+    return make(own_rank, name_of(take(members)));
+  }
+  if (own_rank == 0) {
+    const int number = take(members);
+    store.set(open_key(number), "");
+    try {
+      return make(own_rank, name_of(number));
+    } catch (...) {
+      const std::exception_ptr error = std::current_exception();
+      try {
+        store.set(over_key(number), "");
+      } catch (const std::exception&) {
+        // The store is gone, and with it everybody who waits there.
+      }
+      std::rethrow_exception(error);
+    }
+  }
+  for (;;) {
+    const int number = take(members);
+    try {
+      static_cast<void>(get_while_hoping(store, open_key(number), deadline, check_hope));
+    } catch (const Timeout&) {
+      put_back(members, number);
+      throw Timeout(join("Rank ", rank, " came to make a group of the ranks ", members,
+                         ", but rank ", ranks[0], " did not: it never called, has died, or has ",
+                         "given up."));
+    } catch (const TransportError&) {
+      put_back(members, number);
+      throw;  // the store is gone
+    } catch (...) {
+      decline(own_rank, name_of(number));
+      throw;
+    }
+    if (!is_there(store, over_key(number))) {
+      return make(own_rank, name_of(number));
+    }
+  }
 }
 
 }  // namespace pydist

@@ -1,31 +1,60 @@
-// The groups that are split off one group: who is in them, and what they are called.
+// The groups that are split off one group: who is in them, and under which names they meet.
+//
+// Note [Numbers of meetings]
+// Groups with the same members are told apart by a number. If every rank counted by itself, a rank
+// that fails alone (it has no memory, or was interrupted) and tries again would count on, and wait
+// under a name that nobody else uses. So the lowest member counts, and opens each meeting in the
+// store before it goes there. The others take part in the first one that has been opened, is not
+// over, and to which they have not been. Where a meeting fails, the lowest member says that it is
+// over.
 //
 // Thread safe.
 
 #pragma once
 
+#include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
+
+#include "communicator/communicator.h"
+#include "topology/key_value_store.h"
+#include "topology/rendezvous.h"
 
 namespace pydist {
 
 class Splits {
  public:
-  struct Split {
-    int rank;          // this process's in the new group
-    std::string name;  // unique among the group's splits, the same on all its members
-  };
+  // Makes a group, under a name that is unique among the splits and the same on all its members.
+  using Make = std::function<CommunicatorPtr(int rank, const std::string& name)>;
+  // Tells the member that opens the meeting that this one will not be there.
+  using Decline = std::function<void(int rank, const std::string& name)>;
 
-  // The next split into `ranks`, for rank `rank` of `size`. Its members have split off the same
-  // group equally often, so they meet under one name. Throws InvalidUsage for ranks that do not
-  // exist or stand twice, and for a caller that is not among them.
-  [[nodiscard]] Split next(const std::vector<int>& ranks, int rank, int size);
+  // The next split of a group of `size` into `ranks`, for its rank `rank`. Throws InvalidUsage for
+  // ranks that do not exist or stand twice, and for a caller that is not among them; what the other
+  // members do not hear of. Otherwise as `make`; the others wait for the lowest member no longer
+  // than `deadline`, and decline where the user ends that wait. `topic`: what names in `store`
+  // begin with.
+  [[nodiscard]] CommunicatorPtr next(const std::vector<int>& ranks, int rank, int size,
+                                     KeyValueStore& store, const std::string& topic,
+                                     Deadline deadline, const CheckHope& check_hope,
+                                     const Make& make, const Decline& decline);
 
  private:
+  // The meetings of one set of members that this process has not been to: `skipped`, and all from
+  // `next` on.
+  struct Numbers {
+    int next = 0;
+    std::set<int> skipped;
+  };
+
+  [[nodiscard]] int take(const std::string& members);
+  void put_back(const std::string& members, int number);
+
   std::mutex mutex_;
-  std::map<std::string, int> counts_;  // guarded by mutex_
+  std::map<std::string, Numbers> numbers_;  // guarded by mutex_
 };
 
 }  // namespace pydist

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <charconv>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <limits>
 #include <optional>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 #include "base/cgroup.h"
@@ -62,28 +64,68 @@ std::optional<std::size_t> room_in(const Cgroup& cgroup) {
   return *limit > held ? *limit - held : 0;
 }
 
+// One of the limits, and how many of those who take memory it binds.
+struct Limit {
+  MemoryRoom room;
+  std::size_t takers;
+};
+
+std::string namespace_of_cgroups() {
+  std::error_code ignored;
+  return std::filesystem::read_symlink("/proc/self/ns/cgroup", ignored).string();
+}
+
+std::vector<Limit> limits(std::span<const std::string> takers, const std::string& mount,
+                          const std::string& memberships) {
+  std::vector<Limit> all{{{machine_room(), "the machine's free memory"}, takers.size()}};
+  const std::string same_namespace = namespace_of_cgroups() + "\n";
+  for (const Cgroup& cgroup : cgroups_limiting("memory", mount, memberships)) {
+    if (const auto bytes = room_in(cgroup)) {
+      const auto bound = std::count_if(takers.begin(), takers.end(), [&](const std::string& taker) {
+        return taker.starts_with(same_namespace) &&
+               taker.find("\n" + cgroup.folder + "\n") != std::string::npos;
+      });
+      all.push_back(
+          {{*bytes, "the memory limit of cgroup " + cgroup.path}, static_cast<std::size_t>(bound)});
+    }
+  }
+  return all;
+}
+
 }  // namespace
 
 MemoryRoom memory_room(const std::string& mount, const std::string& memberships) {
-  MemoryRoom room{machine_room(), "the machine's free memory"};
-  for (const Cgroup& cgroup : cgroups_limiting("memory", mount, memberships)) {
-    if (const auto bytes = room_in(cgroup); bytes && *bytes < room.bytes) {
-      room = {*bytes, "the memory limit of cgroup " + cgroup.path};
-    }
-  }
-  return room;
+  const std::vector<Limit> all = limits({}, mount, memberships);
+  return std::min_element(
+             all.begin(), all.end(),
+             [](const Limit& a, const Limit& b) { return a.room.bytes < b.room.bytes; })
+      ->room;
 }
 
-void check_memory_room(std::size_t bytes, const std::string& purpose) {
-  const MemoryRoom room = memory_room();
-  if (room.bytes >= kMarginBytes && bytes <= room.bytes - kMarginBytes) {
-    return;
+std::string memory_limits(const std::string& mount, const std::string& memberships) {
+  std::string text = namespace_of_cgroups() + "\n";
+  for (const Cgroup& cgroup : cgroups_limiting("memory", mount, memberships)) {
+    text += cgroup.folder + "\n";
   }
-  throw TransportError(join("No room for ", bytes >> 10, " KiB of shared memory (", purpose,
-                            "): ", room.limited_by, " leaves ", room.bytes >> 10, " KiB, of which ",
-                            kMarginBytes >> 10,
-                            " KiB stay free for everybody else. Free memory, raise the limit, or "
-                            "start fewer ranks on this host."));
+  return text;
+}
+
+void check_memory_room(std::size_t bytes, const std::string& purpose,
+                       std::span<const std::string> takers, const std::string& mount,
+                       const std::string& memberships) {
+  for (const Limit& limit : limits(takers, mount, memberships)) {
+    const std::size_t count = std::max<std::size_t>(limit.takers, 1);
+    const std::size_t room = limit.room.bytes;
+    if (room >= kMarginBytes && bytes <= (room - kMarginBytes) / count) {
+      continue;
+    }
+    const std::string all_take = count > 1 ? join(" on each of ", count, " ranks") : std::string();
+    throw TransportError(join(
+        "No room for ", bytes >> 10, " KiB of shared memory", all_take, " (", purpose,
+        "): ", limit.room.limited_by, " leaves ", room >> 10, " KiB, of which ", kMarginBytes >> 10,
+        " KiB stay free for everybody else. Free memory, raise the limit, or start fewer "
+        "ranks on this host."));
+  }
 }
 
 }  // namespace pydist

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <string>
 
 namespace pydist {
@@ -19,7 +20,19 @@ struct MemoryRoom {
 [[nodiscard]] MemoryRoom memory_room(const std::string& mount = "/sys/fs/cgroup",
                                      const std::string& memberships = "/proc/self/cgroup");
 
+// The cgroups that limit this process's memory, as one text, by which processes of one machine tell
+// which limits they share.
+[[nodiscard]] std::string memory_limits(const std::string& mount = "/sys/fs/cgroup",
+                                        const std::string& memberships = "/proc/self/cgroup");
+
 // Throws TransportError unless `bytes` more can be taken, with a margin for everybody else.
-void check_memory_room(std::size_t bytes, const std::string& purpose);
+//
+// `takers`: memory_limits() of all processes of the machine that take as much at the same time,
+// this one included; none: this one alone. Each limit must leave room for all that it binds. The
+// last two are as for memory_room().
+void check_memory_room(std::size_t bytes, const std::string& purpose,
+                       std::span<const std::string> takers = {},
+                       const std::string& mount = "/sys/fs/cgroup",
+                       const std::string& memberships = "/proc/self/cgroup");
 
 }  // namespace pydist

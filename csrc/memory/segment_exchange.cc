@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -13,14 +12,18 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <string_view>
 
 #include "base/error.h"
 
 namespace pydist {
 namespace {
 
-// A request is "<nonce> <key>"; an answer is "<nonce> +" with a descriptor, or "<nonce> -".
+// A request is "<nonce> <key> <signature>", from the socket "pydist-<nonce>"; an answer is
+// "<signature>" with a descriptor. See Note [Neighbours].
 constexpr std::size_t kMaxMessageBytes = 512;
+// What was lost, or came too early, is asked again: soon at first.
+constexpr std::chrono::milliseconds kAskAgainFirst{1};
 constexpr std::chrono::milliseconds kAskAgain{20};
 // Who floods the server must not keep the monitor's thread, which calls it, from its other work.
 constexpr int kRequestsATurn = 64;
@@ -128,40 +131,35 @@ int send(int socket, const AbstractAddress& to, const std::string& text, int fd)
   return ::sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0 ? 0 : errno;
 }
 
-bool is_same_user(const ucred& sender) { return sender.uid == ::geteuid() || sender.uid == 0; }
+bool is_same_user(const ucred& sender) { return sender.uid == ::geteuid(); }
+
+std::string socket_name(std::string_view token) { return join("pydist-", token); }
+
+bool is_from(const Message& message, std::string_view name) {
+  const auto named = offsetof(sockaddr_un, sun_path) + 1;
+  return message.from.length == named + name.size() && message.from.value.sun_path[0] == '\0' &&
+         std::equal(name.begin(), name.end(), message.from.value.sun_path + 1);
+}
+
+// What request and answer are signed for.
+std::string signed_text(std::string_view what, std::string_view server, std::string_view nonce,
+                        std::string_view key) {
+  return join(what, "\n", server, "\n", nonce, "\n", key);
+}
 
 }  // namespace
 
-std::string random_token() {
-  std::array<unsigned char, 16> bytes{};
-  std::size_t filled = 0;
-  while (filled < bytes.size()) {
-    const ssize_t got = ::getrandom(bytes.data() + filled, bytes.size() - filled, 0);
-    if (got < 0 && errno != EINTR) {
-      throw system_error("Cannot get random bytes", errno);
-    }
-    filled += got > 0 ? static_cast<std::size_t>(got) : 0;
-  }
-  constexpr std::string_view kDigits = "0123456789abcdef";
-  std::string token;
-  for (const unsigned char byte : bytes) {
-    token += kDigits[byte >> 4];
-    token += kDigits[byte & 15];
-  }
-  return token;
-}
-
-SegmentServer::SegmentServer() : address_("pydist-" + random_token()) {
+SegmentServer::SegmentServer() : address_(socket_name(random_token())) {
   socket_ = open_socket(address_);
 }
 
-void SegmentServer::offer(const std::string& key, int fd) {
+void SegmentServer::offer(const std::string& key, int fd, const JobSecret& secret) {
   FileDescriptor duplicate(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
   if (!duplicate) {
     throw system_error("Cannot duplicate a file descriptor", errno);
   }
   const std::lock_guard lock(mutex_);
-  offers_[key] = std::move(duplicate);
+  offers_.insert_or_assign(key, Offer{std::move(duplicate), secret});
 }
 
 void SegmentServer::withdraw(const std::string& key) {
@@ -175,43 +173,53 @@ void SegmentServer::serve() {
     if (!receive(socket_.get(), Descriptors::kNone, request)) {
       return;
     }
-    const auto space = request.text.find(' ');
-    if (space == std::string::npos || !is_same_user(request.sender)) {
+    const std::string_view text = request.text;
+    const auto first = text.find(' ');
+    const auto last = text.rfind(' ');
+    if (first == last || !is_same_user(request.sender)) {
       continue;
     }
-    const std::string nonce = request.text.substr(0, space);
+    const std::string_view nonce = text.substr(0, first);
+    const std::string key(text.substr(first + 1, last - first - 1));
     const std::lock_guard lock(mutex_);
-    const auto offer = offers_.find(request.text.substr(space + 1));
-    const bool known = offer != offers_.end();
-    // A requester that cannot take the answer now asks again.
-    static_cast<void>(send(socket_.get(), request.from, nonce + (known ? " +" : " -"),
-                           known ? offer->second.get() : -1));
+    const auto found = offers_.find(key);
+    if (found == offers_.end() || !is_from(request, socket_name(nonce))) {
+      continue;
+    }
+    const auto& [fd, secret] = found->second;
+    if (secret.has_signed(signed_text("request", address_, nonce, key), text.substr(last + 1))) {
+      // A requester that cannot take the answer now asks again.
+      static_cast<void>(send(socket_.get(), request.from,
+                             secret.sign(signed_text("answer", address_, nonce, key)), fd.get()));
+    }
   }
 }
 
 FetchedSegment fetch_segment(const std::string& address, const std::string& key,
-                             Deadline deadline) {
+                             const JobSecret& secret, Deadline deadline,
+                             const std::function<void()>& check_hope) {
   const std::string nonce = random_token();
-  const FileDescriptor socket = open_socket("pydist-" + nonce);
+  const FileDescriptor socket = open_socket(socket_name(nonce));
   const AbstractAddress server = abstract_address(address);
-  const std::string request = nonce + " " + key;
+  const std::string request =
+      join(nonce, " ", key, " ", secret.sign(signed_text("request", address, nonce, key)));
   PYDIST_CHECK(request.size() <= kMaxMessageBytes);
-  while (true) {
+  const std::string expected = signed_text("answer", address, nonce, key);
+  for (auto pause = kAskAgainFirst;; pause = std::min(2 * pause, kAskAgain)) {
     const int code = send(socket.get(), server, request, -1);
     if (code != 0 && code != EAGAIN && code != EINTR && code != ENOBUFS) {
       throw system_error("No process answers at the Unix socket of the peer", code);
     }
-    const Deadline ask_again = Deadline::in(kAskAgain);
+    const Deadline ask_again = Deadline::in(pause);
     while (!ask_again.has_passed()) {
       pollfd readable{socket.get(), POLLIN, 0};
-      const auto left =
-          std::chrono::ceil<std::chrono::milliseconds>(ask_again.remaining(kAskAgain));
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(ask_again.remaining(pause));
       ::poll(&readable, 1, static_cast<int>(left.count()));
       Message answer;
       if (!receive(socket.get(), Descriptors::kOne, answer)) {
         continue;
       }
-      if (!is_same_user(answer.sender) || answer.text != nonce + " +") {
+      if (!is_same_user(answer.sender) || !secret.has_signed(expected, answer.text)) {
         continue;
       }
       if (answer.lacks_fd) {
@@ -221,6 +229,9 @@ FetchedSegment fetch_segment(const std::string& address, const std::string& key,
       if (answer.fd) {
         return {std::move(answer.fd), answer.sender.pid};
       }
+    }
+    if (check_hope) {
+      check_hope();
     }
     if (deadline.has_passed()) {
       throw Timeout("A peer did not hand over the shared segment '" + key + "' in time.");

@@ -4,7 +4,15 @@
 // namespace. A peer asks it for a segment by key and receives the file descriptor, together with
 // the server's process id as the kernel sees it. That an answer comes at all is the proof that
 // both are on one host (and in one network namespace); two hosts with the same boot id, or a
-// LOCAL_WORLD_SIZE that lies, do not pass it. Only processes of the same user are answered.
+// LOCAL_WORLD_SIZE that lies, do not pass it.
+//
+// Note [Neighbours]
+// Any user of the machine can see the sockets, send to them, and publish sockets of his own under a
+// rank's name in the job's store. So nobody is trusted by where he is. Both sides must be of one
+// user, as the kernel sees them, and know the secret of the offer (JobSecret): a request carries a
+// digest of the two addresses and the key, so it serves nobody at another socket, and an answer one
+// that only holds for this request. The user's number alone would not do: root of another container
+// may have the same.
 //
 // The protocol has no state: a request that is lost, or comes before the offer, is asked again.
 
@@ -12,6 +20,7 @@
 
 #include <sys/types.h>
 
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -19,6 +28,7 @@
 
 #include "base/deadline.h"
 #include "memory/file_descriptor.h"
+#include "memory/job_secret.h"
 
 namespace pydist {
 
@@ -33,26 +43,32 @@ class SegmentServer {
   // Becomes readable when a request waits.
   [[nodiscard]] int fd() const noexcept { return socket_.get(); }
 
-  // Hands out a duplicate of `fd` to every process that asks for `key`, until withdrawn.
-  void offer(const std::string& key, int fd);
+  // Hands out a duplicate of `fd` to every process that asks for `key` and knows `secret`, until
+  // withdrawn.
+  void offer(const std::string& key, int fd, const JobSecret& secret);
   void withdraw(const std::string& key);
 
   // Answers requests that wait, as many as a turn may have; never blocks.
   void serve();
 
  private:
+  struct Offer {
+    FileDescriptor fd;
+    JobSecret secret;
+  };
+
   FileDescriptor socket_;
   std::string address_;
   std::mutex mutex_;
-  std::map<std::string, FileDescriptor> offers_;  // guarded by mutex_
+  std::map<std::string, Offer> offers_;  // guarded by mutex_
 };
 
 // An offer that is withdrawn when this object goes.
 class SegmentOffer {
  public:
-  SegmentOffer(SegmentServer& server, std::string key, int fd)
+  SegmentOffer(SegmentServer& server, std::string key, int fd, const JobSecret& secret)
       : server_(&server), key_(std::move(key)) {
-    server_->offer(key_, fd);
+    server_->offer(key_, fd, secret);
   }
   SegmentOffer(SegmentOffer&& other) noexcept
       : server_(std::exchange(other.server_, nullptr)), key_(std::move(other.key_)) {}
@@ -73,13 +89,12 @@ struct FetchedSegment {
   pid_t server_pid = 0;  // 0 where the server's process is invisible from here
 };
 
-// Asks the server at `address` for `key`. Throws TransportError at once where no such server is
-// reachable from here, or this process can have no more descriptors; Timeout when the deadline
-// passes before the key is offered.
+// Asks the server at `address` for `key`, which is offered to those who know `secret`. Throws
+// TransportError at once where no such server is reachable from here, or this process can have no
+// more descriptors; Timeout when the deadline passes before an answer comes. `check_hope`, where
+// given, is called every 20 ms or so, and throws to end the wait.
 [[nodiscard]] FetchedSegment fetch_segment(const std::string& address, const std::string& key,
-                                           Deadline deadline);
-
-// A name that no other process has: 128 random bits in hexadecimal.
-[[nodiscard]] std::string random_token();
+                                           const JobSecret& secret, Deadline deadline,
+                                           const std::function<void()>& check_hope = nullptr);
 
 }  // namespace pydist

@@ -7,6 +7,8 @@
 //
 // A process maps a segment once, however many of its ranks are threads: they then see each other's
 // writes at the same addresses, which is what makes the thread sanitizer see them too.
+//
+// A SharedFile is the same memory without a size: it grows, and its ranges are mapped one by one.
 
 #pragma once
 
@@ -18,6 +20,9 @@
 
 namespace pydist {
 
+// Whether a process may write what it maps.
+enum class Access { kWrite, kRead };
+
 class SharedSegment {
  public:
   SharedSegment() = default;
@@ -26,8 +31,13 @@ class SharedSegment {
   [[nodiscard]] static SharedSegment create(const std::string& label, std::size_t bytes);
 
   // Maps a segment that another process created. Throws TransportError unless it has exactly
-  // `bytes` (0: any size).
-  [[nodiscard]] static SharedSegment map(FileDescriptor fd, std::size_t bytes = 0);
+  // `bytes` (0: any size). `access` counts where this process has not mapped the segment already.
+  [[nodiscard]] static SharedSegment map(FileDescriptor fd, std::size_t bytes = 0,
+                                         Access access = Access::kWrite);
+
+  // From now on nobody can get write access to the segment; whoever has mapped it for writing keeps
+  // that. Reserve what is needed before. Without effect before Linux 5.1.
+  void refuse_further_writers() const noexcept;
 
   // Backs [offset, offset + length) with memory. Throws TransportError where there is not enough;
   // `purpose` tells the reader for what. Thread safe; idempotent.
@@ -45,11 +55,36 @@ class SharedSegment {
   [[nodiscard]] int fd() const noexcept;
 
  private:
+  friend class SharedFile;
   class Mapping;
-  [[nodiscard]] static std::shared_ptr<Mapping> find_or_map(FileDescriptor fd);
+  [[nodiscard]] static SharedSegment find_or_map(const std::shared_ptr<const FileDescriptor>& fd,
+                                                 std::size_t offset, std::size_t bytes,
+                                                 Access access);
 
   std::shared_ptr<Mapping> mapping_;
   std::byte* data_ = nullptr;
+};
+
+class SharedFile {
+ public:
+  SharedFile() = default;
+  // One that another process created.
+  explicit SharedFile(FileDescriptor fd);
+
+  // A new, empty one.
+  [[nodiscard]] static SharedFile create(const std::string& label);
+
+  // Makes it at least so long; never shorter. Throws TransportError where the system does not allow
+  // that. One process at a time.
+  void grow(std::size_t bytes) const;
+
+  // A range, of whole pages, as a segment, whose offsets count from the beginning of the range.
+  [[nodiscard]] SharedSegment map(std::size_t offset, std::size_t bytes) const;
+
+  [[nodiscard]] int fd() const noexcept { return fd_ ? fd_->get() : -1; }
+
+ private:
+  std::shared_ptr<const FileDescriptor> fd_;  // shared with what is mapped
 };
 
 [[nodiscard]] std::size_t page_bytes() noexcept;

@@ -4,14 +4,21 @@
 
 #include "base/error.h"
 #include "base/fork.h"
+#include "memory/memory_room.h"
 
 namespace pydist {
 namespace {
 
 constexpr std::size_t kTableBytes = 1024 * sizeof(std::uint64_t);
 constexpr unsigned kOffsetBits = 48;
+constexpr const char* kPurpose = "the symmetric heap";
 
 }  // namespace
+
+SymmetricHeap::Range SymmetricHeap::range_of(const Placement& placement) noexcept {
+  return placement.extent_bytes != 0 ? Range{0, placement.extent_bytes}
+                                     : Range{placement.offset, placement.bytes};
+}
 
 std::byte* SymmetricHeap::part(const Extent& extent, int rank) const noexcept {
   return extent.segment.data() + static_cast<std::size_t>(rank) * extent.part_bytes;
@@ -52,17 +59,6 @@ bool SymmetricHeap::place(std::uint64_t index, std::size_t bytes, Placement& pla
   if (!offset) {
     return false;
   }
-  if (extent.is_trimmed) {
-    try {
-      for (int rank = 0; rank < size_; ++rank) {
-        const std::size_t begin = static_cast<std::size_t>(rank) * extent.part_bytes + kTableBytes;
-        extent.segment.reserve(begin + *offset, bytes, "a block of the symmetric heap");
-      }
-    } catch (...) {
-      extent.allocator.release(*offset, bytes);
-      throw;
-    }
-  }
   const auto block_index = static_cast<std::size_t>(unused - extent.blocks.begin());
   Block& block = unused == extent.blocks.end() ? extent.blocks.emplace_back() : *unused;
   block.bytes = bytes;
@@ -71,6 +67,8 @@ bool SymmetricHeap::place(std::uint64_t index, std::size_t bytes, Placement& pla
   placement.extent = index;
   placement.block = block_index;
   placement.offset = kTableBytes + *offset;
+  placement.bytes = bytes;
+  placement.needs_memory = extent.is_trimmed ? 1 : 0;
   return true;
 }
 
@@ -87,13 +85,20 @@ void SymmetricHeap::create_extent(std::size_t bytes) {
   }
   const std::size_t part_bytes =
       round_up(kTableBytes + std::max(bytes, kMinExtentBytes), page_bytes());
-  SharedSegment segment =
-      SharedSegment::create("heap", part_bytes * static_cast<std::size_t>(size_));
-  segment.reserve(0, segment.bytes(), "an extent of the symmetric heap");
+  // No range serves twice: ranks let go of one that was given up at different times.
+  const std::size_t begin = file_bytes_;
+  file_.grow(begin + part_bytes * static_cast<std::size_t>(size_));
+  add_extent(begin, part_bytes);
+  file_bytes_ += part_bytes * static_cast<std::size_t>(size_);
+  extents_.back().allocator = HeapAllocator(part_bytes - kTableBytes);
+}
+
+void SymmetricHeap::add_extent(std::size_t begin, std::size_t part_bytes) {
+  SharedSegment segment = file_.map(begin, part_bytes * static_cast<std::size_t>(size_));
   Extent& extent = extents_.emplace_back();
   extent.segment = std::move(segment);
+  extent.begin = begin;
   extent.part_bytes = part_bytes;
-  extent.allocator = HeapAllocator(part_bytes - kTableBytes);
 }
 
 SymmetricHeap::Placement SymmetricHeap::choose_place(std::size_t bytes) {
@@ -110,7 +115,9 @@ SymmetricHeap::Placement SymmetricHeap::choose_place(std::size_t bytes) {
   }
   create_extent(bytes);
   PYDIST_CHECK(place(extents_.size() - 1, bytes, placement));
+  placement.extent_begin = extents_.back().begin;
   placement.extent_bytes = extents_.back().part_bytes;
+  placement.needs_memory = 1;
   return placement;
 }
 
@@ -135,26 +142,45 @@ void SymmetricHeap::trim() {
   }
 }
 
-void SymmetricHeap::add_extent(const Placement& placement, SharedSegment segment) {
+void SymmetricHeap::map(const Placement& placement) {
   const std::lock_guard lock(mutex_);
-  PYDIST_CHECK(placement.extent == extents_.size());
-  PYDIST_CHECK(segment.bytes() == placement.extent_bytes * static_cast<std::size_t>(size_));
-  Extent& extent = extents_.emplace_back();
-  extent.segment = std::move(segment);
-  extent.part_bytes = placement.extent_bytes;
-}
-
-void SymmetricHeap::drop_extent(std::uint64_t extent) {
-  const std::lock_guard lock(mutex_);
-  PYDIST_CHECK(extent >= visible_extents_.load(std::memory_order_relaxed));
-  if (extents_.size() == extent + 1) {
-    extents_.pop_back();
+  if (placement.extent_bytes != 0 && rank_ != 0) {
+    PYDIST_CHECK(placement.extent == extents_.size());
+    add_extent(placement.extent_begin, placement.extent_bytes);
   }
+  check_memory_room(range_of(placement).bytes, kPurpose, takers_);
 }
 
-const SharedSegment& SymmetricHeap::segment(std::uint64_t extent) const {
+void SymmetricHeap::reserve(const Placement& placement) {
   const std::lock_guard lock(mutex_);
-  return extents_.at(extent).segment;
+  const Extent& extent = extents_.at(placement.extent);
+  const Range range = range_of(placement);
+  extent.segment.reserve(static_cast<std::size_t>(rank_) * extent.part_bytes + range.begin,
+                         range.bytes, kPurpose);
+}
+
+void SymmetricHeap::give_up(const Placement& placement) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (placement.extent >= extents_.size()) {
+    return;  // this rank could not map it
+  }
+  Extent& extent = extents_[placement.extent];
+  // Whole pages: those at the ends may belong to a neighbouring block, too.
+  const Range range = range_of(placement);
+  const std::size_t own = static_cast<std::size_t>(rank_) * extent.part_bytes;
+  const std::size_t begin = round_up(own + range.begin, page_bytes());
+  const std::size_t end = (own + range.begin + range.bytes) / page_bytes() * page_bytes();
+  if (begin < end) {
+    extent.segment.discard(begin, end - begin);
+  }
+  if (placement.extent_bytes != 0) {
+    extents_.pop_back();
+  } else if (rank_ == 0) {
+    Block& block = extent.blocks[placement.block];
+    extent.allocator.release(block.offset, block.bytes);
+    block.bytes = 0;
+    --block.uses;  // nobody will free it
+  }
 }
 
 std::byte* SymmetricHeap::take(const Placement& placement) {

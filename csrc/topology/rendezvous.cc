@@ -18,31 +18,6 @@ constexpr std::chrono::milliseconds kLastLook{20};
 // How long one look into the store waits while there is hope to check.
 constexpr std::chrono::milliseconds kLook{200};
 
-std::string get_while_hoping(KeyValueStore& store, const std::string& key, Deadline deadline,
-                             const CheckHope& check_hope) {
-  while (check_hope) {
-    std::exception_ptr lost;
-    try {
-      check_hope();
-    } catch (...) {
-      lost = std::current_exception();
-    }
-    try {
-      // What a rank wrote before it left counts: one more look.
-      const std::chrono::milliseconds look = lost ? std::chrono::milliseconds(0) : kLook;
-      return store.get(key, deadline.earlier_of(Deadline::in(look)));
-    } catch (const Timeout&) {
-      if (lost != nullptr) {
-        std::rethrow_exception(lost);
-      }
-      if (deadline.has_passed()) {
-        throw;
-      }
-    }
-  }
-  return store.get(key, deadline);
-}
-
 // What a rank says in place of its part when it gives up, so that nobody waits for it.
 constexpr std::string_view kGivenUp = "given up";
 
@@ -70,6 +45,31 @@ std::string get_or_give_up(KeyValueStore& store, const std::string& key, Deadlin
 std::string said(const std::string& topic, int rank) { return join(topic, "/", rank); }
 
 }  // namespace
+
+std::string get_while_hoping(KeyValueStore& store, const std::string& key, Deadline deadline,
+                             const CheckHope& check_hope) {
+  while (check_hope) {
+    std::exception_ptr lost;
+    try {
+      check_hope();
+    } catch (...) {
+      lost = std::current_exception();
+    }
+    try {
+      // What a rank wrote before it left counts: one more look.
+      const std::chrono::milliseconds look = lost ? std::chrono::milliseconds(0) : kLook;
+      return store.get(key, deadline.earlier_of(Deadline::in(look)));
+    } catch (const Timeout&) {
+      if (lost != nullptr) {
+        std::rethrow_exception(lost);
+      }
+      if (deadline.has_passed()) {
+        throw;
+      }
+    }
+  }
+  return store.get(key, deadline);
+}
 
 std::string pack(const std::vector<std::string>& parts) {
   std::string text;
@@ -157,6 +157,30 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
   answer.insert(answer.end(), parts.begin(), parts.end());
   store.set(answer_key, pack(answer));
   return parts;
+}
+
+void decline(KeyValueStore& store, const std::string& topic, int rank) noexcept {
+  try {
+    store.set(said(topic, rank), std::string(kGivenUp));
+  } catch (const std::exception&) {
+    // The store is gone, and with it everybody who waits there.
+  }
+}
+
+void excuse(KeyValueStore& store, const std::string& topic, int rank, int size,
+            const std::string& mine) noexcept {
+  try {
+    if (rank == 0) {
+      std::vector<std::string> answer(static_cast<std::size_t>(size) + 1);
+      answer[0] = "all";
+      answer[1] = mine;
+      store.set(topic + "/all", pack(answer));
+    } else {
+      store.set(said(topic, rank), mine);
+    }
+  } catch (const std::exception&) {
+    // The store is gone, and with it everybody who waits there.
+  }
 }
 
 std::string first_complaint(KeyValueStore& store, const std::string& topic, int rank, int size,

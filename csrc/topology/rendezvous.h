@@ -11,13 +11,18 @@
 
 namespace pydist {
 
+// Called now and then by whoever waits; throws where it knows that the wait is in vain.
+using CheckHope = std::function<void()>;
+
+// What the store has under `key`, once it is there. Throws Timeout where that is not before the
+// deadline, and what `check_hope` throws, unless the key is there by then.
+[[nodiscard]] std::string get_while_hoping(KeyValueStore& store, const std::string& key,
+                                           Deadline deadline, const CheckHope& check_hope);
+
 // Returns what all ranks said, in rank order. Collective; `topic` is fresh each time and the same
 // on every rank. Rank 0 gathers and hands out, so the store sees O(size) requests, not O(size^2).
 //
 // When ranks are missing at the deadline, every rank that came throws a Timeout that names them.
-// `check_hope`, where given, is called now and then while waiting, and throws where it knows that
-// somebody will never come.
-using CheckHope = std::function<void()>;
 [[nodiscard]] std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic,
                                                 int rank, int size, const std::string& mine,
                                                 Deadline deadline,
@@ -28,6 +33,15 @@ using CheckHope = std::function<void()>;
 [[nodiscard]] std::string first_complaint(KeyValueStore& store, const std::string& topic, int rank,
                                           int size, const std::string& mine, Deadline deadline,
                                           const CheckHope& check_hope = nullptr);
+
+// For a rank that will not take part in an exchange(): nobody waits for it, and all others throw
+// Timeout. Not for rank 0.
+void decline(KeyValueStore& store, const std::string& topic, int rank) noexcept;
+
+// For a rank that cannot wait for the others any more: it says `mine` in an exchange(), and does
+// not hear what they say. From rank 0 the others hear of nobody else.
+void excuse(KeyValueStore& store, const std::string& topic, int rank, int size,
+            const std::string& mine) noexcept;
 
 // A list of texts as one text, and back.
 [[nodiscard]] std::string pack(const std::vector<std::string>& parts);

@@ -40,8 +40,10 @@ std::size_t MessageSegment::bytes(int size) noexcept {
   return counters_bytes(size) + lanes(size) * lane_bytes(size);
 }
 
-void MessageSegment::reserve_counters() const {
-  segment_.reserve(0, counters_bytes(size_), "message counters of a group");
+void MessageSegment::reserve_counters(int sender) const {
+  segment_.reserve(lane(sender, 0) * sizeof(LaneCounters),
+                   static_cast<std::size_t>(size_) * sizeof(LaneCounters),
+                   "message counters of a group");
 }
 
 std::size_t MessageSegment::lane_offset(int sender, int receiver) const noexcept {

@@ -9,8 +9,8 @@
 //   receiver  hears the announcement; when a receive matches, grants message n
 //   sender    sends the granted message through the slots; receiver copies it out
 //
-// The counters of all lanes are reserved when the group is made; the rest of a lane by its sender,
-// at its first message.
+// Each rank reserves what it sends through: the counters of its lanes when the group is made, the
+// rest of a lane at its first message.
 
 #pragma once
 
@@ -55,7 +55,8 @@ class MessageSegment {
   MessageSegment(SharedSegment segment, int size) noexcept;
 
   [[nodiscard]] static std::size_t bytes(int size) noexcept;
-  void reserve_counters() const;
+  // Those of the lanes of one sender.
+  void reserve_counters(int sender) const;
   // For the sender of a lane.
   void reserve_lane(int sender, int receiver) const;
 

@@ -8,6 +8,7 @@ several hosts or a meeting place.
 import argparse
 import os
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Sequence
@@ -135,6 +136,9 @@ def main(arguments: Sequence[str]) -> int:
         options.standalone = True
     elif options.master_port is None:
         options.master_port = torchrun.get_args_parser().get_default("master_port")
+    if options.standalone:
+        # Launchers on several hosts would each make up another one.
+        os.environ.setdefault("PYDIST_JOB_SECRET", secrets.token_hex(32))
     if count > 1:
         # As torchrun sets it, without its banner.
         os.environ.setdefault("OMP_NUM_THREADS", "1")

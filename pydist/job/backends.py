@@ -21,13 +21,14 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist._load import __version__
-from pydist._torch import is_timeout_torchs_own
-from pydist.errors import Error, InvalidUsage, TransportError
+from pydist._torch import forget_failed_world, is_timeout_torchs_own
+from pydist.errors import Error, InvalidUsage, Timeout, TransportError
 from pydist.gpu.nccl import connect_at_joining, find_nccl
 from pydist.job import current
 from pydist.job.gloo_network import GlooNetwork, describe_network, join_network
 from pydist.job.gpu_assignment import describe_gpus, make_current
 from pydist.job.meeting import Verdict, agree
+from pydist.job.meeting_number import next_number
 
 __all__ = [
     "Agreement",
@@ -132,10 +133,12 @@ def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
         hello["wish"], hello["source"] = _wish(backend)
         _native.read_environment()
         hello["network"] = describe_network(store, size)
+        hello.update(describe_gpus(wants_nccl=hello["wish"] in ("auto", "nccl")))
     except InvalidUsage as error:
         hello["error"] = str(error)
-    else:
-        hello.update(describe_gpus(wants_nccl=hello["wish"] in ("auto", "nccl")))
+    except Exception as error:
+        # No descriptor, no memory: the others must not wait for a rank that raises alone.
+        hello["error"], hello["kind"] = f"{type(error).__name__}: {error}", "TransportError"
     return hello
 
 
@@ -222,11 +225,15 @@ def create_communicator(
         Timeout: a rank did not come.
         TransportError: the backend asked for can't serve these ranks.
     """
-    # After destroy_process_group torch begins its names anew, on the same store. The same ranks
-    # have met under a name equally often; others may have met under it in between.
+    # After destroy_process_group torch begins its names anew, on the same store.
     met_by = f"{name} of {','.join(map(str, members)) if members is not None else size}"
-    turn = store.add(f"{met_by}/{rank}", 1)
-    store = dist.PrefixStore(f"{met_by}#{turn}", store)
+    number = next_number(dist.PrefixStore(met_by, store), rank, timeout)
+    if number is None:
+        raise Timeout(
+            f"rank 0 did not join {name} within {timeout.total_seconds():g} s: look at what it "
+            "prints."
+        )
+    store = dist.PrefixStore(f"{met_by}#{number}", store)
     known = current.job.agreement
     if known is not None and not is_world:
         meeting = _Meeting(store, rank, size, name, timeout, known.network)
@@ -345,16 +352,21 @@ def create_process_group(options: Any, pg_options: Any = None) -> _native.Proces
     is_world = not options.global_ranks_in_group
     if is_world:
         current.mine().agreement = None  # the new world agrees anew
-    communicator = create_communicator(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        name="world" if is_world else f"group {options.group_id}",
-        timeout=timeout,
-        members=options.global_ranks_in_group if not is_world else None,
-        backend=pg_options.backend if pg_options is not None else None,
-        is_world=is_world,
-    )
+    try:
+        communicator = create_communicator(
+            options.store,
+            options.group_rank,
+            options.group_size,
+            name="world" if is_world else f"group {options.group_id}",
+            timeout=timeout,
+            members=options.global_ranks_in_group if not is_world else None,
+            backend=pg_options.backend if pg_options is not None else None,
+            is_world=is_world,
+        )
+    except BaseException:
+        if is_world:
+            forget_failed_world()
+        raise
     return _native.ProcessGroup(communicator, timeout)
 
 

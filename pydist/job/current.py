@@ -69,9 +69,9 @@ class Job:
     without joining them by `pydist.init`.
 
     Args:
-        generation: Its number: how often this process has met the others of its launcher, with this
-            time. The same on all ranks; 0 where it has not, or where the program itself has made
-            torch's default group.
+        generation: Its number: how often the ranks of its launcher have met, with this time. The
+            same on all ranks; 0 where they have not, or where the program itself has made torch's
+            default group.
 
     Attributes:
         generation: As above.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from pydist.errors import Error, InvalidUsage, Mismatch, Timeout, TransportError
+from pydist.errors import Aborted, Error, InvalidUsage, Mismatch, Timeout, TransportError
 from pydist.job.gpu_assignment import gpus_of_ranks
 from pydist.job.nccl_obstacles import why_not_nccl
 from pydist.job.rank_names import name_ranks, who_said_what
@@ -32,7 +32,7 @@ _VERDICT_GRACE_S = 5.0
 _LOOK_S = 0.5
 
 _ERRORS: dict[str, type[Error]] = {
-    kind.__name__: kind for kind in (InvalidUsage, Mismatch, Timeout, TransportError)
+    kind.__name__: kind for kind in (Aborted, InvalidUsage, Mismatch, Timeout, TransportError)
 }
 
 
@@ -57,9 +57,12 @@ class Verdict(NamedTuple):
 
 def judge(hellos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What follows from what all ranks said: the fields of a verdict, or an error for all."""
-    wrong = [f"rank {r}: {h['error']}" for r, h in enumerate(hellos) if "error" in h]
+    wrong = [(r, hello) for r, hello in enumerate(hellos) if "error" in hello]
     if wrong:
-        return {"error": "InvalidUsage", "message": " ".join(wrong)}
+        return {
+            "error": wrong[0][1].get("kind", "InvalidUsage"),
+            "message": " ".join(f"rank {r}: {hello['error']}" for r, hello in wrong),
+        }
     for package in ("pydist", "torch"):
         if len({hello[package] for hello in hellos}) > 1:
             versions = who_said_what(f"{package} {hello[package]}" for hello in hellos)
@@ -163,19 +166,24 @@ def agree(
         store: for this agreement alone.
         hello: `host`, `pydist`, `torch` (versions), `wish` and its `source`, what `describe_gpus`
             tells, and in `network` what `describe_network` does; or the `error` that all are to
-            raise.
+            raise, and its `kind` unless that is InvalidUsage.
         timeout: how long to wait for the others.
 
     Raises:
         InvalidUsage: a rank said an error, or asks for a backend that can't be.
         Mismatch: the ranks were asked for different backends, or run different versions.
         Timeout: a rank did not come.
-        TransportError: the store is gone, or NCCL was asked for and some rank has none.
+        TransportError: the store is gone, a rank has come to the end of something (descriptors,
+            memory), or NCCL was asked for and some rank has none.
+        Aborted: rank 0 was interrupted.
     """
     store.set(f"hello/{rank}", json.dumps(hello))
     if rank == 0:
-        verdict = _collect(store, size, timeout)
-        store.set("verdict", json.dumps(verdict))
+        verdict = {"error": "Aborted", "message": "rank 0 was interrupted while the ranks met."}
+        try:
+            verdict = _collect(store, size, timeout)
+        finally:
+            store.set("verdict", json.dumps(verdict))
     else:
         if not wait_for_keys(store, ["verdict"], timeout + timedelta(seconds=_VERDICT_GRACE_S)):
             raise Timeout(

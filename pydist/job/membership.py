@@ -34,9 +34,6 @@ __all__ = [
 _lock = threading.RLock()
 _log_handler: logging.Handler | None = None
 
-# How often this process has met the others: the number of the last generation.
-_generations = 0
-
 
 def init(backend: str | None = None, *, timeout: float | timedelta | None = None) -> None:
     """Joins the job that the launcher describes in the environment. Every rank calls it.
@@ -122,10 +119,8 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
     if placement.doubt:
         backends.logger.warning("%s", placement.doubt)
     wait = timeout or backends.default_timeout()
-    global _generations
-    _generations += 1
-    current.replace(_generations)
-    store, serves = meet(placement, wait, _generations)
+    store, serves, generation = meet(placement, wait)
+    current.replace(generation)
     dist.init_process_group(
         "pydist",
         store=dist.PrefixStore("group", store),

@@ -5,51 +5,74 @@ import socket
 import time
 from contextlib import suppress
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from pydist.errors import Timeout, TransportError
 from pydist.job.launchers import Placement, Rendezvous
+from pydist.job.meeting_number import next_number
 
-__all__ = ["meet"]
+__all__ = ["Meeting", "meet"]
 
 # How long a rank waits for the server that it reached to prove that it is this meeting's.
 _PROOF_S = 2.0
 
 
-def meet(placement: Placement, timeout: timedelta, generation: int) -> tuple[dist.Store, bool]:
-    """The store that all ranks share, and whether this process serves it.
+class Meeting(NamedTuple):
+    """Where the ranks of a job are, once they have found each other."""
+
+    # What all ranks share.
+    store: dist.Store
+    # Whether this process serves it.
+    serves: bool
+    # How often the ranks have met in this store, with this time; the same on all of them.
+    generation: int
+
+
+def meet(placement: Placement, timeout: timedelta) -> Meeting:
+    """The store that all ranks share. Every rank calls it.
 
     Args:
         placement: this process's, by its launcher.
-        timeout: how long to wait for the server.
-        generation: of the job, which keeps it apart from others that share the server; the same on
-            all ranks.
+        timeout: how long to wait for the server, and for rank 0.
 
     Raises:
-        Timeout: another job's server answers.
+        Timeout: another job's server answers, or rank 0 does not come.
         TransportError: rank 0 can't serve the store, or can't be reached.
     """
     rendezvous = placement.rendezvous
     if rendezvous is None:
-        return dist.HashStore(), False
+        return Meeting(dist.HashStore(), False, 1)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    meeting = f"pydist {rendezvous.job} {restart} {generation}"
+    name = f"pydist {rendezvous.job} {restart}"
+
     # torchrun's agent serves the store; otherwise rank 0 does.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return dist.PrefixStore(meeting, _connect(rendezvous, placement, timeout)), False
-    if placement.rank == 0:
-        store = _serve(rendezvous, placement, timeout)
-        store.set(meeting, "here")
-        return dist.PrefixStore(meeting, store), True
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = placement.rank == 0 and not agent_serves
+
+    def join(store: dist.Store, patience: timedelta) -> Meeting | None:
+        generation = next_number(dist.PrefixStore(name, store), placement.rank, patience)
+        if generation is None:
+            return None
+        return Meeting(dist.PrefixStore(f"{name} {generation}", store), serves, generation)
+
+    if agent_serves or serves:
+        store = (_serve if serves else _connect)(rendezvous, placement, timeout)
+        if (meeting := join(store, timeout)) is None:
+            raise Timeout(
+                f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it prints."
+            )
+        return meeting
     deadline_s = time.monotonic() + timeout.total_seconds()
     while True:
         # The server may be the one of an earlier meeting, on its way down, or somebody else's.
         left = timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
         store = _connect(rendezvous, placement, left)
-        with suppress(RuntimeError):
-            store.wait([meeting], min(left, timedelta(seconds=_PROOF_S)))
-            return dist.PrefixStore(meeting, store), False
+        with suppress(TransportError):
+            meeting = join(store, min(left, timedelta(seconds=_PROOF_S)))
+            if meeting is not None:
+                return meeting
         if time.monotonic() >= deadline_s:
             raise Timeout(
                 f"rank {placement.rank}: what answers at {rendezvous.address}:{rendezvous.port} "

@@ -14,6 +14,7 @@ import faulthandler
 import importlib
 import os
 import pickle
+import secrets
 import signal
 import sys
 import tempfile
@@ -154,6 +155,8 @@ def job_variables(count: int, port: int, backend: str | None) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        # By which they know each other; any user of the host can read what is in the store.
+        "PYDIST_JOB_SECRET": secrets.token_hex(32),
         # What torchrun says of a store that its agent serves.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",

@@ -151,11 +151,17 @@ class GlooCommunicator : public Communicator, public PeerNews {
   CommunicatorPtr split(const std::vector<int>& ranks) override {
     require_not_forked();
     group_->require_sound();
-    const Splits::Split split = splits_.next(ranks, rank_, size_);
-    std::string name = join(name_, "/", split.name);
-    auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
-    return create_gloo_communicator(store, split.rank, static_cast<int>(ranks.size()),
-                                    std::move(name), timeout(), factory_);
+    const StorePtr asked = adapt_store(store_, std::min<milliseconds>(kStorePatience, timeout()));
+    return splits_.next(
+        ranks, rank_, size_, *asked, name_, Deadline::in(timeout()),
+        [this] { group_->require_sound(); },
+        [&](int rank, const std::string& split) {
+          std::string name = join(name_, "/", split);
+          auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
+          return create_gloo_communicator(store, rank, static_cast<int>(ranks.size()),
+                                          std::move(name), timeout(), factory_);
+        },
+        [](int /*rank*/, const std::string& /*split*/) {});
   }
 
   milliseconds timeout() const override { return timeout_.load(); }
@@ -263,14 +269,20 @@ class GlooCommunicator : public Communicator, public PeerNews {
       message = state->post(group_->channel, operation);
       return -1;
     });
-    messages_.post([group = group_, operation = std::move(operation), deadline, work, state,
-                    under_way = std::move(under_way), message = std::move(message)]() mutable {
-      finish_with(*work, [&] {
-        return group->perform(operation, [&] { return GlooChannel::finish(message, deadline); });
+    try {
+      messages_.post([group = group_, operation = std::move(operation), deadline, work, state,
+                      under_way = std::move(under_way), message = std::move(message)]() mutable {
+        finish_with(*work, [&] {
+          return group->perform(operation, [&] { return GlooChannel::finish(message, deadline); });
+        });
+        message.reset();
+        under_way.reset();
       });
-      message.reset();
-      under_way.reset();
-    });
+    } catch (...) {
+      // The message is on its way already, and nobody will wait for it.
+      static_cast<void>(group_->fail(std::current_exception()));
+      throw;
+    }
   }
 
   void check(const Operation& operation) const {

@@ -38,7 +38,7 @@ std::exception_ptr GlooGroup::fail(const std::exception_ptr& error) {
   }
   channel.close();
   // For ranks that are in no operation of this group, and so notice no closed connection.
-  ElasticThreads::shared().post(
+  ElasticThreads::shared().post_or_run(
       [store = store_, text = message] { tell_of_failure(*store, text); });
   return error;
 }
@@ -46,8 +46,12 @@ std::exception_ptr GlooGroup::fail(const std::exception_ptr& error) {
 std::optional<Absence> GlooGroup::absence() {
   const std::lock_guard lock(news_mutex_);
   if (!is_asking_ && next_question_.has_passed()) {
-    is_asking_ = true;
-    ElasticThreads::shared().post([self = shared_from_this()] { self->ask_for_news(); });
+    try {
+      ElasticThreads::shared().post([self = shared_from_this()] { self->ask_for_news(); });
+      is_asking_ = true;
+    } catch (const TransportError&) {
+      next_question_ = Deadline::in(kNewsInterval);  // no thread to ask on now
+    }
   }
   return news_.empty() ? loss_ : Absence{.what = news_};
 }

@@ -1,20 +1,56 @@
 #include "communicator/native/endpoint.h"
 
+#include <poll.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <filesystem>
 #include <set>
 #include <sstream>
+#include <system_error>
 #include <utility>
 
 #include "base/error.h"
+#include "memory/memory_room.h"
 #include "topology/hosts.h"
-#include "topology/rendezvous.h"
 
 namespace pydist {
 namespace {
 
-constexpr const char* kPageKey = "page";
+std::string page_key(const std::string& token, const std::string& address) {
+  return join(token, "/page of ", address);
+}
+std::string doorbell_key(const std::string& token, const std::string& address) {
+  return join(token, "/doorbell of ", address);
+}
+
+std::string pid_namespace() {
+  std::error_code ignored;
+  return std::filesystem::read_symlink("/proc/self/ns/pid", ignored).string();
+}
+
+// Whether a process that has not been met yet is still there, as far as can be told. Its socket may
+// outlive it: a process that it forked holds it open.
+class Stranger {
+ public:
+  explicit Stranger(const Card& card) {
+    if (!card.pid_namespace.empty() && card.pid_namespace == pid_namespace()) {
+      pidfd_ = FileDescriptor(static_cast<int>(::syscall(SYS_pidfd_open, card.pid, 0)));
+      was_gone_ = !pidfd_ && errno == ESRCH;
+    }
+  }
+
+  [[nodiscard]] bool is_gone() const {
+    pollfd ends{pidfd_.get(), POLLIN, 0};
+    return was_gone_ || (pidfd_ && ::poll(&ends, 1, 0) > 0);
+  }
+
+ private:
+  FileDescriptor pidfd_;
+  bool was_gone_ = false;
+};
 
 std::mutex process_mutex;
 std::shared_ptr<Endpoint>& process_endpoint() {
@@ -41,24 +77,26 @@ std::string Card::to_text() const {
   for (const int processor : processors) {
     cpus << processor << ' ';
   }
-  return pack({address, host_identity, host_name, std::to_string(pid), cpus.str(),
-               processor_quota ? std::to_string(*processor_quota) : ""});
+  return pack({address, host_identity, host_name, std::to_string(pid), pid_namespace, memory_limits,
+               cpus.str(), processor_quota ? std::to_string(*processor_quota) : ""});
 }
 
 Card Card::from_text(const std::string& text) {
   const std::vector<std::string> parts = unpack(text);
-  PYDIST_CHECK(parts.size() == 6);
+  PYDIST_CHECK(parts.size() == 8);
   Card card;
   card.address = parts[0];
   card.host_identity = parts[1];
   card.host_name = parts[2];
   card.pid = static_cast<pid_t>(std::stol(parts[3]));
-  std::istringstream cpus(parts[4]);
+  card.pid_namespace = parts[4];
+  card.memory_limits = parts[5];
+  std::istringstream cpus(parts[6]);
   for (int processor = 0; cpus >> processor;) {
     card.processors.push_back(processor);
   }
-  if (!parts[5].empty()) {
-    card.processor_quota = std::stod(parts[5]);
+  if (!parts[7].empty()) {
+    card.processor_quota = std::stod(parts[7]);
   }
   return card;
 }
@@ -66,14 +104,18 @@ Card Card::from_text(const std::string& text) {
 Endpoint::Endpoint(const Environment& environment)
     : environment_(environment),
       host_identity_(host_identity(environment.host_id)),
-      segment_(SharedSegment::create("process", sizeof(ProcessPage))),
+      page_segment_(SharedSegment::create("process", sizeof(ProcessPage))),
+      doorbell_segment_(SharedSegment::create("doorbell", sizeof(Doorbell))),
       deaths_(std::make_shared<std::atomic<std::uint64_t>>(0)) {
-  segment_.reserve(0, segment_.bytes(), "the page of a process");
-  page_ = reinterpret_cast<ProcessPage*>(segment_.data());
+  page_segment_.reserve(0, page_segment_.bytes(), "the page of a process");
+  page_segment_.refuse_further_writers();
+  doorbell_segment_.reserve(0, doorbell_segment_.bytes(), "the doorbell of a process");
+  page_ = reinterpret_cast<ProcessPage*>(page_segment_.data());
   // The doorbell lives as long as the mapping, which the progress thread keeps.
-  auto mapping = std::make_shared<SharedSegment>(segment_);
-  progress_ = std::make_shared<Progress>(std::shared_ptr<Doorbell>(mapping, &page_->doorbell),
-                                         std::chrono::nanoseconds::zero());
+  auto mapping = std::make_shared<SharedSegment>(doorbell_segment_);
+  progress_ = std::make_shared<Progress>(
+      std::shared_ptr<Doorbell>(mapping, reinterpret_cast<Doorbell*>(mapping->data())),
+      std::chrono::nanoseconds::zero());
   const std::lock_guard lock(registry().mutex);
   registry().all.insert(this);
 }
@@ -129,10 +171,12 @@ void Endpoint::release_process() noexcept {
 SegmentServer& Endpoint::server() {
   const std::lock_guard lock(mutex_);
   if (!server_) {
-    server_ = std::make_unique<SegmentServer>();
-    server_->offer(kPageKey, segment_.fd());
-    monitor_ = std::make_unique<Monitor>(*page_, environment_.heartbeat_warning);
-    monitor_->watch_readable(server_->fd(), [server = server_.get()] { server->serve(); });
+    // Both or none: the system may have no descriptor or no thread to give.
+    auto server = std::make_unique<SegmentServer>();
+    auto monitor = std::make_unique<Monitor>(*page_, environment_.heartbeat_warning);
+    monitor->watch_readable(server->fd(), [served = server.get()] { served->serve(); });
+    server_ = std::move(server);
+    monitor_ = std::move(monitor);
   }
   return *server_;
 }
@@ -143,6 +187,8 @@ Card Endpoint::card() {
   card.host_identity = host_identity_;
   card.host_name = host_name();
   card.pid = ::getpid();
+  card.pid_namespace = pid_namespace();
+  card.memory_limits = memory_limits();
   card.processors = allowed_processors();
   card.processor_quota = processor_quota();
   return card;
@@ -154,7 +200,18 @@ void Endpoint::limit_spin(std::chrono::nanoseconds spin) {
   progress_->set_spin(*spin_);
 }
 
-PeerPtr Endpoint::meet(const Card& card, Deadline deadline) {
+std::vector<SegmentOffer> Endpoint::receive(const Trust& trust) {
+  SegmentServer& server = this->server();
+  std::vector<SegmentOffer> offers;
+  offers.emplace_back(server, page_key(trust.token, server.address()), page_segment_.fd(),
+                      trust.secret);
+  offers.emplace_back(server, doorbell_key(trust.token, server.address()), doorbell_segment_.fd(),
+                      trust.secret);
+  return offers;
+}
+
+PeerPtr Endpoint::meet(const Card& card, const Trust& trust, Deadline deadline,
+                       const CheckHope& check_hope) {
   {
     const std::lock_guard lock(mutex_);
     if (const auto known = peers_.find(card.address); known != peers_.end()) {
@@ -164,20 +221,37 @@ PeerPtr Endpoint::meet(const Card& card, Deadline deadline) {
   auto peer = std::make_shared<Peer>();
   peer->description = join("pid ", card.pid, " on host ", card.host_name);
   if (server().address() == card.address) {
-    peer->segment = segment_;
+    peer->page_segment = page_segment_;
+    peer->doorbell_segment = doorbell_segment_;
+    peer->page = page_;
+    peer->doorbell = &doorbell();
   } else {
-    FetchedSegment fetched = fetch_segment(card.address, kPageKey, deadline);
-    peer->segment = SharedSegment::map(std::move(fetched.fd), segment_.bytes());
-    peer->page = reinterpret_cast<ProcessPage*>(peer->segment.data());
+    const Stranger stranger(card);
+    const auto fetch = [&](const std::string& key) {
+      return fetch_segment(card.address, key, trust.secret, deadline, [&] {
+        if (stranger.is_gone()) {
+          throw PeerLost(peer->description + " died before this process could meet it.");
+        }
+        if (check_hope) {
+          check_hope();
+        }
+      });
+    };
+    FetchedSegment fetched = fetch(page_key(trust.token, card.address));
+    peer->page_segment =
+        SharedSegment::map(std::move(fetched.fd), page_segment_.bytes(), Access::kRead);
+    peer->page = reinterpret_cast<const ProcessPage*>(peer->page_segment.data());
+    peer->doorbell_segment = SharedSegment::map(fetch(doorbell_key(trust.token, card.address)).fd,
+                                                doorbell_segment_.bytes());
+    peer->doorbell = reinterpret_cast<Doorbell*>(peer->doorbell_segment.data());
     monitor_->watch_peer(fetched.server_pid,
                          {peer->description, peer->page, peer,
-                          [peer = peer.get(), deaths = deaths_, doorbell = &page_->doorbell] {
+                          [peer = peer.get(), deaths = deaths_, doorbell = &doorbell()] {
                             peer->is_dead.store(true, std::memory_order_release);
                             deaths->fetch_add(1, std::memory_order_release);
                             doorbell->ring();
                           }});
   }
-  peer->page = reinterpret_cast<ProcessPage*>(peer->segment.data());
   const std::lock_guard lock(mutex_);
   return peers_.try_emplace(card.address, std::move(peer)).first->second;
 }

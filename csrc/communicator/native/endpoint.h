@@ -1,5 +1,5 @@
 // Everything by which the peers on the host know a process, whatever groups they share: its page
-// (doorbell, heartbeat, journal), the server that hands out its segments, the monitor and the
+// (heartbeat, journal), its doorbell, the server that hands out its segments, the monitor and the
 // progress thread.
 //
 // One a process in production; tests give each thread that plays a rank one of its own. Thread
@@ -21,10 +21,13 @@
 #include "base/env.h"
 #include "base/fork.h"
 #include "communicator/native/wait_loop.h"
+#include "health/doorbell.h"
 #include "health/monitor.h"
 #include "health/process_page.h"
+#include "memory/job_secret.h"
 #include "memory/segment_exchange.h"
 #include "memory/shared_segment.h"
+#include "topology/rendezvous.h"
 
 namespace pydist {
 
@@ -34,6 +37,8 @@ struct Card {
   std::string host_identity;
   std::string host_name;
   pid_t pid = 0;
+  std::string pid_namespace;    // in which `pid` counts
+  std::string memory_limits;    // as memory_limits()
   std::vector<int> processors;  // that it may run on
   std::optional<double> processor_quota;
 
@@ -41,11 +46,19 @@ struct Card {
   [[nodiscard]] static Card from_text(const std::string& text);
 };
 
+// What the ranks of one group have in common when they meet, and nobody else.
+struct Trust {
+  std::string token;  // what the keys of their segments begin with
+  JobSecret secret;   // of their offers
+};
+
 // Another process of this host, met face to face.
 struct Peer {
   std::string description;  // "pid 71 on host b"
-  SharedSegment segment;    // holds the page
-  ProcessPage* page = nullptr;
+  SharedSegment page_segment;
+  SharedSegment doorbell_segment;
+  const ProcessPage* page = nullptr;
+  Doorbell* doorbell = nullptr;
   std::atomic<bool> is_dead{false};
 
   // Dead without having shut down.
@@ -73,6 +86,7 @@ class Endpoint {
 
   [[nodiscard]] Card card();
   [[nodiscard]] ProcessPage& page() noexcept { return *page_; }
+  [[nodiscard]] Doorbell& doorbell() noexcept { return progress_->doorbell(); }
   [[nodiscard]] SegmentServer& server();
   [[nodiscard]] const std::shared_ptr<Progress>& progress() noexcept { return progress_; }
 
@@ -80,10 +94,14 @@ class Endpoint {
   // counts: where one group has more ranks than cores, nobody can afford to spin.
   void limit_spin(std::chrono::nanoseconds spin);
 
-  // Meets the process that shows `card`: proves that both are on one host, maps its page and
-  // watches over its life. The same process is met once. Throws TransportError where they are not
-  // on one host.
-  [[nodiscard]] PeerPtr meet(const Card& card, Deadline deadline);
+  // Lets those who share `trust` meet this process, as long as the result lives.
+  [[nodiscard]] std::vector<SegmentOffer> receive(const Trust& trust);
+
+  // Meets the process that shows `card`, and receives whoever shares `trust`: proves that both are
+  // on one host, maps its page and its doorbell and watches over its life. The same process is met
+  // once. Throws TransportError where they are not on one host, and PeerLost where it has died.
+  [[nodiscard]] PeerPtr meet(const Card& card, const Trust& trust, Deadline deadline,
+                             const CheckHope& check_hope = nullptr);
 
   // Grows whenever a peer is found dead.
   [[nodiscard]] std::uint64_t deaths() const noexcept {
@@ -97,7 +115,8 @@ class Endpoint {
   const Birth birth_;
   const Environment environment_;
   const std::string host_identity_;
-  SharedSegment segment_;
+  SharedSegment page_segment_;
+  SharedSegment doorbell_segment_;
   ProcessPage* page_ = nullptr;
   std::shared_ptr<std::atomic<std::uint64_t>> deaths_;
   std::shared_ptr<Progress> progress_;

@@ -95,7 +95,7 @@ void GroupHealth::set_farewell(std::uint64_t done) noexcept {
 
 void GroupHealth::wake_everybody() noexcept {
   for (const PeerPtr& peer : peers_) {
-    peer->page->doorbell.ring();
+    peer->doorbell->ring();
   }
 }
 

@@ -1,18 +1,20 @@
 // Allocating on the symmetric heap: how the ranks of a group agree on a block.
 //
-// Rank 0 decides where the block goes and posts it; when the heap has to grow, the others fetch the
-// new extent from rank 0 and all agree that everybody has it. Either every rank gets the block or
-// every rank gets the same error; the group stays sound.
+// Rank 0 decides where the block goes and posts it. Where that takes memory, all agree first that
+// every rank has room for its part, and then that every rank has reserved it. Either every rank
+// gets the block, or every rank gets the error of the lowest rank that failed, and the group stays
+// sound.
+//
+// Nobody asks anybody for anything here but through posts, so the wait for a rank that was stopped
+// or has died ends like that of any other collective.
 
 #pragma once
 
 #include <cstddef>
 #include <string>
 
-#include "base/deadline.h"
 #include "collectives/group.h"
 #include "collectives/task.h"
-#include "communicator/native/endpoint.h"
 #include "memory/symmetric_heap.h"
 
 namespace pydist {
@@ -23,12 +25,9 @@ struct HeapAllocation {
   std::string error;  // empty: it worked
 };
 
-// The collective. Group::begin() has numbered it; it numbers a second one where the heap grows.
-// `rank0_address` is where rank 0 hands out segments, `group_token` what their keys begin with.
-// The references outlive the task.
-[[nodiscard]] Task allocate_on_heap(Group& group, SymmetricHeap& heap, Endpoint& endpoint,
-                                    const std::string& rank0_address,
-                                    const std::string& group_token, std::size_t bytes,
-                                    Deadline deadline, HeapAllocation& result);
+// The collective. Group::begin() has numbered it; it numbers two more where memory is reserved. The
+// references outlive the task.
+[[nodiscard]] Task allocate_on_heap(Group& group, SymmetricHeap& heap, std::size_t bytes,
+                                    HeapAllocation& result);
 
 }  // namespace pydist

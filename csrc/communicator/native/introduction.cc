@@ -15,18 +15,18 @@ constexpr std::chrono::microseconds kDefaultSpin{50};
 
 // Grows whenever the layout of anything in shared memory changes, so that two builds of one version
 // do not read each other's memory.
-constexpr int kSharedLayout = 5;
+constexpr int kSharedLayout = 6;
 
 }  // namespace
 
 std::string Introduction::to_text() const {
-  return pack({card.to_text(), settings, token, complaint});
+  return pack({card.to_text(), settings, token, secret_folder, complaint});
 }
 
 Introduction Introduction::from_text(const std::string& text) {
   const std::vector<std::string> parts = unpack(text);
-  PYDIST_CHECK(parts.size() == 4);
-  return {Card::from_text(parts[0]), parts[1], parts[2], parts[3]};
+  PYDIST_CHECK(parts.size() == 5);
+  return {Card::from_text(parts[0]), parts[1], parts[2], parts[3], parts[4]};
 }
 
 std::string settings_text(const Environment& environment) {

@@ -1,7 +1,5 @@
 #include "communicator/native/native_communicator.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <optional>
 #include <span>
@@ -16,16 +14,13 @@
 #include "communicator/native/collective_queue.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/native/group_health.h"
+#include "communicator/native/group_meeting.h"
 #include "communicator/native/heap_allocation.h"
-#include "communicator/native/introduction.h"
 #include "communicator/native/message_queue.h"
 #include "communicator/open_communicators.h"
 #include "communicator/operation_call.h"
 #include "communicator/peer_news.h"
 #include "communicator/splits.h"
-#include "memory/segment_exchange.h"
-#include "topology/hosts.h"
-#include "topology/rendezvous.h"
 
 namespace pydist {
 namespace {
@@ -57,36 +52,26 @@ NativeOptions without_hope(NativeOptions options) {
   return options;
 }
 
-// Everything that a group of one host is made of.
-struct Membership {
-  std::shared_ptr<Endpoint> endpoint;
-  std::vector<PeerPtr> peers;
-  std::string rank0_address;
-  std::string token;
-  GroupSegment group_segment;
-  MessageSegment message_segment;
-};
-
 class NativeCommunicator final : public Communicator,
                                  public PeerNews,
                                  public std::enable_shared_from_this<NativeCommunicator> {
  public:
   NativeCommunicator(StorePtr store, int rank, int size, NativeOptions options,
-                     Membership membership)
+                     NativeMembership membership)
       : store_(std::move(store)),
         rank_(rank),
         size_(size),
         options_(without_hope(std::move(options))),
         endpoint_(std::move(membership.endpoint)),
-        rank0_address_(std::move(membership.rank0_address)),
-        token_(std::move(membership.token)),
+        secret_(std::move(membership.secret)),
         timeout_ms_(options_.environment.timeout.count()),
-        heap_(std::make_shared<SymmetricHeap>(rank, size)),
+        heap_(std::make_shared<SymmetricHeap>(rank, size, std::move(membership.heap_file),
+                                              std::move(membership.memory_limits))),
         health_(std::make_shared<GroupHealth>(options_.name, rank, endpoint_,
                                               membership.group_segment, membership.peers)) {
     std::vector<Doorbell*> doorbells;
     for (const PeerPtr& peer : membership.peers) {
-      doorbells.push_back(&peer->page->doorbell);
+      doorbells.push_back(peer->doorbell);
     }
     engine_ = std::make_shared<Engine>(rank, size, membership.group_segment, doorbells, heap_,
                                        membership.peers);
@@ -182,8 +167,7 @@ class NativeCommunicator final : public Communicator,
     const Deadline deadline = deadline_of(operation);
     const CollectiveQueue::MakeTask make_task = [&](const Operation& /*operation*/,
                                                     bool /*is_posted*/) {
-      return allocate_on_heap(engine_->group, *heap_, *endpoint_, rank0_address_, token_, bytes,
-                              deadline, result);
+      return allocate_on_heap(engine_->group, *heap_, bytes, result);
     };
     collectives_->run_with(make_task, std::move(operation), deadline);
     if (!result.error.empty()) {
@@ -212,7 +196,6 @@ class NativeCommunicator final : public Communicator,
   [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
     require_not_forked();
     require_open("split");
-    const Splits::Split split = splits_.next(ranks, rank_, size_);
     NativeOptions options = options_;
     options.environment.timeout = timeout();
     options.check_hope = [this, &ranks] {
@@ -225,9 +208,18 @@ class NativeCommunicator final : public Communicator,
         }
       }
     };
-    options.name = join(options_.name, "/", split.name);
-    return create_native_communicator(store_, split.rank, static_cast<int>(ranks.size()), options,
-                                      endpoint_);
+    options.secret = secret_;
+    return splits_.next(
+        ranks, rank_, size_, *store_, "pydist/" + name(), Deadline::in(timeout()),
+        options.check_hope,
+        [&](int rank, const std::string& split) {
+          options.name = join(name(), "/", split);
+          return create_native_communicator(store_, rank, static_cast<int>(ranks.size()), options,
+                                            endpoint_);
+        },
+        [&](int rank, const std::string& split) {
+          decline_native_group(*store_, rank, join(name(), "/", split));
+        });
   }
 
   [[nodiscard]] std::chrono::milliseconds timeout() const override {
@@ -344,8 +336,7 @@ class NativeCommunicator final : public Communicator,
   const int size_;
   const NativeOptions options_;
   const std::shared_ptr<Endpoint> endpoint_;
-  const std::string rank0_address_;
-  const std::string token_;
+  const std::shared_ptr<const JobSecret> secret_;  // of the groups that are split off
   std::atomic<std::int64_t> timeout_ms_;
   std::atomic<bool> is_closed_{false};
   const std::shared_ptr<SymmetricHeap> heap_;
@@ -355,20 +346,6 @@ class NativeCommunicator final : public Communicator,
   std::shared_ptr<MessageQueue> messages_;
   Splits splits_;
 };
-
-// The segments of a new group, made by rank 0.
-struct NewSegments {
-  SharedSegment group;
-  SharedSegment messages;
-};
-
-NewSegments create_segments(int size, std::size_t chunk_bytes) {
-  NewSegments segments{SharedSegment::create("group", GroupSegment::bytes(size, chunk_bytes)),
-                       SharedSegment::create("messages", MessageSegment::bytes(size))};
-  GroupSegment(segments.group, size, chunk_bytes).reserve_controls();
-  MessageSegment(segments.messages, size).reserve_counters();
-  return segments;
-}
 
 }  // namespace
 
@@ -381,76 +358,7 @@ CommunicatorPtr create_native_communicator(StorePtr store, int rank, int size,
              " is not possible: the size must be at least 1 and the rank below it."));
   }
   require_not_forked();
-  const Environment& environment = options.environment;
-  const Deadline deadline = Deadline::in(environment.timeout);
-  if (!endpoint) {
-    endpoint = Endpoint::of_process(environment);
-  }
-  const std::size_t chunk_bytes = round_up(environment.chunk_bytes, page_bytes());
-  const std::string topic = "pydist/" + options.name;
-
-  Membership membership;
-  membership.endpoint = endpoint;
-  NewSegments segments;
-  std::vector<Introduction> introductions;
-  if (size == 1) {
-    segments = create_segments(size, chunk_bytes);
-    auto self = std::make_shared<Peer>();
-    self->description = join("pid ", ::getpid(), " on host ", host_name());
-    self->page = &endpoint->page();
-    membership.peers.push_back(std::move(self));
-    membership.token = "alone";
-  } else {
-    std::vector<SegmentOffer> offers;  // until everybody has them, or nobody will
-    Introduction mine;
-    if (rank == 0) {
-      mine.token = random_token();
-      try {
-        segments = create_segments(size, chunk_bytes);
-        // Offered before anybody can know of it, so nobody has to ask twice.
-        offers.emplace_back(endpoint->server(), mine.token + "/group", segments.group.fd());
-        offers.emplace_back(endpoint->server(), mine.token + "/messages", segments.messages.fd());
-      } catch (const TransportError& error) {
-        mine.complaint = error.what();
-      }
-    }
-    mine.card = endpoint->card();
-    mine.settings = settings_text(environment);
-    for (const std::string& text : exchange(*store, topic + "/introduction", rank, size,
-                                            mine.to_text(), deadline, options.check_hope)) {
-      introductions.push_back(Introduction::from_text(text));
-    }
-    check_introductions(introductions);
-
-    std::string complaint;
-    membership.rank0_address = introductions[0].card.address;
-    membership.token = introductions[0].token;
-    int peer = 0;
-    try {
-      for (; peer < size; ++peer) {
-        membership.peers.push_back(
-            endpoint->meet(introductions[static_cast<std::size_t>(peer)].card, deadline));
-      }
-      peer = 0;
-      if (rank != 0) {
-        segments.group = SharedSegment::map(
-            fetch_segment(membership.rank0_address, membership.token + "/group", deadline).fd,
-            round_up(GroupSegment::bytes(size, chunk_bytes), page_bytes()));
-        segments.messages = SharedSegment::map(
-            fetch_segment(membership.rank0_address, membership.token + "/messages", deadline).fd);
-      }
-    } catch (const Error& error) {
-      complaint = join("with rank ", peer, ": ", error.what());
-    }
-    complaint = first_complaint(*store, topic + "/joined", rank, size, complaint, deadline,
-                                options.check_hope);
-    if (!complaint.empty()) {
-      throw TransportError("The ranks cannot share memory: " + complaint);
-    }
-    endpoint->limit_spin(spin_time(environment, introductions));
-  }
-  membership.group_segment = GroupSegment(std::move(segments.group), size, chunk_bytes);
-  membership.message_segment = MessageSegment(std::move(segments.messages), size);
+  NativeMembership membership = meet_group(*store, rank, size, options, std::move(endpoint));
   auto communicator = std::make_shared<NativeCommunicator>(std::move(store), rank, size, options,
                                                            std::move(membership));
   note_open(communicator);

@@ -13,11 +13,14 @@
 namespace pydist {
 
 class Endpoint;
+class JobSecret;
 
 struct NativeOptions {
   // Unique among the groups that share the store; the same on every rank.
   std::string name = "world";
   Environment environment = Environment::read();
+  // By which the ranks know each other; null: by that of the environment, or one that rank 0 makes.
+  std::shared_ptr<const JobSecret> secret = nullptr;
   // Called now and then while the ranks meet; throws where somebody will never come. split() asks
   // the parent group's health.
   CheckHope check_hope = nullptr;

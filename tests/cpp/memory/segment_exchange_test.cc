@@ -6,6 +6,7 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,11 +14,13 @@
 #include <atomic>
 #include <chrono>
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <filesystem>
 #include <iterator>
 #include <memory>
+#include <random>
 #include <set>
 #include <string>
 #include <thread>
@@ -33,6 +36,8 @@ namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
+
+const JobSecret kSecret(std::string(32, 's'));
 
 // Answers on a thread of its own, as the monitor does.
 class ServingThread {
@@ -63,9 +68,10 @@ TEST(SegmentExchangeTest, HandsOverWhatWasOffered) {
   const ServingThread serving(server);
   const SharedSegment a = SharedSegment::create("a", 4096);
   const SharedSegment b = SharedSegment::create("b", 2 * 4096);
-  server.offer("group/a", a.fd());
-  server.offer("group/b", b.fd());
-  FetchedSegment fetched = fetch_segment(server.address(), "group/b", Deadline::in(seconds(10)));
+  server.offer("group/a", a.fd(), kSecret);
+  server.offer("group/b", b.fd(), kSecret);
+  FetchedSegment fetched =
+      fetch_segment(server.address(), "group/b", kSecret, Deadline::in(seconds(10)));
   EXPECT_EQ(fetched.server_pid, ::getpid());
   EXPECT_NE(fetched.fd.get(), b.fd());
   EXPECT_EQ(SharedSegment::map(std::move(fetched.fd)).data(), b.data());
@@ -76,9 +82,9 @@ TEST(SegmentExchangeTest, AnOfferOutlivesItsDescriptor) {
   const ServingThread serving(server);
   {
     const SharedSegment gone = SharedSegment::create("gone", 3 * 4096);
-    server.offer("key", gone.fd());
+    server.offer("key", gone.fd(), kSecret);
   }
-  auto fetched = fetch_segment(server.address(), "key", Deadline::in(seconds(10)));
+  auto fetched = fetch_segment(server.address(), "key", kSecret, Deadline::in(seconds(10)));
   EXPECT_EQ(SharedSegment::map(std::move(fetched.fd)).bytes(), 3u * 4096);
 }
 
@@ -88,9 +94,9 @@ TEST(SegmentExchangeTest, AKeyThatComesLaterIsAskedForAgain) {
   const SharedSegment segment = SharedSegment::create("late", 4096);
   std::thread later([&] {
     std::this_thread::sleep_for(milliseconds(100));
-    server.offer("late", segment.fd());
+    server.offer("late", segment.fd(), kSecret);
   });
-  const auto fetched = fetch_segment(server.address(), "late", Deadline::in(seconds(20)));
+  const auto fetched = fetch_segment(server.address(), "late", kSecret, Deadline::in(seconds(20)));
   EXPECT_TRUE(fetched.fd);
   later.join();
 }
@@ -98,7 +104,7 @@ TEST(SegmentExchangeTest, AKeyThatComesLaterIsAskedForAgain) {
 TEST(SegmentExchangeTest, AServerThatIsSlowToServeIsWaitedFor) {
   SegmentServer server;
   const SharedSegment segment = SharedSegment::create("slow", 4096);
-  server.offer("slow", segment.fd());
+  server.offer("slow", segment.fd(), kSecret);
   std::thread later([&] {
     std::this_thread::sleep_for(milliseconds(150));
     for (int i = 0; i < 200; ++i) {
@@ -106,7 +112,7 @@ TEST(SegmentExchangeTest, AServerThatIsSlowToServeIsWaitedFor) {
       std::this_thread::sleep_for(milliseconds(1));
     }
   });
-  EXPECT_TRUE(fetch_segment(server.address(), "slow", Deadline::in(seconds(20))).fd);
+  EXPECT_TRUE(fetch_segment(server.address(), "slow", kSecret, Deadline::in(seconds(20))).fd);
   later.join();
 }
 
@@ -115,7 +121,8 @@ TEST(SegmentExchangeTest, TheDeadlineHolds) {
   const ServingThread serving(server);
   const auto before = Deadline::Clock::now();
   try {
-    static_cast<void>(fetch_segment(server.address(), "never", Deadline::in(milliseconds(100))));
+    static_cast<void>(
+        fetch_segment(server.address(), "never", kSecret, Deadline::in(milliseconds(100))));
     FAIL() << "a segment came out of nowhere";
   } catch (const Timeout& error) {
     EXPECT_NE(std::string(error.what()).find("never"), std::string::npos) << error.what();
@@ -129,12 +136,12 @@ TEST(SegmentExchangeTest, AWithdrawnKeyIsUnknown) {
   SegmentServer server;
   const ServingThread serving(server);
   const SharedSegment segment = SharedSegment::create("withdrawn", 4096);
-  server.offer("key", segment.fd());
+  server.offer("key", segment.fd(), kSecret);
   server.withdraw("key");
   server.withdraw("key");  // twice is fine
-  EXPECT_THROW(
-      static_cast<void>(fetch_segment(server.address(), "key", Deadline::in(milliseconds(50)))),
-      Timeout);
+  EXPECT_THROW(static_cast<void>(
+                   fetch_segment(server.address(), "key", kSecret, Deadline::in(milliseconds(50)))),
+               Timeout);
 }
 
 TEST(SegmentExchangeTest, AnOfferReplacesTheOldOne) {
@@ -142,17 +149,17 @@ TEST(SegmentExchangeTest, AnOfferReplacesTheOldOne) {
   const ServingThread serving(server);
   const SharedSegment old_one = SharedSegment::create("old", 4096);
   const SharedSegment new_one = SharedSegment::create("new", 4096);
-  server.offer("key", old_one.fd());
-  server.offer("key", new_one.fd());
-  auto fetched = fetch_segment(server.address(), "key", Deadline::in(seconds(10)));
+  server.offer("key", old_one.fd(), kSecret);
+  server.offer("key", new_one.fd(), kSecret);
+  auto fetched = fetch_segment(server.address(), "key", kSecret, Deadline::in(seconds(10)));
   EXPECT_EQ(SharedSegment::map(std::move(fetched.fd)).data(), new_one.data());
 }
 
 TEST(SegmentExchangeTest, AnAbsentServerIsAnErrorAtOnce) {
   const auto before = Deadline::Clock::now();
-  EXPECT_THROW(
-      static_cast<void>(fetch_segment("pydist-nobody-is-here", "key", Deadline::in(seconds(50)))),
-      TransportError);
+  EXPECT_THROW(static_cast<void>(fetch_segment("pydist-nobody-is-here", "key", kSecret,
+                                               Deadline::in(seconds(50)))),
+               TransportError);
   EXPECT_LT(Deadline::Clock::now() - before, seconds(5));
 }
 
@@ -163,7 +170,7 @@ TEST(SegmentExchangeTest, AServerThatGoesAwayEndsTheWait) {
     std::this_thread::sleep_for(milliseconds(60));
     server.reset();
   });
-  EXPECT_THROW(static_cast<void>(fetch_segment(address, "key", Deadline::in(seconds(50)))),
+  EXPECT_THROW(static_cast<void>(fetch_segment(address, "key", kSecret, Deadline::in(seconds(50)))),
                TransportError);
   leaving.join();
 }
@@ -176,12 +183,13 @@ TEST(SegmentExchangeTest, ManyAskAtOnceForManyKeys) {
   std::vector<SharedSegment> segments;
   for (int key = 0; key < kKeys; ++key) {
     segments.push_back(SharedSegment::create("many", 4096));
-    server.offer(join("key ", key), segments.back().fd());
+    server.offer(join("key ", key), segments.back().fd(), kSecret);
   }
   testing::run_ranks(kAskers, [&](int rank) {
     for (int i = 0; i < kKeys; ++i) {
       const int key = (rank + i) % kKeys;
-      auto fetched = fetch_segment(server.address(), join("key ", key), Deadline::in(seconds(40)));
+      auto fetched =
+          fetch_segment(server.address(), join("key ", key), kSecret, Deadline::in(seconds(40)));
       EXPECT_EQ(SharedSegment::map(std::move(fetched.fd)).data(),
                 segments[static_cast<std::size_t>(key)].data());
     }
@@ -208,6 +216,17 @@ class Stranger {
     const auto name_bytes = length - offsetof(sockaddr_un, sun_path) - 1;
     return {std::string(text.data(), static_cast<std::size_t>(got)),
             std::string(from.sun_path + 1, name_bytes)};
+  }
+
+  [[nodiscard]] bool has_mail() const {
+    pollfd readable{socket_.get(), POLLIN, 0};
+    return ::poll(&readable, 1, 0) > 0;
+  }
+
+  // Takes no descriptor, either.
+  void drop_mail() const {
+    char byte = 0;
+    EXPECT_GE(::recv(socket_.get(), &byte, 1, MSG_DONTWAIT | MSG_TRUNC), 0);
   }
 
   bool send(const std::string& to, const std::string& text, int fds, int flags = 0) const {
@@ -277,9 +296,11 @@ TEST(SegmentExchangeTest, AnAnswerHasOneDescriptor) {
     const std::size_t before = open_descriptors();
     std::thread answering([&] {
       const auto [request, from] = stranger.receive();
-      EXPECT_TRUE(stranger.send(from, request.substr(0, request.find(' ')) + " +", fds));
+      const std::string nonce = request.substr(0, request.find(' '));
+      EXPECT_TRUE(
+          stranger.send(from, kSecret.sign(join("answer\n", name, "\n", nonce, "\nkey")), fds));
     });
-    EXPECT_TRUE(fetch_segment(name, "key", Deadline::in(seconds(20))).fd);
+    EXPECT_TRUE(fetch_segment(name, "key", kSecret, Deadline::in(seconds(20))).fd);
     answering.join();
     // Those that were asked for again meanwhile stay in the stranger's queue.
     EXPECT_EQ(open_descriptors(), before) << fds;
@@ -290,7 +311,7 @@ TEST(SegmentExchangeTest, TheEndOfDescriptorsIsAnErrorAtOnce) {
   SegmentServer server;
   const ServingThread serving(server);
   const SharedSegment segment = SharedSegment::create("last", 4096);
-  server.offer("last", segment.fd());
+  server.offer("last", segment.fd(), kSecret);
   rlimit limit{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
   // No number below the last one is free.
@@ -301,14 +322,15 @@ TEST(SegmentExchangeTest, TheEndOfDescriptorsIsAnErrorAtOnce) {
     ASSERT_TRUE(taken.back());
   } while (taken.back().get() < highest);
   // UBSan opens a pipe when it meets a type for the first time: that of the error, here.
-  EXPECT_THROW(static_cast<void>(fetch_segment("pydist-nobody-is-here", "", Deadline::in({}))),
-               TransportError);
+  EXPECT_THROW(
+      static_cast<void>(fetch_segment("pydist-nobody-is-here", "", kSecret, Deadline::in({}))),
+      TransportError);
   const rlimit one_more{static_cast<rlim_t>(taken.back().get()) + 2, limit.rlim_max};
   const auto before = Deadline::Clock::now();
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &one_more), 0);
   std::exception_ptr raised;
   try {
-    static_cast<void>(fetch_segment(server.address(), "last", Deadline::in(seconds(50))));
+    static_cast<void>(fetch_segment(server.address(), "last", kSecret, Deadline::in(seconds(50))));
   } catch (const TransportError&) {
     raised = std::current_exception();
   }
@@ -339,6 +361,246 @@ TEST(SegmentExchangeTest, AFloodDoesNotHoldTheServer) {
   }
   for (int i = 0; i < 200; ++i) {
     server.serve();
+  }
+  stopping = true;
+  for (std::thread& thread : flooding) {
+    thread.join();
+  }
+}
+
+TEST(SegmentExchangeTest, WhoDoesNotKnowTheSecretGetsNothing) {
+  SegmentServer server;
+  const ServingThread serving(server);
+  const SharedSegment segment = SharedSegment::create("secret", 4096);
+  server.offer("key", segment.fd(), kSecret);
+  EXPECT_THROW(static_cast<void>(fetch_segment(server.address(), "key", JobSecret("a guess"),
+                                               Deadline::in(milliseconds(100)))),
+               Timeout);
+  EXPECT_TRUE(fetch_segment(server.address(), "key", kSecret, Deadline::in(seconds(20))).fd);
+}
+
+// Who has published a socket of his own as a rank's passes what he gets on to that rank.
+TEST(SegmentExchangeTest, ARequestServesNobodyElse) {
+  SegmentServer server;
+  const SharedSegment segment = SharedSegment::create("secret", 4096);
+  server.offer("key", segment.fd(), kSecret);
+  const std::string name = "pydist-test-" + random_token();
+  const Stranger stranger(name);
+  std::thread asking([&] {
+    EXPECT_THROW(
+        static_cast<void>(fetch_segment(name, "key", kSecret, Deadline::in(milliseconds(200)))),
+        Timeout);
+  });
+  const auto [request, from] = stranger.receive();
+  asking.join();
+  while (stranger.has_mail()) {
+    stranger.drop_mail();  // what was asked again
+  }
+  ASSERT_TRUE(stranger.send(server.address(), request, 0));
+  // One that was meant for this server, but does not come from who has signed it.
+  const std::string nonce = random_token();
+  const std::string signature =
+      kSecret.sign(join("request\n", server.address(), "\n", nonce, "\nkey"));
+  ASSERT_TRUE(stranger.send(server.address(), join(nonce, " key ", signature), 0));
+  server.serve();
+  EXPECT_FALSE(stranger.has_mail());
+  // The same from its signer is answered.
+  const Stranger signer("pydist-" + nonce);
+  ASSERT_TRUE(signer.send(server.address(), join(nonce, " key ", signature), 0));
+  server.serve();
+  EXPECT_TRUE(signer.has_mail());
+}
+
+TEST(SegmentExchangeTest, AnAnswerWithoutTheSecretIsNoAnswer) {
+  const std::string name = "pydist-test-" + random_token();
+  const Stranger stranger(name);
+  std::thread asking([&] {
+    EXPECT_THROW(
+        static_cast<void>(fetch_segment(name, "key", kSecret, Deadline::in(milliseconds(300)))),
+        Timeout);
+  });
+  const auto [request, from] = stranger.receive();
+  const std::string nonce = request.substr(0, request.find(' '));
+  const std::size_t before = open_descriptors();
+  for (const std::string& answer :
+       {nonce + " +", request,
+        JobSecret("a guess").sign(join("answer\n", name, "\n", nonce, "\nkey"))}) {
+    EXPECT_TRUE(stranger.send(from, answer, 1));
+  }
+  std::this_thread::sleep_for(milliseconds(100));
+  EXPECT_LE(open_descriptors(), before);
+  asking.join();
+}
+
+TEST(SegmentExchangeTest, TheWaitEndsWhenItIsInVain) {
+  SegmentServer server;
+  const auto before = Deadline::Clock::now();
+  EXPECT_THROW(
+      static_cast<void>(fetch_segment(server.address(), "key", kSecret, Deadline::in(seconds(50)),
+                                      [] { throw PeerLost("it has died"); })),
+      PeerLost);
+  EXPECT_LT(Deadline::Clock::now() - before, seconds(5));
+}
+
+// Runs `body` in a process of another user, who is told nothing but what it knows. True where it
+// returns true.
+template <typename Body>
+bool as_nobody(const Body& body) {
+  constexpr uid_t kNobody = 65534;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(40);
+    const bool is_right = ::setgid(kNobody) == 0 && ::setuid(kNobody) == 0 && body();
+    ::_exit(is_right ? 0 : 1);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+TEST(SegmentExchangeTest, AnotherUserGetsNothingEvenWithTheSecret) {
+  if (::geteuid() != 0) {
+    GTEST_SKIP() << "only root can become another user";
+  }
+  SegmentServer server;
+  const ServingThread serving(server);
+  const SharedSegment segment = SharedSegment::create("secret", 4096);
+  server.offer("key", segment.fd(), kSecret);
+  EXPECT_TRUE(as_nobody([&] {
+    try {
+      static_cast<void>(
+          fetch_segment(server.address(), "key", kSecret, Deadline::in(milliseconds(200))));
+    } catch (const Timeout&) {
+      return true;
+    }
+    return false;
+  }));
+}
+
+// Root trusts nobody by being root: a user's process does not answer it, and it asks nobody else's.
+TEST(SegmentExchangeTest, RootIsNotTrustedByItsNumber) {
+  if (::geteuid() != 0) {
+    GTEST_SKIP() << "only root can become another user";
+  }
+  std::array<int, 2> channel{};
+  ASSERT_EQ(::pipe(channel.data()), 0);
+  std::thread asking([&] {
+    std::string address(39, ' ');
+    EXPECT_EQ(::read(channel[0], address.data(), address.size()), 39);
+    EXPECT_THROW(
+        static_cast<void>(fetch_segment(address, "key", kSecret, Deadline::in(milliseconds(200)))),
+        Timeout);
+  });
+  EXPECT_TRUE(as_nobody([&] {
+    SegmentServer server;
+    const SharedSegment segment = SharedSegment::create("secret", 4096);
+    server.offer("key", segment.fd(), kSecret);
+    const bool is_told =
+        ::write(channel[1], server.address().data(), server.address().size()) == 39;
+    for (int turn = 0; turn < 400; ++turn) {
+      server.serve();
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    return is_told;
+  }));
+  asking.join();
+  ::close(channel[0]);
+  ::close(channel[1]);
+}
+
+// A hostile neighbour sends whatever comes to its mind, mostly close to what is right.
+// PYDIST_TEST_FUZZ sets how often.
+TEST(SegmentExchangeTest, GarbageNeitherHurtsNorLeaksNorKeepsPeersOut) {
+  const char* const asked = std::getenv("PYDIST_TEST_FUZZ");
+  const int messages = asked != nullptr ? std::atoi(asked) : 20'000;
+  SegmentServer server;
+  const SharedSegment segment = SharedSegment::create("fuzzed", 4096);
+  server.offer("key", segment.fd(), kSecret);
+  const std::string nonce = random_token();
+  const Stranger stranger("pydist-" + nonce);
+  const std::string right =
+      join(nonce, " key ", kSecret.sign(join("request\n", server.address(), "\n", nonce, "\nkey")));
+  std::minstd_rand random(7);
+  const auto below = [&random](std::size_t end) { return random() % end; };
+  const std::size_t before = open_descriptors();
+  int answered = 0;
+  for (int i = 0; i < messages; ++i) {
+    std::string text;
+    switch (below(4)) {
+      case 0:  // noise
+        text.resize(below(700));
+        for (char& letter : text) {
+          letter = static_cast<char>(below(256));
+        }
+        break;
+      case 1:  // a mutation
+        text = right;
+        text[below(text.size())] ^= static_cast<char>(1 + below(255));
+        break;
+      case 2:  // a piece
+        text = right.substr(below(right.size()), below(right.size()));
+        break;
+      default:  // many separators, or the right thing
+        text = below(2) == 0 ? std::string(below(600), ' ') : right;
+        break;
+    }
+    const bool is_right = text == right;
+    ASSERT_TRUE(stranger.send(server.address(), text, static_cast<int>(below(3))));
+    server.serve();
+    ASSERT_EQ(stranger.has_mail(), is_right) << text;
+    if (is_right) {
+      stranger.drop_mail();
+      ++answered;
+    }
+  }
+  EXPECT_GT(answered, messages / 20);
+  EXPECT_EQ(open_descriptors(), before);
+  const ServingThread serving(server);
+  EXPECT_TRUE(fetch_segment(server.address(), "key", kSecret, Deadline::in(seconds(20))).fd);
+}
+
+// The same for who asks: its socket can be seen, too.
+TEST(SegmentExchangeTest, GarbageDoesNotKeepAnAskerFromItsAnswer) {
+  SegmentServer server;
+  const SharedSegment segment = SharedSegment::create("fuzzed", 4096);
+  const std::string name = "pydist-test-" + random_token();
+  const Stranger relay(name);
+  const std::size_t before = open_descriptors();
+  std::thread asking(
+      [&] { EXPECT_TRUE(fetch_segment(name, "key", kSecret, Deadline::in(seconds(30))).fd); });
+  const auto [request, from] = relay.receive();
+  const std::string nonce = request.substr(0, request.find(' '));
+  const std::string right = kSecret.sign(join("answer\n", name, "\n", nonce, "\nkey"));
+  std::minstd_rand random(7);
+  for (int i = 0; i < 2000; ++i) {
+    std::string text = right;
+    text[random() % text.size()] ^= static_cast<char>(1 + random() % 255);
+    static_cast<void>(relay.send(from, text, static_cast<int>(random() % 4), MSG_DONTWAIT));
+  }
+  while (!relay.send(from, right, 1, MSG_DONTWAIT)) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  asking.join();
+  EXPECT_EQ(open_descriptors(), before);
+}
+
+TEST(SegmentExchangeTest, AFloodDoesNotKeepPeersOut) {
+  SegmentServer server;
+  const ServingThread serving(server);
+  const SharedSegment segment = SharedSegment::create("flooded", 4096);
+  server.offer("key", segment.fd(), kSecret);
+  std::atomic<bool> stopping{false};
+  std::vector<std::thread> flooding;
+  for (int i = 0; i < 2; ++i) {
+    flooding.emplace_back([&] {
+      const Stranger stranger("pydist-test-" + random_token());
+      while (!stopping) {
+        static_cast<void>(stranger.send(server.address(), "nonce key", 1, MSG_DONTWAIT));
+      }
+    });
+  }
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_TRUE(fetch_segment(server.address(), "key", kSecret, Deadline::in(seconds(30))).fd);
   }
   stopping = true;
   for (std::thread& thread : flooding) {

@@ -4,17 +4,19 @@
 
 #include <gtest/gtest.h>
 
-#include <fcntl.h>
+#include <sys/stat.h>
 
 #include <atomic>
 #include <cstring>
 #include <limits>
 #include <memory>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "base/error.h"
+#include "memory/memory_room.h"
 
 namespace pydist {
 namespace {
@@ -23,7 +25,7 @@ class Host {
  public:
   explicit Host(int size) {
     for (int rank = 0; rank < size; ++rank) {
-      heaps_.push_back(std::make_unique<SymmetricHeap>(rank, size));
+      heaps_.push_back(std::make_unique<SymmetricHeap>(rank, size, file_, takers(size)));
     }
   }
 
@@ -39,10 +41,9 @@ class Host {
   Block allocate(std::size_t bytes) {
     Block block{heap(0).choose_place(bytes), {}};
     for (int rank = 0; rank < size(); ++rank) {
-      if (rank != 0 && block.placement.extent_bytes != 0) {
-        const int fd = heap(0).segment(block.placement.extent).fd();
-        heap(rank).add_extent(block.placement,
-                              SharedSegment::map(FileDescriptor(::fcntl(fd, F_DUPFD_CLOEXEC, 0))));
+      if (block.placement.needs_memory != 0) {
+        heap(rank).map(block.placement);
+        heap(rank).reserve(block.placement);
       }
       block.data.push_back(heap(rank).take(block.placement));
     }
@@ -55,7 +56,19 @@ class Host {
     }
   }
 
+  // How much memory there is behind the heap.
+  [[nodiscard]] std::size_t backed_bytes() const {
+    struct stat status{};
+    EXPECT_EQ(::fstat(file_.fd(), &status), 0);
+    return static_cast<std::size_t>(status.st_blocks) * 512;
+  }
+
  private:
+  static std::vector<std::string> takers(int size) {
+    return std::vector<std::string>(static_cast<std::size_t>(size), memory_limits());
+  }
+
+  const SharedFile file_ = SharedFile::create("heap");
   std::vector<std::unique_ptr<SymmetricHeap>> heaps_;
 };
 
@@ -114,23 +127,72 @@ TEST(SymmetricHeapTest, ABlockIsReusedOnlyAfterEveryRankFreedIt) {
 }
 
 TEST(SymmetricHeapTest, GivesBackWhatEveryRankFreedAndBacksItAgain) {
-  SymmetricHeap heap(0, 1);
-  const auto first = heap.choose_place(3 << 20);
-  std::byte* const data = heap.take(first);
+  Host host(1);
+  SymmetricHeap& heap = host.heap(0);
+  const auto first = host.allocate(3 << 20);
+  std::byte* const data = first.data[0];
   data[0] = std::byte{7};
   heap.trim();  // in use
   EXPECT_EQ(data[0], std::byte{7});
-  heap.release(first);
+  host.release(first);
   heap.trim();
   EXPECT_EQ(data[0], std::byte{0});
-  const auto again = heap.choose_place(3 << 20);
-  EXPECT_EQ(again.extent_bytes, 0U);  // no new extent
-  std::byte* const same = heap.take(again);
+  const auto again = host.allocate(3 << 20);
+  EXPECT_EQ(again.placement.extent_bytes, 0U);  // no new extent
+  std::byte* const same = again.data[0];
   EXPECT_EQ(same, data);
   same[(3 << 20) - 1] = std::byte{9};
-  heap.release(again);
+  host.release(again);
   heap.trim();
   heap.trim();
+}
+
+TEST(SymmetricHeapTest, EachRankBacksItsOwnPart) {
+  Host host(3);
+  constexpr std::size_t kBytes = 4 << 20;
+  const auto placement = host.heap(0).choose_place(kBytes);
+  ASSERT_NE(placement.needs_memory, 0U);
+  EXPECT_EQ(host.backed_bytes(), 0U) << "rank 0 took memory for everybody";
+  for (int rank = 0; rank < 3; ++rank) {
+    host.heap(rank).map(placement);
+  }
+  EXPECT_EQ(host.backed_bytes(), 0U);
+  for (int rank = 0; rank < 3; ++rank) {
+    host.heap(rank).reserve(placement);
+    EXPECT_EQ(host.backed_bytes(), static_cast<std::size_t>(rank + 1) * placement.extent_bytes);
+  }
+}
+
+TEST(SymmetricHeapTest, WhatIsGivenUpLeavesNothingBehind) {
+  Host host(2);
+  const auto first = host.heap(0).choose_place(2 << 20);
+  host.heap(0).map(first);
+  host.heap(0).reserve(first);
+  // Rank 1 could not.
+  host.heap(0).give_up(first);
+  host.heap(1).give_up(first);
+  EXPECT_EQ(host.backed_bytes(), 0U);
+  const auto block = host.allocate(2 << 20);
+  EXPECT_EQ(block.placement.extent, first.extent);
+  EXPECT_NE(block.placement.extent_begin, first.extent_begin);
+  EXPECT_EQ(block.data[1][(2 << 20) - 1], std::byte{0});
+  host.release(block);
+  // The same where the extent is there, and only its memory is not.
+  host.heap(0).trim();
+  const std::size_t least = host.backed_bytes();
+  const auto again = host.heap(0).choose_place(2 << 20);
+  EXPECT_EQ(again.extent_bytes, 0U);
+  ASSERT_NE(again.needs_memory, 0U);
+  host.heap(1).map(again);
+  host.heap(1).reserve(again);
+  host.heap(0).give_up(again);
+  host.heap(1).give_up(again);
+  EXPECT_LE(host.backed_bytes(), least + 2 * page_bytes());
+  for (int turn = 0; turn < 3; ++turn) {
+    const auto next = host.allocate(2 << 20);
+    EXPECT_EQ(next.placement.offset, block.placement.offset) << "it was not taken back";
+    host.release(next);
+  }
 }
 
 TEST(SymmetricHeapTest, FreedNeighboursMerge) {
@@ -205,21 +267,19 @@ TEST(SymmetricHeapTest, AnAbsurdSizeIsAnErrorAndLeavesTheHeapUsable) {
       TransportError);
 }
 
-TEST(SymmetricHeapTest, AnExtentThatAPeerCouldNotMapIsDropped) {
+TEST(SymmetricHeapTest, AnExtentThatAPeerCannotMapIsGivenUp) {
   Host host(2);
-  const SymmetricHeap::Placement refused = host.heap(0).choose_place(100);
+  SymmetricHeap::Placement refused = host.heap(0).choose_place(100);
   ASSERT_NE(refused.extent_bytes, 0u);
-  host.heap(0).drop_extent(refused.extent);
-  host.heap(1).drop_extent(refused.extent);  // which never had it
+  host.heap(0).map(refused);
+  SymmetricHeap::Placement longer = refused;
+  longer.extent_bytes *= 2;  // than the file
+  EXPECT_THROW(host.heap(1).map(longer), TransportError);
+  host.heap(0).give_up(refused);
+  host.heap(1).give_up(refused);  // which never had it
   const auto block = host.allocate(100);
   EXPECT_EQ(block.placement.extent, 0u);
   EXPECT_NE(block.placement.extent_bytes, 0u) << "peers must map it anew";
-}
-
-TEST(SymmetricHeapTest, AnExtentOfAnotherSizeIsRefused) {
-  Host host(2);
-  const SymmetricHeap::Placement placement = host.heap(0).choose_place(100);
-  EXPECT_THROW(host.heap(1).add_extent(placement, SharedSegment::create("wrong", 4096)), Error);
 }
 
 TEST(SymmetricHeapTest, LiveBlocksNeverOverlap) {

@@ -109,6 +109,36 @@ TEST(RendezvousTest, ManyMissingRanksCostOneDeadline) {
   EXPECT_LT(Deadline::Clock::now() - before, seconds(3));
 }
 
+TEST(RendezvousTest, ARankThatCannotWaitIsHeard) {
+  for (const int excused : {0, 1, 2}) {
+    MemoryStore store;
+    run_ranks(3, [&](int rank) {
+      if (rank == excused) {
+        excuse(store, "topic", rank, 3, "a word");
+        return;
+      }
+      const std::vector<std::string> all =
+          exchange(store, "topic", rank, 3, "", Deadline::in(seconds(30)));
+      EXPECT_EQ(all.at(static_cast<std::size_t>(excused)), "a word");
+    });
+  }
+}
+
+TEST(RendezvousTest, ARankThatDeclinesIsNotWaitedFor) {
+  MemoryStore store;
+  const auto before = Deadline::Clock::now();
+  decline(store, "topic", 2);
+  run_ranks(2, [&](int rank) {
+    try {
+      static_cast<void>(exchange(store, "topic", rank, 3, "", Deadline::in(seconds(30))));
+      FAIL() << "rank " << rank;
+    } catch (const Timeout& error) {
+      EXPECT_NE(std::string(error.what()).find("in time: 2."), std::string::npos) << error.what();
+    }
+  });
+  EXPECT_LT(Deadline::Clock::now() - before, seconds(10));
+}
+
 TEST(RendezvousTest, TheFirstComplaintIsTheLowestRanks) {
   MemoryStore store;
   run_ranks(4, [&](int rank) {

@@ -29,7 +29,9 @@ class Host {
       : size_(size),
         memory_(SharedSegment::create("messages", MessageSegment::bytes(size)), size),
         bells_(std::make_unique<Doorbell[]>(static_cast<std::size_t>(size))) {
-    memory_.reserve_counters();
+    for (int rank = 0; rank < size; ++rank) {
+      memory_.reserve_counters(rank);
+    }
   }
 
   [[nodiscard]] int size() const { return size_; }

@@ -1,0 +1,43 @@
+// How the ranks of a native group come together: they introduce themselves through the store, meet
+// face to face over sockets, and share memory; or all of them learn why that cannot be.
+
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collectives/group_segment.h"
+#include "communicator/native/endpoint.h"
+#include "communicator/native/native_communicator.h"
+#include "memory/job_secret.h"
+#include "memory/shared_segment.h"
+#include "topology/key_value_store.h"
+#include "transport/message_segment.h"
+
+namespace pydist {
+
+// Everything that a group of one host is made of.
+struct NativeMembership {
+  std::shared_ptr<Endpoint> endpoint;
+  std::vector<PeerPtr> peers;
+  GroupSegment group_segment;
+  MessageSegment message_segment;
+  SharedFile heap_file;
+  std::vector<std::string> memory_limits;   // of each rank, as memory_limits()
+  std::shared_ptr<const JobSecret> secret;  // for the groups that are split off
+};
+
+// Collective over the group. Whatever fails on one rank, from here to the end of the meeting (no
+// descriptor, thread or memory is left, a peer cannot be reached), is told to all, and all throw
+// the same TransportError. Where a rank dies all others throw PeerLost or, if they only hear of it,
+// Timeout; where one is interrupted the others throw Aborted.
+[[nodiscard]] NativeMembership meet_group(KeyValueStore& store, int rank, int size,
+                                          const NativeOptions& options,
+                                          std::shared_ptr<Endpoint> endpoint);
+
+// For a rank that will not come to a meeting of the group `name`: nobody waits for it. Not for rank
+// 0.
+void decline_native_group(KeyValueStore& store, int rank, const std::string& name) noexcept;
+
+}  // namespace pydist

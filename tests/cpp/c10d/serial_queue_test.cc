@@ -1,0 +1,102 @@
+#include "c10d/serial_queue.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <memory>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "ranks.h"
+
+namespace pydist::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+TEST(SerialQueueTest, JobsRunInOrderAndStopWaitsForThem) {
+  std::vector<int> order;
+  SerialQueue queue("test-queue");
+  for (int i = 0; i < 100; ++i) {
+    ASSERT_TRUE(queue.post([&order, i] { order.push_back(i); }));
+  }
+  queue.stop();
+  ASSERT_EQ(order.size(), 100U);
+  for (int i = 0; i < 100; ++i) {
+    EXPECT_EQ(order[static_cast<std::size_t>(i)], i);
+  }
+  EXPECT_FALSE(queue.post([] {}));
+}
+
+TEST(SerialQueueTest, AJobMayStopItsQueue) {
+  SerialQueue queue("test-queue");
+  std::atomic<int> later{0};
+  ASSERT_TRUE(queue.post([&] {
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_TRUE(queue.post([&] { ++later; }));
+    }
+    queue.stop();
+  }));
+  while (queue.post([] {})) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  queue.stop();  // nobody can join the thread any more, but its jobs are waited for
+  EXPECT_EQ(later, 3);
+}
+
+TEST(SerialQueueTest, AQueueStoppedByItsJobIsDestroyedElsewhere) {
+  for (int turn = 0; turn < 50; ++turn) {
+    std::atomic<int> runs{0};
+    std::promise<void> has_stopped;
+    {
+      SerialQueue queue("test-queue");
+      ASSERT_TRUE(queue.post([&] {
+        EXPECT_TRUE(queue.post([&] {
+          std::this_thread::sleep_for(milliseconds(1));
+          ++runs;
+        }));
+        queue.stop();
+        has_stopped.set_value();
+      }));
+      has_stopped.get_future().wait();
+    }
+    EXPECT_EQ(runs, 1) << "the destructor did not wait for what was posted";
+  }
+}
+
+TEST(SerialQueueTest, TheLastReferenceMayGoOnItsOwnThread) {
+  for (int turn = 0; turn < 50; ++turn) {
+    std::promise<void> done;
+    auto queue = std::make_shared<SerialQueue>("test-queue");
+    SerialQueue& posted_to = *queue;
+    std::promise<void> is_alone;
+    ASSERT_TRUE(posted_to.post([queue, &is_alone] { is_alone.get_future().wait(); }));
+    ASSERT_TRUE(posted_to.post([&done] { done.set_value(); }));
+    queue = nullptr;
+    is_alone.set_value();  // the first job, which has the queue, ends; the second one runs after it
+    EXPECT_EQ(done.get_future().wait_for(seconds(20)), std::future_status::ready);
+  }
+}
+
+TEST(SerialQueueTest, WhatIsPostedWithoutAThreadIsNotKept) {
+  SerialQueue queue("test-queue");
+  const auto held = std::make_shared<std::atomic<int>>(0);
+  {
+    const NoThreads no_threads;
+    EXPECT_THROW(static_cast<void>(queue.post([held] { ++*held; })), std::system_error);
+    EXPECT_EQ(held.use_count(), 1);
+    EXPECT_TRUE(queue.is_idle());
+  }
+  std::atomic<int> runs{0};
+  ASSERT_TRUE(queue.post([&] { ++runs; }));
+  queue.stop();
+  EXPECT_EQ(runs, 1);
+  EXPECT_EQ(*held, 0);
+}
+
+}  // namespace
+}  // namespace pydist::testing

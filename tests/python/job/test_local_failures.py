@@ -1,0 +1,216 @@
+"""What fails on one rank while the ranks join is told to all, and all can try again."""
+
+import os
+import resource
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import Outcome, Ranks, run_ranks
+
+import pydist
+from pydist.job import backends
+from pydist.job.meeting_number import next_number
+
+# Far below the time-outs of the tests, and above what gloo takes to give up.
+SOON_S = 15.0
+NOBODY = 65534
+
+
+def add_up() -> float:
+    return float(pydist.all_reduce(torch.ones(1)).item())
+
+
+def join_for(seconds: float) -> str:
+    """How joining ended: the backend, or what was raised."""
+    begin_s = time.monotonic()
+    try:
+        pydist.init(timeout=seconds)
+        assert add_up() == pydist.world_size()
+        how = pydist.backend()
+        pydist.barrier()
+        pydist.shutdown()
+    except pydist.Error as error:
+        how = f"{type(error).__name__}: {error}"
+    assert time.monotonic() - begin_s < SOON_S, how
+    return how
+
+
+def leave_descriptors(spare: int) -> list[int]:
+    """Takes descriptors until a few are left; they are given back when they are closed."""
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    taken = [os.open("/dev/null", os.O_RDONLY)]
+    while taken[-1] < highest:
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + spare, hard))
+    return taken
+
+
+def join_with_few_descriptors(spare: int) -> tuple[str, str]:
+    first = join_for(40.0)  # modules are loaded, so that no descriptor is needed for them
+    assert first == "native", first
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = leave_descriptors(spare) if int(os.environ["RANK"]) == 1 else []
+    try:
+        how = join_for(40.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        for number in taken:
+            os.close(number)
+    return how, join_for(40.0)
+
+
+def check_alike(outcomes: Sequence[tuple[str, str]]) -> str:
+    hows = [how for how, _ in outcomes]
+    if any(":" in how for how in hows):
+        for how in hows:
+            assert how.startswith("TransportError"), hows
+            assert "rank 1" in how, hows
+    else:
+        assert len(set(hows)) == 1, hows
+    assert [again for _, again in outcomes] == ["native"] * len(outcomes)
+    return hows[0].partition(":")[0]
+
+
+# From what the connection to the store needs to what the native engine needs.
+@pytest.mark.parametrize(
+    ("nprocs", "spare"),
+    [
+        (2, 4),
+        (3, 8),
+        *(
+            pytest.param(nprocs, spare, marks=pytest.mark.thorough)
+            for nprocs in (2, 3)
+            for spare in range(5, 20, 3)
+        ),
+    ],
+)
+def test_a_rank_with_few_descriptors_goes_the_way_of_all(nprocs: int, spare: int) -> None:
+    env = {"PYDIST_BACKEND": "native"}
+    check_alike(run_ranks(join_with_few_descriptors, nprocs, spare, timeout=90, env=env))
+
+
+def join_without_threads() -> tuple[str, str]:
+    rank = int(os.environ["RANK"])
+    first = join_for(40.0)  # as root: modules are loaded, which another user may not read
+    assert first == "native", first
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))
+    try:
+        how = join_for(40.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+    return how, join_for(40.0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user whom limits bind")
+@pytest.mark.parametrize("nprocs", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_a_rank_without_threads_goes_the_way_of_all(nprocs: int) -> None:
+    env = {"PYDIST_BACKEND": "native"}
+    outcomes = run_ranks(join_without_threads, nprocs, timeout=90, env=env)
+    assert check_alike(outcomes) == "TransportError"
+
+
+def fail_alone_then_join() -> list[str]:
+    rank = int(os.environ["RANK"])
+    told = []
+    describe = backends.describe_network
+
+    def fail(*_: object) -> dict[str, object]:
+        raise OSError(24, "Too many open files")
+
+    if rank == 1:
+        backends.describe_network = fail  # type: ignore[assignment]
+    told.append(join_for(40.0))
+    backends.describe_network = describe
+    told.append(join_for(40.0))
+    return told
+
+
+def test_what_a_rank_cannot_tell_of_itself_is_an_error_of_all() -> None:
+    for first, again in run_ranks(fail_alone_then_join, 3, timeout=60):
+        assert first == "TransportError: rank 1: OSError: [Errno 24] Too many open files"
+        assert again == "native"
+
+
+def try_unequally_often() -> list[str]:
+    told = []
+    if int(os.environ["RANK"]) == 1:
+        for _ in range(3):
+            told.append(join_for(-1.0))  # fails alone, before it says anything
+        time.sleep(2.5)
+    else:
+        told.append(join_for(2.0))
+    told.append(join_for(30.0))
+    return told
+
+
+def test_ranks_that_have_tried_unequally_often_meet() -> None:
+    waited, failed = run_ranks(try_unequally_often, 2, timeout=60)
+    assert waited[0].startswith("Timeout"), waited
+    assert [how.partition(":")[0] for how in failed[:3]] == ["InvalidUsage"] * 3
+    assert (waited[-1], failed[-1]) == ("native", "native")
+
+
+def test_numbers_of_meetings_are_those_of_rank_0() -> None:
+    store = dist.HashStore()
+    at_once = timedelta(0)
+    assert next_number(store, 1, at_once) is None
+    assert next_number(store, 0, at_once) == 1
+    assert next_number(store, 0, at_once) == 2  # it failed alone, and tries again
+    assert next_number(store, 1, at_once) == 2
+    assert next_number(store, 1, at_once) is None
+    assert next_number(store, 0, at_once) == 3
+    assert [next_number(store, rank, at_once) for rank in (1, 2)] == [3, 3]
+
+
+def show_secret() -> tuple[str, list[str]]:
+    folder = os.environ["XDG_RUNTIME_DIR"]
+    pydist.init()
+    add_up()
+    return os.environ.get("PYDIST_JOB_SECRET", ""), os.listdir(folder)
+
+
+def test_spawn_makes_a_secret_for_each_job() -> None:
+    jobs = [pydist.spawn(_secret, nprocs=2) for _ in range(2)]
+    assert len({secret for job in jobs for secret in job}) == 2
+    assert all(len(secret) == 64 for job in jobs for secret in job)
+
+
+def _secret() -> str:
+    return os.environ["PYDIST_JOB_SECRET"]
+
+
+def test_ranks_without_a_secret_share_one_through_a_file(tmp_path: str) -> None:
+    with Ranks(2, env={"XDG_RUNTIME_DIR": str(tmp_path)}) as ranks:
+        assert ranks.run(show_secret) == [("", [])] * 2
+
+
+def hide_secret() -> list[object]:
+    return [row for row in pydist._native.environment_variables() if "SECRET" in row[0]]
+
+
+def test_the_secret_is_not_shown() -> None:
+    secret = "0123456789abcdef" * 4
+    with Ranks(1, env={"PYDIST_JOB_SECRET": secret}) as ranks:
+        assert secret not in str(ranks.run(hide_secret))
+
+
+def test_a_secret_that_can_be_guessed_is_refused() -> None:
+    with Ranks(2, env={"PYDIST_JOB_SECRET": "short"}) as ranks:
+        outcomes: list[Outcome] = ranks.outcomes(add_up_after_joining)
+    assert {outcome.error for outcome in outcomes} == {"InvalidUsage"}
+    assert all("can be guessed" in str(outcome.message) for outcome in outcomes)
+
+
+def add_up_after_joining() -> float:
+    pydist.init()
+    return add_up()
