@@ -71,7 +71,7 @@
 #include "bucketing/arrival_order.h"
 #include "communicator/communicator.h"
 #include "reducer/autograd_hooks.h"
-#include "reducer/bucket_hook.h"
+#include "reducer/operations/hook_policy.h"
 #include "reducer/gradients/gradient_arena.h"
 #include "reducer/link_speed.h"
 #include "reducer/round_times.h"

@@ -1,4 +1,4 @@
-#include "reducer/bucket_hook.h"
+#include "reducer/operations/hook_policy.h"
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
