@@ -1,7 +1,9 @@
-// torch's communication hooks in place of the all-reduce of a bucket.
+// The policy of a reducer with one of torch's communication hooks, which makes what a bucket's
+// gradients become.
 //
-// A hook sees complex gradients as pairs of real numbers. It is called in the order of the buckets;
-// for one thread at a time.
+// A hook sees complex gradients as pairs of real numbers, and zeros between gradients. It returns
+// the mean over the ranks, or, where the reducer sums, the sum. Where ranks count by share, each
+// rank's gradients are multiplied first, so that this mean or sum is the weighted one.
 
 #pragma once
 
@@ -10,13 +12,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "reducer/gradients/gradient_arena.h"
+#include "reducer/operations/bucket_policy.h"
 
 namespace c10d {
 class CommHookInterface;
@@ -24,26 +25,23 @@ class CommHookInterface;
 
 namespace pydist {
 
-class BucketHook {
+class HookPolicy final : public BucketPolicy {
  public:
-  BucketHook(std::shared_ptr<c10d::CommHookInterface> hook, const GradientArena& arena);
+  // `divisor` is what the hook divides the sum over the ranks by: their number, or 1.
+  HookPolicy(std::shared_ptr<c10d::CommHookInterface> hook, int divisor,
+             const GradientArena& arena);
 
-  // After the arena was arranged anew, while nothing is under way.
-  void adapt(const GradientArena& arena);
-
-  // Lets the hook start on what a bucket sends in `memory`; throws what it throws. `on_completion`
-  // is called when it has finished, on any thread.
-  void start(std::size_t bucket, const at::Tensor& memory, std::function<void()> on_completion);
-
-  // Waits for everything that was started, and writes what comes of it into the memory.
-  void wait();
-
-  // Drops what was started, finished or not.
-  void forget() noexcept { promises_.clear(); }
-
-  [[nodiscard]] bool is_idle() const noexcept { return promises_.empty(); }
-  // Whether everything that was started has finished.
-  [[nodiscard]] bool is_over() const;
+  void prepare(const DepartingBucket& bucket, const Combination& combination) override;
+  // Throws what the hook throws.
+  [[nodiscard]] WorkPtr reduce(const DepartingBucket& bucket, const Combination& combination,
+                               Work::Callback on_completion) override;
+  void finish() override;
+  void forget() noexcept override { promises_.clear(); }
+  [[nodiscard]] bool is_idle() const noexcept override { return promises_.empty(); }
+  [[nodiscard]] bool is_over() const override;
+  void adapt(const GradientArena& arena) override;
+  [[nodiscard]] bool is_of_program() const noexcept override { return true; }
+  [[nodiscard]] bool has_raised() const noexcept override { return has_raised_; }
 
  private:
   struct View {
@@ -61,8 +59,10 @@ class BucketHook {
   };
 
   const std::shared_ptr<c10d::CommHookInterface> hook_;
+  const int divisor_;
   std::vector<View> views_;
   std::vector<Promise> promises_;
+  bool has_raised_ = false;
 };
 
 }  // namespace pydist
