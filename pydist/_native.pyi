@@ -396,6 +396,10 @@ class Reducer:
         """
         Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. Called once, before the first backward.
         """
+    def require_shardable(self) -> None:
+        """
+        Raises pydist.InvalidUsage where no optimizer can have shards of the average.
+        """
     def reset_stats(self) -> None:
         """
         Starts counting from zero.
@@ -447,9 +451,6 @@ class Reducer:
         """
         Whether a backward has accumulated since the last round because it came from no forward.
         """
-    @property
-    def has_hook(self) -> bool:
-        ...
     @property
     def has_pending(self) -> bool:
         """

@@ -303,7 +303,8 @@ void bind_reducer(py::module_& module) {
           py::arg("state"), py::arg("hook"),
           "Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. "
           "Called once, before the first backward.")
-      .def_property_readonly("has_hook", &Reducer::has_hook)
+      .def("require_shardable", &Reducer::require_shardable,
+           "Raises pydist.InvalidUsage where no optimizer can have shards of the average.")
       .def_property("enabled", &Reducer::is_enabled, &Reducer::set_enabled,
                     "Whether backwards from forwards that end from now on are synchronised.")
       .def_property("weight", &Reducer::weight, &Reducer::set_weight,

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "reducer/operations/hook_policy.h"
 #include "reducer/reducer.h"
 
 namespace pydist {
@@ -21,10 +22,7 @@ void Reducer::shard(int owner, int stage, const std::vector<std::size_t>& slots,
   if (!current_.expired()) {
     throw InvalidUsage("an optimizer with shards is made outside of backward");
   }
-  if (hook_) {
-    throw InvalidUsage(
-        "a communication hook averages whole gradients, so no optimizer can have shards of them");
-  }
+  require_shardable();
   const c10::AutoGradMode no_grad(false);
   drain();
   arena_.shard(owner, stage, slots, shown);
@@ -42,18 +40,29 @@ void Reducer::shard(int owner, int stage, const std::vector<std::size_t>& slots,
 }
 
 void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
-  if (hook_) {
+  if (policy_->is_of_program()) {
     throw InvalidUsage("a communication hook is registered already; there can be one only");
   }
-  if (arena_.shardings() != 0) {
-    throw InvalidUsage(
-        "a communication hook averages whole gradients, of which pydist.ShardedOptimizer keeps "
-        "shards only: use one of the two");
-  }
+  require_combinable(/*has_hook=*/true, arena_.shardings() != 0);
   if (round_.number != kFirstRound) {
     throw InvalidUsage("a communication hook is registered before the first backward");
   }
-  hook_.emplace(std::move(hook), arena_);
+  policy_ = std::make_unique<HookPolicy>(std::move(hook), options_.sums ? 1 : communicator_->size(),
+                                         arena_);
+}
+
+// The only place that says what excludes what. Weights, sums, joining, accumulation, unused and
+// sparse parameters go with any policy.
+void Reducer::require_combinable(bool has_hook, bool has_shards) const {
+  const char* const other = options_.wire_dtype ? "compress="
+                            : has_shards        ? "pydist.ShardedOptimizer"
+                                                : nullptr;
+  if (has_hook && other != nullptr) {
+    throw InvalidUsage(
+        join("a communication hook (or average_bucket) gets whole gradients in their own type and "
+             "returns what they become, so that ",
+             other, " has no say in it: use one of the two"));
+  }
 }
 
 void Reducer::synchronize() {

@@ -482,9 +482,7 @@ void Reducer::apply_plan() {
   }
   const c10::AutoGradMode no_grad(false);
   arena_.arrange(*std::exchange(next_plan_, std::nullopt));
-  if (hook_) {
-    hook_->adapt(arena_);
-  }
+  policy_->adapt(arena_);
   digest_.reset();
   count_missing();
   stats_.buckets.clear();

@@ -71,12 +71,17 @@
 #include "bucketing/arrival_order.h"
 #include "communicator/communicator.h"
 #include "reducer/autograd_hooks.h"
-#include "reducer/bucket_hook.h"
 #include "reducer/gradients/gradient_arena.h"
 #include "reducer/link_speed.h"
+#include "reducer/operations/bucket_policy.h"
+#include "reducer/operations/operations_under_way.h"
 #include "reducer/round_times.h"
 #include "reducer/round_words.h"
 #include "reducer/timeline.h"
+
+namespace c10d {
+class CommHookInterface;
+}
 
 namespace pydist {
 
@@ -180,12 +185,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // began. All ranks give the same answer.
   [[nodiscard]] bool has_stepped_alike() const noexcept { return has_stepped_alike_; }
 
-  // Lets `hook` average the buckets instead of the communicator's all-reduce. Gradients that do not
-  // travel in buckets still go through the communicator. Called at most once, before the first
-  // backward. With a hook, buckets follow the order of the first backward and are never planned
-  // again, because a hook may keep state for each of them.
+  // Lets `hook` combine the buckets instead of the communicator; see hook_policy.h. Gradients that
+  // do not travel in buckets still go through the communicator. Called at most once, before the
+  // first backward. With a hook, buckets follow the order of the first backward and are never
+  // planned again, because a hook may keep state for each of them.
   void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
-  [[nodiscard]] bool has_hook() const noexcept { return hook_.has_value(); }
+  // Throws InvalidUsage where no optimizer can have shards of the average.
+  void require_shardable() const { require_combinable(policy_->is_of_program(), true); }
 
   // Whether backwards from forwards that end from now on are synchronised, or accumulate only.
   void set_enabled(bool enabled) noexcept { is_enabled_ = enabled; }
@@ -253,11 +259,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
       "a communication hook raised, so the hooks of the ranks are out of step: start again";
 
   class Backward;
-  // How the gradients of all ranks are combined.
-  struct Combination {
-    ReduceOp op = ReduceOp::kMean;
-    double factor = 1.0;
-  };
   // The state of one round, which is reset when the next one begins.
   struct Round {
     std::uint64_t number = 0;
@@ -320,7 +321,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool may_launch();
   void decide_combination();
   void launch(Closing::Status status);
-  void start_hook(std::size_t bucket, Closing::Status status, std::function<void()> note_done);
   [[nodiscard]] bool has_memory(std::size_t bucket);
   [[nodiscard]] bool keeps_averages() const;
   void fill(GradientSlot& slot);
@@ -335,9 +335,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void run_round();
   void give_up() noexcept;
   void break_off();
-  void wait_for(Work& work) const;
   void wait();
-  void wait_for_hook();
+  void finish_buckets();
   [[nodiscard]] bool has_hook_thrown() const;
   void warn_of_skipped_steps();
   [[nodiscard]] std::string why_worthless() const;
@@ -357,15 +356,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] std::exception_ptr compare_gradients();
   void finish_times();
 
-  WorkPtr submit(Operation operation, const at::Tensor& input, const at::Tensor& output,
-                 std::string label);
-  WorkPtr combine(const at::Tensor& memory, std::string label);
-  WorkPtr combine_shards(const at::Tensor& memory, const at::Tensor& shard, std::string label);
-  WorkPtr broadcast(const at::Tensor& memory, int root, std::string label);
+  void require_combinable(bool has_hook, bool has_shards) const;
 
   // -- what is under way
   [[nodiscard]] bool is_idle() const;
-  [[nodiscard]] bool is_over() const;
   void forget();
   void orphan();
 
@@ -380,7 +374,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   LinkSpeed speed_;
   std::vector<std::unique_ptr<AccumulationHooks>> hooks_;  // by slot
   std::unordered_set<const c10::TensorImpl*> parameters_;  // of the slots, which keep them
-  std::optional<BucketHook> hook_;
+  OperationsUnderWay operations_;
+  std::unique_ptr<BucketPolicy> policy_;
   std::optional<BucketPlan> next_plan_;  // agreed, for the next round
   bool has_learned_ = false;             // the order of a backward
   // In the last backward, no parameter was used on some ranks and unused on others.
@@ -413,7 +408,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Round round_;
   Openings openings_;
   std::optional<Closings> closings_;
-  std::vector<WorkPtr> works_;  // of this round, or left by one that was given up
   Instant forward_began_ = 0;
   Instant forward_ended_ = 0;
 

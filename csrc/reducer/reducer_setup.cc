@@ -6,6 +6,7 @@
 
 #include "base/digest.h"
 #include "c10d/errors.h"
+#include "reducer/operations/communicator_policy.h"
 #include "reducer/reducer.h"
 
 namespace pydist {
@@ -52,6 +53,8 @@ Reducer::Reducer(CommunicatorPtr communicator, Planner planner,
       place_(next_place.fetch_add(1)),
       arena_(communicator_, /*lends=*/!options_.gradients_are_views),
       order_(0),
+      operations_(communicator_, arena_, options_.wire_dtype),
+      policy_(std::make_unique<CommunicatorPolicy>(operations_)),
       openings_(communicator_->rank(), communicator_->size()) {
   if (!options_.timeline.empty()) {
     timeline_ = Timeline::open(options_.timeline, options_.timeline_rank);

@@ -1,5 +1,5 @@
 // One synchronisation, step by step; see Note [Rounds]. What comes after its closing is in
-// round_conclusion.cc, its operations in round_operations.cc.
+// round_conclusion.cc, what it starts in operations/.
 
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
@@ -7,15 +7,12 @@
 
 #include <algorithm>
 #include <exception>
-#include <functional>
 #include <optional>
 #include <utility>
 
 #include "base/digest.h"
 #include "base/error.h"
 #include "c10d/device_streams.h"
-#include "c10d/tensors.h"
-#include "c10d/work.h"
 #include "reducer/reducer.h"
 
 namespace pydist {
@@ -74,8 +71,8 @@ void Reducer::open_round() {
   openings_.write(own);
   Operation operation;
   operation.kind = OpKind::kAllGather;
-  round_.opening =
-      submit(std::move(operation), openings_.own(), openings_.all(), "opening of a round");
+  round_.opening = operations_.submit(std::move(operation), openings_.own(), openings_.all(),
+                                      "opening of a round");
   if (own.mode == Mode::kAsOne) {
     round_.combination = {options_.sums ? ReduceOp::kSum : ReduceOp::kMean, 1.0};
   }
@@ -148,44 +145,29 @@ void Reducer::launch(Closing::Status status) {
   }
   note_capture();
   round_.times->buckets[number].launched = now_ns();
-  const auto note_done = [times = round_.times, number] { times->buckets[number].done = now_ns(); };
-  if (!hook_) {
-    WorkPtr work;
-    if (bucket.owner == 0) {
-      work = combine(bucket.travelling, bucket.label);
-    } else if (is_lost) {
-      work =
-          combine_shards(at::empty_like(bucket.memory), at::empty_like(bucket.shard), bucket.label);
-    } else {
-      work = combine_shards(bucket.memory, bucket.shard, bucket.label);
-      if (bucket.berth != nullptr) {
-        bucket.berth->set_work(work);
-      }
-    }
-    // Counted only now: a bucket that was refused is sent when the round is given up.
-    ++round_.launched;
-    work->on_completion([note_done](const auto&) { note_done(); });
-  } else {
-    ++round_.launched;
-    start_hook(number, status, note_done);
-  }
-  if (round_.times->computed == 0) {
-    round_.launching_s += static_cast<double>(now_ns() - began) * 1e-9;
-  }
-}
-
-void Reducer::start_hook(std::size_t bucket, Closing::Status status,
-                         std::function<void()> note_done) {
-  if (!out_of_step_.empty()) {
-    return;
-  }
+  const at::Tensor memory = is_lost ? at::empty_like(bucket.memory) : bucket.travelling;
+  const at::Tensor shard = is_lost ? at::empty_like(bucket.shard) : bucket.shard;
+  const DepartingBucket departing{number, bucket.label, memory, shard};
   try {
-    hook_->start(bucket, arena_.buckets()[bucket].travelling, std::move(note_done));
-  } catch (...) {
-    out_of_step_ = kHooksOutOfStep;
     if (status == Closing::Status::kFine) {
+      policy_->prepare(departing, *round_.combination);
+    }
+    WorkPtr work = policy_->reduce(
+        departing, *round_.combination,
+        [times = round_.times, number](const auto&) { times->buckets[number].done = now_ns(); });
+    if (bucket.berth != nullptr && !is_lost) {
+      bucket.berth->set_work(std::move(work));
+    }
+  } catch (...) {
+    // What the program raises while a round is given up changes nothing: the closing tells it.
+    if (status == Closing::Status::kFine || !policy_->has_raised()) {
       throw;
     }
+  }
+  // Counted only now: a bucket that was refused is sent when the round is given up.
+  ++round_.launched;
+  if (round_.times->computed == 0) {
+    round_.launching_s += static_cast<double>(now_ns() - began) * 1e-9;
   }
 }
 
@@ -269,11 +251,12 @@ void Reducer::close_round(Closing::Status status) {
     const bool has_unplaced =
         std::any_of(arena_.slots().begin(), arena_.slots().end(),
                     [](const GradientSlot& slot) { return !slot.is_sparse && !has_place(slot); });
-    closing.wants_plan =
-        communicator_->rank() == 0 && !closing.is_captured && !is_plan_fixed_ &&
-        (has_unplaced || (!(hook_ && has_learned_) && order_.wants_plan(arena_.plan())));
-  } else if (!out_of_step_.empty()) {
+    closing.wants_plan = communicator_->rank() == 0 && !closing.is_captured && !is_plan_fixed_ &&
+                         (has_unplaced || (!(policy_->is_of_program() && has_learned_) &&
+                                           order_.wants_plan(arena_.plan())));
+  } else if (policy_->has_raised()) {
     closing.status = Closing::Status::kHookThrew;
+    out_of_step_ = kHooksOutOfStep;
   }
   if (!closings_ || closings_->slots() != arena_.slots().size()) {
     closings_.emplace(communicator_->rank(), communicator_->size(), arena_.slots().size());
@@ -296,7 +279,8 @@ void Reducer::close_round(Closing::Status status) {
   round_.is_closed = true;
   Operation operation;
   operation.kind = OpKind::kAllReduce;
-  submit(std::move(operation), closings_->memory(), closings_->memory(), "closing of a round");
+  operations_.submit(std::move(operation), closings_->memory(), closings_->memory(),
+                     "closing of a round");
 }
 
 // Checked before the closing, because closings of different models have different lengths.
@@ -432,6 +416,49 @@ void Reducer::finish_times() {
   if (timeline_ != nullptr) {
     timeline_->write(arena_, *round_.times, place_, stats_.rounds);
   }
+}
+
+// -- what is under way
+
+void Reducer::wait() {
+  operations_.wait();
+  finish_buckets();
+}
+
+void Reducer::finish_buckets() {
+  if (policy_->is_idle()) {
+    return;
+  }
+  if (has_hook_thrown()) {
+    // One rank's hook has not taken part, so what the other ranks' hooks wait for may never come.
+    policy_->forget();
+    return;
+  }
+  policy_->finish();
+}
+
+bool Reducer::is_idle() const { return operations_.is_idle() && policy_->is_idle(); }
+
+// Waits for what an earlier round has left under way.
+void Reducer::drain() {
+  if (is_idle()) {
+    return;
+  }
+  try {
+    operations_.drain();
+    finish_buckets();
+  } catch (...) {
+    if (operations_.is_over() && policy_->is_over()) {
+      forget();
+    }
+    throw;
+  }
+  forget();
+}
+
+void Reducer::forget() {
+  operations_.forget();
+  policy_->forget();
 }
 
 }  // namespace pydist

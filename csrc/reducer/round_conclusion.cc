@@ -75,16 +75,14 @@ void Reducer::do_the_rest() {
   if (closings_->any(&Closing::wants_buffers)) {
     exchange_buffers(root);
   }
-  for (const WorkPtr& work : works_) {
-    wait_for(*work);
-  }
+  operations_.wait();
 }
 
 void Reducer::exchange_buffers(int root) {
   if (communicator_->rank() == root) {
     buffers_->pack();
   }
-  wait_for(*broadcast(buffers_->memory, root, "buffers"));
+  operations_.wait_for(*operations_.broadcast(buffers_->memory, root, "buffers"));
   if (communicator_->rank() != root) {
     buffers_->unpack();
   }
@@ -98,7 +96,9 @@ void Reducer::admit_new() {
     const GradientSlot& slot = arena_.slots()[admitted_];
     const at::Tensor values = slot.parameter.detach();
     const at::Tensor memory = values.contiguous();
-    broadcast(memory.view({-1}).view(at::kByte), /*root=*/0, join("values of ", slot.name))->wait();
+    operations_
+        .broadcast(memory.view({-1}).view(at::kByte), /*root=*/0, join("values of ", slot.name))
+        ->wait();
     if (communicator_->rank() != 0 && !memory.is_same(values)) {
       values.copy_(memory);
     }
@@ -123,7 +123,8 @@ void Reducer::send_late() {
       slot.late = slot.late.defined() ? slot.late.contiguous()
                                       : at::zeros(slot.view.sizes(), slot.view.options());
     }
-    combine(slot.late, join("late gradient of ", slot.name));
+    operations_.combine(*round_.combination, slot.late, /*shard=*/{},
+                        join("late gradient of ", slot.name));
   }
 }
 
@@ -150,7 +151,7 @@ void Reducer::send_sparse() {
       slot.late = scaled(slot.late, round_.combination->factor);
       op = ReduceOp::kSum;
     }
-    works_.push_back(sparse_all_reduce(*communicator_, slot.late, op, /*deadline=*/std::nullopt));
+    operations_.add(sparse_all_reduce(*communicator_, slot.late, op, /*deadline=*/std::nullopt));
   }
 }
 
@@ -175,7 +176,7 @@ std::exception_ptr Reducer::exchange_plan() {
       error = std::current_exception();
     }
   }
-  broadcast(words, /*root=*/0, "plan of the buckets")->wait();
+  operations_.broadcast(words, /*root=*/0, "plan of the buckets")->wait();
   order_.note_plan();
   if (error != nullptr) {
     return error;
@@ -260,7 +261,7 @@ std::exception_ptr Reducer::compare_gradients() {
   }
   Operation operation;
   operation.kind = OpKind::kAllGather;
-  submit(std::move(operation), own, all, "check of the gradients")->wait();
+  operations_.submit(std::move(operation), own, all, "check of the gradients")->wait();
   for (const GradientSlot& slot : arena_.slots()) {
     for (std::int64_t rank = 1; rank < size; ++rank) {
       const auto index = static_cast<std::int64_t>(slot.index);

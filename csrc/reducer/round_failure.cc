@@ -90,7 +90,9 @@ void Reducer::let_all_hear() noexcept {
     Operation operation;
     operation.kind = OpKind::kAllReduce;
     const at::Tensor& memory = closings_->memory();
-    submit(std::move(operation), memory, memory, "all ranks have heard why a round failed")->wait();
+    operations_
+        .submit(std::move(operation), memory, memory, "all ranks have heard why a round failed")
+        ->wait();
   } catch (const std::exception&) {
     // A rank that is gone has heard the reason, or never will.
   }

@@ -102,7 +102,7 @@ std::string Reducer::why_not_captured() const {
     return because(
         "buffers of the module would be exchanged; wrap it with broadcast_buffers=False");
   }
-  if (hook_) {
+  if (policy_->is_of_program()) {
     return because("a communication hook averages the gradients");
   }
   if (options_.checks_gradients) {

@@ -500,7 +500,8 @@ class DataParallel(TorchIdioms):
         its weight, whichever rank and micro-batch it belongs to. The weights are summed in float64,
         and every gradient is rounded once, after the sum over the ranks; what one rank accumulates
         is rounded as it is added, as always. With `reduction="sum"`, gradients are
-        multiplied by their weights and added.
+        multiplied by their weights and added. A communication hook gets gradients that were
+        multiplied so that their mean (or sum) over the ranks is the weighted one.
 
         Every rank gives a weight to each of the backwards of a step, or none does.
 
@@ -508,7 +509,7 @@ class DataParallel(TorchIdioms):
             weight: Not negative; 0 for a batch that counts for nothing, even where its loss is NaN.
 
         Raises:
-            InvalidUsage: The weight is negative or not finite, or a communication hook averages.
+            InvalidUsage: The weight is negative or not finite.
             Error: At the end of backward, if only some of the step's backwards had a weight.
         """
         value = float(weight)
@@ -517,7 +518,6 @@ class DataParallel(TorchIdioms):
                 f"the weight of a backward is {value}; it must be finite and not negative"
             )
         self.require_joined()
-        self._refuse_hook("weighted() gives ranks different weights")
         reducer = self._reducer
         before, reducer.weight = reducer.weight, value
         try:
@@ -565,8 +565,8 @@ class DataParallel(TorchIdioms):
             throw_on_early_termination: Whether all ranks raise as soon as one has no more batches.
 
         Raises:
-            InvalidUsage: The module holds a SyncBatchNorm, another wrapped model is in `join()`, or
-                (with `divide_by_initial_world_size=False`) a communication hook averages.
+            InvalidUsage: The module holds a SyncBatchNorm, a `pydist.ShardedOptimizer` updates the
+                model, or another wrapped model is in `join()`.
             Error: A rank had no more batches, and `throw_on_early_termination` is set.
         """
         if not enable:
@@ -581,8 +581,6 @@ class DataParallel(TorchIdioms):
                 "pydist.ShardedOptimizer updates a part of every parameter: give all ranks as many "
                 "batches, those of weighted(0) if need be"
             )
-        if not divide_by_initial_world_size:
-            self._refuse_hook("join(divide_by_initial_world_size=False) leaves ranks out")
         global _joining
         if _joining is not None:
             raise InvalidUsage(
@@ -686,7 +684,7 @@ class DataParallel(TorchIdioms):
             bucket: `bucket.buffer()` holds this rank's gradients, `bucket.parameters()` says whose.
 
         Returns:
-            A future of their mean.
+            A future of their mean, or, with `reduction="sum"`, of their sum.
         """
         raise NotImplementedError
 
@@ -753,11 +751,17 @@ class DataParallel(TorchIdioms):
         Args:
             state: The first argument of every call.
             hook: `hook(state, bucket)` starts averaging `bucket.buffer()` and returns a future of
-                the mean: in the bucket's dtype, or in one that is converted to it. It is called on
-                the thread that runs backward, in the order of `bucket.index()`.
+                the mean over the ranks, or, with `reduction="sum"`, of the sum: in the bucket's
+                dtype, or in one that is converted to it. It is called on the thread that runs
+                backward, in the order of `bucket.index()`. What it returns is what the gradients
+                become; the engine divides nothing. Where ranks count by share (`weighted()`,
+                `join(divide_by_initial_world_size=False)`), the bucket holds gradients that were
+                multiplied by this rank's share, so that their mean or sum is the right one.
 
         Raises:
-            InvalidUsage: `hook` can't be called so, or there is a hook already, or a backward was.
+            InvalidUsage: `hook` can't be called so, or there is a hook already, or a backward was;
+                or with `compress=`, or with a `pydist.ShardedOptimizer`, as a hook gets whole
+                gradients in their own type.
         """
         if not callable(hook):
             raise InvalidUsage(f"hook is a {type(hook).__name__}; it must be callable")
@@ -770,11 +774,6 @@ class DataParallel(TorchIdioms):
             ) from None
         except ValueError:
             pass  # a builtin without a signature
-        if self._settings.compress is not None:
-            raise InvalidUsage(
-                "compress= lets the engine's own average travel in 16 bits, which a communication "
-                "hook takes the place of: use one of the two"
-            )
         self.require_joined()
         self._reducer.register_comm_hook(state, _returning_future(hook))
 
@@ -881,13 +880,9 @@ class DataParallel(TorchIdioms):
 
     def require_shardable(self, name: str, parameter: Tensor) -> None:
         """Raises InvalidUsage where no optimizer can have shards of a parameter."""
-        self._refuse_hook("pydist.ShardedOptimizer reduces gradients into shards")
+        self._reducer.require_shardable()
         if any(p is parameter and is_sparse for _, p, is_sparse in self._trained.known):
             raise _sparse_error(name)
-
-    def _refuse_hook(self, what: str) -> None:
-        if self._reducer.has_hook:
-            raise InvalidUsage(f"{what}, which a communication hook knows nothing of")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state, under the module's own names."""

@@ -29,6 +29,7 @@ CPP_LAYERS = (
     "c10d",
     "c10d/gloo",
     "reducer/gradients",
+    "reducer/operations",
     "reducer",
     "bindings",
 )

@@ -1,4 +1,4 @@
-#include "reducer/bucket_hook.h"
+#include "reducer/operations/hook_policy.h"
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
@@ -10,12 +10,13 @@
 
 namespace pydist {
 
-BucketHook::BucketHook(std::shared_ptr<c10d::CommHookInterface> hook, const GradientArena& arena)
-    : hook_(std::move(hook)) {
-  adapt(arena);
+HookPolicy::HookPolicy(std::shared_ptr<c10d::CommHookInterface> hook, int divisor,
+                       const GradientArena& arena)
+    : hook_(std::move(hook)), divisor_(divisor) {
+  HookPolicy::adapt(arena);
 }
 
-void BucketHook::adapt(const GradientArena& arena) {
+void HookPolicy::adapt(const GradientArena& arena) {
   views_.clear();
   for (const GradientBucket& bucket : arena.buckets()) {
     View& view = views_.emplace_back();
@@ -42,21 +43,34 @@ void BucketHook::adapt(const GradientArena& arena) {
   }
 }
 
-void BucketHook::start(std::size_t bucket, const at::Tensor& memory,
-                       std::function<void()> on_completion) {
-  const View& view = views_[bucket];
-  for (const auto& [begin, count] : view.padding) {
-    memory.narrow(0, begin, count).zero_();  // a hook has written there, or may take a norm
+void HookPolicy::prepare(const DepartingBucket& bucket, const Combination& combination) {
+  for (const auto& [begin, count] : views_[bucket.number].padding) {
+    bucket.memory.narrow(0, begin, count).zero_();  // a hook has written there, or may take a norm
   }
-  c10d::GradBucket grad_bucket(bucket, views_.size(), memory, view.offsets, view.lengths,
-                               {view.sizes.begin(), view.sizes.end()}, view.parameters,
-                               std::nullopt);
-  promises_.push_back({bucket, memory, hook_->runHook(grad_bucket)});
-  promises_.back().future->addCallback(
-      [on_completion = std::move(on_completion)](const auto& /*future*/) { on_completion(); });
+  if (combination.op == ReduceOp::kPremulSum) {
+    at::Tensor memory = bucket.memory;
+    memory.mul_(combination.factor * divisor_);
+  }
 }
 
-void BucketHook::wait() {
+WorkPtr HookPolicy::reduce(const DepartingBucket& bucket, const Combination& /*combination*/,
+                           Work::Callback on_completion) {
+  if (has_raised_) {
+    return nullptr;
+  }
+  const View& view = views_[bucket.number];
+  c10d::GradBucket grad_bucket(bucket.number, views_.size(), bucket.memory, view.offsets,
+                               view.lengths, {view.sizes.begin(), view.sizes.end()},
+                               view.parameters, std::nullopt);
+  has_raised_ = true;  // unless it returns
+  promises_.push_back({bucket.number, bucket.memory, hook_->runHook(grad_bucket)});
+  has_raised_ = false;
+  promises_.back().future->addCallback(
+      [on_completion = std::move(on_completion)](const auto& /*future*/) { on_completion({}); });
+  return nullptr;
+}
+
+void HookPolicy::finish() {
   for (const Promise& promise : promises_) {
     promise.future->wait();
     const at::Tensor averaged = hook_->parseHookResult(promise.future->value());
@@ -73,7 +87,7 @@ void BucketHook::wait() {
   }
 }
 
-bool BucketHook::is_over() const {
+bool HookPolicy::is_over() const {
   return std::all_of(promises_.begin(), promises_.end(),
                      [](const Promise& promise) { return promise.future->completed(); });
 }
