@@ -368,13 +368,13 @@ class Reducer:
         """
         What an optimizer's buckets share, in stage 2.
         """
-    def fail_round(self) -> None:
-        """
-        Takes part in a round of the others, and tells them that this rank raised.
-        """
     def join_round(self) -> bool:
         """
         Takes part in a round of the others; returns whether any rank still has batches.
+        """
+    def leave_join(self) -> None:
+        """
+        Tells the others, in a round of theirs or when they leave too, that this rank raised within join().
         """
     def note_changed_buffers(self, first: typing.SupportsInt | typing.SupportsIndex, digest: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
@@ -383,10 +383,6 @@ class Reducer:
     def note_forward(self) -> None:
         """
         After a forward whose outputs may go backward: one that no output of a forward announces averages if this one was to.
-        """
-    def note_step(self, owner: typing.SupportsInt | typing.SupportsIndex, options: typing.SupportsInt | typing.SupportsIndex) -> None:
-        """
-        Tells what an optimizer has stepped with, as a digest of 64 bits, for the next round to compare.
         """
     def prepare_forward(self, is_for_training: bool) -> None:
         """
@@ -412,6 +408,10 @@ class Reducer:
         """
         What a rank without a batch counts for: 'zeros', or nothing ('absent'); '' if there is none.
         """
+    def set_stepping(self, owner: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        Tells in step() of which optimizer, by its number, this rank is from now on; 0: of none.
+        """
     def shard(self, owner: typing.SupportsInt | typing.SupportsIndex, stage: typing.SupportsInt | typing.SupportsIndex, slots: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], shown: collections.abc.Sequence[torch.Tensor]) -> None:
         """
         All ranks call: an optimizer, known by a number from 1, updates shards of the parameters with these indices; `shown` are what stands for their gradients.
@@ -423,6 +423,10 @@ class Reducer:
     def synchronize(self) -> None:
         """
         Averages what was accumulated or set by hand and was not averaged; all ranks call.
+        """
+    def vote(self, refuses: bool, options: typing.SupportsInt | typing.SupportsIndex) -> tuple[list[int], list[int], bool, bool]:
+        """
+        All ranks call before an optimizer of theirs steps; `options` is a digest of 64 bits. Returns the ranks that refuse, those that went backward instead, which fails there and drops the gradients here, whether all are in step() of one optimizer, and whether options agree.
         """
     def watch(self, output: torch.Tensor) -> None:
         """
@@ -457,11 +461,6 @@ class Reducer:
         Whether a gradient was accumulated and not averaged.
         """
     @property
-    def has_stepped_alike(self) -> bool:
-        """
-        Whether what note_step() said before the last round was the same on all ranks.
-        """
-    @property
     def is_in_backward(self) -> bool:
         """
         Whether a backward that synchronises is under way.
@@ -470,11 +469,6 @@ class Reducer:
     def last_root(self) -> int:
         """
         The lowest rank that had a batch in the last round with any.
-        """
-    @property
-    def others_know(self) -> bool:
-        """
-        Whether the other ranks were told of a failure since the last forward.
         """
     @property
     def parameters(self) -> list[torch.Tensor]:

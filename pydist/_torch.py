@@ -9,7 +9,6 @@ file is long because it is the one list of them.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -87,9 +86,6 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "torch._C._functorch": {
         "is_functorch_wrapped_tensor": "torch.func has no way to ask",
         "get_unwrapped": "nor to look inside",
-    },
-    "torch.autograd.graph": {
-        "_engine_run_backward": "in the traceback of what a backward raises, which has no class",
     },
     "torch.utils._pytree": {
         "tree_map_only": "torch.utils.pytree is not in 2.11",
@@ -406,12 +402,6 @@ def fake_tensors(*, allow_non_fake_inputs: bool) -> FakeTensorMode:
 
 # The logger of what makes fake tensors: it logs an exception beside raising it.
 FAKE_TENSORS_LOG = torch._subclasses.fake_tensor.__name__
-
-
-def came_out_of_backward(error: BaseException) -> bool:
-    """Whether torch's engine was running a backward when an error was raised."""
-    name = torch.autograd.graph._engine_run_backward.__name__
-    return any(f.f_code.co_name == name for f, _ in traceback.walk_tb(error.__traceback__))
 
 
 # -- compilers

@@ -278,9 +278,23 @@ void bind_reducer(py::module_& module) {
           [](const Reducer& self, int owner) { return self.arena().berth_bytes(owner); },
           py::arg("owner"), "What an optimizer's buckets share, in stage 2.")
       .def(
-          "note_step", &Reducer::note_step, py::arg("owner"), py::arg("options"),
-          "Tells what an optimizer has stepped with, as a digest of 64 bits, for the next round to "
-          "compare.")
+          "vote",
+          [](Reducer& self, bool refuses, std::uint64_t options) {
+            const Reducer::Vote vote = [&] {
+              const ReleasedGil released;
+              return self.vote(refuses, options);
+            }();
+            return py::make_tuple(vote.refused, vote.went_backward, vote.all_in_step,
+                                  vote.options_agree);
+          },
+          py::arg("refuses"), py::arg("options"),
+          "All ranks call before an optimizer of theirs steps; `options` is a digest of 64 bits. "
+          "Returns the ranks that refuse, those that went backward instead, which fails there and "
+          "drops the gradients here, whether all are in step() of one optimizer, and whether "
+          "options agree.")
+      .def("set_stepping", &Reducer::set_stepping, py::arg("owner"),
+           "Tells in step() of which optimizer, by its number, this rank is from now on; 0: of "
+           "none.")
       .def("note_changed_buffers", &Reducer::note_changed_buffers, py::arg("first"),
            py::arg("digest"),
            "Tells that the program has changed buffers since the last round: the number of the "
@@ -288,9 +302,6 @@ void bind_reducer(py::module_& module) {
       .def_property_readonly("first_differing_buffer", &Reducer::first_differing_buffer,
                              "The number, from 1, of the first buffer in which the ranks of the "
                              "present round differ by what note_changed_buffers() said; 0: none.")
-      .def_property_readonly("has_stepped_alike", &Reducer::has_stepped_alike,
-                             "Whether what note_step() said before the last round was the same on "
-                             "all ranks.")
       .def_property_readonly(
           "shardings", [](const Reducer& self) { return self.arena().shardings(); },
           "How often buckets were given to optimizers; more than before: there are new ones.")
@@ -324,14 +335,12 @@ void bind_reducer(py::module_& module) {
           "join_round",
           [](Reducer& self) { return calling_python([&] { return self.join_round(); }); },
           "Takes part in a round of the others; returns whether any rank still has batches.")
-      .def("fail_round", &Reducer::fail_round, py::call_guard<ReleasedGil>(),
-           "Takes part in a round of the others, and tells them that this rank raised.")
+      .def("leave_join", &Reducer::leave_join, py::call_guard<ReleasedGil>(),
+           "Tells the others, in a round of theirs or when they leave too, that this rank raised "
+           "within join().")
       .def("retire", &Reducer::retire, py::arg("reason"), py::call_guard<ReleasedGil>(),
            "Takes the hooks away for good, because another one averages some of the parameters. A "
            "backward from an earlier forward then raises pydist.InvalidUsage with the reason.")
-      .def_property_readonly("others_know", &Reducer::others_know,
-                             "Whether the other ranks were told of a failure since the last "
-                             "forward.")
       .def_property_readonly("last_root", &Reducer::last_root,
                              "The lowest rank that had a batch in the last round with any.")
       .def_property_readonly("round", &Reducer::round,

@@ -1,4 +1,5 @@
-// What a program asks of a reducer outside of backward: shards, a hook, a round of its own, an end.
+// What a program asks of a reducer outside of backward: shards, a hook, a vote, a round of its own,
+// an end.
 
 #include <c10/core/GradMode.h>
 
@@ -103,10 +104,65 @@ void Reducer::take_over_by_hand(GradientSlot& slot) {
   weights_.has_plain = true;
 }
 
+// Says something other than that a round begins. Where others begin one, it fails, and ends here.
+void Reducer::say(Opening::Purpose purpose, std::uint64_t options) {
+  await_thrown();
+  const c10::AutoGradMode no_grad(false);
+  drain();
+  if (!out_of_step_.empty()) {
+    std::rethrow_exception(make_error(ErrorKind::kError, out_of_step_));
+  }
+  Opening own;
+  own.purpose = purpose;
+  own.stepping = stepping_;
+  own.options = options;
+  own.is_present = is_present_;
+  own.mode = Opening::Mode::kNothing;
+  own.share = 0.0;
+  votes_.write(own);
+  Operation operation;
+  operation.kind = OpKind::kAllGather;
+  const WorkPtr work = operations_.submit(std::move(operation), votes_.own(), votes_.all(),
+                                          "what ranks say between rounds");
+  work->wait_or_end([this] {
+    communicator_->abort(Aborted(join("rank ", communicator_->rank(),
+                                      " was interrupted while it waited for the others' word")));
+  });
+  forget();
+  if (!votes_.ranks_with(Opening::Purpose::kRound).empty()) {
+    openings_ = std::exchange(votes_, Openings(communicator_->rank(), communicator_->size()));
+    prepare_round(now_ns());
+    round_.opening = work;
+    decide_combination();
+    give_up();
+  }
+}
+
+Reducer::Vote Reducer::vote(bool refuses, std::uint64_t options) {
+  using Purpose = Opening::Purpose;
+  const std::uint64_t round = round_.number;
+  say(refuses ? Purpose::kRefuseStep : Purpose::kStep, options);
+  const Openings& said = round_.number == round ? votes_ : openings_;
+  Vote vote;
+  vote.refused = said.ranks_with(Purpose::kRefuseStep);
+  vote.went_backward = said.ranks_with(Purpose::kRound);
+  std::optional<std::uint64_t> common;
+  for (int rank = 0; rank < communicator_->size(); ++rank) {
+    const Opening theirs = said.of(rank);
+    vote.all_in_step = vote.all_in_step && theirs.stepping == stepping_;
+    if (theirs.purpose == Purpose::kStep) {
+      vote.options_agree = vote.options_agree && theirs.options == common.value_or(theirs.options);
+      common = theirs.options;
+    }
+  }
+  return vote;
+}
+
 void Reducer::set_joining(Joining joining, bool throws_on_first) noexcept {
   joining_ = joining;
   throws_on_first_ = throws_on_first;
   is_present_ = true;
+  joined_before_ = round_.number;
 }
 
 bool Reducer::join_round() {
@@ -124,16 +180,17 @@ bool Reducer::join_round() {
   return openings_.present() != 0;
 }
 
-void Reducer::fail_round() noexcept {
+void Reducer::leave_join() noexcept {
   try {
-    prepare_round(now_ns());
-    open_round();
-    decide_combination();
+    await_thrown();
+    drain();
+    // Whoever was in a round with a rank that left leaves join() too: nobody is left to be told.
+    if (round_.number == joined_before_ ||
+        openings_.ranks_with(Opening::Purpose::kLeaveJoin).empty()) {
+      say(Opening::Purpose::kLeaveJoin, 0);
+    }
   } catch (const std::exception&) {
-    // A group that failed has told everybody already; give_up() does what can be done.
-  }
-  if (round_.times != nullptr) {
-    give_up();
+    // A group that failed has told everybody already.
   }
 }
 

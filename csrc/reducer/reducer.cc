@@ -154,7 +154,6 @@ void Reducer::prepare_forward(bool is_for_training) {
     }
   }
   forward_began_ = now_ns();
-  others_know_ = false;
 }
 
 void Reducer::note_changed_buffers(std::size_t first, std::uint64_t digest) {

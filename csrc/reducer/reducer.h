@@ -25,8 +25,8 @@
 //
 // Note [Rounds]
 // What one synchronisation does, on every rank in the same order:
-//   1. an opening: who is present, each rank's share in the average, digests of model and plan, of
-//      what optimizers with shards last stepped with, and of buffers that the program changed;
+//   1. an opening: who is present, each rank's share in the average, digests of model and plan, and
+//      of buffers that the program changed;
 //   2. every bucket, in the order of the plan, with zeros where this rank has nothing. So ranks
 //      that use different parameters never wait for each other;
 //   3. a closing: whether backward threw anywhere, who used which parameter, and what else there is
@@ -35,6 +35,14 @@
 //      for new parameters, a new plan.
 // A parameter that no rank used keeps the gradient that it had. A backward that throws on one rank
 // ends on all of them with an error after step 3.
+//
+// Note [Votes]
+// Before an optimizer with shards changes anything, the ranks vote, by an all_gather of the same
+// form as an opening. So a rank that votes and one that opens a round hear each other, wherever the
+// program has gone apart: whoever voted then sends what the round needs, and tells that it is worth
+// nothing. Nobody waits, all ranks raise, and their groups go on. Where a round was begun within
+// the step, by its closure or a hook, that raises there, and its rank comes to the next vote. A
+// rank that leaves join() by an exception does the same once.
 //
 // Note [Capture]
 // A backward may be captured into a CUDA graph. Then its buckets are captured too, while the words
@@ -59,7 +67,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -168,9 +175,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void shard(int owner, int stage, const std::vector<std::size_t>& slots,
              const std::vector<at::Tensor>& shown);
 
-  // Takes a digest of the options that the optimizer `owner` has stepped with. The next round
-  // compares the ranks' digests.
-  void note_step(int owner, std::uint64_t options) { stepped_with_[owner] = options; }
+  // From here on, this rank is in step() of the optimizer `owner`; 0: in none.
+  void set_stepping(int owner) noexcept { stepping_ = owner; }
+  // What the ranks said before a step. The same on all ranks.
+  struct Vote {
+    std::vector<int> refused;        // the ranks that can't step
+    std::vector<int> went_backward;  // the ranks that opened a round instead, which has failed
+    bool all_in_step = true;         // of the same optimizer, those in `went_backward` included
+    bool options_agree = true;       // of those that can step
+  };
+  // Collective: whether all ranks can step, with the same options; see Note [Votes].
+  [[nodiscard]] Vote vote(bool refuses, std::uint64_t options);
+
   // Called before a forward if the program has changed buffers since the last round. `first` is the
   // number of the first such buffer, from 1. The next round compares the ranks' digests. Several
   // calls between two rounds count together.
@@ -180,10 +196,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] std::size_t first_differing_buffer() const {
     return openings_.first_differing_buffer();
   }
-
-  // Whether the optimizers of all ranks had stepped with the same options when the last round
-  // began. All ranks give the same answer.
-  [[nodiscard]] bool has_stepped_alike() const noexcept { return has_stepped_alike_; }
 
   // Lets `hook` combine the buckets instead of the communicator; see hook_policy.h. Gradients that
   // do not travel in buckets still go through the communicator. Called at most once, before the
@@ -214,12 +226,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // has batches.
   bool join_round();
 
-  // For a rank that leaves because of an exception outside of backward: takes part in one more
-  // round, in which it tells the other ranks.
-  void fail_round() noexcept;
-
-  // Whether the other ranks have been told of a failure since the last forward.
-  [[nodiscard]] bool others_know() const noexcept { return others_know_; }
+  // For a rank that leaves join() because of an exception: tells the other ranks, in a round of
+  // theirs or when they leave as well.
+  void leave_join() noexcept;
 
   // The lowest rank that had a batch in the last round in which any had.
   [[nodiscard]] int last_root() const noexcept { return last_root_; }
@@ -318,6 +327,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // -- a round; see Note [Rounds]
   void open_round();
+  void say(Opening::Purpose purpose, std::uint64_t options);
   [[nodiscard]] bool may_launch();
   void decide_combination();
   void launch(Closing::Status status);
@@ -407,16 +417,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Weights weights_;
   Round round_;
   Openings openings_;
+  Openings votes_;  // what was said last that was no round
   std::optional<Closings> closings_;
   Instant forward_began_ = 0;
   Instant forward_ended_ = 0;
 
   std::size_t forwards_ = 0;  // since the last round
   bool has_warned_ = false;
-  bool others_know_ = false;  // that a round failed, since the last forward
   int last_root_ = 0;
-  std::map<int, std::uint64_t> stepped_with_;  // digests of options, by optimizer
-  bool has_stepped_alike_ = true;
+  int stepping_ = 0;                      // see Opening::stepping
+  std::uint64_t joined_before_ = 0;       // the first round since join() began
   std::uint64_t changed_buffers_ = 0;     // a digest; 0: none changed since the last round
   std::size_t first_changed_buffer_ = 0;  // by number from 1
   std::string out_of_step_;               // why nothing more can be averaged

@@ -55,7 +55,8 @@ Reducer::Reducer(CommunicatorPtr communicator, Planner planner,
       order_(0),
       operations_(communicator_, arena_, options_.wire_dtype),
       policy_(std::make_unique<CommunicatorPolicy>(operations_)),
-      openings_(communicator_->rank(), communicator_->size()) {
+      openings_(communicator_->rank(), communicator_->size()),
+      votes_(communicator_->rank(), communicator_->size()) {
   if (!options_.timeline.empty()) {
     timeline_ = Timeline::open(options_.timeline, options_.timeline_rank);
   }

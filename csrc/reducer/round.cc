@@ -10,7 +10,6 @@
 #include <optional>
 #include <utility>
 
-#include "base/digest.h"
 #include "base/error.h"
 #include "c10d/device_streams.h"
 #include "reducer/reducer.h"
@@ -61,11 +60,7 @@ void Reducer::open_round() {
   own.slots = arena_.slots().size();
   own.is_bare = round_.is_bare;
   own.forwards = std::exchange(forwards_, 0);
-  Digest stepped_with;
-  for (const auto& [owner, options] : stepped_with_) {
-    stepped_with.add(options);
-  }
-  own.stepped_with = stepped_with.value();
+  own.stepping = stepping_;
   own.changed_buffers = std::exchange(changed_buffers_, 0);
   own.first_changed_buffer = std::exchange(first_changed_buffer_, 0);
   openings_.write(own);
@@ -288,7 +283,8 @@ void Reducer::require_same_model() {
   round_.opening->wait();
   for (int rank = 0; rank < communicator_->size(); ++rank) {
     const Opening theirs = openings_.of(rank);
-    if (theirs.digest != openings_.of(0).digest) {
+    if (theirs.purpose == Opening::Purpose::kRound && openings_.of(0).purpose == theirs.purpose &&
+        theirs.digest != openings_.of(0).digest) {
       round_.is_closed = true;
       throw Mismatch(
           join("the parameters of ranks 0 and ", rank, " differ (", openings_.of(0).slots, " and ",
@@ -332,7 +328,6 @@ void Reducer::conclude_round(bool learns) {
   bool is_agreed = false;
   try {
     wait();
-    has_stepped_alike_ = openings_.all_stepped_alike();
     if (const std::string why = why_worthless(); !why.empty()) {
       // All ranks know the reason and are in step, with one exception: if only some ranks captured
       // the backward, the devices of the others wait for buckets that are merely recorded there.
@@ -342,7 +337,6 @@ void Reducer::conclude_round(bool learns) {
         std::rethrow_exception(make_error(ErrorKind::kError, why));
       }
       is_agreed = true;
-      others_know_ = true;
       if (has_hook_thrown()) {
         out_of_step_ = kHooksOutOfStep;
       }

@@ -64,7 +64,6 @@ void Reducer::give_up() noexcept {
       // In a forked child, which is none of the ranks.
     }
   }
-  others_know_ = true;
   order_.drop_round();
   orphan();
 }

@@ -22,6 +22,10 @@ bool Reducer::has_hook_thrown() const {
 // Why the round is worth nothing, from what all ranks said; empty where it is worth something.
 std::string Reducer::why_worthless() const {
   using Mode = Opening::Mode;
+  using Purpose = Opening::Purpose;
+  std::string stepped;
+  std::string refused;
+  std::string left;
   std::string threw;
   std::string joined;
   std::string as_one;
@@ -33,7 +37,12 @@ std::string Reducer::why_worthless() const {
   for (int rank = 0; rank < communicator_->size(); ++rank) {
     const Closing::Status status = closings_->of(rank).status;
     const Opening opening = openings_.of(rank);
-    if (status != Closing::Status::kFine) {
+    if (opening.purpose != Purpose::kRound) {
+      append(opening.purpose == Purpose::kStep        ? stepped
+             : opening.purpose == Purpose::kLeaveJoin ? left
+                                                      : refused,
+             rank);
+    } else if (status != Closing::Status::kFine) {
       append(threw, rank);
     }
     if (!opening.is_present) {
@@ -45,10 +54,27 @@ std::string Reducer::why_worthless() const {
              rank);
     }
   }
+  constexpr const char* kIncomplete = "so the gradients of this step are incomplete on every rank";
+  if (!refused.empty()) {
+    return join("step() of the model's pydist.ShardedOptimizer raised on rank ", refused,
+                " before this rank's backward was over, ", kIncomplete,
+                ": the exception is there; set the gradients to zero before the next step");
+  }
+  if (!stepped.empty()) {
+    return join("rank ", stepped,
+                " called step() of the model's pydist.ShardedOptimizer while this rank went "
+                "backward, ",
+                kIncomplete,
+                ": go backward as often on every rank, and set the gradients to zero before the "
+                "next step");
+  }
+  if (!left.empty()) {
+    return join("an exception was raised on rank ", left, " within join(), ", kIncomplete,
+                ": the exception is there");
+  }
   if (!threw.empty()) {
     return join(
-        "backward raised on rank ", threw,
-        ", so the gradients of this step are incomplete on every rank: the exception is there; ",
+        "backward raised on rank ", threw, ", ", kIncomplete, ": the exception is there; ",
         has_hook_thrown() ? kHooksOutOfStep : "set the gradients to zero before the next step");
   }
   if (!mixed.empty()) {

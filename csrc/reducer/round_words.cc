@@ -8,7 +8,7 @@ namespace pydist {
 namespace {
 
 // Counts and flags are exact in float64, and so are digests of 53 bits.
-constexpr std::size_t kOpeningWords = 10;
+constexpr std::size_t kOpeningWords = 12;
 constexpr std::size_t kClosingWords = 4;
 constexpr std::uint64_t kDigestMask = (std::uint64_t{1} << 53) - 1;
 
@@ -33,9 +33,11 @@ void Openings::write(const Opening& own) {
   words[4] = own.is_present ? 1.0 : 0.0;
   words[5] = own.is_bare ? 1.0 : 0.0;
   words[6] = static_cast<double>(own.forwards);
-  words[7] = static_cast<double>(own.stepped_with & kDigestMask);
+  words[7] = static_cast<double>(own.options & kDigestMask);
   words[8] = static_cast<double>(own.changed_buffers & kDigestMask);
   words[9] = static_cast<double>(own.first_changed_buffer);
+  words[10] = static_cast<double>(own.purpose);
+  words[11] = static_cast<double>(own.stepping);
 }
 
 Opening Openings::of(int rank) const {
@@ -49,9 +51,11 @@ Opening Openings::of(int rank) const {
   opening.slots = static_cast<std::size_t>(words[3]);
   opening.is_bare = words[5] != 0;
   opening.forwards = static_cast<std::size_t>(words[6]);
-  opening.stepped_with = static_cast<std::uint64_t>(words[7]);
+  opening.options = static_cast<std::uint64_t>(words[7]);
   opening.changed_buffers = static_cast<std::uint64_t>(words[8]);
   opening.first_changed_buffer = static_cast<std::size_t>(words[9]);
+  opening.purpose = static_cast<Opening::Purpose>(static_cast<int>(words[10]));
+  opening.stepping = static_cast<int>(words[11]);
   return opening;
 }
 
@@ -80,13 +84,14 @@ int Openings::lowest_present() const {
   return -1;
 }
 
-bool Openings::all_stepped_alike() const {
-  for (int rank = 1; rank < size_; ++rank) {
-    if (of(rank).stepped_with != of(0).stepped_with) {
-      return false;
+std::vector<int> Openings::ranks_with(Opening::Purpose purpose) const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (of(rank).purpose == purpose) {
+      ranks.push_back(rank);
     }
   }
-  return true;
+  return ranks;
 }
 
 std::size_t Openings::first_differing_buffer() const {

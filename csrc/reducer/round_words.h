@@ -1,5 +1,5 @@
-// What the ranks tell each other in a round besides gradients: before the first bucket, and after
-// the last.
+// What the ranks tell each other besides gradients: before the first bucket of a round, after the
+// last, and between rounds (see Note [Votes] in reducer.h).
 
 #pragma once
 
@@ -14,6 +14,11 @@ namespace pydist {
 
 // Before the first bucket, so that whoever needs the others' shares has them when it averages.
 struct Opening {
+  // What this rank is about to do. Only kRound begins a round.
+  enum class Purpose { kRound, kStep, kRefuseStep, kLeaveJoin };
+  Purpose purpose = Purpose::kRound;
+  // The number of the sharded optimizer in whose step() this rank is; 0: it is in none.
+  int stepping = 0;
   bool is_present = true;  // not joined: it has a batch of its own
   // How this rank's gradients count. All ranks that have gradients must say the same, or the round
   // fails.
@@ -26,9 +31,8 @@ struct Opening {
   std::size_t slots = 0;
   std::size_t forwards = 0;  // since the last round
   bool is_bare = false;      // no gradients: all parameters are frozen at the time
-  // A digest of the options that sharded optimizers last stepped with. Should be the same on all
-  // ranks.
-  std::uint64_t stepped_with = 0;
+  // For kStep: a digest of the options of the step. Should be the same on all ranks.
+  std::uint64_t options = 0;
   // A digest of the buffers that the program changed between rounds; 0 if it changed none. Should
   // be the same on all ranks.
   std::uint64_t changed_buffers = 0;
@@ -54,7 +58,7 @@ class Openings {
   [[nodiscard]] double total_share() const;
   [[nodiscard]] int present() const;         // how many
   [[nodiscard]] int lowest_present() const;  // -1: none
-  [[nodiscard]] bool all_stepped_alike() const;
+  [[nodiscard]] std::vector<int> ranks_with(Opening::Purpose purpose) const;
   // The number, from 1, of the first buffer that some ranks changed and others did not, or to other
   // values; 0: there is none.
   [[nodiscard]] std::size_t first_differing_buffer() const;

@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import inspect
 import math
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from pydist import _native
 from pydist._torch import (
     OF_MODULE,
     Future,
-    came_out_of_backward,
     runs_uncompiled,
     runs_uncompiled_throughout,
     share_tables,
@@ -592,12 +590,7 @@ class DataParallel(TorchIdioms):
             "zeros" if divide_by_initial_world_size else "absent", throw_on_early_termination
         )
         try:
-            try:
-                yield
-            except BaseException as error:
-                if not self.others_know_of(error):
-                    self._reducer.fail_round()
-                raise
+            yield
             # The gradients of this rank's own last step, which rounds without a batch of this
             # rank's would take away. If gradients are views, such a round would also write into
             # them.
@@ -611,6 +604,10 @@ class DataParallel(TorchIdioms):
                 pass
             for parameter, gradient in kept:
                 parameter.grad = gradient
+        except BaseException:
+            if not self.is_retired:
+                self._reducer.leave_join()
+            raise
         finally:
             _joining = None
             self._reducer.set_joining("", False)
@@ -855,10 +852,6 @@ class DataParallel(TorchIdioms):
         elsewhere = ids_in_any() if former else set()
         return [parameter for parameter in former if id(parameter) not in elsewhere]
 
-    def others_know_of(self, error: BaseException) -> bool:
-        """Whether the other ranks know of an error, because it ended a backward."""
-        return not self.is_retired and self._reducer.others_know and _came_out_of_averaging(error)
-
     def add_owner(self, owner: weakref.ref[Any]) -> int:
         """Makes an optimizer known that updates shards, before it takes any. Returns its number."""
         self._owners.append(owner)
@@ -1086,15 +1079,6 @@ def _plan(
     if wrapper is None or type(wrapper).plan_buckets is DataParallel.plan_buckets:
         return plan_buckets(parameters, caps_bytes)
     return wrapper.plan_buckets(parameters, max(caps_bytes))
-
-
-def _came_out_of_averaging(error: BaseException) -> bool:
-    """Whether an error ended a backward."""
-    frames = traceback.walk_tb(error.__traceback__)
-    if came_out_of_backward(error) or any(f.f_code.co_name == "sync_gradients" for f, _ in frames):
-        return True
-    before = error.__cause__ or error.__context__
-    return before is not None and _came_out_of_averaging(before)
 
 
 def _returning_future(hook: Callable[..., Any]) -> Callable[[Any, Any], Any]:

@@ -180,24 +180,26 @@ class Bucket:
             if member.parameter.data_ptr() != member.address and member.parameter.numel() != 0
         ]
 
-    def take_back_strays(self) -> list[Tensor]:
+    def require_fitting(self, member: Member) -> None:
+        """Raises InvalidUsage where a stray can't move in again."""
+        before, now = kind_of(self.place(member)), kind_of(member.parameter)
+        if before != now:
+            raise InvalidUsage(
+                f"parameter {member.name} was {before} when pydist.ShardedOptimizer was "
+                f"made and is {now} now: convert the model first, then make the optimizer"
+            )
+
+    def take_back(self, strays: Sequence[Member]) -> list[Tensor]:
         """Strays move in again.
 
         Of their values, this rank's part does; the others' come when they are gathered.
 
         Returns:
-            Which they were.
+            Their parameters.
         """
-        strays = self.strays()
         for member in strays:
             parameter = member.parameter
             place = self.place(member)
-            before, now = kind_of(place), kind_of(parameter)
-            if before != now:
-                raise InvalidUsage(
-                    f"parameter {member.name} was {before} when pydist.ShardedOptimizer was "
-                    f"made and is {now} now: convert the model first, then make the optimizer"
-                )
             for segment in self.segments:
                 if segment.member is member:
                     segment.values.copy_(segment.of(parameter.detach()))

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import os
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,8 +30,9 @@ from pydist._torch import (
     runs_uncompiled_throughout,
     scripts_any_function,
 )
-from pydist.errors import Aborted, CheckpointError, Error, InvalidUsage, Mismatch, PeerLost
+from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import current, groups, membership
+from pydist.job.outcome import outcomes
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
 from pydist.sharding.buckets import Bucket, gather, let_arrive
@@ -98,22 +97,8 @@ def _let_all_arrive() -> None:
 # The rank, of the optimizer's group, that writes for all inside `writing()`.
 _WRITER = 0
 
-# Errors of which, if one rank raises one, the others do as well, or their group has ended.
-_OF_ALL_RANKS = (Aborted, CheckpointError, Mismatch, PeerLost)
-
-
-def _came_out_of_step(error: BaseException, optimizer: ShardedOptimizer) -> bool:
-    """Whether it is one of pydist's that the step itself raises, which sees to the other ranks.
-
-    A hook, or the step of a subclass, may raise the same, on one rank alone.
-    """
-    if not isinstance(error, Error):
-        return False
-    code = inspect.unwrap(ShardedOptimizer.step).__code__
-    return any(
-        frame.f_code is code and frame.f_locals["self"] is optimizer
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
+# How far a step has come: its ranks have not voted yet, have voted, have changed parameters.
+_Phase = Literal["checking", "voted", "stepped"]
 
 
 def _what_to_add(wrapper: DataParallel | None) -> str:
@@ -123,6 +108,10 @@ def _what_to_add(wrapper: DataParallel | None) -> str:
         "register them in the wrapped module first, as in model.module.append(layer), or use an "
         "optimizer of their own for them"
     )
+
+
+def _numbers(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _forget_states(steps: Iterable[BucketStep]) -> None:
@@ -139,11 +128,12 @@ def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
     def whole_step(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
         # A subclass's own step has the hooks.
         run = hooked_step if type(self).step is whole_step else step
+        self._phase = "checking"
         try:
-            return run(self, *args, **kwargs)
+            with self._in_step():
+                return run(self, *args, **kwargs)
         except BaseException as error:
-            if not isinstance(error, _OF_ALL_RANKS) and not _came_out_of_step(error, self):
-                self._give_up_unless_known("step()", error)
+            self._tell(error)
             raise
 
     whole_step.hooked = True  # type: ignore[attr-defined]
@@ -258,8 +248,8 @@ class ShardedOptimizer(Optimizer):
         self._waiting: dict[int, ParameterState] = {}
         self._failed = ""
         self._is_writing = False
-        # The options of the last step; empty: there was none, or ranks differed in it.
-        self._stepped_with: list[list[Any]] = []
+        self._phase: _Phase = "checking"
+        self._is_in_step = False
         # Whether the model holds TorchScript, and when that was seen.
         self._scripts: tuple[int, bool] | None = None
         self._is_ready = False
@@ -379,27 +369,6 @@ class ShardedOptimizer(Optimizer):
         facts = facts_of_options(param_groups)
         self._compare("an option of pydist.ShardedOptimizer's groups", facts)
 
-    def _check_last_options(self) -> None:
-        """Raises Mismatch where ranks took the last step with different options.
-
-        Costs no operation: a digest goes with the words of the next round of the wrapper, and all
-        ranks learn in that round whether theirs are the same.
-        """
-        if self._wrapper is None or self._communicator.size == 1:
-            return
-        reducer = self._wrapper._reducer
-        values = values_of_step(self.param_groups, self.defaults)
-        reducer.note_step(self._layout.number, digest_of(values))
-        last, self._stepped_with = self._stepped_with or values, values
-        if not reducer.has_stepped_alike:
-            # Raised once only, so that a program that mends the options can go on.
-            self._stepped_with = []
-            self._compare(
-                "an option that pydist.ShardedOptimizer last stepped with",
-                facts_of_values(last, self.defaults),
-            )
-            self._stepped_with = values
-
     def _compare(self, what: str, facts: list[str]) -> None:
         check_same(
             self._communicator,
@@ -432,9 +401,14 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's shard, and starts gathering the others'. All ranks call it.
 
-        What raises on one rank alone (the update, the closure, a hook of the step, a subclass's own
-        step) ends the group of the optimizer, and that of its model: the others get a
-        `pydist.Error` that names the rank.
+        Before anything changes, the ranks vote. Where the step can't be taken on one of them
+        (something is in the way, or the closure, a hook or a subclass's own step raises before),
+        all raise, the others a `pydist.Error` that quotes it; parameters and states are as they
+        were, and the next step can be taken.
+
+        What raises on one rank alone after that (the update itself, a hook behind it) ends the
+        group of the optimizer, and that of its model: the others get a `pydist.Error` that names
+        the rank. So does a closure, where no `pydist.DataParallel` averages the gradients.
 
         Args:
             closure: Evaluates the model again and returns the loss, first of all.
@@ -445,9 +419,10 @@ class ShardedOptimizer(Optimizer):
         Raises:
             InvalidUsage: Gradients were accumulated under `no_sync()`, or put into
                 `parameter.grad` by hand, and not averaged since: `sync_gradients()` before `step()`
-                does that. A group, or a parameter of one, was removed. The groups of the ranks have
-                ended then.
-            Mismatch: Ranks took the step before this one with different options (on every rank).
+                does that. A gradient is sparse. A group, or a parameter of one, was removed. It is
+                called while a CUDA graph is captured, or inside `writing()`.
+            Mismatch: The ranks' options differ (on every rank).
+            Error: Another rank can't take the step.
         """
         self._require_working_model()
         loss = None
@@ -456,7 +431,8 @@ class ShardedOptimizer(Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             except BaseException as error:
-                self._give_up_unless_known("the closure of step()", error)
+                if self._wrapper is None and self._communicator.size > 1:
+                    self._give_up("the closure of step()", error)  # the others may be anywhere
                 raise
         self._require_sound()
         self._refuse_writing("step()")
@@ -464,9 +440,11 @@ class ShardedOptimizer(Optimizer):
         self._refuse_pending()
         self._refuse_removed()
         self.finish()
+        for step in self._steps:
+            step.check(takes_back=not self._is_one_copy or step.bucket.is_own)
+        self._vote()
         if self._is_debugging:
             self._check_options(self.param_groups)
-        self._check_last_options()
         self._state.note_state()
         with self._giving_up_for_all("step()"):
             self._take_up(self._layout.adopt_buckets())
@@ -475,56 +453,136 @@ class ShardedOptimizer(Optimizer):
         with self._giving_up_for_all("step()"):
             if self._is_one_copy:
                 self._step_one_copy()
-                return loss
-            # In reverse, because forward needs first what backward completes last.
-            for step in reversed(self._steps):
-                step.run(self.param_groups)
-                gather(step.bucket, self._communicator)
+            else:
+                # In reverse, because forward needs first what backward completes last.
+                for step in reversed(self._steps):
+                    step.run(self.param_groups)
+                    gather(step.bucket, self._communicator)
+        self._phase = "stepped"
         # Nobody knows what a scripted function reads, or when a graph runs outside of a wrapper.
         if scripts_any_function() or (self._wrapper is None and compiles_anything()):
             self.finish()
         return loss
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Lets ranks that vote know that this one will, whatever round it begins in the step."""
+        reducer = self._reducer
+        if self._is_in_step or reducer is None:
+            yield
+            return
+        self._is_in_step = True
+        reducer.set_stepping(self._layout.number)
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+            reducer.set_stepping(0)
+
+    def _tell(self, error: BaseException) -> None:
+        """Lets the other ranks know, unless they do, that a step has raised here."""
+        reducer = self._reducer
+        if (
+            self._failed
+            or self._communicator.size == 1
+            # All ranks have retired the model, and a reducer tells what raises in its backward.
+            or (self._wrapper is not None and (reducer is None or reducer.is_in_backward))
+        ):
+            return
+        if self._phase == "checking":
+            with contextlib.suppress(Error, type(error)), self._in_step():
+                self._vote(error)
+        elif self._phase == "stepped":
+            self._give_up("step()", error)
+
+    def _vote(self, error: BaseException | None = None) -> None:
+        """Returns once all ranks have said that they can take a step, with the same options.
+
+        Args:
+            error: Why this rank can't.
+
+        Raises:
+            Mismatch: Options differ (on every rank).
+            Error: Another rank can't.
+        """
+        if self._communicator.size == 1:
+            return
+        values = [] if error is not None else values_of_step(self.param_groups, self.defaults)
+        digest = digest_of(values)
+        self._phase = "voted"
+        while True:
+            refused, went_backward, together, alike = self._votes(error is not None, digest)
+            if not went_backward:
+                break
+            error = error or Error(
+                f"rank {_numbers(went_backward)} went backward while this rank called step() of "
+                "pydist.ShardedOptimizer, so no rank steps: go backward as often on every rank, "
+                "and set the gradients to zero before the next step"
+            )
+            if not together:  # that raises on the others, which don't come to a vote
+                raise error
+        if not together:
+            raise Mismatch(
+                "ranks called step() of different pydist.ShardedOptimizers of one model: step them "
+                "in the same order on every rank"
+            )
+        if refused:
+            told = outcomes(self._communicator, "step()", error)
+            raise error or Error(
+                f"step() of pydist.ShardedOptimizer raised on rank {_numbers(refused)}, so no rank "
+                f"has stepped, and parameters are as they were: {told[refused[0]].said}"
+            )
+        if not alike:
+            self._compare(
+                "an option of pydist.ShardedOptimizer's step",
+                facts_of_values(values, self.defaults),
+            )
+
+    def _votes(self, refuses: bool, digest: int) -> tuple[list[int], list[int], bool, bool]:
+        """What `Reducer.vote` returns, also without a reducer."""
+        if self._reducer is not None:
+            return self._reducer.vote(refuses, digest)
+        cpu = torch.device("cpu")  # whatever torch's default is
+        said = torch.empty(self._communicator.size, 2, dtype=torch.int64, device=cpu)
+        own = torch.tensor([refuses, digest >> 1], device=cpu)
+        self._communicator.all_gather(own, said, label="vote on a step")
+        votes: list[list[int]] = said.tolist()
+        refused = [rank for rank, (refusal, _) in enumerate(votes) if refusal]
+        return refused, [], True, len({options for refusal, options in votes if not refusal}) < 2
 
     def _refuse_pending(self) -> None:
         if self._wrapper is None:
             return
         owned = self._layout.indices
         if any(id(parameter) in owned for parameter in self._wrapper._reducer.pending):
-            error = InvalidUsage(
+            raise InvalidUsage(
                 "ShardedOptimizer.step() would use gradients that were accumulated under no_sync() "
                 "(or past the wrapper, by model.module(...)) and never averaged. Each rank updates "
-                "a part of every parameter, so ranks can't train apart, and this ends the groups "
-                "of the optimizer and its model: mend the program, so that the last forward before "
-                "step() is model(...) outside of no_sync(), or sync_gradients() comes before "
-                "step(), and start it again"
+                "a part of every parameter, so ranks can't train apart: mend the program, so that "
+                "the last forward before step() is model(...) outside of no_sync(), or "
+                "sync_gradients() comes before step()"
             )
-            with self._giving_up_for_all("step()"):  # the others may have averaged theirs
-                raise error
 
     def _refuse_removed(self) -> None:
         """Raises where a group or a parameter was removed: buckets know their groups by number."""
         counts = [len(group["params"]) for group in self.param_groups]
         if counts != self._group_sizes:
-            error = InvalidUsage(
+            raise InvalidUsage(
                 "pydist.ShardedOptimizer's param_groups were changed by hand: it was given "
                 f"{sum(self._group_sizes)} parameters in {len(self._group_sizes)} groups, and "
                 f"step() finds {sum(counts)} in {len(counts)}. Add groups by add_param_group(); "
                 "none can be removed: freeze its parameters instead, by requires_grad_(False) and "
                 "parameter.grad = None"
             )
-            with self._giving_up_for_all("step()"):  # the others may have theirs
-                raise error
 
     def _refuse_capture(self) -> None:
         """A graph would repeat neither what the host counts nor the wait for what travels."""
         devices = {bucket.memory.device for bucket in self._layout.buckets}
         if any(_native.is_capturing(device) for device in devices):
-            error = InvalidUsage(
+            raise InvalidUsage(
                 "ShardedOptimizer.step() cannot be captured into a CUDA graph: leave it, and the "
                 "backward of its gradients, outside of the capture"
             )
-            with self._giving_up_for_all("step()"):  # the others may not capture
-                raise error
 
     @contextlib.contextmanager
     def _giving_up_for_all(self, doing: str) -> Iterator[None]:
@@ -540,22 +598,17 @@ class ShardedOptimizer(Optimizer):
         self._failed = f"{type(error).__name__}: {error}"
         reason = (
             f"{doing} of pydist.ShardedOptimizer raised on rank {self._communicator.rank}, so the "
-            f"ranks' parameters are incomplete: {self._failed}"
+            "ranks' parameters are incomplete, and the groups of the optimizer and its model have "
+            f"ended: {self._failed}"
         )
         self._communicator.abort(reason)
         if self._wrapper is not None:
             self._wrapper._communicator.abort(reason)
 
-    def _give_up_unless_known(self, doing: str, error: BaseException) -> None:
-        """After what has changed no parameter here."""
-        is_known = self._wrapper is not None and self._wrapper.others_know_of(error)
-        if self._communicator.size > 1 and not (self._failed or is_known):
-            self._give_up(doing, error)
-
     def _step_one_copy(self) -> None:
         """Updates what all ranks read: none reads it any more, and none does before it is whole."""
         for step in self._steps:
-            step.run(self.param_groups, takes_back=step.bucket.is_own)
+            step.run(self.param_groups)
         self._communicator.barrier(False, "after parameters were written")
 
     @contextlib.contextmanager
@@ -649,6 +702,13 @@ class ShardedOptimizer(Optimizer):
         with as_plain_tensors():
             for parameter in self._layout.parameters:
                 parameter.grad = None
+
+    @property
+    def _reducer(self) -> _native.Reducer | None:
+        """What averages the gradients; None where pydist does not, or no longer does."""
+        if self._wrapper is None or self._wrapper.is_retired:
+            return None
+        return self._wrapper._reducer
 
     def _require_working_model(self) -> None:
         """Raises InvalidUsage, on all ranks, where the model's wrapper was retired."""

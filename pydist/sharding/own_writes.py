@@ -289,12 +289,7 @@ class _Pages:
 def _require_fitting(writes: Sequence[_Write]) -> None:
     for write in writes:
         if write.values is None:
-            member = write.member
-            raise InvalidUsage(
-                f"parameter {member.name} was {kind_of(write.bucket.place(member))} when "
-                f"pydist.ShardedOptimizer was made and is {kind_of(member.parameter)} now: convert "
-                "the model first, then make the optimizer"
-            )
+            write.bucket.require_fitting(write.member)
 
 
 def _require_unwritten(

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from pydist import _native
 from pydist.errors import InvalidUsage
-from pydist.sharding.buckets import Bucket, Segment
+from pydist.sharding.buckets import Bucket, Member, Segment
 from pydist.sharding.element_wise import ELEMENT_WISE, groups_unchanged
 from pydist.sharding.eligibility import unhooked_step
 from pydist.sharding.gradient import ShardedGradient
@@ -54,6 +54,7 @@ class BucketStep:
     ) -> None:
         self.bucket = bucket
         self._parts: list[_Part] = []
+        self._strays: list[Member] = []
         group_of = {
             id(parameter): number
             for number, group in enumerate(param_groups)
@@ -75,21 +76,32 @@ class BucketStep:
             fused = fused_step(bucket.optimizer, own, segments[number])
             self._parts.append(_Part(number, own, segments[number], fused))
 
-    def run(self, param_groups: Sequence[dict[str, Any]], *, takes_back: bool = True) -> None:
-        """Steps once.
+    def check(self, *, takes_back: bool) -> None:
+        """Raises where `run` can't be called. Changes nothing.
 
         Args:
-            param_groups: Of whole parameters, with the options for this step.
             takes_back: Whether parameters may have been given other memory since the last step.
 
         Raises:
-            InvalidUsage: A gradient is sparse, or was to be averaged and is not. Nothing of the
-                bucket has changed.
+            InvalidUsage: A gradient is sparse, or was to be averaged and is not; a parameter was
+                converted.
+        """
+        for member in self.bucket.members:
+            gradient = member.parameter.grad
+            if gradient is not None and not isinstance(gradient, ShardedGradient):
+                _require_taken(member, gradient, self.bucket.averages_gradients)
+        self._strays = self.bucket.strays() if takes_back else []
+        for member in self._strays:
+            self.bucket.require_fitting(member)
+
+    def run(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Steps once, after `check`.
+
+        Args:
+            param_groups: Of whole parameters, with the options for this step.
         """
         bucket = self.bucket
-        if bucket.averages_gradients:
-            _require_averaged(bucket)
-        changing = bucket.take_back_strays() if takes_back else []
+        changing = bucket.take_back(self._strays)
         changing += [p for p in bucket.parameters if p.grad is not None]
         # The same on all ranks, as gradients are. A backward that has saved one of the others may
         # still use it.
@@ -167,25 +179,23 @@ def _gradient_of(segment: Segment) -> Tensor | None:
         return None
     if isinstance(whole, ShardedGradient):
         return segment.gradient
-    if whole.is_sparse:
-        raise InvalidUsage(
-            f"the gradient of parameter {segment.member.name} is sparse, and "
-            "pydist.ShardedOptimizer takes dense ones: build the embedding with sparse=False"
-        )
     return segment.of(whole)
 
 
-def _require_averaged(bucket: Bucket) -> None:
-    """Raises InvalidUsage where somebody has put a gradient of this rank's in place of the mean."""
-    for member in bucket.members:
-        gradient = member.parameter.grad
-        if gradient is not None and not isinstance(gradient, ShardedGradient):
-            raise InvalidUsage(
-                f"the gradient of parameter {member.name} was put there by hand, or replaced, and "
-                "is this rank's alone: each rank updates a part of every parameter, so call the "
-                "pydist.DataParallel model's sync_gradients() before step(), on all ranks, which "
-                "averages it"
-            )
+def _require_taken(member: Member, gradient: Tensor, is_averaged: bool) -> None:
+    """Raises InvalidUsage where a step can't take a gradient that pydist's reducer has not left."""
+    if is_averaged:
+        raise InvalidUsage(
+            f"the gradient of parameter {member.name} was put there by hand, or replaced, and "
+            "is this rank's alone: each rank updates a part of every parameter, so call the "
+            "pydist.DataParallel model's sync_gradients() before step(), on all ranks, which "
+            "averages it"
+        )
+    if gradient.is_sparse:
+        raise InvalidUsage(
+            f"the gradient of parameter {member.name} is sparse, and pydist.ShardedOptimizer takes "
+            "dense ones: build the embedding with sparse=False"
+        )
 
 
 # -- by pydist's kernels

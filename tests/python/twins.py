@@ -4,6 +4,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from training import Runner, batch, joined
 
 import pydist
+import pydist.sharding.optimizer as sharded_optimizer
+from pydist.sharding.buckets import gather
 
 # Of a call on all ranks, and of a test: the first says more when it passes.
 LIMIT_S = 40.0
@@ -41,6 +44,16 @@ def native_three() -> Iterator[Ranks]:
 @pytest.fixture
 def run_native(native_three: Ranks) -> Runner:
     return lambda function, *args: native_three.run(function, *args, timeout=LIMIT_S)
+
+
+def steps_late(seconds: float) -> Any:
+    """Lets this rank's shards set out later than the others' do, once all ranks may step."""
+
+    def late(*arguments: Any) -> None:
+        time.sleep(seconds)
+        gather(*arguments)
+
+    return mock.patch.object(sharded_optimizer, "gather", late)
 
 
 def is_exact() -> bool:

@@ -1,7 +1,7 @@
 """Who reads parameters right after a step of `pydist.ShardedOptimizer` sees all ranks' updates."""
 
+import contextlib
 import copy
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from launch import Ranks
 from torch import Tensor, nn
 from training import Runner, joined
-from twins import LIMIT_S, TIME_LIMIT
+from twins import LIMIT_S, TIME_LIMIT, steps_late
 
 import pydist
 from pydist.sharding import in_flight
@@ -73,9 +73,8 @@ def pass_dispatch_by(how: str) -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()
         pydist.barrier()
-        if rank == 1:
-            time.sleep(0.05)
-        optimizer.step()
+        with steps_late(0.05) if rank == 1 else contextlib.nullcontext():
+            optimizer.step()
         with torch.no_grad():
             early = read(x).clone()
             optimizer.finish()
