@@ -47,6 +47,9 @@ constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_TIMELINE", "a path", "",
                         "Writes a trace of every step of DataParallel for Perfetto or "
                         "chrome://tracing; trace.json becomes trace.rank0.json on rank 0."},
+    EnvironmentVariable{"PYDIST_FAULTS", "faults", "",
+                        "Lets something go wrong on purpose, such as kill rank=1 step=3 "
+                        "phase=backward (pydist.testing.faults)."},
     EnvironmentVariable{"PYDIST_CPU_ISA", "portable | avx2 | avx512 | neon", "",
                         "Caps the instruction set of the CPU kernels."},
     EnvironmentVariable{"PYDIST_LOG", "error | warning | info | debug", "warning",

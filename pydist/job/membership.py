@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist.errors import InvalidUsage
-from pydist.job import backends, current, groups
+from pydist.job import backends, current, groups, phases
 from pydist.job.current import Membership
 from pydist.job.gpu_assignment import gpu_of_local_rank
 from pydist.job.launchers import Placement, read_placement
@@ -121,6 +121,7 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
     wait = timeout or backends.default_timeout()
     store, serves, generation = meet(placement, wait)
     current.replace(generation)
+    phases.reach(phases.START_UP)
     dist.init_process_group(
         "pydist",
         store=dist.PrefixStore("group", store),
@@ -141,6 +142,7 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
 
 def _adopt(backend: str | None, timeout: timedelta | None) -> Membership:
     """Takes the default group that the script has made."""
+    phases.reach(phases.START_UP)
     group = dist.group.WORLD
     assert group is not None
     communicator = groups.communicator_in(group)

@@ -53,6 +53,7 @@ PYTHON_LAYERS = (
     "sharding",
     "checkpoint",
     "planning",
+    "testing",
     "__init__",
     "benchmarks",
     "cli",

@@ -1,0 +1,1 @@
+"""For programs that test what they do when something goes wrong."""
