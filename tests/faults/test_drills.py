@@ -4,11 +4,8 @@ from typing import Any
 
 import pytest
 from drills import DRILLS
-from launch import Ranks
 from rehearsal import rehearse
 from scene import Drill
-
-__all__ = ["Ranks"]  # by which conftest.py knows that ranks start here
 
 pytestmark = pytest.mark.timeout(120)
 
