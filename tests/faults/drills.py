@@ -386,7 +386,7 @@ DRILLS = [
     ),
     Drill("SIGKILL in backward", killed_in_backward, LOST, victim="killed"),
     Drill("SIGKILL while a checkpoint is written", killed_in_a_checkpoint, LOST, victim="killed"),
-    Drill("SIGKILL of rank 0", rank_0_killed, LOST, names="rank 0 ", victim="killed"),
+    Drill("SIGKILL of rank 0", rank_0_killed, LOST, names="rank 0", victim="killed"),
     Drill("the end of a process without shutdown", left_without_shutdown, LOST, victim="killed"),
     Drill(
         "SIGSTOP, with a time-out of 3 s",

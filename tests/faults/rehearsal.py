@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -62,7 +63,7 @@ def _judge(drill: Drill, outcomes: list[Outcome], folder: Path, within_s: float)
         told = "\n".join(outcome.describe() for outcome in outcomes)
         return FailedDrillError(f"{drill.name}: {why}\n{told}")
 
-    victim = 0 if drill.names == "rank 0 " else len(outcomes) - 1
+    victim = 0 if drill.names == "rank 0" else len(outcomes) - 1
     reports: list[Report] = []
     for outcome in outcomes:
         if drill.victim in ("killed", "stopped") and outcome.rank == victim:
@@ -78,7 +79,7 @@ def _judge(drill: Drill, outcomes: list[Outcome], folder: Path, within_s: float)
         if not drill.raises and report.error:
             raise fail(f"rank {outcome.rank} got {report.error}")
         named = drill.names.format(victim=victim)
-        if drill.raises and not is_last and named not in report.message:
+        if drill.raises and not is_last and not re.search(rf"\b{named}\b", report.message):
             raise fail(f"rank {outcome.rank} reads nothing of {named!r}")
         reports.append(report)
     seconds = max(each.at for each in reports) - float((folder / "fault").read_text())

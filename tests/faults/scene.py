@@ -61,7 +61,7 @@ class Drill:
     # The exceptions of which every survivor gets one; none: all go well.
     raises: tuple[str, ...]
     # What each survivor's message names, with {victim} for the rank.
-    names: str = "rank {victim} "
+    names: str = "rank {victim}"
     # How the victim ends: "killed", "stopped", or as the others.
     victim: str = "as the others"
     backends: tuple[str, ...] = ("native", "gloo")
