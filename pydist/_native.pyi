@@ -37,8 +37,10 @@ class Environment:
     def host_id(self) -> str | None:
         ...
     @property
-    def log_level(self) -> str:
-        ...
+    def log_levels(self) -> dict[str, str]:
+        """
+        What is logged: the least level, by subsystem; under "" that of all others.
+        """
     @property
     def spin_us(self) -> int | None:
         """
