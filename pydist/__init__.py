@@ -144,3 +144,8 @@ if _os.environ.get("PYDIST_FAULTS"):
     from pydist.testing.faults import arm_for_good as _arm_for_good
 
     _arm_for_good(_os.environ["PYDIST_FAULTS"])
+
+if _os.environ.get("PYDIST_DUMP"):
+    from pydist.diagnosis.dump import arm as _arm
+
+    _arm(_os.environ["PYDIST_DUMP"])

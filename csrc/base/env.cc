@@ -47,6 +47,9 @@ constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_TIMELINE", "a path", "",
                         "Writes a trace of every step of DataParallel for Perfetto or "
                         "chrome://tracing; trace.json becomes trace.rank0.json on rank 0."},
+    EnvironmentVariable{"PYDIST_DUMP", "a folder", "",
+                        "A rank that gets SIGUSR1, or ends by an exception, writes there what all "
+                        "ranks of its host are in, and its Python stacks (pydist doctor)."},
     EnvironmentVariable{"PYDIST_FAULTS", "faults", "",
                         "Lets something go wrong on purpose, such as kill rank=1 step=3 "
                         "phase=backward (pydist.testing.faults)."},

@@ -1,9 +1,10 @@
-"""`pydist doctor`: before a run, what would go wrong."""
+"""`pydist doctor`: before a run, what would go wrong; of a run, what every rank is in."""
 
 import argparse
 import json
 import socket
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from rich.table import Table
 
 import pydist
 from pydist.cli.machine_checks import Finding, between_ranks, facts, on_this_machine
+from pydist.diagnosis.local_ranks import find, first_disagreement
+from pydist.diagnosis.report import table_of
+from pydist.diagnosis.stacks import stacks_of
 from pydist.errors import Error, InvalidUsage
 from pydist.job.launchers import read_placement
 
@@ -31,8 +35,32 @@ def _parser() -> argparse.ArgumentParser:
         ),
         epilog="Ends with status 1 where it finds a problem.",
     )
+    parser.add_argument(
+        "pid",
+        nargs="?",
+        type=int,
+        help="of a rank that runs or hangs, or of its launcher: shows what every rank of this host "
+        "is in, marks the first disagreement, and prints Python stacks where they can be had (of "
+        "ranks started with PYDIST_DUMP, or where py-spy is installed)",
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser
+
+
+def _look_into(pid: int, *, as_json: bool) -> int:
+    """Shows what the ranks are in that belong to a process."""
+    ranks = find(pid)
+    verdict, _ = first_disagreement(ranks)
+    if as_json:
+        told = [{**asdict(rank), "is": rank.activity()} for rank in ranks]
+        print(json.dumps({"ranks": told, "first_disagreement": verdict or None}))
+        return int(bool(verdict))
+    console = Console(highlight=False, markup=False)
+    console.print(table_of(ranks))
+    for rank in ranks:
+        name = f"pid {rank.pid}" if rank.rank is None else f"rank {rank.rank} (pid {rank.pid})"
+        console.print(f"\nStacks of {name}:\n{stacks_of(rank.pid)}")
+    return int(bool(verdict))
 
 
 def _world_size() -> int:
@@ -85,18 +113,20 @@ def _print(found: list[tuple[str, Finding]]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Says what would go wrong.
+    """Says what would go wrong, or what the ranks of a job are in.
 
     Args:
         arguments: what follows `pydist doctor` on the command line.
 
     Returns:
-        0, 1 where there is a problem, or 2 for bad usage.
+        0, 1 where there is a problem or the ranks disagree, or 2 for bad usage.
     """
     try:
         given = _parser().parse_args(list(arguments))
     except SystemExit as end:
         return int(end.code or 0)
+    if given.pid is not None:
+        return _look_into(given.pid, as_json=given.json)
     found = _examine()
     if given.json:
         if found:

@@ -54,6 +54,7 @@ PYTHON_LAYERS = (
     "checkpoint",
     "planning",
     "testing",
+    "diagnosis",
     "__init__",
     "benchmarks",
     "cli",
