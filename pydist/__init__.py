@@ -5,7 +5,7 @@ from pydist._load import __version__  # isort: skip
 
 import os as _os
 
-from pydist import checkpoint, metrics
+from pydist import checkpoint, metrics, testing
 from pydist._native import Communicator, Work
 from pydist.checkpoint import load, save
 from pydist.collectives import (
@@ -135,6 +135,7 @@ __all__ = [
     "shutdown",
     "spawn",
     "symmetric_empty",
+    "testing",
     "world_size",
 ]
 

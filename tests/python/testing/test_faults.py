@@ -305,5 +305,5 @@ def test_a_variable_that_is_no_fault_ends_the_import(tmp_path: Path) -> None:
 
 
 def test_nothing_is_loaded_without_faults() -> None:
-    code = "import sys, pydist; assert 'pydist.testing' not in sys.modules"
+    code = "import sys, pydist; assert 'pydist.testing.faults' not in sys.modules"
     assert run_command([sys.executable, "-c", code]).returncode == 0
