@@ -65,7 +65,8 @@ class Sentinel:
     def __init__(self, every: int | None, finite: bool) -> None:
         self._every = every
         self._finite = finite
-        self._watched: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        # By id: to compare tensors is to compare their elements.
+        self._watched: dict[int, weakref.ref[Tensor]] = {}
         # Forwards that average, with the present one: steps, where each has one.
         self._step = 0
         # Of the last comparison, until its result is known: the step, and the sums by name.
@@ -149,8 +150,9 @@ class Sentinel:
         if not self._finite:
             return
         for name, parameter, _ in trained:
-            if parameter not in self._watched:
-                self._watched.add(parameter)
+            known = self._watched.get(id(parameter))
+            if known is None or known() is not parameter:
+                self._watched[id(parameter)] = weakref.ref(parameter)
                 parameter.register_hook(_FiniteCheck(self, name, rank))
 
     @property

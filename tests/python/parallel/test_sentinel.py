@@ -8,7 +8,7 @@ from launch import Ranks, rank_outcomes, run_ranks
 from thorough import everyday
 
 import pydist
-from pydist.parallel.sentinel import _sums_of_bits
+from pydist.parallel.sentinel import Sentinel, _sums_of_bits
 from pydist.testing import faults
 
 __all__ = ["Ranks"]
@@ -180,6 +180,16 @@ def test_a_gradient_that_is_not_finite(value: float, backend: str) -> None:
     assert "in step 3" in second[1]
     assert first[0] == "Error"
     assert "rank 1" in first[1]
+
+
+def test_a_parameter_is_watched_once() -> None:
+    sentinel = Sentinel(None, finite=True)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    for _ in range(2):
+        sentinel.watch([("p", parameter, False)], 0)
+    (parameter * 2).sum().backward()
+    with pytest.raises(FloatingPointError, match="gradient of parameter p on rank 0 has 3 NaN"):
+        (parameter * float("nan")).sum().backward()
 
 
 def test_sums_tell_every_dtype_apart() -> None:
