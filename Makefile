@@ -131,6 +131,10 @@ test-python: build  ## the Python tests of test
 test-python-all: build  ## the Python tests of test-all
 	$(PYTEST) $(ARGS)
 
+.PHONY: drills
+drills: build  ## every drill of tests/faults 20 times, in an hour at most: the table of docs/failure.md
+	$(BIN)/python tests/faults/run_drills.py $(ARGS)
+
 # In an environment and a build folder of its own, beside those of every other version.
 .PHONY: test-torch
 test-torch:  ## make test-all with another torch: TORCH=2.11.0

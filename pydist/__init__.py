@@ -3,7 +3,9 @@
 # First of all: it loads the compiled module, or says why it can't.
 from pydist._load import __version__  # isort: skip
 
-from pydist import checkpoint, metrics
+import os as _os
+
+from pydist import checkpoint, metrics, testing
 from pydist._native import Communicator, Work
 from pydist.checkpoint import load, save
 from pydist.collectives import (
@@ -133,7 +135,18 @@ __all__ = [
     "shutdown",
     "spawn",
     "symmetric_empty",
+    "testing",
     "world_size",
 ]
 
 backends.register()
+
+if _os.environ.get("PYDIST_FAULTS"):
+    from pydist.testing.faults import arm_for_good as _arm_for_good
+
+    _arm_for_good(_os.environ["PYDIST_FAULTS"])
+
+if _os.environ.get("PYDIST_DUMP"):
+    from pydist.diagnosis.dump import arm as _arm
+
+    _arm(_os.environ["PYDIST_DUMP"])

@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'processor_quota', 'read_environment', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -37,8 +37,10 @@ class Environment:
     def host_id(self) -> str | None:
         ...
     @property
-    def log_level(self) -> str:
-        ...
+    def log_levels(self) -> dict[str, str]:
+        """
+        What is logged: the least level, by subsystem; under "" that of all others.
+        """
     @property
     def spin_us(self) -> int | None:
         """
@@ -566,6 +568,10 @@ def processor_quota() -> float | None:
 def read_environment() -> Environment:
     """
     The variables' validated values, of which the log level takes effect; raises pydist.InvalidUsage for one that is not valid.
+    """
+def read_page(fd: typing.SupportsInt | typing.SupportsIndex) -> dict:
+    """
+    The page of a process of pydist, behind a descriptor: its pid, whether the process has left in good order, the seconds since its last sign of life, and its last operations, the newest first, each with the seconds since it began and ended. Raises pydist.InvalidUsage where the file is no such page.
     """
 def release_process() -> None:
     """

@@ -47,11 +47,22 @@ constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_TIMELINE", "a path", "",
                         "Writes a trace of every step of DataParallel for Perfetto or "
                         "chrome://tracing; trace.json becomes trace.rank0.json on rank 0."},
+    EnvironmentVariable{"PYDIST_DUMP", "a folder", "",
+                        "A rank that gets SIGUSR1, or ends by an exception, writes there what all "
+                        "ranks of its host are in, and its Python stacks (pydist doctor)."},
+    EnvironmentVariable{"PYDIST_FAULTS", "faults", "",
+                        "Lets something go wrong on purpose, such as kill rank=1 step=3 "
+                        "phase=backward (pydist.testing.faults)."},
     EnvironmentVariable{"PYDIST_CPU_ISA", "portable | avx2 | avx512 | neon", "",
                         "Caps the instruction set of the CPU kernels."},
     EnvironmentVariable{"PYDIST_LOG", "error | warning | info | debug", "warning",
-                        "What is logged to standard error."},
+                        "What is logged to standard error. Subsystems may have levels of their "
+                        "own, as in warning,health=debug."},
 };
+
+constexpr std::array<std::string_view, 15> kLogSubsystems = {
+    "c10d", "communicator", "checkpoint", "gloo",     "health",   "job",     "memory",  "native",
+    "nccl", "parallel",     "reducer",    "sampling", "sharding", "testing", "topology"};
 
 std::optional<std::string> lookup(const char* name) {
   const char* value = std::getenv(name);
@@ -78,6 +89,43 @@ Choice parse_choice(std::string_view where, std::string_view value,
     valid += to_string(choice);
   }
   reject(where, value, valid);
+}
+
+LogLevel parse_level(std::string_view value, std::string_view whole) {
+  for (const LogLevel level :
+       {LogLevel::kError, LogLevel::kWarning, LogLevel::kInfo, LogLevel::kDebug}) {
+    if (to_string(level) == value) {
+      return level;
+    }
+  }
+  reject("PYDIST_LOG", whole,
+         "error, warning, info, debug, also for a subsystem, as in warning,health=debug");
+}
+
+// "warning,health=debug": levels, each for everything or for a subsystem.
+LogLevels parse_levels(std::string_view text) {
+  LogLevels levels;
+  for (std::string_view rest = text; !rest.empty();) {
+    const std::string_view part = rest.substr(0, rest.find(','));
+    rest.remove_prefix(std::min(rest.size(), part.size() + 1));
+    const std::size_t equals = part.find('=');
+    if (equals == std::string_view::npos) {
+      levels.all = parse_level(part, text);
+      continue;
+    }
+    const std::string_view subsystem = part.substr(0, equals);
+    if (std::find(kLogSubsystems.begin(), kLogSubsystems.end(), subsystem) ==
+        kLogSubsystems.end()) {
+      std::string known;
+      for (const std::string_view each : kLogSubsystems) {
+        known += (known.empty() ? "" : ", ") + std::string(each);
+      }
+      throw InvalidUsage(join("PYDIST_LOG='", text, "' is not valid: there is no subsystem '",
+                              subsystem, "'; use one of: ", known, "."));
+    }
+    levels.of_subsystems.emplace_back(subsystem, parse_level(part.substr(equals + 1), text));
+  }
+  return levels;
 }
 
 double parse_number(const char* name, const std::string& value, double lowest, double highest,
@@ -176,6 +224,8 @@ BackendChoice parse_backend(std::string_view value, std::string_view where) {
 
 std::span<const EnvironmentVariable> environment_variables() noexcept { return kVariables; }
 
+std::span<const std::string_view> log_subsystems() noexcept { return kLogSubsystems; }
+
 Environment Environment::read() {
   Environment environment;
   if (const auto value = lookup("PYDIST_BACKEND")) {
@@ -228,9 +278,7 @@ Environment Environment::read() {
   }
   environment.timeline = lookup("PYDIST_TIMELINE").value_or("");
   if (const auto value = lookup("PYDIST_LOG")) {
-    environment.log_level = parse_choice(
-        "PYDIST_LOG", *value,
-        std::array{LogLevel::kError, LogLevel::kWarning, LogLevel::kInfo, LogLevel::kDebug});
+    environment.log_levels = parse_levels(*value);
   }
   return environment;
 }

@@ -12,6 +12,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace pydist {
@@ -38,6 +39,16 @@ struct EnvironmentVariable {
 // Every variable, in the order in which `pydist info` lists them.
 [[nodiscard]] std::span<const EnvironmentVariable> environment_variables() noexcept;
 
+// What is logged: the least level, and other ones for some subsystems.
+struct LogLevels {
+  LogLevel all = LogLevel::kWarning;
+  std::vector<std::pair<std::string, LogLevel>> of_subsystems;
+};
+
+// The parts of pydist that PYDIST_LOG knows by name: of the engine, the folder of csrc that a line
+// comes from; of the Python package, the folder of pydist.
+[[nodiscard]] std::span<const std::string_view> log_subsystems() noexcept;
+
 struct Environment {
   BackendChoice backend = BackendChoice::kAuto;
   AlgorithmChoice algorithm = AlgorithmChoice::kAuto;
@@ -62,7 +73,7 @@ struct Environment {
   bool debug = false;
   // Where traces of training steps go; empty for nowhere.
   std::string timeline;
-  LogLevel log_level = LogLevel::kWarning;
+  LogLevels log_levels;
 
   // Reads and validates the process's environment.
   [[nodiscard]] static Environment read();

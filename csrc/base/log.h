@@ -1,9 +1,11 @@
-// Lines on standard error: "pydist[rank 2] warning: ...". Thread safe; one write a line, so that
-// lines of several processes do not mix. PYDIST_LOG sets the least level that is printed.
+// Lines on standard error: "pydist[rank 2 on host a] warning: health: ...". Thread safe; one write
+// a line, so that lines of several processes do not mix. PYDIST_LOG sets the least level that is
+// printed, for all of pydist and for parts of it.
 
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "base/env.h"
 
@@ -11,9 +13,14 @@ namespace pydist {
 
 // The rank that the lines of this process carry; -1 (the default) leaves it out.
 void set_log_rank(int rank) noexcept;
-void set_log_level(LogLevel level) noexcept;
-[[nodiscard]] bool is_logged(LogLevel level) noexcept;
+void set_log_levels(const LogLevels& levels);
 
-void log_line(LogLevel level, const std::string& text) noexcept;
+// The part of pydist that a source file belongs to: the innermost folder that it is in.
+[[nodiscard]] std::string_view subsystem_of(std::string_view file) noexcept;
+
+// `file` is the caller's, and tells the subsystem.
+[[nodiscard]] bool is_logged(LogLevel level, const char* file = __builtin_FILE()) noexcept;
+void log_line(LogLevel level, const std::string& text,
+              const char* file = __builtin_FILE()) noexcept;
 
 }  // namespace pydist

@@ -22,6 +22,7 @@
 
 namespace pydist {
 
+void bind_diagnosis(py::module_& module);
 void bind_errors(py::module_& module);
 void bind_info(py::module_& module);
 void bind_interruption();

@@ -4,6 +4,7 @@
 #include <torch/version.h>
 
 #include <cstdlib>
+#include <map>
 #include <string>
 #include <tuple>
 
@@ -49,7 +50,7 @@ double seconds(Duration duration) {
 
 Environment read_environment() {
   Environment environment = Environment::read();
-  set_log_level(environment.log_level);
+  set_log_levels(environment.log_levels);
   return environment;
 }
 
@@ -76,8 +77,17 @@ void bind_environment(py::module_& module) {
       .def_readonly("cpu_isa", &Environment::cpu_isa)
       .def_readonly("debug", &Environment::debug)
       .def_readonly("timeline", &Environment::timeline)
-      .def_property_readonly("log_level",
-                             [](const Environment& self) { return to_string(self.log_level); });
+      .def_property_readonly(
+          "log_levels",
+          [](const Environment& self) {
+            std::map<std::string, std::string> levels{
+                {"", std::string(to_string(self.log_levels.all))}};
+            for (const auto& [subsystem, level] : self.log_levels.of_subsystems) {
+              levels[subsystem] = to_string(level);
+            }
+            return levels;
+          },
+          "What is logged: the least level, by subsystem; under \"\" that of all others.");
 }
 
 py::dict build_info() {

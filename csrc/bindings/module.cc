@@ -8,6 +8,7 @@ PYBIND11_MODULE(_native, module) {
   py::module_::import("torch.distributed");
   pydist::bind_errors(module);
   pydist::bind_info(module);
+  pydist::bind_diagnosis(module);
   pydist::bind_interruption();
   pydist::bind_work(module);
   pydist::bind_communicator(module);

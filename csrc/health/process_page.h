@@ -16,6 +16,8 @@ struct ProcessPage {
   alignas(64) std::atomic<std::int64_t> heartbeat_ns;
   // Set once the owner has shut down in good order: its death is then no failure by itself.
   std::atomic<std::uint32_t> has_departed;
+  // The owner's process id, for those who are no peers of it.
+  std::atomic<std::int32_t> pid;
   Journal journal;
 };
 

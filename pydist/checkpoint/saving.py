@@ -46,6 +46,7 @@ from pydist.checkpoint.replacement import (
 from pydist.checkpoint.same_state import require_same_state
 from pydist.checkpoint.verdict import agree
 from pydist.errors import CheckpointError, InvalidUsage
+from pydist.job import phases
 from pydist.job.outcome import exchange
 
 if TYPE_CHECKING:
@@ -284,7 +285,10 @@ def _write_own(partial: Path, rank: int, part: _Part) -> tuple[dcp_files.Written
             f"{partial / dcp_files.file_of(rank)} can't be written, with "
             f"{shutil.disk_usage(partial).free} bytes free on its disk: {error}"
         ) from error
-    return written, sum_of(partial / dcp_files.file_of(rank))
+    file = partial / dcp_files.file_of(rank)
+    known = sum_of(file)
+    phases.reach(phases.CHECKPOINT, file)
+    return written, known
 
 
 def _complete(

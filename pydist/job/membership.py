@@ -1,7 +1,6 @@
 """Joining a job and leaving it."""
 
 import atexit
-import logging
 import os
 import threading
 from contextlib import suppress
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist.errors import InvalidUsage
-from pydist.job import backends, current, groups
+from pydist.job import backends, current, groups, log, phases
 from pydist.job.current import Membership
 from pydist.job.gpu_assignment import gpu_of_local_rank
 from pydist.job.launchers import Placement, read_placement
@@ -32,7 +31,6 @@ __all__ = [
 
 
 _lock = threading.RLock()
-_log_handler: logging.Handler | None = None
 
 
 def init(backend: str | None = None, *, timeout: float | timedelta | None = None) -> None:
@@ -76,12 +74,12 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             _check_same(backend, wait)
             return
         shutdown()  # of what a destroyed default group has left
-        _start_log()
+        log.start()
         try:
             member = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
         except BaseException:
             current.replace()
-            _stop_log()
+            log.stop()
             raise
         current.job.membership, current.job.world = member, member.communicator
         _native.set_log_rank(member.rank)
@@ -121,6 +119,7 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
     wait = timeout or backends.default_timeout()
     store, serves, generation = meet(placement, wait)
     current.replace(generation)
+    phases.reach(phases.START_UP)
     dist.init_process_group(
         "pydist",
         store=dist.PrefixStore("group", store),
@@ -141,6 +140,7 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
 
 def _adopt(backend: str | None, timeout: timedelta | None) -> Membership:
     """Takes the default group that the script has made."""
+    phases.reach(phases.START_UP)
     group = dist.group.WORLD
     assert group is not None
     communicator = groups.communicator_in(group)
@@ -204,34 +204,6 @@ def _device(agreement: backends.Agreement | None, rank: int, local_rank: int) ->
     return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
-def _start_log() -> None:
-    """Prints what PYDIST_LOG asks for, unless the script has set up logging itself."""
-    global _log_handler
-    logger = backends.logger
-    if logger.hasHandlers() or logger.level != logging.NOTSET:
-        return
-    _log_handler = logging.StreamHandler()
-    _log_handler.setFormatter(_LikeTheEngine())
-    logger.addHandler(_log_handler)
-    level = os.environ.get("PYDIST_LOG", "").upper()
-    logger.setLevel(level if level in ("ERROR", "INFO", "DEBUG") else "WARNING")
-
-
-class _LikeTheEngine(logging.Formatter):
-    """Lines like the engine's own: "pydist[rank 0] warning: ..."; only rank 0 logs here."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return f"pydist[rank 0] {record.levelname.lower()}: {record.getMessage()}"
-
-
-def _stop_log() -> None:
-    global _log_handler
-    if _log_handler is not None:
-        backends.logger.removeHandler(_log_handler)
-        backends.logger.setLevel(logging.NOTSET)
-        _log_handler = None
-
-
 def is_initialized() -> bool:
     """Whether this process has joined a job.
 
@@ -281,7 +253,7 @@ def shutdown() -> None:
         del member
         _native.release_process()
         _native.set_log_rank(-1)
-        _stop_log()
+        log.stop()
 
 
 def _joined() -> Membership:

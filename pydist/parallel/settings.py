@@ -11,6 +11,7 @@ import torch
 from pydist import _native
 from pydist.errors import InvalidUsage
 from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES
+from pydist.parallel.sentinel import checked_every
 from pydist.parallel.torch_arguments import caps_of, group_of
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Settings:
         gradients_are_views: Whether the next backward writes into gradients that the program holds.
         reduction: What backward leaves.
         compress: What float32 gradients travel in; None: their own dtype.
+        check_every: In every how many steps ranks compare their models; None: never.
+        check_finite: Whether gradients that are not finite raise.
         of_torch: Arguments that are only there to be read, as attributes of torch's class.
     """
 
@@ -50,6 +53,8 @@ class Settings:
     gradients_are_views: bool
     reduction: Literal["mean", "sum"]
     compress: Literal["bf16", "fp16"] | None
+    check_every: int | None
+    check_finite: bool
     of_torch: dict[str, Any]
 
     @property
@@ -70,6 +75,7 @@ class Settings:
             f"compress={self.compress!r}",
             f"init_sync={self.init_sync}",
             f"synchronized buffers={self.copies_buffers}",
+            f"check_every={self.check_every}",
             f"PYDIST_DEBUG={int(_native.read_environment().debug)}",
         ]
 
@@ -88,6 +94,8 @@ def settings_of(
     forward_sync_buffers: bool | None,
     reduction: Literal["mean", "sum"],
     compress: Literal["bf16", "fp16"] | None,
+    check_every: int | None,
+    check_finite: bool,
     **of_torch: object,
 ) -> Settings:
     """Checks the constructor's arguments by themselves, without the module.
@@ -121,5 +129,7 @@ def settings_of(
         gradients_are_views=gradient_as_bucket_view,
         reduction=reduction,
         compress=compress,
+        check_every=checked_every(check_every),
+        check_finite=bool(check_finite),
         of_torch=of_torch,
     )

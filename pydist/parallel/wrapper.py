@@ -54,6 +54,7 @@ from pydist.parallel.reducer import (
     outputs_with_graph,
 )
 from pydist.parallel.replica_check import check_same, copy_from, facts_of
+from pydist.parallel.sentinel import Sentinel
 from pydist.parallel.settings import Settings, settings_of
 from pydist.parallel.state_hooks import (
     HookedLoading,
@@ -99,6 +100,7 @@ _OWN_NAMES = {
     "_sharded_parameters",
     "_local",
     "_buffer_sync",
+    "_sentinel",
     "_torch_attributes",
     "_watched_methods",
 }
@@ -223,6 +225,15 @@ class DataParallel(TorchIdioms):
             rounded to it, they are added up (in float32; on NCCL, and around a ring, every partial
             sum is rounded to the type, and "fp16" loses bits of what is below 6e-5 times the number
             of ranks), and the result is rounded to it. Default: as they are.
+        check_every: In every how many steps the ranks compare their parameters, and the buffers
+            that are copied; the same on all ranks. Each rank reads its model once for that, and a
+            digest rides the next backward. Where models differ all ranks raise Mismatch at the
+            forward after that, which names the first tensor, the ranks and the step. Default:
+            never. A step is a forward that averages. What it takes is logged (`PYDIST_LOG=info`).
+        check_finite: Whether a backward raises FloatingPointError as soon as a gradient of this
+            rank's has a NaN or Inf, with the parameter, the rank and the step; the other ranks get
+            an Error that names the rank. Reads every gradient, and waits for the GPU each time. Not
+            for use with a `GradScaler`, which provokes Inf and skips those steps. Default: False.
 
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
@@ -267,6 +278,8 @@ class DataParallel(TorchIdioms):
         forward_sync_buffers: bool | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         compress: Literal["bf16", "fp16"] | None = None,
+        check_every: int | None = None,
+        check_finite: bool = False,
     ) -> None:
         super().__init__()
         refuse_unsupported(
@@ -288,6 +301,8 @@ class DataParallel(TorchIdioms):
             forward_sync_buffers=forward_sync_buffers,
             reduction=reduction,
             compress=compress,
+            check_every=check_every,
+            check_finite=check_finite,
             dim=dim,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
@@ -331,6 +346,7 @@ class DataParallel(TorchIdioms):
         self._input_device = input_device
         self._trained = TrainedParameters(local)
         self._buffer_sync = None
+        self._sentinel = Sentinel(settings.check_every, settings.check_finite)
         # The optimizers that update shards, by their numbers from 1.
         self._owners: list[weakref.ref[Any]] = []
         # For each parameter that an optimizer has, whether it trains now or not: the number of the
@@ -395,6 +411,7 @@ class DataParallel(TorchIdioms):
         self._communicator, self._input_device = communicator, input_device
         self._trained, self._buffer_sync = trained, buffer_sync
         self._working_reducer = reducer
+        self._sentinel.watch(trained.known, membership.rank())
         guard_steps()
 
     @property
@@ -457,6 +474,7 @@ class DataParallel(TorchIdioms):
             reducer.prepare_forward(trains and self.module.training)
             if trains and self._buffer_sync is not None:
                 self._buffer_sync.before_forward(averages=reducer.enabled)
+            self._let_sentinel_look(reducer, averages=trains and reducer.enabled)
         with contextlib.ExitStack() as during:
             during.enter_context(graphs_cut_at(self._settings.graph_cap_bytes))
             for owner in self.shard_owners():
@@ -464,6 +482,18 @@ class DataParallel(TorchIdioms):
             outputs = self.module(*args, **kwargs)
         _watch(weakref.ref(self), outputs)
         return outputs
+
+    def _let_sentinel_look(self, reducer: _native.Reducer, *, averages: bool) -> None:
+        """Compares the models of the ranks before a forward, if that is asked for and due."""
+        sentinel = self._sentinel
+        if not averages:
+            sentinel.note_other_forward(self.module.training)
+            return
+        if sentinel.is_due():
+            for owner in self.shard_owners():
+                owner.finish()
+        has_buffers = self._buffer_sync is not None
+        sentinel.before_forward(self._communicator, reducer, self._local, has_buffers)
 
     @contextlib.contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
@@ -573,6 +603,11 @@ class DataParallel(TorchIdioms):
         self.require_working()
         self.require_joined()
         refuse_under_join(self.module)
+        if self._sentinel.is_comparing:
+            raise InvalidUsage(
+                "join() leaves ranks without batches out of the forwards, in which all ranks "
+                "compare their models (check_every=): leave one of them out"
+            )
         if self._sharded_parameters:
             raise InvalidUsage(
                 "join() leaves ranks without batches out of the optimizer's steps, and each rank's "
@@ -813,6 +848,7 @@ class DataParallel(TorchIdioms):
                 raise _sparse_error(name)
             self._reducer.add(name, parameter, is_sparse, *shards)
             self._trained.add(name, parameter, is_sparse)
+        self._sentinel.watch(joining, membership.rank())
 
     def _take_up(self, trained: Trained, how: str) -> None:
         """Retires whoever else trains any of some parameters. Talks to nobody."""

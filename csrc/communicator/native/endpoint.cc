@@ -111,6 +111,7 @@ Endpoint::Endpoint(const Environment& environment)
   page_segment_.refuse_further_writers();
   doorbell_segment_.reserve(0, doorbell_segment_.bytes(), "the doorbell of a process");
   page_ = reinterpret_cast<ProcessPage*>(page_segment_.data());
+  page_->pid.store(::getpid(), std::memory_order_relaxed);
   // The doorbell lives as long as the mapping, which the progress thread keeps.
   auto mapping = std::make_shared<SharedSegment>(doorbell_segment_);
   progress_ = std::make_shared<Progress>(

@@ -74,7 +74,7 @@ TEST_F(EnvironmentTest, DefaultsAreWhatTheListSays) {
   EXPECT_EQ(written.chunk_bytes, unset.chunk_bytes);
   EXPECT_EQ(written.staging_bytes, unset.staging_bytes);
   EXPECT_EQ(written.heartbeat_warning, unset.heartbeat_warning);
-  EXPECT_EQ(written.log_level, unset.log_level);
+  EXPECT_EQ(written.log_levels.all, unset.log_levels.all);
   EXPECT_FALSE(unset.host_id.has_value());
   EXPECT_FALSE(unset.spin.has_value());
   EXPECT_TRUE(unset.cpu_isa.empty());
@@ -101,7 +101,16 @@ TEST_F(EnvironmentTest, ReadsEveryVariable) {
   EXPECT_EQ(environment.staging_bytes, 65536u);
   EXPECT_EQ(environment.heartbeat_warning, std::chrono::milliseconds(250));
   EXPECT_EQ(environment.cpu_isa, "portable");
-  EXPECT_EQ(environment.log_level, LogLevel::kDebug);
+  EXPECT_EQ(environment.log_levels.all, LogLevel::kDebug);
+}
+
+TEST_F(EnvironmentTest, SubsystemsHaveLogLevelsOfTheirOwn) {
+  set("PYDIST_LOG", "health=debug,error,nccl=info");
+  const LogLevels levels = Environment::read().log_levels;
+  EXPECT_EQ(levels.all, LogLevel::kError);
+  const std::vector<std::pair<std::string, LogLevel>> expected = {{"health", LogLevel::kDebug},
+                                                                  {"nccl", LogLevel::kInfo}};
+  EXPECT_EQ(levels.of_subsystems, expected);
 }
 
 TEST_F(EnvironmentTest, EmptyMeansUnset) {
@@ -125,7 +134,8 @@ TEST_F(EnvironmentTest, RefusesNonsenseAndSaysWhatIsValid) {
       {"PYDIST_STAGING_BYTES", {"65535", "1073741825", "4M", "-65536", "65536.5"}},
       {"PYDIST_HEARTBEAT_WARNING", {"0", "-5", "soon", "inf"}},
       {"PYDIST_CPU_ISA", {"sse", "AVX2", "best"}},
-      {"PYDIST_LOG", {"verbose", "2"}},
+      {"PYDIST_LOG",
+       {"verbose", "2", "warning,health", "nerves=debug", "health=", "health=loud", "=debug"}},
   };
   for (const auto& [name, values] : nonsense) {
     for (const std::string& value : values) {
@@ -161,7 +171,7 @@ TEST_F(EnvironmentTest, NamesOfChoicesComeBack) {
   for (const auto level :
        {LogLevel::kError, LogLevel::kWarning, LogLevel::kInfo, LogLevel::kDebug}) {
     set("PYDIST_LOG", std::string(to_string(level)));
-    EXPECT_EQ(Environment::read().log_level, level);
+    EXPECT_EQ(Environment::read().log_levels.all, level);
   }
 }
 

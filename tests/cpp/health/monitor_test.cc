@@ -146,7 +146,7 @@ TEST_F(MonitorTest, TheOwnersHeartBeats) {
 }
 
 TEST_F(MonitorTest, AStaleHeartIsWarnedOfOnce) {
-  set_log_level(LogLevel::kWarning);
+  set_log_levels({});
   ::testing::internal::CaptureStderr();
   {
     Monitor monitor(*mine_, milliseconds(100));
@@ -160,7 +160,7 @@ TEST_F(MonitorTest, AStaleHeartIsWarnedOfOnce) {
 }
 
 TEST_F(MonitorTest, AHeartThatComesBackMayBeWarnedOfAgain) {
-  set_log_level(LogLevel::kWarning);
+  set_log_levels({});
   ::testing::internal::CaptureStderr();
   {
     Monitor monitor(*mine_, milliseconds(300));
@@ -181,7 +181,7 @@ TEST_F(MonitorTest, AHeartThatComesBackMayBeWarnedOfAgain) {
 }
 
 TEST_F(MonitorTest, APeerThatLeftInGoodOrderIsNotWarnedOf) {
-  set_log_level(LogLevel::kWarning);
+  set_log_levels({});
   ::testing::internal::CaptureStderr();
   {
     theirs_->has_departed = 1;
@@ -209,7 +209,7 @@ TEST_F(MonitorTest, ReadableDescriptorsAreServed) {
 }
 
 TEST_F(MonitorTest, AnErrorInACallbackDoesNotEndTheWatch) {
-  set_log_level(LogLevel::kWarning);
+  set_log_levels({});
   ::testing::internal::CaptureStderr();
   const FileDescriptor event(::eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK));
   std::atomic<int> calls{0};

@@ -326,7 +326,7 @@ def test_a_plain_process_in_a_slurm_shell_warns_in_a_sentence() -> None:
     shell = {**NO_LAUNCHER, "SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
     (warned,) = rank_outcomes(join_and_count, 1, env=shell)
     assert warned.value == 1, warned.describe()
-    assert warned.output.count("pydist[rank 0] warning: SLURM_NTASKS=8 is set, but srun") == 1
+    assert warned.output.count("warning: job: SLURM_NTASKS=8 is set, but srun") == 1
     (meant,) = rank_outcomes(join_and_count, 1, env={**shell, "RANK": "0", "WORLD_SIZE": "1"})
     assert (meant.value, meant.output) == (1, ""), meant.describe()
 

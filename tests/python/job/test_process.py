@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -210,10 +211,21 @@ def join_and_leave() -> None:
     pydist.shutdown()
 
 
-def test_info_line_appears_with_pydist_log() -> None:
-    (done,) = rank_outcomes(join_and_leave, 1, env={**NO_LAUNCHER, "PYDIST_LOG": "info"})
+@pytest.mark.parametrize(
+    ("levels", "is_there"),
+    [("info", True), ("error,job=info", True), ("info,job=error", False), ("warning", False)],
+)
+def test_info_line_appears_with_pydist_log(levels: str, is_there: bool) -> None:
+    (done,) = rank_outcomes(join_and_leave, 1, env={**NO_LAUNCHER, "PYDIST_LOG": levels})
     assert done.ok, done.describe()
-    assert "pydist[rank 0] info: backend native on 1 rank" in done.output
+    line = f"pydist[rank 0 on host {socket.gethostname()}] info: job: backend native on 1 rank"
+    assert (line in done.output) == is_there
+
+
+def test_a_subsystem_that_is_not_there_is_refused() -> None:
+    (done,) = rank_outcomes(join_and_leave, 1, env={**NO_LAUNCHER, "PYDIST_LOG": "nerves=debug"})
+    assert done.error == "InvalidUsage"
+    assert "there is no subsystem 'nerves'; use one of:" in done.message
 
 
 def test_a_misspelt_variable_is_warned_of() -> None:

@@ -53,6 +53,8 @@ PYTHON_LAYERS = (
     "sharding",
     "checkpoint",
     "planning",
+    "testing",
+    "diagnosis",
     "__init__",
     "benchmarks",
     "cli",

@@ -73,6 +73,7 @@ NAMES = (
     "shutdown",
     "spawn",
     "symmetric_empty",
+    "testing",
     "world_size",
 )
 

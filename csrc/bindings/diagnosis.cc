@@ -1,0 +1,75 @@
+// What `pydist doctor` reads of processes that are not its own.
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <string>
+
+#include "base/op_kind.h"
+#include "bindings/bindings.h"
+#include "health/page_reader.h"
+
+namespace pydist {
+namespace {
+
+std::string_view name_of(JournalState state) {
+  switch (state) {
+    case JournalState::kRunning:
+      return "running";
+    case JournalState::kSucceeded:
+      return "succeeded";
+    case JournalState::kFailed:
+      return "failed";
+  }
+  return "unknown";  // a byte of somebody else's memory may hold anything
+}
+
+std::string_view kind_of(const JournalEntry& entry) {
+  return entry.kind <= static_cast<std::uint8_t>(OpKind::kAllocate)
+             ? to_string(static_cast<OpKind>(entry.kind))
+             : "unknown";
+}
+
+py::dict read(int fd) {
+  PageReading reading;
+  {
+    const ReleasedGil released;
+    reading = read_page(fd);
+  }
+  const auto seconds_since = [&](std::int64_t time_ns) {
+    return static_cast<double>(std::max<std::int64_t>(0, reading.now_ns - time_ns)) * 1e-9;
+  };
+  py::list entries;
+  for (const JournalEntry& entry : reading.entries) {
+    py::dict each;
+    each["group"] = entry.group;
+    each["sequence"] = entry.sequence;
+    each["kind"] = kind_of(entry);
+    each["state"] = name_of(entry.state);
+    each["bytes"] = entry.bytes;
+    each["label"] = py::bytes(entry.label).attr("decode")("utf-8", "replace");
+    each["started_s"] = seconds_since(entry.started_ns);
+    each["finished_s"] = entry.state == JournalState::kRunning
+                             ? py::object(py::none())
+                             : py::object(py::float_(seconds_since(entry.finished_ns)));
+    entries.append(each);
+  }
+  py::dict result;
+  result["pid"] = reading.pid;
+  result["has_departed"] = reading.has_departed;
+  result["silent_s"] = reading.silent_s;
+  result["entries"] = entries;
+  return result;
+}
+
+}  // namespace
+
+void bind_diagnosis(py::module_& module) {
+  module.def("read_page", &read, py::arg("fd"),
+             "The page of a process of pydist, behind a descriptor: its pid, whether the process "
+             "has left in good order, the seconds since its last sign of life, and its last "
+             "operations, the newest first, each with the seconds since it began and ended. Raises "
+             "pydist.InvalidUsage where the file is no such page.");
+}
+
+}  // namespace pydist

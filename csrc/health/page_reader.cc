@@ -1,0 +1,42 @@
+#include "health/page_reader.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <memory>
+
+#include "base/error.h"
+#include "health/process_page.h"
+
+namespace pydist {
+
+PageReading read_page(int fd) {
+  constexpr std::size_t kBytes = sizeof(ProcessPage);
+  struct stat status{};
+  if (::fstat(fd, &status) != 0) {
+    throw system_error("Cannot look at the page of a process (fstat)", errno);
+  }
+  if (status.st_size < static_cast<off_t>(kBytes) ||
+      status.st_size >= static_cast<off_t>(kBytes) + 65536) {
+    throw InvalidUsage(join("This is no page of a process of this version of pydist: it has ",
+                            status.st_size, " bytes, expected ", kBytes, "."));
+  }
+  void* const memory = ::mmap(nullptr, kBytes, PROT_READ, MAP_SHARED, fd, 0);
+  if (memory == MAP_FAILED) {
+    throw system_error("Cannot map the page of a process (mmap)", errno);
+  }
+  const auto unmap = [](void* mapped) { ::munmap(mapped, kBytes); };
+  const std::unique_ptr<void, decltype(unmap)> mapping(memory, unmap);
+  const auto& page = *static_cast<const ProcessPage*>(memory);
+  PageReading reading;
+  reading.pid = page.pid.load(std::memory_order_relaxed);
+  reading.has_departed = page.has_departed.load(std::memory_order_acquire) != 0;
+  reading.entries = page.journal.read();
+  reading.now_ns = monotonic_ns();
+  const std::int64_t heartbeat = page.heartbeat_ns.load(std::memory_order_relaxed);
+  reading.silent_s = heartbeat == 0 ? 0.0 : static_cast<double>(reading.now_ns - heartbeat) * 1e-9;
+  return reading;
+}
+
+}  // namespace pydist

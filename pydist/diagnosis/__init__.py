@@ -1,0 +1,1 @@
+"""What the ranks of this host are in, for `pydist doctor` and for dumps."""

@@ -1,0 +1,236 @@
+"""Watches that the ranks' models stay alike (`check_every=`) and finite (`check_finite=`).
+
+Note [Divergence]
+Before every `check_every`-th forward that averages, each rank sums up the bits of every parameter
+and buffer. A digest of the sums travels with the first message of the round that follows, which has
+a place for it anyway, so nothing more is sent while the ranks agree. At the next forward all ranks
+know whether their digests were the same; where they were not, they exchange the sums, and all
+raise the same Mismatch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from pydist.errors import InvalidUsage, Mismatch
+from pydist.job import backends
+from pydist.job.outcome import exchange
+
+if TYPE_CHECKING:
+    from pydist._native import Communicator, Reducer
+    from pydist.parallel.rank_local import RankLocal
+
+__all__ = ["Sentinel", "checked_every"]
+
+# Sharded optimizers count from 1 in the reducer.
+_NUMBER = 0
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def checked_every(value: object) -> int | None:
+    """The argument `check_every`, if it is valid.
+
+    Raises:
+        InvalidUsage: It is not.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidUsage(
+            f"check_every is {value!r}; it must be a number of steps, 1 or more, or None"
+        )
+    return value
+
+
+class Sentinel:
+    """What one wrapper watches.
+
+    Args:
+        every: In every how many steps models are compared; None: never.
+        finite: Whether gradients are looked at.
+
+    Attributes:
+        is_comparing: Whether models are compared.
+    """
+
+    def __init__(self, every: int | None, finite: bool) -> None:
+        self._every = every
+        self._finite = finite
+        # By id: to compare tensors is to compare their elements.
+        self._watched: dict[int, weakref.ref[Tensor]] = {}
+        # Forwards that average, with the present one: steps, where each has one.
+        self._step = 0
+        # Of the last comparison, until its result is known: the step, and the sums by name.
+        self._compared: tuple[int, dict[str, int]] | None = None
+        self._has_told_cost = False
+        # False since a forward that did not average, and may have changed this rank's buffers.
+        self._has_buffers_of_all = True
+
+    @property
+    def is_comparing(self) -> bool:
+        return self._every is not None
+
+    def is_due(self) -> bool:
+        """Whether the next forward that averages compares."""
+        return self._every is not None and (self._step + 1) % self._every == 0
+
+    def note_other_forward(self, in_training: bool) -> None:
+        """Takes note of a forward that does not average; in training, buffers may change in it."""
+        if in_training:
+            self._has_buffers_of_all = False
+
+    def before_forward(
+        self, communicator: Communicator, reducer: Reducer, local: RankLocal, has_buffers: bool
+    ) -> None:
+        """Takes note of a step that begins. All ranks call it, before a forward that averages.
+
+        Args:
+            communicator: The ranks.
+            reducer: It has the next round.
+            local: The module.
+            has_buffers: Whether buffers are copied to all ranks at the end of a backward.
+
+        Raises:
+            Mismatch: The models had differed at the last comparison (on every rank).
+        """
+        self._step += 1
+        has_buffers = has_buffers and self._has_buffers_of_all
+        self._has_buffers_of_all = True
+        if self._every is None or communicator.size == 1:
+            return
+        if self._compared is not None:
+            step, sums = self._compared
+            self._compared = None
+            reducer.note_step(_NUMBER, 0)
+            if not reducer.has_stepped_alike:
+                _raise_where_different(communicator, step, sums)
+        if self._step % self._every == 0:
+            began = time.monotonic()
+            named: list[tuple[str, Tensor]] = [
+                (f"parameter {name}", each) for name, each in local.shared_parameters()
+            ]
+            if has_buffers:
+                named += [(f"buffer {name}", each) for name, each in local.shared_buffers()]
+            sums = _sums_of_bits(named)
+            self._compared = (self._step, sums)
+            digest = hashlib.sha256(json.dumps(sums).encode()).digest()
+            # 0 says that there is nothing to compare.
+            reducer.note_step(_NUMBER, int.from_bytes(digest[:6], "big") + 1)
+            self._tell_cost(time.monotonic() - began, named)
+
+    def _tell_cost(self, seconds: float, named: list[tuple[str, Tensor]]) -> None:
+        if self._has_told_cost:
+            return
+        self._has_told_cost = True
+        count = sum(each.numel() * each.element_size() for _, each in named)
+        backends.logger.info(
+            "check_every=%d: comparing %d tensors of %.1f MiB takes %.1f ms, once in %d steps",
+            self._every,
+            len(named),
+            count / 2**20,
+            seconds * 1e3,
+            self._every,
+        )
+
+    def watch(self, trained: Iterable[tuple[str, nn.Parameter, bool]], rank: int) -> None:
+        """Looks at the gradients of parameters from now on, where that was asked for.
+
+        A backward with a gradient that is not finite raises FloatingPointError on this rank, and
+        an error that names this rank on the others.
+        """
+        if not self._finite:
+            return
+        for name, parameter, _ in trained:
+            known = self._watched.get(id(parameter))
+            if known is None or known() is not parameter:
+                self._watched[id(parameter)] = weakref.ref(parameter)
+                parameter.register_hook(_FiniteCheck(self, name, rank))
+
+    @property
+    def step(self) -> int:
+        """The present step, from 1."""
+        return self._step
+
+
+class _FiniteCheck:
+    """A hook on one parameter, which autograd calls with this rank's own gradient."""
+
+    def __init__(self, sentinel: Sentinel, name: str, rank: int) -> None:
+        self._sentinel = weakref.ref(sentinel)
+        self._name = name
+        self._rank = rank
+
+    def __call__(self, gradient: Tensor) -> None:
+        sentinel = self._sentinel()
+        if sentinel is None:
+            return
+        values = gradient.detach()
+        if values.is_sparse:
+            values = values.coalesce().values()
+        # One number for the host: a sum of finite elements may overflow, but then it is looked at.
+        if math.isfinite(float(values.sum(dtype=torch.float64).real)):
+            return
+        nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
+        if nan or inf:
+            raise FloatingPointError(
+                f"the gradient of parameter {self._name} on rank {self._rank} has {nan} NaN and "
+                f"{inf} Inf among {values.numel()} elements in step {sentinel.step}; of the "
+                "parameters that this backward has reached it is the first one"
+            )
+
+
+def _sums_of_bits(named: list[tuple[str, Tensor]]) -> dict[str, int]:
+    """The sum of every tensor's elements, taken as integers of their size, modulo 2^64."""
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    with torch.no_grad():
+        for name, each in named:
+            plain = each.detach()
+            if plain.is_complex():
+                plain = torch.view_as_real(plain.resolve_conj())
+            bits = (
+                plain.contiguous().view(-1).view(_INTEGERS.get(plain.element_size(), torch.int64))
+            )
+            total = bits.sum(dtype=torch.int64)
+            by_device.setdefault(each.device, []).append((name, total))
+        sums: dict[str, int] = {}
+        # The host waits once for each device.
+        for on_device in by_device.values():
+            values = torch.stack([total for _, total in on_device]).tolist()
+            sums |= dict(zip((name for name, _ in on_device), values, strict=True))
+    return {name: sums[name] for name, _ in named}
+
+
+def _raise_where_different(communicator: Communicator, step: int, sums: dict[str, int]) -> None:
+    """Raises on all ranks, and names the first tensor that differs.
+
+    Digests may be unlike for another reason: an optimizer's options, or buffers that only some
+    ranks had reason to compare.
+    """
+    told = exchange(communicator, json.dumps(sums).encode(), "pydist.DataParallel(check_every=)")
+    everybody: list[dict[str, int]] = [json.loads(each) for each in told]
+    common = [name for name in sums if all(name in each for each in everybody)]
+    for name in common:
+        by_value: dict[int, list[int]] = {}
+        for rank, theirs in enumerate(everybody):
+            by_value.setdefault(theirs[name], []).append(rank)
+        if len(by_value) > 1:
+            # The most ranks are right, the first of them where there are as many of each.
+            groups = sorted(by_value.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+            odd = sorted(rank for ranks in groups[1:] for rank in ranks)
+            different = sum(len({each[n] for each in everybody}) > 1 for n in common)
+            raise Mismatch(
+                f"the model differs between ranks at the beginning of step {step}: {name} of rank "
+                f"{', '.join(map(str, odd))} is not that of rank "
+                f"{', '.join(map(str, groups[0]))}; {different} of {len(common)} tensors differ. "
+                "Something changed it on some ranks only since the last comparison: code under "
+                "`if rank == 0`, an optimizer with other options or states, memory that is broken"
+            )

@@ -1,0 +1,38 @@
+"""Each drill once; `make drills` repeats them and writes the table of docs/failure.md."""
+
+from typing import Any
+
+import pytest
+from drills import DRILLS
+from rehearsal import rehearse
+from scene import Drill
+
+pytestmark = pytest.mark.timeout(120)
+
+# Those of the everyday tests: one of a kind.
+EVERYDAY = {
+    ("SIGKILL in a collective of 4 MiB", "native", 4),
+    ("SIGKILL with live workers of a data loader", "native", 2),
+    ("SIGSTOP, and SIGCONT after 0.5 s", "native", 2),
+    ("another order", "native", 2),
+    ("raising in backward", "native", 2),
+}
+
+
+def performances() -> list[Any]:
+    found = []
+    for drill in DRILLS:
+        for backend in drill.backends:
+            for size in drill.sizes:
+                everyday = (drill.name, backend, size) in EVERYDAY
+                marks = [] if everyday else [pytest.mark.thorough]
+                name = f"{drill.name}-{backend}-{size}"
+                found.append(pytest.param(drill, backend, size, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("drill", "backend", "size"), performances())
+def test_drill(drill: Drill, backend: str, size: int) -> None:
+    # `make drills` looks at the times, on a machine that does nothing else.
+    result = rehearse(drill, backend, size, slack=5.0)
+    assert result.left == []

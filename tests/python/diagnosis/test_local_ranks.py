@@ -1,0 +1,164 @@
+"""`pydist doctor <pid>` and PYDIST_DUMP: what the ranks of this host are in."""
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import Ranks, run_command
+
+import pydist
+from pydist.cli import main
+from pydist.diagnosis import local_ranks, report
+from pydist.diagnosis.local_ranks import LocalRank, Operation, first_disagreement
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def operation(sequence: int, kind: str = "all_reduce", state: str = "succeeded") -> Operation:
+    finished = None if state == "running" else 1.0
+    return Operation(7, sequence, kind, state, 8, "", 2.0, finished)
+
+
+def rank_of(number: int, *operations: Operation, **values: Any) -> LocalRank:
+    known = {"state": "waiting", "has_page": True, **values}
+    return LocalRank(100 + number, number, operations=list(operations), **known)
+
+
+def test_ranks_that_agree() -> None:
+    ranks = [rank_of(0, operation(2, state="running"), operation(1)) for _ in range(2)]
+    assert first_disagreement(ranks) == ("", set())
+    assert first_disagreement([rank_of(0, operation(2)), rank_of(1, operation(1))])[0] == ""
+
+
+def test_the_one_that_never_came() -> None:
+    waiting = [rank_of(each, operation(5, state="running"), operation(4)) for each in range(3)]
+    verdict, odd = first_disagreement([*waiting, rank_of(3, operation(4))])
+    assert odd == {103}
+    assert verdict.startswith("rank 3 never entered all_reduce #5")
+    verdict, odd = first_disagreement([*waiting, rank_of(3)])
+    assert odd == {103}
+
+
+def test_the_one_that_called_something_else() -> None:
+    alike = [rank_of(each, operation(5, "barrier"), operation(4)) for each in range(3)]
+    verdict, odd = first_disagreement([*alike, rank_of(3, operation(5), operation(4))])
+    assert odd == {103}
+    assert "rank 3 is in all_reduce #5" in verdict
+    text = report.as_text([*alike, rank_of(3, operation(5), operation(4))])
+    assert re.search(r"^>> +3 +103 ", text, re.M)
+    assert "First disagreement: they called different operations" in text
+
+
+def test_messages_do_not_count() -> None:
+    first = rank_of(0, operation(9, "send", "running"), operation(1))
+    assert first_disagreement([first, rank_of(1, operation(1))])[0] == ""
+
+
+def test_words_for_what_a_rank_is_in() -> None:
+    assert rank_of(0, operation(5, state="running")).activity().startswith("in all_reduce #5")
+    assert "which failed" in rank_of(0, operation(5, state="failed")).activity()
+    assert rank_of(0).activity() == "has not entered any operation yet"
+    assert rank_of(0, has_departed=True).activity() == "has left the job"
+    assert "no journal" in rank_of(0, has_page=False).activity()
+
+
+def test_a_process_that_is_no_rank() -> None:
+    with pytest.raises(pydist.InvalidUsage, match="no rank of a pydist job"):
+        local_ranks.find(os.getpid())
+    with pytest.raises(pydist.InvalidUsage, match="there is no process"):
+        local_ranks.find(2**22 + 1)
+
+
+def wait_for_the_other() -> str:
+    pydist.init(timeout=20)
+    pydist.barrier()
+    if pydist.rank() == 1:
+        time.sleep(5)
+    else:
+        pydist.all_reduce(torch.ones(2))
+        return "done"
+    pydist.all_reduce(torch.ones(2))
+    return "done"
+
+
+def in_background(ranks: Ranks) -> threading.Thread:
+    thread = threading.Thread(target=ranks.run, args=(wait_for_the_other,))
+    thread.start()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        try:
+            found = local_ranks.find(ranks.pids[1])
+        except pydist.InvalidUsage:
+            continue
+        if first_disagreement(found)[0]:
+            return thread
+    thread.join()
+    raise AssertionError("the ranks never waited for each other")
+
+
+def test_a_job_that_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        thread = in_background(ranks)
+        try:
+            # Either leads to both.
+            for pid in ranks.pids:
+                found = local_ranks.find(pid)
+                assert {each.pid for each in found} == set(ranks.pids)
+            verdict, odd = first_disagreement(found)
+            assert "never entered all_reduce" in verdict
+            assert odd == {ranks.pids[1]}
+            assert main(["doctor", str(ranks.pids[0])]) == 1
+        finally:
+            thread.join()
+    assert "First disagreement" in capsys.readouterr().out
+
+
+DUMPING = """
+import os, signal, sys, time
+import pydist
+pydist.init()
+os.kill(os.getpid(), signal.SIGUSR1)
+time.sleep(0.2)
+print("went on", flush=True)
+if sys.argv[1:] == ["fail"]:
+    raise ValueError("broken")
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_dump(tmp_path: Path, fails: bool) -> None:
+    arguments = ["fail"] if fails else []
+    done = run_command(
+        [sys.executable, "-c", DUMPING, *arguments], env={"PYDIST_DUMP": str(tmp_path / "d")}
+    )
+    assert "went on" in done.stdout, done.stderr
+    (file,) = (tmp_path / "d").iterdir()
+    text = file.read_text()
+    assert "most recent call first" in text
+    assert "SIGUSR1" in text
+    assert ("ValueError: broken" in text) == fails
+    assert done.returncode == int(fails)
+
+
+def test_a_folder_that_can_not_be() -> None:
+    done = run_command([sys.executable, "-c", "import pydist"], env={"PYDIST_DUMP": "/proc/no"})
+    assert "PYDIST_DUMP='/proc/no' can't be written to" in done.stderr
+
+
+def test_a_process_that_does_not_handle_the_signal_is_not_sent_it() -> None:
+    from pydist.diagnosis.stacks import _handles
+
+    assert not _handles(os.getpid(), signal.SIGUSR1)
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        assert _handles(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
