@@ -179,7 +179,10 @@ def agree(
     """
     store.set(f"hello/{rank}", json.dumps(hello))
     if rank == 0:
-        verdict = {"error": "Aborted", "message": "rank 0 was interrupted while the ranks met."}
+        verdict: dict[str, Any] = {
+            "error": "Aborted",
+            "message": "rank 0 was interrupted while the ranks met.",
+        }
         try:
             verdict = _collect(store, size, timeout)
         finally:
