@@ -2,10 +2,8 @@
 
 Note [Divergence]
 Before every `check_every`-th forward that averages, each rank sums up the bits of every parameter
-and buffer. A digest of the sums travels with the first message of the round that follows, which has
-a place for it anyway, so nothing more is sent while the ranks agree. At the next forward all ranks
-know whether their digests were the same; where they were not, they exchange the sums, and all
-raise the same Mismatch.
+and buffer, and all gather a digest of the sums: one small operation. Where the digests differ, they
+exchange the sums, and all raise the same Mismatch.
 """
 
 from __future__ import annotations
@@ -26,13 +24,12 @@ from pydist.job import backends
 from pydist.job.outcome import exchange
 
 if TYPE_CHECKING:
-    from pydist._native import Communicator, Reducer
+    from pydist._native import Communicator
     from pydist.parallel.rank_local import RankLocal
 
 __all__ = ["Sentinel", "checked_every"]
 
-# Sharded optimizers count from 1 in the reducer.
-_NUMBER = 0
+_LABEL = "pydist.DataParallel(check_every=)"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -69,8 +66,6 @@ class Sentinel:
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         # Forwards that average, with the present one: steps, where each has one.
         self._step = 0
-        # Of the last comparison, until its result is known: the step, and the sums by name.
-        self._compared: tuple[int, dict[str, int]] | None = None
         self._has_told_cost = False
         # False since a forward that did not average, and may have changed this rank's buffers.
         self._has_buffers_of_all = True
@@ -89,30 +84,23 @@ class Sentinel:
             self._has_buffers_of_all = False
 
     def before_forward(
-        self, communicator: Communicator, reducer: Reducer, local: RankLocal, has_buffers: bool
+        self, communicator: Communicator, local: RankLocal, has_buffers: bool
     ) -> None:
         """Takes note of a step that begins. All ranks call it, before a forward that averages.
 
         Args:
             communicator: The ranks.
-            reducer: It has the next round.
             local: The module.
             has_buffers: Whether buffers are copied to all ranks at the end of a backward.
 
         Raises:
-            Mismatch: The models had differed at the last comparison (on every rank).
+            Mismatch: The models differ (on every rank).
         """
         self._step += 1
         has_buffers = has_buffers and self._has_buffers_of_all
         self._has_buffers_of_all = True
         if self._every is None or communicator.size == 1:
             return
-        if self._compared is not None:
-            step, sums = self._compared
-            self._compared = None
-            reducer.note_step(_NUMBER, 0)
-            if not reducer.has_stepped_alike:
-                _raise_where_different(communicator, step, sums)
         if self._step % self._every == 0:
             began = time.monotonic()
             named: list[tuple[str, Tensor]] = [
@@ -121,11 +109,11 @@ class Sentinel:
             if has_buffers:
                 named += [(f"buffer {name}", each) for name, each in local.shared_buffers()]
             sums = _sums_of_bits(named)
-            self._compared = (self._step, sums)
             digest = hashlib.sha256(json.dumps(sums).encode()).digest()
-            # 0 says that there is nothing to compare.
-            reducer.note_step(_NUMBER, int.from_bytes(digest[:6], "big") + 1)
+            digests = exchange(communicator, digest, _LABEL)
             self._tell_cost(time.monotonic() - began, named)
+            if any(each != digest for each in digests):
+                _raise_where_different(communicator, self._step, sums)
 
     def _tell_cost(self, seconds: float, named: list[tuple[str, Tensor]]) -> None:
         if self._has_told_cost:
@@ -212,10 +200,9 @@ def _sums_of_bits(named: list[tuple[str, Tensor]]) -> dict[str, int]:
 def _raise_where_different(communicator: Communicator, step: int, sums: dict[str, int]) -> None:
     """Raises on all ranks, and names the first tensor that differs.
 
-    Digests may be unlike for another reason: an optimizer's options, or buffers that only some
-    ranks had reason to compare.
+    Digests may be unlike for another reason: buffers that only some ranks had reason to compare.
     """
-    told = exchange(communicator, json.dumps(sums).encode(), "pydist.DataParallel(check_every=)")
+    told = exchange(communicator, json.dumps(sums).encode(), _LABEL)
     everybody: list[dict[str, int]] = [json.loads(each) for each in told]
     common = [name for name in sums if all(name in each for each in everybody)]
     for name in common:

@@ -227,9 +227,9 @@ class DataParallel(TorchIdioms):
             of ranks), and the result is rounded to it. Default: as they are.
         check_every: In every how many steps the ranks compare their parameters, and the buffers
             that are copied; the same on all ranks. Each rank reads its model once for that, and a
-            digest rides the next backward. Where models differ all ranks raise Mismatch at the
-            forward after that, which names the first tensor, the ranks and the step. Default:
-            never. A step is a forward that averages. What it takes is logged (`PYDIST_LOG=info`).
+            digest is gathered before the forward. Where models differ all ranks raise Mismatch
+            there, which names the first tensor, the ranks and the step. Default: never. A step is a
+            forward that averages. What it takes is logged (`PYDIST_LOG=info`).
         check_finite: Whether a backward raises FloatingPointError as soon as a gradient of this
             rank's has a NaN or Inf, with the parameter, the rank and the step; the other ranks get
             an Error that names the rank. Reads every gradient, and waits for the GPU each time. Not
@@ -474,7 +474,7 @@ class DataParallel(TorchIdioms):
             reducer.prepare_forward(trains and self.module.training)
             if trains and self._buffer_sync is not None:
                 self._buffer_sync.before_forward(averages=reducer.enabled)
-            self._let_sentinel_look(reducer, averages=trains and reducer.enabled)
+            self._let_sentinel_look(averages=trains and reducer.enabled)
         with contextlib.ExitStack() as during:
             during.enter_context(graphs_cut_at(self._settings.graph_cap_bytes))
             for owner in self.shard_owners():
@@ -483,7 +483,7 @@ class DataParallel(TorchIdioms):
         _watch(weakref.ref(self), outputs)
         return outputs
 
-    def _let_sentinel_look(self, reducer: _native.Reducer, *, averages: bool) -> None:
+    def _let_sentinel_look(self, *, averages: bool) -> None:
         """Compares the models of the ranks before a forward, if that is asked for and due."""
         sentinel = self._sentinel
         if not averages:
@@ -493,7 +493,7 @@ class DataParallel(TorchIdioms):
             for owner in self.shard_owners():
                 owner.finish()
         has_buffers = self._buffer_sync is not None
-        sentinel.before_forward(self._communicator, reducer, self._local, has_buffers)
+        sentinel.before_forward(self._communicator, self._local, has_buffers)
 
     @contextlib.contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
