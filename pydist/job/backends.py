@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from pydist.job import current
 from pydist.job.gloo_network import GlooNetwork, describe_network, join_network
 from pydist.job.gpu_assignment import describe_gpus, make_current
 from pydist.job.meeting import Verdict, agree
+from pydist.job.processes import Process, own_process
 
 __all__ = [
     "Agreement",
@@ -70,6 +71,8 @@ class Agreement:
     gpus: tuple[int | None, ...]
     # Where gloo listens on this rank.
     network: GlooNetwork
+    # Each rank's process, in rank order.
+    processes: tuple[Process, ...]
 
     def local_ranks(self, rank: int) -> list[int]:
         """The ranks on the host of `rank`, in order."""
@@ -125,6 +128,7 @@ def host_identity() -> str:
 def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
     hello: dict[str, Any] = {
         "host": host_identity(),
+        "process": asdict(own_process()),
         "pydist": __version__,
         "torch": torch.__version__.split("+")[0],
     }
@@ -136,6 +140,8 @@ def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
         hello["error"] = str(error)
     else:
         hello.update(describe_gpus(wants_nccl=hello["wish"] in ("auto", "nccl")))
+        if (kept := current.job.kept_gpu) is not None:
+            hello["chosen"] = kept
     return hello
 
 
@@ -234,7 +240,12 @@ def create_communicator(
         return _create(meeting, known, gpu)
     start_s = time.monotonic()
     agreed = agree(
-        dist.PrefixStore("agree", store), rank, size, _hello(backend, store, size), timeout
+        dist.PrefixStore("agree", store),
+        rank,
+        size,
+        _hello(backend, store, size),
+        timeout,
+        current.job.expected,
     )
     gpu = agreed.gpus[rank]
     network = join_network(rank, agreed.hosts, agreed.networks)
@@ -296,7 +307,15 @@ def _choose(
             not_nccl = str(error)
     if is_auto and backend != "nccl" and agreed.for_cuda:
         reason += f"; not nccl: {not_nccl}"
-    job = Agreement(backend, host_backend, reason, agreed.hosts, agreed.gpus, meeting.network)
+    job = Agreement(
+        backend,
+        host_backend,
+        reason,
+        agreed.hosts,
+        agreed.gpus,
+        meeting.network,
+        agreed.processes,
+    )
     return job, communicator
 
 

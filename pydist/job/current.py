@@ -27,6 +27,7 @@ from pydist.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from pydist.job.backends import Agreement
+    from pydist.job.processes import Process
 
 __all__ = ["Job", "Membership", "before_closing", "mine", "not_joined_error", "replace"]
 
@@ -72,9 +73,12 @@ class Job:
         generation: Its number: how often this process has met the others of its launcher, with this
             time. The same on all ranks; 0 where it has not, or where the program itself has made
             torch's default group.
+        expected: The only processes that can be its ranks, in rank order: those of the generation
+            before, where all of them or its survivors meet again. None if anybody can.
+        kept_gpu: The number of the GPU that this process keeps from the generation before.
 
     Attributes:
-        generation: As above.
+        generation, expected, kept_gpu: As above.
         pid: The process that made it. A forked child has it in memory and can't use or close it.
         agreement: What its ranks have agreed on; None before they have met.
         membership: What this process is in it; None before it has joined.
@@ -88,8 +92,15 @@ class Job:
         lock: Guards the tables.
     """
 
-    def __init__(self, generation: int = 0) -> None:
+    def __init__(
+        self,
+        generation: int = 0,
+        expected: tuple[Process, ...] | None = None,
+        kept_gpu: int | None = None,
+    ) -> None:
         self.generation = generation
+        self.expected = expected
+        self.kept_gpu = kept_gpu
         self.pid = os.getpid()
         self.agreement: Agreement | None = None
         self.membership: Membership | None = None
@@ -146,11 +157,21 @@ def mine() -> Job:
     return job
 
 
-def replace(generation: int = 0) -> None:
-    """Closes the job, and puts another one in its place, which has nothing of it."""
+def replace(
+    generation: int = 0,
+    expected: tuple[Process, ...] | None = None,
+    kept_gpu: int | None = None,
+) -> None:
+    """Closes the job, and puts another one in its place, which has nothing of it.
+
+    Args:
+        generation: Of the new one, as in `Job`.
+        expected: As in `Job`.
+        kept_gpu: As in `Job`.
+    """
     global job
     job.close()
-    job = Job(generation)
+    job = Job(generation, expected, kept_gpu)
     atexit.unregister(_close_at_exit)
 
 

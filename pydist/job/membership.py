@@ -4,18 +4,20 @@ import atexit
 import logging
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from pydist import _native
-from pydist.errors import InvalidUsage
-from pydist.job import backends, current, groups
+from pydist.errors import InvalidUsage, PeerLost, TransportError
+from pydist.job import backends, current, groups, past
 from pydist.job.current import Membership
 from pydist.job.gpu_assignment import gpu_of_local_rank
 from pydist.job.launchers import Placement, read_placement
+from pydist.job.meeting import require_alive, wait_for_keys
 from pydist.job.rendezvous import meet
 
 __all__ = [
@@ -31,11 +33,9 @@ __all__ = [
 ]
 
 
-_lock = threading.RLock()
+# Held by whoever joins or leaves.
+lock = threading.RLock()
 _log_handler: logging.Handler | None = None
-
-# How often this process has met the others: the number of the last generation.
-_generations = 0
 
 
 def init(backend: str | None = None, *, timeout: float | timedelta | None = None) -> None:
@@ -74,26 +74,39 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         True
     """
     wait = None if timeout is None else backends.parse_timeout(timeout)
-    with _lock:
+    with lock:
         if is_initialized():
             _check_same(backend, wait)
             return
         shutdown()  # of what a destroyed default group has left
-        _start_log()
-        try:
+        with entering():
             member = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
-        except BaseException:
-            current.replace()
-            _stop_log()
-            raise
-        current.job.membership, current.job.world = member, member.communicator
-        _native.set_log_rank(member.rank)
-        atexit.register(shutdown)
+            become(member)
+        past.note(member, backend)
         if member.rank == 0:
             for name, nearest in _native.unknown_variables():
                 backends.logger.warning(
                     "%s is set, but there is no such variable; did you mean %s?", name, nearest
                 )
+
+
+@contextmanager
+def entering() -> Iterator[None]:
+    """Prints the log, and leaves nothing behind of a job that can't be entered."""
+    _start_log()
+    try:
+        yield
+    except BaseException:
+        current.replace()
+        _stop_log()
+        raise
+
+
+def become(member: Membership) -> None:
+    """Makes a membership this process's."""
+    current.job.membership, current.job.world = member, member.communicator
+    _native.set_log_rank(member.rank)
+    atexit.register(shutdown)
 
 
 def _check_same(backend: str | None, timeout: timedelta | None) -> None:
@@ -122,10 +135,43 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
     if placement.doubt:
         backends.logger.warning("%s", placement.doubt)
     wait = timeout or backends.default_timeout()
-    global _generations
-    _generations += 1
-    current.replace(_generations)
-    store, serves = meet(placement, wait, _generations)
+    generation = past.next_generation()
+    # A launcher that starts a process anew starts all of them, and they begin with generation 1.
+    before = past.last()
+    expected = None
+    if before is not None and (before.rank, len(before.processes)) == (
+        placement.rank,
+        placement.world_size,
+    ):
+        expected = before.processes
+    current.replace(generation, expected)
+
+    def check_host() -> None:
+        if expected is not None:
+            require_alive(expected, [0])
+
+    store, serves = meet(placement, wait, str(generation), check_host)
+    return enter(placement, store, serves, backend, wait)
+
+
+def enter(
+    placement: Placement,
+    store: dist.Store,
+    serves: bool,
+    backend: str | None,
+    wait: timedelta,
+    operations: timedelta | None = None,
+) -> Membership:
+    """Creates torch's default group, on pydist's backend.
+
+    Args:
+        placement: this process's place.
+        store: where the ranks meet, for this generation alone.
+        serves: whether this process serves it.
+        backend: as for `init`.
+        wait: how long joining may take.
+        operations: how long each operation may take; by default the same.
+    """
     dist.init_process_group(
         "pydist",
         store=dist.PrefixStore("group", store),
@@ -134,14 +180,27 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
         timeout=wait,
         pg_options=backends.Options(backend, wait),
     )
+    if placement.rendezvous is not None:
+        with suppress(RuntimeError):
+            store.set(f"joined/{placement.rank}", "")
     if serves:
         # The server must outlive everybody's joining, even if this rank ends right after.
-        store.set(f"joined/{placement.rank}", "")
-        with suppress(RuntimeError):
-            store.wait([f"joined/{rank}" for rank in range(placement.world_size)], wait)
-    elif placement.rendezvous is not None:
-        store.set(f"joined/{placement.rank}", "")
-    return _describe(owns_group=True, placement=placement)
+        with suppress(PeerLost, TransportError):
+            keys = [f"joined/{rank}" for rank in range(placement.world_size)]
+            wait_for_keys(store, keys, wait, lambda: _require_joiners(store, keys))
+    member = _describe(owns_group=True, placement=placement)
+    if operations is not None:
+        member.communicator.timeout = operations.total_seconds()
+    return member
+
+
+def _require_joiners(store: dist.Store, keys: list[str]) -> None:
+    """Raises where all ranks have ended that have not joined yet."""
+    agreement = current.job.agreement
+    assert agreement is not None
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    if all(agreement.processes[rank].is_known_dead for rank in missing):
+        require_alive(agreement.processes, missing)
 
 
 def _adopt(backend: str | None, timeout: timedelta | None) -> Membership:
@@ -272,7 +331,7 @@ def shutdown() -> None:
         >>> pydist.is_initialized()
         False
     """
-    with _lock:
+    with lock:
         is_own, member = current.job.pid == os.getpid(), current.job.membership
         atexit.unregister(shutdown)
         current.replace()

@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -17,27 +18,33 @@ __all__ = ["meet"]
 _PROOF_S = 2.0
 
 
-def meet(placement: Placement, timeout: timedelta, generation: int) -> tuple[dist.Store, bool]:
+def meet(
+    placement: Placement,
+    timeout: timedelta,
+    name: str,
+    check_host: Callable[[], None] | None = None,
+) -> tuple[dist.Store, bool]:
     """The store that all ranks share, and whether this process serves it.
 
     Args:
         placement: this process's, by its launcher.
         timeout: how long to wait for the server.
-        generation: of the job, which keeps it apart from others that share the server; the same on
-            all ranks.
+        name: of the meeting, which keeps it apart from others of this job; the same on all ranks.
+        check_host: called now and then while rank 0 is waited for, to raise where that is in vain.
 
     Raises:
         Timeout: another job's server answers.
         TransportError: rank 0 can't serve the store, or can't be reached.
+        Error: whatever `check_host` raises.
     """
     rendezvous = placement.rendezvous
     if rendezvous is None:
         return dist.HashStore(), False
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    meeting = f"pydist {rendezvous.job} {restart} {generation}"
+    meeting = f"pydist {rendezvous.job} {restart} {name}"
     # torchrun's agent serves the store; otherwise rank 0 does.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return dist.PrefixStore(meeting, _connect(rendezvous, placement, timeout)), False
+        return dist.PrefixStore(meeting, _connect(rendezvous, placement, timeout, None)), False
     if placement.rank == 0:
         store = _serve(rendezvous, placement, timeout)
         store.set(meeting, "here")
@@ -46,7 +53,7 @@ def meet(placement: Placement, timeout: timedelta, generation: int) -> tuple[dis
     while True:
         # The server may be the one of an earlier meeting, on its way down, or somebody else's.
         left = timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
-        store = _connect(rendezvous, placement, left)
+        store = _connect(rendezvous, placement, left, check_host)
         with suppress(RuntimeError):
             store.wait([meeting], min(left, timedelta(seconds=_PROOF_S)))
             return dist.PrefixStore(meeting, store), False
@@ -76,7 +83,9 @@ def _serve(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> 
         ) from error
 
 
-def _await_server(rendezvous: Rendezvous, timeout: timedelta) -> None:
+def _await_server(
+    rendezvous: Rendezvous, timeout: timedelta, check_host: Callable[[], None] | None
+) -> None:
     """Waits until something listens there: torch's client would, too, but deaf to Ctrl-C."""
     deadline_s = time.monotonic() + timeout.total_seconds()
     place = (rendezvous.address, rendezvous.port)
@@ -86,6 +95,8 @@ def _await_server(rendezvous: Rendezvous, timeout: timedelta) -> None:
             socket.create_connection(place, min(left_s, 1.0)).close()
         except OSError as error:
             problem = str(error)
+            if check_host is not None:
+                check_host()
             time.sleep(min(left_s, 0.05))
         else:
             return
@@ -96,9 +107,14 @@ def _await_server(rendezvous: Rendezvous, timeout: timedelta) -> None:
     )
 
 
-def _connect(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> dist.Store:
+def _connect(
+    rendezvous: Rendezvous,
+    placement: Placement,
+    timeout: timedelta,
+    check_host: Callable[[], None] | None,
+) -> dist.Store:
     start_s = time.monotonic()
-    _await_server(rendezvous, timeout)
+    _await_server(rendezvous, timeout, check_host)
     left = timeout - timedelta(seconds=time.monotonic() - start_s)
     try:
         return dist.TCPStore(

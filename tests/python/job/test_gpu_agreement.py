@@ -40,6 +40,7 @@ def hello(
         "nccl": NCCL.code,
         "sharing": NO_SHARING,
         "network": {},
+        "process": {},
         **({} if gpus else {"no_gpu": "it sees none"}),
         **told,
     }

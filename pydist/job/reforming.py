@@ -1,0 +1,201 @@
+"""Going on with the survivors of a job that has lost ranks."""
+
+import os
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pydist.errors import Error, InvalidUsage, TransportError
+from pydist.job import backends, current, membership
+from pydist.job import past as history
+from pydist.job.launchers import Placement
+from pydist.job.left_behind import mark_left_behind
+from pydist.job.past import Past
+from pydist.job.processes import own_process
+from pydist.job.rendezvous import meet
+from pydist.job.survivors import Patience, Survivor, Verdict, agree_on_survivors
+
+__all__ = ["reform"]
+
+
+def reform(
+    min_ranks: int = 1,
+    *,
+    settle: float = 30.0,
+    timeout: float | timedelta | None = None,
+) -> None:
+    """Leaves a job that has failed, and forms one of the ranks that are left. All of them call it.
+
+    Ranks get new numbers, without gaps, in the order of the old ones; RANK, WORLD_SIZE, LOCAL_RANK
+    and LOCAL_WORLD_SIZE in the environment follow. torch.distributed's default group is a new one.
+    A rank keeps its GPU. Groups, wrappers and sharded optimizers of the old job are of no use any
+    more: wrap the module that they held (`model.module`) anew, and load the last checkpoint on all
+    ranks, which may have been one step apart (`docs/failure.md` has an example).
+
+    A rank that has died is not waited for, where this process can see that it has: on the same
+    host. Any other that does not call is waited for until `settle` has passed, and gets `Aborted`
+    if it calls later. A rank that dies while the job is formed is left out likewise.
+
+    It needs a launcher that ends no survivors, and that serves the job's store (or a rank 0 that is
+    among the survivors, if that serves it): `pydist run --on-failure=continue`,
+    `pydist.spawn(on_failure="continue")`. Under torchrun all ranks are started again instead.
+
+    Args:
+        min_ranks: with how many ranks to go on at least; the largest that a rank asks for counts.
+        settle: seconds that a rank is waited for that is not known to have died.
+        timeout: seconds (or a timedelta) that all of it may take; by default as long as operations
+            may, which keep the time-out that they had.
+
+    Raises:
+        InvalidUsage: this process was in no job; or the script has made torch.distributed's default
+            group, and has not destroyed it.
+        PeerLost: fewer than `min_ranks` are left; on all that are, with who is missing.
+        Aborted: the others have gone on without this rank.
+        Timeout: the time is up.
+        TransportError: the store of the job is gone: the process that served it has died.
+        Error: as of `init`. Whatever is raised, this process is in no job then.
+
+    Example:
+        >>> import pydist
+        >>> pydist.init()
+        >>> pydist.reform()
+        >>> pydist.world_size()
+        1
+    """
+    if min_ranks < 1:
+        raise InvalidUsage(f"min_ranks={min_ranks} is not valid; it must be 1 or more.")
+    if not 0 <= settle < 3.2e8:
+        raise InvalidUsage(f"settle={settle} is not valid; it must be a number of seconds.")
+    with membership.lock:
+        past, placement = _past_of_this_process()
+        wait = past.timeout if timeout is None else backends.parse_timeout(timeout)
+        patience = Patience(settle, time.monotonic() + wait.total_seconds())
+        membership.shutdown()
+        with membership.entering():
+            _form(past, placement, min_ranks, patience)
+
+
+def _past_of_this_process() -> tuple[Past, Placement]:
+    past = history.last()
+    if past is None:
+        raise InvalidUsage(
+            "this process has been in no job, so there is none to reform: call pydist.init()."
+        )
+    joined = current.job.membership
+    if dist.is_initialized() and (joined is None or not joined.owns_group):
+        raise InvalidUsage(
+            "torch.distributed's default group was made by the script, and pydist can't replace "
+            "it: call torch.distributed.destroy_process_group(), and then pydist.reform(), which "
+            "makes a new one."
+        )
+    if past.placement is None:
+        raise InvalidUsage(
+            "the script has made torch.distributed's default group with ranks that no launcher "
+            "has set in the environment, so pydist does not know where those that are left could "
+            "meet: form a new group in the script."
+        )
+    return past, past.placement
+
+
+def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) -> None:
+    """Agrees with the other survivors, and joins them, until that succeeds or the time is up."""
+    host = past.processes[0]
+
+    def check_host() -> None:
+        if host.is_known_dead:
+            raise TransportError(
+                f"rank 0 ({host}) served the store of the job and has died, so those that are left "
+                "can't find each other. `pydist run --on-failure=continue` serves it itself."
+            )
+
+    store, serves = meet(placement, _left(patience), "reform", check_host)
+    while True:
+        own = Survivor(
+            own_process(),
+            f"{backends.host_identity()} {os.environ.get('GROUP_RANK', '')}",
+            history.generations(),
+            min_ranks,
+        )
+        verdict = agree_on_survivors(store, own, past.processes, past.turn, patience)
+        processes = tuple(each.process for each in verdict.survivors)
+        if placement.rendezvous is not None:
+            mark_left_behind(
+                store,
+                (
+                    process
+                    for process in past.processes
+                    if process.machine == own.process.machine and process not in processes
+                ),
+            )
+        placement = _place(placement, verdict, own)
+        past = replace(
+            past,
+            rank=placement.rank,
+            processes=processes,
+            placement=placement,
+            turn=verdict.turn,
+        )
+        history.succeed(past, verdict.generation)
+        _set_environment(placement)
+        current.replace(verdict.generation, processes, past.gpu)
+        try:
+            membership.become(
+                membership.enter(
+                    placement,
+                    dist.PrefixStore(f"generation {verdict.generation}", store),
+                    serves,
+                    past.backend,
+                    _left(patience),
+                    past.timeout,
+                )
+            )
+        except Error as error:
+            # Those that are already in it learn of the death at their next operation.
+            is_over = time.monotonic() >= patience.deadline_s
+            if is_over or not any(process.is_known_dead for process in processes):
+                raise
+            backends.logger.warning("%s The survivors begin again.", error)
+            continue
+        if placement.rank == 0:
+            backends.logger.warning(
+                "generation %d of the job goes on with %d rank%s%s",
+                verdict.generation,
+                len(processes),
+                "" if len(processes) == 1 else "s",
+                f": {verdict.lost}" if verdict.lost else "",
+            )
+        return
+
+
+def _left(patience: Patience) -> timedelta:
+    return timedelta(seconds=max(0.1, patience.deadline_s - time.monotonic()))
+
+
+def _place(placement: Placement, verdict: Verdict, own: Survivor) -> Placement:
+    ranks = list(verdict.survivors)
+    rank = [each.process for each in ranks].index(own.process)
+    same_host = [each.process for each in ranks if each.host == own.host]
+    return replace(
+        placement,
+        rank=rank,
+        world_size=len(ranks),
+        local_rank=same_host.index(own.process),
+        local_world_size=len(same_host),
+    )
+
+
+def _set_environment(placement: Placement) -> None:
+    """For `init`, and for libraries that read there which rank this is."""
+    os.environ.update(
+        RANK=str(placement.rank),
+        WORLD_SIZE=str(placement.world_size),
+        LOCAL_RANK=str(placement.local_rank),
+        LOCAL_WORLD_SIZE=str(placement.local_world_size),
+    )
+    if "ROLE_RANK" in os.environ:
+        os.environ.update(ROLE_RANK=str(placement.rank), ROLE_WORLD_SIZE=os.environ["WORLD_SIZE"])
+    if placement.rendezvous is not None:
+        os.environ["MASTER_ADDR"] = placement.rendezvous.address
+        os.environ["MASTER_PORT"] = str(placement.rendezvous.port)
