@@ -369,11 +369,12 @@ def create_process_group(options: Any, pg_options: Any = None) -> _native.Proces
         options.group_rank,
         options.group_size,
         name="world" if is_world else f"group {options.group_id}",
-        timeout=timeout,
+        timeout=(is_world and current.job.joining) or timeout,
         members=options.global_ranks_in_group if not is_world else None,
         backend=pg_options.backend if pg_options is not None else None,
         is_world=is_world,
     )
+    communicator.timeout = timeout.total_seconds()
     return _native.ProcessGroup(communicator, timeout)
 
 

@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -76,9 +77,10 @@ class Job:
         expected: The only processes that can be its ranks, in rank order: those of the generation
             before, where all of them or its survivors meet again. None if anybody can.
         kept_gpu: The number of the GPU that this process keeps from the generation before.
+        joining: How long joining may take, where operations may take longer.
 
     Attributes:
-        generation, expected, kept_gpu: As above.
+        generation, expected, kept_gpu, joining: As above.
         pid: The process that made it. A forked child has it in memory and can't use or close it.
         agreement: What its ranks have agreed on; None before they have met.
         membership: What this process is in it; None before it has joined.
@@ -97,10 +99,12 @@ class Job:
         generation: int = 0,
         expected: tuple[Process, ...] | None = None,
         kept_gpu: int | None = None,
+        joining: timedelta | None = None,
     ) -> None:
         self.generation = generation
         self.expected = expected
         self.kept_gpu = kept_gpu
+        self.joining = joining
         self.pid = os.getpid()
         self.agreement: Agreement | None = None
         self.membership: Membership | None = None
@@ -161,17 +165,19 @@ def replace(
     generation: int = 0,
     expected: tuple[Process, ...] | None = None,
     kept_gpu: int | None = None,
+    joining: timedelta | None = None,
 ) -> None:
     """Closes the job, and puts another one in its place, which has nothing of it.
 
     Args:
-        generation: Of the new one, as in `Job`.
+        generation: Of the new one, as in `Job`; and so are the others.
         expected: As in `Job`.
         kept_gpu: As in `Job`.
+        joining: As in `Job`.
     """
     global job
     job.close()
-    job = Job(generation, expected, kept_gpu)
+    job = Job(generation, expected, kept_gpu, joining)
     atexit.unregister(_close_at_exit)
 
 

@@ -160,7 +160,6 @@ def enter(
     serves: bool,
     backend: str | None,
     wait: timedelta,
-    operations: timedelta | None = None,
 ) -> Membership:
     """Creates torch's default group, on pydist's backend.
 
@@ -169,8 +168,8 @@ def enter(
         store: where the ranks meet, for this generation alone.
         serves: whether this process serves it.
         backend: as for `init`.
-        wait: how long joining may take.
-        operations: how long each operation may take; by default the same.
+        wait: how long each operation may take, and joining, unless `current.job.joining` says
+            less.
     """
     dist.init_process_group(
         "pydist",
@@ -187,11 +186,9 @@ def enter(
         # The server must outlive everybody's joining, even if this rank ends right after.
         with suppress(PeerLost, TransportError):
             keys = [f"joined/{rank}" for rank in range(placement.world_size)]
-            wait_for_keys(store, keys, wait, lambda: _require_joiners(store, keys))
-    member = _describe(owns_group=True, placement=placement)
-    if operations is not None:
-        member.communicator.timeout = operations.total_seconds()
-    return member
+            limit = current.job.joining or wait
+            wait_for_keys(store, keys, limit, lambda: _require_joiners(store, keys))
+    return _describe(owns_group=True, placement=placement)
 
 
 def _require_joiners(store: dist.Store, keys: list[str]) -> None:

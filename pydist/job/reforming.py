@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pydist.errors import Error, InvalidUsage, TransportError
+from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout, TransportError
 from pydist.job import backends, current, membership
 from pydist.job import past as history
 from pydist.job.launchers import Placement
@@ -18,6 +18,9 @@ from pydist.job.rendezvous import meet
 from pydist.job.survivors import Patience, Survivor, Verdict, agree_on_survivors
 
 __all__ = ["reform"]
+
+# Joining takes a second or so, and longer on a busy machine.
+_LEAST_JOINING_S = 10.0
 
 
 def reform(
@@ -44,7 +47,8 @@ def reform(
 
     Args:
         min_ranks: with how many ranks to go on at least; the largest that a rank asks for counts.
-        settle: seconds that a rank is waited for that is not known to have died.
+        settle: seconds that a rank is waited for that is not known to have died; also, if it is
+            more than 10, that joining may take before it is tried without those that don't come.
         timeout: seconds (or a timedelta) that all of it may take; by default as long as operations
             may, which keep the time-out that they had.
 
@@ -139,7 +143,9 @@ def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) 
         )
         history.succeed(past, verdict.generation)
         _set_environment(placement)
-        current.replace(verdict.generation, processes, past.gpu)
+        # All were there a moment ago: whoever does not come now has died, or is frozen.
+        limit = min(_left(patience), timedelta(seconds=max(patience.settle_s, _LEAST_JOINING_S)))
+        current.replace(verdict.generation, processes, past.gpu, limit)
         try:
             membership.become(
                 membership.enter(
@@ -147,14 +153,15 @@ def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) 
                     dist.PrefixStore(f"generation {verdict.generation}", store),
                     serves,
                     past.backend,
-                    _left(patience),
                     past.timeout,
                 )
             )
         except Error as error:
-            # Those that are already in it learn of the death at their next operation.
-            is_over = time.monotonic() >= patience.deadline_s
-            if is_over or not any(process.is_known_dead for process in processes):
+            # Those that have joined already learn of it at their next operation, and come then.
+            is_missing = isinstance(error, (Aborted, PeerLost, Timeout)) or any(
+                process.is_known_dead for process in processes
+            )
+            if not is_missing or time.monotonic() >= patience.deadline_s:
                 raise
             backends.logger.warning("%s The survivors begin again.", error)
             continue
