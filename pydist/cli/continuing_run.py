@@ -59,10 +59,12 @@ def run_and_continue(options: argparse.Namespace, count: int) -> int:
         except ranks that the others had left behind. 1 otherwise; for a signal, 128 and its number.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    before = {number: signal.signal(number, _raise_told_to_end) for number in _SIGNALS}
+    before = {number: signal.signal(number, _tell_to_end) for number in _SIGNALS}
     processes: Any = None
     try:
         processes = _start(options, count, store.port)
+        for number in _SIGNALS:  # torch has put handlers of its own there
+            signal.signal(number, _tell_to_end)
         return _supervise({r: h.proc for r, h in processes.subprocess_handlers.items()}, store)
     except _ToldToEnd as told:
         print(f"pydist run: ends all ranks ({_name(told.number)})", file=sys.stderr, flush=True)
@@ -78,7 +80,7 @@ def run_and_continue(options: argparse.Namespace, count: int) -> int:
             signal.signal(number, handler)
 
 
-def _raise_told_to_end(number: int, _frame: FrameType | None) -> None:
+def _tell_to_end(number: int, _frame: FrameType | None) -> None:
     raise _ToldToEnd(number)
 
 

@@ -30,7 +30,15 @@ if TYPE_CHECKING:
     from pydist.job.backends import Agreement
     from pydist.job.processes import Process
 
-__all__ = ["Job", "Membership", "before_closing", "mine", "not_joined_error", "replace"]
+__all__ = [
+    "Job",
+    "Membership",
+    "before_closing",
+    "before_going_on",
+    "mine",
+    "not_joined_error",
+    "replace",
+]
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,9 @@ job = Job()
 
 # What runs in threads on communicators of a job is finished by these before it closes.
 before_closing: list[Callable[[], None]] = []
+
+# What has waited for ranks that are lost is given up by these, where the survivors go on.
+before_going_on: list[Callable[[], None]] = []
 
 
 def mine() -> Job:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pydist.job.processes import Process
+from pydist.job.processes import Process, own_process
 
 __all__ = ["is_left_behind", "mark_left_behind"]
 
@@ -28,8 +28,10 @@ def mark_left_behind(store: dist.Store, processes: Iterable[Process]) -> None:
     root: Any = store
     while isinstance(root, dist.PrefixStore):
         root = root.underlying_store
+    machine = own_process().machine
     for process in processes:
-        root.set(_key(process.pid), "")
+        if process.machine == machine:  # the launcher's, as it serves one host
+            root.set(_key(process.pid), "")
 
 
 def is_left_behind(store: dist.Store, pid: int) -> bool:

@@ -1,7 +1,9 @@
 """Going on with the survivors of a job that has lost ranks."""
 
+import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout, TransportError
 from pydist.job import backends, current, membership
 from pydist.job import past as history
+from pydist.job.answers import STORE_PATIENCE_S, answer_within
 from pydist.job.launchers import Placement
 from pydist.job.left_behind import mark_left_behind
 from pydist.job.past import Past
@@ -77,6 +80,8 @@ def reform(
         wait = past.timeout if timeout is None else backends.parse_timeout(timeout)
         patience = Patience(settle, time.monotonic() + wait.total_seconds())
         membership.shutdown()
+        for give_up in current.before_going_on:
+            give_up()
         with membership.entering():
             _form(past, placement, min_ranks, patience)
 
@@ -125,14 +130,9 @@ def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) 
         verdict = agree_on_survivors(store, own, past.processes, past.turn, patience)
         processes = tuple(each.process for each in verdict.survivors)
         if placement.rendezvous is not None:
-            mark_left_behind(
-                store,
-                (
-                    process
-                    for process in past.processes
-                    if process.machine == own.process.machine and process not in processes
-                ),
-            )
+            gone = [process for process in past.processes if process not in processes]
+            with suppress(RuntimeError):  # a store that is gone is told of when joining
+                answer_within(STORE_PATIENCE_S, mark_left_behind, store, gone)
         placement = _place(placement, verdict, own)
         past = replace(
             past,
@@ -166,7 +166,8 @@ def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) 
             backends.logger.warning("%s The survivors begin again.", error)
             continue
         if placement.rank == 0:
-            backends.logger.warning(
+            backends.logger.log(
+                logging.WARNING if verdict.lost else logging.INFO,
                 "generation %d of the job goes on with %d rank%s%s",
                 verdict.generation,
                 len(processes),

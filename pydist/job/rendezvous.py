@@ -9,13 +9,16 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pydist.errors import Timeout, TransportError
+from pydist.errors import Error, Timeout, TransportError
+from pydist.job.answers import answer_within
 from pydist.job.launchers import Placement, Rendezvous
 
 __all__ = ["meet"]
 
 # How long a rank waits for the server that it reached to prove that it is this meeting's.
 _PROOF_S = 2.0
+# How much longer than its time-out a store's client may take to say that it has passed.
+_ANSWER_GRACE_S = 1.0
 
 
 def meet(
@@ -115,16 +118,20 @@ def _connect(
 ) -> dist.Store:
     start_s = time.monotonic()
     _await_server(rendezvous, timeout, check_host)
-    left = timeout - timedelta(seconds=time.monotonic() - start_s)
+    left = max(timeout - timedelta(seconds=time.monotonic() - start_s), timedelta(seconds=0.1))
     try:
-        return dist.TCPStore(
+        return answer_within(
+            left.total_seconds() + _ANSWER_GRACE_S,
+            dist.TCPStore,
             rendezvous.address,
             rendezvous.port,
             world_size=placement.world_size,
             is_master=False,
-            timeout=max(left, timedelta(seconds=0.1)),
+            timeout=left,
             wait_for_workers=False,
         )
+    except Error:
+        raise
     except RuntimeError as error:
         raise TransportError(
             f"rank {placement.rank} can't reach the job's store at "

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pydist.errors import Aborted, PeerLost, Timeout, TransportError
+from pydist.errors import Aborted, Error, PeerLost, Timeout, TransportError
+from pydist.job.answers import STORE_PATIENCE_S, answer_within
 from pydist.job.processes import Process
 
 __all__ = ["Patience", "Survivor", "Verdict", "agree_on_survivors"]
@@ -113,7 +114,7 @@ def agree_on_survivors(
     old = {process.key: f"rank {rank} ({process})" for rank, process in enumerate(roster)}
     while True:
         turn += 1
-        board = _Board(store, turn)
+        board = _Board(store, turn, patience)
         is_past = board.has("verdict")
         verdict = _decide(board, own, roster, old, patience)
         if "error" in verdict:
@@ -142,12 +143,18 @@ def agree_on_survivors(
 class _Board:
     """What the processes tell each other in one turn."""
 
-    def __init__(self, store: dist.Store, turn: int) -> None:
+    def __init__(self, store: dist.Store, turn: int, patience: Patience) -> None:
         self._store = dist.PrefixStore(f"turn {turn}", store)
+        self._patience = patience
 
     def _ask(self, name: str, *args: Any) -> Any:
+        # What is asked at the end of the time still takes some.
+        left_s = max(1.0, self._patience.deadline_s - time.monotonic())
+        limit_s = min(STORE_PATIENCE_S, left_s)
         try:
-            return getattr(self._store, name)(*args)
+            return answer_within(limit_s, getattr(self._store, name), *args)
+        except Error:
+            raise
         except RuntimeError as error:
             raise TransportError(
                 "the store of the job is gone, so those that are left can't agree on who goes on; "
