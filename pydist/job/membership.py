@@ -64,6 +64,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             a launcher of several processes that is not understood; NCCL was asked for and a rank
             has no GPU, or shares one (the message names the ranks and the GPU).
         Mismatch: the ranks were asked for different backends, or run different versions.
+        PeerLost: the process has been in a job whose ranks would meet again here, and can see that
+            one of them has died: `pydist.reform` goes on with those that are left.
         Timeout: a rank did not come in time; the message names it.
         TransportError: rank 0 can't be reached, or the backend asked for can't serve these ranks.
 

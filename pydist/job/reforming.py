@@ -50,8 +50,9 @@ def reform(
 
     Args:
         min_ranks: with how many ranks to go on at least; the largest that a rank asks for counts.
-        settle: seconds that a rank is waited for that is not known to have died; also, if it is
-            more than 10, that joining may take before it is tried without those that don't come.
+        settle: seconds that a rank is waited for that is not known to have died, half of `timeout`
+            at most; also, if it is more than 10, that joining may take before it is tried without
+            those that don't come.
         timeout: seconds (or a timedelta) that all of it may take; by default as long as operations
             may, which keep the time-out that they had.
 
@@ -78,7 +79,8 @@ def reform(
     with membership.lock:
         past, placement = _past_of_this_process()
         wait = past.timeout if timeout is None else backends.parse_timeout(timeout)
-        patience = Patience(settle, time.monotonic() + wait.total_seconds())
+        wait_s = wait.total_seconds()
+        patience = Patience(min(settle, wait_s / 2), time.monotonic() + wait_s)
         membership.shutdown()
         for give_up in current.before_going_on:
             give_up()

@@ -1,6 +1,7 @@
 """Launchers that spare the survivors, and one that starts all ranks again."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -161,6 +162,34 @@ def test_nothing_outlives_the_launcher(
         ]
         _, alive = psutil.wait_procs(started, timeout=10 * PATIENCE)
         assert alive == []
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def test_the_example_of_the_docs_goes_on(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/failure.md").read_text()
+    [example] = re.findall(r"```python\n(import sys\n.*?pydist\.reform.*?)```", page, re.DOTALL)
+    path = tmp_path / "train.py"
+    path.write_text(example + "print(pydist.world_size(), step, flush=True)\n")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "pydist", "run", "-n", "3", "--on-failure=continue", path, tmp_path],
+        env=clean_environment({"PYTHONUNBUFFERED": "1"}),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + LIMIT_S * PATIENCE
+        while not (tmp_path / "last").exists():
+            assert time.monotonic() < deadline
+            assert launcher.poll() is None
+            time.sleep(0.01)
+        ranks = psutil.Process(launcher.pid).children()
+        next(rank for rank in ranks if rank.environ().get("RANK") == "0").kill()
+        printed, _ = launcher.communicate(timeout=LIMIT_S * PATIENCE)
+        assert launcher.returncode == 0
+        assert printed.split("\n") == ["2 1000", "2 1000", ""]
     finally:
         launcher.kill()
         launcher.wait()
