@@ -37,8 +37,9 @@ def reform(
     Ranks get new numbers, without gaps, in the order of the old ones; RANK, WORLD_SIZE, LOCAL_RANK
     and LOCAL_WORLD_SIZE in the environment follow. torch.distributed's default group is a new one.
     A rank keeps its GPU. Groups, wrappers and sharded optimizers of the old job are of no use any
-    more: wrap the module that they held (`model.module`) anew, and load the last checkpoint on all
-    ranks, which may have been one step apart (`docs/failure.md` has an example).
+    more: clear the gradients of the module that they held (`model.module`), wrap it anew, and load
+    the last checkpoint on all ranks, which may have been one step apart (`docs/failure.md` has an
+    example).
 
     A rank that has died is not waited for, where this process can see that it has: on the same
     host. Any other that does not call is waited for until `settle` has passed, and gets `Aborted`

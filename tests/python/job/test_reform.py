@@ -468,6 +468,7 @@ def train(folder: str, backend: str, sharded: bool) -> tuple[int, list[float]]:
         except pydist.Error:
             pydist.reform()
             module = model.module
+            module.zero_grad()
     return pydist.world_size(), torch.cat(
         [p.detach().flatten() for p in module.parameters()]
     ).tolist()
