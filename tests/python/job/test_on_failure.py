@@ -49,7 +49,8 @@ except pydist.Error:
         sys.exit(0)
     pydist.reform(settle=1)
     total = pydist.all_reduce(torch.ones(1))
-print(f"was {rank}, is {pydist.rank()} of {pydist.world_size()}: {total.item():g}", flush=True)
+# In one piece: print writes the end of the line by itself, and other ranks may come between.
+sys.stdout.write(f"was {rank}, is {pydist.rank()} of {pydist.world_size()}: {total.item():g}\\n")
 """
 
 
@@ -171,7 +172,7 @@ def test_the_example_of_the_docs_goes_on(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs/failure.md").read_text()
     [example] = re.findall(r"```python\n(import sys\n.*?pydist\.reform.*?)```", page, re.DOTALL)
     path = tmp_path / "train.py"
-    path.write_text(example + "print(pydist.world_size(), step, flush=True)\n")
+    path.write_text(example + 'sys.stdout.write(f"{pydist.world_size()} {step}\\n")\n')
     launcher = subprocess.Popen(
         [sys.executable, "-m", "pydist", "run", "-n", "3", "--on-failure=continue", path, tmp_path],
         env=clean_environment({"PYTHONUNBUFFERED": "1"}),

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import Outcome, free_port, rank_outcomes, run_ranks
+from launch import free_port, rank_outcomes, run_ranks
+from survivors_of import die, survivors_of
 from thorough import everyday
 from torch import nn
 
@@ -22,10 +23,6 @@ from pydist.job import current, membership, past, survivors
 pytestmark = pytest.mark.timeout(60)
 
 LIMIT_S = 40.0
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def total() -> float:
@@ -39,15 +36,6 @@ def lose(victims: list[int], **settings: Any) -> None:
     with pytest.raises(pydist.Error):
         total()
     pydist.reform(**settings)
-
-
-def survivors_of(outcomes: list[Outcome], victims: list[int]) -> list[Any]:
-    """What the survivors returned; of the victims, that they were killed."""
-    for rank in victims:
-        assert outcomes[rank].exit_code == -signal.SIGKILL, outcomes[rank].describe()
-    left = [outcome for outcome in outcomes if outcome.rank not in victims]
-    assert all(outcome.ok for outcome in left), "\n".join(each.describe() for each in outcomes)
-    return [outcome.value for outcome in left]
 
 
 def go_on(backend: str, victims: list[int]) -> tuple[Any, ...]:
@@ -426,79 +414,3 @@ def test_what_is_asked_for_must_make_sense(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         with pytest.raises(pydist.InvalidUsage, match=said):
             pydist.reform(**settings)
-
-
-ROWS, STEPS, FAILS_AT = 24, 8, 5
-
-
-def samples(step: int) -> torch.Tensor:
-    return torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step)).double()
-
-
-def train(folder: str, backend: str, sharded: bool) -> tuple[int, list[float]]:
-    """Trains to the end, with whatever ranks are left: as in docs/failure.md."""
-    pydist.init(backend, timeout=30)
-    launched_as = pydist.rank()
-    torch.manual_seed(0)
-    module: nn.Module = nn.Linear(4, 2).double()
-    while True:
-        model = pydist.DataParallel(module)
-        optimizer: Any
-        if sharded:
-            optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
-        else:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        step = 0
-        if Path(folder, "last").exists():
-            step = pydist.load(f"{folder}/last", model=model, optimizer=optimizer)["step"]
-        try:
-            while step < STEPS:
-                if launched_as == 1 and step == FAILS_AT:
-                    die()
-                optimizer.zero_grad()
-                mine = samples(step)[pydist.rank() :: pydist.world_size()]
-                model(mine).square().mean().backward()
-                optimizer.step()
-                step += 1
-                if step % 2 == 0:
-                    pydist.save(
-                        f"{folder}/last", model=model, optimizer=optimizer, extra={"step": step}
-                    )
-            break
-        except pydist.Error:
-            pydist.reform()
-            module = model.module
-            module.zero_grad()
-    return pydist.world_size(), torch.cat(
-        [p.detach().flatten() for p in module.parameters()]
-    ).tolist()
-
-
-@pytest.mark.parametrize(
-    ("backend", "nprocs", "sharded"),
-    [
-        ("native", 3, True),
-        ("gloo", 2, False),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in [
-                ("native", 3, False),
-                ("native", 4, True),
-                ("gloo", 3, True),
-                ("gloo", 4, False),
-            ]
-        ),
-    ],
-)
-def test_training_goes_on_from_the_last_checkpoint(
-    tmp_path: Path, backend: str, nprocs: int, sharded: bool
-) -> None:
-    alone, together = tmp_path / "alone", tmp_path / "together"
-    alone.mkdir()
-    together.mkdir()
-    [(_, expected)] = run_ranks(train, 1, str(alone), backend, sharded, timeout=LIMIT_S)
-    outcomes = rank_outcomes(train, nprocs, str(together), backend, sharded, timeout=LIMIT_S)
-    for size, values in survivors_of(outcomes, [1]):
-        assert size == nprocs - 1
-        # Sums over ranks are rounded in another order.
-        assert values == pytest.approx(expected, rel=1e-9)
