@@ -46,6 +46,7 @@ from pydist.job.membership import (
     shutdown,
     world_size,
 )
+from pydist.job.reforming import reform
 from pydist.job.spawn import spawn
 from pydist.parallel.large_batch import effective_batch_size, scale_lr
 from pydist.parallel.sync_batch_norm import SyncBatchNorm
@@ -128,6 +129,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reform",
     "save",
     "scale_lr",
     "scatter",

@@ -1,8 +1,8 @@
 """`pydist run`: torch's elastic launcher, under a shorter name.
 
-Every flag of torchrun is torchrun's own. Ours are `--gpus`, and two habits: `-n` for
-`--nproc-per-node`, and `--standalone` unless the flags (or their PET_* variables) describe a job of
-several hosts or a meeting place.
+Every flag of torchrun is torchrun's own. Ours are `--gpus` and `--on-failure`, and two habits: `-n`
+for `--nproc-per-node`, and `--standalone` unless the flags (or their PET_* variables) describe a
+job of several hosts or a meeting place.
 """
 
 import argparse
@@ -44,6 +44,13 @@ def _parser() -> argparse.ArgumentParser:
         "(the first), -1 (all), auto:2 (two on which nothing runs), or 0 (none: on the CPU). Sets "
         "CUDA_VISIBLE_DEVICES for the processes; numbers count among the GPUs that it shows now",
     )
+    parser.add_argument(
+        "--on-failure",
+        choices=("stop", "continue"),
+        default="stop",
+        help="what becomes of the other ranks when one has failed: stop ends them (or starts all "
+        "again, with --max-restarts), continue lets them go on (pydist.reform), on one host",
+    )
     # To tell who said so, or nobody; torchrun's own default is its variable's value, or 1.
     parser.set_defaults(nproc_per_node=None)
     if "PET_MASTER_PORT" not in os.environ:
@@ -68,6 +75,22 @@ def _describes_a_meeting(options: argparse.Namespace) -> bool:
         or options.master_addr != "127.0.0.1"
         or options.master_port is not None
     )
+
+
+def _check_continuing(options: argparse.Namespace) -> None:
+    """Refuses what a launcher that spares survivors can't do."""
+    if _describes_a_meeting(options):
+        raise _UsageError(
+            "--on-failure=continue is for ranks of one host, which meet at the launcher: leave out "
+            "--nnodes, --node-rank, --master-* and --rdzv-*"
+        )
+    if options.max_restarts > 0:
+        raise _UsageError(
+            "--on-failure=continue lets survivors go on, --max-restarts starts all ranks again: "
+            "give one of them"
+        )
+    if options.run_path:
+        raise _UsageError("--on-failure=continue can't be had with --run-path")
 
 
 def _check_script(options: argparse.Namespace) -> None:
@@ -128,6 +151,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = _parser().parse_args(list(arguments))
         _check_script(options)
+        if options.on_failure == "continue":
+            _check_continuing(options)
         count = _processes(options)
     except (_UsageError, Error) as error:
         print(f"pydist run: {error}", file=sys.stderr)
@@ -142,6 +167,10 @@ def main(arguments: Sequence[str]) -> int:
     if count > 1:
         # As torchrun sets it, without its banner.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.on_failure == "continue":
+        from pydist.cli.continuing_run import run_and_continue  # not at import: few need it
+
+        return run_and_continue(options, count)
     try:
         record(torchrun.run)(options)
     except ChildFailedError as error:

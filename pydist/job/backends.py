@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from pydist.job.gloo_network import GlooNetwork, describe_network, join_network
 from pydist.job.gpu_assignment import describe_gpus, make_current
 from pydist.job.meeting import Verdict, agree
 from pydist.job.meeting_number import next_number
+from pydist.job.processes import Process, own_process
 
 __all__ = [
     "Agreement",
@@ -71,6 +72,8 @@ class Agreement:
     gpus: tuple[int | None, ...]
     # Where gloo listens on this rank.
     network: GlooNetwork
+    # Each rank's process, in rank order.
+    processes: tuple[Process, ...]
 
     def local_ranks(self, rank: int) -> list[int]:
         """The ranks on the host of `rank`, in order."""
@@ -126,6 +129,7 @@ def host_identity() -> str:
 def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
     hello: dict[str, Any] = {
         "host": host_identity(),
+        "process": asdict(own_process()),
         "pydist": __version__,
         "torch": torch.__version__.split("+")[0],
     }
@@ -134,6 +138,8 @@ def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
         _native.read_environment()
         hello["network"] = describe_network(store, size)
         hello.update(describe_gpus(wants_nccl=hello["wish"] in ("auto", "nccl")))
+        if (kept := current.job.kept_gpu) is not None:
+            hello["chosen"] = kept
     except InvalidUsage as error:
         hello["error"] = str(error)
     except Exception as error:
@@ -241,7 +247,12 @@ def create_communicator(
         return _create(meeting, known, gpu)
     start_s = time.monotonic()
     agreed = agree(
-        dist.PrefixStore("agree", store), rank, size, _hello(backend, store, size), timeout
+        dist.PrefixStore("agree", store),
+        rank,
+        size,
+        _hello(backend, store, size),
+        timeout,
+        current.job.expected,
     )
     gpu = agreed.gpus[rank]
     network = join_network(rank, agreed.hosts, agreed.networks)
@@ -303,7 +314,15 @@ def _choose(
             not_nccl = str(error)
     if is_auto and backend != "nccl" and agreed.for_cuda:
         reason += f"; not nccl: {not_nccl}"
-    job = Agreement(backend, host_backend, reason, agreed.hosts, agreed.gpus, meeting.network)
+    job = Agreement(
+        backend,
+        host_backend,
+        reason,
+        agreed.hosts,
+        agreed.gpus,
+        meeting.network,
+        agreed.processes,
+    )
     return job, communicator
 
 
@@ -358,7 +377,7 @@ def create_process_group(options: Any, pg_options: Any = None) -> _native.Proces
             options.group_rank,
             options.group_size,
             name="world" if is_world else f"group {options.group_id}",
-            timeout=timeout,
+            timeout=(is_world and current.job.joining) or timeout,
             members=options.global_ranks_in_group if not is_world else None,
             backend=pg_options.backend if pg_options is not None else None,
             is_world=is_world,
@@ -367,6 +386,7 @@ def create_process_group(options: Any, pg_options: Any = None) -> _native.Proces
         if is_world:
             forget_failed_world()
         raise
+    communicator.timeout = timeout.total_seconds()
     return _native.ProcessGroup(communicator, timeout)
 
 

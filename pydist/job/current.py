@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,8 +28,17 @@ from pydist.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from pydist.job.backends import Agreement
+    from pydist.job.processes import Process
 
-__all__ = ["Job", "Membership", "before_closing", "mine", "not_joined_error", "replace"]
+__all__ = [
+    "Job",
+    "Membership",
+    "before_closing",
+    "before_going_on",
+    "mine",
+    "not_joined_error",
+    "replace",
+]
 
 
 @dataclass(frozen=True)
@@ -72,9 +82,13 @@ class Job:
         generation: Its number: how often the ranks of its launcher have met, with this time. The
             same on all ranks; 0 where they have not, or where the program itself has made torch's
             default group.
+        expected: The only processes that can be its ranks, in rank order: those of the generation
+            before, where all of them or its survivors meet again. None if anybody can.
+        kept_gpu: The number of the GPU that this process keeps from the generation before.
+        joining: How long joining may take, where operations may take longer.
 
     Attributes:
-        generation: As above.
+        generation, expected, kept_gpu, joining: As above.
         pid: The process that made it. A forked child has it in memory and can't use or close it.
         agreement: What its ranks have agreed on; None before they have met.
         membership: What this process is in it; None before it has joined.
@@ -88,8 +102,17 @@ class Job:
         lock: Guards the tables.
     """
 
-    def __init__(self, generation: int = 0) -> None:
+    def __init__(
+        self,
+        generation: int = 0,
+        expected: tuple[Process, ...] | None = None,
+        kept_gpu: int | None = None,
+        joining: timedelta | None = None,
+    ) -> None:
         self.generation = generation
+        self.expected = expected
+        self.kept_gpu = kept_gpu
+        self.joining = joining
         self.pid = os.getpid()
         self.agreement: Agreement | None = None
         self.membership: Membership | None = None
@@ -133,6 +156,9 @@ job = Job()
 # What runs in threads on communicators of a job is finished by these before it closes.
 before_closing: list[Callable[[], None]] = []
 
+# What has waited for ranks that are lost is given up by these, where the survivors go on.
+before_going_on: list[Callable[[], None]] = []
+
 
 def mine() -> Job:
     """The job to which communicators of this process are added, which are closed at exit.
@@ -146,11 +172,23 @@ def mine() -> Job:
     return job
 
 
-def replace(generation: int = 0) -> None:
-    """Closes the job, and puts another one in its place, which has nothing of it."""
+def replace(
+    generation: int = 0,
+    expected: tuple[Process, ...] | None = None,
+    kept_gpu: int | None = None,
+    joining: timedelta | None = None,
+) -> None:
+    """Closes the job, and puts another one in its place, which has nothing of it.
+
+    Args:
+        generation: Of the new one, as in `Job`; and so are the others.
+        expected: As in `Job`.
+        kept_gpu: As in `Job`.
+        joining: As in `Job`.
+    """
     global job
     job.close()
-    job = Job(generation)
+    job = Job(generation, expected, kept_gpu, joining)
     atexit.unregister(_close_at_exit)
 
 

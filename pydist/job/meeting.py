@@ -19,12 +19,21 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from pydist.errors import Aborted, Error, InvalidUsage, Mismatch, Timeout, TransportError
+from pydist.errors import (
+    Aborted,
+    Error,
+    InvalidUsage,
+    Mismatch,
+    PeerLost,
+    Timeout,
+    TransportError,
+)
 from pydist.job.gpu_assignment import gpus_of_ranks
 from pydist.job.nccl_obstacles import why_not_nccl
+from pydist.job.processes import Process
 from pydist.job.rank_names import name_ranks, who_said_what
 
-__all__ = ["Verdict", "agree", "judge", "wait_for_keys"]
+__all__ = ["Verdict", "agree", "judge", "require_alive", "wait_for_keys"]
 
 # How long after rank 0's own deadline the others wait for its verdict.
 _VERDICT_GRACE_S = 5.0
@@ -32,7 +41,8 @@ _VERDICT_GRACE_S = 5.0
 _LOOK_S = 0.5
 
 _ERRORS: dict[str, type[Error]] = {
-    kind.__name__: kind for kind in (Aborted, InvalidUsage, Mismatch, Timeout, TransportError)
+    kind.__name__: kind
+    for kind in (Aborted, InvalidUsage, Mismatch, PeerLost, Timeout, TransportError)
 }
 
 
@@ -53,6 +63,8 @@ class Verdict(NamedTuple):
     misses_gpu: bool
     # What each rank told of its network (`describe_network`), in rank order.
     networks: tuple[dict[str, Any], ...]
+    # Each rank's process, in rank order.
+    processes: tuple[Process, ...]
 
 
 def judge(hellos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -98,6 +110,7 @@ def judge(hellos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "for_cuda": any(hello["for_cuda"] for hello in hellos),
         "misses_gpu": any(hello["misses_gpu"] for hello in hellos),
         "networks": [hello["network"] for hello in hellos],
+        "processes": [hello["process"] for hello in hellos],
     }
 
 
@@ -142,9 +155,39 @@ def wait_for_keys(
     return True
 
 
-def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]:
+def require_alive(expected: Sequence[Process], ranks: Sequence[int]) -> None:
+    """Raises where some of the processes that a generation waits for are known to have ended.
+
+    Args:
+        expected: The process of each rank of the generation, in rank order.
+        ranks: Those to look at.
+
+    Raises:
+        PeerLost: one of them has ended.
+    """
+    dead = [rank for rank in ranks if expected[rank].is_known_dead]
+    if dead:
+        who = ", ".join(f"rank {rank} ({expected[rank]})" for rank in dead)
+        raise PeerLost(
+            f"{who} has died and can't join again, so there won't be {len(expected)} ranks: "
+            "pydist.reform() goes on with those that are left."
+        )
+
+
+def _collect(
+    store: dist.Store, size: int, timeout: timedelta, expected: Sequence[Process] | None
+) -> dict[str, Any]:
     keys = [f"hello/{rank}" for rank in range(size)]
-    if not wait_for_keys(store, keys, timeout):
+
+    def look() -> None:
+        if expected is not None:
+            require_alive(expected, range(size))
+
+    try:
+        have_come = wait_for_keys(store, keys, timeout, look)
+    except PeerLost as error:
+        return {"error": "PeerLost", "message": str(error)}
+    if not have_come:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         return {
             "error": "Timeout",
@@ -156,7 +199,12 @@ def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]
 
 
 def agree(
-    store: dist.Store, rank: int, size: int, hello: Mapping[str, Any], timeout: timedelta
+    store: dist.Store,
+    rank: int,
+    size: int,
+    hello: Mapping[str, Any],
+    timeout: timedelta,
+    expected: Sequence[Process] | None = None,
 ) -> Verdict:
     """Tells the other ranks `hello`; see Note [One choice for the whole job].
 
@@ -164,14 +212,16 @@ def agree(
 
     Args:
         store: for this agreement alone.
-        hello: `host`, `pydist`, `torch` (versions), `wish` and its `source`, what `describe_gpus`
-            tells, and in `network` what `describe_network` does; or the `error` that all are to
-            raise, and its `kind` unless that is InvalidUsage.
+        hello: `host`, `process` (its fields), `pydist`, `torch` (versions), `wish` and its
+            `source`, what `describe_gpus` tells, and in `network` what `describe_network` does; or
+            the `error` that all are to raise, and its `kind` unless that is InvalidUsage.
         timeout: how long to wait for the others.
+        expected: the only processes that can be the ranks, in rank order; None if anybody can.
 
     Raises:
         InvalidUsage: a rank said an error, or asks for a backend that can't be.
         Mismatch: the ranks were asked for different backends, or run different versions.
+        PeerLost: a rank can't come: the process that was expected has died.
         Timeout: a rank did not come.
         TransportError: the store is gone, a rank has come to the end of something (descriptors,
             memory), or NCCL was asked for and some rank has none.
@@ -184,11 +234,18 @@ def agree(
             "message": "rank 0 was interrupted while the ranks met.",
         }
         try:
-            verdict = _collect(store, size, timeout)
+            verdict = _collect(store, size, timeout, expected)
         finally:
             store.set("verdict", json.dumps(verdict))
     else:
-        if not wait_for_keys(store, ["verdict"], timeout + timedelta(seconds=_VERDICT_GRACE_S)):
+
+        def look() -> None:
+            # Rank 0 looks at the others, and tells all.
+            if expected is not None and not store.check(["verdict"]):
+                require_alive(expected, [0])
+
+        patience = timeout + timedelta(seconds=_VERDICT_GRACE_S)
+        if not wait_for_keys(store, ["verdict"], patience, look):
             raise Timeout(
                 f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it prints."
             )
@@ -203,4 +260,5 @@ def agree(
         verdict["for_cuda"],
         verdict["misses_gpu"],
         tuple(verdict["networks"]),
+        tuple(Process(**each) for each in verdict["processes"]),
     )

@@ -6,18 +6,26 @@ opened last, unless they have been to that meeting: then rank 0 has not begun th
 """
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from pydist.errors import TransportError
+from pydist.errors import Error, TransportError
 
-__all__ = ["next_number"]
+__all__ = ["go_on_from", "next_number"]
 
 _LONGEST_PAUSE_S = 0.01
+# How often a wait looks whether it is in vain.
+_LOOK_S = 0.5
 
 
-def next_number(store: dist.Store, rank: int, timeout: timedelta) -> int | None:
+def next_number(
+    store: dist.Store,
+    rank: int,
+    timeout: timedelta,
+    check_host: Callable[[], None] | None = None,
+) -> int | None:
     """The number of the next meeting; None where rank 0 has not opened one in time.
 
     Every rank calls it.
@@ -26,24 +34,49 @@ def next_number(store: dist.Store, rank: int, timeout: timedelta) -> int | None:
         store: for these meetings alone.
         rank: this process's.
         timeout: how long to wait for rank 0.
+        check_host: called now and then while rank 0 is waited for, to raise where that is in vain.
 
     Raises:
         TransportError: the store is gone.
+        Error: whatever `check_host` raises.
     """
-    deadline_s = time.monotonic() + timeout.total_seconds()
+    now_s = time.monotonic()
+    deadline_s, look_s = now_s + timeout.total_seconds(), now_s + _LOOK_S
     pause_s = 0.0002
     try:
         if rank == 0:
             return int(store.add("opened", 1))
         been = int(store.add(f"been/{rank}", 0))
         while (opened := int(store.add("opened", 0))) <= been:
-            if time.monotonic() > deadline_s:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
                 return None
+            if check_host is not None and now_s > look_s:
+                check_host()
+                look_s = now_s + _LOOK_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         store.add(f"been/{rank}", opened - been)
+    except Error:
+        raise  # of `check_host`
     except RuntimeError as error:
         raise TransportError(
             f"the store of the job is gone; is the rank that hosts it still alive? ({error})"
         ) from error
     return opened
+
+
+def go_on_from(store: dist.Store, rank: int, number: int) -> None:
+    """Lets later meetings have later numbers than one of survivors, which rank 0 has not counted.
+
+    Every survivor calls it.
+
+    Args:
+        store: as in `next_number`.
+        rank: this process's among the survivors.
+        number: that meeting's.
+    """
+    if rank == 0:
+        store.add("opened", max(0, number - int(store.add("opened", 0))))
+    else:
+        store.add(f"been/{rank}", number - int(store.add(f"been/{rank}", 0)))

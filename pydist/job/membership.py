@@ -3,18 +3,20 @@
 import atexit
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from pydist import _native
-from pydist.errors import InvalidUsage
-from pydist.job import backends, current, groups, log, phases
+from pydist.errors import InvalidUsage, PeerLost, TransportError
+from pydist.job import backends, current, groups, log, past, phases
 from pydist.job.current import Membership
 from pydist.job.gpu_assignment import gpu_of_local_rank
 from pydist.job.launchers import Placement, read_placement
+from pydist.job.meeting import require_alive, wait_for_keys
 from pydist.job.rendezvous import meet
 
 __all__ = [
@@ -30,7 +32,8 @@ __all__ = [
 ]
 
 
-_lock = threading.RLock()
+# Held by whoever joins or leaves.
+lock = threading.RLock()
 
 
 def init(backend: str | None = None, *, timeout: float | timedelta | None = None) -> None:
@@ -59,6 +62,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             a launcher of several processes that is not understood; NCCL was asked for and a rank
             has no GPU, or shares one (the message names the ranks and the GPU).
         Mismatch: the ranks were asked for different backends, or run different versions.
+        PeerLost: the process has been in a job whose ranks would meet again here, and can see that
+            one of them has died: `pydist.reform` goes on with those that are left.
         Timeout: a rank did not come in time; the message names it.
         TransportError: rank 0 can't be reached, or the backend asked for can't serve these ranks.
 
@@ -69,26 +74,39 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         True
     """
     wait = None if timeout is None else backends.parse_timeout(timeout)
-    with _lock:
+    with lock:
         if is_initialized():
             _check_same(backend, wait)
             return
         shutdown()  # of what a destroyed default group has left
-        log.start()
-        try:
+        with entering():
             member = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
-        except BaseException:
-            current.replace()
-            log.stop()
-            raise
-        current.job.membership, current.job.world = member, member.communicator
-        _native.set_log_rank(member.rank)
-        atexit.register(shutdown)
+            become(member)
+        past.note(member, backend)
         if member.rank == 0:
             for name, nearest in _native.unknown_variables():
                 backends.logger.warning(
                     "%s is set, but there is no such variable; did you mean %s?", name, nearest
                 )
+
+
+@contextmanager
+def entering() -> Iterator[None]:
+    """Prints the log, and leaves nothing behind of a job that can't be entered."""
+    log.start()
+    try:
+        yield
+    except BaseException:
+        current.replace()
+        log.stop()
+        raise
+
+
+def become(member: Membership) -> None:
+    """Makes a membership this process's."""
+    current.job.membership, current.job.world = member, member.communicator
+    _native.set_log_rank(member.rank)
+    atexit.register(shutdown)
 
 
 def _check_same(backend: str | None, timeout: timedelta | None) -> None:
@@ -117,9 +135,43 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
     if placement.doubt:
         backends.logger.warning("%s", placement.doubt)
     wait = timeout or backends.default_timeout()
-    store, serves, generation = meet(placement, wait)
-    current.replace(generation)
+    # A launcher that starts a process anew starts all of them, and they begin with generation 1.
+    before = past.last()
+    expected = None
+    if before is not None and (before.rank, len(before.processes)) == (
+        placement.rank,
+        placement.world_size,
+    ):
+        expected = before.processes
+
+    def check_host() -> None:
+        if expected is not None:
+            require_alive(expected, [0])
+
+    meeting = meet(placement, wait, check_host)
+    past.begin(meeting.generation)
+    current.replace(meeting.generation, expected)
     phases.reach(phases.START_UP)
+    return enter(placement, meeting.store, meeting.serves, backend, wait)
+
+
+def enter(
+    placement: Placement,
+    store: dist.Store,
+    serves: bool,
+    backend: str | None,
+    wait: timedelta,
+) -> Membership:
+    """Creates torch's default group, on pydist's backend.
+
+    Args:
+        placement: this process's place.
+        store: where the ranks meet, for this generation alone.
+        serves: whether this process serves it.
+        backend: as for `init`.
+        wait: how long each operation may take, and joining, unless `current.job.joining` says
+            less.
+    """
     dist.init_process_group(
         "pydist",
         store=dist.PrefixStore("group", store),
@@ -128,14 +180,25 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
         timeout=wait,
         pg_options=backends.Options(backend, wait),
     )
+    if placement.rendezvous is not None:
+        with suppress(RuntimeError):
+            store.set(f"joined/{placement.rank}", "")
     if serves:
         # The server must outlive everybody's joining, even if this rank ends right after.
-        store.set(f"joined/{placement.rank}", "")
-        with suppress(RuntimeError):
-            store.wait([f"joined/{rank}" for rank in range(placement.world_size)], wait)
-    elif placement.rendezvous is not None:
-        store.set(f"joined/{placement.rank}", "")
+        with suppress(PeerLost, TransportError):
+            keys = [f"joined/{rank}" for rank in range(placement.world_size)]
+            limit = current.job.joining or wait
+            wait_for_keys(store, keys, limit, lambda: _require_joiners(store, keys))
     return _describe(owns_group=True, placement=placement)
+
+
+def _require_joiners(store: dist.Store, keys: list[str]) -> None:
+    """Raises where all ranks have ended that have not joined yet."""
+    agreement = current.job.agreement
+    assert agreement is not None
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    if all(agreement.processes[rank].is_known_dead for rank in missing):
+        require_alive(agreement.processes, missing)
 
 
 def _adopt(backend: str | None, timeout: timedelta | None) -> Membership:
@@ -239,7 +302,7 @@ def shutdown() -> None:
         >>> pydist.is_initialized()
         False
     """
-    with _lock:
+    with lock:
         is_own, member = current.job.pid == os.getpid(), current.job.membership
         atexit.unregister(shutdown)
         current.replace()

@@ -3,20 +3,25 @@
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from pydist.errors import Timeout, TransportError
+from pydist.errors import Error, Timeout, TransportError
+from pydist.job.answers import answer_within
 from pydist.job.launchers import Placement, Rendezvous
+from pydist.job.meeting import wait_for_keys
 from pydist.job.meeting_number import next_number
 
 __all__ = ["Meeting", "meet"]
 
 # How long a rank waits for the server that it reached to prove that it is this meeting's.
 _PROOF_S = 2.0
+# How much longer than its time-out a store's client may take to say that it has passed.
+_ANSWER_GRACE_S = 1.0
 
 
 class Meeting(NamedTuple):
@@ -26,24 +31,37 @@ class Meeting(NamedTuple):
     store: dist.Store
     # Whether this process serves it.
     serves: bool
-    # How often the ranks have met in this store, with this time; the same on all of them.
+    # How often the ranks have met in this store, with this time, the same on all of them; 0 for a
+    # meeting that is not counted.
     generation: int
+    # Where these meetings are counted.
+    numbers: dist.Store
 
 
-def meet(placement: Placement, timeout: timedelta) -> Meeting:
+def meet(
+    placement: Placement,
+    timeout: timedelta,
+    check_host: Callable[[], None] | None = None,
+    *,
+    purpose: str | None = None,
+) -> Meeting:
     """The store that all ranks share. Every rank calls it.
 
     Args:
         placement: this process's, by its launcher.
         timeout: how long to wait for the server, and for rank 0.
+        check_host: called now and then while rank 0 is waited for, to raise where that is in vain.
+        purpose: for a meeting that rank 0 does not count, since it may be gone: names the part of
+            the store that is for it. The meeting has no generation then.
 
     Raises:
         Timeout: another job's server answers, or rank 0 does not come.
         TransportError: rank 0 can't serve the store, or can't be reached.
+        Error: whatever `check_host` raises.
     """
     rendezvous = placement.rendezvous
     if rendezvous is None:
-        return Meeting(dist.HashStore(), False, 1)
+        return Meeting(dist.HashStore(), False, 1, dist.HashStore())
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = f"pydist {rendezvous.job} {restart}"
 
@@ -52,13 +70,26 @@ def meet(placement: Placement, timeout: timedelta) -> Meeting:
     serves = placement.rank == 0 and not agent_serves
 
     def join(store: dist.Store, patience: timedelta) -> Meeting | None:
-        generation = next_number(dist.PrefixStore(name, store), placement.rank, patience)
+        numbers = dist.PrefixStore(name, store)
+        if purpose is not None:
+            part = f"{name} {purpose}"
+            if serves:
+                store.set(part, "here")
+            if not agent_serves and not wait_for_keys(store, [part], patience, check_host):
+                return None
+            return Meeting(dist.PrefixStore(part, store), serves, 0, numbers)
+        generation = next_number(numbers, placement.rank, patience, check_host)
         if generation is None:
             return None
-        return Meeting(dist.PrefixStore(f"{name} {generation}", store), serves, generation)
+        part = f"{name} {generation}"
+        return Meeting(dist.PrefixStore(part, store), serves, generation, numbers)
 
     if agent_serves or serves:
-        store = (_serve if serves else _connect)(rendezvous, placement, timeout)
+        store = (
+            _serve(rendezvous, placement, timeout)
+            if serves
+            else _connect(rendezvous, placement, timeout, check_host)
+        )
         if (meeting := join(store, timeout)) is None:
             raise Timeout(
                 f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it prints."
@@ -68,7 +99,7 @@ def meet(placement: Placement, timeout: timedelta) -> Meeting:
     while True:
         # The server may be the one of an earlier meeting, on its way down, or somebody else's.
         left = timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
-        store = _connect(rendezvous, placement, left)
+        store = _connect(rendezvous, placement, left, check_host)
         with suppress(TransportError):
             meeting = join(store, min(left, timedelta(seconds=_PROOF_S)))
             if meeting is not None:
@@ -99,7 +130,9 @@ def _serve(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> 
         ) from error
 
 
-def _await_server(rendezvous: Rendezvous, timeout: timedelta) -> None:
+def _await_server(
+    rendezvous: Rendezvous, timeout: timedelta, check_host: Callable[[], None] | None
+) -> None:
     """Waits until something listens there: torch's client would, too, but deaf to Ctrl-C."""
     deadline_s = time.monotonic() + timeout.total_seconds()
     place = (rendezvous.address, rendezvous.port)
@@ -109,6 +142,8 @@ def _await_server(rendezvous: Rendezvous, timeout: timedelta) -> None:
             socket.create_connection(place, min(left_s, 1.0)).close()
         except OSError as error:
             problem = str(error)
+            if check_host is not None:
+                check_host()
             time.sleep(min(left_s, 0.05))
         else:
             return
@@ -119,19 +154,28 @@ def _await_server(rendezvous: Rendezvous, timeout: timedelta) -> None:
     )
 
 
-def _connect(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> dist.Store:
+def _connect(
+    rendezvous: Rendezvous,
+    placement: Placement,
+    timeout: timedelta,
+    check_host: Callable[[], None] | None,
+) -> dist.Store:
     start_s = time.monotonic()
-    _await_server(rendezvous, timeout)
-    left = timeout - timedelta(seconds=time.monotonic() - start_s)
+    _await_server(rendezvous, timeout, check_host)
+    left = max(timeout - timedelta(seconds=time.monotonic() - start_s), timedelta(seconds=0.1))
     try:
-        return dist.TCPStore(
+        return answer_within(
+            left.total_seconds() + _ANSWER_GRACE_S,
+            dist.TCPStore,
             rendezvous.address,
             rendezvous.port,
             world_size=placement.world_size,
             is_master=False,
-            timeout=max(left, timedelta(seconds=0.1)),
+            timeout=left,
             wait_for_workers=False,
         )
+    except Error:
+        raise
     except RuntimeError as error:
         raise TransportError(
             f"rank {placement.rank} can't reach the job's store at "

@@ -12,6 +12,7 @@ has it: the function must be importable, and a script needs the guard.
 import contextlib
 import faulthandler
 import importlib
+import multiprocessing.connection
 import os
 import pickle
 import secrets
@@ -26,13 +27,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import process as multiprocessing_process
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 
 from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout
 from pydist.job import backends
+from pydist.job.left_behind import is_left_behind
 from pydist.job.pickling import find_unpicklable
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ class _RemoteTraceback(Exception):  # noqa: N818
         return f"\n{self.text}"
 
 
+@overload
 def spawn(
     fn: Callable[..., R],
     args: Sequence[Any] = (),
@@ -83,7 +86,33 @@ def spawn(
     gpus: "Gpus | None" = None,
     timeout: float | None = None,
     backend: str | None = None,
-) -> list[R]:
+    on_failure: Literal["stop"] = "stop",
+) -> list[R]: ...
+
+
+@overload
+def spawn(
+    fn: Callable[..., R],
+    args: Sequence[Any] = (),
+    nprocs: int | None = None,
+    *,
+    gpus: "Gpus | None" = None,
+    timeout: float | None = None,
+    backend: str | None = None,
+    on_failure: Literal["continue"],
+) -> list[R | Exception]: ...
+
+
+def spawn(
+    fn: Callable[..., R],
+    args: Sequence[Any] = (),
+    nprocs: int | None = None,
+    *,
+    gpus: "Gpus | None" = None,
+    timeout: float | None = None,
+    backend: str | None = None,
+    on_failure: Literal["stop", "continue"] = "stop",
+) -> list[R] | list[R | Exception]:
     """Runs `fn(*args)` on new processes of this host, each a rank of one job, and waits for them.
 
     In the processes `pydist.init()` finds its job as it does under `pydist run`; DataParallel joins
@@ -101,9 +130,13 @@ def spawn(
         timeout: seconds that the whole call may take; by default without limit. When it has passed,
             each rank prints its stacks on standard error.
         backend: for the ranks' PYDIST_BACKEND; by default this process's.
+        on_failure: what becomes of the other ranks when one has failed. "stop" ends them;
+            "continue" lets them go on, for functions that call `pydist.reform`.
 
     Returns:
-        What `fn` returned, in rank order.
+        What `fn` returned, in rank order. With `on_failure="continue"`, in the place of a rank that
+        failed, the exception that it raised, or `PeerLost` where its process died or the others
+        had gone on without it and ended.
 
     Raises:
         InvalidUsage: `fn`, `args` or a result can't be pickled; the message names the part by its
@@ -112,7 +145,8 @@ def spawn(
         PeerLost: a rank's process died.
         Timeout: the call took longer than `timeout`.
         Exception: whatever `fn` raised on the rank that failed first, with that rank's traceback
-            as its cause. The other ranks have ended by then.
+            as its cause. The other ranks have ended by then. With `on_failure="continue"` this and
+            `PeerLost` are raised only where no rank has returned.
 
     Example:
         >>> import pydist
@@ -124,6 +158,8 @@ def spawn(
             "pydist.spawn ran again while a rank was importing the main script. Put the call under "
             'if __name__ == "__main__":, or install cloudpickle.'
         )
+    if on_failure not in ("stop", "continue"):
+        raise InvalidUsage(f"on_failure={on_failure!r} is not valid; use 'stop' or 'continue'.")
     count = len(os.sched_getaffinity(0)) if nprocs is None else nprocs
     if count < 1:
         raise InvalidUsage(f"nprocs={nprocs} is not valid; it must be 1 or more.")
@@ -144,7 +180,15 @@ def spawn(
         # Served here and on a port that the system picks: nothing to race for.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         variables.update(job_variables(count, store.port, backend))
-        _run(folder, variables, count, timeout, by_value)
+        survived_by = store if on_failure == "continue" else None
+        exit_codes, pids = _run(folder, variables, count, timeout, by_value, survived_by)
+        if on_failure == "continue":
+            if not any(_result_file(folder, rank).exists() for rank in range(count)):
+                _raise_first(folder, exit_codes, pids)
+            return [
+                _result_or_error(folder, rank, exit_codes[rank], pids[rank])
+                for rank in range(count)
+            ]
         return [_unpack(folder, rank) for rank in range(count)]
 
 
@@ -230,7 +274,19 @@ def _run(
     count: int,
     timeout: float | None,
     by_value: bool,
-) -> None:
+    survived_by: dist.Store | None,
+) -> tuple[list[int | None], list[int]]:
+    """Runs the ranks to their end: their exit codes and process ids.
+
+    Args:
+        folder: with what they run, and for what they return.
+        variables: of their environment.
+        count: how many.
+        timeout: seconds that it may take.
+        by_value: whether functions of the main script travel by value.
+        survived_by: the store in which survivors say that they go on; None if the first failure
+            ends all.
+    """
     deadline_s = None if timeout is None else time.monotonic() + timeout
     with _lock, _environment(variables), _without_main() if by_value else contextlib.nullcontext():
         context = torch_multiprocessing.spawn(
@@ -247,8 +303,11 @@ def _run(
                     f"ranks {waiting} of {count} still ran after {timeout:g} s; their stacks are "
                     "on standard error."
                 )
-            if context.join(left_s, grace_period=_GRACE_S):
-                return
+            if survived_by is not None:
+                if _has_run_out(context.processes, survived_by, left_s):
+                    break
+            elif context.join(left_s, grace_period=_GRACE_S):
+                break
     except (
         torch_multiprocessing.ProcessRaisedException,
         torch_multiprocessing.ProcessExitedException,
@@ -259,6 +318,20 @@ def _run(
         # torch's own account of what ranks raised; they have left us a fuller one in `folder`.
         for file in context.error_files:
             Path(file).unlink(missing_ok=True)
+    return [process.exitcode for process in context.processes], context.pids()
+
+
+def _has_run_out(processes: Sequence[Any], store: dist.Store, left_s: float | None) -> bool:
+    """Waits until a process ends: whether none runs that the others have not left behind."""
+    running = [process for process in processes if process.is_alive()]
+    if not all(is_left_behind(store, process.pid) for process in running):
+        sentinels = [process.sentinel for process in running]
+        multiprocessing.connection.wait(sentinels, left_s)
+        return False
+    for process in running:
+        process.kill()
+        process.join()
+    return True
 
 
 def _end(processes: Sequence[Any]) -> None:
@@ -290,12 +363,9 @@ def _raise_first(folder: Path, exit_codes: Sequence[int | None], pids: Sequence[
     failures.sort(key=lambda failure: (failure.is_consequence, failure.time_s))
     if died and (not failures or failures[0].is_consequence):
         rank, code = died[0]
-        how = f"exited with status {code}"
-        if code is not None and code < 0:
-            how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
         raise PeerLost(
-            f"rank {rank} of {len(exit_codes)} (pid {pids[rank]}) {how} without an exception; what "
-            "it printed may say why. The other ranks have been ended."
+            f"rank {rank} of {len(exit_codes)} (pid {pids[rank]}) {how_it_ended(code)} without an "
+            "exception; what it printed may say why. The other ranks have been ended."
         )
     if not failures:
         raise Error(f"the ranks ended with exit codes {list(exit_codes)} and left no reason.")
@@ -303,13 +373,45 @@ def _raise_first(folder: Path, exit_codes: Sequence[int | None], pids: Sequence[
     cause = _RemoteTraceback(
         f"rank {first.rank} of {len(exit_codes)} (pid {first.pid}) raised:\n{first.traceback}"
     )
-    if first.error is not None:
-        raise pickle.loads(first.error) from cause
-    raise Error(f"rank {first.rank} failed: {first.traceback.strip().splitlines()[-1]}") from cause
+    raise _error_of(first) from cause
+
+
+def _error_of(failure: _Failure) -> Exception:
+    if failure.error is not None:
+        error: Exception = pickle.loads(failure.error)
+        return error
+    return Error(f"rank {failure.rank} failed: {failure.traceback.strip().splitlines()[-1]}")
+
+
+def _result_or_error(folder: Path, rank: int, code: int | None, pid: int) -> Any:
+    """What a rank returned, raised, or died of."""
+    if code == 0:
+        return _unpack(folder, rank)
+    file = folder / f"failure-{rank}"
+    if not file.exists():
+        return PeerLost(f"rank {rank} (pid {pid}) {how_it_ended(code)}, and others went on.")
+    failure: _Failure = pickle.loads(file.read_bytes())
+    error = _error_of(failure)
+    error.__cause__ = _RemoteTraceback(f"rank {rank} (pid {pid}) raised:\n{failure.traceback}")
+    return error
+
+
+def how_it_ended(code: int | None) -> str:
+    """What an exit code says of a process, negative ones for signals; for people."""
+    if code is not None and code < 0:
+        name = ""
+        with contextlib.suppress(ValueError):  # most real-time signals have none
+            name = f" ({signal.Signals(-code).name})"
+        return f"was killed by signal {-code}{name}"
+    return f"exited with status {code}"
+
+
+def _result_file(folder: Path, rank: int) -> Path:
+    return folder / f"result-{rank}"
 
 
 def _unpack(folder: Path, rank: int) -> Any:
-    return pickle.loads((folder / f"result-{rank}").read_bytes())
+    return pickle.loads(_result_file(folder, rank).read_bytes())
 
 
 def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
@@ -323,7 +425,7 @@ def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
     try:
         fn, args = pickle.loads((folder / "payload").read_bytes())
         result = fn(*args)
-        _write(folder / f"result-{rank}", _pack_result(rank, result))
+        _write(_result_file(folder, rank), _pack_result(rank, result))
     except BaseException as error:
         _write(folder / f"failure-{rank}", pickle.dumps(_failure(rank, error)))
         # Not sys.exit: torch's wrapper would take it for a success of its own.

@@ -36,6 +36,7 @@ from pydist._torch import (
     parameters_of,
     without_functorch,
 )
+from pydist.job import current
 from pydist.sharding.tensor_facts import FACTS, getters
 
 # A wait with a time limit waits on the host, not on the stream.
@@ -46,6 +47,15 @@ _lock = threading.Lock()
 # The gathers that are under way, and the hook on all modules, which exists as long as there is one.
 _under_way: weakref.WeakSet[Gather] = weakref.WeakSet()
 _hook: RemovableHandle | None = None
+
+
+def _give_up_lost() -> None:
+    """Makes parameters ordinary whose values won't arrive any more: ranks of the job are lost.
+
+    Each of their elements is as it was before the step, or as it is after it.
+    """
+    for gather in list(_under_way):
+        gather.give_up()
 
 
 class Gather:
@@ -65,6 +75,8 @@ class Gather:
         for parameter in parameters:
             parameter.__class__ = InFlight
             cast(InFlight, parameter).gathered_by = self
+        if _give_up_lost not in current.before_going_on:
+            current.before_going_on.append(_give_up_lost)
         with _lock:
             _under_way.add(self)
             _hook_modules()
@@ -90,6 +102,11 @@ class Gather:
         """Waits as `wait` does, and lets nobody wait again: the caller has put streams in order."""
         if not self._is_over:
             self._hold_back()
+            self._end()
+
+    def give_up(self) -> None:
+        """Lets nobody wait again if something went wrong on the way."""
+        if self._work.is_completed() and self._work.exception() is not None:
             self._end()
 
     def _hold_back(self) -> None:

@@ -14,7 +14,7 @@ import pydist
 from pydist import _native
 from pydist.cli import info
 from pydist.gpu.nccl import NcclLibrary
-from pydist.job import current
+from pydist.job import backends, current
 from pydist.job.gpu_assignment import describe_gpus, gpus_of_ranks, make_current
 from pydist.job.meeting import judge
 
@@ -40,6 +40,7 @@ def hello(
         "nccl": NCCL.code,
         "sharing": NO_SHARING,
         "network": {},
+        "process": {},
         **({} if gpus else {"no_gpu": "it sees none"}),
         **told,
     }
@@ -465,3 +466,10 @@ def test_without_cuda_in_torch_nobody_hears_of_nccl(caplog: pytest.LogCaptureFix
         pydist.shutdown()
     assert "nccl" not in caplog.text
     assert [record.levelno for record in caplog.records] == [logging.INFO]
+
+
+def test_a_rank_of_the_next_generation_keeps_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current, "job", current.Job(2, kept_gpu=1))
+    told = backends._hello("native", dist.HashStore(), 1)
+    # Of four GPUs, on which the rank would otherwise take the first.
+    assert gpus_of_ranks([{**told, "gpus": hello(*"wxyz")["gpus"]}]) == [1]

@@ -384,7 +384,7 @@ def test_half_a_job_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_judging_hellos() -> None:
     hello = {"host": "a", "pydist": "1", "torch": "2", "wish": "auto", "source": "PYDIST_BACKEND"}
-    hello.update(describe_gpus(wants_nccl=True), network={})
+    hello.update(describe_gpus(wants_nccl=True), network={}, process={})
     verdict = judge([hello, {**hello, "host": "b"}])
     assert (verdict["wish"], verdict["hosts"]) == ("auto", ["a", "b"])
     verdict = judge([hello, {**hello, "torch": "3"}, hello])

@@ -1,0 +1,167 @@
+"""`pydist run --on-failure=continue`: a launcher that spares the survivors of a rank's death.
+
+torchrun ends all ranks when one has failed. This one starts the same processes, by torch's own
+parts, lets those go on that are left, and serves the store in which they meet again
+(`pydist.reform`). On one host.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.distributed.elastic.utils import macros
+
+from pydist.job.left_behind import is_left_behind
+from pydist.job.spawn import how_it_ended, job_variables
+
+__all__ = ["run_and_continue"]
+
+_LOOK_S = 0.1
+# How long ranks get to end by themselves when the launcher is told to.
+_GRACE_S = 30
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+# What each process does before it becomes the script's: has the kernel end it with its launcher.
+_TIE = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]): sys.exit(1)
+try: os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error: sys.exit(f"{sys.argv[2]}: {error}")
+"""
+
+
+class _ToldToEnd(Exception):  # noqa: N818
+    """The launcher got a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def run_and_continue(options: argparse.Namespace, count: int) -> int:
+    """Runs a script on several processes of this host, and lets survivors go on.
+
+    Args:
+        options: torchrun's, parsed; they describe one host and no restarts.
+        count: how many processes.
+
+    Returns:
+        0 if all ranks ended well that had remained: at least one, and none failed after that one,
+        except ranks that the others had left behind. 1 otherwise; for a signal, 128 and its number.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = {number: signal.signal(number, _tell_to_end) for number in _SIGNALS}
+    processes: Any = None
+    try:
+        processes = _start(options, count, store.port)
+        for number in _SIGNALS:  # torch has put handlers of its own there
+            signal.signal(number, _tell_to_end)
+        return _supervise({r: h.proc for r, h in processes.subprocess_handlers.items()}, store)
+    except _ToldToEnd as told:
+        print(f"pydist run: ends all ranks ({_name(told.number)})", file=sys.stderr, flush=True)
+        for number in _SIGNALS:
+            signal.signal(number, _kill_at_once(processes))
+        if processes is not None:
+            processes.close(signal.Signals(told.number), _GRACE_S)
+        return 128 + told.number
+    finally:
+        if processes is not None:
+            processes.close(signal.SIGKILL, _GRACE_S)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell_to_end(number: int, _frame: FrameType | None) -> None:
+    raise _ToldToEnd(number)
+
+
+def _kill_at_once(processes: Any) -> Callable[[int, FrameType | None], None]:
+    """For who signals once more."""
+
+    def kill(_number: int, _frame: FrameType | None) -> None:
+        for handler in processes.subprocess_handlers.values() if processes is not None else ():
+            if handler.proc.poll() is None:
+                handler.proc.kill()
+
+    return kill
+
+
+def _start(options: argparse.Namespace, count: int, port: int) -> Any:
+    config, command, arguments = torchrun.config_from_args(options)
+    shared = {
+        **job_variables(count, port, None),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": options.role,
+        "ROLE_WORLD_SIZE": str(count),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "pydist",
+    }
+    tie = ("-I", "-S", "-c", _TIE, str(os.getpid()), command)
+    return start_processes(
+        name=options.role,
+        entrypoint=sys.executable,
+        args={
+            rank: (*tie, *macros.substitute(list(arguments), str(rank))) for rank in range(count)
+        },
+        envs={
+            rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+            for rank in range(count)
+        },
+        logs_specs=config.logs_specs or DefaultLogsSpecs(),
+    )
+
+
+def _supervise(running: dict[int, Any], store: dist.Store) -> int:
+    """Waits until all processes have ended, and says which of them failed."""
+    start_s = time.monotonic()
+    pids = {rank: process.pid for rank, process in running.items()}
+    well: list[int] = []
+    failed_later: list[int] = []
+    while running:
+        for rank, process in list(running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del running[rank]
+            fate = "the others go on" if running else "no other runs any more"
+            if is_left_behind(store, pids[rank]):
+                pass  # whatever its status, it was no rank any more
+            elif code == 0:
+                well.append(rank)
+            elif well:
+                failed_later.append(rank)
+                fate = "others had ended well before"
+            if code != 0:
+                print(
+                    f"pydist run: rank {rank} (pid {pids[rank]}) {how_it_ended(code)} after "
+                    f"{time.monotonic() - start_s:.1f} s; {fate}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        if running and all(is_left_behind(store, pids[rank]) for rank in running):
+            for rank, process in running.items():
+                print(
+                    f"pydist run: ends rank {rank} (pid {pids[rank]}), without which the others "
+                    "had gone on; they have ended",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            break
+        time.sleep(_LOOK_S)
+    return 0 if well and not failed_later else 1
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name

@@ -1,0 +1,288 @@
+"""Launchers that spare the survivors, and one that starts all ranks again."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+from launch import clean_environment, run_command
+from time_limit import PATIENCE
+
+import pydist
+
+pytestmark = pytest.mark.timeout(120)
+
+LIMIT_S = 90.0
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_command([sys.executable, "-m", "pydist", "run", *arguments], timeout=LIMIT_S)
+
+
+# Arguments: what the ranks do that are named in the first, and then the others.
+SCRIPT = """
+import os, signal, sys, time
+import torch, pydist
+
+victims = [int(rank) for rank in sys.argv[1].split(",") if rank]
+pydist.init(timeout=60)
+rank = pydist.rank()
+if rank in victims:
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif sys.argv[2] == "exits":
+        raise SystemExit(3)
+    elif sys.argv[2] == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    total = pydist.all_reduce(torch.ones(1), timeout=2 if sys.argv[2] == "stopped" else 60)
+except pydist.Error:
+    if sys.argv[3] == "gives up":
+        raise
+    if sys.argv[3] == "saves":
+        sys.exit(0)
+    pydist.reform(settle=1)
+    total = pydist.all_reduce(torch.ones(1))
+# In one piece: print writes the end of the line by itself, and other ranks may come between.
+sys.stdout.write(f"was {rank}, is {pydist.rank()} of {pydist.world_size()}: {total.item():g}\\n")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("victims", "how", "then", "status", "printed", "said"),
+    [
+        ("0", "killed", "reform", 0, ["was 1, is 0 of 2: 2", "was 2, is 1 of 2: 2"], "signal 9"),
+        (
+            "1",
+            "stopped",
+            "reform",
+            0,
+            ["was 0, is 0 of 2: 2", "was 2, is 1 of 2: 2"],
+            "ends rank 1",
+        ),
+        pytest.param(
+            "1,2",
+            "exits",
+            "reform",
+            0,
+            ["was 0, is 0 of 1: 1"],
+            "status 3",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param("1", "killed", "saves", 0, [], "signal 9", marks=pytest.mark.thorough),
+        pytest.param("1", "killed", "gives up", 1, [], "signal 9", marks=pytest.mark.thorough),
+    ],
+)
+def test_run_lets_survivors_go_on(
+    script: str, victims: str, how: str, then: str, status: int, printed: list[str], said: str
+) -> None:
+    done = run("-n", "3", "--on-failure=continue", script, victims, how, then)
+    assert done.returncode == status, done.stderr
+    assert sorted(done.stdout.splitlines()) == printed
+    for victim in victims.split(","):
+        lines = [
+            line
+            for line in done.stderr.splitlines()
+            if line.startswith("pydist run: ") and f"rank {victim} (pid" in line
+        ]
+        assert len(lines) == 1, done.stderr
+        assert said in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--nnodes=2"], "is for ranks of one host"),
+        (["--rdzv-backend=c10d"], "is for ranks of one host"),
+        (["--max-restarts=1"], "give one of them"),
+    ],
+)
+def test_run_refuses_what_it_cannot_do(script: str, flags: list[str], said: str) -> None:
+    done = run("-n", "2", "--on-failure=continue", *flags, script)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+SLEEPS = """
+import os, signal, sys, time
+from pathlib import Path
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+Path(sys.argv[1], str(os.getpid())).touch()
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks", "status"),
+    [
+        (signal.SIGTERM, "polite", 128 + signal.SIGTERM),
+        (signal.SIGINT, "polite", 128 + signal.SIGINT),
+        (signal.SIGKILL, "deaf", -signal.SIGKILL),
+    ],
+)
+def test_nothing_outlives_the_launcher(
+    tmp_path: Path, number: signal.Signals, ranks: str, status: int
+) -> None:
+    path = tmp_path / "sleeps.py"
+    path.write_text(SLEEPS)
+    seen = tmp_path / "pids"
+    seen.mkdir()
+    command = ["run", "-n", "2", "--on-failure=continue", str(path), str(seen), ranks]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "pydist", *command],
+        env=clean_environment(),
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + LIMIT_S * PATIENCE
+        while len(list(seen.iterdir())) < 2:
+            assert time.monotonic() < deadline
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        launcher.send_signal(number)
+        assert launcher.wait(LIMIT_S * PATIENCE) == status
+        started = [
+            psutil.Process(int(p.name)) for p in seen.iterdir() if psutil.pid_exists(int(p.name))
+        ]
+        _, alive = psutil.wait_procs(started, timeout=10 * PATIENCE)
+        assert alive == []
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def test_the_example_of_the_docs_goes_on(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/failure.md").read_text()
+    [example] = re.findall(r"```python\n(import sys\n.*?pydist\.reform.*?)```", page, re.DOTALL)
+    path = tmp_path / "train.py"
+    path.write_text(example + 'sys.stdout.write(f"{pydist.world_size()} {step}\\n")\n')
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "pydist", "run", "-n", "3", "--on-failure=continue", path, tmp_path],
+        env=clean_environment({"PYTHONUNBUFFERED": "1"}),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + LIMIT_S * PATIENCE
+        while not (tmp_path / "last").exists():
+            assert time.monotonic() < deadline
+            assert launcher.poll() is None
+            time.sleep(0.01)
+        ranks = psutil.Process(launcher.pid).children()
+        next(rank for rank in ranks if rank.environ().get("RANK") == "0").kill()
+        printed, _ = launcher.communicate(timeout=LIMIT_S * PATIENCE)
+        assert launcher.returncode == 0
+        assert printed.split("\n") == ["2 1000", "2 1000", ""]
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def go_on_without(victims: list[int], how: str) -> tuple[int, int]:
+    pydist.init(timeout=30)
+    rank = pydist.rank()
+    if rank in victims:
+        if how == "raises":
+            raise KeyError("no such sample")
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
+    with pytest.raises(pydist.Error):
+        pydist.all_reduce(torch.ones(1), timeout=2 if how == "stopped" else 30)
+    pydist.reform(settle=1)
+    return rank, pydist.world_size()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("killed", r"rank 1 \(pid \d+\) was killed by signal 9 \(SIGKILL\)"),
+        ("raises", "no such sample"),
+        ("stopped", r"rank 1 \(pid \d+\) was killed by signal 9"),
+    ],
+)
+def test_spawn_returns_what_survivors_returned(how: str, said: str) -> None:
+    first, lost, last = pydist.spawn(
+        go_on_without, ([1], how), nprocs=3, timeout=90 * PATIENCE, on_failure="continue"
+    )
+    assert (first, last) == ((0, 2), (2, 2))
+    assert isinstance(lost, KeyError if how == "raises" else pydist.PeerLost)
+    with pytest.raises(type(lost), match=said):
+        raise lost
+    if how == "raises":
+        assert "in go_on_without" in str(lost.__cause__)
+
+
+def all_fail() -> None:
+    raise KeyError("no such sample")
+
+
+def test_spawn_raises_where_no_rank_returns() -> None:
+    with pytest.raises(KeyError, match="no such sample"):
+        pydist.spawn(all_fail, nprocs=2, timeout=90 * PATIENCE, on_failure="continue")
+    with pytest.raises(pydist.InvalidUsage, match="on_failure='go'"):
+        pydist.spawn(all_fail, on_failure="go")  # type: ignore[call-overload]
+
+
+# Trains as anybody would; rank 1 dies once, if it is told when.
+RESTARTED = """
+import os, signal, sys
+from pathlib import Path
+import torch, pydist
+
+folder, dies_at = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(0)
+model = pydist.DataParallel(torch.nn.Linear(4, 1))
+optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
+losses, step = [], 0
+if Path(folder, "last").exists():
+    extra = pydist.load(f"{folder}/last", model=model, optimizer=optimizer)
+    losses, step = extra["losses"], extra["step"]
+began = step
+while step < 8:
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and pydist.rank() == 1 and step == dies_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+    loss = model(inputs[pydist.rank() :: pydist.world_size()]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    step += 1
+    losses.append(pydist.all_reduce(loss.detach(), "mean").item())
+    extra = {"losses": losses, "step": step}
+    pydist.save(f"{folder}/last", model=model, optimizer=optimizer, extra=extra)
+if pydist.rank() == 0:
+    print(began, *losses)
+"""
+
+
+def test_a_run_that_is_started_again_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(RESTARTED)
+    printed = []
+    for name, dies_at in (("whole", "-1"), ("restarted", "5")):
+        folder = tmp_path / name
+        folder.mkdir()
+        done = run("-n", "2", "--max-restarts=3", str(path), str(folder), dies_at)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.split())
+    (_, *expected), (began, *losses) = printed
+    assert began == "5"
+    assert losses == expected
