@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -70,8 +71,13 @@ def test_words_for_what_a_rank_is_in() -> None:
 
 
 def test_a_process_that_is_no_rank() -> None:
-    with pytest.raises(pydist.InvalidUsage, match="no rank of a pydist job"):
-        local_ranks.find(os.getpid())
+    other = subprocess.Popen(["sleep", "60"])  # this process may have joined a job in another test
+    try:
+        with pytest.raises(pydist.InvalidUsage, match="no rank of a pydist job"):
+            local_ranks.find(other.pid)
+    finally:
+        other.kill()
+        other.wait()
     with pytest.raises(pydist.InvalidUsage, match="there is no process"):
         local_ranks.find(2**22 + 1)
 
