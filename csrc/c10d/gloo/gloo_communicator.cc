@@ -347,9 +347,6 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
   } else {
     const StorePtr asked =
         adapt_store(store, std::min<std::chrono::milliseconds>(timeout, kStorePatience));
-    if (rank == 0) {
-      GlooGroup::forget_news(*asked);
-    }
     try {
       // A store whose host is stopped is to be told here: torch's gloo would ask it without limit.
       const std::string key = join("here/", rank);

@@ -19,8 +19,6 @@ constexpr milliseconds kFarewellPatience{500};
 
 }  // namespace
 
-void GlooGroup::forget_news(KeyValueStore& store) { store.erase(kNewsKey); }
-
 void GlooGroup::require_sound() const {
   const std::lock_guard lock(mutex_);
   if (is_shut_down_) {

@@ -38,8 +38,6 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
 
   // Under which the first failure of a group stands in its store.
   static constexpr const char* kNewsKey = "failed/why";
-  // Deletes from the store the failure that an earlier group of the same name has left there.
-  static void forget_news(KeyValueStore& store);
   // Unless the store holds an earlier failure.
   static void tell_of_failure(KeyValueStore& store, const std::string& text) noexcept;
 

@@ -4,8 +4,10 @@ torch's TCPStore looks up the name of whoever connects to it and answers no rank
 the name server is silent each connection would hold up the whole job for 10 s.
 """
 
+import contextlib
 import os
 import resource
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -45,15 +47,30 @@ def test_groups_share_the_connection_to_the_store(backend: str) -> None:
         assert total == 8
 
 
+@contextlib.contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """This process can open nothing, also not under numbers that it has closed in between."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard)
+    )
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+
+
 def join_where_one_lacks_descriptors() -> str:
     pydist.init()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if pydist.rank() == 1:
-        highest = max(map(int, os.listdir("/proc/self/fd")))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
-    with pytest.raises(pydist.TransportError) as caught:
+    starved = no_descriptors_left() if pydist.rank() == 1 else contextlib.nullcontext()
+    with pytest.raises(pydist.TransportError) as caught, starved:
         pydist.new_group([0, 1, 2])
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     ones = torch.ones(3)
     pydist.all_reduce(ones)
     assert ones[0] == 3
@@ -63,7 +80,7 @@ def join_where_one_lacks_descriptors() -> str:
 def test_a_rank_that_cannot_join_a_group_is_named_by_all() -> None:
     env = {"PYDIST_BACKEND": "gloo"}
     messages = run_ranks(join_where_one_lacks_descriptors, 3, timeout=LIMIT_S, env=env)
-    assert "Too many open files" in messages[1]
+    assert "gloo could not connect rank 1" in messages[1]
     for message in (messages[0], messages[2]):
         assert "rank 1 could not join the group" in message
-        assert "Too many open files" in message
+        assert messages[1] in message
