@@ -133,7 +133,7 @@ class Meeting {
       return;
     }
     has_other_failed_ = true;
-    throw OtherFailed();
+    throw OtherFailed();  // NOLINT(bugprone-std-exception-baseclass): no handler of errors takes it
   }
   [[nodiscard]] std::string failed_key() const { return topic_ + "/failed"; }
 
