@@ -485,10 +485,15 @@ class ShardedOptimizer(Optimizer):
         if (
             self._failed
             or self._communicator.size == 1
-            # All ranks have retired the model, and a reducer tells what raises in its backward.
-            or (self._wrapper is not None and (reducer is None or reducer.is_in_backward))
+            # The others wait at the end of writing(), where they are told.
+            or (self._is_writing and self._is_one_copy)
         ):
             return
+        if self._wrapper is not None:
+            if reducer is None:  # all ranks have retired the model
+                return
+            if reducer.is_in_backward:  # it tells what raises there
+                return
         if self._phase == "checking":
             with contextlib.suppress(Error, type(error)), self._in_step():
                 self._vote(error)

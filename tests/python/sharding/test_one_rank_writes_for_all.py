@@ -125,6 +125,13 @@ def fail_to_write_for_all() -> None:
         with pytest.raises(pydist.InvalidUsage, match=match):
             with_inside(inside)
     twins.check("nested")
+    # The others don't come to the vote before a step, but to the end of the block.
+    own = pytest.raises(pydist.InvalidUsage, match=r"step\(\) is called inside optimizer.writing")
+    others = pytest.raises(pydist.Error, match="rank 0 raised inside")
+    with own if rank == 0 else others, optimizer.writing() as mine:
+        if mine:
+            optimizer.step()
+    twins.check("a step by the writer alone")
     twins.step(1)
     twins.check("stepped")
     # Where ranks have written apart before it, too.
