@@ -492,6 +492,7 @@ class ShardedOptimizer(Optimizer):
         if self._wrapper is not None:
             if reducer is None:  # all ranks have retired the model
                 return
+            reducer.await_thrown()  # which its thread may not have let go of yet
             if reducer.is_in_backward:  # it tells what raises there
                 return
         if self._phase == "checking":
