@@ -36,7 +36,10 @@ class Process:
         """Whether it has ended, as far as this process can see: it sees those of its machine."""
         if not self.machine or self.machine != _machine():
             return False
-        state, started = _state_and_start(self.pid)
+        try:
+            state, started = _state_and_start(self.pid)
+        except OSError:  # no descriptor is left, say: that tells nothing of the other process
+            return False
         return state in "ZX" or started != self.started
 
     def __str__(self) -> str:
@@ -55,8 +58,8 @@ def _machine() -> str:
 def _state_and_start(pid: int) -> tuple[str, int]:
     """A process's state, by the letter of /proc, and its start; X and 0 where there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
         return "X", 0
     # The name stands in parentheses and may hold any character, ")" too.
     fields = stat.rpartition(")")[2].split()
@@ -64,6 +67,13 @@ def _state_and_start(pid: int) -> tuple[str, int]:
 
 
 def own_process() -> Process:
-    """This one."""
-    pid = os.getpid()
-    return Process(_machine(), socket.gethostname(), pid, _state_and_start(pid)[1])
+    """This one: the same as long as it runs, whatever it can't open any more."""
+    return _own(os.getpid())
+
+
+@cache
+def _own(pid: int) -> Process:
+    try:
+        return Process(_machine(), socket.gethostname(), pid, _state_and_start(pid)[1])
+    except OSError:
+        return Process("", socket.gethostname(), pid, 0)

@@ -5,6 +5,7 @@ import resource
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from launch import Outcome, Ranks, run_ranks
 import pydist
 from pydist.job import backends
 from pydist.job.meeting_number import next_number
+from pydist.job.processes import Process, own_process
+from pydist.testing.exhaustion import exhausted
 
 # Far below the time-outs of the tests, and above what gloo takes to give up.
 SOON_S = 15.0
@@ -170,6 +173,19 @@ def test_numbers_of_meetings_are_those_of_rank_0() -> None:
     assert next_number(store, 1, at_once) is None
     assert next_number(store, 0, at_once) == 3
     assert [next_number(store, rank, at_once) for rank in (1, 2)] == [3, 3]
+
+
+def test_without_descriptors_no_process_is_taken_for_dead() -> None:
+    own = own_process()
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text(errors="replace")
+    started = int(stat.rpartition(")")[2].split()[19])
+    living = Process(own.machine, own.host, os.getppid(), started)
+    gone = Process(own.machine, own.host, os.getppid(), started + 1)
+    assert not living.is_known_dead
+    assert gone.is_known_dead
+    with exhausted("descriptors"):
+        assert not living.is_known_dead
+        assert own_process() == own
 
 
 def show_secret() -> tuple[str, list[str]]:
