@@ -76,7 +76,9 @@ def go_on_from(store: dist.Store, rank: int, number: int) -> None:
         rank: this process's among the survivors.
         number: that meeting's.
     """
+    opened = int(store.add("opened", 0))
     if rank == 0:
-        store.add("opened", max(0, number - int(store.add("opened", 0))))
+        store.add("opened", max(0, number - opened))
     else:
-        store.add(f"been/{rank}", number - int(store.add(f"been/{rank}", 0)))
+        # What was opened beyond it was opened by a rank 0 that is lost: nobody comes there.
+        store.add(f"been/{rank}", max(number, opened) - int(store.add(f"been/{rank}", 0)))

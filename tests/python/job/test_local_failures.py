@@ -14,7 +14,7 @@ from launch import Outcome, Ranks, run_ranks
 
 import pydist
 from pydist.job import backends
-from pydist.job.meeting_number import next_number
+from pydist.job.meeting_number import go_on_from, next_number
 from pydist.job.processes import Process, own_process
 from pydist.testing.exhaustion import exhausted
 
@@ -173,6 +173,24 @@ def test_numbers_of_meetings_are_those_of_rank_0() -> None:
     assert next_number(store, 1, at_once) is None
     assert next_number(store, 0, at_once) == 3
     assert [next_number(store, rank, at_once) for rank in (1, 2)] == [3, 3]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("lost_rank_0_opened", [1, 2, 5])
+def test_numbers_go_on_after_those_of_a_lost_rank_0(
+    lost_rank_0_opened: int, order: tuple[int, int]
+) -> None:
+    store = dist.HashStore()
+    at_once = timedelta(0)
+    for number in range(1, lost_rank_0_opened + 1):
+        assert next_number(store, 0, at_once) == number
+    assert next_number(store, 2, at_once) == lost_rank_0_opened
+    for rank in order:  # the survivors form generation 2
+        go_on_from(store, rank, 2)
+    assert next_number(store, 1, at_once) is None
+    following = max(2, lost_rank_0_opened) + 1
+    assert next_number(store, 0, at_once) == following
+    assert next_number(store, 1, at_once) == following
 
 
 def test_without_descriptors_no_process_is_taken_for_dead() -> None:
