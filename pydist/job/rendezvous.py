@@ -88,7 +88,8 @@ def meet(
         store = (
             _serve(rendezvous, placement, timeout)
             if serves
-            else _connect(rendezvous, placement, timeout, check_host)
+            # Rank 0 has no part in a meeting for a purpose.
+            else _connect(rendezvous, placement, timeout, check_host if purpose is None else None)
         )
         if (meeting := join(store, timeout)) is None:
             raise Timeout(
