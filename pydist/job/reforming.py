@@ -26,6 +26,10 @@ __all__ = ["reform"]
 # Joining takes a second or so, and longer on a busy machine.
 _LEAST_JOINING_S = 10.0
 
+# What this process, as rank 0, serves since the first time: the others may come to the next one
+# before it does, and what they have agreed on is in there.
+_served: dist.Store | None = None
+
 
 def reform(
     min_ranks: int = 1,
@@ -114,6 +118,7 @@ def _past_of_this_process() -> tuple[Past, Placement]:
 
 def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) -> None:
     """Agrees with the other survivors, and joins them, until that succeeds or the time is up."""
+    global _served
     host = past.processes[0]
 
     def check_host() -> None:
@@ -124,6 +129,8 @@ def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) 
             )
 
     store, serves, _, numbers = meet(placement, _left(patience), check_host, purpose="reform")
+    if serves:
+        _served = store
     while True:
         own = Survivor(
             own_process(),

@@ -326,6 +326,28 @@ def test_a_store_that_rank_0_serves_is_there_as_long_as_rank_0(victim: int, said
             assert value == said
 
 
+def lose_two_with_the_store_of_rank_0(port: str) -> float:
+    os.environ["MASTER_PORT"] = port
+    pydist.init(timeout=30)
+    lose([3])
+    if pydist.rank() == 2:
+        die()
+    with pytest.raises(pydist.Error):
+        total()
+    if pydist.rank() == 0:
+        time.sleep(1.0)  # rank 1 comes before it
+    pydist.reform()
+    return total()
+
+
+def test_a_store_that_rank_0_serves_is_the_same_the_next_time() -> None:
+    port = str(free_port())
+    outcomes = rank_outcomes(
+        lose_two_with_the_store_of_rank_0, 4, port, timeout=LIMIT_S, env=SERVED_BY_RANK_0
+    )
+    assert survivors_of(outcomes, [2, 3]) == [2.0, 2.0]
+
+
 def freeze_the_store(port: str) -> Any:
     os.environ["MASTER_PORT"] = port
     pydist.init(timeout=5)
