@@ -241,11 +241,15 @@ def first_disagreement(ranks: Sequence[LocalRank]) -> tuple[str, set[int]]:
         if not any(each.state == "running" for each in by_pid.values()):
             continue
         missing = {pid for pid, last in newest[group].items() if last < sequence}
-        missing |= {each.pid for each in ranks if each.has_page and each.pid not in newest[group]}
+        doubt = ""
+        if not missing:
+            # Journals don't tell who is in a group.
+            missing = {e.pid for e in ranks if e.has_page and e.pid not in newest[group]}
+            doubt = ", unless it is a group without them"
         if missing:
             first = next(iter(by_pid.values()))
             names = ", ".join(_name(ranks, pid) for pid in sorted(missing))
-            return f"{names} never entered {first.describe()}, which others wait in", missing
+            return f"{names} never entered {first.describe()}, which others wait in{doubt}", missing
     return "", set()
 
 

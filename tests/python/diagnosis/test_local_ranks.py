@@ -45,6 +45,14 @@ def test_the_one_that_never_came() -> None:
     assert verdict.startswith("rank 3 never entered all_reduce #5")
     verdict, odd = first_disagreement([*waiting, rank_of(3)])
     assert odd == {103}
+    assert verdict.endswith("which others wait in, unless it is a group without them")
+
+
+def test_who_is_in_another_group_is_not_blamed() -> None:
+    in_a_part = [rank_of(0, operation(5, state="running")), rank_of(1, operation(4))]
+    verdict, odd = first_disagreement([*in_a_part, rank_of(2), rank_of(3)])
+    assert odd == {101}
+    assert verdict.endswith("which others wait in")
 
 
 def test_the_one_that_called_something_else() -> None:
