@@ -164,8 +164,9 @@ class _FiniteCheck:
         values = gradient.detach()
         if values.is_sparse:
             values = values.coalesce().values()
+        parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
         # One number for the host: a sum of finite elements may overflow, but then it is looked at.
-        if math.isfinite(float(values.sum(dtype=torch.float64).real)):
+        if math.isfinite(float(parts.sum(dtype=torch.float64))):
             return
         nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
         if nan or inf:

@@ -192,6 +192,15 @@ def test_a_parameter_is_watched_once() -> None:
         (parameter * float("nan")).sum().backward()
 
 
+def test_imaginary_parts_are_looked_at() -> None:
+    sentinel = Sentinel(None, finite=True)
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    sentinel.watch([("p", parameter, False)], 0)
+    parameter.clone().backward(torch.full((3,), complex(1.0, 2.0)))
+    with pytest.raises(FloatingPointError, match="has 0 NaN and 3 Inf among 3 elements"):
+        parameter.clone().backward(torch.full((3,), complex(1.0, float("inf"))))
+
+
 def test_sums_tell_every_dtype_apart() -> None:
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64]
     for dtype in [*dtypes, torch.uint8, torch.bool]:
