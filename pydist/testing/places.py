@@ -127,8 +127,9 @@ class Armed:
         if module not in self._hooked:
             self._hooked.add(module)
             trained = [each for each in module.parameters() if each.requires_grad]
-            hook = trained[len(trained) // 2].register_hook(self._in_backward)
-            self._undo.callback(hook.remove)
+            if trained:
+                hook = trained[len(trained) // 2].register_hook(self._in_backward)
+                self._undo.callback(hook.remove)
         self._strike(module, phase="forward")
 
     def _in_backward(self, gradient: Tensor) -> None:

@@ -63,6 +63,14 @@ def train(model: pydist.DataParallel, optimizer: torch.optim.Optimizer, steps: i
         optimizer.step()
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_is_frozen_runs() -> None:
+    model, _ = small_model()
+    model.requires_grad_(False)
+    with faults.inject(Fault("raise", phase="step")), torch.no_grad():
+        model(torch.ones(1, 2))
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
