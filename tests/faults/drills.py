@@ -322,12 +322,12 @@ def no_descriptors_at_start_up(scene: Scene) -> None:
         pydist.init(timeout=scene.timeout_s)
 
 
-def no_descriptors_left(scene: Scene) -> None:
-    """For memory that all ranks share."""
+def no_address_space_left(scene: Scene) -> None:
+    """For memory that all ranks share, which takes no descriptor."""
     small()
     if scene.is_victim:
         scene.mark()
-        with faults.exhausted("descriptors"):
+        with faults.exhausted("memory", spare=16 << 20):
             pydist.symmetric_empty(1 << 24)
     else:
         pydist.symmetric_empty(1 << 24)
@@ -429,8 +429,8 @@ DRILLS = [
     Drill("joining twice", joined_twice, ()),
     Drill("joining twice, otherwise", joined_twice_otherwise, ("InvalidUsage",), names="77"),
     Drill(
-        "no descriptors left for shared memory",
-        no_descriptors_left,
+        "no address space left for shared memory",
+        no_address_space_left,
         ("TransportError",),
         backends=("native",),
     ),
