@@ -449,7 +449,7 @@ class DataParallel(TorchIdioms):
     # Dynamo must not compile this frame, but may compile what it calls.
     @runs_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward. Talks to no other rank."""
+        """Runs the module's forward. Talks to no other rank, but for `check_every=`."""
         self.require_working()
         refuse_active_torch(self)
         # Not in an evaluation, which one rank may do alone.
