@@ -447,7 +447,10 @@ class ShardedOptimizer(Optimizer):
             self._check_options(self.param_groups)
         self._state.note_state()
         with self._giving_up_for_all("step()"):
+            known = len(self._steps)
             self._take_up(self._layout.adopt_buckets())
+            for step in self._steps[known:]:
+                step.check(takes_back=False)
         if self._is_one_copy:
             self._writes.settle()
         with self._giving_up_for_all("step()"):

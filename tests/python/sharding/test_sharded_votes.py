@@ -285,3 +285,27 @@ def step_others() -> None:
 
 def test_ranks_that_step_different_optimizers(run: Runner) -> None:
     run(step_others)
+
+
+def put_by_hand_into_a_new_bucket() -> None:
+    """It is made in the step, after the vote: then the groups end."""
+    joined()
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    module[0].requires_grad_(False)
+    model = pydist.DataParallel(module)
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    module[0].requires_grad_(True)
+    model(torch.ones(2, 4)).sum().backward()
+    weight = module[0].get_parameter("weight")
+    before = weight.detach().clone()
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(pydist.Error):
+        optimizer.step()
+    assert torch.equal(weight.detach(), before)
+
+
+def test_what_is_put_by_hand_into_a_new_bucket_is_refused(run: Runner) -> None:
+    run(put_by_hand_into_a_new_bucket)
