@@ -9,6 +9,7 @@
 #include <mutex>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/fork.h"
@@ -116,8 +117,14 @@ void ElasticThreads::close(std::chrono::milliseconds patience) {
   state_->closed = true;
   state_->finished.wait_for(lock, patience,
                             [this] { return state_->jobs.empty() && state_->running == 0; });
-  // What has not begun by now must not begin.
-  new std::deque<std::function<void()>>(std::exchange(state_->jobs, {}));
+  // What has not begun by now must not begin, nor be destroyed: a job may hold the last reference
+  // to something that waits for it.
+  static auto& given_up = *new std::vector<std::deque<std::function<void()>>>;
+  static std::mutex& guard = *new std::mutex;
+  if (!state_->jobs.empty()) {
+    const std::lock_guard guarded(guard);
+    given_up.push_back(std::exchange(state_->jobs, {}));
+  }
 }
 
 ElasticThreads& ElasticThreads::shared() {

@@ -393,6 +393,17 @@ DRILLS = [
         stopped_in_a_collective,
         ("Timeout",),
         victim="stopped",
+        backends=("native",),
+        timeout_s=3.0,
+        within_s=5.0,
+    ),
+    Drill(
+        "SIGSTOP on gloo, with a time-out of 3 s",
+        stopped_in_a_collective,
+        # The first to time out closes its connections, which its neighbours may see before theirs.
+        ("Timeout", "PeerLost"),
+        victim="stopped",
+        backends=("gloo",),
         timeout_s=3.0,
         within_s=5.0,
     ),

@@ -465,9 +465,12 @@ def test_spawn_on_gpus(
     started = []
     module = sys.modules["pydist.job.spawn"]
 
-    def start(_: Path, variables: dict[str, str], count: int, *__: object) -> None:
+    def start(
+        _: Path, variables: dict[str, str], count: int, *__: object
+    ) -> tuple[list[int], list[int]]:
         started.append((count, variables.get(VARIABLE)))
         assert variables["WORLD_SIZE"] == str(count)
+        return [0] * count, [0] * count
 
     monkeypatch.setattr(module, "_run", start)
     monkeypatch.setattr(module, "_unpack", lambda _, rank: rank)
