@@ -1,13 +1,11 @@
 """torch.distributed and what is built on it, running on backend "pydist"."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from launch import Ranks
-from thorough import everyday
 from torch import nn
 from torch_groups import bridge, join
 
@@ -15,32 +13,7 @@ import pydist
 
 pytestmark = pytest.mark.timeout(60)
 
-LIMIT_S = 45.0
-
 Runner = Callable[..., list[Any]]
-
-
-@pytest.fixture(scope="module", params=everyday("native", thorough=("gloo",)))
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module", params=everyday(3, thorough=(1, 2)))
-def ranks(request: pytest.FixtureRequest, backend: str) -> Iterator[Ranks]:
-    with Ranks(request.param, {"PYDIST_BACKEND": backend}) as ranks:
-        yield ranks
-
-
-@pytest.fixture
-def run(ranks: Ranks) -> Runner:
-    return lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
-
-
-@pytest.fixture
-def run_two(backend: str) -> Iterator[Runner]:
-    """For tests that leave the group broken."""
-    with Ranks(2, {"PYDIST_BACKEND": backend}) as ranks:
-        yield lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
 
 
 # --- every collective of torch.distributed -----------------------------------------------------

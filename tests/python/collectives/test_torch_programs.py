@@ -2,14 +2,12 @@
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from launch import Ranks
-from thorough import everyday
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -21,25 +19,7 @@ from torch_groups import join, loss_of, model
 
 pytestmark = pytest.mark.timeout(60)
 
-LIMIT_S = 45.0
-
 Runner = Callable[..., list[Any]]
-
-
-@pytest.fixture(scope="module", params=everyday("native", thorough=("gloo",)))
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module", params=everyday(3, thorough=(1, 2)))
-def ranks(request: pytest.FixtureRequest, backend: str) -> Iterator[Ranks]:
-    with Ranks(request.param, {"PYDIST_BACKEND": backend}) as ranks:
-        yield ranks
-
-
-@pytest.fixture
-def run(ranks: Ranks) -> Runner:
-    return lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
 
 
 def train(net: nn.Module, batches: list[Tensor]) -> list[Tensor]:
