@@ -218,7 +218,7 @@ WorkRef TorchProcessGroup::launch(Call call) {
     ++sequence_;
   }
   for (Operation& operation : call.operations) {
-    operation.stream = call.tensors.stream();
+    call.tensors.attach_to(operation);
   }
   if (Coalescing* const open = coalescing()) {
     auto deferred = std::make_shared<DeferredWork>();

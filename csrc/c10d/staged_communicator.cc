@@ -300,7 +300,7 @@ class StagedCommunicator final : public Communicator {
     // The thread that brings the message does not wait for the device.
     received->on_completion([staging = staging_, staged, memory](const Work::Outcome& outcome) {
       if (outcome.error != nullptr) {
-        staged->work->finish(outcome.error);
+        staged->finish(outcome.error);
         return;
       }
       ElasticThreads::shared().post_or_run([staging, staged, memory, source = outcome.source_rank] {

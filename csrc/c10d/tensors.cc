@@ -158,6 +158,31 @@ void require_arithmetic(const at::Tensor& tensor, OpKind kind, ReduceOp op) {
   }
 }
 
+// Of memory on a device.
+class DenseTensors::Owner final : public BufferOwner {
+ public:
+  explicit Owner(std::vector<c10::Storage> storages) : storages_(std::move(storages)) {}
+
+  [[nodiscard]] std::vector<Block> blocks() const override {
+    std::vector<Block> blocks;
+    for (const c10::Storage& storage : storages_) {
+      blocks.push_back({storage.data(), storage.nbytes()});
+    }
+    return blocks;
+  }
+
+ private:
+  const std::vector<c10::Storage> storages_;
+};
+
+void DenseTensors::attach_to(Operation& operation) {
+  operation.stream = stream_;
+  if (is_on_device() && owner_ == nullptr) {
+    owner_ = std::make_shared<const Owner>(std::move(storages_));
+  }
+  operation.owner = owner_;
+}
+
 bool DenseTensors::is_captured() const { return torch_stream_ && is_capturing(*torch_stream_); }
 
 Buffer DenseTensors::buffer_of(const at::Tensor& dense, void* data) {
@@ -211,7 +236,7 @@ void DenseTensors::require_movable(const at::Tensor& tensor) const {
 }
 
 void DenseTensors::hold(const at::Tensor& tensor) {
-  if (lifetime_ == Lifetime::kHeld && tensor.has_storage()) {
+  if ((lifetime_ == Lifetime::kHeld || !tensor.is_cpu()) && tensor.has_storage()) {
     storages_.push_back(tensor.storage());
   }
 }
@@ -223,9 +248,9 @@ Buffer DenseTensors::input(const at::Tensor& tensor) {
     return buffer_of(tensor, const_cast<void*>(tensor.const_data_ptr()));
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
-  at::Tensor dense = tensor.resolve_conj().resolve_neg().contiguous();
+  const at::Tensor dense = tensor.resolve_conj().resolve_neg().contiguous();
   const Buffer buffer = buffer_of(dense, dense.mutable_data_ptr());
-  dense_inputs_.push_back(std::move(dense));
+  storages_.push_back(dense.storage());
   return buffer;
 }
 
@@ -252,6 +277,7 @@ Buffer DenseTensors::output(const at::Tensor& tensor, std::int64_t divisor) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   at::Tensor dense = at::empty(tensor.sizes(), tensor.options());
   const Buffer buffer = buffer_of(dense, dense.mutable_data_ptr());
+  storages_.push_back(dense.storage());
   unfinished_.push_back({tensor.alias(), std::move(dense), divisor});
   return buffer;
 }
