@@ -17,6 +17,7 @@
 #include "communicator/agreement.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/nccl/freed_device_memory.h"
+#include "communicator/nccl/kept_buffers.h"
 #include "communicator/nccl/late_ends.h"
 #include "communicator/nccl/nccl_collectives.h"
 #include "communicator/nccl/nccl_group.h"
@@ -180,8 +181,7 @@ class NcclCommunicator final : public Communicator {
     if (!is_for_gpu(operation)) {
       return host_->run(std::move(operation));
     }
-    void* const stream = operation.stream;
-    static_cast<void>(launch({std::move(operation)})->wait_on_stream(stream));
+    static_cast<void>(launch({std::move(operation)}, /*is_awaited=*/true));
     return -1;
   }
 
@@ -318,8 +318,9 @@ class NcclCommunicator final : public Communicator {
     return operation.deadline ? *operation.deadline : Deadline::in(timeout());
   }
 
-  // In one launch, so that they follow each other without a gap.
-  [[nodiscard]] WorkPtr launch(std::vector<Operation> operations) {
+  // In one launch, so that they follow each other without a gap. Where it is awaited, the callers'
+  // streams wait for it.
+  [[nodiscard]] WorkPtr launch(std::vector<Operation> operations, bool is_awaited = false) {
     const Operation& first = operations.front();
     Deadline deadline = deadline_of(first);
     std::uint64_t bytes = 0;
@@ -348,11 +349,13 @@ class NcclCommunicator final : public Communicator {
       // For a time-out: ranks that have given other forms wait for each other.
       label += join(label.empty() ? "" : ", ", "blocks ", form_of_blocks(first, size()));
     }
-    return group_->launch({first.kind, bytes, std::move(label), std::move(streams), deadline}, [&] {
-      for (const Operation& operation : operations) {
-        enqueue_on_nccl(*group_, settings_, operation);
-      }
-    });
+    return group_->launch({first.kind, bytes, std::move(label), std::move(streams), deadline,
+                           group_->hold(operations), is_awaited},
+                          [&] {
+                            for (const Operation& operation : operations) {
+                              enqueue_on_nccl(*group_, settings_, operation);
+                            }
+                          });
   }
 
   // Throws a Mismatch on every rank, and fails the group, where the ranks called different things.
@@ -449,6 +452,8 @@ void let_go_of_nccl() noexcept {
   LateEnds::of_process().join();
   try {
     if (!NcclGroup::is_any_captured()) {
+      KeptBuffers::of_process().release();
+      LateEnds::of_process().join(Deadline::in(kFreePatience));
       FreedDeviceMemory::of_process().free_all(Deadline::in(kFreePatience));
     }
   } catch (const std::exception& error) {

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <limits>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -313,25 +311,6 @@ void NcclGroup::grouped(const std::function<void()>& body) {
   check(api_->functions().ncclGroupEnd(), "ncclGroupEnd");
 }
 
-// What a launch is captured into, if anything.
-void NcclGroup::find_capture(const Launch& launch) {
-  const cuda::DeviceGuard guard(device_);
-  const cuda::Driver& driver = cuda::Driver::get();
-  capture_.reset();
-  for (nccl::StreamHandle each : launch.streams) {
-    if (!capture_) {
-      capture_ = driver.capture_of(each);
-    }
-  }
-  const std::optional<cuda::Capture> own = driver.capture_of(stream());
-  if (own && (!capture_ || capture_->id != own->id)) {
-    throw InvalidUsage(pydist::join(
-        to_string(launch.kind), " on the group '", control_->name(),
-        "', whose operations another stream captures into a CUDA graph: call it before or after "
-        "the capture, or on a group of its own (torch.distributed.new_group())."));
-  }
-}
-
 WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   if (const std::exception_ptr error = failure_of_others()) {
     fail(error);
@@ -350,7 +329,11 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
                                     "', which has been shut down."));
   }
   find_capture(launch);
-  UnderWay entry{nullptr, launch.deadline, launch.kind, 0, 0, std::move(launch.label), 0};
+  if (capture_) {
+    launch.holding.clear();  // nothing runs yet
+  }
+  UnderWay entry{nullptr, launch.deadline,         launch.kind, 0,
+                 0,       std::move(launch.label), 0,           std::move(launch.holding)};
   {
     const std::lock_guard lock(mutex_);
     entry.sequence = ++sequence_;
@@ -386,6 +369,9 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
       enqueue();
     }
     work->event().record(stream());
+    for (std::size_t i = 0; launch.is_awaited && i < launch.streams.size(); ++i) {
+      work->event().hold_back(launch.streams[i]);
+    }
   } catch (const Error& thrown) {
     error = make_error(thrown.kind(), pydist::join(entry.title(), " on rank ", rank(), " of ",
                                                    size(), ": ", thrown.what()));
@@ -403,6 +389,9 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     const std::lock_guard lock(mutex_);
     error = failure_.error();  // then everything under way has been, or will be, given up
     if (error == nullptr) {
+      if (launch.is_awaited) {
+        entry.holding.clear();
+      }
       under_way_.push_back(std::move(entry));
     }
   }
@@ -415,8 +404,8 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     // Without the lock: the companion's callbacks may launch.
     fail(error);
     close_journal(JournalState::kFailed);
-    // The caller gets its buffers back, and some of it may be on the stream.
-    wait_until_quiet(Deadline::in(end_patience_));
+    // Some of it may be on the stream.
+    keep_unless_quiet(std::move(entry.holding), Deadline::in(end_patience_));
     if (interruption != nullptr) {
       std::rethrow_exception(interruption);
     }
@@ -434,16 +423,6 @@ void NcclGroup::wait_for_launches() const noexcept {
   while (is_launching_ && !is_in_launch && !patience.has_passed()) {
     std::this_thread::sleep_for(milliseconds(1));
   }
-}
-
-// Where GPUs share an NVSwitch, NCCL reduces by multicast (NVLS). On registered memory each launch
-// of such a reduction is a barrier of the host's ranks, on the host, and an abort does not end that
-// barrier (nvlsRegisterBuffer, as of NCCL 2.30). A launch must wait for no rank: each rank launches
-// its operations in one order for each model, while others may wait for another group's collective.
-bool NcclGroup::waits_on_registered_memory() const {
-  const char* const chosen = std::getenv("NCCL_NVLS_ENABLE");
-  const bool is_off = chosen != nullptr && std::string_view(chosen) == "0";
-  return !is_off && cuda::Driver::get().has_multicast(device_);
 }
 
 void* NcclGroup::register_memory(void* data, std::size_t bytes) {
@@ -488,7 +467,5 @@ bool NcclGroup::deregister(void* registration) noexcept {
   static_cast<void>(api_->functions().ncclCommDeregister(comm_, registration));
   return true;
 }
-
-bool NcclGroup::is_any_captured() { return GroupStreams::of_process().are_captured(); }
 
 }  // namespace pydist

@@ -10,6 +10,8 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
+#include "communicator/nccl/group_streams.h"
+#include "communicator/nccl/kept_buffers.h"
 #include "communicator/nccl/late_ends.h"
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/nccl/nccl_launched_work.h"
@@ -151,7 +153,7 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
         log_line(LogLevel::kError, error.what());
       }
       self->step_to(LifeStep::kEnded);
-      self->finish_all();
+      self->finish_all(self->is_at_rest());
       self->free_scratch();
     };
     LateEnds::of_process().start("pydist-nccl-end", std::move(run), ending_until_,
@@ -171,28 +173,56 @@ bool NcclGroup::is_under_way() const {
   return !under_way_.empty();
 }
 
-bool NcclGroup::has_been_aborted() const {
-  if (life_.now() != LifeStep::kAborting) {
+bool NcclGroup::is_at_rest() const noexcept {
+  const LifeStep step = life_.now();
+  // NCCL may go on with a launch that was broken off until its abort returns.
+  if (step != LifeStep::kEnded && (step != LifeStep::kAborting || has_broken_off_)) {
     return false;
   }
-  // Asking would break a capture.
-  const cuda::DeviceGuard guard(device_);
-  const cuda::RelaxedCapture relaxed;
-  const cuda::Driver& driver = cuda::Driver::get();
-  return !driver.is_capturing(stream()) && driver.is_idle(stream());
+  try {
+    return stream_ == nullptr || is_idle(*stream_, device_);
+  } catch (const std::exception&) {
+    return false;  // CUDA itself has failed
+  }
 }
 
-void NcclGroup::wait_until_quiet(Deadline deadline) noexcept {
-  bool can_ask = true;
-  while (!has_ended() && life_.now() != LifeStep::kHeldBack && !deadline.has_passed()) {
-    try {
-      if (can_ask && has_been_aborted()) {
-        return;
-      }
-    } catch (const std::exception&) {
-      can_ask = false;  // CUDA itself has failed
+bool NcclGroup::wait_until_quiet(Deadline deadline) const noexcept {
+  while (life_.now() != LifeStep::kHeldBack) {
+    if (is_at_rest()) {
+      return true;
+    }
+    if (has_ended() || deadline.has_passed()) {
+      return false;
     }
     std::this_thread::sleep_for(milliseconds(1));
+  }
+  return true;
+}
+
+void NcclGroup::keep_unless_quiet(KeptBuffers::Holding holding, Deadline deadline) noexcept {
+  if (failure_.is_set() && !wait_until_quiet(deadline)) {
+    keep(std::move(holding));
+  }
+}
+
+void NcclGroup::keep(KeptBuffers::Holding holding) noexcept {
+  if (holding.empty()) {
+    return;
+  }
+  try {
+    log_line(LogLevel::kWarning,
+             pydist::join("NCCL has not been able to end what the group '", control_->name(),
+                          "' had under way on cuda:", device_,
+                          ", or has not said so in time. So the memory of its tensors there, ",
+                          KeptBuffers::bytes_of(holding),
+                          " bytes, is kept until the GPU is done with it, or the process ends: it "
+                          "may still be read and written."));
+  } catch (const std::exception&) {
+    // No memory left for the words.
+  }
+  KeptBuffers::of_process().keep(std::move(holding));
+  if (watchdog_ != nullptr) {
+    watchdog_->wake();
   }
 }
 
@@ -207,11 +237,21 @@ void NcclGroup::wait_for_end(Deadline deadline) const noexcept {
   }
 }
 
-void NcclGroup::finish_all() noexcept {
+void NcclGroup::finish_all(bool is_quiet) noexcept {
   std::deque<UnderWay> all;
   {
     const std::lock_guard lock(mutex_);
     all.swap(under_way_);
+  }
+  KeptBuffers::Holding holding;
+  for (UnderWay& each : all) {
+    holding.splice(holding.end(), each.holding);
+  }
+  // Before the callers drop theirs.
+  if (is_quiet) {
+    KeptBuffers::of_process().let_go(std::move(holding));
+  } else {
+    keep(std::move(holding));
   }
   for (const UnderWay& each : all) {
     if (journal_ != nullptr) {
@@ -326,6 +366,7 @@ void NcclGroup::end() noexcept {
       log_line(LogLevel::kError, error.what());
     }
   }
+  bool has_come_to_rest = true;
   bool is_in_order = false;
   std::optional<Deadline> aborted_by;
   {
@@ -339,9 +380,9 @@ void NcclGroup::end() noexcept {
   if (is_in_order) {
     end_on_thread([this] { end_communicator(); });
   } else if (aborted_by) {
-    wait_until_quiet(*aborted_by);
+    has_come_to_rest = wait_until_quiet(*aborted_by);
   }
-  finish_all();
+  finish_all(has_come_to_rest);
   has_captured_ = false;  // nobody asks for faults any more
   {
     const std::lock_guard lock(mutex_);

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
+#include "communicator/nccl/kept_buffers.h"
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/nccl/nccl_launched_work.h"
 
@@ -28,6 +29,8 @@ constexpr milliseconds kIdle = milliseconds::max();
 // for it. Also how late a failure is noticed while only graphs are replayed.
 constexpr milliseconds kWatchInterval{2};
 constexpr milliseconds kReplayInterval{50};
+// How late memory goes back that was kept because the GPU was not done with it.
+constexpr milliseconds kKeptInterval{200};
 
 }  // namespace
 
@@ -65,7 +68,8 @@ void NcclGroup::settle_done() {
   } catch (...) {
     broken = std::current_exception();  // of CUDA, sticky; those before it have come to their end
   }
-  for (const UnderWay& each : done) {
+  for (UnderWay& each : done) {
+    KeptBuffers::of_process().let_go(std::move(each.holding));
     if (journal_ != nullptr) {
       journal_->finish(each.ticket, JournalState::kSucceeded);
     }
@@ -101,14 +105,18 @@ std::chrono::milliseconds NcclGroup::settle() noexcept {
     const cuda::DeviceGuard guard(device_);
     const cuda::RelaxedCapture relaxed;
     settle_done();
-    if (is_under_way() && has_been_aborted()) {
-      finish_all();
+    if (is_under_way() && is_at_rest()) {
+      finish_all(/*is_quiet=*/true);
     }
   } catch (...) {
     // CUDA itself: an illegal address, a lost device.
     fail(std::current_exception());
   }
-  return is_under_way() ? kWatchInterval : kIdle;
+  KeptBuffers::of_process().release();
+  if (is_under_way()) {
+    return kWatchInterval;
+  }
+  return KeptBuffers::of_process().is_empty() ? kIdle : kKeptInterval;
 }
 
 bool NcclGroup::has_word() {
@@ -135,7 +143,7 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
           lock.unlock();
           log_line(LogLevel::kError, pydist::join("NCCL did not abort group '", control_->name(),
                                                   "' in time; it is left to itself."));
-          finish_all();
+          finish_all(/*is_quiet=*/false);  // nobody here asks the driver
           return kIdle;
         }
         return under_way_.empty() ? kIdle : kWatchInterval;
