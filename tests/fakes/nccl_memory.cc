@@ -20,10 +20,11 @@ namespace fake_nccl {
 namespace {
 
 std::mutex memory_mutex;
-std::map<void*, int> memory;           // how often it is registered; guarded by memory_mutex
-std::map<void*, long> memory_bytes;    // guarded by memory_mutex
-std::map<void*, void*> registrations;  // memory by communicator; guarded by memory_mutex
-std::atomic<int> ended_strays{0};      // how often
+// Guarded by memory_mutex. Never destroyed: the end of a communicator may be under way at exit.
+auto& memory = *new std::map<void*, int>;  // how often it is registered
+auto& memory_bytes = *new std::map<void*, long>;
+auto& registrations = *new std::map<void*, void*>;  // memory by communicator
+std::atomic<int> ended_strays{0};                   // how often
 
 // Memory of torch's fake device (tests/fake_cuda) that nobody has any more.
 bool is_given_back(const void* data) {
