@@ -42,7 +42,11 @@ from pydist.parallel.bucket_planner import (
 )
 from pydist.parallel.buffers import BufferSync
 from pydist.parallel.compiled_graphs import graphs_cut_at
-from pydist.parallel.nested_wrappers import refuse_active_torch, refuse_wrapped
+from pydist.parallel.nested_wrappers import (
+    look_at_torchs_wrappers,
+    refuse_active_torch,
+    refuse_wrapped,
+)
 from pydist.parallel.ownership import ids_in_any, note_wrapper, trainers_of
 from pydist.parallel.prefixed_names import warn_of_prefix
 from pydist.parallel.rank_local import RankLocal
@@ -314,7 +318,7 @@ class DataParallel(TorchIdioms):
             raise InvalidUsage(
                 f"pydist.DataParallel wraps a torch.nn.Module, not a {type(module).__name__}"
             )
-        refuse_wrapped(module, DataParallel)
+        refuse_wrapped(module)
         local = RankLocal(module)
         _warn_of_unknown(local)
         require_trainable(local)
@@ -413,6 +417,7 @@ class DataParallel(TorchIdioms):
         self._working_reducer = reducer
         self._sentinel.watch(trained.known, membership.rank())
         guard_steps()
+        look_at_torchs_wrappers()
 
     @property
     def has_joined(self) -> bool:
@@ -855,9 +860,15 @@ class DataParallel(TorchIdioms):
         parameters = [parameter for _, parameter, _ in trained]
         for other in trainers_of(parameters):
             if other is not self:
-                other._retire(parameters, how)
+                other.retire(parameters, how)
 
-    def _retire(self, taken: list[nn.Parameter], how: str) -> None:
+    def retire(self, taken: Sequence[Tensor], how: str) -> None:
+        """Trains nothing from now on, as others train parameters of the model. Talks to nobody.
+
+        Args:
+            taken: Those parameters, and perhaps others.
+            how: What was done to them, for the errors that follow.
+        """
         ids = {id(parameter) for parameter in taken}
         named = [name for name, parameter, _ in self._trained.known if id(parameter) in ids]
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""
