@@ -6,6 +6,7 @@ native or gloo beside it, for tensors on the CPU.
 """
 
 import logging
+import numbers
 import os
 import socket
 import time
@@ -344,11 +345,14 @@ def parse_timeout(timeout: float | timedelta) -> timedelta:
     """A time-out as users give it: a timedelta, or seconds.
 
     Raises:
-        InvalidUsage: it is not positive, or longer than ten years.
+        InvalidUsage: it is neither, not positive, or longer than ten years.
     """
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not 0 < seconds < 3.2e8:
-        raise InvalidUsage(f"timeout={timeout} is not valid; it must be a number of seconds > 0.")
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if not (is_number and 0 < seconds < 3.2e8):
+        raise InvalidUsage(
+            f"timeout={timeout!r} is not valid; it must be a number of seconds > 0, or a timedelta."
+        )
     return timedelta(seconds=seconds)
 
 

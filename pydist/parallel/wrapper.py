@@ -30,6 +30,7 @@ from pydist._torch import (
     share_tables,
     tree_map_only,
 )
+from pydist.arguments import flag
 from pydist.errors import Error, InvalidUsage, Timeout
 from pydist.job import groups, membership
 from pydist.parallel.bucket_planner import (
@@ -241,10 +242,10 @@ class DataParallel(TorchIdioms):
 
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
-            part of the module is wrapped already (also by torch's class), an argument is not
-            supported, `device_ids` names a GPU that the module is not on, this rank is not in
-            `process_group`, a parameter is named as ignored by some of its names only, or the
-            backend can't reduce such gradients (NCCL, in a wire type or on the ring, without
+            part of the module is wrapped already (also by torch's class), an argument is of a wrong
+            type or not supported, `device_ids` names a GPU that the module is not on, this rank is
+            not in `process_group`, a parameter is named as ignored by some of its names only, or
+            the backend can't reduce such gradients (NCCL, in a wire type or on the ring, without
             pydist's CUDA kernels).
         Mismatch: The module or an argument differs between ranks (on every rank, naming the first
             difference).
@@ -291,7 +292,7 @@ class DataParallel(TorchIdioms):
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
         )
-        warn_of_check_reduction(check_reduction)
+        warn_of_check_reduction(flag("check_reduction", check_reduction))
         settings = settings_of(
             device_ids=device_ids,
             output_device=output_device,
@@ -380,7 +381,7 @@ class DataParallel(TorchIdioms):
         input_device = input_device_of(local, settings.device_ids, settings.output_device)
         membership.init()
         # A group of its own: the user's collectives can't be taken for these, or these for theirs.
-        parent = groups.communicator_of(settings.process_group)
+        parent = groups.communicator_of(settings.process_group, "process_group")
         communicator = groups.split(parent, range(parent.size))
         talk_apart(local.module, settings.process_group, communicator)
         averages_itself = type(self).average_bucket is not DataParallel.average_bucket
@@ -545,10 +546,14 @@ class DataParallel(TorchIdioms):
             InvalidUsage: The weight is negative or not finite.
             Error: At the end of backward, if only some of the step's backwards had a weight.
         """
-        value = float(weight)
+        try:
+            value = float(weight)
+        except (TypeError, ValueError, RuntimeError):
+            value = math.nan
         if not (value >= 0 and math.isfinite(value)):
             raise InvalidUsage(
-                f"the weight of a backward is {value}; it must be finite and not negative"
+                f"the weight of a backward is {weight!r}; it must be a number, finite and not "
+                "negative"
             )
         self.require_joined()
         reducer = self._reducer

@@ -30,6 +30,7 @@ from pydist._torch import (
     runs_uncompiled_throughout,
     scripts_any_function,
 )
+from pydist.arguments import flag
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import current, groups, membership
 from pydist.job.outcome import outcomes
@@ -216,7 +217,7 @@ class ShardedOptimizer(Optimizer):
         process_group: ProcessGroup | None = None,
         **defaults: Any,
     ) -> None:
-        if stage not in (1, 2):
+        if isinstance(stage, bool) or stage not in (1, 2):
             raise InvalidUsage(f"stage is {stage!r}; it must be 1 or 2")
         if master_weights not in (True, False, "auto"):
             raise InvalidUsage(f"master_weights is {master_weights!r}; it must be a bool or 'auto'")
@@ -224,7 +225,7 @@ class ShardedOptimizer(Optimizer):
         require_element_wise(optimizer_class, defaults, [options_of(g) for g in param_groups])
         self._class = optimizer_class
         self._options = dict(defaults)
-        self._is_one_copy = bool(share_parameters)
+        self._is_one_copy = flag("share_parameters", share_parameters)
         self._is_debugging = bool(_native.read_environment().debug)
         self._wrapper = model_of(model_or_params, param_groups)
         self._require_working_model()
@@ -242,7 +243,7 @@ class ShardedOptimizer(Optimizer):
             self._wrapper.require_joined()
             parent = self._wrapper._communicator
         else:
-            parent = groups.communicator_of(process_group)
+            parent = groups.communicator_of(process_group, "process_group")
         self._steps: list[BucketStep] = []
         # State that was loaded for parameters which have no place yet, because they are frozen.
         self._waiting: dict[int, ParameterState] = {}

@@ -174,8 +174,8 @@ def test_every_timeout_says_timed_out(what: str, backend: str) -> None:
     assert "timed out" in message
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
-def test_a_bad_timeout_is_refused(timeout: float) -> None:
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "soon", True, [5]])
+def test_a_bad_timeout_is_refused(timeout: Any) -> None:
     with pytest.raises(pydist.InvalidUsage, match="timeout="):
         pydist.init(timeout=timeout)
     assert not pydist.is_initialized()
