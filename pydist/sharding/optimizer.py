@@ -98,8 +98,9 @@ def _let_all_arrive() -> None:
 # The rank, of the optimizer's group, that writes for all inside `writing()`.
 _WRITER = 0
 
-# How far a step has come: its ranks have not voted yet, have voted, have changed parameters.
-_Phase = Literal["checking", "voted", "stepped"]
+# How far a step has come: its ranks have not voted yet, have voted, have changed parameters, or all
+# know of the exception that ends it.
+_Phase = Literal["checking", "voted", "stepped", "told"]
 
 
 def _what_to_add(wrapper: DataParallel | None) -> str:
@@ -486,13 +487,15 @@ class ShardedOptimizer(Optimizer):
     def _tell(self, error: BaseException) -> None:
         """Lets the other ranks know, unless they do, that a step has raised here."""
         reducer = self._reducer
-        if (
-            self._failed
-            or self._communicator.size == 1
-            # The others wait at the end of writing(), where they are told.
-            or (self._is_writing and self._is_one_copy)
-        ):
+        if self._failed or self._communicator.size == 1 or self._phase == "told":
             return
+        if self._phase == "voted":
+            # What pydist raises there (Mismatch, or that the group has failed), all ranks raise.
+            if not isinstance(error, Error):
+                self._give_up("step()", error)
+            return
+        if self._is_writing and self._is_one_copy:
+            return  # the others wait at the end of writing(), where they are told
         if self._wrapper is not None:
             if reducer is None:  # all ranks have retired the model
                 return
@@ -502,6 +505,7 @@ class ShardedOptimizer(Optimizer):
         if self._phase == "checking":
             with contextlib.suppress(Error, type(error)), self._in_step():
                 self._vote(error)
+            self._phase = "told"
         elif self._phase == "stepped":
             self._give_up("step()", error)
 

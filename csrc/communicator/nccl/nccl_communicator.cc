@@ -15,6 +15,7 @@
 #include "base/interruption.h"
 #include "base/log.h"
 #include "communicator/agreement.h"
+#include "communicator/complaints.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/nccl/freed_device_memory.h"
 #include "communicator/nccl/kept_buffers.h"
@@ -420,7 +421,7 @@ void use_what_all_have(Communicator& control, NcclOptions& options) {
     // Before the first collective: CUDA may wait for running kernels when it loads one.
     options.why_no_kernels = options.kernels->reason_not_to_run_on(options.device);
   }
-  const auto lack = NcclGroup::first_complaint(control, options.why_no_kernels);
+  const auto lack = hear_all(control, options.why_no_kernels, NcclGroup::kAboutNccl).first;
   if (!lack) {
     return;
   }

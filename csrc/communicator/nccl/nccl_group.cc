@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/interruption.h"
+#include "communicator/complaints.h"
 #include "communicator/nccl/group_streams.h"
 #include "communicator/nccl/nccl_launched_work.h"
 #include "communicator/nccl/nccl_watchdog.h"
@@ -64,40 +65,6 @@ class LaunchMark {
   std::atomic<bool>& is_launching_;
   bool is_over_ = false;
 };
-
-// A short text of every rank, and a yes or no; the ranks' way to agree about an error.
-struct Notice {
-  std::array<char, 511> complaint{};
-  bool says_yes = true;
-
-  void set(const std::string& text) noexcept {
-    std::copy_n(text.begin(), std::min(text.size(), complaint.size() - 1), complaint.begin());
-  }
-  [[nodiscard]] bool is_complaint() const noexcept { return complaint[0] != '\0'; }
-};
-
-std::vector<Notice> notices_of_all(Communicator& control, const std::string& complaint,
-                                   bool says_yes = true) {
-  Notice mine{.says_yes = says_yes};
-  mine.set(complaint);
-  std::vector<Notice> all(static_cast<std::size_t>(control.size()));
-  Operation operation;
-  operation.kind = OpKind::kAllGather;
-  operation.inputs = {Buffer{&mine, sizeof mine, DType::kUInt8, {}}};
-  operation.outputs = {Buffer{all.data(), all.size() * sizeof(Notice), DType::kUInt8, {}}};
-  operation.label = "whether NCCL is ready";
-  control.run(std::move(operation));
-  return all;
-}
-
-std::optional<NcclGroup::Complaint> first_of(const std::vector<Notice>& all) {
-  const auto found =
-      std::find_if(all.begin(), all.end(), [](const Notice& one) { return one.is_complaint(); });
-  if (found == all.end()) {
-    return std::nullopt;
-  }
-  return NcclGroup::Complaint{static_cast<int>(found - all.begin()), found->complaint.data()};
-}
 
 std::uint64_t fingerprint_of(const std::string& name) {
   Digest digest;
@@ -161,29 +128,25 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
 }
 
 bool NcclGroup::agree(Communicator& control, const std::string& complaint, bool says_yes) {
-  const std::vector<Notice> all = notices_of_all(control, complaint, says_yes);
-  if (const auto found = first_of(all)) {
-    throw TransportError(
-        pydist::join("NCCL cannot serve these ranks. Rank ", found->rank, ": ", found->text));
+  const Hearing hearing = hear_all(control, complaint, kAboutNccl, says_yes);
+  if (hearing.first) {
+    throw TransportError(pydist::join("NCCL cannot serve these ranks. Rank ", hearing.first->rank,
+                                      ": ", hearing.first->text));
   }
-  return std::all_of(all.begin(), all.end(), [](const Notice& one) { return one.says_yes; });
-}
-
-std::optional<NcclGroup::Complaint> NcclGroup::first_complaint(Communicator& control,
-                                                               const std::string& complaint) {
-  return first_of(notices_of_all(control, complaint));
+  return hearing.all_say_yes;
 }
 
 void NcclGroup::connect(Deadline deadline) {
-  // The id of rank 0, behind a complaint of its own if it has none.
+  // The id of rank 0, behind its complaint if it has none.
   struct Invitation {
-    Notice notice{};
+    std::array<char, 512> complaint{};
     nccl::UniqueId id{};
   } invitation;
   if (rank() == 0) {
     const Result result = api_->functions().ncclGetUniqueId(&invitation.id);
     if (result != Result::kSuccess) {
-      invitation.notice.set(api_->describe(result, nullptr));
+      api_->describe(result, nullptr)
+          .copy(invitation.complaint.data(), invitation.complaint.size() - 1);
     }
   }
   Operation operation;
@@ -193,8 +156,8 @@ void NcclGroup::connect(Deadline deadline) {
   (rank() == 0 ? operation.inputs
                : operation.outputs) = {Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
   control_->run(std::move(operation));
-  if (invitation.notice.is_complaint()) {
-    throw TransportError(pydist::join("NCCL made no id: ", invitation.notice.complaint.data()));
+  if (invitation.complaint[0] != '\0') {
+    throw TransportError(pydist::join("NCCL made no id: ", invitation.complaint.data()));
   }
   const cuda::DeviceGuard guard(device_);
   stream_ = GroupStreams::of_process().make(device_);

@@ -152,17 +152,12 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     return agree(*control_, complaint, says_yes);
   }
   static bool agree(Communicator& control, const std::string& complaint, bool says_yes = true);
-  // The first rank that complains, and its complaint.
-  struct Complaint {
-    int rank;
-    std::string text;
-  };
-  static std::optional<Complaint> first_complaint(Communicator& control,
-                                                  const std::string& complaint);
   // For Launch::holding.
   [[nodiscard]] KeptBuffers::Holding hold(std::span<const Operation> operations) const {
     return KeptBuffers::hold(operations, stream_, device_);
   }
+  // The label by which ranks hear each other about NCCL.
+  static constexpr const char* kAboutNccl = "whether NCCL is ready";
   // Makes memory known to NCCL; null where it does not want to know it.
   [[nodiscard]] void* register_memory(void* data, std::size_t bytes);
   // Undoes a registration. Returns false while NCCL cannot: registered memory must not be freed.
