@@ -6,11 +6,14 @@
 
 #pragma once
 
+#include <array>
 #include <exception>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+
+#include "base/enum_names.h"
 
 namespace pydist {
 
@@ -24,9 +27,15 @@ enum class ErrorKind : unsigned char {
   kTransport,     // pydist.TransportError: the operating system refused
 };
 
-inline constexpr int kErrorKindCount = 7;
+// The names of the classes in pydist/errors.py.
+inline constexpr auto kErrorKindNames = std::to_array<std::string_view>(
+    {"Error", "InvalidUsage", "Mismatch", "PeerLost", "Timeout", "Aborted", "TransportError"});
+inline constexpr int kErrorKindCount = kErrorKindNames.size();
+static_assert(kErrorKindCount == static_cast<int>(ErrorKind::kTransport) + 1);
 
-[[nodiscard]] std::string_view to_string(ErrorKind kind) noexcept;
+[[nodiscard]] constexpr std::string_view to_string(ErrorKind kind) noexcept {
+  return name_in(kErrorKindNames, kind, "Error");
+}
 
 class Error : public std::runtime_error {
  public:

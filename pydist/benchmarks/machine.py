@@ -149,7 +149,7 @@ def describe() -> Machine:
         l3_bytes=_cache_bytes(3),
         governor=_governor(),
         kernel=platform.release(),
-        instruction_set=_native.build_info()["cpu_isa"],
+        instruction_set=_native.usable_cpu_isas()[-1],
     )
 
 

@@ -8,6 +8,7 @@
 
 #include "base/env.h"
 #include "base/error.h"
+#include "base/parse_name.h"
 
 namespace pydist {
 namespace kernels {
@@ -68,12 +69,11 @@ bool processor_has(InstructionSet set) noexcept {
 }
 
 std::string names_of_compiled_sets() {
-  std::string names;
+  std::vector<std::string_view> names;
   for (const KernelSet& compiled : kCompiledSets) {
-    names += names.empty() ? "" : ", ";
-    names += to_string(compiled.set);
+    names.push_back(to_string(compiled.set));
   }
-  return names;
+  return list_of(names);
 }
 
 // The last set of kCompiledSets that PYDIST_CPU_ISA permits.
@@ -113,20 +113,6 @@ const KernelSet& chosen_kernel_set() {
 }
 
 }  // namespace kernels
-
-std::string_view to_string(InstructionSet set) noexcept {
-  switch (set) {
-    case InstructionSet::kPortable:
-      return "portable";
-    case InstructionSet::kAvx2:
-      return "avx2";
-    case InstructionSet::kAvx512:
-      return "avx512";
-    case InstructionSet::kNeon:
-      return "neon";
-  }
-  return "unknown instruction set";
-}
 
 std::vector<InstructionSet> usable_instruction_sets() {
   const InstructionSet last = kernels::cap();

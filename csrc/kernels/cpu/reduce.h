@@ -19,12 +19,14 @@
 
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <span>
 #include <string_view>
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/enum_names.h"
 #include "base/reduce_op.h"
 
 namespace pydist {
@@ -58,7 +60,12 @@ void copy_bytes(void* output, const void* input, std::size_t bytes,
 // An instruction set that the kernels were compiled for. Tests compare them with each other.
 enum class InstructionSet { kPortable, kAvx2, kAvx512, kNeon };
 
-[[nodiscard]] std::string_view to_string(InstructionSet set) noexcept;
+inline constexpr std::array<std::string_view, 4> kInstructionSetNames = {"portable", "avx2",
+                                                                         "avx512", "neon"};
+
+[[nodiscard]] constexpr std::string_view to_string(InstructionSet set) noexcept {
+  return name_in(kInstructionSetNames, set, "unknown instruction set");
+}
 
 // Those that this processor can run, the fastest last. PYDIST_CPU_ISA caps the choice.
 [[nodiscard]] std::vector<InstructionSet> usable_instruction_sets();
