@@ -460,7 +460,7 @@ void reduce_bool(const ReduceJob& job, std::size_t bytes) {
   }
 }
 
-void reduce_here(const ReduceJob& job) {
+void reduce_here(const ReduceJob& job) noexcept {
   const std::size_t count = job.count;
   switch (job.dtype) {
     case DType::kFloat64:
@@ -497,7 +497,7 @@ void reduce_here(const ReduceJob& job) {
   }
 }
 
-void copy_streaming_here(void* output, const void* input, std::size_t bytes) {
+void copy_streaming_here(void* output, const void* input, std::size_t bytes) noexcept {
   auto* to = static_cast<unsigned char*>(output);
   const auto* from = static_cast<const unsigned char*>(input);
   const std::size_t skew = reinterpret_cast<std::uintptr_t>(to) % kVectorBytes;
