@@ -73,6 +73,10 @@ inline constexpr std::array<std::string_view, kDTypeCount> kDTypeNames = {
   return dtype <= DType::kBFloat16 || dtype == DType::kFloat8;
 }
 
+[[nodiscard]] constexpr bool is_16_bit_float(DType dtype) noexcept {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+}
+
 [[nodiscard]] constexpr bool is_complex(DType dtype) noexcept {
   return dtype == DType::kComplex64 || dtype == DType::kComplex128;
 }

@@ -62,6 +62,13 @@ using Timeout = ErrorOf<ErrorKind::kTimeout>;
 using Aborted = ErrorOf<ErrorKind::kAborted>;
 using TransportError = ErrorOf<ErrorKind::kTransport>;
 
+// Throws an error that was kept, if there is one.
+inline void rethrow_if_any(const std::exception_ptr& error) {
+  if (error != nullptr) {
+    std::rethrow_exception(error);
+  }
+}
+
 // An exception of the class that belongs to `kind`.
 [[nodiscard]] std::exception_ptr make_error(ErrorKind kind, const std::string& message);
 

@@ -181,9 +181,7 @@ class StagedCommunicator final : public Communicator {
     if (is_shut_down_) {
       throw InvalidUsage(join("The group '", name(), "' has been shut down."));
     }
-    if (const std::exception_ptr failure = host_->failure()) {
-      std::rethrow_exception(failure);
-    }
+    rethrow_if_any(host_->failure());
   }
 
   // `count` counts the job until it is over.

@@ -34,8 +34,6 @@ void copy_memory(void* output, const void* input, std::size_t bytes) {
   }
 }
 
-bool is_half(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
-
 // The blocks of a collective as one run of memory each: of one buffer, or of one for each rank.
 class BlockRuns {
  public:
@@ -140,7 +138,7 @@ class Runner {
     if (operation_.wire_dtype.value_or(dtype) != dtype) {
       combine_on_wire(static_cast<const float*>(input), static_cast<float*>(output), count,
                       *operation_.wire_dtype);
-    } else if (is_sum && is_half(dtype)) {
+    } else if (is_sum && is_16_bit_float(dtype)) {
       const Scratch scratch = make_scratch(count * sizeof(float));
       auto* const wide = reinterpret_cast<float*>(scratch.get());
       widen_to_float32(dtype, input, wide, count);
@@ -337,9 +335,7 @@ class Runner {
         first = first == nullptr ? std::current_exception() : first;
       }
     }
-    if (first != nullptr) {
-      std::rethrow_exception(first);
-    }
+    rethrow_if_any(first);
   }
 
   GlooChannel& channel_;

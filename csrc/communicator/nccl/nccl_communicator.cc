@@ -63,9 +63,7 @@ class NcclMemory final : public Memory {
     const cuda::DeviceGuard guard(group_->device());
     const cuda::RelaxedCapture relaxed;
     while (is_registered() && !group_->deregister(registration_)) {
-      if (const std::exception_ptr error = group_->failure()) {
-        std::rethrow_exception(error);
-      }
+      rethrow_if_any(group_->failure());
       if (deadline.has_passed()) {
         throw Timeout("ncclCommDeregister waited in vain for a launch to return.");
       }
@@ -285,9 +283,7 @@ class NcclCommunicator final : public Communicator {
     if (is_closed_.load(std::memory_order_relaxed)) {
       throw InvalidUsage(join(what, " on the group '", name(), "', which has been shut down."));
     }
-    if (const std::exception_ptr error = group_->failure()) {
-      std::rethrow_exception(error);
-    }
+    rethrow_if_any(group_->failure());
   }
 
   void require_own(Device device, std::string_view what) const {

@@ -123,9 +123,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // -- for what enqueues, on the thread that launches
   // Throws the group's error: there may be no communicator any more.
   [[nodiscard]] nccl::CommHandle comm() const {
-    if (const std::exception_ptr error = failure()) {
-      std::rethrow_exception(error);
-    }
+    rethrow_if_any(failure());
     return comm_;
   }
   [[nodiscard]] nccl::StreamHandle stream() const noexcept { return stream_->get(); }

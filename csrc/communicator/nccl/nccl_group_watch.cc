@@ -79,9 +79,7 @@ void NcclGroup::settle_done() {
   for (const Work::Notice& notice : notices) {
     notice.deliver();
   }
-  if (broken != nullptr) {
-    std::rethrow_exception(broken);
-  }
+  rethrow_if_any(broken);
 }
 
 std::exception_ptr NcclGroup::failure_of_others() const {

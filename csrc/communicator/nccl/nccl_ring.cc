@@ -239,8 +239,7 @@ DType summing_type(const Call& call) noexcept {
   if (call.wire_dtype != call.dtype) {
     return call.wire_dtype;
   }
-  const bool is_narrow = call.dtype == DType::kFloat16 || call.dtype == DType::kBFloat16;
-  return is_narrow ? DType::kFloat32 : call.dtype;
+  return is_16_bit_float(call.dtype) ? DType::kFloat32 : call.dtype;
 }
 
 void send_on_nccl(NcclGroup& group, const void* data, std::size_t bytes, int to) {

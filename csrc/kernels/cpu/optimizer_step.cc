@@ -58,7 +58,7 @@ StepSegment StepSegment::part(std::size_t begin, std::size_t part_count) const {
 }
 
 void require_step_types(DType parameter, DType gradient, bool has_master) {
-  const bool is_16_bit = parameter == DType::kFloat16 || parameter == DType::kBFloat16;
+  const bool is_16_bit = is_16_bit_float(parameter);
   const bool is_wide = parameter == DType::kFloat32 || parameter == DType::kFloat64;
   if (!is_16_bit && !is_wide) {
     throw InvalidUsage(
@@ -75,8 +75,7 @@ void require_step_types(DType parameter, DType gradient, bool has_master) {
   }
   const bool fits = parameter == DType::kFloat64
                         ? gradient == DType::kFloat64
-                        : gradient == DType::kFloat32 || gradient == DType::kFloat16 ||
-                              gradient == DType::kBFloat16;
+                        : gradient == DType::kFloat32 || is_16_bit_float(gradient);
   if (!fits) {
     throw InvalidUsage(join(
         "The fused optimizer step of a ", to_string(parameter), " parameter takes a gradient in ",
