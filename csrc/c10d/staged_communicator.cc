@@ -38,20 +38,6 @@ bool is_on_device(const Operation& operation) {
   return buffer != nullptr && buffer->device.type != DeviceType::kCpu;
 }
 
-class DeviceMemory final : public Memory {
- public:
-  DeviceMemory(std::size_t bytes, Device device)
-      : bytes_(bytes), data_(allocate_on_device(bytes, device)) {}
-
-  [[nodiscard]] void* data() const noexcept override { return data_.get(); }
-  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
-  [[nodiscard]] bool is_symmetric() const noexcept override { return false; }
-
- private:
-  const std::size_t bytes_;
-  const c10::DataPtr data_;
-};
-
 // What threads of the group's finish.
 class StagedWork final : public Work {
  public:
@@ -109,12 +95,7 @@ class StagedCommunicator final : public Communicator {
     for (const Operation& operation : operations) {
       validate(operation, rank(), size());
     }
-    std::vector<WorkPtr> works;
-    works.reserve(operations.size());
-    for (Operation& operation : operations) {
-      works.push_back(submit(std::move(operation)));
-    }
-    return combine(std::move(works));
+    return submit_one_by_one(std::move(operations));
   }
 
   using Communicator::run;
@@ -127,7 +108,7 @@ class StagedCommunicator final : public Communicator {
   [[nodiscard]] MemoryPtr allocate(std::size_t bytes, Device device) override {
     if (device.type != DeviceType::kCpu) {
       require_open();
-      return std::make_shared<DeviceMemory>(bytes, device);
+      return std::make_shared<AllocatedMemory>(allocate_on_device(bytes, device), bytes);
     }
     if (staging_->collectives_under_way != 0) {
       // Collective as well, so it keeps the order.
@@ -202,9 +183,7 @@ class StagedCommunicator final : public Communicator {
   WorkPtr queue_behind(Operation operation) {
     require_open();
     validate(operation, rank(), size());
-    if (!operation.deadline) {
-      operation.deadline = Deadline::in(timeout());
-    }
+    operation.deadline = deadline_of(operation);
     auto work = std::make_shared<StagedWork>(host_);
     const bool is_message = is_point_to_point(operation.kind);
     auto job = [staging = staging_, operation = std::move(operation), work] {
@@ -239,7 +218,7 @@ class StagedCommunicator final : public Communicator {
           "' cannot be part of a CUDA graph, since the host takes part in it: leave it outside "
           "the capture, or use a backend of the device's own."));
     }
-    const Deadline deadline = operation.deadline ? *operation.deadline : Deadline::in(timeout());
+    const Deadline deadline = deadline_of(operation);
     operation.deadline = deadline;
     auto staged =
         std::make_shared<Staged>(Staged{std::move(operation), device, record_event(stream),

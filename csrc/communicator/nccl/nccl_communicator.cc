@@ -310,10 +310,6 @@ class NcclCommunicator final : public Communicator {
     }
   }
 
-  [[nodiscard]] Deadline deadline_of(const Operation& operation) const {
-    return operation.deadline ? *operation.deadline : Deadline::in(timeout());
-  }
-
   // In one launch, so that they follow each other without a gap. Where it is awaited, the callers'
   // streams wait for it.
   [[nodiscard]] WorkPtr launch(std::vector<Operation> operations, bool is_awaited = false) {
