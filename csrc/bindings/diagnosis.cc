@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <string>
 
 #include "base/enum_names.h"
 #include "base/op_kind.h"

@@ -5,19 +5,14 @@
 #include <c10/core/Allocator.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <functional>
-#include <map>
-#include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/env.h"
 #include "base/error.h"
 #include "base/fork.h"
-#include "base/log.h"
 #include "c10d/device_streams.h"
 #include "c10d/elastic_threads.h"
 #include "c10d/errors.h"

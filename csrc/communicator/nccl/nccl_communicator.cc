@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <numeric>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
