@@ -56,11 +56,8 @@ struct Bool {
 
 // Pairs of (real, imaginary); only the product needs to know of them.
 template <typename Element>
-struct Complex {
+struct Complex : Plain<Element> {
   static constexpr std::size_t kElementBytes = 2 * sizeof(Element);
-  using Accumulator = Vector<Element>;
-  static PYDIST_INLINE Accumulator unpack(Raw raw) { return (Accumulator)raw; }
-  static PYDIST_INLINE Raw pack(Accumulator value) { return (Raw)value; }
 };
 
 // ---- operations ---------------------------------------------------------------------------
