@@ -20,7 +20,7 @@ import numpy
 import torch
 
 from pydist import _build, _native
-from pydist.benchmarks.machine import shared_memory_room
+from pydist.benchmarks.machine import cgroup_file, shared_memory_room
 from pydist.errors import InvalidUsage
 from pydist.job import backends
 from pydist.job.launchers import Placement, read_placement
@@ -121,11 +121,9 @@ def _processes() -> Finding:
     limit = _limit(resource.RLIMIT_NPROC)
     if limit is not None and os.geteuid() != 0:
         left["ulimit -u"] = limit - _own_threads()
-    with suppress(OSError, ValueError):
-        folder = Path("/sys/fs/cgroup") / _unified_cgroup()
-        most = (folder / "pids.max").read_text().strip()
-        if most != "max":
-            left["pids.max of the cgroup"] = int(most) - int((folder / "pids.current").read_text())
+    most, current = cgroup_file("pids.max"), cgroup_file("pids.current")
+    if most.isdigit() and current.isdigit():
+        left["pids.max of the cgroup"] = int(most) - int(current)
     if not left:
         return Finding("processes and threads", "fine", "no limit")
     name, least = min(left.items(), key=lambda each: each[1])
@@ -133,13 +131,6 @@ def _processes() -> Finding:
     if least < _FEW_PROCESSES:
         return Finding("processes and threads", "warning", f"{text}, which is few: raise it")
     return Finding("processes and threads", "fine", text)
-
-
-def _unified_cgroup() -> str:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::"):
-            return line[3:].lstrip("/")
-    raise OSError("no cgroup of version 2")
 
 
 def _own_threads() -> int:

@@ -441,15 +441,13 @@ void let_go_of_nccl() noexcept {
     return;  // all of it is the parent's, and a driver may wait there for threads of the parent's
   }
   LateEnds::of_process().join();
-  try {
+  log_errors_of([] {
     if (!NcclGroup::is_any_captured()) {
       KeptBuffers::of_process().release();
       LateEnds::of_process().join(Deadline::in(kFreePatience));
       FreedDeviceMemory::of_process().free_all(Deadline::in(kFreePatience));
     }
-  } catch (const std::exception& error) {
-    log_line(LogLevel::kError, error.what());
-  }
+  });
 }
 
 CommunicatorPtr create_nccl_communicator(NcclOptions options) {

@@ -222,10 +222,7 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
       if (life_.has_joined()) {
         launching = launching_turn_;
       }
-      const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
-      if (asked != Result::kSuccess) {
-        state = asked;
-      }
+      state = async_state();
     }
     if (state == Result::kSuccess) {
       return;

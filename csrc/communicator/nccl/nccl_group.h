@@ -257,6 +257,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] bool has_ended() const noexcept { return life_.now() == LifeStep::kEnded; }
   // Under the lock, so that nobody who holds it sees two steps.
   void step_to(LifeStep next);
+  // What NCCL says of the communicator, which works on its own threads.
+  [[nodiscard]] nccl::Result async_state() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
                                               const std::optional<Absence>& absence);
