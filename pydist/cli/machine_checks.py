@@ -98,8 +98,7 @@ def _locked_memory() -> Finding:
         return Finding(
             "locked memory",
             "warning",
-            f"{text}, too little for network cards that read memory directly: ulimit -l "
-            "unlimited",
+            f"{text}, too little for network cards that read memory directly: ulimit -l unlimited",
         )
     return Finding("locked memory", "fine", text)
 
