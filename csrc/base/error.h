@@ -6,11 +6,14 @@
 
 #pragma once
 
+#include <array>
 #include <exception>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+
+#include "base/enum_names.h"
 
 namespace pydist {
 
@@ -24,9 +27,15 @@ enum class ErrorKind : unsigned char {
   kTransport,     // pydist.TransportError: the operating system refused
 };
 
-inline constexpr int kErrorKindCount = 7;
+// The names of the classes in pydist/errors.py.
+inline constexpr auto kErrorKindNames = std::to_array<std::string_view>(
+    {"Error", "InvalidUsage", "Mismatch", "PeerLost", "Timeout", "Aborted", "TransportError"});
+inline constexpr int kErrorKindCount = kErrorKindNames.size();
+static_assert(kErrorKindCount == static_cast<int>(ErrorKind::kTransport) + 1);
 
-[[nodiscard]] std::string_view to_string(ErrorKind kind) noexcept;
+[[nodiscard]] constexpr std::string_view to_string(ErrorKind kind) noexcept {
+  return name_in(kErrorKindNames, kind, "Error");
+}
 
 class Error : public std::runtime_error {
  public:
@@ -52,6 +61,13 @@ using PeerLost = ErrorOf<ErrorKind::kPeerLost>;
 using Timeout = ErrorOf<ErrorKind::kTimeout>;
 using Aborted = ErrorOf<ErrorKind::kAborted>;
 using TransportError = ErrorOf<ErrorKind::kTransport>;
+
+// Throws an error that was kept, if there is one.
+inline void rethrow_if_any(const std::exception_ptr& error) {
+  if (error != nullptr) {
+    std::rethrow_exception(error);
+  }
+}
 
 // An exception of the class that belongs to `kind`.
 [[nodiscard]] std::exception_ptr make_error(ErrorKind kind, const std::string& message);

@@ -179,11 +179,7 @@ Staging::Slots& Staging::shared_slots(Device device) {
   return slots_;
 }
 
-void Staging::require_sound() const {
-  if (const std::exception_ptr failure = host_->failure()) {
-    std::rethrow_exception(failure);
-  }
-}
+void Staging::require_sound() const { rethrow_if_any(host_->failure()); }
 
 void Staging::await(const Staged& staged, const c10::Event& event) const {
   if (wait_on_host(event, staged.deadline, [this] { return host_->failure() != nullptr; })) {

@@ -6,7 +6,6 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <exception>
 #include <utility>
@@ -69,9 +68,7 @@ class Reducer::Backward final : public EndingBackward,
 
   void conclude(bool is_alone) override {
     owner_->ends_alone_ = owner_->ends_alone_ && is_alone;
-    if (error_ != nullptr) {
-      std::rethrow_exception(error_);
-    }
+    rethrow_if_any(error_);
     owner_->conclude_round(/*learns=*/true);
   }
 

@@ -72,7 +72,6 @@
 #include <optional>
 #include <string>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 #include "bucketing/arrival_order.h"

@@ -60,9 +60,7 @@ std::string get_while_hoping(KeyValueStore& store, const std::string& key, Deadl
       const std::chrono::milliseconds look = lost ? std::chrono::milliseconds(0) : kLook;
       return store.get(key, deadline.earlier_of(Deadline::in(look)));
     } catch (const Timeout&) {
-      if (lost != nullptr) {
-        std::rethrow_exception(lost);
-      }
+      rethrow_if_any(lost);
       if (deadline.has_passed()) {
         throw;
       }

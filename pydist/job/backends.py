@@ -5,6 +5,7 @@ The ranks of a job agree on one backend when they meet (Note [One choice for the
 native or gloo beside it, for tensors on the CPU.
 """
 
+import difflib
 import logging
 import numbers
 import os
@@ -87,6 +88,16 @@ def valid_backends() -> tuple[str, ...]:
         if name == "PYDIST_BACKEND":
             return tuple(value.strip() for value in values.split("|"))
     raise Error("the engine declares no PYDIST_BACKEND: pydist and its engine differ in version.")
+
+
+def unknown_variables() -> list[tuple[str, str]]:
+    """Set variables that start with PYDIST_ and are not declared, with the nearest name that is.
+
+    A misspelt setting must not pass for an accepted one.
+    """
+    declared = [name for name, *_ in _native.environment_variables()]
+    unknown = [name for name in os.environ if name.startswith("PYDIST_") and name not in declared]
+    return [(name, difflib.get_close_matches(name, declared, 1, cutoff=0)[0]) for name in unknown]
 
 
 def parse_backend(value: str, where: str) -> str:

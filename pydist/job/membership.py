@@ -85,7 +85,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             become(member)
         past.note(member, backend)
         if member.rank == 0:
-            for name, nearest in _native.unknown_variables():
+            for name, nearest in backends.unknown_variables():
                 backends.logger.warning(
                     "%s is set, but there is no such variable; did you mean %s?", name, nearest
                 )

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <numeric>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -64,9 +63,7 @@ class NcclMemory final : public Memory {
     const cuda::DeviceGuard guard(group_->device());
     const cuda::RelaxedCapture relaxed;
     while (is_registered() && !group_->deregister(registration_)) {
-      if (const std::exception_ptr error = group_->failure()) {
-        std::rethrow_exception(error);
-      }
+      rethrow_if_any(group_->failure());
       if (deadline.has_passed()) {
         throw Timeout("ncclCommDeregister waited in vain for a launch to return.");
       }
@@ -286,9 +283,7 @@ class NcclCommunicator final : public Communicator {
     if (is_closed_.load(std::memory_order_relaxed)) {
       throw InvalidUsage(join(what, " on the group '", name(), "', which has been shut down."));
     }
-    if (const std::exception_ptr error = group_->failure()) {
-      std::rethrow_exception(error);
-    }
+    rethrow_if_any(group_->failure());
   }
 
   void require_own(Device device, std::string_view what) const {
@@ -313,10 +308,6 @@ class NcclCommunicator final : public Communicator {
         !why.empty()) {
       throw InvalidUsage(join(to_string(operation.kind), ": ", why, "."));
     }
-  }
-
-  [[nodiscard]] Deadline deadline_of(const Operation& operation) const {
-    return operation.deadline ? *operation.deadline : Deadline::in(timeout());
   }
 
   // In one launch, so that they follow each other without a gap. Where it is awaited, the callers'
@@ -451,15 +442,13 @@ void let_go_of_nccl() noexcept {
     return;  // all of it is the parent's, and a driver may wait there for threads of the parent's
   }
   LateEnds::of_process().join();
-  try {
+  log_errors_of([] {
     if (!NcclGroup::is_any_captured()) {
       KeptBuffers::of_process().release();
       LateEnds::of_process().join(Deadline::in(kFreePatience));
       FreedDeviceMemory::of_process().free_all(Deadline::in(kFreePatience));
     }
-  } catch (const std::exception& error) {
-    log_line(LogLevel::kError, error.what());
-  }
+  });
 }
 
 CommunicatorPtr create_nccl_communicator(NcclOptions options) {

@@ -181,16 +181,11 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     std::uint64_t launching = kAnyOperation;
     {
       const std::lock_guard lock(mutex_);
-      if (const std::exception_ptr error = failure_.error()) {
-        std::rethrow_exception(error);
-      }
+      rethrow_if_any(failure_.error());
       if (life_.has_joined()) {
         launching = launching_turn_;
       }
-      const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
-      if (asked != Result::kSuccess) {
-        state = asked;
-      }
+      state = async_state();
     }
     if (state == Result::kSuccess) {
       return;
@@ -198,9 +193,7 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     if (state != Result::kInProgress) {
       throw_failure(state, what);
     }
-    if (const std::exception_ptr error = control_->failure()) {
-      std::rethrow_exception(error);
-    }
+    rethrow_if_any(control_->failure());
     if (const auto absence = news_.absence(); !absence || !absence->lacks(launching)) {
       vain_until = Deadline::never();
     } else if (vain_until.is_never()) {
@@ -237,12 +230,8 @@ void NcclGroup::throw_failure(Result result, const char* what) {
   const Deadline patience = Deadline::in(name_patience_).earlier_of(launching_until_);
   Deadline slice = Deadline::in(kInterruptionInterval);
   while (may_be_of_a_peer(result)) {
-    if (const std::exception_ptr error = failure()) {
-      std::rethrow_exception(error);
-    }
-    if (const std::exception_ptr error = control_->failure()) {
-      std::rethrow_exception(error);
-    }
+    rethrow_if_any(failure());
+    rethrow_if_any(control_->failure());
     if (const auto absence = news_.absence()) {
       throw PeerLost(pydist::join(text, " The reason: ", absence->what, "."));
     }
@@ -284,9 +273,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   }
   std::unique_lock order(launch_mutex());
   LaunchMark mark(is_launching_);
-  if (const std::exception_ptr error = failure()) {
-    std::rethrow_exception(error);
-  }
+  rethrow_if_any(failure());
   if (is_shut_down_) {
     throw InvalidUsage(pydist::join(to_string(launch.kind), " on the group '", control_->name(),
                                     "', which has been shut down."));
@@ -369,9 +356,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     close_journal(JournalState::kFailed);
     // Some of it may be on the stream.
     keep_unless_quiet(std::move(entry.holding), Deadline::in(end_patience_));
-    if (interruption != nullptr) {
-      std::rethrow_exception(interruption);
-    }
+    rethrow_if_any(interruption);
     std::rethrow_exception(failure());
   }
   if (watchdog_ != nullptr) {

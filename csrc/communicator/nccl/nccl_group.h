@@ -123,9 +123,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // -- for what enqueues, on the thread that launches
   // Throws the group's error: there may be no communicator any more.
   [[nodiscard]] nccl::CommHandle comm() const {
-    if (const std::exception_ptr error = failure()) {
-      std::rethrow_exception(error);
-    }
+    rethrow_if_any(failure());
     return comm_;
   }
   [[nodiscard]] nccl::StreamHandle stream() const noexcept { return stream_->get(); }
@@ -254,6 +252,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] bool has_ended() const noexcept { return life_.now() == LifeStep::kEnded; }
   // Under the lock, so that nobody who holds it sees two steps.
   void step_to(LifeStep next);
+  // What NCCL says of the communicator, which works on its own threads.
+  [[nodiscard]] nccl::Result async_state() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
                                               const std::optional<Absence>& absence);

@@ -61,11 +61,7 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
              pydist::join(what, " What the GPU computes from here on is worth nothing."));
   }
   const auto tell = [reason = Error(kind, what)](Communicator& group) {
-    try {
-      group.abort(reason);
-    } catch (const std::exception& other) {
-      log_line(LogLevel::kError, other.what());
-    }
+    log_errors_of([&] { group.abort(reason); });
   };
   tell(*control_);
   if (has_to_abort) {
@@ -85,16 +81,15 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
 // because a capture that nobody ends would keep the memory.
 void NcclGroup::wait_for_captures() noexcept {
   const Deadline deadline = Deadline::in(kCapturePatience * end_patience_);
-  try {
+  // Where CUDA itself fails, no capture goes on.
+  log_errors_of([&] {
     while (is_any_captured() && !deadline.has_passed()) {
       if (life_.now() == LifeStep::kEnding) {
         step_to(LifeStep::kHeldBack);
       }
       std::this_thread::sleep_for(milliseconds(1));
     }
-  } catch (const std::exception& error) {  // CUDA itself has failed, and no capture goes on
-    log_line(LogLevel::kError, error.what());
-  }
+  });
   if (life_.now() == LifeStep::kHeldBack) {
     step_to(LifeStep::kEnding);
   }
@@ -147,11 +142,7 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
   }
   try {
     auto run = [self = shared_from_this(), end = std::move(end)] {
-      try {
-        end();
-      } catch (const std::exception& error) {
-        log_line(LogLevel::kError, error.what());
-      }
+      log_errors_of(end);
       self->step_to(LifeStep::kEnded);
       self->finish_all(self->is_at_rest());
       self->free_scratch();
@@ -292,12 +283,10 @@ bool NcclGroup::finish_replays(Deadline deadline) {
   }
   const auto is_over = std::make_shared<std::atomic<bool>>(false);
   const auto ask = [device = device_, is_over] {
-    try {
+    log_errors_of([&] {
       const cuda::DeviceGuard guard(device);
       cuda::Driver::get().synchronize();
-    } catch (const std::exception& error) {
-      log_line(LogLevel::kError, error.what());
-    }
+    });
     *is_over = true;
   };
   LateEnds::of_process().start("pydist-nccl-syn", ask, deadline, "");
@@ -323,10 +312,7 @@ void NcclGroup::end_communicator() {
   Result state = nccl.ncclCommFinalize(comm_);
   while (state == Result::kInProgress && !patience.has_passed()) {
     std::this_thread::sleep_for(microseconds(200));
-    const Result asked = nccl.ncclCommGetAsyncError(comm_, &state);
-    if (asked != Result::kSuccess) {
-      state = asked;
-    }
+    state = async_state();
   }
   // NCCL cannot destroy a communicator that has failed or is busy.
   if (state == Result::kSuccess) {
@@ -358,13 +344,12 @@ void NcclGroup::end() noexcept {
     give_up("an operation");
   }
   if (has_captured_ && failure() == nullptr) {
-    try {
+    // It fails where no thread is to be had.
+    log_errors_of([&] {
       if (!finish_replays(deadline)) {
         give_up("a CUDA graph with its operations");
       }
-    } catch (const std::exception& error) {  // no thread to be had
-      log_line(LogLevel::kError, error.what());
-    }
+    });
   }
   bool has_come_to_rest = true;
   bool is_in_order = false;

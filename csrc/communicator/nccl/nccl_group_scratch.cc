@@ -39,18 +39,12 @@ struct NcclGroup::GraphScratch {
 
   // As a graph calls it, on a thread that may not call CUDA.
   static void let_go(void* argument) noexcept {
-    try {
+    log_errors_of([&] {
       const std::shared_ptr<GraphScratch> self(static_cast<GraphScratch*>(argument));
       if (is_process_ending() || in_forked_child()) {
         return;
       }
-      const auto run = [self] {
-        try {
-          self->free();
-        } catch (const std::exception& error) {
-          log_line(LogLevel::kError, error.what());
-        }
-      };
+      const auto run = [self] { log_errors_of([&] { self->free(); }); };
       try {
         LateEnds::of_process().start("pydist-nccl-mem", run, Deadline::in(kFreePatience), "");
       } catch (const std::exception&) {  // no thread to be had
@@ -59,9 +53,7 @@ struct NcclGroup::GraphScratch {
           return true;
         });
       }
-    } catch (const std::exception& error) {
-      log_line(LogLevel::kError, error.what());
-    }
+    });
   }
 };
 

@@ -79,9 +79,13 @@ void NcclGroup::settle_done() {
   for (const Work::Notice& notice : notices) {
     notice.deliver();
   }
-  if (broken != nullptr) {
-    std::rethrow_exception(broken);
-  }
+  rethrow_if_any(broken);
+}
+
+Result NcclGroup::async_state() const {
+  Result state = Result::kInProgress;
+  const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
+  return asked == Result::kSuccess ? state : asked;
 }
 
 std::exception_ptr NcclGroup::failure_of_others() const {
@@ -201,10 +205,7 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told,
   };
   Result state = Result::kSuccess;
   if (const std::unique_lock calls(calls_mutex_, std::try_to_lock); calls.owns_lock()) {
-    const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
-    if (asked != Result::kSuccess) {
-      state = asked;
-    }
+    state = async_state();
   }
   // A missing rank explains NCCL's error, and the message names the rank. A rank that has left in
   // order does no harm to operations in which it did its part, nor to earlier replays.
