@@ -29,7 +29,7 @@ from pydist.job.gloo_network import GlooNetwork, describe_network, join_network
 from pydist.job.gpu_assignment import describe_gpus, make_current
 from pydist.job.meeting import Verdict, agree
 from pydist.job.meeting_number import next_number
-from pydist.job.processes import Process, own_process
+from pydist.job.processes import Process, end_with_torchrun, own_process
 
 __all__ = [
     "Agreement",
@@ -231,6 +231,7 @@ def create_communicator(
         Timeout: a rank did not come.
         TransportError: the backend asked for can't serve these ranks.
     """
+    end_with_torchrun()
     # After destroy_process_group torch begins its names anew, on the same store.
     met_by = f"{name} of {','.join(map(str, members)) if members is not None else size}"
     number = next_number(dist.PrefixStore(met_by, store), rank, timeout)
