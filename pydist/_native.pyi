@@ -533,13 +533,13 @@ def build_info() -> dict:
     """
     What the module was built with, and the CPU's kernels.
     """
-def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable) -> Communicator:
+def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable, processes: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] = []) -> Communicator:
     """
-    Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta.
+    Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta; `processes` as for create_native.
     """
-def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> Communicator:
+def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, processes: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] = []) -> Communicator:
     """
-    Joins a group on the native backend; all its ranks call. `store` is a torch store; `timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by default.
+    Joins a group on the native backend; all its ranks call. `store` is a torch store; `timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by default; `processes` are those of the other ranks that run on this machine, as far as they are known: what to call each, its number, and its start in ticks.
     """
 def create_nccl(host: Communicator, device: typing.SupportsInt | typing.SupportsIndex, library: str) -> Communicator:
     """

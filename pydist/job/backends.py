@@ -178,18 +178,33 @@ class _Meeting:
     name: str
     timeout: timedelta
     network: GlooNetwork
+    # Of each rank, in rank order.
+    processes: tuple[Process, ...]
 
     def create(self, backend: str) -> _native.Communicator:
         """A communicator on native or gloo."""
         store, timeout_s = dist.PrefixStore(backend, self.store), self.timeout.total_seconds()
         if backend == "native":
-            made = _native.create_native(store, self.rank, self.size, self.name, timeout_s)
+            made = _native.create_native(
+                store, self.rank, self.size, self.name, timeout_s, self._visible()
+            )
         else:
             self.network.require_usable()
             factory = gloo_factory(self.network)
-            made = _native.create_gloo(store, self.rank, self.size, self.name, timeout_s, factory)
+            made = _native.create_gloo(
+                store, self.rank, self.size, self.name, timeout_s, factory, self._visible()
+            )
         made.timeout = timeout_s
         return made
+
+    def _visible(self) -> list[tuple[str, int, int]]:
+        """Other ranks' processes of which this one can see whether they still run."""
+        own = own_process()
+        return [
+            (f"rank {rank} ({each})", each.pid, each.started)
+            for rank, each in enumerate(self.processes)
+            if each != own and each.machine and each.machine == own.machine
+        ]
 
     def create_nccl(self, host: _native.Communicator, gpu: int) -> _native.Communicator:
         """A communicator on NCCL that leaves tensors on the CPU to `host`, and owns it."""
@@ -243,7 +258,9 @@ def create_communicator(
     store = dist.PrefixStore(f"{met_by}#{number}", store)
     known = current.job.agreement
     if known is not None and not is_world:
-        meeting = _Meeting(store, rank, size, name, timeout, known.network)
+        ranks = range(size) if members is None else members
+        processes = tuple(known.processes[member] for member in ranks)
+        meeting = _Meeting(store, rank, size, name, timeout, known.network, processes)
         gpu = known.gpus[rank if members is None else members[rank]]
         return _create(meeting, known, gpu)
     start_s = time.monotonic()
@@ -257,7 +274,7 @@ def create_communicator(
     )
     gpu = agreed.gpus[rank]
     network = join_network(rank, agreed.hosts, agreed.networks)
-    meeting = _Meeting(store, rank, size, name, timeout, network)
+    meeting = _Meeting(store, rank, size, name, timeout, network, agreed.processes)
     job, communicator = _choose(meeting, agreed, gpu)
     if is_world:
         if gpu is not None:
