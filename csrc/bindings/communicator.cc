@@ -11,7 +11,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -291,35 +290,13 @@ std::optional<py::object> failure(const Communicator& self) {
   return std::nullopt;
 }
 
-// Processes of this machine: how errors call each, its number, and when it has started.
-using Processes = std::vector<std::tuple<std::string, std::int64_t, std::uint64_t>>;
-
-// Throws where one of them is found to have ended. They are looked at now and then.
-CheckHope hope_for(Processes processes) {
-  if (processes.empty()) {
-    return nullptr;
-  }
-  static constexpr std::chrono::milliseconds kLook{500};
-  return [processes = std::move(processes), next_look = Deadline::in(kLook)]() mutable {
-    if (!next_look.has_passed()) {
-      return;
-    }
-    for (const auto& [who, pid, started] : processes) {
-      if (has_ended(pid, started)) {
-        throw PeerLost(join(who, " has died before the group was made."));
-      }
-    }
-    next_look = Deadline::in(kLook);
-  };
-}
-
 CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                               std::string name, std::optional<double> timeout_s,
-                              Processes processes) {
+                              KnownProcesses processes) {
   const ReleasedGil released;
   NativeOptions options;
   options.name = std::move(name);
-  options.check_hope = hope_for(std::move(processes));
+  options.check_hope = hope_that_live(std::move(processes));
   if (timeout_s) {
     options.environment.timeout = milliseconds_in(*timeout_s);
   }
@@ -355,13 +332,13 @@ GlooFactory adapt_factory(py::function factory) {
 
 CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                             std::string name, double timeout, py::function factory,
-                            Processes processes) {
+                            KnownProcesses processes) {
   const std::chrono::milliseconds limit = milliseconds_in(timeout);
   GlooFactory adapted = adapt_factory(std::move(factory));
   const ReleasedGil released;
-  return for_python(
-      with_staging(create_gloo_communicator(std::move(store), rank, size, std::move(name), limit,
-                                            std::move(adapted), hope_for(std::move(processes)))));
+  return for_python(with_staging(
+      create_gloo_communicator(std::move(store), rank, size, std::move(name), limit,
+                               std::move(adapted), hope_that_live(std::move(processes)))));
 }
 
 CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string& library) {
@@ -475,7 +452,8 @@ void bind_communicator(py::module_& module) {
   module.def("is_capturing", &is_device_capturing, py::arg("device"),
              "Whether the current stream of a device records a CUDA graph.");
   module.def("create_native", &create_native, py::arg("store"), py::arg("rank"), py::arg("size"),
-             py::arg("name"), py::arg("timeout") = py::none(), py::arg("processes") = Processes(),
+             py::arg("name"), py::arg("timeout") = py::none(),
+             py::arg("processes") = KnownProcesses(),
              "Joins a group on the native backend; all its ranks call. `store` is a torch store; "
              "`timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by "
              "default; `processes` are those of the other ranks that run on this machine, as far "
@@ -497,7 +475,8 @@ void bind_communicator(py::module_& module) {
              "sockets end with the last group. Waits for what is left of groups that have ended.");
   module.def(
       "create_gloo", &create_gloo, py::arg("store"), py::arg("rank"), py::arg("size"),
-      py::arg("name"), py::arg("timeout"), py::arg("factory"), py::arg("processes") = Processes(),
+      py::arg("name"), py::arg("timeout"), py::arg("factory"),
+      py::arg("processes") = KnownProcesses(),
       "Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; "
       "`factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a "
       "datetime.timedelta; `processes` as for create_native.");

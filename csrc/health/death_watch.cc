@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -16,6 +17,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/deadline.h"
 #include "base/digest.h"
 #include "base/error.h"
 #include "base/log.h"
@@ -81,6 +83,24 @@ bool has_ended(std::int64_t pid, std::uint64_t started) {
   const Status status = status_of(pid);
   return status.is_told &&
          (status.state == 'Z' || status.state == 'X' || status.started != started);
+}
+
+CheckHope hope_that_live(KnownProcesses processes) {
+  if (processes.empty()) {
+    return nullptr;
+  }
+  static constexpr std::chrono::milliseconds kLook{500};
+  return [processes = std::move(processes), next_look = Deadline::in(kLook)]() mutable {
+    if (!next_look.has_passed()) {
+      return;
+    }
+    for (const auto& [who, pid, started] : processes) {
+      if (has_ended(pid, started)) {
+        throw PeerLost(join(who, " has died before the group was made."));
+      }
+    }
+    next_look = Deadline::in(kLook);
+  };
 }
 
 DeathWatch::DeathWatch(const std::vector<ProcessIdentity>& processes, const ProcessIdentity& self,

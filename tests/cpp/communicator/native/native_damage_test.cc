@@ -2,6 +2,8 @@
 // values, and goes on. All memory that ranks share is covered: posts and counters, the record of
 // failure, the pages of processes, the lanes of messages.
 //
+// The file is long because all its tests share the dice, and what is damaged has to be made first.
+//
 // The ranks of these tests are driven by one thread, so that a damage lies between two steps.
 // PYDIST_TEST_FUZZ sets how often each is tried.
 
