@@ -131,6 +131,15 @@ test-python: build  ## the Python tests of test
 test-python-all: build  ## the Python tests of test-all
 	$(PYTEST) $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(OUT)/.tools  ## a million forged messages and damages of shared memory of each kind, under ASan and UBSan
+	@[ $(GTEST) = ON ] || { echo "make fuzz runs C++ tests. $(GTEST_HINT)" >&2; exit 1; }
+	cmake -S . -B build/address-undefined -G Ninja -DPYDIST_SANITIZE=address,undefined \
+	  -DPYDIST_BUILD_TESTS=ON -DPYDIST_WERROR=$(WERROR)
+	cmake --build build/address-undefined --target pydist_tests
+	PYDIST_TEST_FUZZ=1000000 TEST_PATIENCE=60 build/address-undefined/tests/cpp/pydist_tests \
+	  --gtest_filter='NativeDamageTest.*:*Garbage*'
+
 .PHONY: drills
 drills: build  ## every drill of tests/faults 20 times, in an hour at most: the table of docs/failure.md
 	$(BIN)/python tests/faults/run_drills.py $(ARGS)

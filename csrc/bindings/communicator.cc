@@ -11,6 +11,8 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "bindings/arguments.h"
 #include "bindings/bindings.h"
@@ -25,6 +27,7 @@
 #include "communicator/nccl/nccl_communicator.h"
 #include "communicator/open_communicators.h"
 #include "cuda/device_memory.h"
+#include "health/death_watch.h"
 
 namespace pydist {
 namespace {
@@ -288,10 +291,12 @@ std::optional<py::object> failure(const Communicator& self) {
 }
 
 CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                              std::string name, std::optional<double> timeout_s) {
+                              std::string name, std::optional<double> timeout_s,
+                              KnownProcesses processes) {
   const ReleasedGil released;
   NativeOptions options;
   options.name = std::move(name);
+  options.check_hope = hope_that_live(std::move(processes));
   if (timeout_s) {
     options.environment.timeout = milliseconds_in(*timeout_s);
   }
@@ -326,12 +331,14 @@ GlooFactory adapt_factory(py::function factory) {
 }
 
 CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                            std::string name, double timeout, py::function factory) {
+                            std::string name, double timeout, py::function factory,
+                            KnownProcesses processes) {
   const std::chrono::milliseconds limit = milliseconds_in(timeout);
   GlooFactory adapted = adapt_factory(std::move(factory));
   const ReleasedGil released;
-  return for_python(with_staging(create_gloo_communicator(
-      std::move(store), rank, size, std::move(name), limit, std::move(adapted))));
+  return for_python(with_staging(
+      create_gloo_communicator(std::move(store), rank, size, std::move(name), limit,
+                               std::move(adapted), hope_that_live(std::move(processes)))));
 }
 
 CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string& library) {
@@ -446,9 +453,11 @@ void bind_communicator(py::module_& module) {
              "Whether the current stream of a device records a CUDA graph.");
   module.def("create_native", &create_native, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("name"), py::arg("timeout") = py::none(),
+             py::arg("processes") = KnownProcesses(),
              "Joins a group on the native backend; all its ranks call. `store` is a torch store; "
              "`timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by "
-             "default.");
+             "default; `processes` are those of the other ranks that run on this machine, as far "
+             "as they are known: what to call each, its number, and its start in ticks.");
   module.def(
       "create_nccl", &create_nccl, py::arg("host"), py::arg("device"), py::arg("library"),
       "Joins the ranks of `host`, a communicator on native or gloo that then belongs to the new "
@@ -467,9 +476,10 @@ void bind_communicator(py::module_& module) {
   module.def(
       "create_gloo", &create_gloo, py::arg("store"), py::arg("rank"), py::arg("size"),
       py::arg("name"), py::arg("timeout"), py::arg("factory"),
+      py::arg("processes") = KnownProcesses(),
       "Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; "
       "`factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a "
-      "datetime.timedelta.");
+      "datetime.timedelta; `processes` as for create_native.");
 }
 
 }  // namespace pydist

@@ -50,11 +50,13 @@ std::string has_not_come(const std::string& key) {
 
 class PolledStore final : public c10d::PrefixStore {
  public:
-  PolledStore(c10::intrusive_ptr<c10d::Store> store, std::string news_key)
-      : PrefixStore("polled", std::move(store)), news_key_(std::move(news_key)) {}
+  PolledStore(c10::intrusive_ptr<c10d::Store> store, std::string news_key, CheckHope check_hope)
+      : PrefixStore("polled", std::move(store)),
+        news_key_(std::move(news_key)),
+        check_hope_(std::move(check_hope)) {}
 
   c10::intrusive_ptr<c10d::Store> clone() override {
-    return poll_store(store_->clone(), news_key_);
+    return poll_store(store_->clone(), news_key_, check_hope_);
   }
 
   std::vector<std::uint8_t> get(const std::string& key) override {
@@ -95,9 +97,13 @@ class PolledStore final : public c10d::PrefixStore {
       const std::vector<std::uint8_t> text = store_->get(news_key_);
       C10_THROW_ERROR(DistStoreError, std::string(text.begin(), text.end()));
     }
+    if (check_hope_) {
+      check_hope_();
+    }
   }
 
   const std::string news_key_;
+  const CheckHope check_hope_;
 };
 
 // What a call on another thread has come to.
@@ -216,8 +222,9 @@ StorePtr adapt_store(c10::intrusive_ptr<c10d::Store> store, std::chrono::millise
 }
 
 c10::intrusive_ptr<c10d::Store> poll_store(c10::intrusive_ptr<c10d::Store> store,
-                                           std::string news_key) {
-  return c10::make_intrusive<PolledStore>(std::move(store), std::move(news_key));
+                                           std::string news_key, CheckHope check_hope) {
+  return c10::make_intrusive<PolledStore>(std::move(store), std::move(news_key),
+                                          std::move(check_hope));
 }
 
 }  // namespace pydist

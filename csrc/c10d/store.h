@@ -16,6 +16,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include "topology/key_value_store.h"
+#include "topology/rendezvous.h"
 
 namespace c10d {
 class Store;
@@ -37,7 +38,10 @@ inline constexpr std::chrono::seconds kStorePatience{30};
 // until every rank has joined that group, which those threads may have to bring about. A connection
 // of the group's own is no way out: a TCPStore looks up the name of whoever connects and answers
 // nobody meanwhile, for 10 s where the name server is silent.
+//
+// A wait ends early with what the store holds under `news_key`, and with what `check_hope` throws.
 [[nodiscard]] c10::intrusive_ptr<c10d::Store> poll_store(c10::intrusive_ptr<c10d::Store> store,
-                                                         std::string news_key);
+                                                         std::string news_key,
+                                                         CheckHope check_hope = nullptr);
 
 }  // namespace pydist

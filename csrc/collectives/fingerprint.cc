@@ -1,5 +1,6 @@
 #include "collectives/fingerprint.h"
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
@@ -83,6 +84,70 @@ void check_blocks(const Group& group, const Call& call, int peer) {
   }
 }
 
+// More elements than any buffer has.
+constexpr std::uint64_t kMostElements = std::uint64_t{1} << 48;
+
+// Elements of all blocks that `peer` sends, by what it has posted.
+std::uint64_t posted_total(const Group& group, const Call& call, int peer) {
+  switch (call.kind) {
+    case OpKind::kAllReduce:
+      return group.post(peer).count;
+    case OpKind::kReduce:
+      return peer == call.root ? 0 : group.post(peer).count;
+    case OpKind::kBroadcast:
+      return peer == call.root ? group.post(peer).count : 0;
+    case OpKind::kAllGather:
+      return group.posted_count(peer, peer);
+    case OpKind::kGather:
+      return peer == call.root ? 0 : group.posted_count(peer, peer);
+    case OpKind::kReduceScatter:
+    case OpKind::kAllToAll:
+    case OpKind::kScatter: {
+      std::uint64_t total = 0;
+      for (int rank = 0; rank < group.size(); ++rank) {
+        const bool is_sent = call.kind != OpKind::kScatter || peer == call.root;
+        total += is_sent ? std::min(group.posted_count(peer, rank), kMostElements) : 0;
+      }
+      return total;
+    }
+    default:
+      return 0;
+  }
+}
+
+// What a post says of where its data lies must make sense: it is read there without another look.
+// No rank writes anything else, unless its memory is damaged.
+void check_way(const Group& group, const Call& call, int peer) {
+  const Post& post = group.post(peer);
+  const std::uint64_t total = posted_total(group, call, peer);
+  const std::uint64_t bytes = std::min(total, kMostElements) * element_size(call.wire_dtype);
+  bool makes_sense = total < kMostElements;
+  if ((post.flags & Post::kInline) != 0) {
+    makes_sense &= bytes <= ((post.flags & Post::kBehind) != 0 ? kInlineBytes : kFirstLineBytes);
+  }
+  if ((post.flags & Post::kEager) != 0) {
+    makes_sense &= bytes <= group.chunk_bytes();
+  }
+  if ((post.flags & Post::kSymmetric) != 0) {
+    const PostDetail& detail = group.detail(peer);
+    // An all_gather is gathered where all blocks lie.
+    const std::uint64_t span =
+        call.kind == OpKind::kAllGather ? call.outputs.total() * element_size(call.dtype) : bytes;
+    // What does not send posts no places in a broadcast, and nobody asks for them.
+    const bool is_read = call.kind != OpKind::kBroadcast || peer == call.root;
+    makes_sense &=
+        !is_read || (group.heap().has(detail.input, span) && group.heap().has(detail.output, span));
+  }
+  if (!makes_sense) {
+    throw Error(ErrorKind::kError,
+                join("What rank ", peer, " has posted of collective #", group.sequence(),
+                     " of its group makes no sense (", describe(post), ", flags ",
+                     static_cast<int>(post.flags),
+                     "): its shared memory has been damaged. Look for writes out of bounds in "
+                     "that process."));
+  }
+}
+
 // The blocks that this rank posts the sizes of; none where it posts one count.
 const Blocks* posted_blocks(const Call& call, int rank) {
   switch (call.kind) {
@@ -162,6 +227,7 @@ void check_agreement(const Group& group, const Call& call, int first, int last) 
     if (is_ragged || expects_other || theirs.count != call.count) {
       check_blocks(group, call, peer);
     }
+    check_way(group, call, peer);
   }
 }
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
+#include <string>
 #include <thread>
 
 #include "base/deadline.h"
@@ -40,7 +42,9 @@ std::exception_ptr FailureRecord::error(
   if (state >= kFirstWriter) {
     return make_error(ErrorKind::kError, of_silent(static_cast<int>(state - kFirstWriter)));
   }
-  return make_error(static_cast<ErrorKind>(kind_), message_.data());
+  // Other processes write there: what is damaged may have no end.
+  const std::string message(message_.data(), ::strnlen(message_.data(), message_.size()));
+  return make_error(static_cast<ErrorKind>(kind_), message);
 }
 
 std::exception_ptr FailureRecord::error() const {

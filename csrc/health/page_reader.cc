@@ -1,5 +1,6 @@
 #include "health/page_reader.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -17,10 +18,16 @@ PageReading read_page(int fd) {
   if (::fstat(fd, &status) != 0) {
     throw system_error("Cannot look at the page of a process (fstat)", errno);
   }
+  // Its owner can't shrink it under a reader's feet.
+  const int seals = ::fcntl(fd, F_GET_SEALS);
   if (status.st_size < static_cast<off_t>(kBytes) ||
-      status.st_size >= static_cast<off_t>(kBytes) + 65536) {
+      status.st_size >= static_cast<off_t>(kBytes) + 65536 || seals < 0 ||
+      (seals & F_SEAL_SHRINK) == 0) {
     throw InvalidUsage(join("This is no page of a process of this version of pydist: it has ",
-                            status.st_size, " bytes, expected ", kBytes, "."));
+                            status.st_size, " bytes, expected ", kBytes,
+                            (seals < 0 || (seals & F_SEAL_SHRINK) == 0)
+                                ? ", and may be made shorter while it is read."
+                                : "."));
   }
   void* const memory = ::mmap(nullptr, kBytes, PROT_READ, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) {

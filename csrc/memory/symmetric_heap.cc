@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::size_t kTableBytes = 1024 * sizeof(std::uint64_t);
 constexpr unsigned kOffsetBits = 48;
+constexpr std::uint64_t kOffsetMask = (std::uint64_t{1} << kOffsetBits) - 1;
 constexpr const char* kPurpose = "the symmetric heap";
 
 }  // namespace
@@ -18,6 +19,11 @@ constexpr const char* kPurpose = "the symmetric heap";
 SymmetricHeap::Range SymmetricHeap::range_of(const Placement& placement) noexcept {
   return placement.extent_bytes != 0 ? Range{0, placement.extent_bytes}
                                      : Range{placement.offset, placement.bytes};
+}
+
+void SymmetricHeap::check(const Placement& placement, std::size_t part_bytes) {
+  PYDIST_CHECK(placement.block < kBlocks && placement.offset <= part_bytes &&
+               placement.bytes <= part_bytes - placement.offset);
 }
 
 std::byte* SymmetricHeap::part(const Extent& extent, int rank) const noexcept {
@@ -145,7 +151,10 @@ void SymmetricHeap::trim() {
 void SymmetricHeap::map(const Placement& placement) {
   const std::lock_guard lock(mutex_);
   if (placement.extent_bytes != 0 && rank_ != 0) {
-    PYDIST_CHECK(placement.extent == extents_.size());
+    PYDIST_CHECK(placement.extent == extents_.size() && placement.extent < bases_.size() &&
+                 placement.extent_bytes <
+                     (std::uint64_t{1} << kOffsetBits) / static_cast<std::uint64_t>(size_));
+    check(placement, placement.extent_bytes);
     add_extent(placement.extent_begin, placement.extent_bytes);
   }
   check_memory_room(range_of(placement).bytes, kPurpose, takers_);
@@ -154,6 +163,7 @@ void SymmetricHeap::map(const Placement& placement) {
 void SymmetricHeap::reserve(const Placement& placement) {
   const std::lock_guard lock(mutex_);
   const Extent& extent = extents_.at(placement.extent);
+  check(placement, extent.part_bytes);
   const Range range = range_of(placement);
   extent.segment.reserve(static_cast<std::size_t>(rank_) * extent.part_bytes + range.begin,
                          range.bytes, kPurpose);
@@ -186,6 +196,7 @@ void SymmetricHeap::give_up(const Placement& placement) noexcept {
 std::byte* SymmetricHeap::take(const Placement& placement) {
   const std::lock_guard lock(mutex_);
   const Extent& extent = extents_.at(placement.extent);
+  check(placement, extent.part_bytes);
   if (placement.extent == visible_extents_.load(std::memory_order_relaxed)) {
     bases_[placement.extent] = part(extent, rank_);
     segments_[placement.extent] = extent.segment.data();
@@ -216,10 +227,17 @@ HeapReference SymmetricHeap::find(const void* data, std::size_t bytes) const noe
   return 0;
 }
 
+bool SymmetricHeap::has(HeapReference reference, std::uint64_t bytes) const noexcept {
+  const std::size_t index = (reference >> kOffsetBits) - 1;
+  const std::uint64_t offset = reference & kOffsetMask;
+  return index < visible_extents_.load(std::memory_order_acquire) && offset <= part_bytes_[index] &&
+         bytes <= part_bytes_[index] - offset;
+}
+
 std::byte* SymmetricHeap::address(int rank, HeapReference reference) const noexcept {
   const std::size_t index = (reference >> kOffsetBits) - 1;
   return segments_[index] + static_cast<std::size_t>(rank) * part_bytes_[index] +
-         (reference & ((std::uint64_t{1} << kOffsetBits) - 1));
+         (reference & kOffsetMask);
 }
 
 }  // namespace pydist

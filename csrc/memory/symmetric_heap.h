@@ -73,7 +73,9 @@ class SymmetricHeap {
 
   // Where [data, data + bytes) lies, if it lies in this rank's parts.
   [[nodiscard]] HeapReference find(const void* data, std::size_t bytes) const noexcept;
-  // The same place in `rank`'s part.
+  // Whether so many bytes from there on lie in every rank's part.
+  [[nodiscard]] bool has(HeapReference reference, std::uint64_t bytes) const noexcept;
+  // The same place in `rank`'s part. Precondition: has().
   [[nodiscard]] std::byte* address(int rank, HeapReference reference) const noexcept;
 
  private:
@@ -101,6 +103,8 @@ class SymmetricHeap {
     std::size_t bytes;
   };
   [[nodiscard]] static Range range_of(const Placement& placement) noexcept;
+  // Throws where a placement, which has come through shared memory, lies outside of its extent.
+  static void check(const Placement& placement, std::size_t part_bytes);
   [[nodiscard]] std::byte* part(const Extent& extent, int rank) const noexcept;
   [[nodiscard]] std::atomic<std::uint64_t>& freed(const Extent& extent, int rank,
                                                   std::uint64_t block) const noexcept;

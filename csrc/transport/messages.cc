@@ -148,6 +148,13 @@ bool Messages::hear(int peer) {
   if (number == announced) {
     return false;
   }
+  if (announced - number > kLaneDepth) {
+    throw Error(
+        ErrorKind::kError,
+        join("Rank ", peer, " has announced ", announced - number, " messages to rank ", rank_,
+             " at once, and can't have: its shared memory has been damaged. Look for "
+             "writes out of bounds in that process."));
+  }
   for (; number != announced; ++number) {
     const Heard heard{number, segment_.rings(peer, rank_).announcements[number % kLaneDepth]};
     counters.heard.store(number + 1, std::memory_order_release);

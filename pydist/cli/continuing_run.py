@@ -28,16 +28,6 @@ __all__ = ["run_and_continue"]
 _LOOK_S = 0.1
 # How long ranks get to end by themselves when the launcher is told to.
 _GRACE_S = 30
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-# What each process does before it becomes the script's: has the kernel end it with its launcher.
-_TIE = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() != int(sys.argv[1]): sys.exit(1)
-try: os.execvp(sys.argv[2], sys.argv[2:])
-except OSError as error: sys.exit(f"{sys.argv[2]}: {error}")
-"""
 
 
 class _ToldToEnd(Exception):  # noqa: N818
@@ -60,16 +50,20 @@ def run_and_continue(options: argparse.Namespace, count: int) -> int:
         except ranks that the others had left behind. 1 otherwise; for a signal, 128 and its number.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    before = {number: signal.signal(number, _tell_to_end) for number in _SIGNALS}
+    # torch reads there which signals are to have its handlers.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle
+    names = {name.strip() for name in options.signals_to_handle.split(",")}
+    numbers = [number for number in signal.Signals if number.name in names]
+    before = {number: signal.signal(number, _tell_to_end) for number in numbers}
     processes: Any = None
     try:
         processes = _start(options, count, store.port)
-        for number in _SIGNALS:  # torch has put handlers of its own there
+        for number in numbers:  # torch has put handlers of its own there
             signal.signal(number, _tell_to_end)
         return _supervise({r: h.proc for r, h in processes.subprocess_handlers.items()}, store)
     except _ToldToEnd as told:
         print(f"pydist run: ends all ranks ({_name(told.number)})", file=sys.stderr, flush=True)
-        for number in _SIGNALS:
+        for number in numbers:
             signal.signal(number, _kill_at_once(processes))
         if processes is not None:
             processes.close(signal.Signals(told.number), _GRACE_S)
@@ -107,13 +101,10 @@ def _start(options: argparse.Namespace, count: int, port: int) -> Any:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "pydist",
     }
-    tie = ("-I", "-S", "-c", _TIE, str(os.getpid()), command)
     return start_processes(
         name=options.role,
-        entrypoint=sys.executable,
-        args={
-            rank: (*tie, *macros.substitute(list(arguments), str(rank))) for rank in range(count)
-        },
+        entrypoint=command,
+        args={rank: tuple(macros.substitute(list(arguments), str(rank))) for rank in range(count)},
         envs={
             rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
             for rank in range(count)

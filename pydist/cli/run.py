@@ -19,6 +19,7 @@ from typing import NoReturn
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
+from pydist.cli.tied_processes import signals_to_handle, tie
 from pydist.errors import Error
 from pydist.gpu.selection import choose_gpus, from_command_line, gpu_variables, process_count
 
@@ -53,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     # To tell who said so, or nobody; torchrun's own default is its variable's value, or 1.
     parser.set_defaults(nproc_per_node=None)
+    if "PET_SIGNALS_TO_HANDLE" not in os.environ:
+        parser.set_defaults(signals_to_handle=signals_to_handle())
     if "PET_MASTER_PORT" not in os.environ:
         # Older versions of torchrun have a default here, which would look like a wish.
         parser.set_defaults(master_port=None)
@@ -167,6 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     if count > 1:
         # As torchrun sets it, without its banner.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    tie(options)
     if options.on_failure == "continue":
         from pydist.cli.continuing_run import run_and_continue  # not at import: few need it
 

@@ -31,7 +31,7 @@ from pydist.job.gloo_network import GlooNetwork, describe_network, join_network
 from pydist.job.gpu_assignment import describe_gpus, make_current
 from pydist.job.meeting import Verdict, agree
 from pydist.job.meeting_number import next_number
-from pydist.job.processes import Process, own_process
+from pydist.job.processes import Process, end_with_torchrun, own_process
 
 __all__ = [
     "Agreement",
@@ -190,18 +190,33 @@ class _Meeting:
     name: str
     timeout: timedelta
     network: GlooNetwork
+    # Of each rank, in rank order.
+    processes: tuple[Process, ...]
 
     def create(self, backend: str) -> _native.Communicator:
         """A communicator on native or gloo."""
         store, timeout_s = dist.PrefixStore(backend, self.store), self.timeout.total_seconds()
         if backend == "native":
-            made = _native.create_native(store, self.rank, self.size, self.name, timeout_s)
+            made = _native.create_native(
+                store, self.rank, self.size, self.name, timeout_s, self._visible()
+            )
         else:
             self.network.require_usable()
             factory = gloo_factory(self.network)
-            made = _native.create_gloo(store, self.rank, self.size, self.name, timeout_s, factory)
+            made = _native.create_gloo(
+                store, self.rank, self.size, self.name, timeout_s, factory, self._visible()
+            )
         made.timeout = timeout_s
         return made
+
+    def _visible(self) -> list[tuple[str, int, int]]:
+        """Other ranks' processes of which this one can see whether they still run."""
+        own = own_process()
+        return [
+            (f"rank {rank} ({each})", each.pid, each.started)
+            for rank, each in enumerate(self.processes)
+            if each != own and each.machine and each.machine == own.machine
+        ]
 
     def create_nccl(self, host: _native.Communicator, gpu: int) -> _native.Communicator:
         """A communicator on NCCL that leaves tensors on the CPU to `host`, and owns it."""
@@ -243,6 +258,7 @@ def create_communicator(
         Timeout: a rank did not come.
         TransportError: the backend asked for can't serve these ranks.
     """
+    end_with_torchrun()
     # After destroy_process_group torch begins its names anew, on the same store.
     met_by = f"{name} of {','.join(map(str, members)) if members is not None else size}"
     number = next_number(dist.PrefixStore(met_by, store), rank, timeout)
@@ -254,7 +270,9 @@ def create_communicator(
     store = dist.PrefixStore(f"{met_by}#{number}", store)
     known = current.job.agreement
     if known is not None and not is_world:
-        meeting = _Meeting(store, rank, size, name, timeout, known.network)
+        ranks = range(size) if members is None else members
+        processes = tuple(known.processes[member] for member in ranks)
+        meeting = _Meeting(store, rank, size, name, timeout, known.network, processes)
         gpu = known.gpus[rank if members is None else members[rank]]
         return _create(meeting, known, gpu)
     start_s = time.monotonic()
@@ -268,7 +286,7 @@ def create_communicator(
     )
     gpu = agreed.gpus[rank]
     network = join_network(rank, agreed.hosts, agreed.networks)
-    meeting = _Meeting(store, rank, size, name, timeout, network)
+    meeting = _Meeting(store, rank, size, name, timeout, network, agreed.processes)
     job, communicator = _choose(meeting, agreed, gpu)
     if is_world:
         if gpu is not None:

@@ -99,6 +99,7 @@ def entering() -> Iterator[None]:
         yield
     except BaseException:
         current.replace()
+        _native.release_process()
         log.stop()
         raise
 
@@ -322,7 +323,11 @@ def shutdown() -> None:
         atexit.unregister(shutdown)
         current.replace()
         # The parent's job is the parent's to leave.
-        if member is None or not is_own:
+        if not is_own:
+            return
+        if member is None:
+            if not dist.is_initialized():
+                _native.release_process()  # what groups that could not be made have left
             return
         if member.owns_group:
             if dist.is_initialized() and dist.group.WORLD is member.group:

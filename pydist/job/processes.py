@@ -1,12 +1,20 @@
-"""Which process a rank is, so that others can tell whether it still runs."""
+"""Which process a rank is, so that others can tell whether it still runs, and what it ends with."""
 
 import os
+import select
+import signal
 import socket
+import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Process", "own_process"]
+__all__ = ["Process", "end_with", "end_with_torchrun", "own_process"]
+
+# How often a process is looked at that can't be watched.
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,83 @@ def own_process() -> Process:
 
 @cache
 def _own(pid: int) -> Process:
+    return _process(pid)
+
+
+def _process(pid: int) -> Process:
     try:
         return Process(_machine(), socket.gethostname(), pid, _state_and_start(pid)[1])
     except OSError:
         return Process("", socket.gethostname(), pid, 0)
+
+
+def end_with(parent: int, grace_s: float = 0.0) -> None:
+    """Has this process end, by SIGKILL, some time after another one. A thread waits for that.
+
+    Args:
+        parent: The number of a process of this machine that is known to live.
+        grace_s: How much later.
+    """
+    process = _process(parent)
+
+    def wait() -> None:
+        _wait_for_end(process)
+        time.sleep(grace_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with suppress(RuntimeError):  # no thread is to be had
+        threading.Thread(target=wait, name="pydist-parent", daemon=True).start()
+
+
+def _wait_for_end(process: Process) -> None:
+    with suppress(OSError):  # it has ended, or the system gives no descriptor
+        descriptor = os.pidfd_open(process.pid)
+        try:
+            # By now the number may be that of a later process.
+            if not process.is_known_dead:
+                end = select.poll()
+                end.register(descriptor, select.POLLIN)
+                end.poll()
+                return
+        finally:
+            os.close(descriptor)
+    while not process.is_known_dead:
+        time.sleep(_LOOK_S)
+
+
+@cache
+def _is_tied(_pid: int) -> bool:
+    agent = _torchruns_agent()
+    if agent is not None:
+        end_with(agent)
+    return agent is not None
+
+
+def end_with_torchrun() -> None:
+    """Has a process that torchrun has started end with it. Idempotent.
+
+    torchrun ends its processes by itself, unless it is killed. One that no torchrun has started
+    goes on, whatever happens to its shell.
+    """
+    _is_tied(os.getpid())
+
+
+def _torchruns_agent() -> int | None:
+    """The number of the process that runs torchrun's agent; None where none has started this one.
+
+    Each process that the agent starts begins a session, so the agent is the parent of the session's
+    first process. That is another rank where a rank has started a program in a session of its own:
+    a rank, unlike the agent, was born with the variable that tells the number of the run.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return None
+    try:
+        first = os.getsid(0)
+        status = Path(f"/proc/{first}/stat").read_text(errors="replace")
+        agent = int(status.rpartition(")")[2].split()[1])
+        born_with = Path(f"/proc/{agent}/environ").read_bytes().split(b"\0")
+    except (OSError, ValueError):
+        return None
+    is_rank = f"TORCHELASTIC_RUN_ID={run}".encode() in born_with
+    return None if agent <= 1 or is_rank else agent

@@ -36,6 +36,7 @@ from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout
 from pydist.job import backends
 from pydist.job.left_behind import is_left_behind
 from pydist.job.pickling import find_unpicklable
+from pydist.job.processes import end_with
 
 if TYPE_CHECKING:
     from pydist.gpu.selection import Gpus
@@ -46,8 +47,6 @@ R = TypeVar("R")
 
 # How long the other ranks get to end by themselves once one has failed, and again after SIGTERM.
 _GRACE_S = 2.0
-# How often a rank looks whether its parent is still there, should nothing else tell it.
-_PARENT_CHECK_S = 1.0
 
 _lock = threading.Lock()
 
@@ -417,7 +416,7 @@ def _unpack(folder: Path, rank: int) -> Any:
 def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
     """The life of a spawned process."""
     folder = Path(folder_name)
-    threading.Thread(target=_end_after_parent, name="pydist-parent", daemon=True).start()
+    _end_after_parent()
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     if deadline_s is not None:
         # The monotonic clock is the same in all processes of a host.
@@ -433,19 +432,17 @@ def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
 
 
 def _end_after_parent() -> None:
-    """Waits until the process that called `spawn` is gone, and then ends this one.
+    """Has this process end when the one is gone that has called `spawn`.
 
     torch has the kernel send SIGINT at that moment, so that a rank can end by itself. A program
     that was started in the background ignores SIGINT, and so do its ranks.
     """
     parent = multiprocessing_process.parent_process()
     assert parent is not None
-    while os.getppid() == parent.pid:
-        # Returns as soon as the parent dies, unless a process that the parent forked lives on: that
-        # holds the same pipe.
-        parent.join(_PARENT_CHECK_S)
-    time.sleep(_GRACE_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+    assert parent.pid is not None
+    end_with(parent.pid, _GRACE_S)
+    if os.getppid() != parent.pid:  # it had gone before it could be watched
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _write(file: Path, content: bytes) -> None:

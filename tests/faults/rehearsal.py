@@ -2,60 +2,68 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import tempfile
 import threading
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 from launch import Outcome, Ranks
-from scene import Drill, Report, perform
+from scene import Drill, FailedDrillError, LauncherDrill, Report, Result, perform
 from time_limit import PATIENCE
 
 LIMIT_S = 60.0
-# On gloo the ranks on which a collective failed wait a second for each other's names.
-GLOO_LIST_S = 1.5
-
-
-@dataclass
-class Result:
-    """Of one performance."""
-
-    # What a survivor read, without what differs from one to the next; empty where all went well.
-    text: str
-    # From the fault until the last survivor knew.
-    seconds: float
-    left: list[str]
-
-
-class FailedDrillError(AssertionError):
-    """Something other came of a drill than has to."""
 
 
 def rehearse(drill: Drill, backend: str, size: int, *, slack: float = 1.0) -> Result:
     """Performs a drill on fresh ranks, who may take `slack` times as long as the drill says."""
-    with tempfile.TemporaryDirectory(prefix="pydist-drill-") as folder:
-        with Ranks(size, {"PYDIST_BACKEND": backend, **drill.env}) as ranks:
+    with tempfile.TemporaryDirectory(prefix="pydist-drill-") as name:
+        folder = Path(name)
+        beside = drill.beside(folder) if drill.beside is not None else contextlib.nullcontext()
+        with _ranks(drill, backend, size) as ranks, beside:
             if drill.victim == "stopped":
-                _end_when_others_are_done(ranks, size - 1, Path(folder), drill.timeout_s)
+                _end_when_others_are_done(ranks, size - 1, folder)
             outcomes = ranks.outcomes(
-                perform, drill.act, folder, drill.timeout_s * PATIENCE, drill.joins, timeout=LIMIT_S
+                perform, drill.act, name, drill.timeout_s * PATIENCE, drill.joins, timeout=LIMIT_S
             )
-        within_s = drill.within_s + (GLOO_LIST_S if backend == "gloo" else 0)
-        return _judge(drill, outcomes, Path(folder), within_s * slack * PATIENCE)
+        return _judge(drill, outcomes, folder, drill.within_s * slack * PATIENCE)
 
 
-def _end_when_others_are_done(ranks: Ranks, rank: int, folder: Path, timeout_s: float) -> None:
-    """Kills the stopped rank well after the others' deadline: it reports to nobody."""
+def rehearse_launcher(drill: LauncherDrill, *, slack: float = 1.0) -> Result:
+    """Performs a drill of a launcher."""
+    with tempfile.TemporaryDirectory(prefix="pydist-drill-") as name:
+        return drill.perform(Path(name), slack * PATIENCE)
+
+
+@contextlib.contextmanager
+def _ranks(drill: Drill, backend: str, size: int) -> Iterator[Ranks]:
+    env = {"PYDIST_BACKEND": backend, **drill.env}
+    if drill.preload is None:
+        with Ranks(size, env) as ranks:
+            yield ranks
+        return
+    with mock.patch.dict(os.environ, LD_PRELOAD=str(drill.preload())):
+        ranks = Ranks(size, env, method="spawn")
+    with ranks:
+        yield ranks
+
+
+def _end_when_others_are_done(ranks: Ranks, rank: int, folder: Path) -> None:
+    """Kills the stopped rank once all others have reported: it reports to nobody."""
 
     def end() -> None:
-        os.kill(ranks.pids[rank], signal.SIGKILL)
+        deadline = time.monotonic() + LIMIT_S * PATIENCE - 5
+        while len(list(folder.glob("told-*"))) < ranks.nprocs - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ranks.pids[rank], signal.SIGKILL)
 
-    timer = threading.Timer(timeout_s * PATIENCE + 3, end)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=end, daemon=True).start()
 
 
 def _judge(drill: Drill, outcomes: list[Outcome], folder: Path, within_s: float) -> Result:

@@ -1,8 +1,9 @@
 """`make drills`: performs every drill again and again, and writes the table of docs/failure.md.
 
-The drills take turns, so that whatever else the machine does meets all of them. What was measured
-is kept (`--results`): a run that was cut off goes on where it ended, and `--write` alone makes the
-table from what is there.
+The drills take turns, so that whatever else the machine does meets all of them. Those that wait for
+a time-out wait together, a few at a time: the others have the machine for themselves. What was
+measured is kept (`--results`): a run that was cut off goes on where it ended, and `--write` alone
+makes the table from what is there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +24,54 @@ sys.path[:0] = [str(ROOT / "tests" / "python"), str(Path(__file__).parent)]
 
 from drills import DRILLS  # noqa: E402
 from launch import warm_up  # noqa: E402
-from rehearsal import FailedDrillError, rehearse  # noqa: E402
-from scene import Drill  # noqa: E402
+from launchers import LAUNCHER_DRILLS, RANKS  # noqa: E402
+from rehearsal import rehearse, rehearse_launcher  # noqa: E402
+from scene import Drill, LauncherDrill, Result  # noqa: E402
 
 PAGE = ROOT / "docs" / "failure.md"
 BEGIN = "<!-- begin: written by make drills -->\n"
 END = "<!-- end -->\n"
 
 
-def performances(only: str) -> Iterator[tuple[str, Drill, str, int]]:
-    for drill in DRILLS:
-        for backend in drill.backends:
-            for size in drill.sizes:
-                key = f"{drill.name}|{backend}|{size}"
-                if only in key:
-                    yield key, drill, backend, size
+# How many performances that mostly wait run at a time.
+AT_A_TIME = 4
+
+
+@dataclass(frozen=True)
+class Performance:
+    """A drill on a backend, with so many ranks; a launcher's on none."""
+
+    drill: Drill | LauncherDrill
+    backend: str
+    size: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.drill.name}|{self.backend}|{self.size}"
+
+    @property
+    def is_idle(self) -> bool:
+        return isinstance(self.drill, Drill) and self.drill.is_idle
+
+    @property
+    def obstacle(self) -> str:
+        return self.drill.obstacle() if isinstance(self.drill, Drill) else ""
+
+    def perform(self) -> Result:
+        if isinstance(self.drill, LauncherDrill):
+            return rehearse_launcher(self.drill)
+        return rehearse(self.drill, self.backend, self.size)
+
+
+def performances(only: str) -> list[Performance]:
+    found = [
+        Performance(drill, backend, size)
+        for drill in DRILLS
+        for backend in drill.backends
+        for size in drill.sizes
+    ]
+    found += [Performance(drill, "any", RANKS) for drill in LAUNCHER_DRILLS]
+    return [each for each in found if only in each.key]
 
 
 def sample(text: str) -> str:
@@ -50,17 +85,21 @@ def table(results: dict[str, Any]) -> str:
         "| drill | backend | ranks | what the others read | known after, p50 | max | of | left |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for key, _, backend, size in performances(""):
-        result = results.get(key)
+    for each in performances(""):
+        result = results.get(each.key)
         if not result or not result["seconds"]:
             continue
         times = result["seconds"]
-        read = f"`{sample(result['text'])}`" if result["text"] else "nothing: all goes on"
-        left = ", ".join(result["left"]) or "nothing"
-        name = key.partition("|")[0]
+        nothing = (
+            each.drill.reads if isinstance(each.drill, LauncherDrill) else "nothing: all goes on"
+        )
+        read = f"`{sample(result['text'])}`" if result["text"] else nothing
+        torchs = each.drill.left_by_torch if isinstance(each.drill, Drill) else ()
+        left = [f"{thing} (torch's)" if thing in torchs else thing for thing in result["left"]]
         lines.append(
-            f"| {name} | {backend} | {size} | {read} | {statistics.median(times):.3f} s | "
-            f"{max(times):.3f} s | {len(times)} | {left} |"
+            f"| {each.drill.name} | {each.backend} | {each.size} | {read} | "
+            f"{statistics.median(times):.3f} s | "
+            f"{max(times):.3f} s | {len(times)} | {', '.join(left) or 'nothing'} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -78,6 +117,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a part of 'drill|backend|ranks'")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "drills.json")
     parser.add_argument("--write", action="store_true", help="only write the table")
+    parser.add_argument("--verbose", action="store_true", help="say what each performance took")
     given = parser.parse_args()
     results: dict[str, Any] = {}
     if given.results.exists():
@@ -97,23 +137,47 @@ def repeat(given: argparse.Namespace, results: dict[str, Any]) -> list[str]:
     failed: list[str] = []
     end = time.monotonic() + given.minutes * 60
     given.results.parent.mkdir(parents=True, exist_ok=True)
+    every: list[Performance] = []
+    for each in performances(given.only):
+        if obstacle := each.obstacle:
+            print(f"SKIPPED {each.key}: {obstacle}", flush=True)
+        else:
+            every.append(each)
+
+    def once(each: Performance) -> None:
+        if time.monotonic() > end:
+            return
+        begin = time.monotonic()
+        try:
+            done = each.perform()
+        except (AssertionError, RuntimeError) as error:
+            failed.append(f"{each.key}: {error}")
+            print(f"FAILED {each.key}", flush=True)
+            return
+        result = results.setdefault(each.key, {"seconds": [], "text": "", "left": []})
+        result["seconds"].append(round(done.seconds, 4))
+        result["text"] = result["text"] or done.text
+        result["left"] = sorted({*result["left"], *done.left})
+        if given.verbose:
+            took = time.monotonic() - begin
+            print(f"{each.key}: {done.seconds:.3f} s, in all {took:.1f} s", flush=True)
+
     for number in range(given.repetitions):
-        for key, drill, backend, size in performances(given.only):
-            result = results.setdefault(key, {"seconds": [], "text": "", "left": []})
-            if len(result["seconds"]) > number:
-                continue
-            if time.monotonic() > end:
-                return failed
-            try:
-                done = rehearse(drill, backend, size)
-            except FailedDrillError as error:
-                failed.append(str(error))
-                print(f"FAILED {key}", flush=True)
-                continue
-            result["seconds"].append(round(done.seconds, 4))
-            result["text"] = result["text"] or done.text
-            result["left"] = sorted({*result["left"], *done.left})
-            given.results.write_text(json.dumps(results, indent=1))
+        turn = [
+            each
+            for each in every
+            if len(results.get(each.key, {}).get("seconds", [])) <= number < each.drill.repetitions
+        ]
+        for each in turn:
+            if not each.is_idle:
+                once(each)
+                given.results.write_text(json.dumps(results, indent=1))
+        with ThreadPoolExecutor(AT_A_TIME) as together:
+            list(together.map(once, [each for each in turn if each.is_idle]))
+        given.results.write_text(json.dumps(results, indent=1))
+        if time.monotonic() > end:
+            print(f"the time is up in round {number + 1}", flush=True)
+            break
         print(f"round {number + 1} is done", flush=True)
     return failed
 

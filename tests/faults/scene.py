@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +73,49 @@ class Drill:
     env: dict[str, str] = field(default_factory=dict)
     # Whether ranks join before they act; otherwise they do so when they act.
     joins: bool = True
+    # What happens beside the ranks while they act; gets the scene's folder.
+    beside: Callable[[Path], AbstractContextManager[None]] | None = None
+    # A library that is loaded ahead of all others into the ranks, which start afresh then.
+    preload: Callable[[], Path] | None = None
+    # What parts of torch leave behind that fail in it.
+    left_by_torch: tuple[str, ...] = ()
+    # Why this machine can't perform it; empty if it can.
+    obstacle: Callable[[], str] = str
+    # How often `make drills` performs it: more seldom what takes long and detects nothing.
+    repetitions: int = 20
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it mostly waits for a time-out, so that several can be performed at a time."""
+        return self.timeout_s < 5.0
+
+
+@dataclass
+class Result:
+    """Of one performance."""
+
+    # What a survivor read, without what differs from one to the next; empty where all went well.
+    text: str
+    # From the fault until the last survivor knew.
+    seconds: float
+    left: list[str]
+
+
+class FailedDrillError(AssertionError):
+    """Something other came of a drill than has to."""
+
+
+@dataclass(frozen=True)
+class LauncherDrill:
+    """Something that befalls a launcher, and what has to come of its ranks."""
+
+    name: str
+    # What is done once the ranks run. Gets a folder and how many times slower things may be;
+    # raises a FailedDrillError.
+    perform: Callable[[Path, float], Result]
+    # What the table says that is read.
+    reads: str
+    repetitions: int = 20
 
 
 @dataclass
@@ -100,4 +144,5 @@ def perform(act: Callable[[Scene], None], folder: str, timeout_s: float, joins: 
         error, message = type(raised).__name__, str(raised)
     at = time.monotonic()
     pydist.shutdown()
+    (scene.folder / f"told-{rank}").touch()
     return Report(error, message, at, left_since(before, TIDY_UP_S))

@@ -11,8 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/env.h"
 #include "base/error.h"
 #include "base/fork.h"
+#include "base/log.h"
 #include "c10d/elastic_threads.h"
 #include "c10d/gloo/gloo_channel.h"
 #include "c10d/gloo/gloo_collectives.h"
@@ -24,6 +26,7 @@
 #include "communicator/open_communicators.h"
 #include "communicator/peer_news.h"
 #include "communicator/splits.h"
+#include "health/death_watch.h"
 
 namespace pydist {
 namespace {
@@ -45,7 +48,7 @@ MemoryPtr allocate_on_cpu(std::size_t bytes) {
 class GlooCommunicator : public Communicator, public PeerNews {
  public:
   GlooCommunicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
-                   milliseconds timeout, GlooFactory factory)
+                   milliseconds timeout, GlooFactory factory, CheckHope check_hope)
       : store_(std::move(store)),
         factory_(std::move(factory)),
         rank_(rank),
@@ -53,7 +56,8 @@ class GlooCommunicator : public Communicator, public PeerNews {
         name_(std::move(name)),
         timeout_(timeout),
         group_(std::make_shared<GlooGroup>(
-            factory_(poll_store(store_, GlooGroup::kNewsKey), rank, size, timeout),
+            factory_(poll_store(store_, GlooGroup::kNewsKey, std::move(check_hope)), rank, size,
+                     timeout),
             adapt_store(store_, kRollCallPatience), rank, size, name_)) {}
 
   ~GlooCommunicator() override {
@@ -170,6 +174,10 @@ class GlooCommunicator : public Communicator, public PeerNews {
     }
     queue_.stop();
     const bool is_quiet = group_->wait_for_messages(kShutdownPatience);
+    if (size_ > 1) {
+      group_->say_left();
+    }
+    watch_.reset();
     if (!group_->stop_watching(kShutdownPatience) || !is_quiet) {
       group_->channel.abandon();
     }
@@ -182,6 +190,27 @@ class GlooCommunicator : public Communicator, public PeerNews {
     return size_ == 1 ? std::nullopt : group_->absence();
   }
   void set_farewell(std::uint64_t done) noexcept override { group_->set_farewell(done); }
+
+  // Lets this rank know of the others' deaths. Collective; when it returns all ranks are connected:
+  // one that leaves before that is lost to those that still connect.
+  void meet() {
+    processes_.resize(static_cast<std::size_t>(size_));
+    ProcessIdentity& self = processes_[static_cast<std::size_t>(rank_)];
+    self = ProcessIdentity::own(Environment::read().host_id);
+    Operation gather;
+    gather.kind = OpKind::kAllGather;
+    gather.inputs = {Buffer{&self, sizeof self, DType::kUInt8}};
+    gather.outputs = {Buffer{processes_.data(), processes_.size() * sizeof self, DType::kUInt8}};
+    submit(std::move(gather))->wait();
+    try {
+      watch_ = std::make_unique<DeathWatch>(processes_, self, [this](std::size_t rank) {
+        group_->note_end_of(static_cast<int>(rank), processes_[rank].description());
+      });
+    } catch (const TransportError& error) {
+      log_line(LogLevel::kWarning, join("deaths of ranks of group '", name_,
+                                        "' are seen by their connections alone: ", error.what()));
+    }
+  }
 
   void watch_peers() override {
     if (size_ > 1) {
@@ -302,15 +331,17 @@ class GlooCommunicator : public Communicator, public PeerNews {
   std::atomic<bool> is_shut_down_{false};
   Splits splits_;
   const std::shared_ptr<GlooGroup> group_;
+  std::vector<ProcessIdentity> processes_;  // of all ranks, once they have met
   ElasticThreads messages_;
   SerialQueue queue_{"pydist-gloo"};
+  std::unique_ptr<DeathWatch> watch_;  // null: none is to be had, or not yet, or not any more
 };
 
 }  // namespace
 
 CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                          std::string name, std::chrono::milliseconds timeout,
-                                         GlooFactory factory) {
+                                         GlooFactory factory, CheckHope check_hope) {
   if (size < 1 || rank < 0 || rank >= size) {
     throw InvalidUsage(join("Rank ", rank, " of ", size, " is not a rank of a group."));
   }
@@ -320,7 +351,8 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
   require_not_forked();
   std::shared_ptr<GlooCommunicator> communicator;
   const auto connect = [&] {
-    communicator = std::make_shared<GlooCommunicator>(store, rank, size, name, timeout, factory);
+    communicator =
+        std::make_shared<GlooCommunicator>(store, rank, size, name, timeout, factory, check_hope);
   };
   if (size == 1) {
     connect();
@@ -333,11 +365,7 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
       asked->set(key, "1");
       (void)asked->get(key, Deadline::in(timeout));
       connect();
-      // A rank that is connected may leave the group at once; to one that still connects, it is
-      // lost.
-      Operation barrier;
-      barrier.kind = OpKind::kBarrier;
-      communicator->submit(std::move(barrier))->wait();
+      communicator->meet();
     } catch (const std::exception& error) {
       // The others wait for this rank, which will not come.
       GlooGroup::tell_of_failure(

@@ -14,6 +14,8 @@ using std::chrono::milliseconds;
 constexpr std::chrono::seconds kReasonPatience{1};
 // After how many questions without an answer, of a second or so each, the store is gone.
 constexpr int kMostSilences = 20;
+// How long operations get to end by themselves once a rank has died.
+constexpr milliseconds kGrace{200};
 // How long a farewell may take to be on its way.
 constexpr milliseconds kFarewellPatience{500};
 
@@ -50,6 +52,56 @@ std::optional<Absence> GlooGroup::absence() {
     }
   }
   return news_.empty() ? loss_ : Absence{.what = news_};
+}
+
+void GlooGroup::note_end_of(int rank, const std::string& process) {
+  if (is_over()) {
+    return;
+  }
+  std::optional<std::string> how;
+  try {
+    how = how_gone(*store_, rank);
+    if (!how) {
+      how = join("(", process, ") ", kHasDied);
+      tell_gone(*store_, rank, *how);
+    }
+  } catch (const std::exception&) {
+    // It may have hosted the store, and have left before it ended.
+    return;
+  }
+  if (!how->ends_with(kHasDied)) {
+    return;
+  }
+  const std::string what = join("rank ", rank, " ", *how);
+  {
+    const std::lock_guard lock(mutex_);
+    death_ = what;
+  }
+  note_loss({.what = what});
+  // What the rank did before it died counts: whatever has all that it needs comes to its end.
+  const Deadline grace = Deadline::in(kGrace);
+  while (under_way_ != 0 && !grace.has_passed()) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  channel.close();
+  if (under_way_ == 0) {
+    fail(std::make_exception_ptr(
+        PeerLost(join(what, ". The group '", name_,
+                      "' is of no further use; save what you need and start again."))));
+  }
+}
+
+void GlooGroup::say_left() noexcept {
+  try {
+    tell_gone(*store_, channel.rank(), kHasLeft);
+  } catch (const std::exception&) {
+    // Whoever hosted the store is gone.
+  }
+}
+
+std::optional<std::string> GlooGroup::death() const {
+  const std::lock_guard lock(mutex_);
+  return death_;
 }
 
 void GlooGroup::watch_neighbours() {

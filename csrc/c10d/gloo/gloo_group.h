@@ -57,6 +57,17 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
 
   void set_farewell(std::uint64_t done) noexcept { farewell_ = done; }
 
+  // Note [Deaths on gloo] gloo tells of a rank's death by the connections that the system closes
+  // then: to those ranks alone that move data with it, not by name, and not at all while a process
+  // lives that was forked from it (a data-loader worker), which holds them open. So each rank
+  // watches the processes of its host (health/death_watch.h). A rank that leaves the group says so
+  // in the store before its process can end. One whose process ends without that has died: those
+  // that see it say so in the store, which tells ranks of other hosts too, and soon cut their
+  // connections, so that whatever is under way there fails and names the rank.
+  void note_end_of(int rank, const std::string& process);
+  // This rank is about to leave the group. Takes as long as the store takes.
+  void say_left() noexcept;
+
   // Note [Neighbours] When a rank dies, its connections are cut, but gloo tells only a rank that
   // waits for a message from it. So each rank waits for a message from both of its neighbours, a
   // farewell, on a thread for each, for as long as the group lives. A rank that shuts the group
@@ -74,10 +85,16 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   // Runs `step` of an operation; a failure is the group's, named after the operation.
   template <typename Step>
   int perform(const Operation& operation, const Step& step) {
+    const UnderWay counted(*this);
     try {
       return step();
     } catch (...) {
-      const auto [kind, what] = describe(std::current_exception());
+      auto [kind, what] = describe(std::current_exception());
+      if (const std::optional<std::string> death = this->death();
+          death && kind != ErrorKind::kMismatch) {
+        kind = ErrorKind::kPeerLost;
+        what = *death + ".";
+      }
       std::rethrow_exception(
           fail(make_error(kind, join(name_of(operation), " on rank ", channel.rank(), " of ",
                                      channel.size(), " of group '", name_, "' failed: ", what))));
@@ -98,11 +115,16 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
           throw;
         }
         channel.close();
-        const std::string who = call_roll(*store_, collectives_, channel.rank(), channel.size());
-        if (who.empty()) {
+        const RollCall called = call_roll(*store_, collectives_, channel.rank(), channel.size(),
+                                          /*counts_leavers=*/kind != ErrorKind::kTimeout);
+        if (called.sentence.empty()) {
           throw;
         }
-        std::rethrow_exception(make_error(kind, join(what, what.ends_with('.') ? " " : ". ", who)));
+        // gloo's words are about the connections, which this rank may have cut itself.
+        std::rethrow_exception(
+            called.has_lost
+                ? make_error(ErrorKind::kPeerLost, called.sentence)
+                : make_error(kind, join(what, what.ends_with('.') ? " " : ". ", called.sentence)));
       }
       return -1;
     });
@@ -115,6 +137,18 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   bool wait_for_messages(std::chrono::seconds patience);
 
  private:
+  // Counts an operation as under way.
+  class UnderWay {
+   public:
+    explicit UnderWay(GlooGroup& group) noexcept : group_(group) { ++group_.under_way_; }
+    UnderWay(const UnderWay&) = delete;
+    UnderWay& operator=(const UnderWay&) = delete;
+    ~UnderWay() { --group_.under_way_; }
+
+   private:
+    GlooGroup& group_;
+  };
+
   // How often a rank looks into the store for other ranks' failures.
   static constexpr std::chrono::milliseconds kNewsInterval{500};
 
@@ -123,6 +157,9 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   void note_loss(Absence loss);
 
   [[nodiscard]] bool is_over() const;
+
+  // The rank that has died, as far as this rank sees it: "rank 3 (pid 71 on host b) has died".
+  [[nodiscard]] std::optional<std::string> death() const;
 
   // Throws where the store does not answer.
   [[nodiscard]] bool is_told(const std::string& key) const;
@@ -138,13 +175,15 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   const std::string name_;
   std::uint64_t collectives_ = 0;           // by the queue's thread only
   std::atomic<std::uint64_t> farewell_{0};  // Absence::done
+  std::atomic<int> under_way_{0};           // operations that are being performed
   mutable std::mutex mutex_;
   std::condition_variable quiet_;
   FailureRecord failure_;
-  bool is_shut_down_ = false;  // guarded by mutex_
-  int messages_ = 0;           // guarded by mutex_
-  int listeners_ = 0;          // guarded by mutex_
-  bool is_watching_ = false;   // guarded by mutex_
+  std::optional<std::string> death_;  // guarded by mutex_
+  bool is_shut_down_ = false;         // guarded by mutex_
+  int messages_ = 0;                  // guarded by mutex_
+  int listeners_ = 0;                 // guarded by mutex_
+  bool is_watching_ = false;          // guarded by mutex_
   std::mutex news_mutex_;
   std::string news_;             // guarded by news_mutex_
   std::optional<Absence> loss_;  // guarded by news_mutex_; of a neighbour

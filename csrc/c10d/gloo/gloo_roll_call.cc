@@ -1,6 +1,7 @@
 #include "c10d/gloo/gloo_roll_call.h"
 
 #include <exception>
+#include <thread>
 
 #include "base/deadline.h"
 #include "base/error.h"
@@ -8,32 +9,62 @@
 namespace pydist {
 namespace {
 
+// How often a rank that is missing is looked for.
+constexpr std::chrono::milliseconds kRollCallLook{10};
+
 std::string answer_key(std::uint64_t sequence, int rank) {
   return join("failed/", sequence, "/", rank);
+}
+std::string gone_key(int rank) { return join("gone/", rank); }
+
+std::optional<std::string> look_up(KeyValueStore& store, const std::string& key) {
+  try {
+    return store.get(key, Deadline::in(std::chrono::nanoseconds::zero()));
+  } catch (const Timeout&) {
+    return std::nullopt;
+  }
 }
 
 }  // namespace
 
-std::string call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int size) noexcept {
+void tell_gone(KeyValueStore& store, int rank, const std::string& how) {
+  store.set(gone_key(rank), how);
+}
+
+std::optional<std::string> how_gone(KeyValueStore& store, int rank) {
+  return look_up(store, gone_key(rank));
+}
+
+RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int size,
+                   bool counts_leavers) noexcept {
   try {
     store.set(answer_key(sequence, rank), "here");
     const Deadline deadline = Deadline::in(kRollCallPatience);
     std::string missing;
     for (int peer = 0; peer < size; ++peer) {
-      try {
-        store.get(answer_key(sequence, peer), deadline);
-      } catch (const Timeout&) {
-        missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(peer);
+      while (!look_up(store, answer_key(sequence, peer))) {
+        const auto how = how_gone(store, peer);
+        if (how && (counts_leavers || how->ends_with(kHasDied))) {
+          return {join("rank ", peer, " ", *how, "."), /*has_lost=*/true};
+        }
+        if (deadline.has_passed()) {
+          missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(peer);
+          break;
+        }
+        std::this_thread::sleep_for(kRollCallLook);
       }
     }
-    return missing.empty()
-               ? missing
-               : join("No answer from ", missing,
-                      " (late, stopped, dead, or still waiting for one of the others).");
+    if (missing.empty()) {
+      return {};
+    }
+    return {join("No answer from ", missing,
+                 " (late, stopped, dead, or still waiting for one of the others)."),
+            /*has_lost=*/false};
   } catch (const std::exception&) {
-    return "The job's store does not answer either: the process that hosts it (the launcher or "
-           "rank "
-           "0) may be stopped or dead.";
+    return {
+        "The job's store does not answer either: the process that hosts it (the launcher or "
+        "rank 0) may be stopped or dead.",
+        /*has_lost=*/false};
   }
 }
 

@@ -1,14 +1,16 @@
 // Who is missing when a collective on gloo has failed; gloo itself does not say.
 //
 // A rank on which a collective fails says so in the group's store, and cuts its connections, so
-// that the ranks that wait for its data fail too. A rank that has not said so soon afterwards is
-// late, stopped or dead, or waits only for ranks that are. So the last ranks to give up name
-// exactly the culprits.
+// that the ranks that wait for its data fail too. A rank that leaves the group says so there, too,
+// and of one that has died those say so that can see it, see Note [Deaths on gloo]. One that has
+// not been heard of soon afterwards is late, stopped or dead, or waits only for ranks that are. So
+// the last ranks to give up name exactly the culprits.
 
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "topology/key_value_store.h"
@@ -17,10 +19,24 @@ namespace pydist {
 
 inline constexpr std::chrono::seconds kRollCallPatience{1};
 
+struct RollCall {
+  std::string sentence;   // names who is missing; empty where all have answered
+  bool has_lost = false;  // it names a rank that has left or died
+};
+
 // For a rank on which collective number `sequence` of the group has failed; call after its
-// connections have been cut. Takes up to kRollCallPatience while ranks are missing. A sentence,
-// empty where all have answered.
-[[nodiscard]] std::string call_roll(KeyValueStore& store, std::uint64_t sequence, int rank,
-                                    int size) noexcept;
+// connections have been cut. Takes up to kRollCallPatience while ranks are missing of which nobody
+// knows that they are gone. `counts_leavers`: whether a rank that has left may be the reason. Not
+// where the time was up: others then leave because this rank has cut its connections.
+[[nodiscard]] RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int size,
+                                 bool counts_leavers) noexcept;
+
+inline constexpr const char* kHasDied = "has died";
+inline constexpr const char* kHasLeft = "has left the group (shutdown)";
+// Tells all that a rank is gone, and how: a text that ends with one of these. Throws where the
+// store does not answer.
+void tell_gone(KeyValueStore& store, int rank, const std::string& how);
+// What has been told; nothing while it has not. Throws where the store does not answer.
+[[nodiscard]] std::optional<std::string> how_gone(KeyValueStore& store, int rank);
 
 }  // namespace pydist

@@ -54,6 +54,9 @@ std::exception_ptr GroupHealth::failure() {
                           "was under way.");
   }
   return segment_.failure().error([this](int writer) {
+    if (writer < 0 || writer >= size()) {
+      return join("The record of failure of the group '", name_, "' is damaged.");
+    }
     return join("The group '", name_, "' is failing on ", who(writer),
                 ", which has died or was stopped before it could say why; it ", activity(writer),
                 ".");

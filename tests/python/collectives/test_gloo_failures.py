@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from gloo_groups import gloo, make
 from launch import Ranks
+from survivors_of import die, survivors_of
+from thorough import everyday
 
 import pydist
 from pydist import _native
@@ -73,10 +76,77 @@ def missing_rank(how: str) -> str:
 def test_who_is_missing_is_named_to_everybody(how: str) -> None:
     with Ranks(3) as ranks:
         outcomes = ranks.outcomes(missing_rank, how, timeout=LIMIT_S)
+    if how == "dead":
+        for outcome in (outcomes[0], outcomes[2]):
+            said = r"PeerLost: all_reduce on rank \d of 3 .* rank 1 \(pid \d+ on host .*\) has died"
+            assert re.match(said, outcome.value), outcomes
+        return
     # Rank 0 gives up first, while rank 2 still waits for rank 1 and can't answer.
     assert re.search(r"No answer from rank 1(, rank 2)? \(late", outcomes[0].value), outcomes
     assert "No answer from rank 1 (late" in outcomes[2].value, outcomes
-    assert outcomes[0].value.startswith("Timeout" if how == "late" else "PeerLost")
+    assert outcomes[0].value.startswith("Timeout")
+
+
+def lose_one_with_a_worker(waits: str) -> tuple[str, float]:
+    communicator = make()
+    communicator.barrier()
+    if communicator.rank == 1:
+        if os.fork() == 0:  # as a data loader does: it holds all connections open
+            time.sleep(20)
+            os._exit(0)
+        time.sleep(0.3)
+        (Path(os.environ["FOLDER"]) / "dies").write_text(repr(time.monotonic()))
+        die()
+    try:
+        if waits == "in a collective":
+            communicator.all_reduce(torch.ones(2), torch.ones(2))
+        elif waits == "for a message":
+            communicator.recv(torch.ones(2), 1)
+        else:
+            while communicator.failure is None:
+                time.sleep(0.001)
+            communicator.barrier()
+    except pydist.PeerLost as error:
+        died_s = float((Path(os.environ["FOLDER"]) / "dies").read_text())
+        return str(error), time.monotonic() - died_s
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize(
+    "waits",
+    everyday("in a collective", thorough=("for a message", "for nothing")),
+)
+def test_a_death_is_seen_while_a_forked_process_lives(waits: str, tmp_path: Path) -> None:
+    with Ranks(3, {"FOLDER": str(tmp_path)}) as ranks:
+        outcomes = ranks.outcomes(lose_one_with_a_worker, waits, timeout=LIMIT_S)
+    for said, seconds in survivors_of(outcomes, [1]):
+        assert re.search(r"rank 1 \(pid \d+ on host .*\) has died", said), outcomes
+        assert seconds < 10.0  # far less than the worker lives
+
+
+def leave_in_order() -> str:
+    communicator = make()
+    communicator.barrier()
+    if communicator.rank == 1:
+        communicator.shutdown()
+        os._exit(0)
+    time.sleep(1.0)
+    # The others do without it.
+    if communicator.rank == 0:
+        communicator.send(torch.ones(2), 2)
+    else:
+        communicator.recv(torch.zeros(2), 0)
+    assert communicator.failure is None
+    with pytest.raises(pydist.PeerLost) as caught:
+        communicator.all_reduce(torch.ones(2), torch.ones(2))
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_and_ends_has_not_died() -> None:
+    with Ranks(3) as ranks:
+        outcomes = ranks.outcomes(leave_in_order, timeout=LIMIT_S)
+    for rank in (0, 2):
+        assert "rank 1 has left the group (shutdown)" in outcomes[rank].value, outcomes
 
 
 def aborted() -> list[str]:
@@ -142,8 +212,7 @@ def left_behind() -> str:
 
 
 def test_a_rank_that_leaves_is_noticed(run_two: Runner) -> None:
-    # Which of the two depends on what was on its way when the rank left.
-    assert re.search("closed|reset", run_two(left_behind)[0])
+    assert "rank 1 has left the group (shutdown)" in run_two(left_behind)[0]
 
 
 def forked() -> int:

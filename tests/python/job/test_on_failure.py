@@ -130,24 +130,28 @@ time.sleep(300)
 """
 
 
+CONTINUES = ["-m", "pydist", "run", "--on-failure=continue"]
+STOPS = ["-m", "pydist", "run"]
+
+
 @pytest.mark.parametrize(
-    ("number", "ranks", "status"),
+    ("launcher", "number", "ranks", "status"),
     [
-        (signal.SIGTERM, "polite", 128 + signal.SIGTERM),
-        (signal.SIGINT, "polite", 128 + signal.SIGINT),
-        (signal.SIGKILL, "deaf", -signal.SIGKILL),
+        (CONTINUES, signal.SIGTERM, "polite", 128 + signal.SIGTERM),
+        (CONTINUES, signal.SIGINT, "polite", 128 + signal.SIGINT),
+        (CONTINUES, signal.SIGKILL, "deaf", -signal.SIGKILL),
+        (STOPS, signal.SIGKILL, "deaf", -signal.SIGKILL),
     ],
 )
 def test_nothing_outlives_the_launcher(
-    tmp_path: Path, number: signal.Signals, ranks: str, status: int
+    tmp_path: Path, launcher: list[str], number: signal.Signals, ranks: str, status: int
 ) -> None:
     path = tmp_path / "sleeps.py"
     path.write_text(SLEEPS)
     seen = tmp_path / "pids"
     seen.mkdir()
-    command = ["run", "-n", "2", "--on-failure=continue", str(path), str(seen), ranks]
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "pydist", *command],
+    process = subprocess.Popen(
+        [sys.executable, *launcher, "-n", "2", str(path), str(seen), ranks],
         env=clean_environment(),
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -156,18 +160,53 @@ def test_nothing_outlives_the_launcher(
         deadline = time.monotonic() + LIMIT_S * PATIENCE
         while len(list(seen.iterdir())) < 2:
             assert time.monotonic() < deadline
-            assert launcher.poll() is None
+            assert process.poll() is None
             time.sleep(0.05)
-        launcher.send_signal(number)
-        assert launcher.wait(LIMIT_S * PATIENCE) == status
+        process.send_signal(number)
+        assert process.wait(LIMIT_S * PATIENCE) == status
         started = [
             psutil.Process(int(p.name)) for p in seen.iterdir() if psutil.pid_exists(int(p.name))
         ]
         _, alive = psutil.wait_procs(started, timeout=10 * PATIENCE)
         assert alive == []
     finally:
-        launcher.kill()
-        launcher.wait()
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("launcher", [STOPS, CONTINUES])
+def test_nohup_is_for_the_launcher_and_its_ranks(tmp_path: Path, launcher: list[str]) -> None:
+    path = tmp_path / "ends.py"
+    path.write_text(
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "folder = Path(sys.argv[1])\n"
+        "(folder / os.environ['RANK']).touch()\n"
+        "while not (folder / 'end').exists(): time.sleep(0.01)\n"
+    )
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    process = subprocess.Popen(
+        ["nohup", sys.executable, *launcher, "-n", "2", str(path), str(seen)],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + LIMIT_S * PATIENCE
+        while len(list(seen.iterdir())) < 2:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        (seen / "end").touch()
+        assert process.wait(LIMIT_S * PATIENCE) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_the_example_of_the_docs_goes_on(tmp_path: Path) -> None:

@@ -1,0 +1,174 @@
+#include "health/death_watch.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <filesystem>
+#include <sstream>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include "base/deadline.h"
+#include "base/digest.h"
+#include "base/error.h"
+#include "base/log.h"
+#include "topology/hosts.h"
+
+namespace pydist {
+namespace {
+
+struct Status {
+  bool is_told = false;  // by /proc; otherwise no descriptor is left, say
+  char state = 'X';      // X, too: there is no such process
+  std::uint64_t started = 0;
+};
+
+Status status_of(std::int64_t pid) {
+  Status status;
+  const FileDescriptor file(::open(join("/proc/", pid, "/stat").c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file) {
+    status.is_told = errno == ENOENT || errno == ESRCH;
+    return status;
+  }
+  std::array<char, 1024> bytes{};
+  const ssize_t got = ::read(file.get(), bytes.data(), bytes.size());
+  if (got <= 0) {
+    status.is_told = got < 0 && errno == ESRCH;
+    return status;
+  }
+  const std::string text(bytes.data(), static_cast<std::size_t>(got));
+  // The name stands in parentheses and may hold any character, ")" too. The start is the 20th field
+  // behind it, the state the first.
+  std::istringstream fields(text.substr(text.rfind(')') + 1));
+  std::string field;
+  for (int number = 0; number < 20 && fields >> field; ++number) {
+    status.state = number == 0 ? field[0] : status.state;
+  }
+  status.started = std::strtoull(field.c_str(), nullptr, 10);
+  status.is_told = true;
+  return status;
+}
+
+}  // namespace
+
+ProcessIdentity ProcessIdentity::own(const std::optional<std::string>& host_id) {
+  std::error_code ignored;
+  ProcessIdentity self;
+  Digest machine;
+  machine.add(host_identity(host_id));
+  machine.add(std::string_view(" "));
+  machine.add(std::filesystem::read_symlink("/proc/self/ns/pid", ignored).string());
+  self.machine = machine.value();
+  self.pid = ::getpid();
+  self.started = status_of(self.pid).started;
+  host_name().copy(self.host.data(), self.host.size() - 1);
+  return self;
+}
+
+std::string ProcessIdentity::description() const {
+  return join("pid ", pid, " on host ",
+              std::string_view(host.data(), ::strnlen(host.data(), host.size())));
+}
+
+bool has_ended(std::int64_t pid, std::uint64_t started) {
+  const Status status = status_of(pid);
+  return status.is_told &&
+         (status.state == 'Z' || status.state == 'X' || status.started != started);
+}
+
+CheckHope hope_that_live(KnownProcesses processes) {
+  if (processes.empty()) {
+    return nullptr;
+  }
+  static constexpr std::chrono::milliseconds kLook{500};
+  return [processes = std::move(processes), next_look = Deadline::in(kLook)]() mutable {
+    if (!next_look.has_passed()) {
+      return;
+    }
+    for (const auto& [who, pid, started] : processes) {
+      if (has_ended(pid, started)) {
+        throw PeerLost(join(who, " has died before the group was made."));
+      }
+    }
+    next_look = Deadline::in(kLook);
+  };
+}
+
+DeathWatch::DeathWatch(const std::vector<ProcessIdentity>& processes, const ProcessIdentity& self,
+                       std::function<void(std::size_t)> on_end)
+    : on_end_(std::move(on_end)), stop_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!stop_fd_) {
+    throw system_error("Cannot create an eventfd", errno);
+  }
+  for (std::size_t index = 0; index < processes.size(); ++index) {
+    const ProcessIdentity& each = processes[index];
+    // Where /proc does not tell when a process has started, its number may be another one's.
+    if (each.machine != self.machine || each.pid == self.pid || each.started == 0) {
+      continue;
+    }
+    FileDescriptor pidfd(static_cast<int>(::syscall(SYS_pidfd_open, each.pid, 0)));
+    const int code = pidfd ? 0 : errno;
+    if (code != 0 && code != ESRCH) {
+      throw system_error(join("Cannot watch the process of ", each.description()), code);
+    }
+    if (pidfd && has_ended(each.pid, each.started)) {
+      pidfd = FileDescriptor();  // of a later process, maybe
+    }
+    watched_.push_back({index, std::move(pidfd)});
+  }
+  if (!watched_.empty()) {
+    thread_ = EngineThread("pydist-deaths", [this] { run(); });
+  }
+}
+
+DeathWatch::~DeathWatch() {
+  if (!birth_.is_inherited()) {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const auto written = ::write(stop_fd_.get(), &one, sizeof one);
+  }
+  thread_.join();
+}
+
+void DeathWatch::run() {
+  while (!watched_.empty()) {
+    std::vector<pollfd> waits{{stop_fd_.get(), POLLIN, 0}};
+    bool has_any_ended = false;
+    for (const Watched& each : watched_) {
+      waits.push_back({each.pidfd.get(), POLLIN, 0});  // poll() skips those that are negative
+      has_any_ended = has_any_ended || !each.pidfd;
+    }
+    ::poll(waits.data(), waits.size(), has_any_ended ? 0 : -1);
+    if (waits[0].revents != 0) {
+      return;
+    }
+    std::vector<std::size_t> ended;
+    std::vector<Watched> left;
+    for (std::size_t i = 0; i < watched_.size(); ++i) {
+      if (!watched_[i].pidfd || waits[1 + i].revents != 0) {
+        ended.push_back(watched_[i].index);
+      } else {
+        left.push_back(std::move(watched_[i]));
+      }
+    }
+    watched_ = std::move(left);
+    for (const std::size_t index : ended) {
+      try {
+        on_end_(index);
+      } catch (const std::exception& error) {
+        // Nothing that goes wrong here may end the process.
+        log_line(LogLevel::kError, join("the watch over processes met an error: ", error.what()));
+      }
+    }
+  }
+}
+
+}  // namespace pydist

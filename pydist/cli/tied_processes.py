@@ -1,0 +1,55 @@
+"""What `pydist run` does so that nothing that it has started outlives it."""
+
+import argparse
+import os
+import signal
+import sys
+
+__all__ = ["signals_to_handle", "tie"]
+
+# What each process does before it becomes the script's: it asks the kernel to end it with the
+# thread that has started it, the launcher's main one. A launcher that is killed tidies up nothing.
+_TIE = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != {launcher}: sys.exit(1)
+command = {interpreter} + sys.argv[1:]
+try: os.execvp(command[0], command)
+except OSError as error: sys.exit(command[0] + ": " + str(error))
+"""
+
+
+def tie(options: argparse.Namespace) -> None:
+    """Lets torchrun's options start processes that the kernel ends with this process.
+
+    Args:
+        options: torchrun's, parsed; they are changed to start the same by way of a small program.
+            Not where they name a file that torch runs in processes that it forks (`--run-path`):
+            those it ties itself.
+    """
+    if options.run_path or (options.no_python and options.module):
+        return
+    command = [options.training_script, *options.training_script_args]
+    interpreter = "[]"
+    if not options.no_python:
+        command = ["-u", *(["-m"] if options.module else []), *command]
+        # torch names a failed job after the first argument that is no flag: the script, unless the
+        # interpreter is another one than this.
+        if (python := os.environ.get("PYTHON_EXEC", sys.executable)) != sys.executable:
+            command.insert(0, python)
+        else:
+            interpreter = "[sys.executable]"
+    program = _TIE.format(launcher=os.getpid(), interpreter=interpreter)
+    options.no_python, options.module = True, False
+    options.training_script = sys.executable
+    options.training_script_args = ["-I", "-S", f"-c{program}", *command]
+
+
+def signals_to_handle() -> str:
+    """The signals by which the launcher is told to end, for TORCHELASTIC_SIGNALS_TO_HANDLE.
+
+    Without those that this process was started to ignore: by `nohup`, so that it goes on when its
+    shell ends, or by a shell that started it in the background.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    return ",".join(n.name for n in numbers if signal.getsignal(n) is not signal.SIG_IGN)
