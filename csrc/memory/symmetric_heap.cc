@@ -204,6 +204,14 @@ void SymmetricHeap::release(const Placement& placement) noexcept {
   freed(extents_[placement.extent], rank_, placement.block).fetch_add(1, std::memory_order_release);
 }
 
+void SymmetricHeap::keep_others_out() {
+  const std::lock_guard lock(mutex_);
+  for (const Extent& extent : extents_) {
+    extent.segment.make_private(static_cast<std::size_t>(rank_) * extent.part_bytes,
+                                extent.part_bytes);
+  }
+}
+
 HeapReference SymmetricHeap::find(const void* data, std::size_t bytes) const noexcept {
   const auto* address = static_cast<const std::byte*>(data);
   const std::size_t count = visible_extents_.load(std::memory_order_acquire);

@@ -71,6 +71,11 @@ class SymmetricHeap {
   // This rank no longer uses it.
   void release(const Placement& placement) noexcept;
 
+  // From now on this rank's parts are memory of its own, at the same addresses and with what they
+  // hold: what other processes write does not reach them any more, nor the other way round. For a
+  // heap whose group has failed. Throws TransportError where there is no room for the copy.
+  void keep_others_out();
+
   // Where [data, data + bytes) lies, if it lies in this rank's parts.
   [[nodiscard]] HeapReference find(const void* data, std::size_t bytes) const noexcept;
   // The same place in `rank`'s part.

@@ -15,7 +15,7 @@ constexpr std::chrono::microseconds kDefaultSpin{50};
 
 // Grows whenever the layout of anything in shared memory changes, so that two builds of one version
 // do not read each other's memory.
-constexpr int kSharedLayout = 6;
+constexpr int kSharedLayout = 7;
 
 }  // namespace
 
