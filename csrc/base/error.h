@@ -7,10 +7,13 @@
 #pragma once
 
 #include <exception>
+#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 namespace pydist {
 
@@ -28,22 +31,36 @@ inline constexpr int kErrorKindCount = 7;
 
 [[nodiscard]] std::string_view to_string(ErrorKind kind) noexcept;
 
+// Who made an error happen, and in what, as far as it is known.
+struct Blame {
+  std::vector<int> ranks{};  // ascending, numbered as in the group
+  std::string host{};        // of the first of `ranks`
+  int pid = 0;               // of the first of `ranks`
+  std::string operation{};   // that failed: "all_reduce #812 of group 'world'"
+  std::string cause{};       // what `ranks` did, or what befell them: "has died"
+
+  friend bool operator==(const Blame&, const Blame&) = default;
+};
+
 class Error : public std::runtime_error {
  public:
   // The text of a kTimeout contains "timed out", which tools that restart jobs look for: where
   // `message` lacks these words, they come first.
-  Error(ErrorKind kind, const std::string& message);
+  Error(ErrorKind kind, const std::string& message, Blame blame = {});
 
   [[nodiscard]] ErrorKind kind() const noexcept { return kind_; }
+  [[nodiscard]] const Blame& blame() const noexcept { return *blame_; }
 
  private:
   ErrorKind kind_;
+  std::shared_ptr<const Blame> blame_;  // shared: to copy an exception must not throw
 };
 
 template <ErrorKind Kind>
 class ErrorOf : public Error {
  public:
-  explicit ErrorOf(const std::string& message) : Error(Kind, message) {}
+  explicit ErrorOf(const std::string& message, Blame blame = {})
+      : Error(Kind, message, std::move(blame)) {}
 };
 
 using InvalidUsage = ErrorOf<ErrorKind::kInvalidUsage>;
@@ -54,12 +71,14 @@ using Aborted = ErrorOf<ErrorKind::kAborted>;
 using TransportError = ErrorOf<ErrorKind::kTransport>;
 
 // An exception of the class that belongs to `kind`.
-[[nodiscard]] std::exception_ptr make_error(ErrorKind kind, const std::string& message);
+[[nodiscard]] std::exception_ptr make_error(ErrorKind kind, const std::string& message,
+                                            const Blame& blame = {});
 
-// The kind and the text of any exception (kError for one that is not ours).
+// What any exception says (kError for one that is not ours).
 struct ErrorDescription {
   ErrorKind kind = ErrorKind::kError;
   std::string message;
+  Blame blame{};
 };
 [[nodiscard]] ErrorDescription describe(const std::exception_ptr& error);
 

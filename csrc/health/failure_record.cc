@@ -12,16 +12,28 @@ namespace {
 // How long another rank may take to write a few thousand bytes.
 constexpr std::chrono::milliseconds kWritingTime{100};
 
+template <std::size_t Size>
+void write(std::array<char, Size>& field, std::string_view text) noexcept {
+  field[text.copy(field.data(), Size - 1)] = '\0';
+}
+
 }  // namespace
 
-bool FailureRecord::set(ErrorKind kind, std::string_view message, int writer) noexcept {
+bool FailureRecord::set(ErrorKind kind, std::string_view message, int writer,
+                        const Blame& blame) noexcept {
   std::uint32_t none = kNone;
   if (!state_.compare_exchange_strong(none, kFirstWriter + static_cast<std::uint32_t>(writer))) {
     return false;
   }
   kind_ = static_cast<std::uint32_t>(kind);
-  const std::size_t length = message.copy(message_.data(), message_.size() - 1);
-  message_[length] = '\0';
+  reporter_ = writer;
+  pid_ = blame.pid;
+  rank_count_ = static_cast<std::uint32_t>(std::min(blame.ranks.size(), ranks_.size()));
+  std::copy_n(blame.ranks.begin(), rank_count_, ranks_.begin());
+  write(host_, blame.host);
+  write(operation_, blame.operation);
+  write(cause_, blame.cause);
+  write(message_, message);
   state_.store(kSet, std::memory_order_release);
   return true;
 }
@@ -38,9 +50,24 @@ std::exception_ptr FailureRecord::error(
     state = state_.load(std::memory_order_acquire);
   }
   if (state >= kFirstWriter) {
-    return make_error(ErrorKind::kError, of_silent(static_cast<int>(state - kFirstWriter)));
+    const int silent = static_cast<int>(state - kFirstWriter);
+    return make_error(ErrorKind::kError, of_silent(silent), Blame{.ranks = {silent}});
   }
-  return make_error(static_cast<ErrorKind>(kind_), message_.data());
+  Blame blame{
+      .ranks = {ranks_.begin(), ranks_.begin() + std::min<std::size_t>(rank_count_, ranks_.size())},
+      .host = host_.data(),
+      .pid = pid_,
+      .operation = operation_.data(),
+      .cause = cause_.data()};
+  return make_error(static_cast<ErrorKind>(kind_), message_.data(), blame);
+}
+
+int FailureRecord::first_reporter() const noexcept {
+  const std::uint32_t state = state_.load(std::memory_order_acquire);
+  if (state == kNone) {
+    return -1;
+  }
+  return state == kSet ? reporter_ : static_cast<int>(state - kFirstWriter);
 }
 
 std::exception_ptr FailureRecord::error() const {

@@ -169,7 +169,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
 
   void abort(const Error& reason) override {
     require_not_forked();
-    group_->fail(make_error(reason.kind(), reason.what()));
+    group_->fail(make_error(reason.kind(), reason.what(), reason.blame()));
   }
 
   std::exception_ptr failure() const override { return group_->failure(); }

@@ -30,8 +30,8 @@ void GlooGroup::require_sound() const {
 }
 
 std::exception_ptr GlooGroup::fail(const std::exception_ptr& error) {
-  const auto [kind, message] = describe(error);
-  if (!failure_.set(kind, message, channel.rank())) {
+  const auto [kind, message, blame] = describe(error);
+  if (!failure_.set(kind, message, channel.rank(), blame)) {
     return failure();
   }
   channel.close();
@@ -67,8 +67,10 @@ void GlooGroup::watch_neighbours() {
     try {
       EngineThread("pydist-gloo-ear", [self = shared_from_this(), peer] {
         if (const auto done = self->channel.wait_for_farewell(peer)) {
-          self->note_loss(
-              {.what = join("rank ", peer, " has left"), .is_orderly = true, .done = *done});
+          self->note_loss({.what = join("rank ", peer, " has left"),
+                           .is_orderly = true,
+                           .done = *done,
+                           .blame = {.ranks = {peer}, .cause = "has left"}});
         } else {
           self->explain_loss_of(peer);
         }
@@ -187,7 +189,7 @@ void GlooGroup::explain_loss_of(int peer) {
       if (patience.has_passed()) {
         const std::string loss = join("rank ", peer, " has died, or the network between rank ",
                                       channel.rank(), " and it");
-        note_loss({.what = loss});
+        note_loss({.what = loss, .blame = {.ranks = {peer}, .cause = "has died, or its network"}});
         store_->set(kNewsKey, loss);
         return;
       }

@@ -77,10 +77,13 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
     try {
       return step();
     } catch (...) {
-      const auto [kind, what] = describe(std::current_exception());
+      auto [kind, what, blame] = describe(std::current_exception());
+      blame.operation = join(name_of(operation), " of group '", name_, "'");
       std::rethrow_exception(
-          fail(make_error(kind, join(name_of(operation), " on rank ", channel.rank(), " of ",
-                                     channel.size(), " of group '", name_, "' failed: ", what))));
+          fail(make_error(kind,
+                          join(name_of(operation), " on rank ", channel.rank(), " of ",
+                               channel.size(), " of group '", name_, "' failed: ", what),
+                          blame)));
     }
   }
 
@@ -95,16 +98,19 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
       try {
         step();
       } catch (...) {
-        const auto [kind, what] = describe(std::current_exception());
+        auto [kind, what, blame] = describe(std::current_exception());
         if (kind == ErrorKind::kMismatch || failure() != nullptr) {
           throw;
         }
         channel.close();
-        const std::string who = call_roll(*store_, collectives_, channel.rank(), channel.size());
-        if (who.empty()) {
+        const RollCall called = call_roll(*store_, collectives_, channel.rank(), channel.size());
+        if (called.sentence.empty()) {
           throw;
         }
-        std::rethrow_exception(make_error(kind, join(what, what.ends_with('.') ? " " : ". ", who)));
+        blame.ranks = called.missing;
+        blame.cause = called.sentence;
+        std::rethrow_exception(
+            make_error(kind, join(what, what.ends_with('.') ? " " : ". ", called.sentence), blame));
       }
       return -1;
     });

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "topology/key_value_store.h"
 
@@ -17,10 +18,14 @@ namespace pydist {
 
 inline constexpr std::chrono::seconds kRollCallPatience{1};
 
+struct RollCall {
+  std::string sentence;      // empty where all have answered
+  std::vector<int> missing;  // ascending
+};
+
 // For a rank on which collective number `sequence` of the group has failed; call after its
-// connections have been cut. Takes up to kRollCallPatience while ranks are missing. A sentence,
-// empty where all have answered.
-[[nodiscard]] std::string call_roll(KeyValueStore& store, std::uint64_t sequence, int rank,
-                                    int size) noexcept;
+// connections have been cut. Takes up to kRollCallPatience while ranks are missing.
+[[nodiscard]] RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank,
+                                 int size) noexcept;
 
 }  // namespace pydist

@@ -148,9 +148,14 @@ class Meeting {
     if (options_.check_hope) {
       options_.check_hope();
     }
-    for (const PeerPtr& peer : membership_.peers) {
-      if (peer->has_crashed()) {
-        throw PeerLost(peer->description + " died before the group was made.");
+    for (std::size_t rank = 0; rank < membership_.peers.size(); ++rank) {
+      const Peer& peer = *membership_.peers[rank];
+      if (peer.has_crashed()) {
+        throw PeerLost(peer.description + " died before the group was made.",
+                       Blame{.ranks = {static_cast<int>(rank)},
+                             .host = peer.host,
+                             .pid = peer.pid,
+                             .cause = "has died"});
       }
     }
     try {
@@ -170,6 +175,8 @@ class Meeting {
     reserve_own();
     auto self = std::make_shared<Peer>();
     self->description = join("pid ", ::getpid(), " on host ", host_name());
+    self->host = host_name();
+    self->pid = self->local_pid = ::getpid();
     self->page = &endpoint.page();
     self->doorbell = &endpoint.doorbell();
     membership_.peers.push_back(std::move(self));
@@ -246,8 +253,12 @@ class Meeting {
           check_hope();
         }));
       } catch (const Error& error) {
+        Blame blame = error.blame();
+        if (blame.ranks.empty() && blame.pid != 0) {
+          blame.ranks = {peer};  // meet() does not know the ranks
+        }
         std::rethrow_exception(
-            make_error(error.kind(), join("with rank ", peer, ": ", error.what())));
+            make_error(error.kind(), join("with rank ", peer, ": ", error.what()), blame));
       }
     }
     const auto fetch = [&](const char* name) {

@@ -225,7 +225,7 @@ class NcclCommunicator final : public Communicator {
 
   void abort(const Error& reason) override {
     require_not_forked();
-    group_->fail(make_error(reason.kind(), reason.what()));
+    group_->fail(make_error(reason.kind(), reason.what(), reason.blame()));
   }
 
   [[nodiscard]] std::exception_ptr failure() const override {

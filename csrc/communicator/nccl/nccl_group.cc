@@ -147,10 +147,11 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
     std::exception_ptr error = group->control_->failure();
     if (error == nullptr) {
       const bool is_vain = group->news_.absence().has_value();
-      const std::string what = describe(std::current_exception()).message;
+      const ErrorDescription why = describe(std::current_exception());
       error = make_error(
           is_vain ? ErrorKind::kPeerLost : ErrorKind::kTransport,
-          pydist::join("NCCL cannot serve these ranks. Rank ", group->rank(), ": ", what));
+          pydist::join("NCCL cannot serve these ranks. Rank ", group->rank(), ": ", why.message),
+          why.blame);
     }
     group->fail(error);
     std::rethrow_exception(error);
@@ -245,7 +246,7 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     } else if (vain_until.is_never()) {
       vain_until = Deadline::in(kVainPatience);
     } else if (vain_until.has_passed()) {
-      throw PeerLost(pydist::join(what, " in NCCL: ", absence->what, "."));
+      throw PeerLost(pydist::join(what, " in NCCL: ", absence->what, "."), absence->blame);
     }
     if (deadline.has_passed()) {
       throw Timeout(pydist::join(what, " in NCCL did not end in time.", places()));
@@ -272,7 +273,7 @@ void NcclGroup::check(Result result, const char* what) {
 }
 
 void NcclGroup::throw_failure(Result result, const char* what) {
-  auto [kind, text] = describe(api_->error_of(result, what, comm_));
+  const auto [kind, text, blame] = describe(api_->error_of(result, what, comm_));
   const Deadline patience = Deadline::in(name_patience_).earlier_of(launching_until_);
   Deadline slice = Deadline::in(kInterruptionInterval);
   while (may_be_of_a_peer(result)) {
@@ -283,7 +284,7 @@ void NcclGroup::throw_failure(Result result, const char* what) {
       std::rethrow_exception(error);
     }
     if (const auto absence = news_.absence()) {
-      throw PeerLost(pydist::join(text, " The reason: ", absence->what, "."));
+      throw PeerLost(pydist::join(text, " The reason: ", absence->what, "."), absence->blame);
     }
     if (patience.has_passed()) {
       break;
@@ -294,7 +295,8 @@ void NcclGroup::throw_failure(Result result, const char* what) {
     }
     std::this_thread::sleep_for(milliseconds(1));
   }
-  std::rethrow_exception(make_error(kind, kind == ErrorKind::kTimeout ? text + places() : text));
+  std::rethrow_exception(
+      make_error(kind, kind == ErrorKind::kTimeout ? text + places() : text, blame));
 }
 
 std::string NcclGroup::places() const {
@@ -387,13 +389,16 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     }
     work->event().record(stream());
   } catch (const Error& thrown) {
-    error = make_error(thrown.kind(), pydist::join(entry.title(), " on rank ", rank(), " of ",
-                                                   size(), ": ", thrown.what()));
+    error = make_error(
+        thrown.kind(),
+        pydist::join(entry.title(), " on rank ", rank(), " of ", size(), ": ", thrown.what()),
+        thrown.blame());
   } catch (...) {
     interruption = std::current_exception();
-    error =
-        make_error(ErrorKind::kAborted, pydist::join("rank ", rank(), " was interrupted in ",
-                                                     entry.title(), " (", kWhatInterrupts, ")."));
+    error = make_error(ErrorKind::kAborted,
+                       pydist::join("rank ", rank(), " was interrupted in ", entry.title(), " (",
+                                    kWhatInterrupts, ")."),
+                       Blame{.ranks = {rank()}, .cause = "was interrupted"});
   }
   if (error == nullptr && capture_) {
     has_captured_ = true;

@@ -39,13 +39,13 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
   if (in_forked_child()) {
     return;
   }
-  const auto [kind, what] = describe(error);
+  const auto [kind, what, blame] = describe(error);
   bool is_unheard = false;
   bool has_to_abort = false;
   bool has_joined = false;
   {
     const std::lock_guard lock(mutex_);
-    if (!failure_.set(kind, what, rank())) {
+    if (!failure_.set(kind, what, rank(), blame)) {
       return;
     }
     has_joined = life_.has_joined();
@@ -58,7 +58,7 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
     log_line(LogLevel::kError,
              pydist::join(what, " What the GPU computes from here on is worth nothing."));
   }
-  const auto tell = [reason = Error(kind, what)](Communicator& group) {
+  const auto tell = [reason = Error(kind, what, blame)](Communicator& group) {
     try {
       group.abort(reason);
     } catch (const std::exception& other) {
