@@ -46,7 +46,7 @@ from pydist.job.membership import (
     shutdown,
     world_size,
 )
-from pydist.job.reforming import reform
+from pydist.job.recovery.reforming import reform
 from pydist.job.spawn import spawn
 from pydist.parallel.large_batch import effective_batch_size, scale_lr
 from pydist.parallel.sync_batch_norm import SyncBatchNorm

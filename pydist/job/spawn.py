@@ -34,8 +34,8 @@ import torch.multiprocessing as torch_multiprocessing
 
 from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout
 from pydist.job import backends
-from pydist.job.left_behind import is_left_behind
 from pydist.job.pickling import find_unpicklable
+from pydist.job.recovery.left_behind import is_left_behind
 
 if TYPE_CHECKING:
     from pydist.gpu.selection import Gpus
