@@ -36,6 +36,7 @@ from pydist.evaluation.evaluate import evaluate
 from pydist.job import backends
 from pydist.job.groups import new_group
 from pydist.job.membership import (
+    abort,
     backend,
     device,
     init,
@@ -104,6 +105,7 @@ __all__ = [
     "TransportError",
     "Work",
     "__version__",
+    "abort",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -454,6 +454,10 @@ void bind_communicator(py::module_& module) {
       "Joins the ranks of `host`, a communicator on native or gloo that then belongs to the new "
       "one, on NCCL; all of them call. `device` is the index of this rank's GPU; `library` the "
       "path of libnccl.so.2, for where the process has not loaded one.");
+  module.def("abort_all", &abort_all, py::arg("message"), py::arg("cause"),
+             py::call_guard<ReleasedGil>(),
+             "Fails all groups of this process, here and on every other rank: this rank is the "
+             "culprit, `cause` the reason that errors carry.");
   // Peers of a script that just ends are to learn of a departure, not of a death.
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     const ReleasedGil released;

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 
-from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout
-from pydist.job import backends
+from pydist.errors import Error, InvalidUsage, PeerLost, Timeout
+from pydist.job import backends, last_words
 from pydist.job.pickling import find_unpicklable
 from pydist.job.recovery.left_behind import is_left_behind
 
@@ -349,8 +349,8 @@ def _end(processes: Sequence[Any]) -> None:
 def _raise_first(folder: Path, exit_codes: Sequence[int | None], pids: Sequence[int]) -> None:
     """Raises what the rank that failed first raised.
 
-    Ranks that raised PeerLost or Aborted only saw another one fail; those ended by SIGTERM were
-    ended by us.
+    Ranks that raised PeerLost or Aborted of another one only saw that fail; those ended by SIGTERM
+    were ended by us.
     """
     failures: list[_Failure] = []
     died = []
@@ -428,6 +428,8 @@ def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
         _write(_result_file(folder, rank), _pack_result(rank, result))
     except BaseException as error:
         _write(folder / f"failure-{rank}", pickle.dumps(_failure(rank, error)))
+        if isinstance(error, Exception):
+            last_words.tell(error)
         # Not sys.exit: torch's wrapper would take it for a success of its own.
         raise RuntimeError(f"rank {rank} failed") from error
 
@@ -480,5 +482,5 @@ def _failure(rank: int, error: BaseException) -> _Failure:
         time_s=time.monotonic(),
         traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
         error=packed,
-        is_consequence=isinstance(error, (PeerLost, Aborted)),
+        is_consequence=last_words.is_echo(error),
     )
