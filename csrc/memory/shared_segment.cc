@@ -189,6 +189,9 @@ void SharedSegment::make_private(std::size_t offset, std::size_t length) const {
   if (::madvise(begin, length, MADV_POPULATE_WRITE) == 0) {
     return;
   }
+  if (errno != EINVAL) {  // of a kernel that does not know it
+    throw system_error(join("Cannot copy ", length, " bytes of shared memory"), errno);
+  }
 #endif
   for (std::size_t page = 0; page < length; page += page_bytes()) {
     // A write that changes nothing, whatever other threads do.
