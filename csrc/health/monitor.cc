@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <csignal>
@@ -30,7 +31,8 @@ Monitor::Monitor(ProcessPage& own_page, std::chrono::milliseconds heartbeat_warn
     : own_page_(own_page),
       heartbeat_warning_(heartbeat_warning),
       heartbeat_timeout_(heartbeat_timeout),
-      wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+      wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      last_check_ns_(monotonic_ns()) {
   if (!wake_fd_) {
     throw system_error("Cannot create an eventfd", errno);
   }
@@ -144,12 +146,18 @@ void Monitor::check_heartbeats() {
   const auto is_older = [](std::int64_t age, std::chrono::milliseconds limit) {
     return age > std::chrono::nanoseconds(limit).count();
   };
+  // Where this process, too, was stopped, its peers' hearts may beat again in a moment.
+  const std::int64_t longest = std::chrono::nanoseconds(4 * kHeartbeatInterval).count();
+  const std::int64_t passed = std::min(now - std::exchange(last_check_ns_, now), longest);
   for (const auto& watched : peers) {
     const Peer& peer = watched->peer;
     if (watched->is_dead || peer.page->has_departed.load(std::memory_order_relaxed) != 0) {
       continue;
     }
-    const std::int64_t age = now - peer.page->heartbeat_ns.load(std::memory_order_relaxed);
+    const std::int64_t beat = peer.page->heartbeat_ns.load(std::memory_order_relaxed);
+    watched->silence_ns = beat == watched->beat_ns ? watched->silence_ns + passed : 0;
+    watched->beat_ns = beat;
+    const std::int64_t age = now - beat;
     const bool is_stale = is_older(age, heartbeat_warning_);
     if ((is_stale && !watched->is_warned) || !watched->pidfd) {
       const ProcessState state = process_state(watched->pid);
@@ -163,7 +171,8 @@ void Monitor::check_heartbeats() {
                                            std::round(static_cast<double>(age) * 1e-8) / 10.0, " s",
                                            known.empty() ? "" : "; it ", known, "."));
       }
-      if (!watched->pidfd && state == ProcessState::kUnknown && is_older(age, heartbeat_timeout_)) {
+      if (!watched->pidfd && state == ProcessState::kUnknown &&
+          is_older(watched->silence_ns, heartbeat_timeout_)) {
         watched->is_dead = true;
         (peer.on_silence ? peer.on_silence : peer.on_death)();
       }

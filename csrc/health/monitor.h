@@ -66,6 +66,8 @@ class Monitor {
     // The rest belongs to the monitor's thread.
     bool is_dead = false;  // or silent for too long
     bool is_warned = false;
+    std::int64_t beat_ns = 0;
+    std::int64_t silence_ns = 0;  // since the last beat, while this thread itself ran
   };
 
   void run();
@@ -79,6 +81,7 @@ class Monitor {
   const std::chrono::milliseconds heartbeat_timeout_;
   LogQueue log_;  // the thread itself must not wait for a reader
   FileDescriptor wake_fd_;
+  std::int64_t last_check_ns_;  // the monitor's thread's
   std::atomic<bool> stopping_{false};
   std::mutex mutex_;
   std::vector<Readable> readables_;                  // guarded by mutex_
