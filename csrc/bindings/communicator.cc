@@ -439,6 +439,22 @@ void bind_communicator(py::module_& module) {
             return self.whereabouts();
           },
           "What every rank of the group is in, a line each; empty where the backend cannot tell.")
+      .def(
+          "place_of",
+          [](const Communicator& self,
+             int rank) -> std::pair<std::optional<std::string>, std::optional<int>> {
+            const Blame known = [&] {
+              const ReleasedGil released;
+              return self.culprit(rank, {});
+            }();
+            if (known.pid == 0) {
+              return {};
+            }
+            return {known.host, known.pid};
+          },
+          py::arg("rank"),
+          "The host and the process id of a rank of the group; None for both where the backend "
+          "does not know them.")
       .def("capabilities", &capabilities, "What the backend can do and what it guarantees.")
       .def("why_unsupported", &why_unsupported, py::arg("kind"), py::arg("op"), py::arg("dtype"),
            "An empty text where the backend can run the operation; otherwise why not.");

@@ -45,7 +45,7 @@ PyObject* announce(ErrorKind kind, const std::string& message, const Blame& blam
               message, ranks, or_none(blame.host),
               blame.pid == 0 ? py::object(py::none()) : py::object(py::int_(blame.pid)),
               or_none(blame.operation), or_none(blame.cause));
-    } catch (const py::error_already_set&) {
+    } catch (const std::exception&) {
       // The error itself matters more.
     }
   }

@@ -1,7 +1,5 @@
 #include "communicator/open_communicators.h"
 
-#include <unistd.h>
-
 #include <atomic>
 #include <exception>
 #include <memory>
@@ -9,8 +7,9 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/log.h"
-#include "topology/hosts.h"
+#include "topology/culprits.h"
 
 namespace pydist {
 namespace {
@@ -40,6 +39,7 @@ void note_open(const CommunicatorPtr& communicator) {
 bool is_process_ending() noexcept { return is_ending.load(std::memory_order_relaxed); }
 
 void abort_all(const std::string& message, const std::string& cause) {
+  require_not_forked();
   std::vector<std::weak_ptr<Communicator>> all;
   {
     Registry& known = registry();
@@ -50,10 +50,7 @@ void abort_all(const std::string& message, const std::string& cause) {
   for (const auto& each : all) {
     if (const CommunicatorPtr communicator = each.lock()) {
       try {
-        communicator->abort(Aborted(message, Blame{.ranks = {communicator->rank()},
-                                                   .host = host_name(),
-                                                   .pid = ::getpid(),
-                                                   .cause = cause}));
+        communicator->abort(Aborted(message, own_blame(communicator->rank(), cause)));
       } catch (const std::exception& error) {
         log_line(LogLevel::kError, error.what());
       }

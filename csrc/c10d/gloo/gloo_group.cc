@@ -16,6 +16,10 @@ constexpr std::chrono::seconds kReasonPatience{1};
 constexpr int kMostSilences = 20;
 // How long a farewell may take to be on its way.
 constexpr milliseconds kFarewellPatience{500};
+// How long a rank that has cut its connections may take to tell why.
+constexpr milliseconds kConfessionPatience{200};
+
+constexpr const char* kHasLeft = "has left";
 
 }  // namespace
 
@@ -29,16 +33,116 @@ void GlooGroup::require_sound() const {
   }
 }
 
-std::exception_ptr GlooGroup::fail(const std::exception_ptr& error) {
+std::exception_ptr GlooGroup::fail(const std::exception_ptr& error,
+                                   const std::exception_ptr& for_others) {
   const auto [kind, message, blame] = describe(error);
   if (!failure_.set(kind, message, channel.rank(), blame)) {
     return failure();
   }
   channel.close();
+  {
+    const std::lock_guard lock(mutex_);
+    is_telling_ = true;
+  }
   // For ranks that are in no operation of this group, and so notice no closed connection.
   ElasticThreads::shared().post_or_run(
-      [store = store_, text = message] { tell_of_failure(*store, text); });
+      [self = shared_from_this(),
+       told = ToldError{channel.rank(), describe(for_others ? for_others : error)}] {
+        tell_of_failure(*self->store_, told);
+        const std::lock_guard lock(self->mutex_);
+        self->is_telling_ = false;
+        self->quiet_.notify_all();
+      });
   return error;
+}
+
+void GlooGroup::wait_until_told(std::chrono::milliseconds patience) {
+  std::unique_lock lock(mutex_);
+  quiet_.wait_for(lock, patience, [this] { return !is_telling_; });
+}
+
+Blame GlooGroup::culprit(int rank, std::string cause) const {
+  if (rank == channel.rank()) {
+    return own_blame(rank, std::move(cause));
+  }
+  Blame blame{.ranks = {rank}, .cause = std::move(cause)};
+  try {
+    const Deadline at_once = Deadline::in(std::chrono::nanoseconds::zero());
+    set_place(blame, store_->get(place_key(rank), at_once));
+  } catch (const std::exception&) {
+    // The store is gone, or was not told.
+  }
+  return blame;
+}
+
+std::optional<ErrorDescription> GlooGroup::confession() const {
+  std::optional<ToldError> told = told_failure(*store_);
+  if (!told || told->teller == channel.rank()) {
+    return std::nullopt;
+  }
+  ErrorDescription& error = told->error;
+  const bool is_of_others = error.kind == ErrorKind::kPeerLost || error.kind == ErrorKind::kTimeout;
+  if (is_of_others && error.blame.ranks != std::vector<int>{told->teller}) {
+    return std::nullopt;
+  }
+  return std::move(error);
+}
+
+void GlooGroup::explain(const std::exception_ptr& error) {
+  auto [kind, what, blame] = describe(error);
+  if (kind == ErrorKind::kMismatch || failure() != nullptr) {
+    std::rethrow_exception(error);
+  }
+  channel.close();
+  std::optional<ErrorDescription> told;
+  const auto is_told = [&] { return (told = confession()).has_value(); };
+  const RollCall called = call_roll(*store_, collectives_, channel.rank(), channel.size(), is_told);
+  if (told || is_told()) {
+    std::rethrow_exception(make_error(told->kind, told->message, told->blame));
+  }
+  if (called.sentence.empty()) {
+    std::rethrow_exception(error);
+  }
+  if (!called.missing.empty()) {
+    blame = culprit(called.missing[0], "has not answered");
+    blame.ranks = called.missing;
+  }
+  std::rethrow_exception(
+      make_error(kind, join(what, what.ends_with('.') ? " " : ". ", called.sentence), blame));
+}
+
+void GlooGroup::fail_in(const Operation& operation, const std::exception_ptr& error) {
+  auto [kind, what, blame] = describe(error);
+  const bool is_message = is_point_to_point(operation.kind);
+  if (is_message && kind == ErrorKind::kPeerLost && failure() == nullptr) {
+    const Deadline patience = Deadline::in(kConfessionPatience);
+    std::optional<ErrorDescription> told = confession();
+    while (!told && !patience.has_passed()) {
+      std::this_thread::sleep_for(milliseconds(10));
+      told = confession();
+    }
+    if (told) {
+      kind = told->kind;
+      what = std::move(told->message);
+      blame = std::move(told->blame);
+    }
+  }
+  if (is_message && operation.peer >= 0 && blame.ranks.empty() &&
+      (kind == ErrorKind::kPeerLost || kind == ErrorKind::kTimeout)) {
+    blame =
+        culprit(operation.peer, kind == ErrorKind::kTimeout ? "did not come in time" : "has gone");
+  }
+  if (!blame.ranks.empty() && blame.pid == 0) {
+    const Blame first = culprit(blame.ranks[0], {});
+    blame.host = first.host;
+    blame.pid = first.pid;
+  }
+  blame.operation = join(name_of(operation), " of group '", name_, "'");
+  std::rethrow_exception(
+      fail(make_error(kind,
+                      join(name_of(operation), " on rank ", channel.rank(), " of ", channel.size(),
+                           " of group '", name_, "' failed: ", what),
+                      blame)));
 }
 
 std::optional<Absence> GlooGroup::absence() {
@@ -51,7 +155,7 @@ std::optional<Absence> GlooGroup::absence() {
       next_question_ = Deadline::in(kNewsInterval);  // no thread to ask on now
     }
   }
-  return news_.empty() ? loss_ : Absence{.what = news_};
+  return news_ ? news_ : loss_;
 }
 
 void GlooGroup::watch_neighbours() {
@@ -70,7 +174,7 @@ void GlooGroup::watch_neighbours() {
           self->note_loss({.what = join("rank ", peer, " has left"),
                            .is_orderly = true,
                            .done = *done,
-                           .blame = {.ranks = {peer}, .cause = "has left"}});
+                           .blame = self->culprit(peer, kHasLeft)});
         } else {
           self->explain_loss_of(peer);
         }
@@ -93,9 +197,7 @@ bool GlooGroup::stop_watching(std::chrono::seconds patience) noexcept {
       return true;
     }
   }
-  if (const std::exception_ptr error = failure()) {
-    tell_of_failure(*store_, describe(error).message);
-  } else {
+  if (!failure_.is_set()) {
     const Deadline deadline = Deadline::in(kFarewellPatience);
     for (const int peer : neighbours()) {
       channel.say_farewell(peer, farewell_, deadline);
@@ -157,17 +259,23 @@ bool GlooGroup::is_over() const {
   return is_shut_down_ || failure_.is_set();
 }
 
-void GlooGroup::tell_of_failure(KeyValueStore& store, const std::string& text) noexcept {
-  try {
-    static_cast<void>(store.get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero())));
+void GlooGroup::tell_of_failure(KeyValueStore& store, const ToldError& told) noexcept {
+  if (told_failure(store)) {
     return;  // the first failure stays
-  } catch (const std::exception&) {
-    // None yet.
   }
   try {
-    store.set(kNewsKey, text);
+    store.set(kNewsKey, told.to_text());
   } catch (const std::exception&) {
     // The process that hosts the store is gone, which is a failure as well.
+  }
+}
+
+std::optional<ToldError> GlooGroup::told_failure(KeyValueStore& store) noexcept {
+  try {
+    return ToldError::from_text(
+        store.get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero())));
+  } catch (const std::exception&) {
+    return std::nullopt;
   }
 }
 
@@ -189,8 +297,10 @@ void GlooGroup::explain_loss_of(int peer) {
       if (patience.has_passed()) {
         const std::string loss = join("rank ", peer, " has died, or the network between rank ",
                                       channel.rank(), " and it");
-        note_loss({.what = loss, .blame = {.ranks = {peer}, .cause = "has died, or its network"}});
-        store_->set(kNewsKey, loss);
+        const Blame blame = culprit(peer, "has died, or the network to it");
+        note_loss({.what = loss, .blame = blame});
+        store_->set(kNewsKey,
+                    ToldError{channel.rank(), {ErrorKind::kPeerLost, loss, blame}}.to_text());
         return;
       }
       std::this_thread::sleep_for(milliseconds(50));
@@ -208,14 +318,18 @@ void GlooGroup::explain_loss_of(int peer) {
 }
 
 void GlooGroup::ask_for_news() {
-  std::string news;
+  std::optional<Absence> news;
   bool is_silent = false;
   try {
-    news = store_->get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero()));
+    ErrorDescription told =
+        ToldError::from_text(store_->get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero())))
+            .error;
+    news =
+        Absence{.what = std::move(told.message), .kind = told.kind, .blame = std::move(told.blame)};
   } catch (const Timeout&) {
     // None.
   } catch (const std::exception& error) {
-    news = error.what();
+    news = Absence{.what = error.what()};
     is_silent = true;
   }
   const std::lock_guard lock(news_mutex_);

@@ -9,6 +9,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -24,8 +25,9 @@ struct RollCall {
 };
 
 // For a rank on which collective number `sequence` of the group has failed; call after its
-// connections have been cut. Takes up to kRollCallPatience while ranks are missing.
-[[nodiscard]] RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank,
-                                 int size) noexcept;
+// connections have been cut. Takes up to kRollCallPatience while ranks are missing, unless
+// `has_news`, which is asked now and then, says that it does not matter any more.
+[[nodiscard]] RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int size,
+                                 const std::function<bool()>& has_news) noexcept;
 
 }  // namespace pydist

@@ -285,10 +285,9 @@ bool CollectiveQueue::step(Pending& pending) {
 void CollectiveQueue::check_hope(Pending& pending) {
   Execution& execution = *pending.execution;
   const int rank = execution.condition().rank();
-  if (shown_rank_ != rank) {
-    health_->show_awaited(rank);
-    shown_rank_ = rank;
-  }
+  // Again and again: another group of this process may have taken it back.
+  health_->show_awaited(rank);
+  shows_awaited_ = true;
   std::optional<GroupHealth::Loss> loss = health_->why_vain(rank);
   const bool is_late = pending.deadline.has_passed();
   // What the peer did before it died, or before the deadline, counts.
@@ -336,9 +335,9 @@ void CollectiveQueue::fence(const Pending& pending) noexcept {
 }
 
 void CollectiveQueue::show_awaiting_nobody() noexcept {
-  if (shown_rank_ >= 0) {
+  if (shows_awaited_) {
     health_->show_awaiting_nobody();
-    shown_rank_ = -1;
+    shows_awaited_ = false;
   }
 }
 

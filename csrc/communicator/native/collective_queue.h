@@ -121,7 +121,7 @@ class CollectiveQueue final : public WaitableDrivable {
   Pending* running_here_ = nullptr;             // with the right to drive
   unsigned looks_ = 0;                          // with the right to drive
   bool has_fenced_ = false;                     // with the right to drive
-  int shown_rank_ = -1;                         // that peers see awaited; with the right to drive
+  bool shows_awaited_ = false;                  // to peers; with the right to drive
   // For diagnosis(), which has no right to drive.
   std::atomic<int> waits_for_rank_{-1};
   std::atomic<std::uint64_t> waits_in_sequence_{0};

@@ -57,12 +57,15 @@ std::exception_ptr GroupHealth::failure() {
     return make_error(ErrorKind::kAborted,
                       "This rank has let go of the group '" + name_ +
                           "' (shutdown, or the last reference was dropped) while the operation "
-                          "was under way.");
+                          "was under way.",
+                      blame(rank_, kHasLeft));
   }
   return segment_.failure().error([this](int writer) {
-    return join("The group '", name_, "' is failing on ", who(writer),
-                ", which has died or was stopped before it could say why; it ", activity(writer),
-                ".");
+    const std::string cause = "has died or was stopped before it could say why";
+    return ErrorDescription{ErrorKind::kError,
+                            join("The group '", name_, "' is failing on ", who(writer), ", which ",
+                                 cause, "; it ", activity(writer), "."),
+                            blame(writer, cause)};
   });
 }
 
@@ -127,11 +130,10 @@ bool GroupHealth::wait_for_heap_writers(std::chrono::nanoseconds patience) {
     const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
     // Sequentially consistent, as is the failure; see HeapWriting.
     while (rank != rank_ && segment_.control(rank).writes_heap.load() != 0) {
-      const ProcessState state = process_state(peer.local_pid);
-      if (state == ProcessState::kDead || (peer.is_dead.load() && !peer.is_silent.load())) {
+      if (peer.is_dead.load() && !peer.is_silent.load()) {
         break;
       }
-      if (state == ProcessState::kStopped || deadline.has_passed()) {
+      if (process_state(peer.local_pid) == ProcessState::kStopped || deadline.has_passed()) {
         return false;
       }
       std::this_thread::sleep_for(std::chrono::microseconds(100));

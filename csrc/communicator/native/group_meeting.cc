@@ -13,6 +13,7 @@
 #include "communicator/native/introduction.h"
 #include "memory/memory_room.h"
 #include "memory/segment_exchange.h"
+#include "topology/culprits.h"
 #include "topology/hosts.h"
 #include "topology/rendezvous.h"
 
@@ -81,7 +82,8 @@ class Meeting {
       return {};
     } catch (const PeerLost& error) {
       note_failure();
-      excuse(store_, joined(), rank_, size_, complaint(ErrorKind::kPeerLost, error.what()));
+      excuse(store_, joined(), rank_, size_,
+             complaint({ErrorKind::kPeerLost, error.what(), error.blame()}));
       throw;
     } catch (const std::exception& error) {
       note_failure();
@@ -89,10 +91,13 @@ class Meeting {
         // What has come to its end (descriptors, say) may be needed to tell the others.
         offers.clear();
         segments_ = Segments();
-        return complaint(ErrorKind::kTransport, words_of(error));
+        const auto* const ours = dynamic_cast<const Error*>(&error);
+        return complaint(
+            {ErrorKind::kTransport, words_of(error), ours != nullptr ? ours->blame() : Blame()});
       }
       excuse(store_, joined(), rank_, size_,
-             complaint(ErrorKind::kAborted, join("it was interrupted (", kWhatInterrupts, ").")));
+             complaint({ErrorKind::kAborted, join("it was interrupted (", kWhatInterrupts, ")."),
+                        own_blame(rank_, "was interrupted")}));
       std::rethrow_exception(interruption_);
     }
   }
@@ -105,11 +110,18 @@ class Meeting {
       if (all[rank].empty()) {
         continue;
       }
-      const std::vector<std::string> parts = unpack(all[rank]);
-      PYDIST_CHECK(parts.size() == 2);
-      std::rethrow_exception(
-          make_error(static_cast<ErrorKind>(std::stoi(parts[0])),
-                     join("The ranks cannot share memory: rank ", rank, ": ", parts[1])));
+      ErrorDescription told = ToldError::from_text(all[rank]).error;
+      if (told.blame.ranks.empty()) {
+        const Card& card = introductions_[rank].card;
+        told.blame = {.ranks = {static_cast<int>(rank)},
+                      .host = card.host_name,
+                      .pid = card.pid,
+                      .operation = {},
+                      .cause = told.message};
+      }
+      std::rethrow_exception(make_error(
+          told.kind, join("The ranks cannot share memory: rank ", rank, ": ", told.message),
+          told.blame));
     }
     PYDIST_CHECK(!has_other_failed_);
   }
@@ -137,8 +149,8 @@ class Meeting {
   }
   [[nodiscard]] std::string failed_key() const { return topic_ + "/failed"; }
 
-  static std::string complaint(ErrorKind kind, const std::string& text) {
-    return pack({std::to_string(static_cast<int>(kind)), text});
+  [[nodiscard]] std::string complaint(ErrorDescription error) const {
+    return ToldError{rank_, std::move(error)}.to_text();
   }
 
   [[nodiscard]] std::string joined() const { return topic_ + "/joined"; }
@@ -186,6 +198,8 @@ class Meeting {
   // Tells the others who this rank is, or why it cannot take part.
   void introduce() {
     Introduction mine;
+    mine.card.host_name = host_name();
+    mine.card.pid = ::getpid();
     mine.settings = settings_text(options_.environment);
     if (!options_.secret && options_.environment.job_secret) {
       // So that ranks with different ones learn it here, and not at the deadline.

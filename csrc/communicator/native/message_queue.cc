@@ -146,9 +146,9 @@ void MessageQueue::check_hope() {
     GroupHealth::Keeper keeper = health_->keeper_behind(rank);
     Blame blame = health_->blame(keeper.rank, std::move(keeper.cause));
     blame.operation = describe(pending);
-    throw Timeout(join(me, " timed out in ", describe(pending), ": ", keeper.way,
-                       health_->who(keeper.rank), " ", blame.cause, "."),
-                  std::move(blame));
+    const std::string what = join(me, " timed out in ", describe(pending), ": ", keeper.way,
+                                  health_->who(keeper.rank), " ", blame.cause, ".");
+    throw Timeout(what, std::move(blame));
   }
 }
 

@@ -21,6 +21,7 @@
 #include "communicator/operation_call.h"
 #include "communicator/peer_news.h"
 #include "communicator/splits.h"
+#include "topology/culprits.h"
 
 namespace pydist {
 namespace {
@@ -145,6 +146,7 @@ class NativeCommunicator final : public Communicator,
       check_from_caller(operation);
     }
     std::vector<WorkPtr> parts;
+    parts.reserve(operations.size());
     try {
       for (Operation& operation : operations) {
         parts.push_back(enqueue(std::move(operation)));
@@ -186,7 +188,7 @@ class NativeCommunicator final : public Communicator,
     };
     collectives_->run_with(make_task, std::move(operation), deadline);
     if (!result.error.empty()) {
-      throw TransportError(result.error);
+      throw TransportError(result.error, health_->blame(result.failed_rank, result.error));
     }
     return std::make_shared<HeapMemory>(heap_, result, bytes);
   }
@@ -254,9 +256,7 @@ class NativeCommunicator final : public Communicator,
     if (birth_.is_inherited()) {
       return;  // its shared memory is the parent's
     }
-    const bool is_own = reason.kind() == ErrorKind::kAborted && reason.blame().ranks.empty();
-    health_->fail(reason.kind(), reason.what(),
-                  is_own ? health_->blame(rank_, reason.what()) : reason.blame());
+    health_->fail(reason.kind(), reason.what(), blame_of(reason, rank_));
     collectives_->drain();
     messages_->drain();
   }
@@ -266,6 +266,9 @@ class NativeCommunicator final : public Communicator,
   }
 
   [[nodiscard]] PeerNews* peer_news() noexcept override { return this; }
+  [[nodiscard]] Blame culprit(int rank, std::string cause) const override {
+    return health_->blame(rank, std::move(cause));
+  }
   [[nodiscard]] std::optional<Absence> absence() const override { return health_->absence(); }
   void set_farewell(std::uint64_t done) noexcept override { health_->set_farewell(done); }
 

@@ -69,19 +69,22 @@ void Progress::dismiss() noexcept {
 }
 
 void Progress::start() {
+  if (has_thread_.load(std::memory_order_relaxed)) {
+    return;
+  }
   const std::lock_guard lock(mutex_);
   if (thread_.has_started() || is_stopping_) {
     return;
   }
   try {
     thread_ = EngineThread("pydist-progress", [self = shared_from_this()] { self->run(); });
+    has_thread_.store(true, std::memory_order_relaxed);
   } catch (const std::system_error& error) {
     throw system_error("Cannot start the thread that moves operations along", error.code().value());
   }
 }
 
 void Progress::hand_over(const std::shared_ptr<Drivable>& drivable) {
-  start();
   const std::lock_guard lock(mutex_);
   if (std::find(handed_over_.begin(), handed_over_.end(), drivable) == handed_over_.end()) {
     handed_over_.push_back(drivable);

@@ -139,6 +139,7 @@ class Progress : public std::enable_shared_from_this<Progress> {
   std::size_t enrolled_ = 0;                            // guarded by mutex_
   std::vector<std::shared_ptr<Drivable>> handed_over_;  // guarded by mutex_
   EngineThread thread_;                                 // guarded by mutex_
+  std::atomic<bool> has_thread_{false};                 // for start() alone, which is called often
 };
 
 inline bool Drivable::may_spin() const noexcept { return progress_->spin().count() != 0; }

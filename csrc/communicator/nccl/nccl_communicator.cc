@@ -213,6 +213,10 @@ class NcclCommunicator final : public Communicator {
     return host_->symmetric_addresses(data, bytes);
   }
 
+  [[nodiscard]] Blame culprit(int rank, std::string cause) const override {
+    return host_->culprit(rank, std::move(cause));
+  }
+
   [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
     require_open("split");
     NcclOptions options = options_;

@@ -15,6 +15,7 @@
 #include "communicator/nccl/group_streams.h"
 #include "communicator/nccl/nccl_launched_work.h"
 #include "communicator/nccl/nccl_watchdog.h"
+#include "topology/culprits.h"
 
 namespace pydist {
 namespace {
@@ -151,7 +152,7 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
       error = make_error(
           is_vain ? ErrorKind::kPeerLost : ErrorKind::kTransport,
           pydist::join("NCCL cannot serve these ranks. Rank ", group->rank(), ": ", why.message),
-          why.blame);
+          is_vain || !why.blame.ranks.empty() ? why.blame : own_blame(group->rank(), why.message));
     }
     group->fail(error);
     std::rethrow_exception(error);
@@ -167,7 +168,8 @@ bool NcclGroup::agree(Communicator& control, const std::string& complaint, bool 
   const std::vector<Notice> all = notices_of_all(control, complaint, says_yes);
   if (const auto found = first_of(all)) {
     throw TransportError(
-        pydist::join("NCCL cannot serve these ranks. Rank ", found->rank, ": ", found->text));
+        pydist::join("NCCL cannot serve these ranks. Rank ", found->rank, ": ", found->text),
+        control.culprit(found->rank, found->text));
   }
   return std::all_of(all.begin(), all.end(), [](const Notice& one) { return one.says_yes; });
 }
@@ -197,7 +199,9 @@ void NcclGroup::connect(Deadline deadline) {
                : operation.outputs) = {Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
   control_->run(std::move(operation));
   if (invitation.notice.is_complaint()) {
-    throw TransportError(pydist::join("NCCL made no id: ", invitation.notice.complaint.data()));
+    const std::string complaint = invitation.notice.complaint.data();
+    throw TransportError(pydist::join("NCCL made no id: ", complaint),
+                         control_->culprit(0, complaint));
   }
   const cuda::DeviceGuard guard(device_);
   stream_ = GroupStreams::of_process().make(device_);
@@ -246,7 +250,8 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     } else if (vain_until.is_never()) {
       vain_until = Deadline::in(kVainPatience);
     } else if (vain_until.has_passed()) {
-      throw PeerLost(pydist::join(what, " in NCCL: ", absence->what, "."), absence->blame);
+      std::rethrow_exception(make_error(
+          absence->kind, pydist::join(what, " in NCCL: ", absence->what, "."), absence->blame));
     }
     if (deadline.has_passed()) {
       throw Timeout(pydist::join(what, " in NCCL did not end in time.", places()));
@@ -284,7 +289,8 @@ void NcclGroup::throw_failure(Result result, const char* what) {
       std::rethrow_exception(error);
     }
     if (const auto absence = news_.absence()) {
-      throw PeerLost(pydist::join(text, " The reason: ", absence->what, "."), absence->blame);
+      std::rethrow_exception(make_error(
+          absence->kind, pydist::join(text, " The reason: ", absence->what, "."), absence->blame));
     }
     if (patience.has_passed()) {
       break;

@@ -14,6 +14,7 @@
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/nccl/nccl_launched_work.h"
 #include "communicator/nccl/nccl_watchdog.h"
+#include "topology/culprits.h"
 
 namespace pydist {
 namespace {
@@ -39,7 +40,8 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
   if (in_forked_child()) {
     return;
   }
-  const auto [kind, what, blame] = describe(error);
+  const auto [kind, what, named] = describe(error);
+  const Blame blame = blame_of(Error(kind, what, named), rank());
   bool is_unheard = false;
   bool has_to_abort = false;
   bool has_joined = false;
@@ -312,7 +314,8 @@ void NcclGroup::end() noexcept {
   const auto give_up = [this](const char* what) {
     fail(make_error(ErrorKind::kAborted,
                     pydist::join("The group '", control_->name(), "' was shut down on rank ",
-                                 rank(), " while ", what, " was under way.")));
+                                 rank(), " while ", what, " was under way."),
+                    own_blame(rank(), "has left the group (shutdown)")));
   };
   if (!is_quiet()) {
     give_up("an operation");

@@ -215,7 +215,7 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told,
   if (is_vain && vain_until_->has_passed()) {
     Blame blame = absence->blame;
     blame.operation = pydist::join(title, " of group '", control_->name(), "'");
-    return make_error(ErrorKind::kPeerLost, says(absence->what + "."), blame);
+    return make_error(absence->kind, says(absence->what + "."), blame);
   }
   if (told != nullptr) {
     return told;

@@ -26,14 +26,12 @@ TEST(FailureRecordTest, TheFirstErrorStays) {
 
 TEST(FailureRecordTest, WhoIsToBlameTravelsWithTheError) {
   FailureRecord record;
-  EXPECT_EQ(record.first_reporter(), -1);
   const Blame blame{.ranks = {1, 3},
                     .host = "a",
                     .pid = 4711,
                     .operation = "all_reduce #812 of group 'world'",
                     .cause = "has died"};
   EXPECT_TRUE(record.set(ErrorKind::kPeerLost, "ranks 1 and 3 have died", 2, blame));
-  EXPECT_EQ(record.first_reporter(), 2);
   EXPECT_EQ(describe(record.error()).blame, blame);
   EXPECT_EQ(describe(make_error(ErrorKind::kError, "")).blame, Blame{});
 }
@@ -44,6 +42,22 @@ TEST(FailureRecordTest, ALongMessageIsCut) {
   const std::string message = describe(record.error()).message;
   EXPECT_GT(message.size(), 2500u);
   EXPECT_EQ(message, std::string(message.size(), 'x'));
+}
+
+TEST(FailureRecordTest, ATextIsCutBetweenTwoCharacters) {
+  std::string umlauts;
+  for (int i = 0; i < 5'000; ++i) {
+    umlauts += "ü";
+  }
+  for (const char* const start : {"", "x"}) {
+    FailureRecord record;
+    EXPECT_TRUE(record.set(ErrorKind::kAborted, start + umlauts, 0, {.cause = start + umlauts}));
+    const auto [kind, message, blame] = describe(record.error());
+    for (const std::string& text : {message, blame.cause}) {
+      EXPECT_GT(text.size(), 500u);
+      EXPECT_EQ(text.substr(text.size() - 2), "ü");
+    }
+  }
 }
 
 TEST(FailureRecordTest, ReadersSeeWholeErrorsOfOneWriter) {
