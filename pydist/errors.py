@@ -20,6 +20,8 @@ the same thread, and `Error` takes up what was announced with its text.
 """
 
 import threading
+from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "Aborted",
@@ -50,17 +52,28 @@ class Error(RuntimeError):
             given to `pydist.abort`; None if unknown.
     """
 
-    ranks: tuple[int, ...] = ()
-    host: str | None = None
-    pid: int | None = None
-    operation: str | None = None
-    cause: str | None = None
+    ranks: tuple[int, ...]
+    host: str | None
+    pid: int | None
+    operation: str | None
+    cause: str | None
 
-    def __init__(self, *args: object) -> None:
+    def __init__(
+        self,
+        *args: object,
+        ranks: Iterable[int] = (),
+        host: str | None = None,
+        pid: int | None = None,
+        operation: str | None = None,
+        cause: str | None = None,
+    ) -> None:
         super().__init__(*args)
         announced = _announced.__dict__.pop("blame", None)
         if announced is not None and args and args[0] == announced[0]:
             _, self.ranks, self.host, self.pid, self.operation, self.cause = announced
+        else:
+            self.ranks, self.host, self.pid = tuple(ranks), host, pid
+            self.operation, self.cause = operation, cause
 
 
 # What `Error` takes up next; see Note [Who is to blame].
@@ -111,8 +124,9 @@ class Timeout(Error, TimeoutError):  # noqa: N818
     call.
     """
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(message if "timed out" in message else f"timed out: {message}")
+    def __init__(self, message: str = "", **blame: Any) -> None:
+        text = message if "timed out" in message else f"timed out: {message}"
+        super().__init__(text, **blame)
 
 
 class Aborted(Error):  # noqa: N818

@@ -19,15 +19,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from pydist import _native
-from pydist.errors import Aborted, Error, PeerLost
+from pydist.errors import Aborted, Error, InvalidUsage, Mismatch, PeerLost, Timeout
 from pydist.job import current
 
-__all__ = ["describe", "forget", "is_echo", "listen", "tell"]
+__all__ = ["abort_all", "describe", "forget", "is_echo", "listen", "tell"]
 
 # How long an echo waits for its cause to be gone.
 _PATIENCE_S = 2.0
@@ -48,22 +49,28 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _culprit(error: BaseException) -> Error | None:
-    """The error in the chain that tells of another rank's failure."""
-    member = current.job.membership
+def _echoed(error: BaseException) -> Error | None:
+    """The error in the chain that only tells of another rank's failure."""
     for each in _chain(error):
-        if isinstance(each, (PeerLost, Aborted)):
-            if each.pid is not None:
-                is_own = each.pid == os.getpid() and each.host == socket.gethostname()
-            else:
-                is_own = member is not None and member.rank in each.ranks
-            return None if is_own else each
+        # Of a time-out, a disagreement or a wrong call no other rank tells any better.
+        if not isinstance(each, Error) or isinstance(each, (InvalidUsage, Mismatch, Timeout)):
+            continue
+        if isinstance(each, (PeerLost, Aborted)) or each.ranks:
+            return None if _is_own(each) else each
     return None
+
+
+def _is_own(error: Error) -> bool:
+    """Whether this process is to blame."""
+    if error.pid is not None:
+        return error.pid == os.getpid() and error.host == socket.gethostname()
+    member = current.job.membership
+    return member is not None and member.rank in error.ranks
 
 
 def is_echo(error: BaseException) -> bool:
     """Whether an exception only tells of another rank's failure."""
-    return _culprit(error) is not None
+    return _echoed(error) is not None
 
 
 def describe() -> str:
@@ -80,13 +87,21 @@ def tell(error: BaseException) -> None:
     """
     if current.job.pid != os.getpid():
         return
-    culprit = _culprit(error)
-    _write_down(error, is_echo=culprit is not None)
-    if culprit is not None:
-        _let_first(culprit)
+    echoed = _echoed(error)
+    _write_down(error, is_echo=echoed is not None)
+    if echoed is not None:
+        _let_first(echoed)
     elif current.job.membership is not None:
         what = f"{type(error).__name__}: {error}"
-        _native.abort_all(f"{describe()} has ended with {what}", what)
+        abort_all(f"{describe()} has ended with {what}", what)
+
+
+def abort_all(message: str, cause: str) -> None:
+    """Fails all groups of this process, on all ranks, with texts that may hold any character."""
+    message, cause = (
+        text.encode("utf-8", "backslashreplace").decode() for text in (message, cause)
+    )
+    _native.abort_all(message, cause)
 
 
 def _write_down(error: BaseException, *, is_echo: bool) -> None:
@@ -132,7 +147,9 @@ def _hook(kind: type[BaseException], error: BaseException, where: TracebackType 
     finally:
         # At a prompt an exception ends nothing.
         if _listens and isinstance(error, Exception) and not hasattr(sys, "ps1"):
-            tell(error)
+            # Whatever goes wrong here must not hide what it is about.
+            with suppress(Exception):
+                tell(error)
 
 
 def listen() -> None:

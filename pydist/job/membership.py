@@ -347,7 +347,7 @@ def abort(reason: str) -> None:
         >>> pydist.shutdown()
     """
     _joined()
-    _native.abort_all(f"{last_words.describe()} has aborted the job: {reason}", reason)
+    last_words.abort_all(f"{last_words.describe()} has aborted the job: {reason}", reason)
 
 
 def _joined() -> Membership:

@@ -17,6 +17,7 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -301,7 +302,9 @@ def _run(
                 waiting = [r for r, process in enumerate(context.processes) if process.is_alive()]
                 raise Timeout(
                     f"ranks {waiting} of {count} still ran after {timeout:g} s; their stacks are "
-                    "on standard error."
+                    "on standard error.",
+                    ranks=waiting,
+                    cause="still ran",
                 )
             if survived_by is not None:
                 if _has_run_out(context.processes, survived_by, left_s):
@@ -365,7 +368,11 @@ def _raise_first(folder: Path, exit_codes: Sequence[int | None], pids: Sequence[
         rank, code = died[0]
         raise PeerLost(
             f"rank {rank} of {len(exit_codes)} (pid {pids[rank]}) {how_it_ended(code)} without an "
-            "exception; what it printed may say why. The other ranks have been ended."
+            "exception; what it printed may say why. The other ranks have been ended.",
+            ranks=(rank,),
+            host=socket.gethostname(),
+            pid=pids[rank],
+            cause=how_it_ended(code),
         )
     if not failures:
         raise Error(f"the ranks ended with exit codes {list(exit_codes)} and left no reason.")
@@ -389,7 +396,14 @@ def _result_or_error(folder: Path, rank: int, code: int | None, pid: int) -> Any
         return _unpack(folder, rank)
     file = folder / f"failure-{rank}"
     if not file.exists():
-        return PeerLost(f"rank {rank} (pid {pid}) {how_it_ended(code)}, and others went on.")
+        how = how_it_ended(code)
+        return PeerLost(
+            f"rank {rank} (pid {pid}) {how}, and others went on.",
+            ranks=(rank,),
+            host=socket.gethostname(),
+            pid=pid,
+            cause=how,
+        )
     failure: _Failure = pickle.loads(file.read_bytes())
     error = _error_of(failure)
     error.__cause__ = _RemoteTraceback(f"rank {rank} (pid {pid}) raised:\n{failure.traceback}")

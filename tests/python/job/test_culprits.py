@@ -28,17 +28,17 @@ def test_an_error_of_a_program_blames_nobody() -> None:
         assert "said" in str(error)
 
 
-def test_blame_survives_pickling() -> None:
-    error = PeerLost("rank 1 has died")
-    error.ranks, error.pid = (1,), 4711
+@pytest.mark.parametrize("kind", [PeerLost, Timeout, pydist.InvalidUsage])
+def test_blame_survives_pickling(kind: type[Error]) -> None:
+    error = kind("rank 1 timed out", ranks=[1], pid=4711, cause="has died")
     copy = pickle.loads(pickle.dumps(error))
-    assert (copy.ranks, copy.pid, copy.host) == ((1,), 4711, None)
+    assert (type(copy), str(copy)) == (kind, "rank 1 timed out")
+    assert (copy.ranks, copy.pid, copy.host, copy.cause) == ((1,), 4711, None, "has died")
 
 
 def wait_for_the_dead(backend: str) -> tuple[object, ...] | None:
     pydist.init(backend)
-    pids = torch.zeros(3, dtype=torch.int64)
-    pydist.all_gather(torch.tensor([os.getpid()]), pids)
+    pids = pydist.all_gather(torch.tensor([os.getpid()]))
     pydist.barrier()
     if pydist.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -48,15 +48,14 @@ def wait_for_the_dead(backend: str) -> tuple[object, ...] | None:
     return (error.ranks, error.pid == pids[1].item(), str(error.operation)[:9], error.cause)
 
 
-def test_the_dead_are_named_by_attributes() -> None:
-    outcomes = rank_outcomes(wait_for_the_dead, 3, "native")
+@pytest.mark.parametrize(
+    ("backend", "operation", "cause"),
+    [("native", "barrier #", "has died"), ("gloo", "barrier o", "has not answered")],
+)
+def test_the_dead_are_named_by_attributes(backend: str, operation: str, cause: str) -> None:
+    outcomes = rank_outcomes(wait_for_the_dead, 3, backend)
     for rank in (0, 2):
-        assert outcomes[rank].value == (
-            (1,),
-            True,
-            "barrier #",
-            "has died",
-        ), outcomes[rank]
+        assert outcomes[rank].value == ((1,), True, operation, cause), outcomes[rank]
 
 
 def fail_in_backward() -> tuple[object, ...]:
@@ -93,8 +92,9 @@ def hear_of_an_abort(backend: str) -> tuple[object, ...]:
     return tuple(heard)
 
 
-def test_abort_ends_all_groups_on_all_ranks() -> None:
-    assert run_ranks(hear_of_an_abort, 3, "native") == [("Aborted", "Aborted")] * 3
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_abort_ends_all_groups_on_all_ranks(backend: str) -> None:
+    assert run_ranks(hear_of_an_abort, 3, backend) == [("Aborted", "Aborted")] * 3
 
 
 def keep_meeting() -> None:
@@ -103,18 +103,62 @@ def keep_meeting() -> None:
         time.sleep(0.01)
 
 
-def attributes_of_an_abort() -> tuple[object, ...]:
-    pydist.init("native")
+def attributes_of_an_abort(backend: str) -> tuple[object, ...]:
+    pydist.init(backend)
     pydist.barrier()
     if pydist.rank() == 0:
-        threading.Timer(0.2, pydist.abort, ("enough",)).start()
+        threading.Timer(0.2, pydist.abort, ("genug für heute \udc80",)).start()
     with pytest.raises(Aborted) as caught:
         keep_meeting()
+    error = caught.value
+    place = pydist.job.groups.communicator_of().place_of(0)
+    return (error.ranks, (error.host, error.pid) == place, error.cause)
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_an_abort_names_its_rank_and_reason(backend: str) -> None:
+    outcomes = run_ranks(attributes_of_an_abort, 2, backend)
+    assert outcomes == [((0,), True, "genug für heute \\udc80")] * 2
+
+
+def fail_in_a_step() -> tuple[object, ...]:
+    pydist.init("native")
+    model = pydist.DataParallel(nn.Linear(8, 8))
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW)
+
+    def closure() -> torch.Tensor:
+        if pydist.rank() == 1:
+            raise ValueError("no such sample")
+        loss: torch.Tensor = model(torch.ones(2, 8)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises((Error, ValueError)) as caught:
+        optimizer.step(closure)
+    error = caught.value
+    if isinstance(error, ValueError):
+        return ((1,), True, True)
+    return (error.ranks, error.pid is not None, bool(error.cause))
+
+
+def test_a_vote_names_who_voted_against_it() -> None:
+    assert run_ranks(fail_in_a_step, 2) == [((1,), True, True)] * 2
+
+
+def come_alone() -> tuple[object, ...]:
+    if own_rank() == 1:
+        return ((1,), "did not join")
+    with pytest.raises(Timeout) as caught:
+        pydist.init("native", timeout=1.0)
     return (caught.value.ranks, caught.value.cause)
 
 
-def test_an_abort_names_its_rank_and_reason() -> None:
-    assert run_ranks(attributes_of_an_abort, 2) == [((0,), "enough")] * 2
+def own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_who_does_not_join_is_named_by_attributes() -> None:
+    assert run_ranks(come_alone, 2) == [((1,), "did not join")] * 2
 
 
 def test_abort_needs_a_job() -> None:
