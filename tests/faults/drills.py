@@ -21,8 +21,8 @@ import pydist
 from pydist.testing import faults
 
 LOST = ("PeerLost",)
-# What a rank that raised or left is called where the job knows no more.
-GONE = ("PeerLost", "Aborted")
+# A rank that raised has told so.
+TOLD = ("Aborted",)
 
 
 def small(number: int = 1) -> None:
@@ -219,10 +219,11 @@ class BrokenError(RuntimeError):
 
 
 def leaving_as(act: Any) -> None:
-    """Does what the end of a script that raised does: it leaves the job."""
+    """Does what Python does with a script that raises: it tells of the exception, and ends."""
     try:
         act()
-    except BrokenError:
+    except BrokenError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         pydist.shutdown()
 
 
@@ -232,7 +233,7 @@ def raised_in_forward(scene: Scene) -> None:
 
     def fail(*_: Any) -> None:
         scene.mark()
-        raise BrokenError
+        raise BrokenError("no such sample")
 
     if scene.is_victim:
         model.register_forward_pre_hook(fail)
@@ -247,7 +248,7 @@ def raised_in_backward(scene: Scene) -> None:
 
     def fail(_: torch.Tensor) -> None:
         scene.mark()
-        raise BrokenError
+        raise BrokenError("no such sample")
 
     if scene.is_victim:
         list(model.parameters())[4].register_hook(fail)
@@ -263,7 +264,7 @@ def raised_in_a_loader(scene: Scene) -> None:
         for number in range(4):
             if number == 2 and scene.is_victim:
                 scene.mark()
-                raise BrokenError
+                raise BrokenError("no such sample")
             yield
 
     def run() -> None:
@@ -432,9 +433,9 @@ DRILLS = [
     Drill("another count", another_count, ("Mismatch",)),
     Drill("another op", another_op, ("Mismatch",)),
     Drill("another order", another_order, ("Mismatch",)),
-    Drill("raising in forward", raised_in_forward, GONE),
-    Drill("raising in backward", raised_in_backward, ("Error", *GONE)),
-    Drill("raising in the data loader", raised_in_a_loader, GONE),
+    Drill("raising in forward", raised_in_forward, TOLD),
+    Drill("raising in backward", raised_in_backward, ("Error", *TOLD)),
+    Drill("raising in the data loader", raised_in_a_loader, TOLD),
     Drill("collectives from another thread", collective_from_another_thread, ()),
     Drill("a fork after joining", forked_after_init, ()),
     Drill("joining twice", joined_twice, ()),
