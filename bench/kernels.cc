@@ -91,8 +91,8 @@ void measure(const Case& test, double budget_s) {
   }
   const std::size_t count = test.bytes / element_size(test.dtype);
   const auto kernel = [&] {
-    reduce_with(test.set, {.dtype = test.dtype, .op = pydist::ReduceOp::kSum}, from, to, count,
-                test.hint);
+    pydist::reduce({.dtype = test.dtype, .op = pydist::ReduceOp::kSum}, from, to, count, test.hint,
+                   test.set);
   };
   const Buffer source(traffic / 2);
   const Buffer target(traffic / 2);

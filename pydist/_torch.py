@@ -8,6 +8,7 @@ file is long because it is the one list of them.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
@@ -152,6 +153,9 @@ LATER_NAMES: dict[str, dict[str, str]] = {
         "cached_backends": "whether anything was compiled; torch.compiler tells of this frame only",
         "OptimizedModule": "the class of compiled modules",
     },
+    "torch.distributed._composable.replicate": {
+        "DDP": "the class that a replicated module gets; the module is no wrapper",
+    },
     "an optimizer": {
         "_optimizer_state_dict_pre_hooks": "see the hooks of modules",
         "_optimizer_state_dict_post_hooks": "the same",
@@ -286,6 +290,20 @@ def set_metadata(state_dict: MutableMapping[str, Any], metadata: Mapping[str, An
     state_dict._metadata = metadata  # type: ignore[attr-defined]
 
 
+_table_of_children = operator.attrgetter("_modules")
+
+
+def with_children(module: nn.Module) -> list[nn.Module]:
+    """The modules within a module, and itself, that have parts; TorchScript has no such table."""
+    parts = (part for part in module.modules() if part._modules)
+    return [part for part in parts if isinstance(part._modules, dict)]
+
+
+def children_of_each(modules: list[nn.Module]) -> list[tuple[nn.Module | None, ...]]:
+    """The parts of each of some modules. Asked before every forward."""
+    return list(map(tuple, map(dict.values, map(_table_of_children, modules))))
+
+
 # -- torch's own wrapper
 
 # What programs set in a module, by hand or by torch's class: names to ignore.
@@ -327,6 +345,13 @@ def active_torch_wrapper() -> DistributedDataParallel | None:
     """The DistributedDataParallel of torch's whose forward runs in this process, if any does."""
     active = active_wrapper()
     return active if isinstance(active, DistributedDataParallel) else None
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's `replicate` averages a module, beside which its wrapper lies."""
+    replicating = sys.modules.get("torch.distributed._composable.replicate")
+    made: Any = getattr(replicating, "DDP", ())
+    return isinstance(module, made)
 
 
 # -- tensors

@@ -28,8 +28,10 @@ Rules that hold for all of them:
   `Timeout`, `Aborted`; see `pydist.errors`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +43,9 @@ from pydist.errors import InvalidUsage
 from pydist.job import current as _current
 from pydist.job import groups as _groups
 from pydist.job.groups import Group
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "all_gather",
@@ -60,6 +65,21 @@ __all__ = [
 Array = npt.NDArray[Any]
 TensorLike = Tensor | Array
 T = TypeVar("T", Tensor, Array)
+
+
+class _Options(TypedDict, total=False):
+    """What all collectives take; see the module."""
+
+    group: Group | None
+    timeout: float | None
+
+
+class _Waited(_Options, total=False):
+    async_op: Literal[False]
+
+
+class _Started(_Options):
+    async_op: Literal[True]
 
 
 def _tensor(value: object, name: str) -> Tensor:
@@ -116,10 +136,8 @@ def all_reduce(
     op: str = ...,
     *,
     out: T | None = ...,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
     factor: float | None = ...,
-    timeout: float | None = ...,
+    **options: Unpack[_Waited],
 ) -> T: ...
 @overload
 def all_reduce(
@@ -127,10 +145,8 @@ def all_reduce(
     op: str = ...,
     *,
     out: T | None = ...,
-    group: Group | None = ...,
-    async_op: Literal[True],
     factor: float | None = ...,
-    timeout: float | None = ...,
+    **options: Unpack[_Started],
 ) -> Work: ...
 def all_reduce(
     tensor: T,
@@ -211,10 +227,8 @@ def reduce_scatter(
     op: str = ...,
     *,
     out: T | None = ...,
-    group: Group | None = ...,
     factor: float | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
+    **options: Unpack[_Waited],
 ) -> T: ...
 @overload
 def reduce_scatter(
@@ -222,10 +236,8 @@ def reduce_scatter(
     op: str = ...,
     *,
     out: T | None = ...,
-    group: Group | None = ...,
     factor: float | None = ...,
-    async_op: Literal[True],
-    timeout: float | None = ...,
+    **options: Unpack[_Started],
 ) -> Work: ...
 def reduce_scatter(
     tensor: T | Sequence[T],
@@ -284,31 +296,12 @@ def _all_blocks(block: T, size: int) -> T:
 
 
 @overload
-def all_gather(
-    tensor: T,
-    *,
-    out: T | None = ...,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
-) -> T: ...
+def all_gather(tensor: T, *, out: T | None = ..., **options: Unpack[_Waited]) -> T: ...
+@overload
+def all_gather(tensor: T, *, out: Sequence[T], **options: Unpack[_Waited]) -> Sequence[T]: ...
 @overload
 def all_gather(
-    tensor: T,
-    *,
-    out: Sequence[T],
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
-) -> Sequence[T]: ...
-@overload
-def all_gather(
-    tensor: T,
-    *,
-    out: T | Sequence[T] | None = ...,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    timeout: float | None = ...,
+    tensor: T, *, out: T | Sequence[T] | None = ..., **options: Unpack[_Started]
 ) -> Work: ...
 def all_gather(
     tensor: T,
@@ -354,23 +347,9 @@ def all_gather(
 
 
 @overload
-def broadcast(
-    tensor: T,
-    root: int = ...,
-    *,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
-) -> T: ...
+def broadcast(tensor: T, root: int = ..., **options: Unpack[_Waited]) -> T: ...
 @overload
-def broadcast(
-    tensor: T,
-    root: int = ...,
-    *,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    timeout: float | None = ...,
-) -> Work: ...
+def broadcast(tensor: T, root: int = ..., **options: Unpack[_Started]) -> Work: ...
 def broadcast(
     tensor: T,
     root: int = 0,
@@ -412,10 +391,8 @@ def reduce(
     op: str = ...,
     *,
     out: T | None = ...,
-    group: Group | None = ...,
     factor: float | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
+    **options: Unpack[_Waited],
 ) -> T | None: ...
 @overload
 def reduce(
@@ -424,10 +401,8 @@ def reduce(
     op: str = ...,
     *,
     out: T | None = ...,
-    group: Group | None = ...,
     factor: float | None = ...,
-    async_op: Literal[True],
-    timeout: float | None = ...,
+    **options: Unpack[_Started],
 ) -> Work: ...
 def reduce(
     tensor: T,
@@ -481,33 +456,15 @@ def reduce(
 
 @overload
 def gather(
-    tensor: T,
-    root: int = ...,
-    *,
-    out: T | None = ...,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
+    tensor: T, root: int = ..., *, out: T | None = ..., **options: Unpack[_Waited]
 ) -> T | None: ...
 @overload
 def gather(
-    tensor: T,
-    root: int = ...,
-    *,
-    out: Sequence[T],
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
+    tensor: T, root: int = ..., *, out: Sequence[T], **options: Unpack[_Waited]
 ) -> Sequence[T] | None: ...
 @overload
 def gather(
-    tensor: T,
-    root: int = ...,
-    *,
-    out: T | Sequence[T] | None = ...,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    timeout: float | None = ...,
+    tensor: T, root: int = ..., *, out: T | Sequence[T] | None = ..., **options: Unpack[_Started]
 ) -> Work: ...
 def gather(
     tensor: T,
@@ -560,23 +517,11 @@ def gather(
 
 @overload
 def scatter(
-    tensor: T | Sequence[T] | None,
-    root: int = ...,
-    *,
-    out: T,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
+    tensor: T | Sequence[T] | None, root: int = ..., *, out: T, **options: Unpack[_Waited]
 ) -> T: ...
 @overload
 def scatter(
-    tensor: T | Sequence[T] | None,
-    root: int = ...,
-    *,
-    out: T,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    timeout: float | None = ...,
+    tensor: T | Sequence[T] | None, root: int = ..., *, out: T, **options: Unpack[_Started]
 ) -> Work: ...
 def scatter(
     tensor: T | Sequence[T] | None,
@@ -628,30 +573,15 @@ def scatter(
 
 @overload
 def all_to_all(
-    tensor: T | Sequence[T],
-    *,
-    out: T | None = ...,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
+    tensor: T | Sequence[T], *, out: T | None = ..., **options: Unpack[_Waited]
 ) -> T: ...
 @overload
 def all_to_all(
-    tensor: T | Sequence[T],
-    *,
-    out: Sequence[T],
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
+    tensor: T | Sequence[T], *, out: Sequence[T], **options: Unpack[_Waited]
 ) -> Sequence[T]: ...
 @overload
 def all_to_all(
-    tensor: T | Sequence[T],
-    *,
-    out: T | Sequence[T] | None = ...,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    timeout: float | None = ...,
+    tensor: T | Sequence[T], *, out: T | Sequence[T] | None = ..., **options: Unpack[_Started]
 ) -> Work: ...
 def all_to_all(
     tensor: T | Sequence[T],
@@ -699,25 +629,9 @@ def all_to_all(
 
 
 @overload
-def send(
-    tensor: TensorLike,
-    dst: int,
-    *,
-    tag: int = ...,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
-) -> None: ...
+def send(tensor: TensorLike, dst: int, *, tag: int = ..., **options: Unpack[_Waited]) -> None: ...
 @overload
-def send(
-    tensor: TensorLike,
-    dst: int,
-    *,
-    tag: int = ...,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    timeout: float | None = ...,
-) -> Work: ...
+def send(tensor: TensorLike, dst: int, *, tag: int = ..., **options: Unpack[_Started]) -> Work: ...
 def send(
     tensor: TensorLike,
     dst: int,
@@ -758,23 +672,11 @@ def send(
 
 @overload
 def recv(
-    tensor: TensorLike,
-    src: int | None = ...,
-    *,
-    tag: int = ...,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
+    tensor: TensorLike, src: int | None = ..., *, tag: int = ..., **options: Unpack[_Waited]
 ) -> int: ...
 @overload
 def recv(
-    tensor: TensorLike,
-    src: int | None = ...,
-    *,
-    tag: int = ...,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    timeout: float | None = ...,
+    tensor: TensorLike, src: int | None = ..., *, tag: int = ..., **options: Unpack[_Started]
 ) -> Work: ...
 def recv(
     tensor: TensorLike,
@@ -813,19 +715,9 @@ def recv(
 
 
 @overload
-def barrier(
-    *,
-    group: Group | None = ...,
-    async_op: Literal[False] = ...,
-    timeout: float | None = ...,
-) -> None: ...
+def barrier(**options: Unpack[_Waited]) -> None: ...
 @overload
-def barrier(
-    *,
-    group: Group | None = ...,
-    async_op: Literal[True],
-    timeout: float | None = ...,
-) -> Work: ...
+def barrier(**options: Unpack[_Started]) -> Work: ...
 def barrier(
     *,
     group: Group | None = None,

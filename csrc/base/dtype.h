@@ -5,9 +5,12 @@
 
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
+
+#include "base/enum_names.h"
 
 namespace pydist {
 
@@ -32,6 +35,11 @@ enum class DType : std::uint8_t {
 };
 
 inline constexpr int kDTypeCount = 16;
+
+// The field's names of the types.
+inline constexpr std::array<std::string_view, kDTypeCount> kDTypeNames = {
+    "float64", "float32", "float16", "bfloat16", "int8", "int16",     "int32",      "int64",
+    "uint8",   "uint16",  "uint32",  "uint64",   "bool", "complex64", "complex128", "float8"};
 
 // Bytes of one element.
 [[nodiscard]] constexpr std::size_t element_size(DType dtype) noexcept {
@@ -65,6 +73,10 @@ inline constexpr int kDTypeCount = 16;
   return dtype <= DType::kBFloat16 || dtype == DType::kFloat8;
 }
 
+[[nodiscard]] constexpr bool is_16_bit_float(DType dtype) noexcept {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+}
+
 [[nodiscard]] constexpr bool is_complex(DType dtype) noexcept {
   return dtype == DType::kComplex64 || dtype == DType::kComplex128;
 }
@@ -73,7 +85,8 @@ inline constexpr int kDTypeCount = 16;
   return dtype >= DType::kInt8 && dtype <= DType::kBool;
 }
 
-// The field's name of the type: "float32", "bfloat16", ...
-[[nodiscard]] std::string_view to_string(DType dtype) noexcept;
+[[nodiscard]] constexpr std::string_view to_string(DType dtype) noexcept {
+  return name_in(kDTypeNames, dtype, "unknown dtype");
+}
 
 }  // namespace pydist

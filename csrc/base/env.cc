@@ -5,11 +5,10 @@
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
-#include <numeric>
 
+#include "base/enum_names.h"
 #include "base/error.h"
-
-extern char** environ;
+#include "base/parse_name.h"
 
 namespace pydist {
 namespace {
@@ -67,6 +66,11 @@ constexpr std::array<std::string_view, 15> kLogSubsystems = {
     "c10d", "communicator", "checkpoint", "gloo",     "health",   "job",     "memory",  "native",
     "nccl", "parallel",     "reducer",    "sampling", "sharding", "testing", "topology"};
 
+constexpr std::array<std::string_view, 4> kBackends = {"auto", "native", "nccl", "gloo"};
+constexpr std::array<std::string_view, 3> kAlgorithms = {"auto", "direct", "ring"};
+constexpr std::array<std::string_view, 4> kLogLevels = {"error", "warning", "info", "debug"};
+constexpr std::array<std::string_view, 4> kInstructionSets = {"portable", "avx2", "avx512", "neon"};
+
 std::optional<std::string> lookup(const char* name) {
   const char* value = std::getenv(name);
   if (value == nullptr || *value == '\0') {
@@ -75,34 +79,13 @@ std::optional<std::string> lookup(const char* name) {
   return std::string(value);
 }
 
-[[noreturn]] void reject(std::string_view where, std::string_view value, std::string_view valid) {
-  const std::string_view equals = where.ends_with('=') ? "" : "=";
-  throw InvalidUsage(join(where, equals, "'", value, "' is not valid; use one of: ", valid, "."));
-}
-
-template <typename Choice, std::size_t N>
-Choice parse_choice(std::string_view where, std::string_view value,
-                    const std::array<Choice, N>& choices) {
-  std::string valid;
-  for (const Choice choice : choices) {
-    if (to_string(choice) == value) {
-      return choice;
-    }
-    valid += valid.empty() ? "" : ", ";
-    valid += to_string(choice);
-  }
-  reject(where, value, valid);
-}
-
 LogLevel parse_level(std::string_view value, std::string_view whole) {
-  for (const LogLevel level :
-       {LogLevel::kError, LogLevel::kWarning, LogLevel::kInfo, LogLevel::kDebug}) {
-    if (to_string(level) == value) {
-      return level;
-    }
+  const auto found = std::find(kLogLevels.begin(), kLogLevels.end(), value);
+  if (found == kLogLevels.end()) {
+    reject_text("PYDIST_LOG", whole,
+                list_of(kLogLevels) + ", also for a subsystem, as in warning,health=debug");
   }
-  reject("PYDIST_LOG", whole,
-         "error, warning, info, debug, also for a subsystem, as in warning,health=debug");
+  return static_cast<LogLevel>(found - kLogLevels.begin());
 }
 
 // "warning,health=debug": levels, each for everything or for a subsystem.
@@ -119,12 +102,8 @@ LogLevels parse_levels(std::string_view text) {
     const std::string_view subsystem = part.substr(0, equals);
     if (std::find(kLogSubsystems.begin(), kLogSubsystems.end(), subsystem) ==
         kLogSubsystems.end()) {
-      std::string known;
-      for (const std::string_view each : kLogSubsystems) {
-        known += (known.empty() ? "" : ", ") + std::string(each);
-      }
       throw InvalidUsage(join("PYDIST_LOG='", text, "' is not valid: there is no subsystem '",
-                              subsystem, "'; use one of: ", known, "."));
+                              subsystem, "'; use one of: ", list_of(kLogSubsystems), "."));
     }
     levels.of_subsystems.emplace_back(subsystem, parse_level(part.substr(equals + 1), text));
   }
@@ -138,7 +117,7 @@ double parse_number(const char* name, const std::string& value, double lowest, d
   const auto [stop, code] = std::from_chars(value.data(), end, number);
   // The comparison is written so that NaN fails it.
   if (code != std::errc{} || stop != end || !(number >= lowest && number <= highest)) {
-    reject(name, value, valid);
+    reject_text(name, value, valid);
   }
   return number;
 }
@@ -147,25 +126,9 @@ std::size_t parse_bytes(const char* name, const std::string& value, double lowes
                         std::string_view valid) {
   const double bytes = parse_number(name, value, lowest, highest, valid);
   if (bytes != std::floor(bytes)) {
-    reject(name, value, valid);
+    reject_text(name, value, valid);
   }
   return static_cast<std::size_t>(bytes);
-}
-
-// Levenshtein distance: how many edits lead from one name to the other.
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = row[0];
-    row[0] = i;
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t substituted = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, substituted});
-    }
-  }
-  return row.back();
 }
 
 constexpr std::size_t kLeastSecretLength = 32;
@@ -179,50 +142,12 @@ std::chrono::milliseconds seconds(double value) {
 
 }  // namespace
 
-std::string_view to_string(BackendChoice choice) noexcept {
-  switch (choice) {
-    case BackendChoice::kAuto:
-      return "auto";
-    case BackendChoice::kNative:
-      return "native";
-    case BackendChoice::kNccl:
-      return "nccl";
-    case BackendChoice::kGloo:
-      return "gloo";
-  }
-  return "auto";
-}
-
 std::string_view to_string(AlgorithmChoice choice) noexcept {
-  switch (choice) {
-    case AlgorithmChoice::kAuto:
-      return "auto";
-    case AlgorithmChoice::kDirect:
-      return "direct";
-    case AlgorithmChoice::kRing:
-      return "ring";
-  }
-  return "auto";
+  return name_in(kAlgorithms, choice, "auto");
 }
 
 std::string_view to_string(LogLevel level) noexcept {
-  switch (level) {
-    case LogLevel::kError:
-      return "error";
-    case LogLevel::kWarning:
-      return "warning";
-    case LogLevel::kInfo:
-      return "info";
-    case LogLevel::kDebug:
-      return "debug";
-  }
-  return "warning";
-}
-
-BackendChoice parse_backend(std::string_view value, std::string_view where) {
-  return parse_choice(where, value,
-                      std::array{BackendChoice::kAuto, BackendChoice::kNative, BackendChoice::kNccl,
-                                 BackendChoice::kGloo});
+  return name_in(kLogLevels, level, "warning");
 }
 
 std::span<const EnvironmentVariable> environment_variables() noexcept { return kVariables; }
@@ -232,12 +157,10 @@ std::span<const std::string_view> log_subsystems() noexcept { return kLogSubsyst
 Environment Environment::read() {
   Environment environment;
   if (const auto value = lookup("PYDIST_BACKEND")) {
-    environment.backend = parse_backend(*value, "PYDIST_BACKEND");
+    static_cast<void>(place_of_name(kBackends, *value, "PYDIST_BACKEND"));
   }
   if (const auto value = lookup("PYDIST_ALGORITHM")) {
-    environment.algorithm = parse_choice(
-        "PYDIST_ALGORITHM", *value,
-        std::array{AlgorithmChoice::kAuto, AlgorithmChoice::kDirect, AlgorithmChoice::kRing});
+    environment.algorithm = parse_name<AlgorithmChoice>(kAlgorithms, *value, "PYDIST_ALGORITHM");
   }
   if (const auto value = lookup("PYDIST_TIMEOUT")) {
     environment.timeout = seconds(
@@ -271,15 +194,12 @@ Environment Environment::read() {
                                                          kLongestSeconds, "seconds, more than 0"));
   }
   if (const auto value = lookup("PYDIST_CPU_ISA")) {
-    const std::array<std::string_view, 4> valid = {"portable", "avx2", "avx512", "neon"};
-    if (std::find(valid.begin(), valid.end(), *value) == valid.end()) {
-      reject("PYDIST_CPU_ISA", *value, "portable, avx2, avx512, neon");
-    }
+    static_cast<void>(place_of_name(kInstructionSets, *value, "PYDIST_CPU_ISA"));
     environment.cpu_isa = *value;
   }
   if (const auto value = lookup("PYDIST_DEBUG")) {
     if (*value != "0" && *value != "1") {
-      reject("PYDIST_DEBUG", *value, "0, 1");
+      reject_text("PYDIST_DEBUG", *value, "0, 1");
     }
     environment.debug = *value == "1";
   }
@@ -288,30 +208,6 @@ Environment Environment::read() {
     environment.log_levels = parse_levels(*value);
   }
   return environment;
-}
-
-std::vector<UnknownVariable> unknown_environment_variables() {
-  std::vector<UnknownVariable> unknown;
-  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
-    const std::string_view text(*entry);
-    const std::string_view name = text.substr(0, text.find('='));
-    if (!name.starts_with("PYDIST_")) {
-      continue;
-    }
-    const auto is_named = [name](const EnvironmentVariable& variable) {
-      return variable.name == name;
-    };
-    if (std::any_of(kVariables.begin(), kVariables.end(), is_named)) {
-      continue;
-    }
-    const auto nearest =
-        std::min_element(kVariables.begin(), kVariables.end(),
-                         [name](const EnvironmentVariable& a, const EnvironmentVariable& b) {
-                           return edit_distance(a.name, name) < edit_distance(b.name, name);
-                         });
-    unknown.push_back({std::string(name), nearest->name});
-  }
-  return unknown;
 }
 
 }  // namespace pydist

@@ -1,8 +1,7 @@
 // The one place where the engine's environment variables are declared, read and validated.
 //
 // A value that cannot be understood throws InvalidUsage naming the variable, the value and the
-// valid ones. A variable that starts with PYDIST_ and is not declared here is warned of once, with
-// the nearest declared name: a misspelt setting must not pass for an accepted one.
+// valid ones.
 
 #pragma once
 
@@ -17,17 +16,11 @@
 
 namespace pydist {
 
-enum class BackendChoice { kAuto, kNative, kNccl, kGloo };
 enum class AlgorithmChoice { kAuto, kDirect, kRing };
 enum class LogLevel { kError, kWarning, kInfo, kDebug };
 
-[[nodiscard]] std::string_view to_string(BackendChoice choice) noexcept;
 [[nodiscard]] std::string_view to_string(AlgorithmChoice choice) noexcept;
 [[nodiscard]] std::string_view to_string(LogLevel level) noexcept;
-
-// "auto" and its kin to the enumerator; throws InvalidUsage that lists the valid values.
-// `where` names the source of the value in the message ("PYDIST_BACKEND", "backend=").
-[[nodiscard]] BackendChoice parse_backend(std::string_view value, std::string_view where);
 
 struct EnvironmentVariable {
   std::string_view name;
@@ -50,7 +43,6 @@ struct LogLevels {
 [[nodiscard]] std::span<const std::string_view> log_subsystems() noexcept;
 
 struct Environment {
-  BackendChoice backend = BackendChoice::kAuto;
   AlgorithmChoice algorithm = AlgorithmChoice::kAuto;
   // How long an operation may take before it fails with Timeout.
   std::chrono::milliseconds timeout{600'000};
@@ -80,13 +72,5 @@ struct Environment {
   // Reads and validates the process's environment.
   [[nodiscard]] static Environment read();
 };
-
-// Names of set variables that start with PYDIST_ and are not declared, each with the nearest
-// declared name. Warned of by init().
-struct UnknownVariable {
-  std::string name;
-  std::string_view nearest;
-};
-[[nodiscard]] std::vector<UnknownVariable> unknown_environment_variables();
 
 }  // namespace pydist

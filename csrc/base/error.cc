@@ -12,26 +12,6 @@ bool says_timed_out(const std::string& message) {
 
 }  // namespace
 
-std::string_view to_string(ErrorKind kind) noexcept {
-  switch (kind) {
-    case ErrorKind::kError:
-      return "Error";
-    case ErrorKind::kInvalidUsage:
-      return "InvalidUsage";
-    case ErrorKind::kMismatch:
-      return "Mismatch";
-    case ErrorKind::kPeerLost:
-      return "PeerLost";
-    case ErrorKind::kTimeout:
-      return "Timeout";
-    case ErrorKind::kAborted:
-      return "Aborted";
-    case ErrorKind::kTransport:
-      return "TransportError";
-  }
-  return "Error";
-}
-
 Error::Error(ErrorKind kind, const std::string& message, Blame blame)
     : std::runtime_error(kind == ErrorKind::kTimeout && !says_timed_out(message)
                              ? "timed out: " + message

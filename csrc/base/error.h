@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <array>
 #include <exception>
 #include <memory>
 #include <sstream>
@@ -14,6 +15,8 @@
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "base/enum_names.h"
 
 namespace pydist {
 
@@ -27,9 +30,15 @@ enum class ErrorKind : unsigned char {
   kTransport,     // pydist.TransportError: the operating system refused
 };
 
-inline constexpr int kErrorKindCount = 7;
+// The names of the classes in pydist/errors.py.
+inline constexpr auto kErrorKindNames = std::to_array<std::string_view>(
+    {"Error", "InvalidUsage", "Mismatch", "PeerLost", "Timeout", "Aborted", "TransportError"});
+inline constexpr int kErrorKindCount = kErrorKindNames.size();
+static_assert(kErrorKindCount == static_cast<int>(ErrorKind::kTransport) + 1);
 
-[[nodiscard]] std::string_view to_string(ErrorKind kind) noexcept;
+[[nodiscard]] constexpr std::string_view to_string(ErrorKind kind) noexcept {
+  return name_in(kErrorKindNames, kind, "Error");
+}
 
 // Who made an error happen, and in what, as far as it is known.
 struct Blame {
@@ -69,6 +78,13 @@ using PeerLost = ErrorOf<ErrorKind::kPeerLost>;
 using Timeout = ErrorOf<ErrorKind::kTimeout>;
 using Aborted = ErrorOf<ErrorKind::kAborted>;
 using TransportError = ErrorOf<ErrorKind::kTransport>;
+
+// Throws an error that was kept, if there is one.
+inline void rethrow_if_any(const std::exception_ptr& error) {
+  if (error != nullptr) {
+    std::rethrow_exception(error);
+  }
+}
 
 // An exception of the class that belongs to `kind`.
 [[nodiscard]] std::exception_ptr make_error(ErrorKind kind, const std::string& message,

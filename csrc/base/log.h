@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <exception>
 #include <string>
 #include <string_view>
 
@@ -22,5 +23,15 @@ void set_log_levels(const LogLevels& levels);
 [[nodiscard]] bool is_logged(LogLevel level, const char* file = __builtin_FILE()) noexcept;
 void log_line(LogLevel level, const std::string& text,
               const char* file = __builtin_FILE()) noexcept;
+
+// Runs what nobody can be told of where it fails: then a line says so.
+template <typename Function>
+void log_errors_of(const Function& function, const char* file = __builtin_FILE()) noexcept {
+  try {
+    function();
+  } catch (const std::exception& error) {
+    log_line(LogLevel::kError, error.what(), file);
+  }
+}
 
 }  // namespace pydist

@@ -2,8 +2,11 @@
 
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string_view>
+
+#include "base/enum_names.h"
 
 namespace pydist {
 
@@ -22,7 +25,14 @@ enum class OpKind : std::uint8_t {
   kAllocate,  // internal: agreeing on a block of the symmetric heap
 };
 
-[[nodiscard]] std::string_view to_string(OpKind kind) noexcept;
+inline constexpr auto kOpKindNames = std::to_array<std::string_view>(
+    {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter",
+     "all_to_all", "send", "recv", "barrier", "allocate"});
+static_assert(kOpKindNames.size() == static_cast<std::size_t>(OpKind::kAllocate) + 1);
+
+[[nodiscard]] constexpr std::string_view to_string(OpKind kind) noexcept {
+  return name_in(kOpKindNames, kind, "unknown operation");
+}
 
 [[nodiscard]] constexpr bool is_point_to_point(OpKind kind) noexcept {
   return kind == OpKind::kSend || kind == OpKind::kRecv;

@@ -2,10 +2,12 @@
 
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string_view>
 
 #include "base/dtype.h"
+#include "base/enum_names.h"
 
 namespace pydist {
 
@@ -23,7 +25,12 @@ enum class ReduceOp : std::uint8_t {
 
 inline constexpr int kReduceOpCount = 9;
 
-[[nodiscard]] std::string_view to_string(ReduceOp op) noexcept;
+inline constexpr std::array<std::string_view, kReduceOpCount> kReduceOpNames = {
+    "sum", "mean", "min", "max", "prod", "band", "bor", "bxor", "premul_sum"};
+
+[[nodiscard]] constexpr std::string_view to_string(ReduceOp op) noexcept {
+  return name_in(kReduceOpNames, op, "unknown op");
+}
 
 // Whether the engine can combine elements of `dtype` with `op`.
 //   sum, prod        every type but float8 (bool: logical or, logical and, as torch's gloo does)

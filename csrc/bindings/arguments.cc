@@ -1,42 +1,19 @@
 #include "bindings/arguments.h"
 
-#include <string>
+#include <span>
 
-#include "base/error.h"
+#include "base/parse_name.h"
 
 namespace pydist {
 
 ReduceOp parse_reduce_op(std::string_view text) {
-  // The two that nearly every call has.
-  if (text == "sum") {
-    return ReduceOp::kSum;
-  }
-  if (text == "mean" || text == "avg") {
-    return ReduceOp::kMean;
-  }
-  std::string valid;
-  for (int i = 0; i < kReduceOpCount; ++i) {
-    const auto op = static_cast<ReduceOp>(i);
-    if (to_string(op) == text) {
-      return op;
-    }
-    valid += i == 0 ? "" : ", ";
-    valid += to_string(op);
-  }
-  throw InvalidUsage(join("op='", text, "' is not valid; use one of: ", valid, "."));
+  return parse_name<ReduceOp>(kReduceOpNames, text == "avg" ? "mean" : text, "op");
 }
 
 OpKind parse_kind(std::string_view text) {
-  std::string valid;
-  for (int i = 0; i <= static_cast<int>(OpKind::kBarrier); ++i) {
-    const auto kind = static_cast<OpKind>(i);
-    if (to_string(kind) == text) {
-      return kind;
-    }
-    valid += i == 0 ? "" : ", ";
-    valid += to_string(kind);
-  }
-  throw InvalidUsage(join("kind='", text, "' is not valid; use one of: ", valid, "."));
+  const std::span names(kOpKindNames);
+  return parse_name<OpKind>(names.first(static_cast<std::size_t>(OpKind::kBarrier) + 1), text,
+                            "kind");
 }
 
 }  // namespace pydist

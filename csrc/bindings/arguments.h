@@ -6,7 +6,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>

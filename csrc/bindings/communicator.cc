@@ -55,7 +55,7 @@ py::object launch(Communicator& communicator, OpKind kind, const Options& option
     operation.deadline = deadline;
     operation.label = options.label;
     fill(operation, tensors);
-    operation.stream = tensors.stream();
+    tensors.attach_to(operation);
     if (options.async_op) {
       work = with_tensors(communicator.submit(std::move(operation)), std::move(tensors));
     } else {

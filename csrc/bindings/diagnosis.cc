@@ -3,8 +3,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <string>
+#include <array>
 
+#include "base/enum_names.h"
 #include "base/op_kind.h"
 #include "bindings/bindings.h"
 #include "health/page_reader.h"
@@ -12,22 +13,14 @@
 namespace pydist {
 namespace {
 
+// Both may come from a byte of somebody else's memory, which may hold anything.
 std::string_view name_of(JournalState state) {
-  switch (state) {
-    case JournalState::kRunning:
-      return "running";
-    case JournalState::kSucceeded:
-      return "succeeded";
-    case JournalState::kFailed:
-      return "failed";
-  }
-  return "unknown";  // a byte of somebody else's memory may hold anything
+  constexpr std::array<std::string_view, 3> kNames = {"running", "succeeded", "failed"};
+  return name_in(kNames, state, "unknown");
 }
 
 std::string_view kind_of(const JournalEntry& entry) {
-  return entry.kind <= static_cast<std::uint8_t>(OpKind::kAllocate)
-             ? to_string(static_cast<OpKind>(entry.kind))
-             : "unknown";
+  return name_in(kOpKindNames, entry.kind, "unknown");
 }
 
 py::dict read(int fd) {

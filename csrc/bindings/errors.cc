@@ -9,9 +9,6 @@
 namespace pydist {
 namespace {
 
-constexpr std::array<const char*, kErrorKindCount> kClassNames = {
-    "Error", "InvalidUsage", "Mismatch", "PeerLost", "Timeout", "Aborted", "TransportError"};
-
 // Looked up when the first error is raised: when this module is loaded, the package is only half
 // imported. The references are never given back; the classes live as long as the process.
 PyObject* python_class(ErrorKind kind) {
@@ -19,7 +16,8 @@ PyObject* python_class(ErrorKind kind) {
   const auto index = static_cast<std::size_t>(kind);
   if (classes[index] == nullptr) {
     try {
-      py::object type = py::module_::import("pydist.errors").attr(kClassNames[index]);
+      py::object type =
+          py::module_::import("pydist.errors").attr(std::string(to_string(kind)).c_str());
       classes[index] = type.release().ptr();
     } catch (const py::error_already_set&) {
       return PyExc_RuntimeError;

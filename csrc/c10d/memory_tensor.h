@@ -6,14 +6,30 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "base/buffer.h"
 #include "communicator/communicator.h"
 
 namespace pydist {
+
+// Memory of one of torch's allocators.
+class AllocatedMemory final : public Memory {
+ public:
+  AllocatedMemory(c10::DataPtr data, std::size_t bytes) : data_(std::move(data)), bytes_(bytes) {}
+
+  [[nodiscard]] void* data() const noexcept override { return data_.get(); }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
+  [[nodiscard]] bool is_symmetric() const noexcept override { return false; }
+
+ private:
+  const c10::DataPtr data_;
+  const std::size_t bytes_;
+};
 
 // A contiguous tensor over `memory`, which lies on `device` and lives as long as the tensor.
 [[nodiscard]] at::Tensor tensor_over(MemoryPtr memory, at::IntArrayRef shape, at::ScalarType dtype,

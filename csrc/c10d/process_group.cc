@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 
+#include <array>
 #include <chrono>
 #include <optional>
 #include <utility>
@@ -31,28 +32,23 @@ constexpr std::uint64_t kMonitoredBarrierTagCount = 0x01000000;
 // say. It is as long as NCCL waits for a neighbour that goes on.
 constexpr std::chrono::seconds kEndPatience{5};
 
+constexpr std::array kReduceOps{
+    std::pair(c10d::ReduceOp::SUM, ReduceOp::kSum),
+    std::pair(c10d::ReduceOp::AVG, ReduceOp::kMean),
+    std::pair(c10d::ReduceOp::PRODUCT, ReduceOp::kProd),
+    std::pair(c10d::ReduceOp::MIN, ReduceOp::kMin),
+    std::pair(c10d::ReduceOp::MAX, ReduceOp::kMax),
+    std::pair(c10d::ReduceOp::BAND, ReduceOp::kBand),
+    std::pair(c10d::ReduceOp::BOR, ReduceOp::kBor),
+    std::pair(c10d::ReduceOp::BXOR, ReduceOp::kBxor),
+    std::pair(c10d::ReduceOp::PREMUL_SUM, ReduceOp::kPremulSum),
+};
+
 ReduceOp reduce_op_of(const c10d::ReduceOp& op) {
-  switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
-    case c10d::ReduceOp::SUM:
-      return ReduceOp::kSum;
-    case c10d::ReduceOp::AVG:
-      return ReduceOp::kMean;
-    case c10d::ReduceOp::PRODUCT:
-      return ReduceOp::kProd;
-    case c10d::ReduceOp::MIN:
-      return ReduceOp::kMin;
-    case c10d::ReduceOp::MAX:
-      return ReduceOp::kMax;
-    case c10d::ReduceOp::BAND:
-      return ReduceOp::kBand;
-    case c10d::ReduceOp::BOR:
-      return ReduceOp::kBor;
-    case c10d::ReduceOp::BXOR:
-      return ReduceOp::kBxor;
-    case c10d::ReduceOp::PREMUL_SUM:
-      return ReduceOp::kPremulSum;
-    case c10d::ReduceOp::UNUSED:
-      break;
+  for (const auto& [torchs, ours] : kReduceOps) {
+    if (torchs == static_cast<c10d::ReduceOp::RedOpType>(op)) {
+      return ours;
+    }
   }
   throw InvalidUsage("Unknown reduce operator.");
 }
@@ -218,7 +214,7 @@ WorkRef TorchProcessGroup::launch(Call call) {
     ++sequence_;
   }
   for (Operation& operation : call.operations) {
-    operation.stream = call.tensors.stream();
+    call.tensors.attach_to(operation);
   }
   if (Coalescing* const open = coalescing()) {
     auto deferred = std::make_shared<DeferredWork>();
@@ -304,8 +300,7 @@ WorkRef TorchProcessGroup::endCoalescing() {
 WorkRef TorchProcessGroup::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   return guarded_for_torch([&] {
     const at::Tensor& tensor = only(tensors, OpKind::kBroadcast);
-    Call call(*communicator_, c10d::OpType::BROADCAST, options.timeout,
-              options.asyncOp || coalescing());
+    Call call = new_call(c10d::OpType::BROADCAST, options);
     Operation& operation = call.add(OpKind::kBroadcast, static_cast<int>(options.rootRank));
     if (operation.peer == rank_) {
       operation.inputs = {call.tensors.input(tensor)};
@@ -322,8 +317,7 @@ WorkRef TorchProcessGroup::allreduce(Tensors& tensors, const c10d::AllreduceOpti
     if (tensors.size() == 1 && tensors[0].layout() != at::kStrided) {
       return allreduce_sparse(tensors, options);
     }
-    Call call(*communicator_, c10d::OpType::ALLREDUCE, options.timeout,
-              options.asyncOp || coalescing());
+    Call call = new_call(c10d::OpType::ALLREDUCE, options);
     for (const at::Tensor& tensor : tensors) {
       Operation& operation = call.add(OpKind::kAllReduce);
       const std::int64_t divisor = set_op(operation, options.reduceOp, tensor);
@@ -357,8 +351,7 @@ WorkRef TorchProcessGroup::allreduce_coalesced(Tensors& tensors,
 WorkRef TorchProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   return guarded_for_torch([&] {
     const at::Tensor& tensor = only(tensors, OpKind::kReduce);
-    Call call(*communicator_, c10d::OpType::REDUCE, options.timeout,
-              options.asyncOp || coalescing());
+    Call call = new_call(c10d::OpType::REDUCE, options);
     Operation& operation = call.add(OpKind::kReduce, static_cast<int>(options.rootRank));
     const std::int64_t divisor = set_op(operation, options.reduceOp, tensor);
     operation.inputs = {call.tensors.input(tensor)};
@@ -374,8 +367,7 @@ WorkRef TorchProcessGroup::allgather(std::vector<Tensors>& outputs, Tensors& inp
                                      const c10d::AllgatherOptions& options) {
   return guarded_for_torch([&] {
     const Tensors& blocks = only(outputs, OpKind::kAllGather);
-    Call call(*communicator_, c10d::OpType::ALLGATHER, options.timeout,
-              options.asyncOp || coalescing());
+    Call call = new_call(c10d::OpType::ALLGATHER, options);
     Operation& operation = call.add(OpKind::kAllGather);
     operation.inputs = {call.tensors.input(only(inputs, OpKind::kAllGather))};
     operation.outputs = call.tensors.outputs(blocks);
@@ -387,8 +379,7 @@ WorkRef TorchProcessGroup::allgather(std::vector<Tensors>& outputs, Tensors& inp
 WorkRef TorchProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
                                            const c10d::AllgatherOptions& options) {
   return guarded_for_torch([&] {
-    Call call(*communicator_, c10d::OpType::_ALLGATHER_BASE, options.timeout,
-              options.asyncOp || coalescing());
+    Call call = new_call(c10d::OpType::_ALLGATHER_BASE, options);
     Operation& operation = call.add(OpKind::kAllGather);
     operation.inputs = {call.tensors.input(input)};
     operation.outputs = {call.tensors.output(output)};
@@ -445,8 +436,7 @@ WorkRef TorchProcessGroup::allgather_into_tensor_coalesced(Tensors& outputs, Ten
 WorkRef TorchProcessGroup::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                   const c10d::GatherOptions& options) {
   return guarded_for_torch([&] {
-    Call call(*communicator_, c10d::OpType::GATHER, options.timeout,
-              options.asyncOp || coalescing());
+    Call call = new_call(c10d::OpType::GATHER, options);
     Operation& operation = call.add(OpKind::kGather, static_cast<int>(options.rootRank));
     operation.inputs = {call.tensors.input(only(inputs, OpKind::kGather))};
     if (operation.peer == rank_) {
@@ -460,8 +450,7 @@ WorkRef TorchProcessGroup::gather(std::vector<Tensors>& outputs, Tensors& inputs
 WorkRef TorchProcessGroup::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                    const c10d::ScatterOptions& options) {
   return guarded_for_torch([&] {
-    Call call(*communicator_, c10d::OpType::SCATTER, options.timeout,
-              options.asyncOp || coalescing());
+    Call call = new_call(c10d::OpType::SCATTER, options);
     Operation& operation = call.add(OpKind::kScatter, static_cast<int>(options.rootRank));
     if (operation.peer == rank_) {
       operation.inputs = call.tensors.inputs(only(inputs, OpKind::kScatter));
@@ -476,8 +465,7 @@ WorkRef TorchProcessGroup::reduce_scatter(Tensors& outputs, std::vector<Tensors>
                                           const c10d::ReduceScatterOptions& options) {
   return guarded_for_torch([&] {
     const at::Tensor& output = only(outputs, OpKind::kReduceScatter);
-    Call call(*communicator_, c10d::OpType::REDUCE_SCATTER, options.timeout,
-              options.asyncOp || coalescing());
+    Call call = new_call(c10d::OpType::REDUCE_SCATTER, options);
     Operation& operation = call.add(OpKind::kReduceScatter);
     const std::int64_t divisor = set_op(operation, options.reduceOp, output);
     operation.inputs = call.tensors.inputs(only(inputs, OpKind::kReduceScatter));
@@ -490,8 +478,7 @@ WorkRef TorchProcessGroup::reduce_scatter(Tensors& outputs, std::vector<Tensors>
 WorkRef TorchProcessGroup::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::ReduceScatterOptions& options) {
   return guarded_for_torch([&] {
-    Call call(*communicator_, c10d::OpType::_REDUCE_SCATTER_BASE, options.timeout,
-              options.asyncOp || coalescing());
+    Call call = new_call(c10d::OpType::_REDUCE_SCATTER_BASE, options);
     Operation& operation = call.add(OpKind::kReduceScatter);
     const std::int64_t divisor = set_op(operation, options.reduceOp, input);
     operation.inputs = {call.tensors.input(input)};
@@ -526,8 +513,7 @@ WorkRef TorchProcessGroup::alltoall_base(at::Tensor& output, at::Tensor& input,
                                          std::vector<std::int64_t>& input_splits,
                                          const c10d::AllToAllOptions& options) {
   return guarded_for_torch([&] {
-    Call call(*communicator_, c10d::OpType::ALLTOALL_BASE, options.timeout,
-              options.asyncOp || coalescing());
+    Call call = new_call(c10d::OpType::ALLTOALL_BASE, options);
     Operation& operation = call.add(OpKind::kAllToAll);
     operation.inputs = split_rows(call.tensors.input(input), input, input_splits, size_);
     operation.outputs = split_rows(call.tensors.output(output), output, output_splits, size_);
@@ -544,8 +530,7 @@ WorkRef TorchProcessGroup::alltoall(Tensors& outputs, Tensors& inputs,
       throw InvalidUsage(join("all_to_all: expected ", size, " inputs and outputs, got ",
                               inputs.size(), " and ", outputs.size(), "."));
     }
-    Call call(*communicator_, c10d::OpType::ALLTOALL, options.timeout,
-              options.asyncOp || coalescing());
+    Call call = new_call(c10d::OpType::ALLTOALL, options);
     Operation& operation = call.add(OpKind::kAllToAll);
     operation.inputs = call.tensors.inputs(inputs);
     operation.outputs = call.tensors.outputs(outputs);
@@ -582,8 +567,7 @@ WorkRef TorchProcessGroup::recvAnysource(Tensors& tensors, int tag) {
 
 WorkRef TorchProcessGroup::barrier(const c10d::BarrierOptions& options) {
   return guarded_for_torch([&] {
-    Call call(*communicator_, c10d::OpType::BARRIER, options.timeout,
-              options.asyncOp || coalescing());
+    Call call = new_call(c10d::OpType::BARRIER, options);
     call.add(OpKind::kBarrier);
     return launch(std::move(call));
   });

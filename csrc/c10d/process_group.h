@@ -126,8 +126,11 @@ class TorchProcessGroup : public c10d::Backend {
     std::vector<std::shared_ptr<DeferredWork>> works;
   };
 
+  template <typename TorchOptions>
+  [[nodiscard]] Call new_call(c10d::OpType type, const TorchOptions& options) {
+    return {*communicator_, type, options.timeout, options.asyncOp || coalescing()};
+  }
   WorkRef launch(Call call);
-  WorkRef start(Call call, const std::shared_ptr<DeferredWork>& deferred);
   WorkRef wrap(c10d::OpType type, WorkPtr work, Tensors results);
   WorkPtr submit(std::vector<Operation> operations);
   Coalescing* coalescing();

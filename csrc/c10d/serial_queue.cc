@@ -15,6 +15,9 @@ SerialQueue::~SerialQueue() {
 }
 
 bool SerialQueue::post(std::function<void()> job) {
+  if (birth_.is_inherited()) {
+    return false;
+  }
   const std::lock_guard lock(state_->mutex);
   if (state_->stopped) {
     return false;
@@ -29,11 +32,17 @@ bool SerialQueue::post(std::function<void()> job) {
 }
 
 bool SerialQueue::is_idle() const {
+  if (birth_.is_inherited()) {
+    return true;
+  }
   const std::lock_guard lock(state_->mutex);
   return !state_->busy && state_->jobs.empty();
 }
 
 void SerialQueue::stop() {
+  if (birth_.is_inherited()) {
+    return;  // the thread is the parent's
+  }
   std::unique_lock lock(state_->mutex);
   state_->stopped = true;
   state_->changed.notify_all();

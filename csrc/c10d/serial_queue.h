@@ -2,8 +2,8 @@
 //
 // Thread safe. The thread starts with the first posted job. stop() and the destructor wait for the
 // jobs that were posted, except on the queue's own thread, where a job may let go of the queue: the
-// remaining jobs then run after this one. In a forked child the queue takes nothing and waits for
-// nobody.
+// remaining jobs then run after this one. In a forked child the queue takes nothing, is idle, and
+// waits for nobody.
 
 #pragma once
 

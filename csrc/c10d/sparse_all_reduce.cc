@@ -101,7 +101,7 @@ Operation gather_parts(const Communicator& communicator, const at::Tensor& own,
   operation.label = label;
   operation.inputs = {dense.input(own)};
   operation.outputs = dense.outputs(parts);
-  operation.stream = dense.stream();
+  dense.attach_to(operation);
   return operation;
 }
 

@@ -5,19 +5,14 @@
 #include <c10/core/Allocator.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <functional>
-#include <map>
-#include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/env.h"
 #include "base/error.h"
 #include "base/fork.h"
-#include "base/log.h"
 #include "c10d/device_streams.h"
 #include "c10d/elastic_threads.h"
 #include "c10d/errors.h"
@@ -37,20 +32,6 @@ bool is_on_device(const Operation& operation) {
   const Buffer* const buffer = operation.first_buffer();
   return buffer != nullptr && buffer->device.type != DeviceType::kCpu;
 }
-
-class DeviceMemory final : public Memory {
- public:
-  DeviceMemory(std::size_t bytes, Device device)
-      : bytes_(bytes), data_(allocate_on_device(bytes, device)) {}
-
-  [[nodiscard]] void* data() const noexcept override { return data_.get(); }
-  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
-  [[nodiscard]] bool is_symmetric() const noexcept override { return false; }
-
- private:
-  const std::size_t bytes_;
-  const c10::DataPtr data_;
-};
 
 // What threads of the group's finish.
 class StagedWork final : public Work {
@@ -109,12 +90,7 @@ class StagedCommunicator final : public Communicator {
     for (const Operation& operation : operations) {
       validate(operation, rank(), size());
     }
-    std::vector<WorkPtr> works;
-    works.reserve(operations.size());
-    for (Operation& operation : operations) {
-      works.push_back(submit(std::move(operation)));
-    }
-    return combine(std::move(works));
+    return submit_one_by_one(std::move(operations));
   }
 
   using Communicator::run;
@@ -127,7 +103,7 @@ class StagedCommunicator final : public Communicator {
   [[nodiscard]] MemoryPtr allocate(std::size_t bytes, Device device) override {
     if (device.type != DeviceType::kCpu) {
       require_open();
-      return std::make_shared<DeviceMemory>(bytes, device);
+      return std::make_shared<AllocatedMemory>(allocate_on_device(bytes, device), bytes);
     }
     if (staging_->collectives_under_way != 0) {
       // Collective as well, so it keeps the order.
@@ -184,9 +160,7 @@ class StagedCommunicator final : public Communicator {
     if (is_shut_down_) {
       throw InvalidUsage(join("The group '", name(), "' has been shut down."));
     }
-    if (const std::exception_ptr failure = host_->failure()) {
-      std::rethrow_exception(failure);
-    }
+    rethrow_if_any(host_->failure());
   }
 
   // `count` counts the job until it is over.
@@ -207,9 +181,7 @@ class StagedCommunicator final : public Communicator {
   WorkPtr queue_behind(Operation operation) {
     require_open();
     validate(operation, rank(), size());
-    if (!operation.deadline) {
-      operation.deadline = Deadline::in(timeout());
-    }
+    operation.deadline = deadline_of(operation);
     auto work = std::make_shared<StagedWork>(host_);
     const bool is_message = is_point_to_point(operation.kind);
     auto job = [staging = staging_, operation = std::move(operation), work] {
@@ -244,7 +216,7 @@ class StagedCommunicator final : public Communicator {
           "' cannot be part of a CUDA graph, since the host takes part in it: leave it outside "
           "the capture, or use a backend of the device's own."));
     }
-    const Deadline deadline = operation.deadline ? *operation.deadline : Deadline::in(timeout());
+    const Deadline deadline = deadline_of(operation);
     operation.deadline = deadline;
     auto staged =
         std::make_shared<Staged>(Staged{std::move(operation), device, record_event(stream),
@@ -303,7 +275,7 @@ class StagedCommunicator final : public Communicator {
     // The thread that brings the message does not wait for the device.
     received->on_completion([staging = staging_, staged, memory](const Work::Outcome& outcome) {
       if (outcome.error != nullptr) {
-        staged->work->finish(outcome.error);
+        staged->finish(outcome.error);
         return;
       }
       ElasticThreads::shared().post_or_run([staging, staged, memory, source = outcome.source_rank] {

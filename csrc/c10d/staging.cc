@@ -25,12 +25,15 @@ void Staging::run(Staged& staged) {
   try {
     require_sound();
     run_parts(staged, own, has_begun);
-    staged.work->finish();
+    staged.finish();
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     if (!are_copies_over(staged.device)) {
       keep_for_ever(std::exchange(slots_, Slots()));
       keep_for_ever(std::move(own));
+      if (has_begun) {
+        keep_for_ever(std::move(staged.operation.owner));
+      }
     }
     give_up(staged, error, has_begun);
   }
@@ -48,7 +51,7 @@ void Staging::send(const StagedPtr& staged) {
     await(*staged, *record_event(streams.to_host));
     const WorkPtr sent = host_->submit(std::move(part.operation));
     sent->on_completion([staged, memory](const Work::Outcome& outcome) {
-      staged->work->finish(outcome.error, outcome.source_rank);
+      staged->finish(outcome.error, outcome.source_rank);
     });
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
@@ -67,11 +70,12 @@ void Staging::deliver(Staged& staged, const std::shared_ptr<c10::DataPtr>& memor
     wait_on_device(streams.to_device, *staged.ready);
     copy_to_device(part_of_message(staged.operation, slot), slot, staged.device, streams);
     await(staged, *record_event(streams.to_device));
-    staged.work->finish(nullptr, source_rank);
+    staged.finish(nullptr, source_rank);
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     if (!are_copies_over(staged.device)) {
       keep_for_ever(std::shared_ptr<c10::DataPtr>(memory));
+      keep_for_ever(std::move(staged.operation.owner));
     }
     give_up(staged, error, /*has_begun=*/true);
   }
@@ -132,9 +136,9 @@ void Staging::run_parts(const Staged& staged, Slots& own, bool& has_begun) {
     StagedPart part = parts.part(index, slot_of(index));
     part.operation.deadline = staged.deadline;
     host_->run(std::move(part.operation));
+    has_begun = true;
     copy_to_device(part, slot_of(index), staged.device, streams);
     left[slot] = record_event(streams.to_device);
-    has_begun = true;
   }
   await(staged, *left[(parts.count() - 1) % kSlots]);
 }
@@ -175,11 +179,7 @@ Staging::Slots& Staging::shared_slots(Device device) {
   return slots_;
 }
 
-void Staging::require_sound() const {
-  if (const std::exception_ptr failure = host_->failure()) {
-    std::rethrow_exception(failure);
-  }
-}
+void Staging::require_sound() const { rethrow_if_any(host_->failure()); }
 
 void Staging::await(const Staged& staged, const c10::Event& event) const {
   if (wait_on_host(event, staged.deadline, [this] { return host_->failure() != nullptr; })) {
@@ -203,7 +203,7 @@ bool Staging::are_copies_over(Device device) noexcept {
   }
 }
 
-void Staging::give_up(const Staged& staged, const std::exception_ptr& error, bool has_begun) {
+void Staging::give_up(Staged& staged, const std::exception_ptr& error, bool has_begun) {
   const auto [kind, what, blame] = describe_briefly(error);
   if (host_->failure() == nullptr && (kind != ErrorKind::kInvalidUsage || has_begun)) {
     host_->abort(Error(kind,
@@ -211,7 +211,7 @@ void Staging::give_up(const Staged& staged, const std::exception_ptr& error, boo
                             " could not be staged: ", what),
                        blame));
   }
-  staged.work->finish(error);
+  staged.finish(error);
 }
 
 }  // namespace pydist

@@ -32,6 +32,13 @@ struct Staged {
   EventPtr ready;  // work that was on the device before the copy
   Deadline deadline;
   WorkPtr work;
+
+  // Whoever submitted it still holds the memory, so that this thread is not the one who gives it
+  // back.
+  void finish(std::exception_ptr error = nullptr, int source_rank = -1) {
+    operation.owner = nullptr;
+    work->finish(std::move(error), source_rank);
+  }
 };
 
 using StagedPtr = std::shared_ptr<Staged>;
@@ -94,8 +101,8 @@ class Staging {
 
   void await(const Staged& staged, const c10::Event& event) const;
 
-  // Memory that a late copy to the host still writes, so that nobody else may have it. The caller's
-  // memory is only read by such a copy.
+  // Memory that a late copy still writes, so that nobody else may have it. One to the host only
+  // reads the caller's.
   template <typename Held>
   static void keep_for_ever(Held held) {
     new Held(std::move(held));
@@ -107,7 +114,7 @@ class Staging {
 
   // Fails the group, because the peers wait for an operation that does not come. Not needed where
   // the host's communicator has told them, or refuses the operation on all ranks alike.
-  void give_up(const Staged& staged, const std::exception_ptr& error, bool has_begun);
+  void give_up(Staged& staged, const std::exception_ptr& error, bool has_begun);
 
   const CommunicatorPtr host_;
   const std::size_t slot_bytes_;

@@ -128,6 +128,14 @@ class TorchStore : public KeyValueStore {
     });
   }
 
+  std::string settle(const std::string& key, const std::string& value) override {
+    const auto settled =
+        ask<std::vector<std::uint8_t>>("write", key, [key, value](c10d::Store& store) {
+          return store.compareSet(key, {}, std::vector<std::uint8_t>(value.begin(), value.end()));
+        });
+    return {settled.begin(), settled.end()};
+  }
+
   std::string get(const std::string& key, Deadline deadline) override {
     Pause pause;
     while (!ask<bool>("read", key, [key](c10d::Store& store) { return store.check({key}); })) {

@@ -6,6 +6,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <limits>
@@ -18,6 +20,12 @@ namespace {
 
 // How long results in dense copies may take to be copied within a device.
 constexpr std::chrono::minutes kFinishPatience{10};
+
+// In the order of DType. Float8, which is several types to torch, is moved as bytes.
+constexpr std::array<at::ScalarType, kDTypeCount> kScalarTypes = {
+    at::kDouble, at::kFloat,        at::kHalf,          at::kBFloat16, at::kChar,   at::kShort,
+    at::kInt,    at::kLong,         at::kByte,          at::kUInt16,   at::kUInt32, at::kUInt64,
+    at::kBool,   at::kComplexFloat, at::kComplexDouble, at::kByte};
 
 bool is_dense(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
@@ -73,77 +81,14 @@ void divide(const at::Tensor& dense, std::int64_t divisor) {
 }  // namespace
 
 std::optional<DType> dtype_of(at::ScalarType type) noexcept {
-  switch (type) {
-    case at::kDouble:
-      return DType::kFloat64;
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kChar:
-      return DType::kInt8;
-    case at::kShort:
-      return DType::kInt16;
-    case at::kInt:
-      return DType::kInt32;
-    case at::kLong:
-      return DType::kInt64;
-    case at::kByte:
-      return DType::kUInt8;
-    case at::kUInt16:
-      return DType::kUInt16;
-    case at::kUInt32:
-      return DType::kUInt32;
-    case at::kUInt64:
-      return DType::kUInt64;
-    case at::kBool:
-      return DType::kBool;
-    case at::kComplexFloat:
-      return DType::kComplex64;
-    case at::kComplexDouble:
-      return DType::kComplex128;
-    default:
-      return std::nullopt;
-  }
+  const auto* const found = std::find(kScalarTypes.begin(), kScalarTypes.end(), type);
+  return found == kScalarTypes.end()
+             ? std::nullopt
+             : std::optional(static_cast<DType>(found - kScalarTypes.begin()));
 }
 
 at::ScalarType scalar_type_of(DType dtype) noexcept {
-  switch (dtype) {
-    case DType::kFloat64:
-      return at::kDouble;
-    case DType::kFloat32:
-      return at::kFloat;
-    case DType::kFloat16:
-      return at::kHalf;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    case DType::kInt8:
-      return at::kChar;
-    case DType::kInt16:
-      return at::kShort;
-    case DType::kInt32:
-      return at::kInt;
-    case DType::kInt64:
-      return at::kLong;
-    case DType::kUInt16:
-      return at::kUInt16;
-    case DType::kUInt32:
-      return at::kUInt32;
-    case DType::kUInt64:
-      return at::kUInt64;
-    case DType::kBool:
-      return at::kBool;
-    case DType::kComplex64:
-      return at::kComplexFloat;
-    case DType::kComplex128:
-      return at::kComplexDouble;
-    case DType::kUInt8:
-    case DType::kFloat8:
-      return at::kByte;
-  }
-  return at::kByte;
+  return kScalarTypes.at(static_cast<std::size_t>(dtype));
 }
 
 bool is_averaged_by_division(at::ScalarType type) noexcept {
@@ -156,6 +101,31 @@ void require_arithmetic(const at::Tensor& tensor, OpKind kind, ReduceOp op) {
                             at::toString(tensor.scalar_type()),
                             ", which can be moved but not reduced; convert it first."));
   }
+}
+
+// Of memory on a device.
+class DenseTensors::Owner final : public BufferOwner {
+ public:
+  explicit Owner(std::vector<c10::Storage> storages) : storages_(std::move(storages)) {}
+
+  [[nodiscard]] std::vector<Block> blocks() const override {
+    std::vector<Block> blocks;
+    for (const c10::Storage& storage : storages_) {
+      blocks.push_back({storage.data(), storage.nbytes()});
+    }
+    return blocks;
+  }
+
+ private:
+  const std::vector<c10::Storage> storages_;
+};
+
+void DenseTensors::attach_to(Operation& operation) {
+  operation.stream = stream_;
+  if (is_on_device() && owner_ == nullptr) {
+    owner_ = std::make_shared<const Owner>(std::move(storages_));
+  }
+  operation.owner = owner_;
 }
 
 bool DenseTensors::is_captured() const { return torch_stream_ && is_capturing(*torch_stream_); }
@@ -211,7 +181,7 @@ void DenseTensors::require_movable(const at::Tensor& tensor) const {
 }
 
 void DenseTensors::hold(const at::Tensor& tensor) {
-  if (lifetime_ == Lifetime::kHeld && tensor.has_storage()) {
+  if ((lifetime_ == Lifetime::kHeld || !tensor.is_cpu()) && tensor.has_storage()) {
     storages_.push_back(tensor.storage());
   }
 }
@@ -223,9 +193,9 @@ Buffer DenseTensors::input(const at::Tensor& tensor) {
     return buffer_of(tensor, const_cast<void*>(tensor.const_data_ptr()));
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
-  at::Tensor dense = tensor.resolve_conj().resolve_neg().contiguous();
+  const at::Tensor dense = tensor.resolve_conj().resolve_neg().contiguous();
   const Buffer buffer = buffer_of(dense, dense.mutable_data_ptr());
-  dense_inputs_.push_back(std::move(dense));
+  storages_.push_back(dense.storage());
   return buffer;
 }
 
@@ -252,6 +222,7 @@ Buffer DenseTensors::output(const at::Tensor& tensor, std::int64_t divisor) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   at::Tensor dense = at::empty(tensor.sizes(), tensor.options());
   const Buffer buffer = buffer_of(dense, dense.mutable_data_ptr());
+  storages_.push_back(dense.storage());
   unfinished_.push_back({tensor.alias(), std::move(dense), divisor});
   return buffer;
 }

@@ -13,8 +13,8 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "base/dtype.h"
@@ -39,7 +39,7 @@ void require_arithmetic(const at::Tensor& tensor, OpKind kind, ReduceOp op);
 class DenseTensors {
  public:
   // kHeld keeps the memory of the tensors alive as long as this object; kBorrowed leaves that to
-  // the caller.
+  // the caller, unless it is on a device: see Operation::owner.
   enum class Lifetime { kHeld, kBorrowed };
 
   // For operations of the communicator, which is looked at here alone.
@@ -55,8 +55,11 @@ class DenseTensors {
   [[nodiscard]] std::vector<Buffer> inputs(const std::vector<at::Tensor>& tensors);
   [[nodiscard]] std::vector<Buffer> outputs(const std::vector<at::Tensor>& tensors);
 
-  // The current stream of the tensors' device, for Operation::stream; null where the device has no
-  // streams.
+  // Tells an operation on these tensors its stream, which is the current one of their device, and
+  // who keeps their memory there. Once they are all known.
+  void attach_to(Operation& operation);
+
+  // That stream; null where the device has no streams.
   [[nodiscard]] void* stream() const noexcept { return stream_; }
 
   [[nodiscard]] bool is_on_device() const noexcept { return torch_stream_.has_value(); }
@@ -96,14 +99,16 @@ class DenseTensors {
   [[nodiscard]] Buffer buffer_of(const at::Tensor& dense, void* data);
   void hold(const at::Tensor& tensor);
 
+  class Owner;
+
   const Communicator* communicator_;
   Lifetime lifetime_;
   void* stream_ = nullptr;
   std::optional<c10::Stream> torch_stream_;  // the same, as torch knows it
   // Storages rather than tensors: releasing a tensor may need the GIL, and the thread that
   // finishes an operation must never wait for that.
-  std::vector<c10::Storage> storages_;
-  std::vector<at::Tensor> dense_inputs_;
+  std::vector<c10::Storage> storages_;  // until there is an owner
+  std::shared_ptr<const Owner> owner_;
   std::vector<Unfinished> unfinished_;
 };
 

@@ -55,42 +55,31 @@ void check_blocks(const Group& group, const Call& call, int peer) {
                           " for rank ", me));
     }
   };
-  const auto count_of = [](const Block& block) { return static_cast<std::uint64_t>(block.count); };
+  const auto expect_block = [&](int rank, const Block& mine) {
+    expect(join("the block of rank ", rank).c_str(), group.posted_count(peer, rank), mine.count);
+  };
   switch (call.kind) {
     case OpKind::kReduceScatter:
-      for (int rank = 0; rank < group.size(); ++rank) {
-        expect(join("the block of rank ", rank).c_str(), group.posted_count(peer, rank),
-               count_of(call.inputs[rank]));
-      }
-      break;
     case OpKind::kAllGather:
       for (int rank = 0; rank < group.size(); ++rank) {
-        expect(join("the block of rank ", rank).c_str(), group.posted_count(peer, rank),
-               count_of(call.outputs[rank]));
+        const bool gathers = call.kind == OpKind::kAllGather;
+        expect_block(rank, gathers ? call.outputs[rank] : call.inputs[rank]);
       }
       break;
     case OpKind::kGather:
+    case OpKind::kScatter: {
       // Only the root knows all blocks; everybody else posts its own alone.
+      const bool gathers = call.kind == OpKind::kGather;
       if (me == call.root) {
-        expect(join("the block of rank ", peer).c_str(), group.posted_count(peer, peer),
-               count_of(call.outputs[peer]));
+        expect_block(peer, gathers ? call.outputs[peer] : call.inputs[peer]);
       } else if (peer == call.root) {
-        expect(join("the block of rank ", me).c_str(), group.posted_count(peer, me),
-               count_of(call.inputs[0]));
+        expect_block(me, gathers ? call.inputs[0] : call.outputs[0]);
       }
       break;
-    case OpKind::kScatter:
-      if (me == call.root) {
-        expect(join("the block of rank ", peer).c_str(), group.posted_count(peer, peer),
-               count_of(call.inputs[peer]));
-      } else if (peer == call.root) {
-        expect(join("the block of rank ", me).c_str(), group.posted_count(peer, me),
-               count_of(call.outputs[0]));
-      }
-      break;
+    }
     case OpKind::kAllToAll:
       expect(join("the block from rank ", peer, " to rank ", me).c_str(),
-             group.posted_count(peer, me), count_of(call.outputs[peer]));
+             group.posted_count(peer, me), call.outputs[peer].count);
       break;
     default:
       expect("the buffer", group.post(peer).count, call.count);

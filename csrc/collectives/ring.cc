@@ -13,15 +13,13 @@
 namespace pydist {
 namespace {
 
-bool is_short_float(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
-
 // Partial sums travel in the type that the caller asks for, and otherwise so that the result alone
 // is rounded to the buffers' type.
 DType partial_dtype(const Call& call) {
   if (call.wire_dtype != call.dtype) {
     return call.wire_dtype;
   }
-  return is_short_float(call.dtype) ? DType::kFloat32 : call.dtype;
+  return is_16_bit_float(call.dtype) ? DType::kFloat32 : call.dtype;
 }
 
 // Partial sums: a rank adds its own contribution to the sum that it received.

@@ -8,6 +8,7 @@
 
 #include "base/digest.h"
 #include "base/error.h"
+#include "collectives/call.h"
 
 namespace pydist {
 namespace {
@@ -18,14 +19,10 @@ bool is_pairwise(OpKind kind) {
 }
 
 std::vector<std::uint64_t> block_counts(const Buffers& buffers, int size) {
+  const Blocks blocks(buffers, size);
   std::vector<std::uint64_t> counts;
-  if (buffers.size() == static_cast<std::size_t>(size)) {
-    for (const Buffer& buffer : buffers) {
-      counts.push_back(buffer.count);
-    }
-  } else {
-    counts.assign(static_cast<std::size_t>(size),
-                  buffers[0].count / static_cast<std::size_t>(size));
+  for (int rank = 0; rank < size; ++rank) {
+    counts.push_back(blocks[rank].count);
   }
   return counts;
 }

@@ -26,6 +26,15 @@ int Communicator::run(Operation&& operation) {
   return work->source_rank();
 }
 
+WorkPtr Communicator::submit_one_by_one(std::vector<Operation> operations) {
+  std::vector<WorkPtr> works;
+  works.reserve(operations.size());
+  for (Operation& operation : operations) {
+    works.push_back(submit(std::move(operation)));
+  }
+  return combine(std::move(works));
+}
+
 std::string places_of_ranks(const Communicator& communicator) {
   std::string text;
   for (const std::string& line : communicator.whereabouts()) {

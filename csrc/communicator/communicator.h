@@ -18,11 +18,8 @@
 
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "base/deadline.h"
@@ -127,6 +124,10 @@ class Communicator {
   // How long an operation without a deadline of its own may take.
   [[nodiscard]] virtual std::chrono::milliseconds timeout() const = 0;
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
+  // The deadline of an operation that is submitted now.
+  [[nodiscard]] Deadline deadline_of(const Operation& operation) const {
+    return operation.deadline.value_or(Deadline::in(timeout()));
+  }
 
   // Fails the group with `reason`: wakes every waiter here; peers learn of it.
   virtual void abort(const Error& reason) = 0;
@@ -151,6 +152,10 @@ class Communicator {
   // What every rank of the group is in, a line each, from the journal; empty where the backend
   // keeps none.
   [[nodiscard]] virtual std::vector<std::string> whereabouts() const = 0;
+
+ protected:
+  // submit_grouped() for backends to which a group of operations is nothing of its own.
+  [[nodiscard]] WorkPtr submit_one_by_one(std::vector<Operation> operations);
 };
 
 // whereabouts() in sentences, for the end of a message.

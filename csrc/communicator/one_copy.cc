@@ -6,13 +6,17 @@
 #include <array>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
 
+#include "base/env.h"
 #include "base/error.h"
 #include "base/interruption.h"
+#include "communicator/complaints.h"
 #include "memory/job_secret.h"
 #include "memory/memory_room.h"
 #include "memory/segment_exchange.h"
@@ -22,11 +26,12 @@ namespace {
 
 constexpr const char* kPurpose = "the one copy of the parameters";
 
-// What rank 0 tells the others.
+// What rank 0 tells the others. Not the secret: only where it is.
 struct Offer {
-  std::array<char, 128> address{};  // of its server; empty: there is no room
+  std::array<char, 128> address{};  // of its server; empty: it has failed
   std::array<char, 64> key{};
-  std::array<char, 72> secret{};
+  std::array<char, 4096> secret_folder{};  // empty: the secret is that of the environment
+  std::array<char, 72> signature{};        // of the address
 };
 
 void put(const std::string& text, std::span<char> into) {
@@ -43,6 +48,49 @@ void broadcast(Communicator& communicator, Offer& offer) {
   communicator.run(std::move(operation));
 }
 
+// Rank 0's part, for as long as the others fetch the segment.
+class Giver {
+ public:
+  Giver(const SharedSegment& segment, Offer& offer) {
+    const std::string key = random_token();
+    const std::optional<std::string> given = Environment::read().job_secret;
+    const JobSecret secret = given ? JobSecret(*given) : JobSecret::random();
+    if (!given) {
+      file_.emplace(key, secret);
+      put(file_->folder(), offer.secret_folder);
+    }
+    server_.offer(key, segment.fd(), secret.derive(key));
+    put(key, offer.key);
+    put(secret.sign(server_.address()), offer.signature);
+    put(server_.address(), offer.address);
+  }
+
+  void serve() {
+    constexpr int kPauseMs = 5;
+    pollfd request{server_.fd(), POLLIN, 0};
+    if (::poll(&request, 1, kPauseMs) > 0) {
+      server_.serve();
+    }
+  }
+
+ private:
+  std::optional<SecretFile> file_;
+  SegmentServer server_;
+};
+
+FileDescriptor fetch(const Offer& offer, Deadline deadline, const std::function<void()>& check) {
+  const std::optional<std::string> given = Environment::read().job_secret;
+  const JobSecret secret =
+      given ? JobSecret(*given) : read_secret(offer.secret_folder.data(), offer.key.data());
+  if (!secret.has_signed(offer.address.data(), offer.signature.data())) {
+    throw TransportError(
+        "its secret is not that of rank 0: set PYDIST_JOB_SECRET alike on all ranks, or on none.");
+  }
+  return std::move(fetch_segment(offer.address.data(), offer.key.data(),
+                                 secret.derive(offer.key.data()), deadline, check)
+                       .fd);
+}
+
 // Each rank backs an equal share of the memory, so that no NUMA node and no cgroup has all of it.
 void reserve_share(const SharedSegment& segment, int rank, int size) {
   const std::size_t pages = segment.bytes() / page_bytes();
@@ -52,91 +100,61 @@ void reserve_share(const SharedSegment& segment, int rank, int size) {
   segment.reserve(begin_of(rank), begin_of(rank + 1) - begin_of(rank), kPurpose);
 }
 
-// Sets `failed` to the highest rank, counted from 1, on which a step failed; to 0 if none did.
-WorkPtr agree(Communicator& communicator, std::int64_t& failed) {
-  Operation operation;
-  operation.kind = OpKind::kAllReduce;
-  operation.op = ReduceOp::kMax;
-  operation.label = "whether all ranks have the one copy of the parameters";
-  const Buffer buffer{&failed, 1, DType::kInt64, Device{}};
-  operation.inputs = {buffer};
-  operation.outputs = {buffer};
-  return communicator.submit(std::move(operation));
-}
-
-// Hands the segment to the other ranks until every rank has it.
-void serve_until(SegmentServer& server, const WorkPtr& done) {
-  constexpr int kPauseMs = 5;
-  while (!done->is_completed()) {
-    pollfd request{server.fd(), POLLIN, 0};
-    if (::poll(&request, 1, kPauseMs) > 0) {
-      server.serve();
-    }
-  }
-}
-
 }  // namespace
 
 OneCopy allocate_one_copy(Communicator& communicator, std::size_t bytes) {
   bytes = std::max<std::size_t>(bytes, 1);
   const bool is_first = communicator.rank() == 0;
   OneCopy copy;
-  std::unique_ptr<SegmentServer> server;
-  std::string error;
   Offer offer;
-  if (is_first) {
+  std::optional<Giver> giver;
+  std::string complaint;
+  std::exception_ptr interruption;
+  const auto attempt = [&](const auto& step) {
     try {
+      if (complaint.empty()) {
+        step();
+      }
+    } catch (const std::exception& error) {
+      complaint = *error.what() != '\0' ? error.what() : "an error without a text";
+    }
+  };
+  if (is_first) {
+    attempt([&] {
       copy.segment = SharedSegment::create("one-copy", bytes);
       check_memory_room(copy.segment.bytes(), kPurpose);
-      copy.view = PrivateView(copy.segment);
-      server = std::make_unique<SegmentServer>();
-      const std::string key = random_token();
-      const JobSecret secret = JobSecret::random();
-      server->offer(key, copy.segment.fd(), secret);
-      put(server->address(), offer.address);
-      put(key, offer.key);
-      put(secret.key(), offer.secret);
-    } catch (const std::exception& caught) {
-      error = caught.what();
-      offer.address = {};
-    }
+      giver.emplace(copy.segment, offer);
+    });
   }
   broadcast(communicator, offer);
-  if (offer.address[0] == '\0') {
-    throw TransportError(is_first ? error
-                                  : join("rank 0 found no room for ", bytes,
-                                         " bytes of shared memory; its own message says why."));
-  }
-  if (!is_first) {
-    try {
-      copy.segment = SharedSegment::map(
-          fetch_segment(offer.address.data(), offer.key.data(), JobSecret(offer.secret.data()),
-                        Deadline::in(communicator.timeout()), check_interruption)
-              .fd,
-          round_up(bytes, page_bytes()));
+  if (offer.address[0] != '\0') {
+    attempt([&] {
+      if (!is_first) {
+        const auto check = [&interruption] {
+          try {
+            check_interruption();
+          } catch (...) {
+            interruption = std::current_exception();
+            throw Aborted(join("it was interrupted (", kWhatInterrupts, ")."));
+          }
+        };
+        copy.segment = SharedSegment::map(fetch(offer, Deadline::in(communicator.timeout()), check),
+                                          round_up(bytes, page_bytes()));
+      }
       copy.view = PrivateView(copy.segment);
-    } catch (const std::exception& caught) {
-      error = caught.what();
-    }
-  }
-  if (error.empty()) {
-    try {
       reserve_share(copy.segment, communicator.rank(), communicator.size());
-    } catch (const std::exception& caught) {
-      error = caught.what();
-    }
+    });
   }
-  std::int64_t failed = error.empty() ? 0 : communicator.rank() + 1;
-  const WorkPtr agreed = agree(communicator, failed);
-  if (is_first) {
-    serve_until(*server, agreed);
+  const Hearing hearing =
+      hear_all(communicator, complaint, "whether all ranks have the one copy of the parameters",
+               true, giver ? std::function<void()>([&giver] { giver->serve(); }) : nullptr);
+  if (interruption != nullptr) {
+    std::rethrow_exception(interruption);
   }
-  agreed->wait();
-  if (failed != 0) {
-    throw TransportError(join("rank ", failed - 1,
-                              " can't map or back the one copy of the parameters that rank 0 made",
-                              error.empty() ? "; its own message says why." : ": " + error,
-                              " All ranks of one copy share a host."));
+  if (hearing.first) {
+    throw TransportError(join("The ranks cannot have one copy of the parameters, for which all of ",
+                              "them share a host: rank ", hearing.first->rank, ": ",
+                              hearing.first->text));
   }
   return copy;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "collectives/call.h"
 
 namespace pydist {
 
@@ -34,14 +35,14 @@ class Validator {
       case OpKind::kReduceScatter:
         expect_blocks(in, "inputs");
         expect_one(out, "output");
-        expect_equal(block_count(in, rank_), out[0].count);
+        expect_equal(block(in, rank_).count, out[0].count);
         check_op();
         check_own_block(in, out[0]);
         break;
       case OpKind::kAllGather:
         expect_one(in, "input");
         expect_blocks(out, "outputs");
-        expect_equal(in[0].count, block_count(out, rank_));
+        expect_equal(in[0].count, block(out, rank_).count);
         check_apart(out);
         check_own_block(out, in[0]);
         break;
@@ -73,7 +74,7 @@ class Validator {
         expect_one(in, "input");
         if (is_root) {
           expect_blocks(out, "outputs");
-          expect_equal(in[0].count, block_count(out, rank_));
+          expect_equal(in[0].count, block(out, rank_).count);
           check_apart(out);
           check_own_block(out, in[0]);
         }
@@ -83,14 +84,14 @@ class Validator {
         expect_one(out, "output");
         if (is_root) {
           expect_blocks(in, "inputs");
-          expect_equal(block_count(in, rank_), out[0].count);
+          expect_equal(block(in, rank_).count, out[0].count);
           check_own_block(in, out[0]);
         }
         break;
       case OpKind::kAllToAll:
         expect_blocks(in, "inputs");
         expect_blocks(out, "outputs");
-        expect_equal(block_count(in, rank_), block_count(out, rank_));
+        expect_equal(block(in, rank_).count, block(out, rank_).count);
         check_apart(out);
         check_exchange(in, out);
         break;
@@ -196,11 +197,9 @@ class Validator {
     }
   }
 
-  std::size_t block_count(const Buffers& buffers, int rank) const {
-    if (buffers.size() == 1) {
-      return buffers[0].count / static_cast<std::size_t>(size_);
-    }
-    return buffers[static_cast<std::size_t>(rank)].count;
+  [[nodiscard]] Buffer block(const Buffers& buffers, int rank) const {
+    const Block its = Blocks(buffers, size_)[rank];
+    return {its.data, its.count, buffers[0].dtype, buffers[0].device};
   }
 
   void expect_equal(std::size_t input_count, std::size_t output_count) const {
@@ -232,17 +231,9 @@ class Validator {
 
   // `buffer` lies apart from all blocks, or exactly where this rank's block does.
   void check_own_block(const Buffers& blocks, const Buffer& buffer) const {
-    const auto own = static_cast<std::size_t>(rank_);
-    if (blocks.size() == 1) {
-      const auto* place = static_cast<const std::byte*>(blocks[0].data) +
-                          own * block_count(blocks, rank_) * element_size(blocks[0].dtype);
-      if (buffer.data != place && overlap(blocks[0], buffer)) {
-        fail_overlap();
-      }
-      return;
-    }
-    for (std::size_t rank = 0; rank < blocks.size(); ++rank) {
-      if (overlap(blocks[rank], buffer) && (rank != own || blocks[rank].data != buffer.data)) {
+    for (int rank = 0; rank < size_; ++rank) {
+      const Buffer place = block(blocks, rank);
+      if (overlap(place, buffer) && (rank != rank_ || place.data != buffer.data)) {
         fail_overlap();
       }
     }
@@ -265,16 +256,6 @@ class Validator {
     }
   }
 
-  [[nodiscard]] Buffer block(const Buffers& buffers, std::size_t rank) const {
-    if (buffers.size() != 1) {
-      return buffers[rank];
-    }
-    Buffer part = buffers[0];
-    part.count /= static_cast<std::size_t>(size_);
-    part.data = static_cast<std::byte*>(part.data) + rank * part.bytes();
-    return part;
-  }
-
   // What comes from a rank may take the place of what goes to it; otherwise inputs and outputs lie
   // apart.
   void check_exchange(const Buffers& in, const Buffers& out) const {
@@ -286,9 +267,8 @@ class Validator {
     if (!touch(in, out)) {
       return;
     }
-    const auto size = static_cast<std::size_t>(size_);
-    for (std::size_t to = 0; to < size; ++to) {
-      for (std::size_t from = 0; from < size; ++from) {
+    for (int to = 0; to < size_; ++to) {
+      for (int from = 0; from < size_; ++from) {
         const Buffer input = block(in, to);
         const Buffer output = block(out, from);
         const bool is_in_place =

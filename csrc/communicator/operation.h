@@ -1,4 +1,5 @@
-// One collective or point-to-point operation, as a backend receives it. A value: it owns nothing.
+// One collective or point-to-point operation, as a backend receives it. A value: its buffers are
+// somebody else's.
 //
 // Vocabulary. A *buffer* is a dense run of elements. A *block* is the part of a collective that
 // belongs to one rank: all_gather yields one block of every rank. Blocks are given either as one
@@ -34,6 +35,7 @@
 #include "base/dtype.h"
 #include "base/op_kind.h"
 #include "base/reduce_op.h"
+#include "communicator/buffer_owner.h"
 
 namespace pydist {
 
@@ -57,6 +59,10 @@ struct Operation {
   void* stream = nullptr;
   // Without one, the communicator's timeout counts from the submission.
   std::optional<Deadline> deadline;
+  // What keeps the memory of buffers on a device, for a backend that cannot end what it runs there:
+  // that of a failed operation is kept until the device is done with it. Null where the buffers are
+  // on the CPU, or are kept by the caller whatever happens.
+  BufferOwnerPtr owner;
   // What the journal calls this operation beside its kind: "bucket 7, first parameter fc.weight".
   std::string label;
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "collectives/call.h"
 
 namespace pydist {
 namespace {
@@ -35,7 +36,7 @@ StagingParts::StagingParts(const Operation& operation, int rank, int size, std::
   PYDIST_CHECK(slot_bytes >= least_slot_bytes(size));
   const Buffers& in = operation.inputs;
   const Buffers& out = operation.outputs;
-  const Buffer* const first = !in.empty() ? in.data() : !out.empty() ? out.data() : nullptr;
+  const Buffer* const first = operation.first_buffer();
   dtype_ = first == nullptr ? DType::kUInt8 : first->dtype;
   switch (operation.kind) {
     case OpKind::kAllReduce:
@@ -46,11 +47,10 @@ StagingParts::StagingParts(const Operation& operation, int rank, int size, std::
     case OpKind::kReduceScatter:
     case OpKind::kAllGather: {
       has_blocks_ = true;
-      const Buffers& blocks = operation.kind == OpKind::kAllGather ? out : in;
-      for (std::size_t r = 0; r < size_; ++r) {
-        const std::size_t count = block(blocks, r).count;
-        is_ragged_ = is_ragged_ || count != block(blocks, 0).count;
-        count_ = std::max(count_, count);
+      const Blocks blocks(operation.kind == OpKind::kAllGather ? out : in, size);
+      is_ragged_ = blocks.is_ragged();
+      for (int r = 0; r < size; ++r) {
+        count_ = std::max(count_, blocks[r].count);
       }
       break;
     }
@@ -69,27 +69,12 @@ StagingParts::StagingParts(const Operation& operation, int rank, int size, std::
   count_of_parts_ = std::max((count_ + chunk_ - 1) / chunk_, std::size_t{1});
 }
 
-Buffer StagingParts::block(const Buffers& buffers, std::size_t rank) const {
-  if (buffers.size() != 1) {
-    return buffers[rank];
-  }
-  Buffer part = buffers[0];
-  part.count /= size_;
-  part.data = static_cast<std::byte*>(part.data) + rank * part.bytes();
-  return part;
-}
-
 // The operation without its buffers.
 Operation StagingParts::on_host() const {
-  Operation operation;
-  operation.kind = operation_.kind;
-  operation.op = operation_.op;
-  operation.peer = operation_.peer;
-  operation.tag = operation_.tag;
-  operation.factor = operation_.factor;
-  operation.wire_dtype = operation_.wire_dtype;
-  operation.deadline = operation_.deadline;
-  operation.label = operation_.label;
+  Operation operation = operation_;
+  operation.inputs.clear();
+  operation.outputs.clear();
+  operation.stream = nullptr;
   return operation;
 }
 
@@ -135,18 +120,18 @@ StagedPart StagingParts::block_part(std::size_t index, std::byte* slot) const {
   const std::size_t width = element_size(dtype_);
   const std::size_t begin = index * chunk_;
   const bool gathers = operation_.kind == OpKind::kAllGather;
-  const Buffers& blocks = gathers ? operation_.outputs : operation_.inputs;
+  const Blocks blocks(gathers ? operation_.outputs : operation_.inputs, static_cast<int>(size_));
   // Equal blocks lie side by side, and are one buffer.
   const std::size_t distance = is_ragged_ ? chunk_ : part_of(count_, begin, chunk_);
   StagedPart part{.operation = on_host(), .before = {}, .after = {}};
   std::vector<Buffer> staged;
   std::vector<StagedCopy> copies;
   for (std::size_t r = 0; r < size_; ++r) {
-    const Buffer buffer = block(blocks, r);
-    const std::size_t count = part_of(buffer.count, begin, chunk_);
+    const Block block = blocks[static_cast<int>(r)];
+    const std::size_t count = part_of(block.count, begin, chunk_);
     const std::size_t offset = r * distance * width;
     staged.push_back({.data = slot + offset, .count = count, .dtype = dtype_, .device = {}});
-    copies.push_back({static_cast<std::byte*>(buffer.data) + begin * width, offset, count * width});
+    copies.push_back({block.data + begin * width, offset, count * width});
   }
   const Buffer own = staged[rank_];
   const Buffer& single = gathers ? operation_.inputs[0] : operation_.outputs[0];

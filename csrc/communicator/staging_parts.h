@@ -54,7 +54,6 @@ class StagingParts {
   [[nodiscard]] StagedPart flat_part(std::size_t index, std::byte* slot) const;
   [[nodiscard]] StagedPart block_part(std::size_t index, std::byte* slot) const;
   [[nodiscard]] StagedPart whole_part(std::byte* slot) const;
-  [[nodiscard]] Buffer block(const Buffers& buffers, std::size_t rank) const;
   [[nodiscard]] Operation on_host() const;
 
   const Operation& operation_;

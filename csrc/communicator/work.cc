@@ -16,9 +16,7 @@ void Work::wait(Deadline deadline) {
     throw Timeout(who.empty() ? "wait() timed out before the operation had finished."
                               : "wait() timed out before the operation had finished: " + who);
   }
-  if (const std::exception_ptr error = exception()) {
-    std::rethrow_exception(error);
-  }
+  rethrow_if_any(exception());
 }
 
 void Work::wait_quietly(Deadline deadline) {
@@ -46,9 +44,7 @@ void Work::wait_or_end(const std::function<void()>& end) {
       }
     }
   }
-  if (interruption != nullptr) {
-    std::rethrow_exception(interruption);
-  }
+  rethrow_if_any(interruption);
   wait();
 }
 

@@ -26,35 +26,35 @@ const Stream kStreamLegacy = reinterpret_cast<Stream>(1);
 
 }  // namespace
 
-// The names are the driver's own, with the versions that its headers choose.
+// Those that are called. The names are the driver's own, with the versions that its headers choose.
+#define PYDIST_FUNCTIONS(each)                                                                    \
+  each(cuInit, (unsigned)) each(cuDeviceGetCount, (int*)) each(cuDeviceGet, (int*, int)) each(    \
+      cuDeviceGetAttribute, (int*, int, int)) each(cuDevicePrimaryCtxRetain, (void**, int))       \
+      each(cuCtxGetCurrent, (void**)) each(cuCtxSetCurrent, (void*)) each(cuCtxSynchronize, ())   \
+          each(cuCtxGetStreamPriorityRange, (int*, int*)) each(                                   \
+              cuGetErrorString, (int, const char**)) each(cuStreamCreateWithPriority,             \
+                                                          (void**, unsigned, int))                \
+              each(cuStreamDestroy_v2, (void*)) each(                                             \
+                  cuStreamGetCaptureInfo_v2,                                                      \
+                  (void*, int*, std::uint64_t*, void**, const void***, std::size_t*))             \
+                  each(cuStreamQuery, (void*)) each(cuStreamWaitEvent, (void*, void*, unsigned))  \
+                      each(cuEventCreate, (void**, unsigned)) each(cuEventDestroy_v2, (void*))    \
+                          each(cuEventRecord, (void*, void*)) each(cuEventQuery, (void*))         \
+                              each(cuMemcpyAsync, (std::size_t, std::size_t, std::size_t, void*)) \
+                                  each(cuMemAlloc_v2, (std::size_t*, std::size_t))                \
+                                      each(cuMemFree_v2, (std::size_t))                           \
+                                          each(cuMemGetInfo_v2, (std::size_t*, std::size_t*))     \
+                                              each(cuThreadExchangeStreamCaptureMode, (int*))     \
+                                                  each(cuUserObjectCreate,                        \
+                                                       (void**, void*, void (*)(void*), unsigned, \
+                                                        unsigned))                                \
+                                                      each(cuGraphRetainUserObject,               \
+                                                           (void*, void*, unsigned, unsigned))
+
 struct Driver::Functions {
-  int (*cuInit)(unsigned);
-  int (*cuDeviceGetCount)(int*);
-  int (*cuDeviceGet)(int*, int);
-  int (*cuDeviceGetAttribute)(int*, int, int);
-  int (*cuDevicePrimaryCtxRetain)(void**, int);
-  int (*cuCtxGetCurrent)(void**);
-  int (*cuCtxSetCurrent)(void*);
-  int (*cuCtxSynchronize)();
-  int (*cuCtxGetStreamPriorityRange)(int*, int*);
-  int (*cuGetErrorString)(int, const char**);
-  int (*cuStreamCreateWithPriority)(void**, unsigned, int);
-  int (*cuStreamDestroy_v2)(void*);
-  int (*cuStreamGetCaptureInfo_v2)(void*, int*, std::uint64_t*, void**, const void***,
-                                   std::size_t*);
-  int (*cuStreamQuery)(void*);
-  int (*cuStreamWaitEvent)(void*, void*, unsigned);
-  int (*cuEventCreate)(void**, unsigned);
-  int (*cuEventDestroy_v2)(void*);
-  int (*cuEventRecord)(void*, void*);
-  int (*cuEventQuery)(void*);
-  int (*cuMemcpyAsync)(std::size_t, std::size_t, std::size_t, void*);
-  int (*cuMemAlloc_v2)(std::size_t*, std::size_t);
-  int (*cuMemFree_v2)(std::size_t);
-  int (*cuMemGetInfo_v2)(std::size_t*, std::size_t*);
-  int (*cuThreadExchangeStreamCaptureMode)(int*);
-  int (*cuUserObjectCreate)(void**, void*, void (*)(void*), unsigned, unsigned);
-  int (*cuGraphRetainUserObject)(void*, void*, unsigned, unsigned);
+#define PYDIST_DECLARE(name, arguments) int(*name) arguments;
+  PYDIST_FUNCTIONS(PYDIST_DECLARE)
+#undef PYDIST_DECLARE
 };
 
 struct Driver::Opened {
@@ -75,33 +75,8 @@ struct Driver::Opened {
         why_missing = join("the CUDA driver lacks ", name, ": it is too old (CUDA 12 is needed)");
       }
     };
-#define PYDIST_RESOLVE(name) resolve(functions.name, #name)
-    PYDIST_RESOLVE(cuInit);
-    PYDIST_RESOLVE(cuDeviceGetCount);
-    PYDIST_RESOLVE(cuDeviceGet);
-    PYDIST_RESOLVE(cuDeviceGetAttribute);
-    PYDIST_RESOLVE(cuDevicePrimaryCtxRetain);
-    PYDIST_RESOLVE(cuCtxGetCurrent);
-    PYDIST_RESOLVE(cuCtxSetCurrent);
-    PYDIST_RESOLVE(cuCtxSynchronize);
-    PYDIST_RESOLVE(cuCtxGetStreamPriorityRange);
-    PYDIST_RESOLVE(cuGetErrorString);
-    PYDIST_RESOLVE(cuStreamCreateWithPriority);
-    PYDIST_RESOLVE(cuStreamDestroy_v2);
-    PYDIST_RESOLVE(cuStreamGetCaptureInfo_v2);
-    PYDIST_RESOLVE(cuStreamQuery);
-    PYDIST_RESOLVE(cuStreamWaitEvent);
-    PYDIST_RESOLVE(cuEventCreate);
-    PYDIST_RESOLVE(cuEventDestroy_v2);
-    PYDIST_RESOLVE(cuEventRecord);
-    PYDIST_RESOLVE(cuEventQuery);
-    PYDIST_RESOLVE(cuMemcpyAsync);
-    PYDIST_RESOLVE(cuMemAlloc_v2);
-    PYDIST_RESOLVE(cuMemFree_v2);
-    PYDIST_RESOLVE(cuMemGetInfo_v2);
-    PYDIST_RESOLVE(cuThreadExchangeStreamCaptureMode);
-    PYDIST_RESOLVE(cuUserObjectCreate);
-    PYDIST_RESOLVE(cuGraphRetainUserObject);
+#define PYDIST_RESOLVE(name, arguments) resolve(functions.name, #name);
+    PYDIST_FUNCTIONS(PYDIST_RESOLVE)
 #undef PYDIST_RESOLVE
     if (!why_missing.empty()) {
       return;

@@ -49,9 +49,8 @@ void require_private(int fd, const std::string& path, mode_t kind) {
   if ((status.st_mode & S_IFMT) != kind || status.st_uid != ::geteuid() ||
       (status.st_mode & kOthers) != 0) {
     throw TransportError(
-        join(path, " is not what pydist keeps a job's secret in: it must belong to ", "user ",
-             ::geteuid(), " and be open to nobody else. Remove it, or set ",
-             "PYDIST_JOB_SECRET alike on all ranks."));
+        join(path, " is not what pydist keeps a job's secret in: it must belong to user ",
+             ::geteuid(), " and be open to nobody else. Remove it."));
   }
 }
 
@@ -92,6 +91,26 @@ bool try_write(const std::string& folder, const std::string& name, const std::st
     throw system_error(join("Cannot write ", folder, "/", name), code);
   }
   return true;
+}
+
+// As read_secret(), but its errors do not say what to do.
+JobSecret read_private(const std::string& folder, const std::string& name) {
+  const std::string path = folder + "/" + name;
+  if (!folder.starts_with('/') || name.find('/') != std::string::npos) {
+    throw TransportError(path + " is not where pydist keeps a job's secret.");
+  }
+  const FileDescriptor opened_folder = open_folder(folder);
+  const FileDescriptor file(
+      ::openat(opened_folder.get(), name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+  if (!file) {
+    throw system_error("Cannot open " + path, errno);
+  }
+  require_private(file.get(), path, S_IFREG);
+  std::array<char, kKeyLength + 1> text{};
+  if (::read(file.get(), text.data(), text.size()) != static_cast<ssize_t>(kKeyLength)) {
+    throw TransportError(path + " holds no secret of pydist's.");
+  }
+  return JobSecret(std::string(text.data(), kKeyLength));
 }
 
 }  // namespace
@@ -157,22 +176,14 @@ SecretFile::~SecretFile() {
 }
 
 JobSecret read_secret(const std::string& folder, const std::string& name) {
-  const std::string path = folder + "/" + name;
-  if (!folder.starts_with('/') || name.find('/') != std::string::npos) {
-    throw TransportError(path + " is not where pydist keeps a job's secret.");
+  try {
+    return read_private(folder, name);
+  } catch (const TransportError& error) {
+    throw TransportError(join(
+        "The secret that rank 0 has left for the ranks of its host cannot be read. ", error.what(),
+        " Ranks that do not share that folder with rank 0 (in containers, say) need "
+        "PYDIST_JOB_SECRET, alike on all ranks."));
   }
-  const FileDescriptor opened_folder = open_folder(folder);
-  const FileDescriptor file(
-      ::openat(opened_folder.get(), name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
-  if (!file) {
-    throw system_error("Cannot open " + path, errno);
-  }
-  require_private(file.get(), path, S_IFREG);
-  std::array<char, kKeyLength + 1> text{};
-  if (::read(file.get(), text.data(), text.size()) != static_cast<ssize_t>(kKeyLength)) {
-    throw TransportError(path + " holds no secret of pydist's.");
-  }
-  return JobSecret(std::string(text.data(), kKeyLength));
 }
 
 }  // namespace pydist

@@ -13,18 +13,22 @@
 #include <cstddef>
 #include <cstring>
 #include <string_view>
+#include <thread>
 
 #include "base/error.h"
 
 namespace pydist {
 namespace {
 
-// A request is "<nonce> <key> <signature>", from the socket "pydist-<nonce>"; an answer is
-// "<signature>" with a descriptor. See Note [Neighbours].
+// A request is "<nonce> <key> <signature>"; an answer is "<signature>" with a descriptor. See Note
+// [Neighbours].
 constexpr std::size_t kMaxMessageBytes = 512;
-// What was lost, or came too early, is asked again: soon at first.
+// Who gets no answer asks again: soon at first.
 constexpr std::chrono::milliseconds kAskAgainFirst{1};
 constexpr std::chrono::milliseconds kAskAgain{20};
+// How long a connection may stay open without an answer: a process that was forked meanwhile from
+// the server's may hold it.
+constexpr std::chrono::seconds kAnswerPatience{1};
 // Who floods the server must not keep the monitor's thread, which calls it, from its other work.
 constexpr int kRequestsATurn = 64;
 
@@ -43,80 +47,70 @@ AbstractAddress abstract_address(const std::string& name) {
   return address;
 }
 
-FileDescriptor open_socket(const std::string& name) {
-  FileDescriptor socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+FileDescriptor open_socket() {
+  FileDescriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) {
     throw system_error("Cannot open a Unix socket", errno);
   }
-  const int on = 1;
-  if (::setsockopt(socket.get(), SOL_SOCKET, SO_PASSCRED, &on, sizeof on) != 0) {
-    throw system_error("Cannot ask a Unix socket for credentials", errno);
-  }
-  const AbstractAddress address = abstract_address(name);
-  if (::bind(socket.get(), reinterpret_cast<const sockaddr*>(&address.value), address.length) !=
-      0) {
-    throw system_error("Cannot bind a Unix socket", errno);
-  }
   return socket;
+}
+
+// Whose process is, or listens, at the other end of a connection; nobody's where the kernel does
+// not tell.
+ucred peer_of(int connection) noexcept {
+  ucred peer{.pid = 0, .uid = static_cast<uid_t>(-1), .gid = static_cast<gid_t>(-1)};
+  socklen_t length = sizeof peer;
+  static_cast<void>(::getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &length));
+  return peer;
 }
 
 struct Message {
   std::string text;
   FileDescriptor fd;
   bool lacks_fd = false;  // a descriptor was sent, and this process can't have one more
-  ucred sender{};
-  AbstractAddress from;
 };
 
 enum class Descriptors { kNone, kOne };
 
-// One datagram; false when none waits. The kernel installs descriptors before anybody can look at
-// who sends them, so there is room for no more than are wanted: it drops the others.
-bool receive(int socket, Descriptors wanted, Message& message) {
+enum class Arrival { kMessage, kNothingYet, kEnd };
+
+// The kernel installs descriptors before anybody can look at what comes with them, so there is room
+// for no more than are wanted: it drops the others.
+Arrival receive(int connection, Descriptors wanted, Message& message) {
   std::array<char, kMaxMessageBytes> text{};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(ucred)) + CMSG_SPACE(sizeof(int))> control{};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
   iovec part{text.data(), text.size()};
   msghdr header{};
-  header.msg_name = &message.from.value;
-  header.msg_namelen = sizeof message.from.value;
   header.msg_iov = &part;
   header.msg_iovlen = 1;
-  header.msg_control = control.data();
-  // Without the padding behind the last one, in which another would fit.
-  header.msg_controllen = wanted == Descriptors::kOne
-                              ? CMSG_SPACE(sizeof(ucred)) + CMSG_LEN(sizeof(int))
-                              : CMSG_LEN(sizeof(ucred));
-  const ssize_t received = ::recvmsg(socket, &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  if (received < 0) {
-    return false;
+  if (wanted == Descriptors::kOne) {
+    header.msg_control = control.data();
+    header.msg_controllen = CMSG_LEN(sizeof(int));  // without padding, in which another would fit
+  }
+  const ssize_t received = ::recvmsg(connection, &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  if (received < 0 && (errno == EAGAIN || errno == EINTR)) {
+    return Arrival::kNothingYet;
+  }
+  if (received <= 0) {
+    return Arrival::kEnd;
   }
   message.text.assign(text.data(), static_cast<std::size_t>(received));
-  message.from.length = header.msg_namelen;
   message.fd = FileDescriptor();
-  for (cmsghdr* part_header = CMSG_FIRSTHDR(&header); part_header != nullptr;
-       part_header = CMSG_NXTHDR(&header, part_header)) {
-    if (part_header->cmsg_level != SOL_SOCKET) {
-      continue;
-    }
-    if (part_header->cmsg_type == SCM_RIGHTS) {
-      int fd = -1;
-      std::memcpy(&fd, CMSG_DATA(part_header), sizeof fd);
-      message.fd = FileDescriptor(fd);
-    } else if (part_header->cmsg_type == SCM_CREDENTIALS) {
-      std::memcpy(&message.sender, CMSG_DATA(part_header), sizeof message.sender);
-    }
+  const cmsghdr* const rights = CMSG_FIRSTHDR(&header);
+  if (rights != nullptr && rights->cmsg_level == SOL_SOCKET && rights->cmsg_type == SCM_RIGHTS) {
+    int fd = -1;
+    std::memcpy(&fd, CMSG_DATA(rights), sizeof fd);
+    message.fd = FileDescriptor(fd);
   }
   message.lacks_fd = (header.msg_flags & MSG_CTRUNC) != 0 && !message.fd;
-  return true;
+  return Arrival::kMessage;
 }
 
-// Sends one datagram with an optional descriptor; returns 0 or errno.
-int send(int socket, const AbstractAddress& to, const std::string& text, int fd) {
+// Sends one message with an optional descriptor; false where that cannot be.
+bool send(int connection, const std::string& text, int fd) {
   iovec part{const_cast<char*>(text.data()), text.size()};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
   msghdr header{};
-  header.msg_name = const_cast<sockaddr_un*>(&to.value);
-  header.msg_namelen = to.length;
   header.msg_iov = &part;
   header.msg_iovlen = 1;
   if (fd >= 0) {
@@ -128,17 +122,7 @@ int send(int socket, const AbstractAddress& to, const std::string& text, int fd)
     rights->cmsg_len = CMSG_LEN(sizeof(int));
     std::memcpy(CMSG_DATA(rights), &fd, sizeof fd);
   }
-  return ::sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0 ? 0 : errno;
-}
-
-bool is_same_user(const ucred& sender) { return sender.uid == ::geteuid(); }
-
-std::string socket_name(std::string_view token) { return join("pydist-", token); }
-
-bool is_from(const Message& message, std::string_view name) {
-  const auto named = offsetof(sockaddr_un, sun_path) + 1;
-  return message.from.length == named + name.size() && message.from.value.sun_path[0] == '\0' &&
-         std::equal(name.begin(), name.end(), message.from.value.sun_path + 1);
+  return ::sendmsg(connection, &header, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0;
 }
 
 // What request and answer are signed for.
@@ -149,8 +133,19 @@ std::string signed_text(std::string_view what, std::string_view server, std::str
 
 }  // namespace
 
-SegmentServer::SegmentServer() : address_(socket_name(random_token())) {
-  socket_ = open_socket(address_);
+SegmentServer::SegmentServer() : socket_(open_socket()), address_(join("pydist-", random_token())) {
+  const AbstractAddress address = abstract_address(address_);
+  if (::bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address.value), address.length) !=
+      0) {
+    throw system_error("Cannot bind a Unix socket", errno);
+  }
+  if (::listen(socket_.get(), SOMAXCONN) != 0) {
+    throw system_error("Cannot listen at a Unix socket", errno);
+  }
+  spare_ = FileDescriptor(::fcntl(socket_.get(), F_DUPFD_CLOEXEC, 0));
+  if (!spare_) {
+    throw system_error("Cannot duplicate a file descriptor", errno);
+  }
 }
 
 void SegmentServer::offer(const std::string& key, int fd, const JobSecret& secret) {
@@ -168,74 +163,126 @@ void SegmentServer::withdraw(const std::string& key) {
 }
 
 void SegmentServer::serve() {
-  Message request;
+  const std::lock_guard lock(mutex_);
   for (int count = 0; count < kRequestsATurn; ++count) {
-    if (!receive(socket_.get(), Descriptors::kNone, request)) {
+    FileDescriptor connection = accept();
+    if (!connection) {
       return;
     }
-    const std::string_view text = request.text;
-    const auto first = text.find(' ');
-    const auto last = text.rfind(' ');
-    if (first == last || !is_same_user(request.sender)) {
-      continue;
+    if (peer_of(connection.get()).uid == ::geteuid()) {
+      answer(connection.get());
     }
-    const std::string_view nonce = text.substr(0, first);
-    const std::string key(text.substr(first + 1, last - first - 1));
-    const std::lock_guard lock(mutex_);
-    const auto found = offers_.find(key);
-    if (found == offers_.end() || !is_from(request, socket_name(nonce))) {
-      continue;
-    }
-    const auto& [fd, secret] = found->second;
-    if (secret.has_signed(signed_text("request", address_, nonce, key), text.substr(last + 1))) {
-      // A requester that cannot take the answer now asks again.
-      static_cast<void>(send(socket_.get(), request.from,
-                             secret.sign(signed_text("answer", address_, nonce, key)), fd.get()));
+    // Closes the connection and has a spare again, in one: no other thread can come between.
+    if (!spare_ && ::dup3(socket_.get(), connection.get(), O_CLOEXEC) >= 0) {
+      spare_ = std::move(connection);
     }
   }
 }
+
+// Also where there is no descriptor left: otherwise the socket would stay readable, and keep the
+// monitor's thread busy, and this rank from telling others what they need to fail with it.
+FileDescriptor SegmentServer::accept() {
+  pollfd readable{socket_.get(), POLLIN, 0};
+  if (::poll(&readable, 1, 0) <= 0) {
+    return {};  // which accept() itself does not tell where there is no descriptor
+  }
+  const auto take = [this] {
+    return FileDescriptor(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  };
+  FileDescriptor connection = take();
+  if (!connection && errno == EMFILE && spare_) {
+    spare_ = FileDescriptor();
+    connection = take();
+  }
+  return connection;
+}
+
+void SegmentServer::answer(int connection) {
+  Message request;
+  if (receive(connection, Descriptors::kNone, request) != Arrival::kMessage) {
+    return;
+  }
+  const std::string_view text = request.text;
+  const auto first = text.find(' ');
+  const auto last = text.rfind(' ');
+  if (first == last) {
+    return;
+  }
+  const std::string_view nonce = text.substr(0, first);
+  const std::string key(text.substr(first + 1, last - first - 1));
+  const auto found = offers_.find(key);
+  if (found == offers_.end()) {
+    return;
+  }
+  const auto& [fd, secret] = found->second;
+  if (secret.has_signed(signed_text("request", address_, nonce, key), text.substr(last + 1))) {
+    // A requester that is gone by now needs no answer.
+    static_cast<void>(
+        send(connection, secret.sign(signed_text("answer", address_, nonce, key)), fd.get()));
+  }
+}
+
+namespace {
+
+// A connection to the server at `address`; none where too many wait there already.
+FileDescriptor connect_to(const std::string& address) {
+  FileDescriptor connection = open_socket();
+  const AbstractAddress server = abstract_address(address);
+  if (::connect(connection.get(), reinterpret_cast<const sockaddr*>(&server.value),
+                server.length) != 0) {
+    if (errno == EAGAIN || errno == EINTR) {
+      return {};
+    }
+    throw system_error("No process answers at the Unix socket of the peer", errno);
+  }
+  if (const ucred peer = peer_of(connection.get()); peer.uid != ::geteuid()) {
+    throw TransportError(join("The Unix socket of the peer belongs to user ", peer.uid,
+                              ", and this process to user ", ::geteuid(), "."));
+  }
+  return connection;
+}
+
+}  // namespace
 
 FetchedSegment fetch_segment(const std::string& address, const std::string& key,
                              const JobSecret& secret, Deadline deadline,
                              const std::function<void()>& check_hope) {
   const std::string nonce = random_token();
-  const FileDescriptor socket = open_socket(socket_name(nonce));
-  const AbstractAddress server = abstract_address(address);
   const std::string request =
       join(nonce, " ", key, " ", secret.sign(signed_text("request", address, nonce, key)));
   PYDIST_CHECK(request.size() <= kMaxMessageBytes);
   const std::string expected = signed_text("answer", address, nonce, key);
-  for (auto pause = kAskAgainFirst;; pause = std::min(2 * pause, kAskAgain)) {
-    const int code = send(socket.get(), server, request, -1);
-    if (code != 0 && code != EAGAIN && code != EINTR && code != ENOBUFS) {
-      throw system_error("No process answers at the Unix socket of the peer", code);
-    }
-    const Deadline ask_again = Deadline::in(pause);
-    while (!ask_again.has_passed()) {
-      pollfd readable{socket.get(), POLLIN, 0};
-      const auto left = std::chrono::ceil<std::chrono::milliseconds>(ask_again.remaining(pause));
-      ::poll(&readable, 1, static_cast<int>(left.count()));
-      Message answer;
-      if (!receive(socket.get(), Descriptors::kOne, answer)) {
-        continue;
-      }
-      if (!is_same_user(answer.sender) || !secret.has_signed(expected, answer.text)) {
-        continue;
-      }
-      if (answer.lacks_fd) {
-        throw system_error("Cannot receive the descriptor of the shared segment '" + key + "'",
-                           EMFILE);
-      }
-      if (answer.fd) {
-        return {std::move(answer.fd), answer.sender.pid};
-      }
-    }
+  const auto require_hope = [&] {
     if (check_hope) {
       check_hope();
     }
     if (deadline.has_passed()) {
       throw Timeout("A peer did not hand over the shared segment '" + key + "' in time.");
     }
+  };
+  for (auto pause = kAskAgainFirst;; pause = std::min(2 * pause, kAskAgain)) {
+    const FileDescriptor connection = connect_to(address);
+    const Deadline ask_again = Deadline::in(kAnswerPatience);
+    bool is_open = connection && send(connection.get(), request, -1);
+    while (is_open && !ask_again.has_passed()) {
+      pollfd readable{connection.get(), POLLIN, 0};
+      ::poll(&readable, 1, static_cast<int>(kAskAgain.count()));
+      Message answer;
+      const Arrival arrival = receive(connection.get(), Descriptors::kOne, answer);
+      if (arrival == Arrival::kMessage && secret.has_signed(expected, answer.text)) {
+        if (answer.lacks_fd) {
+          throw system_error("Cannot receive the descriptor of the shared segment '" + key + "'",
+                             EMFILE);
+        }
+        if (answer.fd) {
+          return {std::move(answer.fd), peer_of(connection.get()).pid};
+        }
+      }
+      is_open = arrival != Arrival::kEnd;
+      require_hope();
+    }
+    require_hope();
+    std::this_thread::sleep_for(deadline.remaining(pause));
   }
 }
 

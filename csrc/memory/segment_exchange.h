@@ -1,20 +1,23 @@
 // Handing shared segments from process to process on one host.
 //
-// Every process runs one SegmentServer: a datagram socket with a random name in the abstract Unix
-// namespace. A peer asks it for a segment by key and receives the file descriptor, together with
-// the server's process id as the kernel sees it. That an answer comes at all is the proof that
-// both are on one host (and in one network namespace); two hosts with the same boot id, or a
+// Every process runs one SegmentServer: a listening socket with a random name in the abstract Unix
+// namespace. A peer connects to it, asks for a segment by key, and receives the file descriptor on
+// that connection; the kernel says whose process listens. That an answer comes at all is the proof
+// that both are on one host (and in one network namespace); two hosts with the same boot id, or a
 // LOCAL_WORLD_SIZE that lies, do not pass it.
 //
 // Note [Neighbours]
-// Any user of the machine can see the sockets, send to them, and publish sockets of his own under a
-// rank's name in the job's store. So nobody is trusted by where he is. Both sides must be of one
-// user, as the kernel sees them, and know the secret of the offer (JobSecret): a request carries a
-// digest of the two addresses and the key, so it serves nobody at another socket, and an answer one
-// that only holds for this request. The user's number alone would not do: root of another container
-// may have the same.
+// Any user of the machine can see the sockets, connect to them, and publish sockets of his own
+// under a rank's name in the job's store. So nobody is trusted by where he is. Both sides must be
+// of one user, as the kernel sees them, and know the secret of the offer (JobSecret): a request
+// carries a digest of the server's address, a random number and the key, so it serves nobody at
+// another server, and an answer one that only holds for this request. The user's number alone would
+// not do: root of another container may have the same. An answer goes to the end of the connection
+// that has asked, and to nobody who comes after it.
 //
-// The protocol has no state: a request that is lost, or comes before the offer, is asked again.
+// The protocol has no state: a connection is for one request, which is there already, and is closed
+// whether there is an answer or not. Who gets none, because the request comes before the offer,
+// say, asks again on another one.
 
 #pragma once
 
@@ -57,10 +60,14 @@ class SegmentServer {
     JobSecret secret;
   };
 
+  [[nodiscard]] FileDescriptor accept();  // with mutex_
+  void answer(int connection);            // with mutex_
+
   FileDescriptor socket_;
   std::string address_;
   std::mutex mutex_;
   std::map<std::string, Offer> offers_;  // guarded by mutex_
+  FileDescriptor spare_;  // to accept with where there is no other; guarded by mutex_
 };
 
 // An offer that is withdrawn when this object goes.
@@ -86,7 +93,7 @@ class SegmentOffer {
 
 struct FetchedSegment {
   FileDescriptor fd;
-  pid_t server_pid = 0;  // 0 where the server's process is invisible from here
+  pid_t server_pid = 0;  // that listens; 0 where it is invisible from here
 };
 
 // Asks the server at `address` for `key`, which is offered to those who know `secret`. Throws

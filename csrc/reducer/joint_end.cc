@@ -36,9 +36,7 @@ class BackwardEnd {
         error = error != nullptr ? error : std::current_exception();
       }
     }
-    if (error != nullptr) {
-      std::rethrow_exception(error);
-    }
+    rethrow_if_any(error);
   }
 
  private:

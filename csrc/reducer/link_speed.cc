@@ -25,7 +25,7 @@ double seconds_for(Communicator& communicator, const at::Tensor& memory, int tim
     operation.kind = OpKind::kAllReduce;
     operation.inputs = {tensors.input(memory)};
     operation.outputs = {tensors.output(memory)};
-    operation.stream = tensors.stream();
+    tensors.attach_to(operation);
     operation.label = "measuring the link";
     const auto began = std::chrono::steady_clock::now();
     communicator.submit(std::move(operation))->wait();

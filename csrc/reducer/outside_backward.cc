@@ -31,9 +31,7 @@ void Reducer::shard(int owner, int stage, const std::vector<std::size_t>& slots,
   arena_.allocate();
   const std::exception_ptr error = exchange_plan();
   forget();
-  if (error != nullptr) {
-    std::rethrow_exception(error);
-  }
+  rethrow_if_any(error);
   if (!next_plan_) {
     next_plan_ = arena_.plan();  // the same buckets, in other memory
   }

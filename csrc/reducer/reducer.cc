@@ -6,7 +6,6 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <exception>
 #include <utility>
@@ -69,9 +68,7 @@ class Reducer::Backward final : public EndingBackward,
 
   void conclude(bool is_alone) override {
     owner_->ends_alone_ = owner_->ends_alone_ && is_alone;
-    if (error_ != nullptr) {
-      std::rethrow_exception(error_);
-    }
+    rethrow_if_any(error_);
     owner_->conclude_round(/*learns=*/true);
   }
 
@@ -463,14 +460,19 @@ void Reducer::prepare_round(Instant began) {
   if (!out_of_step_.empty()) {
     std::rethrow_exception(make_error(ErrorKind::kError, out_of_step_));
   }
-  apply_plan();
-  arena_.lent().set_fixed(is_plan_fixed_ || is_capturing());
-  round_.is_bare = is_frozen();
-  round_.times = std::make_shared<RoundTimes>(arena_.buckets().size());
-  round_.times->forward_began = forward_began_;
-  round_.times->forward_ended = forward_ended_;
-  round_.times->began = began;
-  round_.is_captured = is_capturing();
+  try {
+    apply_plan();
+    arena_.lent().set_fixed(is_plan_fixed_ || is_capturing());
+    round_.is_bare = is_frozen();
+    round_.times = std::make_shared<RoundTimes>(arena_.buckets().size());
+    round_.times->forward_began = forward_began_;
+    round_.times->forward_ended = forward_ended_;
+    round_.times->began = began;
+    round_.is_captured = is_capturing();
+  } catch (...) {
+    fall_out_of_step();  // the others begin the round, and would wait for this rank's part of it
+    throw;
+  }
 }
 
 // A plan is laid out when the next round begins, and not when the ranks agree on it. At that time

@@ -72,7 +72,6 @@
 #include <optional>
 #include <string>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 #include "bucketing/arrival_order.h"
@@ -344,6 +343,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void conclude_round(bool learns);
   void run_round();
   void give_up() noexcept;
+  void fall_out_of_step();
   void break_off();
   void wait();
   void finish_buckets();

@@ -35,9 +35,7 @@ std::shared_ptr<Reducer> Reducer::create(CommunicatorPtr communicator,
   }
   const std::exception_ptr error = reducer->exchange_plan();
   reducer->forget();
-  if (error != nullptr) {
-    std::rethrow_exception(error);
-  }
+  rethrow_if_any(error);
   reducer->apply_plan();
   reducer->order_ = ArrivalOrder(parameters.size());
   reducer->restart();

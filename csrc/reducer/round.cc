@@ -388,9 +388,7 @@ void Reducer::conclude_round(bool learns) {
   finish_times();
   forget();
   restart();
-  if (common != nullptr) {
-    std::rethrow_exception(common);
-  }
+  rethrow_if_any(common);
 }
 
 // All steps at once, outside of backward.

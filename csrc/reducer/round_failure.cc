@@ -68,15 +68,20 @@ void Reducer::give_up() noexcept {
   orphan();
 }
 
-// For a rank that cannot complete its round, because a wait was interrupted, say. The others have
-// gone on, or wait for it. Called while the exception is handled.
-void Reducer::break_off() {
+// For a rank that cannot begin a round, or not complete it, because a wait was interrupted, say.
+// The others have gone on, or wait for it. Called while the exception is handled.
+void Reducer::fall_out_of_step() {
   const std::string what = what_happened();
   out_of_step_ = join("averaging was cut short in an earlier backward (", what,
                       "), so this rank's model may differ from the others': load a checkpoint on "
                       "all ranks, and wrap the module anew");
   communicator_->abort(
       Aborted(join("rank ", communicator_->rank(), " left while it averaged gradients: ", what)));
+}
+
+// The same, amid a round.
+void Reducer::break_off() {
+  fall_out_of_step();
   order_.drop_round();
   orphan();
 }

@@ -3,59 +3,31 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 
 namespace pydist {
 namespace {
 
-// Counts and flags are exact in float64, and so are digests of 53 bits.
-constexpr std::size_t kOpeningWords = 12;
-constexpr std::size_t kClosingWords = 4;
-constexpr std::uint64_t kDigestMask = (std::uint64_t{1} << 53) - 1;
+// Openings are gathered, so they travel as the bytes that they are.
+static_assert(std::is_trivially_copyable_v<Opening>);
+constexpr auto kOpeningBytes = static_cast<std::int64_t>(sizeof(Opening));
 
-at::Tensor make_words(std::size_t count) {
-  return at::zeros({static_cast<std::int64_t>(count)}, at::kDouble);
-}
+// Closings are summed, in float64, in which counts and flags are exact.
+constexpr std::size_t kClosingWords = 4;
 
 }  // namespace
 
 Openings::Openings(int rank, int size)
     : size_(size),
-      all_(make_words(kOpeningWords * static_cast<std::size_t>(size))),
-      own_(all_.narrow(0, static_cast<std::int64_t>(kOpeningWords) * rank,
-                       static_cast<std::int64_t>(kOpeningWords))) {}
+      all_(at::zeros({kOpeningBytes * size}, at::kByte)),
+      own_(all_.narrow(0, kOpeningBytes * rank, kOpeningBytes)) {}
 
-void Openings::write(const Opening& own) {
-  auto* const words = own_.mutable_data_ptr<double>();
-  words[0] = static_cast<double>(own.mode);
-  words[1] = own.share;
-  words[2] = static_cast<double>(own.digest & kDigestMask);
-  words[3] = static_cast<double>(own.slots);
-  words[4] = own.is_present ? 1.0 : 0.0;
-  words[5] = own.is_bare ? 1.0 : 0.0;
-  words[6] = static_cast<double>(own.forwards);
-  words[7] = static_cast<double>(own.options & kDigestMask);
-  words[8] = static_cast<double>(own.changed_buffers & kDigestMask);
-  words[9] = static_cast<double>(own.first_changed_buffer);
-  words[10] = static_cast<double>(own.purpose);
-  words[11] = static_cast<double>(own.stepping);
-}
+void Openings::write(const Opening& own) { std::memcpy(own_.mutable_data_ptr(), &own, sizeof own); }
 
 Opening Openings::of(int rank) const {
-  const double* const words =
-      all_.const_data_ptr<double>() + kOpeningWords * static_cast<std::size_t>(rank);
   Opening opening;
-  opening.is_present = words[4] != 0;
-  opening.mode = static_cast<Opening::Mode>(static_cast<int>(words[0]));
-  opening.share = words[1];
-  opening.digest = static_cast<std::uint64_t>(words[2]);
-  opening.slots = static_cast<std::size_t>(words[3]);
-  opening.is_bare = words[5] != 0;
-  opening.forwards = static_cast<std::size_t>(words[6]);
-  opening.options = static_cast<std::uint64_t>(words[7]);
-  opening.changed_buffers = static_cast<std::uint64_t>(words[8]);
-  opening.first_changed_buffer = static_cast<std::size_t>(words[9]);
-  opening.purpose = static_cast<Opening::Purpose>(static_cast<int>(words[10]));
-  opening.stepping = static_cast<int>(words[11]);
+  std::memcpy(&opening, all_.const_data_ptr<std::uint8_t>() + kOpeningBytes * rank, sizeof opening);
   return opening;
 }
 
@@ -115,7 +87,7 @@ Closings::Closings(int rank, int size, std::size_t slots)
       size_(size),
       slots_(slots),
       used_begin_(kClosingWords * static_cast<std::size_t>(size)),
-      memory_(make_words(used_begin_ + 2 * slots)) {}
+      memory_(at::zeros({static_cast<std::int64_t>(used_begin_ + 2 * slots)}, at::kDouble)) {}
 
 double* Closings::words() const { return memory_.mutable_data_ptr<double>(); }
 

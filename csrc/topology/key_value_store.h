@@ -18,6 +18,10 @@ class KeyValueStore {
 
   virtual void set(const std::string& key, const std::string& value) = 0;
 
+  // Writes a key that several may want to write, unless it is there; returns what is there. `value`
+  // is not empty.
+  [[nodiscard]] virtual std::string settle(const std::string& key, const std::string& value) = 0;
+
   // Waits for the key to appear. Throws Timeout when the deadline passes first.
   [[nodiscard]] virtual std::string get(const std::string& key, Deadline deadline) = 0;
 

@@ -63,9 +63,7 @@ std::string get_while_hoping(KeyValueStore& store, const std::string& key, Deadl
       const std::chrono::milliseconds look = lost ? std::chrono::milliseconds(0) : kLook;
       return store.get(key, deadline.earlier_of(Deadline::in(look)));
     } catch (const Timeout&) {
-      if (lost != nullptr) {
-        std::rethrow_exception(lost);
-      }
+      rethrow_if_any(lost);
       if (deadline.has_passed()) {
         throw;
       }
@@ -180,36 +178,6 @@ void decline(KeyValueStore& store, const std::string& topic, int rank) noexcept 
   } catch (const std::exception&) {
     // The store is gone, and with it everybody who waits there.
   }
-}
-
-void excuse(KeyValueStore& store, const std::string& topic, int rank, int size,
-            const std::string& mine) noexcept {
-  try {
-    if (rank == 0) {
-      std::vector<std::string> answer(static_cast<std::size_t>(size) + 1);
-      answer[0] = "all";
-      answer[1] = mine;
-      store.set(topic + "/all", pack(answer));
-    } else {
-      store.set(said(topic, rank), mine);
-    }
-  } catch (const std::exception&) {
-    // The store is gone, and with it everybody who waits there.
-  }
-}
-
-std::string first_complaint(KeyValueStore& store, const std::string& topic, int rank, int size,
-                            const std::string& mine, Deadline deadline,
-                            const CheckHope& check_hope) {
-  const std::vector<std::string> all =
-      exchange(store, topic, rank, size, mine, deadline, check_hope);
-  for (int peer = 0; peer < size; ++peer) {
-    const std::string& complaint = all[static_cast<std::size_t>(peer)];
-    if (!complaint.empty()) {
-      return join("rank ", peer, ": ", complaint);
-    }
-  }
-  return {};
 }
 
 }  // namespace pydist

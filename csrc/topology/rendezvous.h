@@ -28,20 +28,9 @@ using CheckHope = std::function<void()>;
                                                 Deadline deadline,
                                                 const CheckHope& check_hope = nullptr);
 
-// Whether all ranks are content: exchange() of complaints. Returns the first complaint, by rank,
-// as "rank 3: ..."; empty when there is none. Collective.
-[[nodiscard]] std::string first_complaint(KeyValueStore& store, const std::string& topic, int rank,
-                                          int size, const std::string& mine, Deadline deadline,
-                                          const CheckHope& check_hope = nullptr);
-
 // For a rank that will not take part in an exchange(): nobody waits for it, and all others throw
 // Timeout. Not for rank 0.
 void decline(KeyValueStore& store, const std::string& topic, int rank) noexcept;
-
-// For a rank that cannot wait for the others any more: it says `mine` in an exchange(), and does
-// not hear what they say. From rank 0 the others hear of nobody else.
-void excuse(KeyValueStore& store, const std::string& topic, int rank, int size,
-            const std::string& mine) noexcept;
 
 // A list of texts as one text, and back.
 [[nodiscard]] std::string pack(const std::vector<std::string>& parts);

@@ -11,7 +11,6 @@
 #include <deque>
 #include <functional>
 #include <list>
-#include <memory>
 #include <optional>
 #include <vector>
 

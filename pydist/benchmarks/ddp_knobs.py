@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BUCKETS_MB", "DEFAULT", "KNOBS", "USUAL_BEST", "best_arms"]
+__all__ = ["BUCKETS_MB", "DEFAULT", "KNOBS", "USUAL_BEST"]
 
 BUCKETS_MB = (1, 5, 25, 50, 200)
 
@@ -37,8 +37,3 @@ KNOBS: dict[str, dict[str, Any]] = {
 
 # With DDP's own bucket size; for where the best one was not measured.
 USUAL_BEST = "DDP, 25 MiB"
-
-
-def best_arms() -> list[str]:
-    """The arms of which the fastest counts as DDP's best."""
-    return list(KNOBS)

@@ -14,6 +14,7 @@ from pydist import _build, _native
 
 __all__ = [
     "Machine",
+    "cgroup_file",
     "cpu_of",
     "describe",
     "keep_freed_blocks",
@@ -68,7 +69,7 @@ def _cache_bytes(level: int) -> int | None:
     return None
 
 
-def _cgroup_file(name: str) -> str:
+def cgroup_file(name: str) -> str:
     """A file of this process's cgroup (version 2), wherever the hierarchy is mounted."""
     for line in _read("/proc/self/cgroup").splitlines():
         if line.startswith("0::"):
@@ -82,7 +83,7 @@ def shared_memory_room() -> dict[str, Any]:
     fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
     available = int(fields.get("MemAvailable", "0 kB").split()[0]) * 1024
     room = {"available memory": available}
-    limit, current = _cgroup_file("memory.max").strip(), _cgroup_file("memory.current").strip()
+    limit, current = cgroup_file("memory.max"), cgroup_file("memory.current")
     if limit.isdigit() and current.isdigit():
         room["headroom of the cgroup"] = int(limit) - int(current)
     report: dict[str, Any] = {**room, "room for shared memory": min(room.values())}
@@ -149,7 +150,7 @@ def describe() -> Machine:
         l3_bytes=_cache_bytes(3),
         governor=_governor(),
         kernel=platform.release(),
-        instruction_set=_native.build_info()["cpu_isa"],
+        instruction_set=_native.usable_cpu_isas()[-1],
     )
 
 

@@ -147,7 +147,7 @@ def lane_of(models: Iterable[Any], optimizers: Iterable[Any], group: groups.Grou
         InvalidUsage: They are on groups of different ranks.
     """
     if group is not None:
-        return _lane(groups.communicator_of(group))
+        return _lane(groups.communicator_of(group, "process_group"))
     found: list[Communicator] = []
     for model in map(uncompiled, models):
         if isinstance(model, DataParallel):

@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Any
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_loading as optimizer_loading
 import pydist.checkpoint.optimizer_state as optimizer_state
+from pydist.arguments import flag
 from pydist.checkpoint.lanes import lane_of
 from pydist.checkpoint.manifest import read_manifest, saved_after, verify
 from pydist.checkpoint.own_names import own_name, require_ranks
-from pydist.checkpoint.parts import Part, parts_of, require_entry, stateful_parts, values_of
+from pydist.checkpoint.parts import (
+    Part,
+    parts_of,
+    require_entry,
+    require_loading,
+    stateful_parts,
+    values_of,
+)
 from pydist.checkpoint.random_states import restore_random_states
 from pydist.checkpoint.replacement import absolute, find, real
 from pydist.checkpoint.verdict import agree
@@ -106,7 +114,10 @@ def load(
         try:
             for kind, given in (("scheduler", scheduler), ("scaler", scaler), ("sampler", sampler)):
                 shared += parts_of(kind, given)
+            for part in shared:
+                require_loading(part)
             own = stateful_parts(stateful)
+            random = flag("random", random)
         except InvalidUsage as raised:
             error = raised
         agree(communicator, _CALL, _CALL, error)

@@ -105,9 +105,14 @@ def stateful_parts(given: Any) -> list[Part]:
         )
     parts = parts_of(STATEFUL, given)
     for part in parts:
-        if not hasattr(part.value, "load_state_dict"):
-            raise InvalidUsage(_stateless(part, "load_state_dict"))
+        require_loading(part)
     return parts
+
+
+def require_loading(part: Part) -> None:
+    """Raises InvalidUsage where an object can't load a state."""
+    if not hasattr(part.value, "load_state_dict"):
+        raise InvalidUsage(_stateless(part, "load_state_dict"))
 
 
 def state_of(part: Part) -> Any:

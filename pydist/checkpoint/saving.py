@@ -16,6 +16,7 @@ import torch
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist._load import __version__
+from pydist.arguments import flag
 from pydist.checkpoint.lanes import Lane, Saving, lane_of
 from pydist.checkpoint.manifest import SEQUENCE, STEP, FileSum, sum_of, write_manifest
 from pydist.checkpoint.own_names import own_name
@@ -159,6 +160,7 @@ def save(
             # A link stays where it is; what it leads to is replaced.
             top = real(named)
             _check(top, step, keep)
+            asynchronous = flag("asynchronous", asynchronous)
             of_all = [p for kind in SHARED_KINDS for p in parts_of(kind, given[kind])]
             of_each = stateful_parts(stateful)
             parts = [*models, *optimizers, *of_all, *of_each]

@@ -6,6 +6,7 @@ parts, lets those go on that are left, and serves the store in which they meet a
 """
 
 import argparse
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -128,10 +129,12 @@ def _supervise(running: dict[int, Any], store: dist.Store) -> int:
     well: list[int] = []
     failed_later: list[int] = []
     while running:
-        for rank, process in list(running.items()):
-            code = process.poll()
-            if code is None:
-                continue
+        ended = [
+            (code, rank) for rank, each in running.items() if (code := each.poll()) is not None
+        ]
+        # Of those that have ended since the last look: who was killed is a cause, who failed may
+        # have failed of that, and who ended well comes after them.
+        for code, rank in sorted(ended, key=lambda end: (end[0] == 0, end[0] > 0, end[1])):
             del running[rank]
             fate = "the others go on" if running else "no other runs any more"
             if is_left_behind(store, pids[rank]):
@@ -159,8 +162,22 @@ def _supervise(running: dict[int, Any], store: dist.Store) -> int:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             break
-        time.sleep(_LOOK_S)
+        _sleep_until_one_ends(running)
     return 0 if well and not failed_later else 1
+
+
+def _sleep_until_one_ends(running: dict[int, Any]) -> None:
+    """Returns when a process ends, so that the next look finds few that have, or after a while."""
+    descriptors: list[int] = []
+    try:
+        for process in running.values():
+            descriptors.append(os.pidfd_open(process.pid))
+        multiprocessing.connection.wait(descriptors, _LOOK_S)
+    except OSError:  # a kernel before 5.3, or no descriptor is left
+        time.sleep(_LOOK_S)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _name(number: int) -> str:

@@ -72,20 +72,19 @@ def _world_size() -> int:
 
 def _examine() -> list[tuple[str, Finding]]:
     """Who found what; on ranks other than 0 of a job, nothing."""
-    own = [finding.as_dict() for finding in on_this_machine()]
+    own = on_this_machine()
     if _world_size() == 1:
-        return [(socket.gethostname(), Finding(**each)) for each in own]  # type: ignore[arg-type]
+        return [(socket.gethostname(), each) for each in own]
     try:
         # gloo goes everywhere; what else serves, `init` of the program says.
         pydist.init("gloo", timeout=_MEETING_S)
         # All come out of it at about the same time.
         pydist.barrier()
         told: list[Any] = [None] * pydist.world_size()
-        dist.all_gather_object(told, {"findings": own, "facts": facts()})
+        dist.all_gather_object(told, {"findings": [asdict(each) for each in own], "facts": facts()})
     except Error as error:
         failed = Finding("the ranks of the job", "problem", f"do not come together: {error}")
-        here = [Finding(**each) for each in own]  # type: ignore[arg-type]
-        return [(socket.gethostname(), each) for each in (*here, failed)]
+        return [(socket.gethostname(), each) for each in (*own, failed)]
     rank = pydist.rank()
     pydist.shutdown()
     if rank != 0:
@@ -130,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     found = _examine()
     if given.json:
         if found:
-            print(json.dumps([{"where": where, **each.as_dict()} for where, each in found]))
+            print(json.dumps([{"where": where, **asdict(each)} for where, each in found]))
     elif found:
         _print(found)
     return int(any(each.verdict == "problem" for _, each in found))

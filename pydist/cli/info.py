@@ -85,13 +85,12 @@ def _nccl() -> dict[str, str | None]:
 
 def _instruction_sets() -> dict[str, str]:
     try:
-        build = _native.build_info()
+        usable = _native.usable_cpu_isas()
     except InvalidUsage:  # PYDIST_CPU_ISA, or another variable; reported by itself
         return {}
-    usable: list[str] = build["usable_cpu_isas"]
     return {
         "instruction sets usable": ", ".join(usable),
-        "instruction set chosen": build["cpu_isa"],
+        "instruction set chosen": usable[-1],
     }
 
 
@@ -161,7 +160,7 @@ def collect() -> dict[str, Any]:
         "launcher": _launcher(),
         "variables": _variables(),
         "unknown_variables": [
-            {"name": name, "nearest": nearest} for name, nearest in _native.unknown_variables()
+            {"name": name, "nearest": nearest} for name, nearest in backends.unknown_variables()
         ],
         "invalid_environment": problem or None,
     }

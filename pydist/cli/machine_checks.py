@@ -1,6 +1,6 @@
 """What `pydist doctor` looks at before a run: what this machine, or the job, would fail by.
 
-Each check is a function that returns findings; none changes anything.
+Each check is a function that returns a finding, or several; none changes anything.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import platform
 import resource
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +20,9 @@ import numpy
 import torch
 
 from pydist import _build, _native
-from pydist.benchmarks.machine import shared_memory_room
+from pydist.benchmarks.machine import cgroup_file, shared_memory_room
 from pydist.errors import InvalidUsage
+from pydist.job import backends
 from pydist.job.launchers import Placement, read_placement
 
 __all__ = ["Finding", "between_ranks", "facts", "on_this_machine"]
@@ -56,41 +57,32 @@ class Finding:
     verdict: Verdict
     text: str
 
-    def as_dict(self) -> dict[str, str]:
-        """For JSON."""
-        return asdict(self)
-
 
 def _size(count: int) -> str:
     return f"{count / _MIB:,.0f} MiB"
 
 
-def _shared_memory() -> list[Finding]:
+def _shared_memory() -> Iterator[Finding]:
     room = shared_memory_room()
     bound = room["room for shared memory"]
     small = bound < _SMALL_MEMORY_BYTES
     advice = ": free memory, or raise the limit of the cgroup" if small else ""
-    found = [
-        Finding(
-            "shared memory",
-            "warning" if small else "fine",
-            f"room for {_size(bound)} in segments of pydist's{advice}",
-        )
-    ]
+    yield Finding(
+        "shared memory",
+        "warning" if small else "fine",
+        f"room for {_size(bound)} in segments of pydist's{advice}",
+    )
     free = room["free in /dev/shm"]
     if free is None or free < _SMALL_SHM_BYTES:
         has = "is not there" if free is None else f"has {_size(free)} free"
-        found.append(
-            Finding(
-                "/dev/shm",
-                "warning",
-                f"{has}. pydist does not need it, but workers of torch's data loaders do: give "
-                "the container more (docker run --shm-size=1g).",
-            )
+        yield Finding(
+            "/dev/shm",
+            "warning",
+            f"{has}. pydist does not need it, but workers of torch's data loaders do: give "
+            "the container more (docker run --shm-size=1g).",
         )
     else:
-        found.append(Finding("/dev/shm", "fine", f"{_size(free)} free"))
-    return found
+        yield Finding("/dev/shm", "fine", f"{_size(free)} free")
 
 
 def _limit(kind: int) -> int | None:
@@ -99,57 +91,45 @@ def _limit(kind: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _locked_memory() -> list[Finding]:
+def _locked_memory() -> Finding:
     limit = _limit(resource.RLIMIT_MEMLOCK)
     text = "no limit" if limit is None else f"{_size(limit)} may be locked"
     if limit is not None and limit < 64 * _MIB and torch.cuda.device_count() > 0:
-        return [
-            Finding(
-                "locked memory",
-                "warning",
-                f"{text}, too little for network cards that read memory directly: ulimit -l "
-                "unlimited",
-            )
-        ]
-    return [Finding("locked memory", "fine", text)]
+        return Finding(
+            "locked memory",
+            "warning",
+            f"{text}, too little for network cards that read memory directly: ulimit -l unlimited",
+        )
+    return Finding("locked memory", "fine", text)
 
 
-def _descriptors() -> list[Finding]:
+def _descriptors() -> Finding:
     limit = _limit(resource.RLIMIT_NOFILE)
     if limit is None:
-        return [Finding("descriptors", "fine", "no limit")]
+        return Finding("descriptors", "fine", "no limit")
     left = limit - len(os.listdir("/proc/self/fd"))
     text = f"{left} of {limit} are left"
     if left < _FEW_DESCRIPTORS:
         verdict: Verdict = "problem" if left < _TOO_FEW_DESCRIPTORS else "warning"
-        return [Finding("descriptors", verdict, f"{text}, which is few: ulimit -n 65536")]
-    return [Finding("descriptors", "fine", text)]
+        return Finding("descriptors", verdict, f"{text}, which is few: ulimit -n 65536")
+    return Finding("descriptors", "fine", text)
 
 
-def _processes() -> list[Finding]:
+def _processes() -> Finding:
     left: dict[str, int] = {}
     limit = _limit(resource.RLIMIT_NPROC)
     if limit is not None and os.geteuid() != 0:
         left["ulimit -u"] = limit - _own_threads()
-    with suppress(OSError, ValueError):
-        folder = Path("/sys/fs/cgroup") / _unified_cgroup()
-        most = (folder / "pids.max").read_text().strip()
-        if most != "max":
-            left["pids.max of the cgroup"] = int(most) - int((folder / "pids.current").read_text())
+    most, current = cgroup_file("pids.max"), cgroup_file("pids.current")
+    if most.isdigit() and current.isdigit():
+        left["pids.max of the cgroup"] = int(most) - int(current)
     if not left:
-        return [Finding("processes and threads", "fine", "no limit")]
+        return Finding("processes and threads", "fine", "no limit")
     name, least = min(left.items(), key=lambda each: each[1])
     text = f"{least} more may start ({name})"
     if least < _FEW_PROCESSES:
-        return [Finding("processes and threads", "warning", f"{text}, which is few: raise it")]
-    return [Finding("processes and threads", "fine", text)]
-
-
-def _unified_cgroup() -> str:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::"):
-            return line[3:].lstrip("/")
-    raise OSError("no cgroup of version 2")
+        return Finding("processes and threads", "warning", f"{text}, which is few: raise it")
+    return Finding("processes and threads", "fine", text)
 
 
 def _own_threads() -> int:
@@ -163,84 +143,75 @@ def _own_threads() -> int:
     return count
 
 
-def _ports() -> list[Finding]:
+def _ports() -> Finding:
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
     except OSError as error:
-        return [Finding("ports", "problem", f"none can be had on 127.0.0.1: {error.strerror}")]
-    return [Finding("ports", "fine", "can be had on 127.0.0.1")]
+        return Finding("ports", "problem", f"none can be had on 127.0.0.1: {error.strerror}")
+    return Finding("ports", "fine", "can be had on 127.0.0.1")
 
 
-def _meeting_port(placement: Placement) -> list[Finding]:
+def _meeting_port(placement: Placement) -> Iterator[Finding]:
     """Whether rank 0 can serve where the launcher says; only before the job has begun."""
     meeting = placement.rendezvous
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     if meeting is None or placement.rank != 0 or served:
-        return []
+        return
     where = f"{meeting.address}:{meeting.port}"
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", meeting.port))
     except OSError as error:
-        return [
-            Finding(
-                "meeting place",
-                "problem",
-                f"rank 0 can't serve at {where}: {error.strerror}. Set MASTER_PORT to another "
-                "port, on all ranks.",
-            )
-        ]
-    return [Finding("meeting place", "fine", f"{where} is free")]
+        yield Finding(
+            "meeting place",
+            "problem",
+            f"rank 0 can't serve at {where}: {error.strerror}. Set MASTER_PORT to another "
+            "port, on all ranks.",
+        )
+    else:
+        yield Finding("meeting place", "fine", f"{where} is free")
 
 
-def _interfaces() -> list[Finding]:
-    found = []
+def _interfaces() -> Iterator[Finding]:
     names = [name for _, name in socket.if_nameindex()]
     others = [name for name in names if name != "lo"]
     text = ", ".join(others) if others else "none but lo: ranks of other hosts can't be reached"
-    found.append(Finding("interfaces", "fine", text))
+    yield Finding("interfaces", "fine", text)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = [each.strip("^=") for each in os.environ.get(variable, "").split(",") if each]
         missing = [each for each in wanted if not any(name.startswith(each) for name in names)]
         if missing:
-            found.append(
-                Finding(
-                    "interfaces",
-                    "problem",
-                    f"{variable} names {', '.join(missing)}; there are: {', '.join(names)}.",
-                )
+            yield Finding(
+                "interfaces",
+                "problem",
+                f"{variable} names {', '.join(missing)}; there are: {', '.join(names)}.",
             )
     began = time.monotonic()
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
     except OSError as error:
-        found.append(
-            Finding(
-                "name of the host",
-                "warning",
-                f"{host} has no address ({error}): gloo needs one, or GLOO_SOCKET_IFNAME.",
-            )
+        yield Finding(
+            "name of the host",
+            "warning",
+            f"{host} has no address ({error}): gloo needs one, or GLOO_SOCKET_IFNAME.",
         )
-        return found
+        return
     took = time.monotonic() - began
     if took > _SLOW_LOOK_UP_S:
-        found.append(
-            Finding(
-                "name of the host",
-                "warning",
-                f"looking up {host} took {took:.1f} s, as will joining: see RES_OPTIONS in "
-                "docs/failure.md.",
-            )
+        yield Finding(
+            "name of the host",
+            "warning",
+            f"looking up {host} took {took:.1f} s, as will joining: see RES_OPTIONS in "
+            "docs/failure.md.",
         )
     else:
-        found.append(Finding("name of the host", "fine", f"{host} is {address}"))
-    return found
+        yield Finding("name of the host", "fine", f"{host} is {address}")
 
 
-def _processors(placement: Placement) -> list[Finding]:
+def _processors(placement: Placement) -> Finding:
     allowed = sorted(os.sched_getaffinity(0))
     quota = _native.processor_quota()
     usable = len(allowed) if quota is None else min(len(allowed), quota)
@@ -248,18 +219,16 @@ def _processors(placement: Placement) -> list[Finding]:
     text = f"this process may use {len(allowed)} of {os.cpu_count()} cores{limited}"
     local = placement.local_world_size or 1
     if usable < local:
-        return [
-            Finding(
-                "cores",
-                "warning",
-                f"{text}, for {local} ranks: they will wait for each other's turns. Start fewer, "
-                "or see to it that the launcher binds each rank to cores of its own.",
-            )
-        ]
-    return [Finding("cores", "fine", text)]
+        return Finding(
+            "cores",
+            "warning",
+            f"{text}, for {local} ranks: they will wait for each other's turns. Start fewer, "
+            "or see to it that the launcher binds each rank to cores of its own.",
+        )
+    return Finding("cores", "fine", text)
 
 
-def _huge_pages() -> list[Finding]:
+def _huge_pages() -> Finding:
     def chosen(name: str) -> str:
         with suppress(OSError):
             text = Path("/sys/kernel/mm/transparent_hugepage", name).read_text()
@@ -268,7 +237,7 @@ def _huge_pages() -> list[Finding]:
         return "not there"
 
     text = f"for memory: {chosen('enabled')}; for shared memory: {chosen('shmem_enabled')}"
-    return [Finding("huge pages", "fine", text)]
+    return Finding("huge pages", "fine", text)
 
 
 def _environment() -> list[Finding]:
@@ -277,7 +246,7 @@ def _environment() -> list[Finding]:
         _native.read_environment()
     except InvalidUsage as error:
         found.append(Finding("variables", "problem", str(error)))
-    for name, nearest in _native.unknown_variables():
+    for name, nearest in backends.unknown_variables():
         text = f"{name} is set, but there is no such variable; did you mean {nearest}?"
         found.append(Finding("variables", "warning", text))
     return found or [Finding("variables", "fine", "all understood")]
@@ -297,19 +266,19 @@ def _launcher() -> tuple[Placement, list[Finding]]:
 def on_this_machine() -> list[Finding]:
     """What this process finds without talking to others."""
     placement, found = _launcher()
-    alone: list[Callable[[], list[Finding]]] = [
-        _environment,
-        _shared_memory,
-        _locked_memory,
-        _descriptors,
-        _processes,
-        _ports,
-        _interfaces,
-        _huge_pages,
+    return [
+        *found,
+        *_environment(),
+        *_shared_memory(),
+        _locked_memory(),
+        _descriptors(),
+        _processes(),
+        _ports(),
+        *_interfaces(),
+        _huge_pages(),
+        _processors(placement),
+        *_meeting_port(placement),
     ]
-    for check in alone:
-        found += check()
-    return [*found, *_processors(placement), *_meeting_port(placement)]
 
 
 def facts() -> dict[str, Any]:
@@ -335,7 +304,7 @@ def between_ranks(told: Sequence[Mapping[str, Any]]) -> list[Finding]:
     Args:
         told: The `facts()` of every rank, in rank order, all taken at the same time.
     """
-    return [*_versions(told), *_clocks(told), *_bindings(told)]
+    return [*_versions(told), _clocks(told), *_bindings(told)]
 
 
 def _versions(told: Sequence[Mapping[str, Any]]) -> list[Finding]:
@@ -354,20 +323,18 @@ def _versions(told: Sequence[Mapping[str, Any]]) -> list[Finding]:
     return found or [Finding("versions", "fine", f"the same on all {len(told)} ranks")]
 
 
-def _clocks(told: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def _clocks(told: Sequence[Mapping[str, Any]]) -> Finding:
     times = [each["clock"] for each in told]
     apart = max(times) - min(times)
     if apart > _CLOCKS_APART_S:
         early, late = times.index(min(times)), times.index(max(times))
-        return [
-            Finding(
-                "clocks",
-                "warning",
-                f"{apart:.1f} s apart, on rank {early} ({told[early]['host']}) and rank {late} "
-                f"({told[late]['host']}): their logs and traces can't be compared. Set up NTP.",
-            )
-        ]
-    return [Finding("clocks", "fine", f"within {_CLOCKS_APART_S:g} s of each other")]
+        return Finding(
+            "clocks",
+            "warning",
+            f"{apart:.1f} s apart, on rank {early} ({told[early]['host']}) and rank {late} "
+            f"({told[late]['host']}): their logs and traces can't be compared. Set up NTP.",
+        )
+    return Finding("clocks", "fine", f"within {_CLOCKS_APART_S:g} s of each other")
 
 
 def _bindings(told: Sequence[Mapping[str, Any]]) -> list[Finding]:

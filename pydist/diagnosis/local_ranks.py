@@ -129,7 +129,9 @@ def find(pid: int) -> list[LocalRank]:
     pages: dict[int, dict[str, Any]] = {}
     ranks: dict[int, LocalRank] = {}
     for each in (pid, *_descendants(pid)):
-        pages |= {page["pid"]: page for page in _pages_of(each, must=each == pid)}
+        for page in _pages_of(each, must=each == pid):
+            # A process that has left a job and joined again has a new one; peers may hold the old.
+            pages[page["pid"]] = min(page, pages.get(page["pid"], page), key=_age)
         if each not in pages and _rank_of(each) is not None and _has_loaded_pydist(each):
             ranks[each] = LocalRank(each, _rank_of(each), state_of(each))
     for owner, page in pages.items():
@@ -148,6 +150,10 @@ def find(pid: int) -> list[LocalRank]:
             "of a rank, or of the launcher."
         )
     return sorted(ranks.values(), key=lambda each: (each.rank is None, each.rank or 0, each.pid))
+
+
+def _age(page: dict[str, Any]) -> tuple[bool, float]:
+    return page["has_departed"], page["silent_s"]
 
 
 def _pages_of(pid: int, *, must: bool) -> Iterator[dict[str, Any]]:
@@ -227,9 +233,10 @@ def first_disagreement(ranks: Sequence[LocalRank]) -> tuple[str, set[int]]:
         for operation in rank.operations:
             if operation.kind in _MESSAGES:
                 continue
-            seen.setdefault((operation.group, operation.sequence), {})[rank.pid] = operation
-            latest = newest.setdefault(operation.group, {})
-            latest[rank.pid] = max(latest.get(rank.pid, 0), operation.sequence)
+            # The newest comes first; numbers begin anew in a group that is made anew.
+            by_pid = seen.setdefault((operation.group, operation.sequence), {})
+            by_pid.setdefault(rank.pid, operation)
+            newest.setdefault(operation.group, {}).setdefault(rank.pid, operation.sequence)
     for (_, _), by_pid in sorted(seen.items(), key=lambda item: item[0][1]):
         kinds = {pid: each.kind for pid, each in by_pid.items()}
         if len(set(kinds.values())) > 1:

@@ -18,6 +18,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from pydist._torch import take_attributes
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import groups, membership
+from pydist.job.backends import parse_timeout
 from pydist.job.groups import Group
 from pydist.job.outcome import failed, outcomes
 from pydist.job.rank_names import culprits
@@ -52,7 +54,7 @@ def evaluate(
     metrics: Mapping[str, Any] | None = None,
     batch_size: int | None = None,
     group: Group | None = None,
-    timeout: float | None = None,
+    timeout: float | timedelta | None = None,
 ) -> dict[str, Any]:
     """Measures a model on all ranks together; each gets the result. Every rank calls it.
 
@@ -88,8 +90,8 @@ def evaluate(
         batch_size: samples a batch, for a data set.
         group: the ranks; by default all. Objects of torchmetrics are told by themselves
             (`process_group=`).
-        timeout: seconds that a rank that is done waits for the others; by default the group's own
-            time-out.
+        timeout: seconds (or a timedelta) that a rank that is done waits for the others; by default
+            the group's own time-out.
 
     Returns:
         The result for each name in `metrics`, and each that any rank has measured; the same on
@@ -120,7 +122,15 @@ def evaluate(
     share: _Share | None = None
     problem: Exception | None = None
     number = 0
+    wait: float | None = None
     try:
+        if timeout is not None:
+            wait = parse_timeout(timeout).total_seconds()
+        if not callable(measure):
+            raise InvalidUsage(
+                f"measure is a {type(measure).__name__}; it must be a function of the model and a "
+                "batch."
+            )
         given = _checked(metrics)
         for metric in given.values():
             metric.reset()
@@ -129,7 +139,7 @@ def evaluate(
         problem = error
     # Before anybody measures for nothing.
     kinds = {name: _kind(metric) for name, metric in sorted(given.items())}
-    _agree(communicator, {"metrics": kinds}, problem, number, timeout)
+    _agree(communicator, {"metrics": kinds}, problem, number, wait)
     modes = _modes_of(model)
     try:
         if isinstance(model, nn.Module):
@@ -146,10 +156,10 @@ def evaluate(
         for module, training in modes:
             module.training = training
     facts = {"means": sorted(means), "order": "" if share is None else share.digest()}
-    everybody = _agree(communicator, facts, problem, number, timeout)
+    everybody = _agree(communicator, facts, problem, number, wait)
     names = sorted({name for told in everybody for name in told["means"]})
     every_mean = {name: means.get(name, Mean()) for name in names}
-    return _results(given, every_mean, communicator, timeout, group)
+    return _results(given, every_mean, communicator, wait, group)
 
 
 def _place_kept(data: Any) -> AbstractContextManager[None]:
@@ -231,6 +241,11 @@ def _batches(
         if isinstance(data, Dataset):
             raise InvalidUsage(
                 f"data is a {type(data).__name__}: give batch_size= with it, or a DataLoader."
+            )
+        if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+            raise InvalidUsage(
+                f"data is a {type(data).__name__}; it must be a DataLoader, a data set with "
+                "batch_size=, or this rank's batches."
             )
         return data, None
     if isinstance(data.dataset, IterableDataset):

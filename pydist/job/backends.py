@@ -5,7 +5,9 @@ The ranks of a job agree on one backend when they meet (Note [One choice for the
 native or gloo beside it, for tensors on the CPU.
 """
 
+import difflib
 import logging
+import numbers
 import os
 import socket
 import time
@@ -86,6 +88,16 @@ def valid_backends() -> tuple[str, ...]:
         if name == "PYDIST_BACKEND":
             return tuple(value.strip() for value in values.split("|"))
     raise Error("the engine declares no PYDIST_BACKEND: pydist and its engine differ in version.")
+
+
+def unknown_variables() -> list[tuple[str, str]]:
+    """Set variables that start with PYDIST_ and are not declared, with the nearest name that is.
+
+    A misspelt setting must not pass for an accepted one.
+    """
+    declared = [name for name, *_ in _native.environment_variables()]
+    unknown = [name for name in os.environ if name.startswith("PYDIST_") and name not in declared]
+    return [(name, difflib.get_close_matches(name, declared, 1, cutoff=0)[0]) for name in unknown]
 
 
 def parse_backend(value: str, where: str) -> str:
@@ -346,11 +358,14 @@ def parse_timeout(timeout: float | timedelta) -> timedelta:
     """A time-out as users give it: a timedelta, or seconds.
 
     Raises:
-        InvalidUsage: it is not positive, or longer than ten years.
+        InvalidUsage: it is neither, not positive, or longer than ten years.
     """
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not 0 < seconds < 3.2e8:
-        raise InvalidUsage(f"timeout={timeout} is not valid; it must be a number of seconds > 0.")
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if not (is_number and 0 < seconds < 3.2e8):
+        raise InvalidUsage(
+            f"timeout={timeout!r} is not valid; it must be a number of seconds > 0, or a timedelta."
+        )
     return timedelta(seconds=seconds)
 
 

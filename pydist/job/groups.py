@@ -88,13 +88,14 @@ def _meet(
     )
 
 
-def communicator_of(group: Group | None = None) -> _native.Communicator:
+def communicator_of(group: Group | None = None, argument: str = "group") -> _native.Communicator:
     """The communicator that carries `group`.
 
     Args:
         group: a process group of torch.distributed, on any backend; one of `new_group`; or None
             for the world. For a group on another backend than "pydist" the first call meets the
             group's other ranks: all of them must call.
+        argument: what the user's call names it, for the error.
 
     Raises:
         InvalidUsage: the process has not joined a job, is no member of the group (`group` is
@@ -115,8 +116,8 @@ def communicator_of(group: Group | None = None) -> _native.Communicator:
             "call under `if rank in ranks:`, with the ranks that new_group was given."
         )
     raise InvalidUsage(
-        f"group= is a {type(group).__name__}; it must be a process group of torch.distributed, or "
-        "one of pydist.new_group."
+        f"{argument}= is a {type(group).__name__}; it must be a process group of "
+        "torch.distributed, or one of pydist.new_group."
     )
 
 

@@ -5,19 +5,14 @@ a name that nobody else uses. So rank 0 counts, in the store. The others take th
 opened last, unless they have been to that meeting: then rank 0 has not begun the next one yet.
 """
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from pydist.errors import Error, TransportError
+from pydist.job.meeting import blaming_the_store, wait_until
 
 __all__ = ["go_on_from", "next_number"]
-
-_LONGEST_PAUSE_S = 0.01
-# How often a wait looks whether it is in vain.
-_LOOK_S = 0.5
 
 
 def next_number(
@@ -40,30 +35,15 @@ def next_number(
         TransportError: the store is gone.
         Error: whatever `check_host` raises.
     """
-    now_s = time.monotonic()
-    deadline_s, look_s = now_s + timeout.total_seconds(), now_s + _LOOK_S
-    pause_s = 0.0002
-    try:
+    with blaming_the_store():
         if rank == 0:
             return int(store.add("opened", 1))
         been = int(store.add(f"been/{rank}", 0))
-        while (opened := int(store.add("opened", 0))) <= been:
-            now_s = time.monotonic()
-            if now_s > deadline_s:
-                return None
-            if check_host is not None and now_s > look_s:
-                check_host()
-                look_s = now_s + _LOOK_S
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if not wait_until(lambda: int(store.add("opened", 0)) > been, timeout, check_host):
+            return None
+        opened = int(store.add("opened", 0))
         store.add(f"been/{rank}", opened - been)
-    except Error:
-        raise  # of `check_host`
-    except RuntimeError as error:
-        raise TransportError(
-            f"the store of the job is gone; is the rank that hosts it still alive? ({error})"
-        ) from error
-    return opened
+        return opened
 
 
 def go_on_from(store: dist.Store, rank: int, number: int) -> None:

@@ -58,10 +58,11 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             default the value of PYDIST_TIMEOUT, and 600 without one.
 
     Raises:
-        InvalidUsage: the backend is unknown, or another one than the running one, or the time-out
-            is; the environment describes half a job (the message names what is missing), or shows
-            a launcher of several processes that is not understood; NCCL was asked for and a rank
-            has no GPU, or shares one (the message names the ranks and the GPU).
+        InvalidUsage: an argument is of a wrong type; the backend is unknown, or another one than
+            that of the running job, or of a default group on backend "pydist", or the time-out is;
+            the environment describes half a job (the message names what is missing), or shows a
+            launcher of several processes that is not understood; NCCL was asked for and a rank has
+            no GPU, or shares one (the message names the ranks and the GPU).
         Mismatch: the ranks were asked for different backends, or run different versions.
         PeerLost: the process has been in a job whose ranks would meet again here, and can see that
             one of them has died: `pydist.reform` goes on with those that are left.
@@ -85,7 +86,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             become(member)
         past.note(member, backend)
         if member.rank == 0:
-            for name, nearest in _native.unknown_variables():
+            for name, nearest in backends.unknown_variables():
                 backends.logger.warning(
                     "%s is set, but there is no such variable; did you mean %s?", name, nearest
                 )
@@ -120,14 +121,24 @@ def _check_same(backend: str | None, timeout: timedelta | None) -> None:
                 f"pydist runs on backend '{running.backend}' already, so backend='{wanted}' can't "
                 "be had now; ask for it in the first call, or call pydist.shutdown() before."
             )
-    running_s = running.communicator.timeout
+    _require_timeout(
+        running.communicator,
+        timeout,
+        "pydist runs",
+        "give it in the first call of pydist.init(), which comes before the first "
+        "pydist.DataParallel, set PYDIST_TIMEOUT, or call pydist.shutdown() before.",
+    )
+
+
+def _require_timeout(
+    running: _native.Communicator, wanted: timedelta | None, what: str, remedy: str
+) -> None:
+    """Raises InvalidUsage where a group that runs has another time-out than the one asked for."""
     # The engine counts in milliseconds.
-    if timeout is not None and abs(timeout.total_seconds() - running_s) >= 0.001:
+    if wanted is not None and abs(wanted.total_seconds() - running.timeout) >= 0.001:
         raise InvalidUsage(
-            f"pydist runs with a time-out of {running_s:g} s already, so timeout="
-            f"{timeout.total_seconds():g} can't be had now: give it in the first call of "
-            "pydist.init(), which comes before the first pydist.DataParallel, set PYDIST_TIMEOUT, "
-            "or call pydist.shutdown() before."
+            f"{what} with a time-out of {running.timeout:g} s already, so timeout="
+            f"{wanted.total_seconds():g} can't be had now: {remedy}"
         )
 
 
@@ -223,8 +234,12 @@ def _adopt(backend: str | None, timeout: timedelta | None) -> Membership:
                 f"PYDIST_BACKEND={backend} before init_process_group, or let pydist.init() create "
                 "the group."
             )
-        if timeout is not None:
-            communicator.timeout = timeout.total_seconds()
+        _require_timeout(
+            communicator,
+            timeout,
+            "torch.distributed's default group runs on pydist's backend",
+            "give init_process_group this timeout=, or let pydist.init() create the group.",
+        )
     placement = None
     with suppress(InvalidUsage):
         placement = read_placement()

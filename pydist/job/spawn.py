@@ -183,14 +183,12 @@ def spawn(
         variables.update(job_variables(count, store.port, backend))
         survived_by = store if on_failure == "continue" else None
         exit_codes, pids = _run(folder, variables, count, timeout, by_value, survived_by)
-        if on_failure == "continue":
-            if not any(_result_file(folder, rank).exists() for rank in range(count)):
-                _raise_first(folder, exit_codes, pids)
-            return [
-                _result_or_error(folder, rank, exit_codes[rank], pids[rank])
-                for rank in range(count)
-            ]
-        return [_unpack(folder, rank) for rank in range(count)]
+        returned = [_result_file(folder, rank).exists() for rank in range(count)]
+        if not any(returned) or (on_failure == "stop" and not all(returned)):
+            _raise_first(folder, exit_codes, pids)
+        return [
+            _result_or_error(folder, rank, exit_codes[rank], pids[rank]) for rank in range(count)
+        ]
 
 
 def job_variables(count: int, port: int, backend: str | None) -> dict[str, str]:
@@ -361,14 +359,15 @@ def _raise_first(folder: Path, exit_codes: Sequence[int | None], pids: Sequence[
         file = folder / f"failure-{rank}"
         if file.exists():
             failures.append(pickle.loads(file.read_bytes()))
-        elif code not in (0, -signal.SIGTERM):
+        elif code != -signal.SIGTERM and (code != 0 or not _result_file(folder, rank).exists()):
             died.append((rank, code))
     failures.sort(key=lambda failure: (failure.is_consequence, failure.time_s))
     if died and (not failures or failures[0].is_consequence):
         rank, code = died[0]
         raise PeerLost(
-            f"rank {rank} of {len(exit_codes)} (pid {pids[rank]}) {how_it_ended(code)} without an "
-            "exception; what it printed may say why. The other ranks have been ended.",
+            f"rank {rank} of {len(exit_codes)} (pid {pids[rank]}) {how_it_ended(code)} without "
+            f"{'a result' if code == 0 else 'an exception'}; what it printed may say why. The "
+            "other ranks have been ended.",
             ranks=(rank,),
             host=socket.gethostname(),
             pid=pids[rank],
@@ -392,11 +391,11 @@ def _error_of(failure: _Failure) -> Exception:
 
 def _result_or_error(folder: Path, rank: int, code: int | None, pid: int) -> Any:
     """What a rank returned, raised, or died of."""
-    if code == 0:
+    if code == 0 and _result_file(folder, rank).exists():
         return _unpack(folder, rank)
     file = folder / f"failure-{rank}"
     if not file.exists():
-        how = how_it_ended(code)
+        how = how_it_ended(code) + (" without a result" if code == 0 else "")
         return PeerLost(
             f"rank {rank} (pid {pid}) {how}, and others went on.",
             ranks=(rank,),

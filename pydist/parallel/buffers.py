@@ -152,7 +152,8 @@ class BufferSync:
                 raise InvalidUsage(
                     f"buffer {name} was {tuple(place.shape)} {place.dtype} when "
                     "pydist.DataParallel wrapped the module and no longer is: change it before "
-                    "wrapping, or pass broadcast_buffers=False"
+                    "wrapping (by a first forward, where that does so, as observers of "
+                    "quantization do), or pass broadcast_buffers=False"
                 )
             yield buffer
 

@@ -156,6 +156,8 @@ def _search(
             return line
         if cuts and _is_cut(instruction, before, behind, frame):
             return line
+        if cuts and _is_cut_at_dot(instruction, instructions[position + 1 : position + 8]):
+            return line
     return None
 
 
@@ -212,3 +214,23 @@ def _is_cut(
         and behind[0].argval is None
         and ends[1] in ("BINARY_SLICE", "BUILD_SLICE")
     )
+
+
+# What cuts a name at its first dot, by the method and the constants up to what it keeps.
+_CUTS_AT_DOT: dict[str, list[list[object]]] = {
+    "split": [[".", 1, None], [".", slice(1, None)], [".", 1, 1], [".", 1, -1]],
+    "partition": [[".", 2], [".", -1]],
+}
+
+
+def _is_cut_at_dot(instruction: dis.Instruction, behind: list[dis.Instruction]) -> bool:
+    """Whether the first part of something is cut off: `".".join(key.split(".")[1:])`."""
+    if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+        return False
+    constants: list[object] = []
+    for following in behind:
+        if following.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constants.append(following.argval)
+        elif following.opname.startswith(("BINARY_", "BUILD_SLICE")):
+            return constants in _CUTS_AT_DOT.get(instruction.argval, [])
+    return False

@@ -62,10 +62,6 @@ class RankLocal:
         reference = self._own_parameters.get(id(parameter))
         return reference is not None and reference() is parameter
 
-    def has_any(self) -> bool:
-        """Whether there is anything that is the rank's own."""
-        return bool(self.parameters() or self.buffers())
-
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The rank's own ones, by the module's names."""
         return [(name, p) for name, p in self.module.named_parameters() if self.has(p)]

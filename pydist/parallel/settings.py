@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pydist import _native
+from pydist.arguments import flag
 from pydist.errors import InvalidUsage
 from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES
 from pydist.parallel.sentinel import checked_every
@@ -96,22 +97,31 @@ def settings_of(
     compress: Literal["bf16", "fp16"] | None,
     check_every: int | None,
     check_finite: bool,
-    **of_torch: object,
+    mixed_precision: None,
+    dim: int,
+    **flags_of_torch: bool,
 ) -> Settings:
     """Checks the constructor's arguments by themselves, without the module.
 
     Raises:
-        InvalidUsage: One of them is not supported.
+        InvalidUsage: One of them is not supported, or of a wrong type.
     """
+    for name, value in flags_of_torch.items():
+        flag(name, value)
     process_group = group_of(process_group, device_mesh)
     caps_bytes = caps_of(bucket_cap_mb, bucket_cap_mb_list)
     if reduction not in ("mean", "sum"):
         raise InvalidUsage(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
-    if compress is not None and compress not in _WIRE_DTYPES:
+    if compress is not None and not (isinstance(compress, str) and compress in _WIRE_DTYPES):
         raise InvalidUsage(f"compress is {compress!r}; it must be 'bf16', 'fp16' or None")
-    copies_buffers = broadcast_buffers is not False
+    copies_buffers_first = copies_buffers = broadcast_buffers is None or flag(
+        "broadcast_buffers", broadcast_buffers
+    )
     if forward_sync_buffers is not None:
-        copies_buffers = forward_sync_buffers
+        # Where only the values at the start are up to the user, torch's first forward would copy
+        # the buffers.
+        copies_buffers_first = True
+        copies_buffers = flag("forward_sync_buffers", forward_sync_buffers)
     return Settings(
         device_ids=device_ids,
         output_device=output_device,
@@ -121,15 +131,13 @@ def settings_of(
             f"bucket_cap_mb={bucket_cap_mb}",
             f"bucket_cap_mb_list={bucket_cap_mb_list}",
         ),
-        init_sync=init_sync,
+        init_sync=flag("init_sync", init_sync),
         copies_buffers=copies_buffers,
-        # Where only the values at the start are up to the user, torch's first forward would copy
-        # the buffers.
-        copies_buffers_first=broadcast_buffers is not False or forward_sync_buffers is not None,
-        gradients_are_views=gradient_as_bucket_view,
+        copies_buffers_first=copies_buffers_first,
+        gradients_are_views=flag("gradient_as_bucket_view", gradient_as_bucket_view),
         reduction=reduction,
         compress=compress,
         check_every=checked_every(check_every),
-        check_finite=bool(check_finite),
-        of_torch=of_torch,
+        check_finite=flag("check_finite", check_finite),
+        of_torch={"dim": dim, "mixed_precision": mixed_precision, **flags_of_torch},
     )

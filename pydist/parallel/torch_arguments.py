@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from pydist.errors import InvalidUsage
 from pydist.parallel.bucket_planner import cap_bytes_of
@@ -14,7 +15,6 @@ from pydist.parallel.rank_local import RankLocal
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 _REFUSED = {
     "delay_all_reduce_named_params": (
@@ -55,6 +55,11 @@ def group_of(
         return process_group
     if process_group is not None:
         raise InvalidUsage("pass either process_group or device_mesh, not both")
+    if not isinstance(device_mesh, DeviceMesh):
+        raise InvalidUsage(
+            f"device_mesh is a {type(device_mesh).__name__}; it must be a DeviceMesh of one "
+            "dimension, as torch.distributed.device_mesh.init_device_mesh makes, or None"
+        )
     if device_mesh.ndim != 1:
         raise InvalidUsage(
             f"device_mesh has {device_mesh.ndim} dimensions, {device_mesh.mesh_dim_names}; it must "
@@ -70,6 +75,7 @@ def caps_of(
 
     As in torch, the list counts where both are given.
     """
+    _require_list("bucket_cap_mb_list", bucket_cap_mb_list, "sizes in MiB")
     if bucket_cap_mb_list:
         caps = [cap_bytes_of(size, "a size in bucket_cap_mb_list") for size in bucket_cap_mb_list]
         return tuple(cap for cap in caps if cap is not None)
@@ -85,6 +91,7 @@ def input_device_of(
     Raises:
         InvalidUsage: The module is not there, or outputs were to be elsewhere.
     """
+    _require_list("device_ids", device_ids, "one GPU, as in device_ids=[pydist.device()]")
     places = {parameter.device for _, parameter in module.shared_parameters()}
     where = ", ".join(sorted(map(str, places)))
     if not device_ids:
@@ -103,13 +110,13 @@ def input_device_of(
             f"device_ids is {list(device_ids)}, and the module's parameters are on {where}: pass "
             "device_ids=None for a module on the CPU"
         )
-    device = _gpu(device_ids[0])
+    device = _gpu("device_ids", device_ids[0])
     if device not in places:
         raise InvalidUsage(
             f"device_ids is {list(device_ids)}, and the module's parameters are on {where}: move "
             "the module there, or leave device_ids out"
         )
-    if output_device is not None and _gpu(output_device) != device:
+    if output_device is not None and _gpu("output_device", output_device) != device:
         raise InvalidUsage(
             f"output_device is {output_device!r}, and device_ids is {list(device_ids)}: outputs "
             "stay where the module computes them, so leave output_device out"
@@ -117,5 +124,15 @@ def input_device_of(
     return device
 
 
-def _gpu(named: Any) -> torch.device:
-    return torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
+def _gpu(argument: str, named: Any) -> torch.device:
+    try:
+        return torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidUsage(
+            f"{argument} names {named!r}; name a GPU by its number, or as a torch.device: {error}"
+        ) from None
+
+
+def _require_list(argument: str, value: object, of_what: str) -> None:
+    if value is not None and (isinstance(value, str) or not isinstance(value, Sequence)):
+        raise InvalidUsage(f"{argument} is {value!r}; it must be a list of {of_what}, or None")

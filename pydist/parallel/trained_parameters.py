@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pydist._torch import parameters_of
+from pydist._torch import children_of_each, parameters_of, with_children
 from pydist.errors import InvalidUsage
+from pydist.parallel.nested_wrappers import refuse_wrapped
 from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.reducer import Trained
 
@@ -60,6 +61,8 @@ class TrainedParameters:
         self.known: Trained = []
         self._known_ids: set[int] = set()
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._containers: list[nn.Module] = []
+        self._children: list[tuple[nn.Module | None, ...]] = []
 
     def add_all(self) -> None:
         """From now on, all that require gradients now are known, in the order of registration."""
@@ -79,11 +82,14 @@ class TrainedParameters:
         """Parameters that require gradients and are not known: `add` makes them so.
 
         Raises:
-            InvalidUsage: One of them can't be trained; the next call raises again.
+            InvalidUsage: One of them can't be trained, or another wrapper was put into the module;
+                the next call raises again.
         """
         if (
             self._seen == _registrations
             and not any(parameter.requires_grad for _, parameter in self._frozen)
+            # Containers' insert() registers nothing.
+            and children_of_each(self._containers) == self._children
             # Conversions may put other parameters in place without registering them.
             and not any(
                 (now := table.get(key)) is not before and _is_converted(now, before)
@@ -98,6 +104,7 @@ class TrainedParameters:
 
     def _walk(self) -> Trained:
         seen = _registrations
+        refuse_wrapped(self._module)
         self._local.look_again()
         # torch.func.functional_call puts tensors in the places of parameters for one forward. They
         # are the program's, and hide what stands there otherwise: so the next forward looks again.
@@ -112,6 +119,8 @@ class TrainedParameters:
         for name, parameter, _ in joined:
             require_ordinary("parameter", name, parameter)
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self._containers = with_children(self._module)
+        self._children = children_of_each(self._containers)
         self._places = [
             (table, key, parameter)
             for part in self._module.modules()

@@ -30,6 +30,7 @@ from pydist._torch import (
     share_tables,
     tree_map_only,
 )
+from pydist.arguments import flag
 from pydist.errors import Error, InvalidUsage, Timeout
 from pydist.job import groups, membership
 from pydist.parallel.bucket_planner import (
@@ -42,7 +43,11 @@ from pydist.parallel.bucket_planner import (
 )
 from pydist.parallel.buffers import BufferSync
 from pydist.parallel.compiled_graphs import graphs_cut_at
-from pydist.parallel.nested_wrappers import refuse_active_torch, refuse_wrapped
+from pydist.parallel.nested_wrappers import (
+    look_at_torchs_wrappers,
+    refuse_active_torch,
+    refuse_wrapped,
+)
 from pydist.parallel.ownership import ids_in_any, note_wrapper, trainers_of
 from pydist.parallel.prefixed_names import warn_of_prefix
 from pydist.parallel.rank_local import RankLocal
@@ -237,10 +242,10 @@ class DataParallel(TorchIdioms):
 
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
-            part of the module is wrapped already (also by torch's class), an argument is not
-            supported, `device_ids` names a GPU that the module is not on, this rank is not in
-            `process_group`, a parameter is named as ignored by some of its names only, or the
-            backend can't reduce such gradients (NCCL, in a wire type or on the ring, without
+            part of the module is wrapped already (also by torch's class), an argument is of a wrong
+            type or not supported, `device_ids` names a GPU that the module is not on, this rank is
+            not in `process_group`, a parameter is named as ignored by some of its names only, or
+            the backend can't reduce such gradients (NCCL, in a wire type or on the ring, without
             pydist's CUDA kernels).
         Mismatch: The module or an argument differs between ranks (on every rank, naming the first
             difference).
@@ -287,7 +292,7 @@ class DataParallel(TorchIdioms):
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
         )
-        warn_of_check_reduction(check_reduction)
+        warn_of_check_reduction(flag("check_reduction", check_reduction))
         settings = settings_of(
             device_ids=device_ids,
             output_device=output_device,
@@ -314,7 +319,7 @@ class DataParallel(TorchIdioms):
             raise InvalidUsage(
                 f"pydist.DataParallel wraps a torch.nn.Module, not a {type(module).__name__}"
             )
-        refuse_wrapped(module, DataParallel)
+        refuse_wrapped(module)
         local = RankLocal(module)
         _warn_of_unknown(local)
         require_trainable(local)
@@ -376,7 +381,7 @@ class DataParallel(TorchIdioms):
         input_device = input_device_of(local, settings.device_ids, settings.output_device)
         membership.init()
         # A group of its own: the user's collectives can't be taken for these, or these for theirs.
-        parent = groups.communicator_of(settings.process_group)
+        parent = groups.communicator_of(settings.process_group, "process_group")
         communicator = groups.split(parent, range(parent.size))
         talk_apart(local.module, settings.process_group, communicator)
         averages_itself = type(self).average_bucket is not DataParallel.average_bucket
@@ -413,6 +418,7 @@ class DataParallel(TorchIdioms):
         self._working_reducer = reducer
         self._sentinel.watch(trained.known, membership.rank())
         guard_steps()
+        look_at_torchs_wrappers()
 
     @property
     def has_joined(self) -> bool:
@@ -545,10 +551,14 @@ class DataParallel(TorchIdioms):
             InvalidUsage: The weight is negative or not finite.
             Error: At the end of backward, if only some of the step's backwards had a weight.
         """
-        value = float(weight)
+        try:
+            value = float(weight)
+        except (TypeError, ValueError, RuntimeError):
+            value = math.nan
         if not (value >= 0 and math.isfinite(value)):
             raise InvalidUsage(
-                f"the weight of a backward is {value}; it must be finite and not negative"
+                f"the weight of a backward is {weight!r}; it must be a number, finite and not "
+                "negative"
             )
         self.require_joined()
         reducer = self._reducer
@@ -860,9 +870,15 @@ class DataParallel(TorchIdioms):
         parameters = [parameter for _, parameter, _ in trained]
         for other in trainers_of(parameters):
             if other is not self:
-                other._retire(parameters, how)
+                other.retire(parameters, how)
 
-    def _retire(self, taken: list[nn.Parameter], how: str) -> None:
+    def retire(self, taken: Sequence[Tensor], how: str) -> None:
+        """Trains nothing from now on, as others train parameters of the model. Talks to nobody.
+
+        Args:
+            taken: Those parameters, and perhaps others.
+            how: What was done to them, for the errors that follow.
+        """
         ids = {id(parameter) for parameter in taken}
         named = [name for name, parameter, _ in self._trained.known if id(parameter) in ids]
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""

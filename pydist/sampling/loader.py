@@ -21,6 +21,7 @@ import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from pydist._torch import FedLoader, take_attributes
+from pydist.arguments import flag
 from pydist.errors import InvalidUsage
 from pydist.sampling.agreed_seed import SeedChoice
 from pydist.sampling.audit import Ledger
@@ -100,6 +101,7 @@ def prepare(
             "the loader is prepared already: pydist.prepare has shared out its samples, and again "
             "would leave only a part of them. Use it as it is."
         )
+    split_batches = flag("split_batches", split_batches)
     if isinstance(loader.dataset, IterableDataset):
         _warn_of_iterable(loader.dataset, placement()[1] if num_replicas is None else num_replicas)
         return cast("PreparedLoader[T]", loader)

@@ -30,6 +30,7 @@ from pydist._torch import (
     runs_uncompiled_throughout,
     scripts_any_function,
 )
+from pydist.arguments import flag
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import current, groups, membership
 from pydist.job.outcome import outcomes
@@ -98,8 +99,9 @@ def _let_all_arrive() -> None:
 # The rank, of the optimizer's group, that writes for all inside `writing()`.
 _WRITER = 0
 
-# How far a step has come: its ranks have not voted yet, have voted, have changed parameters.
-_Phase = Literal["checking", "voted", "stepped"]
+# How far a step has come: its ranks have not voted yet, have voted, have changed parameters, or all
+# know of the exception that ends it.
+_Phase = Literal["checking", "voted", "stepped", "told"]
 
 
 def _what_to_add(wrapper: DataParallel | None) -> str:
@@ -217,7 +219,7 @@ class ShardedOptimizer(Optimizer):
         process_group: ProcessGroup | None = None,
         **defaults: Any,
     ) -> None:
-        if stage not in (1, 2):
+        if isinstance(stage, bool) or stage not in (1, 2):
             raise InvalidUsage(f"stage is {stage!r}; it must be 1 or 2")
         if master_weights not in (True, False, "auto"):
             raise InvalidUsage(f"master_weights is {master_weights!r}; it must be a bool or 'auto'")
@@ -225,7 +227,7 @@ class ShardedOptimizer(Optimizer):
         require_element_wise(optimizer_class, defaults, [options_of(g) for g in param_groups])
         self._class = optimizer_class
         self._options = dict(defaults)
-        self._is_one_copy = bool(share_parameters)
+        self._is_one_copy = flag("share_parameters", share_parameters)
         self._is_debugging = bool(_native.read_environment().debug)
         self._wrapper = model_of(model_or_params, param_groups)
         self._require_working_model()
@@ -243,7 +245,7 @@ class ShardedOptimizer(Optimizer):
             self._wrapper.require_joined()
             parent = self._wrapper._communicator
         else:
-            parent = groups.communicator_of(process_group)
+            parent = groups.communicator_of(process_group, "process_group")
         self._steps: list[BucketStep] = []
         # State that was loaded for parameters which have no place yet, because they are frozen.
         self._waiting: dict[int, ParameterState] = {}
@@ -486,13 +488,15 @@ class ShardedOptimizer(Optimizer):
     def _tell(self, error: BaseException) -> None:
         """Lets the other ranks know, unless they do, that a step has raised here."""
         reducer = self._reducer
-        if (
-            self._failed
-            or self._communicator.size == 1
-            # The others wait at the end of writing(), where they are told.
-            or (self._is_writing and self._is_one_copy)
-        ):
+        if self._failed or self._communicator.size == 1 or self._phase == "told":
             return
+        if self._phase == "voted":
+            # What pydist raises there (Mismatch, or that the group has failed), all ranks raise.
+            if not isinstance(error, Error):
+                self._give_up("step()", error)
+            return
+        if self._is_writing and self._is_one_copy:
+            return  # the others wait at the end of writing(), where they are told
         if self._wrapper is not None:
             if reducer is None:  # all ranks have retired the model
                 return
@@ -502,6 +506,7 @@ class ShardedOptimizer(Optimizer):
         if self._phase == "checking":
             with contextlib.suppress(Error, type(error)), self._in_step():
                 self._vote(error)
+            self._phase = "told"
         elif self._phase == "stepped":
             self._give_up("step()", error)
 

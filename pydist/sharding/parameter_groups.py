@@ -90,6 +90,10 @@ _WHAT_IT_TAKES = (
 
 def listed(params: Any) -> list[Any]:
     """A group's "params", which may be a single one."""
+    if isinstance(params, (set, frozenset)):
+        raise InvalidUsage(
+            "parameters are in a set, whose order differs between processes: pass a list"
+        )
     return [params] if isinstance(params, Tensor) else list(params)
 
 
@@ -114,7 +118,7 @@ def groups_of(model_or_params: nn.Module | Iterable[Any]) -> list[dict[str, Any]
         raise InvalidUsage(
             f"model_or_params is a {type(model_or_params).__name__}; {_WHAT_IT_TAKES}"
         )
-    items = list(model_or_params)
+    items = listed(model_or_params)
     if not items:
         raise InvalidUsage(
             "pydist.ShardedOptimizer got an empty list of parameters, perhaps of an iterator that "

@@ -26,6 +26,14 @@ class MemoryStore final : public KeyValueStore {
     written_.notify_all();
   }
 
+  [[nodiscard]] std::string settle(const std::string& key, const std::string& value) override {
+    const std::lock_guard lock(mutex_);
+    ++requests_;
+    const std::string settled = values_.emplace(key, value).first->second;
+    written_.notify_all();
+    return settled;
+  }
+
   [[nodiscard]] std::string get(const std::string& key, Deadline deadline) override {
     std::unique_lock lock(mutex_);
     ++requests_;

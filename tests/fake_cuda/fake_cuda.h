@@ -14,6 +14,9 @@ void fake_cuda_enqueue(void* stream, void (*job)(void* argument), void* argument
 // Waits until the stream has done everything that it has been given so far.
 void fake_cuda_synchronize(void* stream);
 
+// Whether memory of a device has been freed; unknown once much more has been.
+int fake_cuda_is_freed(const void* data);
+
 // The functions of the CUDA runtime that pydist looks for. The first two keep count of the bytes,
 // and of the device that was current; the last tells the error of a call that was refused, once.
 int cudaHostRegister(void* data, std::size_t bytes, unsigned flags);

@@ -34,23 +34,38 @@ void* allocate(std::size_t bytes) {
   return data;
 }
 
-// Poisons memory, and frees it later.
-void retire(void* data, std::size_t bytes) {
-  struct Quarantine {
-    std::mutex mutex;
-    std::deque<std::pair<void*, std::size_t>> blocks;  // guarded by mutex
-    std::size_t bytes = 0;                             // guarded by mutex
+// Freed memory.
+struct Quarantine {
+  struct Freed {
+    void* data;
+    std::size_t bytes;
+    c10::Storage storage;  // where it holds the memory
   };
-  static auto* const quarantine = new Quarantine;
+
+  std::mutex mutex;
+  std::deque<Freed> blocks;  // guarded by mutex
+  std::size_t bytes = 0;     // guarded by mutex
+};
+
+Quarantine& quarantine() {
+  static auto* const the_quarantine = new Quarantine;
+  return *the_quarantine;
+}
+
+// Poisons memory, and frees it later.
+void retire(void* data, std::size_t bytes, c10::Storage storage = c10::Storage()) {
   std::memset(data, 0xff, bytes);
-  const std::lock_guard lock(quarantine->mutex);
-  quarantine->blocks.emplace_back(data, bytes);
-  quarantine->bytes += bytes;
-  while (quarantine->bytes > kQuarantineBytes) {
-    const auto [oldest, size] = quarantine->blocks.front();
-    quarantine->blocks.pop_front();
-    quarantine->bytes -= size;
-    std::free(oldest);
+  Quarantine& freed = quarantine();
+  const std::lock_guard lock(freed.mutex);
+  freed.blocks.push_back({data, bytes, std::move(storage)});
+  freed.bytes += bytes;
+  while (freed.bytes > kQuarantineBytes) {
+    const Quarantine::Freed oldest = std::move(freed.blocks.front());
+    freed.blocks.pop_front();
+    freed.bytes -= oldest.bytes;
+    if (!oldest.storage) {
+      std::free(oldest.data);
+    }
   }
 }
 
@@ -85,11 +100,7 @@ void free_block(void* context) {
     make_wait(block->stream, record(stream));
   }
   Queue::of(block->stream).post([block] {
-    if (block->storage) {
-      std::memset(block->data, 0xff, block->bytes);
-    } else {
-      retire(block->data, block->bytes);
-    }
+    retire(block->data, block->bytes, std::move(block->storage));
     delete block;
   });
 }
@@ -262,6 +273,15 @@ void keep_in_cache(long bytes) {
   reserve_of_driver(bytes);
 }
 
+bool is_freed(const void* data) {
+  Quarantine& freed = quarantine();
+  const std::lock_guard lock(freed.mutex);
+  return std::any_of(freed.blocks.begin(), freed.blocks.end(), [data](const auto& block) {
+    const auto* const begin = static_cast<const std::byte*>(block.data);
+    return data >= begin && data < begin + block.bytes;
+  });
+}
+
 bool is_pinned(const void* data) { return pinned().contains(data) || registered().contains(data); }
 std::size_t pinned_bytes() { return pinned().total(); }
 std::size_t registered_bytes() { return registered().total(); }
@@ -278,6 +298,8 @@ void install_allocators() {
 }
 
 }  // namespace fake_cuda
+
+int fake_cuda_is_freed(const void* data) { return fake_cuda::is_freed(data) ? 1 : 0; }
 
 int cudaHostRegister(void* data, std::size_t bytes, unsigned /*flags*/) {
   fake_cuda::note_device();

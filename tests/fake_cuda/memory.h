@@ -33,6 +33,9 @@ void record_stream(const c10::DataPtr& data, const c10::Stream& stream);
 // Makes torch's cache keep so much of the fake driver's memory (tests/fakes), until it is emptied.
 void keep_in_cache(long bytes);
 
+// Whether the memory is in no use any more, and was not for long.
+[[nodiscard]] bool is_freed(const void* data);
+
 [[nodiscard]] bool is_pinned(const void* data);
 // Bytes that the pinned allocator has handed out and not got back, and those pinned in place.
 [[nodiscard]] std::size_t pinned_bytes();

@@ -25,6 +25,7 @@
 //   late_abort  the abort ends the operations, and does not return (as hang_abort)
 //   late        the operation ends a second and a half after the other ranks'
 //   deaf        the operation never ends, even where it is aborted
+//   stray       an all-reduce outlives its abort until fake_nccl_end_strays(), and writes then
 //   slow_abort  the abort takes a second (as hang_abort)
 //   no_register  memory is refused (as hang_abort)
 
@@ -126,6 +127,7 @@ struct Queued {
   Message message;
   std::size_t kind = 0;  // of the collective
   bool is_registered = false;
+  Output output = {};  // of an all-reduce
 };
 
 thread_local int group_depth = 0;
@@ -182,12 +184,14 @@ void launch(std::vector<Queued> calls) {
     void* const stream = calls.front().stream;
     std::vector<Message> messages;
     std::vector<std::function<void(Comm&)>> collectives;
+    std::vector<Output> outputs;
     std::erase_if(calls, [&](const Queued& call) {
       if (call.comm != comm) {
         return false;
       }
       if (call.collective) {
         collectives.push_back(call.collective);
+        outputs.push_back(call.output);
       } else {
         messages.push_back(call.message);
       }
@@ -195,21 +199,29 @@ void launch(std::vector<Queued> calls) {
     });
     const bool hangs = has_fault(*comm, "hang", true);
     const bool is_deaf = has_fault(*comm, "deaf", true);
+    const bool is_stray = has_fault(*comm, "stray", true);
     const bool is_late = has_fault(*comm, "late", true);
     const bool times_out = has_fault(*comm, "timeout", true);
     const bool fails = times_out || has_fault(*comm, "async", true);
     if (has_fault(*comm, "exit", true)) {
       std::_Exit(9);
     }
-    const std::function<void()> job = [=] {
+    const std::function<void()> job = [=, ended = times_strays_ended()] {
       if (fails) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));  // after the call
         comm->async_error = times_out ? kTimeout : kRemoteError;
       }
-      if (hangs || fails || is_deaf) {
-        wait_for(*comm, [] { return false; });
+      if (hangs || fails || is_deaf || is_stray) {
+        const auto may_end = [&] { return is_stray && times_strays_ended() > ended; };
+        wait_for(*comm, may_end);
         if (is_deaf) {
           std::this_thread::sleep_for(std::chrono::hours(1));
+        }
+        while (is_stray && !may_end()) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        if (is_stray) {
+          write_late(outputs);
         }
         return;
       }
@@ -308,7 +320,7 @@ struct Shape {
 };
 
 Result collective(void* comm, void* stream, Shape shape, std::function<void(Comm&)> run,
-                  bool is_registered = false) {
+                  bool is_registered = false, Output output = {}) {
   if (const CommPtr known = find(comm); known != nullptr && !shape.is_valid(*known)) {
     return kInvalidArgument;
   }
@@ -321,7 +333,8 @@ Result collective(void* comm, void* stream, Shape shape, std::function<void(Comm
                        },
                        {},
                        static_cast<std::size_t>(shape.kind),
-                       is_registered});
+                       is_registered,
+                       output});
 }
 
 }  // namespace
@@ -394,7 +407,8 @@ int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int op
     }
   };
   return collective(comm, stream, {0, count, type, by.kind}, run,
-                    is_registered(comm, in) && is_registered(comm, out));
+                    is_registered(comm, in) && is_registered(comm, out),
+                    {out, count * size_of(type)});
 }
 
 int ncclReduce(const void* in, void* out, std::size_t count, int type, int op, int root, void* comm,

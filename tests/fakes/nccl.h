@@ -5,7 +5,8 @@
 extern "C" {
 
 // Calls that NCCL does not forgive: memory freed while a communicator knows it, an abort while
-// another thread is inside of a call.
+// another thread is inside of a call. And a write to memory that was given back, though a kernel of
+// NCCL was still at it.
 int fake_nccl_faults();
 
 // Communicators that have been neither destroyed nor aborted.
@@ -19,4 +20,7 @@ int fake_nccl_operators();
 
 // Blocks of memory that have been allocated and not freed.
 int fake_nccl_blocks();
+
+// Lets operations that outlive their abort (FAKE_NCCL_FAULT=stray) write, and end.
+void fake_nccl_end_strays();
 }

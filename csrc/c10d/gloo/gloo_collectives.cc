@@ -5,8 +5,6 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
-#include <span>
-#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -34,34 +32,21 @@ void copy_memory(void* output, const void* input, std::size_t bytes) {
   }
 }
 
-bool is_half(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
-
 // The blocks of a collective as one run of memory each: of one buffer, or of one for each rank.
 class BlockRuns {
  public:
   BlockRuns(const Buffers& buffers, int size) {
-    const auto ranks = static_cast<std::size_t>(size);
-    if (buffers.size() == ranks) {
-      blocks_ = buffers;
-      for (std::size_t i = 1; i < ranks; ++i) {
-        is_contiguous_ &= end_of(blocks_[i - 1]) == blocks_[i].data;
-      }
-    } else {
-      Buffer block = buffers[0];
-      block.count /= ranks;
-      for (std::size_t i = 0; i < ranks; ++i) {
-        blocks_.push_back(block);
-        block.data = end_of(block);
-      }
-    }
-    for (const Buffer& block : blocks_) {
-      bytes_ += block.bytes();
+    const Blocks blocks(buffers, size);
+    for (int rank = 0; rank < size; ++rank) {
+      const Block block = blocks[rank];
+      is_contiguous_ &= rank == 0 || end_of(blocks_.back()) == block.data;
+      blocks_.push_back({block.data, block.count, buffers[0].dtype});
+      bytes_ += blocks_.back().bytes();
       is_equal_ &= block.count == blocks_[0].count;
     }
   }
 
   [[nodiscard]] const Buffer& operator[](std::size_t i) const { return blocks_[i]; }
-  [[nodiscard]] std::size_t size() const { return blocks_.size(); }
   [[nodiscard]] std::size_t bytes() const { return bytes_; }
   [[nodiscard]] bool is_contiguous() const { return is_contiguous_; }
   [[nodiscard]] bool is_equal() const { return is_equal_; }
@@ -93,7 +78,7 @@ class BlockRuns {
     return static_cast<std::byte*>(buffer.data) + buffer.bytes();
   }
 
-  Buffers blocks_;
+  std::vector<Buffer> blocks_;
   std::size_t bytes_ = 0;
   bool is_contiguous_ = true;
   bool is_equal_ = true;
@@ -151,7 +136,7 @@ class Runner {
     if (operation_.wire_dtype.value_or(dtype) != dtype) {
       combine_on_wire(static_cast<const float*>(input), static_cast<float*>(output), count,
                       *operation_.wire_dtype);
-    } else if (is_sum && is_half(dtype)) {
+    } else if (is_sum && is_16_bit_float(dtype)) {
       const Scratch scratch = make_scratch(count * sizeof(float));
       auto* const wide = reinterpret_cast<float*>(scratch.get());
       widen_to_float32(dtype, input, wide, count);
@@ -245,11 +230,11 @@ class Runner {
     const Scratch packed = make_scratch(blocks.bytes());
     blocks.pack(packed.get());
     combine(packed.get(), packed.get(), blocks.bytes() / element_size(blocks[0].dtype));
-    std::size_t offset = 0;
+    const std::byte* own = packed.get();
     for (std::size_t i = 0; i < rank_; ++i) {
-      offset += blocks[i].bytes();
+      own += blocks[i].bytes();
     }
-    copy_memory(operation_.outputs[0].data, packed.get() + offset, blocks[rank_].bytes());
+    copy_memory(operation_.outputs[0].data, own, blocks[rank_].bytes());
   }
 
   void reduce_to_root() {
@@ -348,9 +333,7 @@ class Runner {
         first = first == nullptr ? std::current_exception() : first;
       }
     }
-    if (first != nullptr) {
-      std::rethrow_exception(first);
-    }
+    rethrow_if_any(first);
   }
 
   GlooChannel& channel_;

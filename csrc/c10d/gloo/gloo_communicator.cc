@@ -1,11 +1,12 @@
 #include "c10d/gloo/gloo_communicator.h"
 
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "c10d/gloo/gloo_channel.h"
 #include "c10d/gloo/gloo_collectives.h"
 #include "c10d/gloo/gloo_group.h"
+#include "c10d/memory_tensor.h"
 #include "c10d/serial_queue.h"
 #include "c10d/store.h"
 #include "communicator/agreement.h"
@@ -34,27 +36,14 @@ constexpr std::chrono::seconds kShutdownPatience{5};
 // How long it waits until the others have been told of a failure.
 constexpr milliseconds kTellingPatience{500};
 
-class OrdinaryMemory : public Memory {
- public:
-  explicit OrdinaryMemory(std::size_t bytes) : bytes_(bytes) {
-    constexpr std::size_t kAlignment = 64;
-    const std::size_t rounded =
-        (std::max(bytes, std::size_t{1}) + kAlignment - 1) & ~(kAlignment - 1);
-    data_ = std::aligned_alloc(kAlignment, rounded);
-    if (data_ == nullptr) {
-      throw TransportError(join("The system has no memory for ", bytes, " bytes."));
-    }
+MemoryPtr allocate_on_cpu(std::size_t bytes) {
+  try {
+    return std::make_shared<AllocatedMemory>(
+        c10::GetCPUAllocator()->allocate(std::max(bytes, std::size_t{1})), bytes);
+  } catch (const c10::Error&) {
+    throw TransportError(join("The system has no memory for ", bytes, " bytes."));
   }
-  ~OrdinaryMemory() override { std::free(data_); }
-
-  void* data() const noexcept override { return data_; }
-  std::size_t bytes() const noexcept override { return bytes_; }
-  bool is_symmetric() const noexcept override { return false; }
-
- private:
-  std::size_t bytes_;
-  void* data_;
-};
+}
 
 class GlooCommunicator : public Communicator, public PeerNews {
  public:
@@ -134,12 +123,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
     for (const Operation& operation : operations) {
       check(operation);
     }
-    std::vector<WorkPtr> works;
-    works.reserve(operations.size());
-    for (Operation& operation : operations) {
-      works.push_back(submit(std::move(operation)));
-    }
-    return combine(std::move(works));
+    return submit_one_by_one(std::move(operations));
   }
 
   MemoryPtr allocate(std::size_t bytes, Device device) override {
@@ -148,7 +132,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
     if (device != Device{}) {
       throw InvalidUsage("The gloo backend allocates CPU memory only.");
     }
-    return std::make_shared<OrdinaryMemory>(bytes);
+    return allocate_on_cpu(bytes);
   }
 
   CommunicatorPtr split(const std::vector<int>& ranks) override {
@@ -320,10 +304,6 @@ class GlooCommunicator : public Communicator, public PeerNews {
                                 " to itself; copy the tensor instead."));
       }
     }
-  }
-
-  [[nodiscard]] Deadline deadline_of(const Operation& operation) const {
-    return operation.deadline ? *operation.deadline : Deadline::in(timeout());
   }
 
   GroupAtWork at_work_;

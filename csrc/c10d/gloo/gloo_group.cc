@@ -28,9 +28,7 @@ void GlooGroup::require_sound() const {
   if (is_shut_down_) {
     throw InvalidUsage(join("The group '", name_, "' has been shut down."));
   }
-  if (const std::exception_ptr error = failure()) {
-    std::rethrow_exception(error);
-  }
+  rethrow_if_any(failure());
 }
 
 std::exception_ptr GlooGroup::fail(const std::exception_ptr& error,

@@ -97,9 +97,7 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   void perform_collective(const Operation& operation, const Step& step) {
     ++collectives_;
     perform(operation, [&] {
-      if (const std::exception_ptr earlier = failure()) {
-        std::rethrow_exception(earlier);
-      }
+      rethrow_if_any(failure());
       try {
         step();
       } catch (...) {

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <exception>
 #include <optional>
-#include <string_view>
 #include <utility>
 
 #include "base/error.h"
@@ -31,16 +30,18 @@ std::string topic_of(const std::string& name) { return "pydist/" + name; }
 std::string introduction_topic(const std::string& name) { return topic_of(name) + "/introduction"; }
 
 // What the complaint of a rank that fails says of an error.
-std::string words_of(const std::exception& error) {
-  const std::string_view what = error.what();
-  return what.empty() ? "an error without a text" : std::string(what);
+std::string words_of(const std::string& what) {
+  return what.empty() ? "an error without a text" : what;
 }
 
 // How often a rank that waits for another one to answer looks whether anybody has failed.
 constexpr std::chrono::milliseconds kNewsInterval{50};
 
-// Thrown where another rank has failed, which tells why.
-struct OtherFailed {};
+// How much longer than rank 0 the others wait, so that they hear from it who was missing.
+constexpr std::chrono::seconds kGrace{10};
+
+// The verdict on a group that stands. No complaint is like it.
+constexpr const char* kStands = "stands";
 
 class Meeting {
  public:
@@ -61,8 +62,7 @@ class Meeting {
       stay_alone();
     } else {
       introduce();
-      std::vector<SegmentOffer> offers;  // until everybody has them, or nobody will
-      conclude(try_to_share(offers));
+      share_or_fail();
       membership_.endpoint->limit_spin(spin_time(options_.environment, introductions_));
     }
     membership_.group_segment = GroupSegment(std::move(segments_.group), size_, chunk_bytes_);
@@ -72,91 +72,111 @@ class Meeting {
   }
 
  private:
-  // What keeps this rank from sharing memory with the others, as conclude() tells it; empty:
-  // nothing. Throws where this rank can't wait for them any more.
-  [[nodiscard]] std::string try_to_share(std::vector<SegmentOffer>& offers) {
+  // Note [One verdict]
+  // Whether the group stands is settled once, under one key in the store: by rank 0, when it has
+  // heard of all ranks that they share memory, or before that by the first rank that fails. A rank
+  // that waits for another one looks there now and then. So all ranks come to the same end, and
+  // nobody waits any longer for a rank that has died or is stopped once any rank has failed.
+  void share_or_fail() {
+    std::vector<SegmentOffer> offers;  // until everybody has them, or nobody will
     try {
       share(offers);
-      return {};
-    } catch (const OtherFailed&) {
-      return {};
-    } catch (const PeerLost& error) {
-      note_failure();
-      excuse(store_, joined(), rank_, size_,
-             complaint({ErrorKind::kPeerLost, error.what(), error.blame()}));
-      throw;
-    } catch (const std::exception& error) {
-      note_failure();
-      if (interruption_ == nullptr) {
-        // What has come to its end (descriptors, say) may be needed to tell the others.
-        offers.clear();
-        segments_ = Segments();
-        const auto* const ours = dynamic_cast<const Error*>(&error);
-        return complaint(
-            {ErrorKind::kTransport, words_of(error), ours != nullptr ? ours->blame() : Blame()});
+      noting_interruption([this] { wait_for_verdict(); });
+    } catch (...) {
+      const std::exception_ptr error = std::current_exception();
+      // What has come to its end (descriptors, say) may be needed to tell the others.
+      offers.clear();
+      segments_ = Segments();
+      tell(error);
+      if (interruption_ != nullptr) {
+        std::rethrow_exception(interruption_);
       }
-      excuse(store_, joined(), rank_, size_,
-             complaint({ErrorKind::kAborted, join("it was interrupted (", kWhatInterrupts, ")."),
-                        own_blame(rank_, "was interrupted")}));
-      std::rethrow_exception(interruption_);
+      std::rethrow_exception(failure_ != nullptr ? failure_ : error_of(complaint_about(error)));
     }
   }
 
-  // Throws the error of the lowest rank that has one.
-  void conclude(const std::string& mine) {
-    const std::vector<std::string> all =
-        exchange(store_, joined(), rank_, size_, mine, deadline_, [this] { check_hope(); });
-    for (std::size_t rank = 0; rank < all.size(); ++rank) {
-      if (all[rank].empty()) {
-        continue;
-      }
-      ErrorDescription told = ToldError::from_text(all[rank]).error;
-      if (told.blame.ranks.empty()) {
-        const Card& card = introductions_[rank].card;
-        told.blame = {.ranks = {static_cast<int>(rank)},
-                      .host = card.host_name,
-                      .pid = card.pid,
-                      .operation = {},
-                      .cause = told.message};
-      }
-      std::rethrow_exception(make_error(
-          told.kind, join("The ranks cannot share memory: rank ", rank, ": ", told.message),
-          told.blame));
-    }
-    PYDIST_CHECK(!has_other_failed_);
+  [[nodiscard]] Blame blame_of_rank(int rank) const {
+    const Card& card = introductions_[static_cast<std::size_t>(rank)].card;
+    return {.ranks = {rank},
+            .host = card.host_name,
+            .pid = card.pid,
+            .operation = {},
+            .cause = "did not share memory in time"};
   }
 
-  // Ends the others' waits for what this rank will not hand out. They learn why in conclude().
-  void note_failure() noexcept {
-    try {
-      store_.set(failed_key(), "");
-    } catch (const std::exception&) {
-      // Somebody else has failed before, or the store is gone.
-    }
-  }
-  void look_for_failure() {
-    if (!next_look_.has_passed()) {
+  void wait_for_verdict() {
+    const auto joined_key = [this](int rank) { return join(topic_, "/joined/", rank); };
+    const auto hear = [this](const std::string& key, Deadline deadline, int awaited) {
+      try {
+        return get_while_hoping(store_, key, deadline, [this] { check_hope(); });
+      } catch (const Timeout&) {
+        throw Timeout(join("rank ", awaited,
+                           " did not share memory in time: it is stopped or slow, ",
+                           "or has died where this rank cannot see it."),
+                      blame_of_rank(awaited));
+      }
+    };
+    if (rank_ != 0) {
+      store_.set(joined_key(rank_), "");
+      const Deadline patient =
+          deadline_.is_never() ? deadline_ : Deadline::at(deadline_.when() + kGrace);
+      require_standing(hear(verdict_key(), patient, 0));
       return;
     }
-    next_look_ = Deadline::in(kNewsInterval);
-    try {
-      static_cast<void>(store_.get(failed_key(), Deadline::in(std::chrono::nanoseconds::zero())));
-    } catch (const Timeout&) {
-      return;
+    for (int peer = 1; peer < size_; ++peer) {
+      static_cast<void>(hear(joined_key(peer), deadline_, peer));
+      store_.erase(joined_key(peer));
     }
-    has_other_failed_ = true;
-    throw OtherFailed();  // NOLINT(bugprone-std-exception-baseclass): no handler of errors takes it
-  }
-  [[nodiscard]] std::string failed_key() const { return topic_ + "/failed"; }
-
-  [[nodiscard]] std::string complaint(ErrorDescription error) const {
-    return ToldError{rank_, std::move(error)}.to_text();
+    require_standing(store_.settle(verdict_key(), kStands));
   }
 
-  [[nodiscard]] std::string joined() const { return topic_ + "/joined"; }
+  [[nodiscard]] std::string verdict_key() const { return topic_ + "/verdict"; }
+  void require_standing(const std::string& verdict) {
+    if (verdict != kStands) {
+      failure_ = error_of(verdict);
+      std::rethrow_exception(failure_);
+    }
+  }
+
+  // Makes `error` the verdict, unless there is one.
+  void tell(const std::exception_ptr& error) noexcept {
+    try {
+      if (failure_ == nullptr) {
+        const std::string verdict = store_.settle(verdict_key(), complaint_about(error));
+        failure_ = verdict == kStands ? nullptr : error_of(verdict);
+      }
+    } catch (...) {
+      // The store is gone: nobody can be told.
+    }
+  }
+
+  // What all ranks throw because of an error of this one, as text; and that text as an error.
+  [[nodiscard]] std::string complaint_about(const std::exception_ptr& error) const {
+    ErrorDescription what = describe(error);
+    if (interruption_ != nullptr) {
+      what.kind = ErrorKind::kAborted;
+      what.message = join("it was interrupted (", kWhatInterrupts, ").");
+      what.blame = own_blame(rank_, "was interrupted");
+    } else if (what.kind != ErrorKind::kPeerLost && what.kind != ErrorKind::kTimeout) {
+      what.kind = ErrorKind::kTransport;
+      if (what.blame.ranks.empty()) {
+        what.blame = own_blame(rank_, what.message);
+      }
+    }
+    what.message = join("The ranks cannot share memory: rank ", rank_, ": ", words_of(what.message));
+    return ToldError{rank_, what}.to_text();
+  }
+  static std::exception_ptr error_of(const std::string& complaint) {
+    const ErrorDescription told = ToldError::from_text(complaint).error;
+    return make_error(told.kind, told.message, told.blame);
+  }
 
   // Ends a wait that is in vain, or that the user interrupts.
   void check_hope() {
+    if (next_look_.has_passed()) {
+      next_look_ = Deadline::in(kNewsInterval);
+      noting_interruption([this] { look_for_verdict(); });
+    }
     if (options_.check_hope) {
       options_.check_hope();
     }
@@ -170,12 +190,28 @@ class Meeting {
                              .cause = "has died"});
       }
     }
+    noting_interruption(&check_interruption);
+  }
+  // What waits for the store is interrupted there, too: by what is none of the engine's errors.
+  template <typename Function>
+  void noting_interruption(const Function& wait) {
     try {
-      check_interruption();
+      wait();
+    } catch (const Error&) {
+      throw;
     } catch (...) {
       interruption_ = std::current_exception();
       throw;
     }
+  }
+  void look_for_verdict() {
+    std::string verdict;
+    try {
+      verdict = store_.get(verdict_key(), Deadline::in(std::chrono::nanoseconds::zero()));
+    } catch (const Timeout&) {
+      return;
+    }
+    require_standing(verdict);
   }
 
   void stay_alone() {
@@ -221,7 +257,7 @@ class Meeting {
       }
       mine.card = membership_.endpoint->card();
     } catch (const std::exception& error) {
-      mine.complaint = words_of(error);
+      mine.complaint = words_of(error.what());
       segments_ = Segments();
       secret_file_.reset();
     }
@@ -262,10 +298,8 @@ class Meeting {
       const Card& card = introductions_[static_cast<std::size_t>(peer)].card;
       membership_.memory_limits.push_back(card.memory_limits);
       try {
-        membership_.peers.push_back(endpoint.meet(card, trust, deadline_, [&] {
-          look_for_failure();
-          check_hope();
-        }));
+        membership_.peers.push_back(
+            endpoint.meet(card, trust, deadline_, [this] { check_hope(); }));
       } catch (const Error& error) {
         Blame blame = error.blame();
         if (blame.ranks.empty() && blame.pid != 0) {
@@ -276,11 +310,9 @@ class Meeting {
       }
     }
     const auto fetch = [&](const char* name) {
-      return std::move(
-          fetch_segment(introductions_[0].card.address, token + name, trust.secret, deadline_, [&] {
-            look_for_failure();
-            check_hope();
-          }).fd);
+      return std::move(fetch_segment(introductions_[0].card.address, token + name, trust.secret,
+                                     deadline_, [this] { check_hope(); })
+                           .fd);
     };
     if (rank_ != 0) {
       segments_.group = SharedSegment::map(
@@ -316,8 +348,8 @@ class Meeting {
   std::optional<JobSecret> made_secret_;   // rank 0's, where nobody gave one
   std::optional<SecretFile> secret_file_;  // until everybody has read it, or nobody will
   std::exception_ptr interruption_;        // by the user, amid the meeting
+  std::exception_ptr failure_;             // of all ranks, once it is settled
   Deadline next_look_ = Deadline::in(kNewsInterval);
-  bool has_other_failed_ = false;
 };
 
 }  // namespace

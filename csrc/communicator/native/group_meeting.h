@@ -28,10 +28,10 @@ struct NativeMembership {
   std::shared_ptr<const JobSecret> secret;  // for the groups that are split off
 };
 
-// Collective over the group. Whatever fails on one rank, from here to the end of the meeting (no
-// descriptor, thread or memory is left, a peer cannot be reached), is told to all, and all throw
-// the same TransportError. Where a rank dies all others throw PeerLost or, if they only hear of it,
-// Timeout; where one is interrupted the others throw Aborted.
+// Collective over the group. Whatever fails on one rank, from here to the end of the meeting, is
+// told to all, which throw the error of the first: TransportError (no descriptor, thread or memory
+// is left, a peer cannot be reached), PeerLost where a rank has died, Aborted where one was
+// interrupted, Timeout where one never comes.
 [[nodiscard]] NativeMembership meet_group(KeyValueStore& store, int rank, int size,
                                           const NativeOptions& options,
                                           std::shared_ptr<Endpoint> endpoint);

@@ -33,12 +33,10 @@ void FreedDeviceMemory::free_later(int device, Free free) noexcept {
   if (is_process_ending() || in_forked_child()) {
     return;  // the driver takes back all that the process has
   }
-  try {
+  log_errors_of([&] {
     const std::lock_guard lock(mutex_);
     freed_.push_back({device, std::move(free)});
-  } catch (const std::exception& error) {
-    log_line(LogLevel::kError, error.what());
-  }
+  });
 }
 
 bool FreedDeviceMemory::is_empty(int device) const {
@@ -92,7 +90,7 @@ void FreedDeviceMemory::free_all(Deadline deadline) noexcept {
   if (is_process_ending() || in_forked_child()) {
     return;
   }
-  try {
+  log_errors_of([&] {
     std::set<int> devices;
     {
       const std::lock_guard lock(mutex_);
@@ -107,20 +105,16 @@ void FreedDeviceMemory::free_all(Deadline deadline) noexcept {
         "pydist-free",
         [this, devices] {
           for (const int device : devices) {
-            try {
+            log_errors_of([&] {
               if (!free_now(device)) {
                 log_line(LogLevel::kWarning, kComplaint);
               }
-            } catch (const std::exception& error) {
-              log_line(LogLevel::kError, error.what());
-            }
+            });
           }
         },
         deadline, kComplaint);
     LateEnds::of_process().join(deadline);
-  } catch (const std::exception& error) {
-    log_line(LogLevel::kError, error.what());
-  }
+  });
 }
 
 }  // namespace pydist

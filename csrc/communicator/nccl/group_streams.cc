@@ -15,17 +15,16 @@ GroupStreams& GroupStreams::of_process() {
   return *streams;
 }
 
-// To ask whether a captured stream is idle breaks the capture.
 bool GroupStreams::Entry::is_captured() const {
   const cuda::DeviceGuard guard(device);
   return cuda::Driver::get().is_capturing(stream->get());
 }
 
-bool GroupStreams::Entry::is_idle() const {
+bool is_idle(const cuda::OwnedStream& stream, int device) {
   const cuda::DeviceGuard guard(device);
   const cuda::RelaxedCapture relaxed;
   const cuda::Driver& driver = cuda::Driver::get();
-  return !driver.is_capturing(stream->get()) && driver.is_idle(stream->get());
+  return !driver.is_capturing(stream.get()) && driver.is_idle(stream.get());
 }
 
 std::shared_ptr<const cuda::OwnedStream> GroupStreams::make(int device) {

@@ -18,6 +18,10 @@
 
 namespace pydist {
 
+// Whether the stream, of that device, has nothing to do. False where it is captured, since to ask
+// would break the capture. Throws where CUDA has failed.
+[[nodiscard]] bool is_idle(const cuda::OwnedStream& stream, int device);
+
 class GroupStreams {
  public:
   // Never destroyed.
@@ -43,7 +47,7 @@ class GroupStreams {
     int device;
 
     [[nodiscard]] bool is_captured() const;
-    [[nodiscard]] bool is_idle() const;  // false where it is captured
+    [[nodiscard]] bool is_idle() const { return pydist::is_idle(*stream, device); }
   };
 
   std::mutex mutex_;

@@ -5,6 +5,19 @@
 #include <type_traits>
 #include <utility>
 
+// The functions that pydist cannot do without.
+#define PYDIST_NEEDED(each)                                                                        \
+  each(ncclGetUniqueId) each(ncclCommInitRankConfig) each(ncclCommFinalize) each(ncclCommDestroy)  \
+      each(ncclCommAbort) each(ncclCommGetAsyncError) each(ncclGetErrorString) each(ncclAllReduce) \
+          each(ncclReduceScatter) each(ncclAllGather) each(ncclBroadcast) each(ncclReduce)         \
+              each(ncclRedOpCreatePreMulSum) each(ncclRedOpDestroy) each(ncclSend) each(ncclRecv)  \
+                  each(ncclGroupStart) each(ncclGroupEnd)
+
+// What an NCCL may lack. The version has a message of its own.
+#define PYDIST_OPTIONAL(each)                                                      \
+  each(ncclGetVersion) each(ncclGetLastError) each(ncclMemAlloc) each(ncclMemFree) \
+      each(ncclCommRegister) each(ncclCommDeregister)
+
 namespace pydist::nccl {
 namespace {
 
@@ -56,31 +69,9 @@ std::shared_ptr<const Api> Api::open(const std::string& path) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(  // NOLINT
         ::dlsym(library, name));
   };
-#define PYDIST_RESOLVE(name) resolve(functions.name, #name)
-  PYDIST_RESOLVE(ncclGetVersion);
-  PYDIST_RESOLVE(ncclGetUniqueId);
-  PYDIST_RESOLVE(ncclCommInitRankConfig);
-  PYDIST_RESOLVE(ncclCommFinalize);
-  PYDIST_RESOLVE(ncclCommDestroy);
-  PYDIST_RESOLVE(ncclCommAbort);
-  PYDIST_RESOLVE(ncclCommGetAsyncError);
-  PYDIST_RESOLVE(ncclGetErrorString);
-  PYDIST_RESOLVE(ncclGetLastError);
-  PYDIST_RESOLVE(ncclAllReduce);
-  PYDIST_RESOLVE(ncclReduceScatter);
-  PYDIST_RESOLVE(ncclAllGather);
-  PYDIST_RESOLVE(ncclBroadcast);
-  PYDIST_RESOLVE(ncclReduce);
-  PYDIST_RESOLVE(ncclRedOpCreatePreMulSum);
-  PYDIST_RESOLVE(ncclRedOpDestroy);
-  PYDIST_RESOLVE(ncclSend);
-  PYDIST_RESOLVE(ncclRecv);
-  PYDIST_RESOLVE(ncclGroupStart);
-  PYDIST_RESOLVE(ncclGroupEnd);
-  PYDIST_RESOLVE(ncclMemAlloc);
-  PYDIST_RESOLVE(ncclMemFree);
-  PYDIST_RESOLVE(ncclCommRegister);
-  PYDIST_RESOLVE(ncclCommDeregister);
+#define PYDIST_RESOLVE(name) resolve(functions.name, #name);
+  PYDIST_NEEDED(PYDIST_RESOLVE)
+  PYDIST_OPTIONAL(PYDIST_RESOLVE)
 #undef PYDIST_RESOLVE
   const std::string origin = functions.ncclGetVersion == nullptr
                                  ? std::string(kLibrary)
@@ -106,25 +97,8 @@ Api::Api(const Functions& functions, std::string origin)
       missing += join(missing.empty() ? "" : ", ", name);
     }
   };
-#define PYDIST_REQUIRE(name) require(functions_.name, #name)
-  PYDIST_REQUIRE(ncclGetUniqueId);
-  PYDIST_REQUIRE(ncclCommInitRankConfig);
-  PYDIST_REQUIRE(ncclCommFinalize);
-  PYDIST_REQUIRE(ncclCommDestroy);
-  PYDIST_REQUIRE(ncclCommAbort);
-  PYDIST_REQUIRE(ncclCommGetAsyncError);
-  PYDIST_REQUIRE(ncclGetErrorString);
-  PYDIST_REQUIRE(ncclAllReduce);
-  PYDIST_REQUIRE(ncclReduceScatter);
-  PYDIST_REQUIRE(ncclAllGather);
-  PYDIST_REQUIRE(ncclBroadcast);
-  PYDIST_REQUIRE(ncclReduce);
-  PYDIST_REQUIRE(ncclRedOpCreatePreMulSum);
-  PYDIST_REQUIRE(ncclRedOpDestroy);
-  PYDIST_REQUIRE(ncclSend);
-  PYDIST_REQUIRE(ncclRecv);
-  PYDIST_REQUIRE(ncclGroupStart);
-  PYDIST_REQUIRE(ncclGroupEnd);
+#define PYDIST_REQUIRE(name) require(functions_.name, #name);
+  PYDIST_NEEDED(PYDIST_REQUIRE)
 #undef PYDIST_REQUIRE
   if (!missing.empty()) {
     throw TransportError(join("The NCCL ", version_text(), " at ", origin_, " lacks ", missing,

@@ -403,16 +403,9 @@ class Enqueuing {
           if (peer == rank) {
             continue;
           }
-          if (const std::size_t count = piece(call_.sent_to(peer)).count; count != 0) {
-            group_.check(nccl_.ncclSend(outgoing(peer), count * bytes_, DataType::kUint8, peer,
-                                        group_.comm(), group_.stream()),
-                         "ncclSend");
-          }
-          if (const Block from = piece(call_.received_from(peer)); from.count != 0) {
-            group_.check(nccl_.ncclRecv(from.data, from.count * bytes_, DataType::kUint8, peer,
-                                        group_.comm(), group_.stream()),
-                         "ncclRecv");
-          }
+          send_on_nccl(group_, outgoing(peer), piece(call_.sent_to(peer)).count * bytes_, peer);
+          const Block from = piece(call_.received_from(peer));
+          receive_on_nccl(group_, from.data, from.count * bytes_, peer);
         }
       });
     }

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <numeric>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -15,8 +14,10 @@
 #include "base/interruption.h"
 #include "base/log.h"
 #include "communicator/agreement.h"
+#include "communicator/complaints.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/nccl/freed_device_memory.h"
+#include "communicator/nccl/kept_buffers.h"
 #include "communicator/nccl/late_ends.h"
 #include "communicator/nccl/nccl_collectives.h"
 #include "communicator/nccl/nccl_group.h"
@@ -62,9 +63,7 @@ class NcclMemory final : public Memory {
     const cuda::DeviceGuard guard(group_->device());
     const cuda::RelaxedCapture relaxed;
     while (is_registered() && !group_->deregister(registration_)) {
-      if (const std::exception_ptr error = group_->failure()) {
-        std::rethrow_exception(error);
-      }
+      rethrow_if_any(group_->failure());
       if (deadline.has_passed()) {
         throw Timeout("ncclCommDeregister waited in vain for a launch to return.");
       }
@@ -180,8 +179,7 @@ class NcclCommunicator final : public Communicator {
     if (!is_for_gpu(operation)) {
       return host_->run(std::move(operation));
     }
-    void* const stream = operation.stream;
-    static_cast<void>(launch({std::move(operation)})->wait_on_stream(stream));
+    static_cast<void>(launch({std::move(operation)}, /*is_awaited=*/true));
     return -1;
   }
 
@@ -289,9 +287,7 @@ class NcclCommunicator final : public Communicator {
     if (is_closed_.load(std::memory_order_relaxed)) {
       throw InvalidUsage(join(what, " on the group '", name(), "', which has been shut down."));
     }
-    if (const std::exception_ptr error = group_->failure()) {
-      std::rethrow_exception(error);
-    }
+    rethrow_if_any(group_->failure());
   }
 
   void require_own(Device device, std::string_view what) const {
@@ -318,12 +314,9 @@ class NcclCommunicator final : public Communicator {
     }
   }
 
-  [[nodiscard]] Deadline deadline_of(const Operation& operation) const {
-    return operation.deadline ? *operation.deadline : Deadline::in(timeout());
-  }
-
-  // In one launch, so that they follow each other without a gap.
-  [[nodiscard]] WorkPtr launch(std::vector<Operation> operations) {
+  // In one launch, so that they follow each other without a gap. Where it is awaited, the callers'
+  // streams wait for it.
+  [[nodiscard]] WorkPtr launch(std::vector<Operation> operations, bool is_awaited = false) {
     const Operation& first = operations.front();
     Deadline deadline = deadline_of(first);
     std::uint64_t bytes = 0;
@@ -352,11 +345,13 @@ class NcclCommunicator final : public Communicator {
       // For a time-out: ranks that have given other forms wait for each other.
       label += join(label.empty() ? "" : ", ", "blocks ", form_of_blocks(first, size()));
     }
-    return group_->launch({first.kind, bytes, std::move(label), std::move(streams), deadline}, [&] {
-      for (const Operation& operation : operations) {
-        enqueue_on_nccl(*group_, settings_, operation);
-      }
-    });
+    return group_->launch({first.kind, bytes, std::move(label), std::move(streams), deadline,
+                           group_->hold(operations), is_awaited},
+                          [&] {
+                            for (const Operation& operation : operations) {
+                              enqueue_on_nccl(*group_, settings_, operation);
+                            }
+                          });
   }
 
   // Throws a Mismatch on every rank, and fails the group, where the ranks called different things.
@@ -421,7 +416,7 @@ void use_what_all_have(Communicator& control, NcclOptions& options) {
     // Before the first collective: CUDA may wait for running kernels when it loads one.
     options.why_no_kernels = options.kernels->reason_not_to_run_on(options.device);
   }
-  const auto lack = NcclGroup::first_complaint(control, options.why_no_kernels);
+  const auto lack = hear_all(control, options.why_no_kernels, NcclGroup::kAboutNccl).first;
   if (!lack) {
     return;
   }
@@ -451,13 +446,13 @@ void let_go_of_nccl() noexcept {
     return;  // all of it is the parent's, and a driver may wait there for threads of the parent's
   }
   LateEnds::of_process().join();
-  try {
+  log_errors_of([] {
     if (!NcclGroup::is_any_captured()) {
+      KeptBuffers::of_process().release();
+      LateEnds::of_process().join(Deadline::in(kFreePatience));
       FreedDeviceMemory::of_process().free_all(Deadline::in(kFreePatience));
     }
-  } catch (const std::exception& error) {
-    log_line(LogLevel::kError, error.what());
-  }
+  });
 }
 
 CommunicatorPtr create_nccl_communicator(NcclOptions options) {

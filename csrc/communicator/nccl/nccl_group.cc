@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <limits>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -12,6 +10,7 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/interruption.h"
+#include "communicator/complaints.h"
 #include "communicator/nccl/group_streams.h"
 #include "communicator/nccl/nccl_launched_work.h"
 #include "communicator/nccl/nccl_watchdog.h"
@@ -67,40 +66,6 @@ class LaunchMark {
   std::atomic<bool>& is_launching_;
   bool is_over_ = false;
 };
-
-// A short text of every rank, and a yes or no; the ranks' way to agree about an error.
-struct Notice {
-  std::array<char, 511> complaint{};
-  bool says_yes = true;
-
-  void set(const std::string& text) noexcept {
-    std::copy_n(text.begin(), std::min(text.size(), complaint.size() - 1), complaint.begin());
-  }
-  [[nodiscard]] bool is_complaint() const noexcept { return complaint[0] != '\0'; }
-};
-
-std::vector<Notice> notices_of_all(Communicator& control, const std::string& complaint,
-                                   bool says_yes = true) {
-  Notice mine{.says_yes = says_yes};
-  mine.set(complaint);
-  std::vector<Notice> all(static_cast<std::size_t>(control.size()));
-  Operation operation;
-  operation.kind = OpKind::kAllGather;
-  operation.inputs = {Buffer{&mine, sizeof mine, DType::kUInt8, {}}};
-  operation.outputs = {Buffer{all.data(), all.size() * sizeof(Notice), DType::kUInt8, {}}};
-  operation.label = "whether NCCL is ready";
-  control.run(std::move(operation));
-  return all;
-}
-
-std::optional<NcclGroup::Complaint> first_of(const std::vector<Notice>& all) {
-  const auto found =
-      std::find_if(all.begin(), all.end(), [](const Notice& one) { return one.is_complaint(); });
-  if (found == all.end()) {
-    return std::nullopt;
-  }
-  return NcclGroup::Complaint{static_cast<int>(found - all.begin()), found->complaint.data()};
-}
 
 std::uint64_t fingerprint_of(const std::string& name) {
   Digest digest;
@@ -165,30 +130,26 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
 }
 
 bool NcclGroup::agree(Communicator& control, const std::string& complaint, bool says_yes) {
-  const std::vector<Notice> all = notices_of_all(control, complaint, says_yes);
-  if (const auto found = first_of(all)) {
-    throw TransportError(
-        pydist::join("NCCL cannot serve these ranks. Rank ", found->rank, ": ", found->text),
-        control.culprit(found->rank, found->text));
+  const Hearing hearing = hear_all(control, complaint, kAboutNccl, says_yes);
+  if (hearing.first) {
+    throw TransportError(pydist::join("NCCL cannot serve these ranks. Rank ", hearing.first->rank,
+                                      ": ", hearing.first->text),
+                         control.culprit(hearing.first->rank, hearing.first->text));
   }
-  return std::all_of(all.begin(), all.end(), [](const Notice& one) { return one.says_yes; });
-}
-
-std::optional<NcclGroup::Complaint> NcclGroup::first_complaint(Communicator& control,
-                                                               const std::string& complaint) {
-  return first_of(notices_of_all(control, complaint));
+  return hearing.all_say_yes;
 }
 
 void NcclGroup::connect(Deadline deadline) {
-  // The id of rank 0, behind a complaint of its own if it has none.
+  // The id of rank 0, behind its complaint if it has none.
   struct Invitation {
-    Notice notice{};
+    std::array<char, 512> complaint{};
     nccl::UniqueId id{};
   } invitation;
   if (rank() == 0) {
     const Result result = api_->functions().ncclGetUniqueId(&invitation.id);
     if (result != Result::kSuccess) {
-      invitation.notice.set(api_->describe(result, nullptr));
+      api_->describe(result, nullptr)
+          .copy(invitation.complaint.data(), invitation.complaint.size() - 1);
     }
   }
   Operation operation;
@@ -198,8 +159,8 @@ void NcclGroup::connect(Deadline deadline) {
   (rank() == 0 ? operation.inputs
                : operation.outputs) = {Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
   control_->run(std::move(operation));
-  if (invitation.notice.is_complaint()) {
-    const std::string complaint = invitation.notice.complaint.data();
+  if (invitation.complaint[0] != '\0') {
+    const std::string complaint = invitation.complaint.data();
     throw TransportError(pydist::join("NCCL made no id: ", complaint),
                          control_->culprit(0, complaint));
   }
@@ -225,16 +186,11 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     std::uint64_t launching = kAnyOperation;
     {
       const std::lock_guard lock(mutex_);
-      if (const std::exception_ptr error = failure_.error()) {
-        std::rethrow_exception(error);
-      }
+      rethrow_if_any(failure_.error());
       if (life_.has_joined()) {
         launching = launching_turn_;
       }
-      const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
-      if (asked != Result::kSuccess) {
-        state = asked;
-      }
+      state = async_state();
     }
     if (state == Result::kSuccess) {
       return;
@@ -242,9 +198,7 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     if (state != Result::kInProgress) {
       throw_failure(state, what);
     }
-    if (const std::exception_ptr error = control_->failure()) {
-      std::rethrow_exception(error);
-    }
+    rethrow_if_any(control_->failure());
     if (const auto absence = news_.absence(); !absence || !absence->lacks(launching)) {
       vain_until = Deadline::never();
     } else if (vain_until.is_never()) {
@@ -282,12 +236,8 @@ void NcclGroup::throw_failure(Result result, const char* what) {
   const Deadline patience = Deadline::in(name_patience_).earlier_of(launching_until_);
   Deadline slice = Deadline::in(kInterruptionInterval);
   while (may_be_of_a_peer(result)) {
-    if (const std::exception_ptr error = failure()) {
-      std::rethrow_exception(error);
-    }
-    if (const std::exception_ptr error = control_->failure()) {
-      std::rethrow_exception(error);
-    }
+    rethrow_if_any(failure());
+    rethrow_if_any(control_->failure());
     if (const auto absence = news_.absence()) {
       std::rethrow_exception(make_error(
           absence->kind, pydist::join(text, " The reason: ", absence->what, "."), absence->blame));
@@ -321,25 +271,6 @@ void NcclGroup::grouped(const std::function<void()>& body) {
   check(api_->functions().ncclGroupEnd(), "ncclGroupEnd");
 }
 
-// What a launch is captured into, if anything.
-void NcclGroup::find_capture(const Launch& launch) {
-  const cuda::DeviceGuard guard(device_);
-  const cuda::Driver& driver = cuda::Driver::get();
-  capture_.reset();
-  for (nccl::StreamHandle each : launch.streams) {
-    if (!capture_) {
-      capture_ = driver.capture_of(each);
-    }
-  }
-  const std::optional<cuda::Capture> own = driver.capture_of(stream());
-  if (own && (!capture_ || capture_->id != own->id)) {
-    throw InvalidUsage(pydist::join(
-        to_string(launch.kind), " on the group '", control_->name(),
-        "', whose operations another stream captures into a CUDA graph: call it before or after "
-        "the capture, or on a group of its own (torch.distributed.new_group())."));
-  }
-}
-
 WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   if (const std::exception_ptr error = failure_of_others()) {
     fail(error);
@@ -350,15 +281,17 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   }
   std::unique_lock order(launch_mutex());
   LaunchMark mark(is_launching_);
-  if (const std::exception_ptr error = failure()) {
-    std::rethrow_exception(error);
-  }
+  rethrow_if_any(failure());
   if (is_shut_down_) {
     throw InvalidUsage(pydist::join(to_string(launch.kind), " on the group '", control_->name(),
                                     "', which has been shut down."));
   }
   find_capture(launch);
-  UnderWay entry{nullptr, launch.deadline, launch.kind, 0, 0, std::move(launch.label), 0};
+  if (capture_) {
+    launch.holding.clear();  // nothing runs yet
+  }
+  UnderWay entry{nullptr, launch.deadline,         launch.kind, 0,
+                 0,       std::move(launch.label), 0,           std::move(launch.holding)};
   {
     const std::lock_guard lock(mutex_);
     entry.sequence = ++sequence_;
@@ -394,6 +327,9 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
       enqueue();
     }
     work->event().record(stream());
+    for (std::size_t i = 0; launch.is_awaited && i < launch.streams.size(); ++i) {
+      work->event().hold_back(launch.streams[i]);
+    }
   } catch (const Error& thrown) {
     error = make_error(
         thrown.kind(),
@@ -414,6 +350,9 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     const std::lock_guard lock(mutex_);
     error = failure_.error();  // then everything under way has been, or will be, given up
     if (error == nullptr) {
+      if (launch.is_awaited) {
+        entry.holding.clear();
+      }
       under_way_.push_back(std::move(entry));
     }
   }
@@ -426,11 +365,9 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     // Without the lock: the companion's callbacks may launch.
     fail(error);
     close_journal(JournalState::kFailed);
-    // The caller gets its buffers back, and some of it may be on the stream.
-    wait_until_quiet(Deadline::in(end_patience_));
-    if (interruption != nullptr) {
-      std::rethrow_exception(interruption);
-    }
+    // Some of it may be on the stream.
+    keep_unless_quiet(std::move(entry.holding), Deadline::in(end_patience_));
+    rethrow_if_any(interruption);
     std::rethrow_exception(failure());
   }
   if (watchdog_ != nullptr) {
@@ -445,16 +382,6 @@ void NcclGroup::wait_for_launches() const noexcept {
   while (is_launching_ && !is_in_launch && !patience.has_passed()) {
     std::this_thread::sleep_for(milliseconds(1));
   }
-}
-
-// Where GPUs share an NVSwitch, NCCL reduces by multicast (NVLS). On registered memory each launch
-// of such a reduction is a barrier of the host's ranks, on the host, and an abort does not end that
-// barrier (nvlsRegisterBuffer, as of NCCL 2.30). A launch must wait for no rank: each rank launches
-// its operations in one order for each model, while others may wait for another group's collective.
-bool NcclGroup::waits_on_registered_memory() const {
-  const char* const chosen = std::getenv("NCCL_NVLS_ENABLE");
-  const bool is_off = chosen != nullptr && std::string_view(chosen) == "0";
-  return !is_off && cuda::Driver::get().has_multicast(device_);
 }
 
 void* NcclGroup::register_memory(void* data, std::size_t bytes) {
@@ -499,7 +426,5 @@ bool NcclGroup::deregister(void* registration) noexcept {
   static_cast<void>(api_->functions().ncclCommDeregister(comm_, registration));
   return true;
 }
-
-bool NcclGroup::is_any_captured() { return GroupStreams::of_process().are_captured(); }
 
 }  // namespace pydist

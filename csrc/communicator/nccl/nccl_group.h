@@ -8,7 +8,8 @@
 //   3. records an event behind it.
 // The caller's stream waits for that event when somebody asks for the result
 // (Work::wait_on_stream), and the host never does. Buffers are kept alive by whoever submitted
-// until the work has finished: nothing here tells an allocator about streams.
+// until the work has finished, and by the process where it could not be ended (kept_buffers.h):
+// nothing here tells an allocator about streams.
 //
 // Note [How a group fails]
 // NCCL's kernels wait for their peers without limit, so a group is watched from outside
@@ -52,6 +53,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -59,6 +61,7 @@
 #include "base/op_kind.h"
 #include "communicator/communicator.h"
 #include "communicator/nccl/communicator_life.h"
+#include "communicator/nccl/kept_buffers.h"
 #include "communicator/nccl/nccl_api.h"
 #include "communicator/peer_news.h"
 #include "communicator/work.h"
@@ -108,6 +111,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     std::string label;
     std::vector<nccl::StreamHandle> streams;  // the callers'
     Deadline deadline;
+    KeptBuffers::Holding holding = {};  // until the operation is over, unless it is awaited
+    // Whether those streams wait for it: then the memory may go at once, in their order.
+    bool is_awaited = false;
   };
   // Puts on the stream what `enqueue` puts there, see Note [Streams]. An error of it fails the
   // group, since the other ranks may have launched. What throws InvalidUsage before anything is
@@ -117,9 +123,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // -- for what enqueues, on the thread that launches
   // Throws the group's error: there may be no communicator any more.
   [[nodiscard]] nccl::CommHandle comm() const {
-    if (const std::exception_ptr error = failure()) {
-      std::rethrow_exception(error);
-    }
+    rethrow_if_any(failure());
     return comm_;
   }
   [[nodiscard]] nccl::StreamHandle stream() const noexcept { return stream_->get(); }
@@ -146,13 +150,12 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     return agree(*control_, complaint, says_yes);
   }
   static bool agree(Communicator& control, const std::string& complaint, bool says_yes = true);
-  // The first rank that complains, and its complaint.
-  struct Complaint {
-    int rank;
-    std::string text;
-  };
-  static std::optional<Complaint> first_complaint(Communicator& control,
-                                                  const std::string& complaint);
+  // For Launch::holding.
+  [[nodiscard]] KeptBuffers::Holding hold(std::span<const Operation> operations) const {
+    return KeptBuffers::hold(operations, stream_, device_);
+  }
+  // The label by which ranks hear each other about NCCL.
+  static constexpr const char* kAboutNccl = "whether NCCL is ready";
   // Makes memory known to NCCL; null where it does not want to know it.
   [[nodiscard]] void* register_memory(void* data, std::size_t bytes);
   // Undoes a registration. Returns false while NCCL cannot: registered memory must not be freed.
@@ -198,6 +201,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     std::uint64_t turn;
     std::string label;
     Journal::Ticket ticket;
+    KeptBuffers::Holding holding;
 
     [[nodiscard]] std::string title() const;
   };
@@ -213,10 +217,10 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] std::string places() const;
   void settle_done();
   [[nodiscard]] bool is_under_way() const;
-  // Whether the group's operations are over because of an abort. Once an abort has begun, they are
-  // as soon as the stream is idle: NCCL itself may not return before the graphs that hold its
-  // operations are gone.
-  [[nodiscard]] bool has_been_aborted() const;
+  // Whether the operations of a group that ends are over. Once an abort has begun, they are as soon
+  // as the stream is idle: NCCL itself may not return before the graphs that hold its operations
+  // are gone.
+  [[nodiscard]] bool is_at_rest() const noexcept;
   // True once the driver has been asked, since something went wrong, which operations have
   // finished, so that those do not fail. Called under the lock.
   [[nodiscard]] bool has_word();
@@ -230,19 +234,26 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   void wait_for_captures() noexcept;
   void end_communicator();
   void abort_communicator();
-  void finish_all() noexcept;
+  // Ends the operations under way with the failure; keeps their buffers, unless the stream is known
+  // to be done with them.
+  void finish_all(bool is_quiet) noexcept;
+  void keep(KeptBuffers::Holding holding) noexcept;
+  // Nothing where the stream is done by `deadline`.
+  void keep_unless_quiet(KeptBuffers::Holding holding, Deadline deadline) noexcept;
   // Returns whether the caller has to end NCCL's communicator, which must end only once. Called
   // under the same lock under which a failure is stored, so that whoever sees the failure can rely
   // on the end.
   [[nodiscard]] bool begin_end();
   // Runs `end` on a thread of its own; the operations under way finish after it.
   void end_on_thread(std::function<void()> end) noexcept;
-  // Waits until nothing of an ended group is on its stream any more. Returns at once if the end
-  // waits for captures, because it does that only when nothing is on the stream.
-  void wait_until_quiet(Deadline deadline) noexcept;
+  // Waits until nothing of an ended group is on its stream any more; returns whether that is so. If
+  // the end waits for captures it is, because the end does that only when nothing is on the stream.
+  [[nodiscard]] bool wait_until_quiet(Deadline deadline) const noexcept;
   [[nodiscard]] bool has_ended() const noexcept { return life_.now() == LifeStep::kEnded; }
   // Under the lock, so that nobody who holds it sees two steps.
   void step_to(LifeStep next);
+  // What NCCL says of the communicator, which works on its own threads.
+  [[nodiscard]] nccl::Result async_state() const;
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
                                               const std::optional<Absence>& absence);

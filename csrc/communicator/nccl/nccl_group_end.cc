@@ -10,6 +10,8 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
+#include "communicator/nccl/group_streams.h"
+#include "communicator/nccl/kept_buffers.h"
 #include "communicator/nccl/late_ends.h"
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/nccl/nccl_launched_work.h"
@@ -61,11 +63,7 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
              pydist::join(what, " What the GPU computes from here on is worth nothing."));
   }
   const auto tell = [reason = Error(kind, what, blame)](Communicator& group) {
-    try {
-      group.abort(reason);
-    } catch (const std::exception& other) {
-      log_line(LogLevel::kError, other.what());
-    }
+    log_errors_of([&] { group.abort(reason); });
   };
   tell(*control_);
   if (has_to_abort) {
@@ -85,16 +83,15 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
 // because a capture that nobody ends would keep the memory.
 void NcclGroup::wait_for_captures() noexcept {
   const Deadline deadline = Deadline::in(kCapturePatience * end_patience_);
-  try {
+  // Where CUDA itself fails, no capture goes on.
+  log_errors_of([&] {
     while (is_any_captured() && !deadline.has_passed()) {
       if (life_.now() == LifeStep::kEnding) {
         step_to(LifeStep::kHeldBack);
       }
       std::this_thread::sleep_for(milliseconds(1));
     }
-  } catch (const std::exception& error) {  // CUDA itself has failed, and no capture goes on
-    log_line(LogLevel::kError, error.what());
-  }
+  });
   if (life_.now() == LifeStep::kHeldBack) {
     step_to(LifeStep::kEnding);
   }
@@ -147,13 +144,9 @@ void NcclGroup::end_on_thread(std::function<void()> end) noexcept {
   }
   try {
     auto run = [self = shared_from_this(), end = std::move(end)] {
-      try {
-        end();
-      } catch (const std::exception& error) {
-        log_line(LogLevel::kError, error.what());
-      }
+      log_errors_of(end);
       self->step_to(LifeStep::kEnded);
-      self->finish_all();
+      self->finish_all(self->is_at_rest());
       self->free_scratch();
     };
     LateEnds::of_process().start("pydist-nccl-end", std::move(run), ending_until_,
@@ -173,28 +166,56 @@ bool NcclGroup::is_under_way() const {
   return !under_way_.empty();
 }
 
-bool NcclGroup::has_been_aborted() const {
-  if (life_.now() != LifeStep::kAborting) {
+bool NcclGroup::is_at_rest() const noexcept {
+  const LifeStep step = life_.now();
+  // NCCL may go on with a launch that was broken off until its abort returns.
+  if (step != LifeStep::kEnded && (step != LifeStep::kAborting || has_broken_off_)) {
     return false;
   }
-  // Asking would break a capture.
-  const cuda::DeviceGuard guard(device_);
-  const cuda::RelaxedCapture relaxed;
-  const cuda::Driver& driver = cuda::Driver::get();
-  return !driver.is_capturing(stream()) && driver.is_idle(stream());
+  try {
+    return stream_ == nullptr || is_idle(*stream_, device_);
+  } catch (const std::exception&) {
+    return false;  // CUDA itself has failed
+  }
 }
 
-void NcclGroup::wait_until_quiet(Deadline deadline) noexcept {
-  bool can_ask = true;
-  while (!has_ended() && life_.now() != LifeStep::kHeldBack && !deadline.has_passed()) {
-    try {
-      if (can_ask && has_been_aborted()) {
-        return;
-      }
-    } catch (const std::exception&) {
-      can_ask = false;  // CUDA itself has failed
+bool NcclGroup::wait_until_quiet(Deadline deadline) const noexcept {
+  while (life_.now() != LifeStep::kHeldBack) {
+    if (is_at_rest()) {
+      return true;
+    }
+    if (has_ended() || deadline.has_passed()) {
+      return false;
     }
     std::this_thread::sleep_for(milliseconds(1));
+  }
+  return true;
+}
+
+void NcclGroup::keep_unless_quiet(KeptBuffers::Holding holding, Deadline deadline) noexcept {
+  if (failure_.is_set() && !wait_until_quiet(deadline)) {
+    keep(std::move(holding));
+  }
+}
+
+void NcclGroup::keep(KeptBuffers::Holding holding) noexcept {
+  if (holding.empty()) {
+    return;
+  }
+  try {
+    log_line(LogLevel::kWarning,
+             pydist::join("NCCL has not been able to end what the group '", control_->name(),
+                          "' had under way on cuda:", device_,
+                          ", or has not said so in time. So the memory of its tensors there, ",
+                          KeptBuffers::bytes_of(holding),
+                          " bytes, is kept until the GPU is done with it, or the process ends: it "
+                          "may still be read and written."));
+  } catch (const std::exception&) {
+    // No memory left for the words.
+  }
+  KeptBuffers::of_process().keep(std::move(holding));
+  if (watchdog_ != nullptr) {
+    watchdog_->wake();
   }
 }
 
@@ -209,11 +230,21 @@ void NcclGroup::wait_for_end(Deadline deadline) const noexcept {
   }
 }
 
-void NcclGroup::finish_all() noexcept {
+void NcclGroup::finish_all(bool is_quiet) noexcept {
   std::deque<UnderWay> all;
   {
     const std::lock_guard lock(mutex_);
     all.swap(under_way_);
+  }
+  KeptBuffers::Holding holding;
+  for (UnderWay& each : all) {
+    holding.splice(holding.end(), each.holding);
+  }
+  // Before the callers drop theirs.
+  if (is_quiet) {
+    KeptBuffers::of_process().let_go(std::move(holding));
+  } else {
+    keep(std::move(holding));
   }
   for (const UnderWay& each : all) {
     if (journal_ != nullptr) {
@@ -254,12 +285,10 @@ bool NcclGroup::finish_replays(Deadline deadline) {
   }
   const auto is_over = std::make_shared<std::atomic<bool>>(false);
   const auto ask = [device = device_, is_over] {
-    try {
+    log_errors_of([&] {
       const cuda::DeviceGuard guard(device);
       cuda::Driver::get().synchronize();
-    } catch (const std::exception& error) {
-      log_line(LogLevel::kError, error.what());
-    }
+    });
     *is_over = true;
   };
   LateEnds::of_process().start("pydist-nccl-syn", ask, deadline, "");
@@ -285,10 +314,7 @@ void NcclGroup::end_communicator() {
   Result state = nccl.ncclCommFinalize(comm_);
   while (state == Result::kInProgress && !patience.has_passed()) {
     std::this_thread::sleep_for(microseconds(200));
-    const Result asked = nccl.ncclCommGetAsyncError(comm_, &state);
-    if (asked != Result::kSuccess) {
-      state = asked;
-    }
+    state = async_state();
   }
   // NCCL cannot destroy a communicator that has failed or is busy.
   if (state == Result::kSuccess) {
@@ -321,14 +347,14 @@ void NcclGroup::end() noexcept {
     give_up("an operation");
   }
   if (has_captured_ && failure() == nullptr) {
-    try {
+    // It fails where no thread is to be had.
+    log_errors_of([&] {
       if (!finish_replays(deadline)) {
         give_up("a CUDA graph with its operations");
       }
-    } catch (const std::exception& error) {  // no thread to be had
-      log_line(LogLevel::kError, error.what());
-    }
+    });
   }
+  bool has_come_to_rest = true;
   bool is_in_order = false;
   std::optional<Deadline> aborted_by;
   {
@@ -342,9 +368,9 @@ void NcclGroup::end() noexcept {
   if (is_in_order) {
     end_on_thread([this] { end_communicator(); });
   } else if (aborted_by) {
-    wait_until_quiet(*aborted_by);
+    has_come_to_rest = wait_until_quiet(*aborted_by);
   }
-  finish_all();
+  finish_all(has_come_to_rest);
   has_captured_ = false;  // nobody asks for faults any more
   {
     const std::lock_guard lock(mutex_);

@@ -1,17 +1,22 @@
-// The memory on the device that an NCCL group needs for itself; see NcclGroup::scratch().
+// The memory on the device that an NCCL group needs for itself (see NcclGroup::scratch()), and what
+// it has to mind: captures into graphs, and registered memory where NCCL waits on that.
 
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
+#include <string_view>
 #include <utility>
 
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
 #include "communicator/nccl/freed_device_memory.h"
+#include "communicator/nccl/group_streams.h"
 #include "communicator/nccl/late_ends.h"
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/open_communicators.h"
 #include "cuda/device_memory.h"
+#include "cuda/driver.h"
 
 namespace pydist {
 
@@ -34,18 +39,12 @@ struct NcclGroup::GraphScratch {
 
   // As a graph calls it, on a thread that may not call CUDA.
   static void let_go(void* argument) noexcept {
-    try {
+    log_errors_of([&] {
       const std::shared_ptr<GraphScratch> self(static_cast<GraphScratch*>(argument));
       if (is_process_ending() || in_forked_child()) {
         return;
       }
-      const auto run = [self] {
-        try {
-          self->free();
-        } catch (const std::exception& error) {
-          log_line(LogLevel::kError, error.what());
-        }
-      };
+      const auto run = [self] { log_errors_of([&] { self->free(); }); };
       try {
         LateEnds::of_process().start("pydist-nccl-mem", run, Deadline::in(kFreePatience), "");
       } catch (const std::exception&) {  // no thread to be had
@@ -54,9 +53,7 @@ struct NcclGroup::GraphScratch {
           return true;
         });
       }
-    } catch (const std::exception& error) {
-      log_line(LogLevel::kError, error.what());
-    }
+    });
   }
 };
 
@@ -114,5 +111,36 @@ void NcclGroup::free_now() {
   drain(Deadline::in(end_patience_));
   static_cast<void>(freed.free_now(device_));
 }
+
+// Where GPUs share an NVSwitch, NCCL reduces by multicast (NVLS). On registered memory each launch
+// of such a reduction is a barrier of the host's ranks, on the host, and an abort does not end that
+// barrier (nvlsRegisterBuffer, as of NCCL 2.30). A launch must wait for no rank: each rank launches
+// its operations in one order for each model, while others may wait for another group's collective.
+bool NcclGroup::waits_on_registered_memory() const {
+  const char* const chosen = std::getenv("NCCL_NVLS_ENABLE");
+  const bool is_off = chosen != nullptr && std::string_view(chosen) == "0";
+  return !is_off && cuda::Driver::get().has_multicast(device_);
+}
+
+// What a launch is captured into, if anything.
+void NcclGroup::find_capture(const Launch& launch) {
+  const cuda::DeviceGuard guard(device_);
+  const cuda::Driver& driver = cuda::Driver::get();
+  capture_.reset();
+  for (nccl::StreamHandle each : launch.streams) {
+    if (!capture_) {
+      capture_ = driver.capture_of(each);
+    }
+  }
+  const std::optional<cuda::Capture> own = driver.capture_of(stream());
+  if (own && (!capture_ || capture_->id != own->id)) {
+    throw InvalidUsage(pydist::join(
+        to_string(launch.kind), " on the group '", control_->name(),
+        "', whose operations another stream captures into a CUDA graph: call it before or after "
+        "the capture, or on a group of its own (torch.distributed.new_group())."));
+  }
+}
+
+bool NcclGroup::is_any_captured() { return GroupStreams::of_process().are_captured(); }
 
 }  // namespace pydist

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
+#include "communicator/nccl/kept_buffers.h"
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/nccl/nccl_launched_work.h"
 
@@ -28,6 +29,8 @@ constexpr milliseconds kIdle = milliseconds::max();
 // for it. Also how late a failure is noticed while only graphs are replayed.
 constexpr milliseconds kWatchInterval{2};
 constexpr milliseconds kReplayInterval{50};
+// How late memory goes back that was kept because the GPU was not done with it.
+constexpr milliseconds kKeptInterval{200};
 
 }  // namespace
 
@@ -65,7 +68,8 @@ void NcclGroup::settle_done() {
   } catch (...) {
     broken = std::current_exception();  // of CUDA, sticky; those before it have come to their end
   }
-  for (const UnderWay& each : done) {
+  for (UnderWay& each : done) {
+    KeptBuffers::of_process().let_go(std::move(each.holding));
     if (journal_ != nullptr) {
       journal_->finish(each.ticket, JournalState::kSucceeded);
     }
@@ -75,9 +79,13 @@ void NcclGroup::settle_done() {
   for (const Work::Notice& notice : notices) {
     notice.deliver();
   }
-  if (broken != nullptr) {
-    std::rethrow_exception(broken);
-  }
+  rethrow_if_any(broken);
+}
+
+Result NcclGroup::async_state() const {
+  Result state = Result::kInProgress;
+  const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
+  return asked == Result::kSuccess ? state : asked;
 }
 
 std::exception_ptr NcclGroup::failure_of_others() const {
@@ -104,14 +112,18 @@ std::chrono::milliseconds NcclGroup::settle() noexcept {
     const cuda::DeviceGuard guard(device_);
     const cuda::RelaxedCapture relaxed;
     settle_done();
-    if (is_under_way() && has_been_aborted()) {
-      finish_all();
+    if (is_under_way() && is_at_rest()) {
+      finish_all(/*is_quiet=*/true);
     }
   } catch (...) {
     // CUDA itself: an illegal address, a lost device.
     fail(std::current_exception());
   }
-  return is_under_way() ? kWatchInterval : kIdle;
+  KeptBuffers::of_process().release();
+  if (is_under_way()) {
+    return kWatchInterval;
+  }
+  return KeptBuffers::of_process().is_empty() ? kIdle : kKeptInterval;
 }
 
 bool NcclGroup::has_word() {
@@ -138,7 +150,7 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
           lock.unlock();
           log_line(LogLevel::kError, pydist::join("NCCL did not abort group '", control_->name(),
                                                   "' in time; it is left to itself."));
-          finish_all();
+          finish_all(/*is_quiet=*/false);  // nobody here asks the driver
           return kIdle;
         }
         return under_way_.empty() ? kIdle : kWatchInterval;
@@ -197,10 +209,7 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told,
   };
   Result state = Result::kSuccess;
   if (const std::unique_lock calls(calls_mutex_, std::try_to_lock); calls.owns_lock()) {
-    const Result asked = api_->functions().ncclCommGetAsyncError(comm_, &state);
-    if (asked != Result::kSuccess) {
-      state = asked;
-    }
+    state = async_state();
   }
   // A missing rank explains NCCL's error, and the message names the rank. A rank that has left in
   // order does no harm to operations in which it did its part, nor to earlier replays.

@@ -25,9 +25,7 @@ class NcclGroup::LaunchedWork : public Work {
 
   [[nodiscard]] bool wait_on_stream(void* stream) override {
     require_not_forked();
-    if (const std::exception_ptr error = exception()) {
-      std::rethrow_exception(error);
-    }
+    rethrow_if_any(exception());
     if (is_to_be_awaited()) {
       const cuda::DeviceGuard guard(device_);
       event_.hold_back(stream);

@@ -44,11 +44,7 @@ class RingOnNccl {
 
   void all_reduce() {
     const Scratch scratch = cut(/*gathers=*/has_wire_);
-    in_pieces(scratch, [&](std::size_t begin, const Slices& slices) {
-      const auto place = [&](std::byte* base, int slice) {
-        return Block{base + (begin + slices[slice].begin) * size_of(call_.dtype),
-                     slices[slice].count};
-      };
+    in_pieces(scratch, [&](const PlaceIn& place) {
       const auto input = [&](int slice) { return place(call_.inputs[0].data, slice); };
       const auto output = [&](int slice) { return place(call_.outputs[0].data, slice); };
       reduce_slices(scratch, output(group_.rank()).data, input);
@@ -63,22 +59,18 @@ class RingOnNccl {
   void reduce() {
     const Scratch scratch = cut(/*gathers=*/true);
     const bool is_root = group_.rank() == call_.root;
-    in_pieces(scratch, [&](std::size_t begin, const Slices& slices) {
-      const auto place = [&](std::byte* base, int slice) {
-        return Block{base + (begin + slices[slice].begin) * size_of(call_.dtype),
-                     slices[slice].count};
-      };
+    in_pieces(scratch, [&](const PlaceIn& place) {
       const auto input = [&](int slice) { return place(call_.inputs[0].data, slice); };
       std::byte* const result =
           is_root ? place(call_.outputs[0].data, group_.rank()).data : scratch.gathered;
       reduce_slices(scratch, result, input);
       group_.grouped([&] {
         for (int slice = 0; slice < group_.size(); ++slice) {
-          const std::size_t bytes = slices[slice].count * size_of(call_.dtype);
+          const std::size_t bytes = input(slice).count * size_of(call_.dtype);
           if (is_root && slice != call_.root) {
-            receive(place(call_.outputs[0].data, slice).data, bytes, slice);
+            receive_on_nccl(group_, place(call_.outputs[0].data, slice).data, bytes, slice);
           } else if (!is_root && slice == group_.rank()) {
-            send(result, bytes, call_.root);
+            send_on_nccl(group_, result, bytes, call_.root);
           }
         }
       });
@@ -96,6 +88,8 @@ class RingOnNccl {
 
  private:
   using Place = std::function<Block(int slice)>;
+  // Where a slice lies in a buffer that begins at `base`.
+  using PlaceIn = std::function<Block(std::byte* base, int slice)>;
 
   // A slice has `capacity` elements at most.
   struct Scratch {
@@ -127,27 +121,15 @@ class RingOnNccl {
 
   // Calls `piece` for as much of the buffer as fits, until it is done.
   void in_pieces(const Scratch& scratch,
-                 const std::function<void(std::size_t begin, const Slices&)>& piece) const {
+                 const std::function<void(const PlaceIn& place)>& piece) const {
     // Slices of equal capacity; they are cut on cache lines, as the capacity is.
     const std::size_t most = scratch.capacity * static_cast<std::size_t>(group_.size());
     for (std::size_t begin = 0; begin < call_.count; begin += most) {
-      piece(begin,
-            Slices(std::min(most, call_.count - begin), group_.size(), size_of(call_.dtype)));
-    }
-  }
-
-  void send(const void* data, std::size_t bytes, int to) {
-    if (bytes != 0) {
-      group_.check(group_.api().functions().ncclSend(data, bytes, nccl::DataType::kUint8, to,
-                                                     group_.comm(), group_.stream()),
-                   "ncclSend");
-    }
-  }
-  void receive(void* data, std::size_t bytes, int from) {
-    if (bytes != 0) {
-      group_.check(group_.api().functions().ncclRecv(data, bytes, nccl::DataType::kUint8, from,
-                                                     group_.comm(), group_.stream()),
-                   "ncclRecv");
+      const Slices slices(std::min(most, call_.count - begin), group_.size(), size_of(call_.dtype));
+      piece([&](std::byte* base, int slice) {
+        return Block{base + (begin + slices[slice].begin) * size_of(call_.dtype),
+                     slices[slice].count};
+      });
     }
   }
 
@@ -196,8 +178,9 @@ class RingOnNccl {
       }
       const Block own = input(received);
       group_.grouped([&] {
-        send(outgoing, mine.count * size_of(partial_), schedule_.next());
-        receive(scratch.received, own.count * size_of(partial_), schedule_.previous());
+        send_on_nccl(group_, outgoing, mine.count * size_of(partial_), schedule_.next());
+        receive_on_nccl(group_, scratch.received, own.count * size_of(partial_),
+                        schedule_.previous());
       });
       const bool is_last = received == rank;
       combine(scratch.received, own, is_last ? result : scratch.sent,
@@ -211,8 +194,9 @@ class RingOnNccl {
       const Block sent = place(schedule_.all_gather_sends(step));
       const Block received = place(schedule_.all_gather_receives(step));
       group_.grouped([&] {
-        send(sent.data, sent.count * element_bytes, schedule_.next());
-        receive(received.data, received.count * element_bytes, schedule_.previous());
+        send_on_nccl(group_, sent.data, sent.count * element_bytes, schedule_.next());
+        receive_on_nccl(group_, received.data, received.count * element_bytes,
+                        schedule_.previous());
       });
     }
   }
@@ -255,8 +239,23 @@ DType summing_type(const Call& call) noexcept {
   if (call.wire_dtype != call.dtype) {
     return call.wire_dtype;
   }
-  const bool is_narrow = call.dtype == DType::kFloat16 || call.dtype == DType::kBFloat16;
-  return is_narrow ? DType::kFloat32 : call.dtype;
+  return is_16_bit_float(call.dtype) ? DType::kFloat32 : call.dtype;
+}
+
+void send_on_nccl(NcclGroup& group, const void* data, std::size_t bytes, int to) {
+  if (bytes != 0) {
+    group.check(group.api().functions().ncclSend(data, bytes, nccl::DataType::kUint8, to,
+                                                 group.comm(), group.stream()),
+                "ncclSend");
+  }
+}
+
+void receive_on_nccl(NcclGroup& group, void* data, std::size_t bytes, int from) {
+  if (bytes != 0) {
+    group.check(group.api().functions().ncclRecv(data, bytes, nccl::DataType::kUint8, from,
+                                                 group.comm(), group.stream()),
+                "ncclRecv");
+  }
 }
 
 void reduce_on_ring(NcclGroup& group, const CudaLibrary& kernels, const Call& call) {

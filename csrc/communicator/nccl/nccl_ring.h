@@ -20,6 +20,10 @@ namespace pydist {
 // The type that sums are in on their way: the wire's, float32 for 16-bit types, else their own.
 [[nodiscard]] DType summing_type(const Call& call) noexcept;
 
+// NCCL's messages, as bytes; empty ones are none.
+void send_on_nccl(NcclGroup& group, const void* data, std::size_t bytes, int to);
+void receive_on_nccl(NcclGroup& group, void* data, std::size_t bytes, int from);
+
 // all_reduce, reduce_scatter or reduce.
 void reduce_on_ring(NcclGroup& group, const CudaLibrary& kernels, const Call& call);
 

@@ -4,20 +4,14 @@
 #include "kernels/cpu/instruction_set.h"
 
 namespace pydist {
-namespace {
-
-bool is_16_bit_float(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
-
-}  // namespace
-
 void widen_to_float32(DType from, const void* input, float* output, std::size_t count) {
   PYDIST_CHECK(is_16_bit_float(from));
-  kernels::chosen_kernel_set().widen(from, input, output, count);
+  kernels::kernel_set().widen(from, input, output, count);
 }
 
 void narrow_from_float32(DType to, const float* input, void* output, std::size_t count) {
   PYDIST_CHECK(is_16_bit_float(to));
-  kernels::chosen_kernel_set().narrow(to, input, output, count);
+  kernels::kernel_set().narrow(to, input, output, count);
 }
 
 }  // namespace pydist

@@ -101,7 +101,7 @@ void narrow_all(const unsigned char* from, unsigned char* to, std::size_t count)
   }
 }
 
-void widen_here(DType from, const void* input, float* output, std::size_t count) {
+void widen_here(DType from, const void* input, float* output, std::size_t count) noexcept {
   const auto* bytes = static_cast<const unsigned char*>(input);
   auto* to = reinterpret_cast<unsigned char*>(output);
   if (from == DType::kFloat16) {
@@ -111,7 +111,7 @@ void widen_here(DType from, const void* input, float* output, std::size_t count)
   }
 }
 
-void narrow_here(DType to, const float* input, void* output, std::size_t count) {
+void narrow_here(DType to, const float* input, void* output, std::size_t count) noexcept {
   const auto* from = reinterpret_cast<const unsigned char*>(input);
   auto* bytes = static_cast<unsigned char*>(output);
   if (to == DType::kFloat16) {

@@ -8,23 +8,25 @@
 
 #include "base/env.h"
 #include "base/error.h"
+#include "base/parse_name.h"
 
 namespace pydist {
 namespace kernels {
 namespace {
 
+struct CompiledSet {
+  InstructionSet set;
+  const KernelSet& kernels;
+};
+
 // The slowest first.
-constexpr KernelSet kCompiledSets[] = {
-    {InstructionSet::kPortable, reduce_portable, copy_streaming_portable, widen_portable,
-     narrow_portable, adam_step_portable, sgd_step_portable, step_traffic_portable},
+constexpr CompiledSet kCompiledSets[] = {
+    {InstructionSet::kPortable, portable_kernels},
 #if defined(__x86_64__)
-    {InstructionSet::kAvx2, reduce_avx2, copy_streaming_avx2, widen_avx2, narrow_avx2,
-     adam_step_avx2, sgd_step_avx2, step_traffic_avx2},
-    {InstructionSet::kAvx512, reduce_avx512, copy_streaming_avx512, widen_avx512, narrow_avx512,
-     adam_step_avx512, sgd_step_avx512, step_traffic_avx512},
+    {InstructionSet::kAvx2, avx2_kernels},
+    {InstructionSet::kAvx512, avx512_kernels},
 #elif defined(__aarch64__)
-    {InstructionSet::kNeon, reduce_neon, copy_streaming_neon, widen_neon, narrow_neon,
-     adam_step_neon, sgd_step_neon, step_traffic_neon},
+    {InstructionSet::kNeon, neon_kernels},
 #endif
 };
 
@@ -68,12 +70,11 @@ bool processor_has(InstructionSet set) noexcept {
 }
 
 std::string names_of_compiled_sets() {
-  std::string names;
-  for (const KernelSet& compiled : kCompiledSets) {
-    names += names.empty() ? "" : ", ";
-    names += to_string(compiled.set);
+  std::vector<std::string_view> names;
+  for (const CompiledSet& compiled : kCompiledSets) {
+    names.push_back(to_string(compiled.set));
   }
-  return names;
+  return list_of(names);
 }
 
 // The last set of kCompiledSets that PYDIST_CPU_ISA permits.
@@ -82,7 +83,7 @@ InstructionSet cap() {
   if (value.empty()) {
     return std::end(kCompiledSets)[-1].set;
   }
-  for (const KernelSet& compiled : kCompiledSets) {
+  for (const CompiledSet& compiled : kCompiledSets) {
     if (value == to_string(compiled.set)) {
       return compiled.set;
     }
@@ -94,44 +95,26 @@ InstructionSet cap() {
 
 }  // namespace
 
-const KernelSet& kernel_set(InstructionSet set) {
-  for (const KernelSet& compiled : kCompiledSets) {
-    if (compiled.set == set) {
-      if (processor_has(set)) {
-        return compiled;
-      }
-      break;
+const KernelSet& kernel_set(std::optional<InstructionSet> set) {
+  if (!set) {
+    static const KernelSet& fastest = kernel_set(usable_instruction_sets().back());
+    return fastest;
+  }
+  for (const CompiledSet& compiled : kCompiledSets) {
+    if (compiled.set == *set && processor_has(*set)) {
+      return compiled.kernels;
     }
   }
-  throw InvalidUsage(join("the ", to_string(set), " kernels cannot run here: this processor or ",
+  throw InvalidUsage(join("the ", to_string(*set), " kernels cannot run here: this processor or ",
                           "operating system lacks them; see usable_instruction_sets()"));
-}
-
-const KernelSet& chosen_kernel_set() {
-  static const KernelSet& chosen = kernel_set(usable_instruction_sets().back());
-  return chosen;
 }
 
 }  // namespace kernels
 
-std::string_view to_string(InstructionSet set) noexcept {
-  switch (set) {
-    case InstructionSet::kPortable:
-      return "portable";
-    case InstructionSet::kAvx2:
-      return "avx2";
-    case InstructionSet::kAvx512:
-      return "avx512";
-    case InstructionSet::kNeon:
-      return "neon";
-  }
-  return "unknown instruction set";
-}
-
 std::vector<InstructionSet> usable_instruction_sets() {
   const InstructionSet last = kernels::cap();
   std::vector<InstructionSet> usable;
-  for (const kernels::KernelSet& compiled : kernels::kCompiledSets) {
+  for (const kernels::CompiledSet& compiled : kernels::kCompiledSets) {
     if (kernels::processor_has(compiled.set)) {
       usable.push_back(compiled.set);
     }
@@ -141,7 +124,5 @@ std::vector<InstructionSet> usable_instruction_sets() {
   }
   return usable;
 }
-
-InstructionSet chosen_instruction_set() { return kernels::chosen_kernel_set().set; }
 
 }  // namespace pydist

@@ -6,36 +6,10 @@
 #error "compile this file with -mavx512f -mavx512bw -mavx512dq -mavx512vl"
 #endif
 #define PYDIST_KERNELS_AVX512 1
-#include "kernels/cpu/convert_kernels.inc.h"
-#include "kernels/cpu/optimizer_step_kernels.inc.h"
-#include "kernels/cpu/reduce_kernels.inc.h"
+#include "kernels/cpu/kernel_set.inc.h"
 
 namespace pydist::kernels {
 
-void reduce_avx512(const ReduceJob& job) noexcept { reduce_here(job); }
-
-void copy_streaming_avx512(void* output, const void* input, std::size_t bytes) noexcept {
-  copy_streaming_here(output, input, bytes);
-}
-
-void widen_avx512(DType from, const void* input, float* output, std::size_t count) noexcept {
-  widen_here(from, input, output, count);
-}
-
-void narrow_avx512(DType to, const float* input, void* output, std::size_t count) noexcept {
-  narrow_here(to, input, output, count);
-}
-
-void adam_step_avx512(const AdamFactors& factors, const StepJob& job) noexcept {
-  adam_step_here(factors, job);
-}
-
-void sgd_step_avx512(const SgdFactors& factors, const StepJob& job) noexcept {
-  sgd_step_here(factors, job);
-}
-
-void step_traffic_avx512(std::size_t state_count, const StepJob& job) noexcept {
-  step_traffic_here(state_count, job);
-}
+constinit const KernelSet avx512_kernels = kKernelsHere;
 
 }  // namespace pydist::kernels

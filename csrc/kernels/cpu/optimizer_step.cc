@@ -36,27 +36,6 @@ kernels::StepJob job_of(const StepSegment& segment, std::size_t state_count) {
   };
 }
 
-void adam_step_on(const kernels::KernelSet& set, const AdamFactors& factors,
-                  const StepSegment& segment) {
-  if (segment.count > 0) {
-    set.adam_step(factors, job_of(segment, state_count_of(factors)));
-  }
-}
-
-void sgd_step_on(const kernels::KernelSet& set, const SgdFactors& factors,
-                 const StepSegment& segment) {
-  if (segment.count > 0) {
-    set.sgd_step(factors, job_of(segment, state_count_of(factors)));
-  }
-}
-
-void step_traffic_on(const kernels::KernelSet& set, std::size_t state_count,
-                     const StepSegment& segment) {
-  if (segment.count > 0) {
-    set.step_traffic(state_count, job_of(segment, state_count));
-  }
-}
-
 template <typename Void>
 Void* advance(Void* array, std::size_t bytes) {
   using Byte = std::conditional_t<std::is_const_v<Void>, const std::byte, std::byte>;
@@ -79,7 +58,7 @@ StepSegment StepSegment::part(std::size_t begin, std::size_t part_count) const {
 }
 
 void require_step_types(DType parameter, DType gradient, bool has_master) {
-  const bool is_16_bit = parameter == DType::kFloat16 || parameter == DType::kBFloat16;
+  const bool is_16_bit = is_16_bit_float(parameter);
   const bool is_wide = parameter == DType::kFloat32 || parameter == DType::kFloat64;
   if (!is_16_bit && !is_wide) {
     throw InvalidUsage(
@@ -96,8 +75,7 @@ void require_step_types(DType parameter, DType gradient, bool has_master) {
   }
   const bool fits = parameter == DType::kFloat64
                         ? gradient == DType::kFloat64
-                        : gradient == DType::kFloat32 || gradient == DType::kFloat16 ||
-                              gradient == DType::kBFloat16;
+                        : gradient == DType::kFloat32 || is_16_bit_float(gradient);
   if (!fits) {
     throw InvalidUsage(join(
         "The fused optimizer step of a ", to_string(parameter), " parameter takes a gradient in ",
@@ -106,28 +84,25 @@ void require_step_types(DType parameter, DType gradient, bool has_master) {
   }
 }
 
-void adam_step(const AdamFactors& factors, const StepSegment& segment) {
-  adam_step_on(kernels::chosen_kernel_set(), factors, segment);
+void adam_step(const AdamFactors& factors, const StepSegment& segment,
+               std::optional<InstructionSet> set) {
+  if (segment.count > 0) {
+    kernels::kernel_set(set).adam_step(factors, job_of(segment, state_count_of(factors)));
+  }
 }
 
-void sgd_step(const SgdFactors& factors, const StepSegment& segment) {
-  sgd_step_on(kernels::chosen_kernel_set(), factors, segment);
+void sgd_step(const SgdFactors& factors, const StepSegment& segment,
+              std::optional<InstructionSet> set) {
+  if (segment.count > 0) {
+    kernels::kernel_set(set).sgd_step(factors, job_of(segment, state_count_of(factors)));
+  }
 }
 
-void step_traffic(std::size_t state_count, const StepSegment& segment) {
-  step_traffic_on(kernels::chosen_kernel_set(), state_count, segment);
-}
-
-void adam_step_with(InstructionSet set, const AdamFactors& factors, const StepSegment& segment) {
-  adam_step_on(kernels::kernel_set(set), factors, segment);
-}
-
-void sgd_step_with(InstructionSet set, const SgdFactors& factors, const StepSegment& segment) {
-  sgd_step_on(kernels::kernel_set(set), factors, segment);
-}
-
-void step_traffic_with(InstructionSet set, std::size_t state_count, const StepSegment& segment) {
-  step_traffic_on(kernels::kernel_set(set), state_count, segment);
+void step_traffic(std::size_t state_count, const StepSegment& segment,
+                  std::optional<InstructionSet> set) {
+  if (segment.count > 0) {
+    kernels::kernel_set(set).step_traffic(state_count, job_of(segment, state_count));
+  }
 }
 
 }  // namespace pydist

@@ -17,6 +17,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 
 #include "base/dtype.h"
 #include "kernels/cpu/reduce.h"
@@ -46,18 +47,16 @@ struct StepSegment {
 void require_step_types(DType parameter, DType gradient, bool has_master);
 
 // Throw InvalidUsage, before anything is written, where the types do not fit or an array is
-// missing.
-void adam_step(const AdamFactors& factors, const StepSegment& segment);
-void sgd_step(const SgdFactors& factors, const StepSegment& segment);
+// missing. `set` is for tests and benchmarks; by default the fastest usable one.
+void adam_step(const AdamFactors& factors, const StepSegment& segment,
+               std::optional<InstructionSet> set = {});
+void sgd_step(const SgdFactors& factors, const StepSegment& segment,
+              std::optional<InstructionSet> set = {});
 
 // Reads and writes all that a step of a rule with `state_count` states would, and changes no value
 // but that of a master copy whose parameter was written: what the step would take if arithmetic
 // were free.
-void step_traffic(std::size_t state_count, const StepSegment& segment);
-
-// With a given instruction set, for tests and benchmarks.
-void adam_step_with(InstructionSet set, const AdamFactors& factors, const StepSegment& segment);
-void sgd_step_with(InstructionSet set, const SgdFactors& factors, const StepSegment& segment);
-void step_traffic_with(InstructionSet set, std::size_t state_count, const StepSegment& segment);
+void step_traffic(std::size_t state_count, const StepSegment& segment,
+                  std::optional<InstructionSet> set = {});
 
 }  // namespace pydist

@@ -28,22 +28,4 @@ struct StepJob {
   std::size_t count;  // elements
 };
 
-void adam_step_portable(const AdamFactors& factors, const StepJob& job) noexcept;
-void sgd_step_portable(const SgdFactors& factors, const StepJob& job) noexcept;
-void step_traffic_portable(std::size_t state_count, const StepJob& job) noexcept;
-
-#if defined(__x86_64__)
-void adam_step_avx2(const AdamFactors& factors, const StepJob& job) noexcept;
-void sgd_step_avx2(const SgdFactors& factors, const StepJob& job) noexcept;
-void step_traffic_avx2(std::size_t state_count, const StepJob& job) noexcept;
-
-void adam_step_avx512(const AdamFactors& factors, const StepJob& job) noexcept;
-void sgd_step_avx512(const SgdFactors& factors, const StepJob& job) noexcept;
-void step_traffic_avx512(std::size_t state_count, const StepJob& job) noexcept;
-#elif defined(__aarch64__)
-void adam_step_neon(const AdamFactors& factors, const StepJob& job) noexcept;
-void sgd_step_neon(const SgdFactors& factors, const StepJob& job) noexcept;
-void step_traffic_neon(std::size_t state_count, const StepJob& job) noexcept;
-#endif
-
 }  // namespace pydist::kernels

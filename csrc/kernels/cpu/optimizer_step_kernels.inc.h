@@ -350,7 +350,7 @@ void step_here(const StepJob& job, const Factors&... factors) {
   }
 }
 
-void adam_step_here(const AdamFactors& factors, const StepJob& job) {
+void adam_step_here(const AdamFactors& factors, const StepJob& job) noexcept {
   if (factors.amsgrad) {
     step_here<Adam, 3>(job, factors);
   } else {
@@ -358,7 +358,7 @@ void adam_step_here(const AdamFactors& factors, const StepJob& job) {
   }
 }
 
-void sgd_step_here(const SgdFactors& factors, const StepJob& job) {
+void sgd_step_here(const SgdFactors& factors, const StepJob& job) noexcept {
   if (factors.momentum != 0) {
     step_here<Sgd, 1>(job, factors);
   } else {
@@ -366,7 +366,7 @@ void sgd_step_here(const SgdFactors& factors, const StepJob& job) {
   }
 }
 
-void step_traffic_here(std::size_t state_count, const StepJob& job) {
+void step_traffic_here(std::size_t state_count, const StepJob& job) noexcept {
   switch (state_count) {
     case 0:
       return step_here<Traffic, 0>(job);

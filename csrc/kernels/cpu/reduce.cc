@@ -36,41 +36,31 @@ bool is_in_place(std::span<const void* const> inputs, std::span<void* const> out
   });
 }
 
-void reduce_on(const kernels::KernelSet& set, const Reduction& reduction,
-               std::span<const void* const> inputs, std::span<void* const> outputs,
-               std::size_t count, StoreHint hint) {
+}  // namespace
+
+void reduce(const Reduction& reduction, std::span<const void* const> inputs,
+            std::span<void* const> outputs, std::size_t count, StoreHint hint,
+            std::optional<InstructionSet> set) {
   validate(reduction, inputs, outputs);
   if (count == 0) {
     return;
   }
-  set.reduce({.dtype = reduction.dtype,
-              .op = reduction.op,
-              .divisor = reduction.divisor,
-              .factors = reduction.factors.data(),
-              .inputs = inputs.data(),
-              .input_count = inputs.size(),
-              .outputs = outputs.data(),
-              .output_count = outputs.size(),
-              .count = count,
-              .streaming = hint == StoreHint::kStreaming && !is_in_place(inputs, outputs)});
-}
-
-}  // namespace
-
-void reduce(const Reduction& reduction, std::span<const void* const> inputs,
-            std::span<void* const> outputs, std::size_t count, StoreHint hint) {
-  reduce_on(kernels::chosen_kernel_set(), reduction, inputs, outputs, count, hint);
-}
-
-void reduce_with(InstructionSet set, const Reduction& reduction,
-                 std::span<const void* const> inputs, std::span<void* const> outputs,
-                 std::size_t count, StoreHint hint) {
-  reduce_on(kernels::kernel_set(set), reduction, inputs, outputs, count, hint);
+  kernels::kernel_set(set).reduce(
+      {.dtype = reduction.dtype,
+       .op = reduction.op,
+       .divisor = reduction.divisor,
+       .factors = reduction.factors.data(),
+       .inputs = inputs.data(),
+       .input_count = inputs.size(),
+       .outputs = outputs.data(),
+       .output_count = outputs.size(),
+       .count = count,
+       .streaming = hint == StoreHint::kStreaming && !is_in_place(inputs, outputs)});
 }
 
 void copy_bytes(void* output, const void* input, std::size_t bytes, StoreHint hint) {
   if (hint == StoreHint::kStreaming && bytes >= kStreamingCopyBytes) {
-    kernels::chosen_kernel_set().copy_streaming(output, input, bytes);
+    kernels::kernel_set().copy_streaming(output, input, bytes);
   } else if (bytes > 0) {
     std::memcpy(output, input, bytes);
   }

@@ -19,15 +19,31 @@
 
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/enum_names.h"
 #include "base/reduce_op.h"
 
 namespace pydist {
+
+// An instruction set that the kernels were compiled for. Tests compare them with each other.
+enum class InstructionSet { kPortable, kAvx2, kAvx512, kNeon };
+
+inline constexpr std::array<std::string_view, 4> kInstructionSetNames = {"portable", "avx2",
+                                                                         "avx512", "neon"};
+
+[[nodiscard]] constexpr std::string_view to_string(InstructionSet set) noexcept {
+  return name_in(kInstructionSetNames, set, "unknown instruction set");
+}
+
+// Those that this processor can run, the fastest last. PYDIST_CPU_ISA caps the choice.
+[[nodiscard]] std::vector<InstructionSet> usable_instruction_sets();
 
 struct Reduction {
   DType dtype;
@@ -47,28 +63,14 @@ enum class StoreHint { kCached, kStreaming };
 // At least one input and one output. An output may be the very same buffer as an input (in
 // place); otherwise no two buffers overlap. Any alignment of at least one element.
 // Throws InvalidUsage, before anything is written, unless is_supported(reduction.op,
-// reduction.dtype) and there are enough buffers and factors.
+// reduction.dtype) and there are enough buffers and factors. `set` is for tests and benchmarks; by
+// default the fastest usable one.
 void reduce(const Reduction& reduction, std::span<const void* const> inputs,
-            std::span<void* const> outputs, std::size_t count, StoreHint hint = StoreHint::kCached);
+            std::span<void* const> outputs, std::size_t count, StoreHint hint = StoreHint::kCached,
+            std::optional<InstructionSet> set = {});
 
 // Copies bytes; kStreaming bypasses the cache on the way out. The buffers do not overlap.
 void copy_bytes(void* output, const void* input, std::size_t bytes,
                 StoreHint hint = StoreHint::kCached);
-
-// An instruction set that the kernels were compiled for. Tests compare them with each other.
-enum class InstructionSet { kPortable, kAvx2, kAvx512, kNeon };
-
-[[nodiscard]] std::string_view to_string(InstructionSet set) noexcept;
-
-// Those that this processor can run, the fastest last. PYDIST_CPU_ISA caps the choice.
-[[nodiscard]] std::vector<InstructionSet> usable_instruction_sets();
-
-// What reduce() uses.
-[[nodiscard]] InstructionSet chosen_instruction_set();
-
-// reduce() with a given instruction set, for tests and benchmarks.
-void reduce_with(InstructionSet set, const Reduction& reduction,
-                 std::span<const void* const> inputs, std::span<void* const> outputs,
-                 std::size_t count, StoreHint hint = StoreHint::kCached);
 
 }  // namespace pydist

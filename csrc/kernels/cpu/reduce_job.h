@@ -6,9 +6,9 @@
 // The kernels are compiled once for every instruction set, from one source. Had two of those
 // objects an inline function in common, say a member of std::vector, then the linker would keep
 // one copy of the two, maybe the one with AVX-512 in it, and everybody would run that copy, also
-// on processors without AVX-512. So those objects define nothing with external linkage but the
-// entry points below, call nothing inline of the standard library, and this header holds data
-// alone.
+// on processors without AVX-512. So those objects define nothing with external linkage but one
+// table of kernels (kernel_set.h), call nothing inline of the standard library, and this header
+// holds data alone.
 
 #pragma once
 
@@ -31,27 +31,5 @@ struct ReduceJob {
   std::size_t count;         // elements
   bool streaming;
 };
-
-void reduce_portable(const ReduceJob& job) noexcept;
-void copy_streaming_portable(void* output, const void* input, std::size_t bytes) noexcept;
-void widen_portable(DType from, const void* input, float* output, std::size_t count) noexcept;
-void narrow_portable(DType to, const float* input, void* output, std::size_t count) noexcept;
-
-#if defined(__x86_64__)
-void reduce_avx2(const ReduceJob& job) noexcept;
-void copy_streaming_avx2(void* output, const void* input, std::size_t bytes) noexcept;
-void widen_avx2(DType from, const void* input, float* output, std::size_t count) noexcept;
-void narrow_avx2(DType to, const float* input, void* output, std::size_t count) noexcept;
-
-void reduce_avx512(const ReduceJob& job) noexcept;
-void copy_streaming_avx512(void* output, const void* input, std::size_t bytes) noexcept;
-void widen_avx512(DType from, const void* input, float* output, std::size_t count) noexcept;
-void narrow_avx512(DType to, const float* input, void* output, std::size_t count) noexcept;
-#elif defined(__aarch64__)
-void reduce_neon(const ReduceJob& job) noexcept;
-void copy_streaming_neon(void* output, const void* input, std::size_t bytes) noexcept;
-void widen_neon(DType from, const void* input, float* output, std::size_t count) noexcept;
-void narrow_neon(DType to, const float* input, void* output, std::size_t count) noexcept;
-#endif
 
 }  // namespace pydist::kernels

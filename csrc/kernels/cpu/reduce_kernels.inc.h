@@ -56,11 +56,8 @@ struct Bool {
 
 // Pairs of (real, imaginary); only the product needs to know of them.
 template <typename Element>
-struct Complex {
+struct Complex : Plain<Element> {
   static constexpr std::size_t kElementBytes = 2 * sizeof(Element);
-  using Accumulator = Vector<Element>;
-  static PYDIST_INLINE Accumulator unpack(Raw raw) { return (Accumulator)raw; }
-  static PYDIST_INLINE Raw pack(Accumulator value) { return (Raw)value; }
 };
 
 // ---- operations ---------------------------------------------------------------------------
@@ -460,7 +457,7 @@ void reduce_bool(const ReduceJob& job, std::size_t bytes) {
   }
 }
 
-void reduce_here(const ReduceJob& job) {
+void reduce_here(const ReduceJob& job) noexcept {
   const std::size_t count = job.count;
   switch (job.dtype) {
     case DType::kFloat64:
@@ -497,7 +494,7 @@ void reduce_here(const ReduceJob& job) {
   }
 }
 
-void copy_streaming_here(void* output, const void* input, std::size_t bytes) {
+void copy_streaming_here(void* output, const void* input, std::size_t bytes) noexcept {
   auto* to = static_cast<unsigned char*>(output);
   const auto* from = static_cast<const unsigned char*>(input);
   const std::size_t skew = reinterpret_cast<std::uintptr_t>(to) % kVectorBytes;

@@ -14,10 +14,8 @@ constexpr std::uint64_t kMostElements = std::uint64_t{1} << 40;
 constexpr std::uint64_t kMostSegments = std::uint64_t{1} << 31;
 
 bool is_float32_or_16_bit(DType dtype) {
-  return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+  return dtype == DType::kFloat32 || is_16_bit_float(dtype);
 }
-
-bool is_16_bit_float(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
 
 bool is_known(DType dtype) { return static_cast<int>(dtype) < kDTypeCount; }
 

@@ -129,6 +129,19 @@ inline constexpr bool kIsFloat<float> = true;
 template <>
 inline constexpr bool kIsFloat<double> = true;
 
+// For formats whose elements lie in memory as they are in arithmetic.
+template <typename Format, int kValues>
+PYDIST_DEVICE Words pack_each(const typename Format::Value (&values)[kValues]) {
+  typename Format::Value packed[kValues];
+  PYDIST_UNROLL
+  for (int k = 0; k < kValues; ++k) {
+    packed[k] = Format::pack(values[k]);
+  }
+  Words words;
+  __builtin_memcpy(&words, packed, sizeof words);
+  return words;
+}
+
 template <typename T>
 struct Plain {
   using Storage = T;
@@ -149,14 +162,7 @@ struct Plain {
     __builtin_memcpy(values, &words, sizeof words);
   }
   static PYDIST_DEVICE Words pack(const Value (&values)[kValues]) {
-    Value packed[kValues];
-    PYDIST_UNROLL
-    for (int k = 0; k < kValues; ++k) {
-      packed[k] = pack(values[k]);
-    }
-    Words words;
-    __builtin_memcpy(&words, packed, sizeof words);
-    return words;
+    return pack_each<Plain>(values);
   }
 };
 
@@ -245,14 +251,7 @@ struct Complex {
     __builtin_memcpy(values, &words, sizeof words);
   }
   static PYDIST_DEVICE Words pack(const Value (&values)[kValues]) {
-    Value packed[kValues];
-    PYDIST_UNROLL
-    for (int k = 0; k < kValues; ++k) {
-      packed[k] = pack(values[k]);
-    }
-    Words words;
-    __builtin_memcpy(&words, packed, sizeof words);
-    return words;
+    return pack_each<Complex>(values);
   }
 };
 

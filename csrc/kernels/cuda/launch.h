@@ -7,7 +7,6 @@
 
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "kernels/cuda/elements.h"

@@ -18,7 +18,7 @@ WorkPtr OperationsUnderWay::submit(Operation operation, const at::Tensor& input,
   if (output.defined()) {
     operation.outputs = {tensors.output(output)};
   }
-  operation.stream = tensors.stream();
+  tensors.attach_to(operation);
   const bool is_captured = tensors.is_captured();
   WorkPtr work = communicator_->submit(std::move(operation));
   // A captured operation works on memory of the arena, which stays, so no tensors have to be held.

@@ -4,8 +4,9 @@ Note [One chain of verdicts]
 Two sets of ranks must never both take themselves for the job. So the survivors don't vote: each
 tells the store that it is here, and whoever first finds that nobody else is to be waited for
 publishes the list by `compare_set`, of which the store lets one succeed. A process is waited for
-until it is here, is known to have ended, or has let `settle` seconds pass. All read the one list;
-who is not in it has come too late, and raises.
+until it is here, is known to have ended, or has let `settle` seconds pass: all of them, so that
+nobody is left out because the time of another one is up, which raises instead and publishes
+nothing. All read the one list; who is not in it has come too late, and raises.
 
 Then all on the list confirm that they have read it, and one more `compare_set` says whether the
 list stands: it does if all have confirmed, and not if one of them died or froze meanwhile. In that
@@ -64,10 +65,6 @@ class Patience:
 
     settle_s: float
     deadline_s: float
-
-    def until_s(self) -> float:
-        """Until when to wait for whoever does not come, from now on."""
-        return min(time.monotonic() + self.settle_s, self.deadline_s)
 
 
 @dataclass(frozen=True)
@@ -193,17 +190,26 @@ def _decide(
     old: dict[str, str],
     patience: Patience,
 ) -> dict[str, Any]:
-    """The verdict of a turn, which this process may be the one to give."""
+    """The verdict of a turn, which this process may be the one to give.
+
+    Raises:
+        Timeout: The time is up, and those who are missing may still come.
+    """
     board.put(f"here/{own.process.key}", asdict(own))
-    until_s = patience.until_s()
+    late_s = time.monotonic() + patience.settle_s
     pause = _Pause()
     missing = [process for process in roster if process != own.process]
     while not board.has("verdict"):
         missing = [process for process in missing if not board.has(f"here/{process.key}")]
-        is_late = time.monotonic() >= until_s
-        if is_late or all(process.is_known_dead for process in missing):
+        awaited = [process for process in missing if not process.is_known_dead]
+        now_s = time.monotonic()
+        if not awaited or now_s >= late_s:
             board.settle("verdict", _propose(board, roster, missing, old, patience))
             break
+        if now_s >= patience.deadline_s:
+            raise Timeout(
+                f"pydist.reform timed out: {old[awaited[0].key]} has not called it, and may yet."
+            )
         pause.sleep()
     verdict = board.get("verdict")
     assert isinstance(verdict, dict)
@@ -255,7 +261,7 @@ def _confirm(
 ) -> str:
     """Whether all have read the list: why it does not stand, or nothing if it does."""
     board.put(f"confirmed/{own.key}", True)
-    until_s = patience.until_s()
+    until_s = min(time.monotonic() + patience.settle_s, patience.deadline_s)
     pause = _Pause()
     missing = [process for process in going_on if process != own]
     while not board.has("obstacle"):

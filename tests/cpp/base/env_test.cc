@@ -68,7 +68,6 @@ TEST_F(EnvironmentTest, DefaultsAreWhatTheListSays) {
     }
   }
   const Environment written = Environment::read();
-  EXPECT_EQ(written.backend, unset.backend);
   EXPECT_EQ(written.algorithm, unset.algorithm);
   EXPECT_EQ(written.timeout, unset.timeout);
   EXPECT_EQ(written.chunk_bytes, unset.chunk_bytes);
@@ -82,7 +81,6 @@ TEST_F(EnvironmentTest, DefaultsAreWhatTheListSays) {
 }
 
 TEST_F(EnvironmentTest, ReadsEveryVariable) {
-  set("PYDIST_BACKEND", "gloo");
   set("PYDIST_ALGORITHM", "ring");
   set("PYDIST_TIMEOUT", "1.5");
   set("PYDIST_HOST_ID", "rack 7, left");
@@ -94,7 +92,6 @@ TEST_F(EnvironmentTest, ReadsEveryVariable) {
   set("PYDIST_CPU_ISA", "portable");
   set("PYDIST_LOG", "debug");
   const Environment environment = Environment::read();
-  EXPECT_EQ(environment.backend, BackendChoice::kGloo);
   EXPECT_EQ(environment.algorithm, AlgorithmChoice::kRing);
   EXPECT_EQ(environment.timeout, std::chrono::milliseconds(1500));
   EXPECT_EQ(environment.host_id, "rack 7, left");
@@ -121,7 +118,6 @@ TEST_F(EnvironmentTest, EmptyMeansUnset) {
     set(std::string(variable.name), "");
   }
   const Environment environment = Environment::read();
-  EXPECT_EQ(environment.backend, BackendChoice::kAuto);
   EXPECT_EQ(environment.timeout, Environment().timeout);
   EXPECT_FALSE(environment.host_id.has_value());
   EXPECT_FALSE(environment.spin.has_value());
@@ -152,21 +148,7 @@ TEST_F(EnvironmentTest, RefusesNonsenseAndSaysWhatIsValid) {
   EXPECT_NE(complaint("PYDIST_CHUNK_BYTES", "1").find("4096"), std::string::npos);
 }
 
-TEST_F(EnvironmentTest, ParsingABackendNamesItsSource) {
-  EXPECT_EQ(parse_backend("native", "backend="), BackendChoice::kNative);
-  try {
-    static_cast<void>(parse_backend("", "backend="));
-    FAIL() << "an empty backend was taken";
-  } catch (const InvalidUsage& error) {
-    EXPECT_EQ(std::string(error.what()).rfind("backend=''", 0), 0u) << error.what();
-  }
-}
-
 TEST_F(EnvironmentTest, NamesOfChoicesComeBack) {
-  for (const auto choice :
-       {BackendChoice::kAuto, BackendChoice::kNative, BackendChoice::kNccl, BackendChoice::kGloo}) {
-    EXPECT_EQ(parse_backend(to_string(choice), "here"), choice);
-  }
   for (const auto choice :
        {AlgorithmChoice::kAuto, AlgorithmChoice::kDirect, AlgorithmChoice::kRing}) {
     set("PYDIST_ALGORITHM", std::string(to_string(choice)));
@@ -176,28 +158,6 @@ TEST_F(EnvironmentTest, NamesOfChoicesComeBack) {
        {LogLevel::kError, LogLevel::kWarning, LogLevel::kInfo, LogLevel::kDebug}) {
     set("PYDIST_LOG", std::string(to_string(level)));
     EXPECT_EQ(Environment::read().log_levels.all, level);
-  }
-}
-
-TEST_F(EnvironmentTest, MisspeltVariablesAreFoundWithTheirNearestName) {
-  set("PYDIST_TIMEOUTS", "5");
-  set("PYDIST_BAKEND", "gloo");
-  set("PYDIST_", "");
-  set("PYDIST_LOG", "info");
-  set("NOT_PYDIST_LOG", "x");
-  std::vector<std::pair<std::string, std::string>> found;
-  for (const UnknownVariable& unknown : unknown_environment_variables()) {
-    found.emplace_back(unknown.name, unknown.nearest);
-  }
-  const auto has = [&](const std::string& name, const std::string& nearest) {
-    return std::find(found.begin(), found.end(), std::pair(name, nearest)) != found.end();
-  };
-  EXPECT_TRUE(has("PYDIST_TIMEOUTS", "PYDIST_TIMEOUT"));
-  EXPECT_TRUE(has("PYDIST_BAKEND", "PYDIST_BACKEND"));
-  for (const auto& [name, nearest] : found) {
-    EXPECT_NE(name, "PYDIST_LOG");
-    EXPECT_NE(name, "NOT_PYDIST_LOG");
-    EXPECT_FALSE(nearest.empty());
   }
 }
 

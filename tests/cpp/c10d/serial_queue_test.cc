@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <future>
@@ -96,6 +99,25 @@ TEST(SerialQueueTest, WhatIsPostedWithoutAThreadIsNotKept) {
   queue.stop();
   EXPECT_EQ(runs, 1);
   EXPECT_EQ(*held, 0);
+}
+
+// The child has the lock and the jobs of the queue as they were, and nobody who runs them.
+TEST(SerialQueueTest, AForkedChildPostsNothingAndWaitsForNobody) {
+  SerialQueue queue("test-queue");
+  std::promise<void> may_end;
+  ASSERT_TRUE(queue.post([&may_end] { may_end.get_future().wait(); }));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);
+    const bool is_taken = queue.post([] {});
+    queue.stop();
+    ::_exit(is_taken || !queue.is_idle() ? 1 : 0);
+  }
+  may_end.set_value();
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  queue.stop();
 }
 
 }  // namespace

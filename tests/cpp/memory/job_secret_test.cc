@@ -140,6 +140,18 @@ TEST_F(SecretFileTest, IsNotReadWhereOthersCouldHaveWrittenIt) {
   }
 }
 
+TEST_F(SecretFileTest, WhoCannotReadItIsToldOfTheVariable) {
+  for (const std::string& folder : {own_folder(), std::string("/dev"), std::string()}) {
+    try {
+      static_cast<void>(read_secret(folder, "zero"));
+      FAIL() << folder;
+    } catch (const TransportError& error) {
+      EXPECT_NE(std::string(error.what()).find("PYDIST_JOB_SECRET"), std::string::npos)
+          << error.what();
+    }
+  }
+}
+
 TEST_F(SecretFileTest, AnotherPlaceIsTakenWhereOneIsNotPrivate) {
   fs::create_directory(own_folder());
   fs::permissions(own_folder(), fs::perms::all);

@@ -110,21 +110,6 @@ TEST(RendezvousTest, ManyMissingRanksCostOneDeadline) {
   EXPECT_LT(Deadline::Clock::now() - before, seconds(3));
 }
 
-TEST(RendezvousTest, ARankThatCannotWaitIsHeard) {
-  for (const int excused : {0, 1, 2}) {
-    MemoryStore store;
-    run_ranks(3, [&](int rank) {
-      if (rank == excused) {
-        excuse(store, "topic", rank, 3, "a word");
-        return;
-      }
-      const std::vector<std::string> all =
-          exchange(store, "topic", rank, 3, "", Deadline::in(seconds(30)));
-      EXPECT_EQ(all.at(static_cast<std::size_t>(excused)), "a word");
-    });
-  }
-}
-
 TEST(RendezvousTest, ARankThatDeclinesIsNotWaitedFor) {
   MemoryStore store;
   const auto before = Deadline::Clock::now();
@@ -138,17 +123,6 @@ TEST(RendezvousTest, ARankThatDeclinesIsNotWaitedFor) {
     }
   });
   EXPECT_LT(Deadline::Clock::now() - before, seconds(10));
-}
-
-TEST(RendezvousTest, TheFirstComplaintIsTheLowestRanks) {
-  MemoryStore store;
-  run_ranks(4, [&](int rank) {
-    const auto say = [&](const std::string& topic, const std::string& text) {
-      return first_complaint(store, topic, rank, 4, text, Deadline::in(seconds(30)));
-    };
-    EXPECT_EQ(say("content", ""), "");
-    EXPECT_EQ(say("torn", rank == 1 ? "no room" : rank == 3 ? "no time" : ""), "rank 1: no room");
-  });
 }
 
 TEST(RendezvousTest, PackedTextsComeBack) {

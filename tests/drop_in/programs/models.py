@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.ao.quantization as quantization
 from harness import Library, Record, program
 from nets import CLASSES, FEATURES, ROWS, batch, mlp
 from plain_loop import train
@@ -405,3 +406,18 @@ class OddTypes(nn.Module):
 @program(on_gpu=False)
 def parameters_and_buffers_of_odd_types(lib: Library, record: Record) -> None:
     train(lib, record, OddTypes())
+
+
+@program("torch DDP", refused="by a first forward.* as observers of quantization do", on_gpu=False)
+def quantization_aware_training(lib: Library, record: Record) -> None:
+    """Observers of channels give their buffers a shape in the first forward."""
+    observer = quantization.MovingAveragePerChannelMinMaxObserver
+    fake = quantization.FakeQuantize(observer, dtype=torch.qint8, quant_min=-128, quant_max=127)
+    model = lib.DataParallel(nn.Sequential(nn.Linear(6, 4, dtype=torch.float32), fake))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss = model(batch(lib, step)[0].float()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        record(None, optimizer, loss, bias=model.module[0].bias)

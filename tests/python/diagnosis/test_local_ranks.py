@@ -65,6 +65,21 @@ def test_the_one_that_called_something_else() -> None:
     assert "First disagreement: they called different operations" in text
 
 
+def test_what_a_group_did_before_it_was_made_anew_does_not_count() -> None:
+    again = [operation(1, "barrier", "running"), operation(2), operation(1)]
+    fresh = rank_of(1, operation(1, "barrier", "running"))
+    assert first_disagreement([rank_of(0, *again), fresh])[0] == ""
+
+
+def test_a_process_is_known_by_the_page_that_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {"pid": os.getpid(), "silent_s": 50.0, "has_departed": True, "entries": []}
+    now = {**before, "silent_s": 0.1, "has_departed": False}
+    for pages in ([before, now], [now, before]):
+        monkeypatch.setattr(local_ranks, "_pages_of", lambda *_, pages=pages, **__: iter(pages))
+        [found] = local_ranks.find(os.getpid())
+        assert not found.has_departed
+
+
 def test_messages_do_not_count() -> None:
     first = rank_of(0, operation(9, "send", "running"), operation(1))
     assert first_disagreement([first, rank_of(1, operation(1))])[0] == ""

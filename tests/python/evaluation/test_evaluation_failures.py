@@ -117,6 +117,9 @@ def fail_on_one_rank() -> Job:
     attempt("no batch size", data(), measure)
     attempt("batch size twice", shuffled, measure, batch_size=8)
     attempt("no batch", data(), measure, batch_size=0)
+    attempt("no data", 5 if rank == 1 else data(), never, batch_size=None if rank == 1 else 8)
+    attempt("no function", data(), {} if rank == 1 else never, batch_size=8)
+    attempt("no seconds", data(), never, batch_size=8, timeout="soon" if rank == 1 else 9)
     return seen
 
 
@@ -191,6 +194,9 @@ def test_a_failure_on_one_rank_ends_all(misuses: list[Job]) -> None:
         ("no batch size", "InvalidUsage", "give batch_size="),
         ("batch size twice", "InvalidUsage", "not with a DataLoader"),
         ("no batch", "InvalidUsage", "batch_size=0"),
+        ("no data", "InvalidUsage", "data is a int; it must be a DataLoader, a data set"),
+        ("no function", "InvalidUsage", "measure is a dict; it must be a function"),
+        ("no seconds", "InvalidUsage", "timeout='soon' is not valid; it must be a number"),
     ],
 )
 def test_misuse_is_refused_on_all_ranks(

@@ -2,7 +2,9 @@
 
 import copy
 import os
+import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,6 +226,43 @@ def test_a_warning_says_that_a_rank_left_out_a_step(three: Ranks) -> None:
         assert outcome.ok, outcome.describe()
         warning = "rank 0 ran 2 forward(s) for training before this step and rank 1 ran 1"
         assert outcome.output.count(warning) == 1, outcome.output
+
+
+class Reversed(nn.Module):
+    """Its layers run in another order than they stand in, so there is a new plan soon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(3200, 1)
+        self.first = nn.Linear(3200, 3200)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x))
+        return y
+
+
+def lack_memory_for_the_new_plan() -> None:
+    rank, _ = joined()
+    model = pydist.DataParallel(Reversed(), bucket_cap_mb=1)
+    model(torch.ones(1, 3200)).sum().backward()
+    pydist.barrier()
+    usual = resource.getrlimit(resource.RLIMIT_AS)
+    if rank == 1:
+        # Room for all but a copy of the large gradient, which moves to another place.
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        room = pages * resource.getpagesize() + (16 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (room, usual[1]))
+    try:
+        with pytest.raises(RuntimeError, match="allocate memory" if rank == 1 else "rank 1 left"):
+            model.sync_gradients()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, usual)
+    with pytest.raises(pydist.Error, match=r"rank 1 left|was cut short"):
+        model.sync_gradients()
+
+
+def test_a_rank_that_cannot_begin_a_round_keeps_nobody_waiting() -> None:
+    run_ranks(lack_memory_for_the_new_plan, 2, env={"PYDIST_BACKEND": "native"}, timeout=LIMIT_S)
 
 
 def go_backward_in_a_child() -> int:

@@ -11,10 +11,12 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
+import torch.distributed as dist
 from launch import clean_environment, run_command
 from time_limit import PATIENCE
 
 import pydist
+from pydist.cli import continuing_run
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -227,6 +229,46 @@ def test_spawn_returns_what_survivors_returned(how: str, said: str) -> None:
         raise lost
     if how == "raises":
         assert "in go_on_without" in str(lost.__cause__)
+
+
+def leave_without_a_word(silent: list[int]) -> int:
+    rank = int(os.environ["RANK"])
+    if rank in silent:
+        os._exit(0)
+    return rank
+
+
+def test_spawn_says_which_rank_ended_without_a_result() -> None:
+    limit_s = 90 * PATIENCE
+    said = r"rank 1 (of 2 )?\(pid \d+\) exited with status 0 without a result"
+    first, lost = pydist.spawn(
+        leave_without_a_word, ([1],), nprocs=2, timeout=limit_s, on_failure="continue"
+    )
+    assert first == 0
+    assert isinstance(lost, pydist.PeerLost)
+    assert re.match(said, str(lost))
+    with pytest.raises(pydist.PeerLost, match=said):
+        pydist.spawn(leave_without_a_word, ([1],), nprocs=2, timeout=limit_s)
+    with pytest.raises(pydist.PeerLost, match=r"rank 0 of 2 .* without a result"):
+        pydist.spawn(
+            leave_without_a_word, ([0, 1],), nprocs=2, timeout=limit_s, on_failure="continue"
+        )
+
+
+class Ended:
+    """A process, as the launcher sees it."""
+
+    def __init__(self, pid: int, code: int) -> None:
+        self.pid, self.poll = pid, lambda: code
+
+
+def test_of_ranks_that_end_together_the_cause_comes_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ended = {rank: Ended(2**22 + 1 + rank, code) for rank, code in enumerate((0, 1, -9, 3))}
+    assert continuing_run._supervise(ended, dist.HashStore()) == 0
+    told = re.findall(r"rank (\d) \(pid \d+\) (\w+)", capsys.readouterr().err)
+    assert told == [("2", "was"), ("1", "exited"), ("3", "exited")]
 
 
 def all_fail() -> None:

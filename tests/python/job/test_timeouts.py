@@ -121,6 +121,27 @@ def test_a_second_init_cannot_change_the_timeout(backend: str) -> None:
     assert run_ranks(init_with_other_timeouts, 2, env=env) == [60.0, 60.0]
 
 
+def init_beside_a_group(backend: str) -> float:
+    dist.init_process_group(backend, timeout=timedelta(seconds=50))
+    if backend == "pydist":
+        with pytest.raises(
+            pydist.InvalidUsage,
+            match=r"default group .* time-out of 50 s already, so timeout=70 .*init_process_group",
+        ):
+            pydist.init(timeout=70)
+        assert not pydist.is_initialized()
+        pydist.init(timeout=50)
+    else:
+        pydist.init(timeout=70)
+    return float(pydist.job.groups.communicator_of().timeout)
+
+
+def test_the_timeout_of_a_group_that_the_script_has_made() -> None:
+    assert run_ranks(init_beside_a_group, 2, "pydist") == [50.0, 50.0]
+    # Of another backend's group, pydist's operations have their own.
+    assert run_ranks(init_beside_a_group, 2, "gloo") == [70.0, 70.0]
+
+
 def test_a_timeout_says_timed_out() -> None:
     assert str(pydist.Timeout("nobody came")) == "timed out: nobody came"
     assert str(pydist.Timeout("it timed out")) == "it timed out"
@@ -153,8 +174,8 @@ def test_every_timeout_says_timed_out(what: str, backend: str) -> None:
     assert "timed out" in message
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
-def test_a_bad_timeout_is_refused(timeout: float) -> None:
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "soon", True, [5]])
+def test_a_bad_timeout_is_refused(timeout: Any) -> None:
     with pytest.raises(pydist.InvalidUsage, match="timeout="):
         pydist.init(timeout=timeout)
     assert not pydist.is_initialized()

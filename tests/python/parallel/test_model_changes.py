@@ -115,6 +115,32 @@ def test_changes_are_followed(ranks: Ranks, name: str, cap_mb: float, reduction:
     ranks.run(train_and_change, name, cap_mb, reduction, timeout=LIMIT_S)
 
 
+def insert_a_layer() -> None:
+    """A container's insert() tells torch of nothing."""
+    rank, size = joined()
+    model = pydist.DataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double())
+    torch.manual_seed(rank)
+    layer = nn.Linear(4, 4).double()
+    model(batch(rank, 3, 4)).sum().backward()
+    model.module.insert(1, layer)
+    for step in range(3):
+        model.zero_grad()
+        model(batch(rank, 3, 4, step=step)).sin().sum().backward()
+        if step == 0:
+            continue  # which has brought rank 0's values
+        reference = copy.deepcopy(model.module)
+        reference.zero_grad()
+        for r in range(size):
+            (reference(batch(r, 3, 4, step=step)).sin().sum() / size).backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert_near(ours.grad, theirs.grad)
+    assert sum(len(bucket.parameters) for bucket in model.plan.buckets) == 6
+
+
+def test_a_layer_that_is_inserted_trains(ranks: Ranks) -> None:
+    ranks.run(insert_a_layer, timeout=LIMIT_S)
+
+
 def add_other_values() -> None:
     joined()
     model = pydist.DataParallel(Net())

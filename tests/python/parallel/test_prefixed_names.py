@@ -120,6 +120,20 @@ def cut_the_keys_of_a_state(model: Any) -> None:
     _ = {key[7:]: value for key, value in model.state_dict().items()}
 
 
+def cut_by_splitting(model: Any) -> None:
+    _ = {".".join(key.split(".")[1:]): value for key, value in model.state_dict().items()}
+
+
+def cut_by_splitting_once(model: Any) -> None:
+    state = model.state_dict()
+    for key in list(state):
+        state[key.split(".", 1)[1]] = state.pop(key)
+
+
+def cut_by_a_partition(model: Any) -> None:
+    _ = {key.partition(".")[2]: value for key, value in model.state_dict().items()}
+
+
 def cut_by_a_length(model: Any) -> None:
     state = {}
     for key, value in model.state_dict().items():
@@ -141,6 +155,9 @@ SELECTING = [
     select_buffers,
     select_of_a_state,
     cut_the_keys_of_a_state,
+    cut_by_splitting,
+    cut_by_splitting_once,
+    cut_by_a_partition,
     cut_by_a_length,
 ]
 
@@ -164,7 +181,7 @@ def test_selecting_by_the_prefix_warns_once(one: Ranks, function: Callable[[Any]
     found = re.match(r"line (\d+) of (\S+) looks for names that begin with 'module\.'", message)
     assert found is not None
     line = Path(__file__).read_text().splitlines()[int(found[1]) - 1]
-    assert any(sign in line for sign in ("module", "prefixes", "[7:]")), line
+    assert any(sign in line for sign in ("module", "prefixes", "[7:]", "split", "partition")), line
 
 
 # --- what does not -------------------------------------------------------------------------------

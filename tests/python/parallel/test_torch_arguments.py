@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 from typing import Any, cast
 
 import pytest
@@ -99,6 +100,67 @@ def refuse(kind: str) -> None:
 @pytest.mark.parametrize("kind", list(REFUSED))
 def test_what_is_not_supported_says_so(three: Ranks, kind: str) -> None:
     three.run(refuse, kind, timeout=LIMIT_S)
+
+
+# Of a wrong type, with what the error says. Text that says no would otherwise mean yes.
+FLAGS = (
+    *("broadcast_buffers", "init_sync", "find_unused_parameters", "check_reduction"),
+    *("gradient_as_bucket_view", "static_graph", "skip_all_reduce_unused_params"),
+    *("batched_grad_copy", "forward_sync_buffers", "check_finite"),
+)
+WRONG: list[tuple[str, Any, str]] = [
+    *((name, "False", f"{name} is 'False', a str; it must be a bool") for name in FLAGS),
+    ("static_graph", torch.ones(2), "static_graph is tensor.*; it must be a bool"),
+    ("device_ids", 1, "device_ids is 1; it must be a list of one GPU"),
+    ("device_ids", "cuda:0", "device_ids is 'cuda:0'; it must be a list"),
+    ("process_group", 3, "process_group= is a int; it must be a process group"),
+    ("bucket_cap_mb", "8", "bucket_cap_mb is '8'; it must be a number of MiB"),
+    ("bucket_cap_mb_list", 8, "bucket_cap_mb_list is 8; it must be a list of sizes in MiB"),
+    ("bucket_cap_mb_list", ["8"], "a size in bucket_cap_mb_list is '8'"),
+    ("device_mesh", 3, "device_mesh is a int; it must be a DeviceMesh of one dimension"),
+    ("reduction", 1, "reduction is 1; it must be 'mean' or 'sum'"),
+    ("compress", ["bf16"], "compress is ['bf16']; it must be 'bf16', 'fp16' or None"),
+    ("check_every", "often", "check_every is 'often'; it must be a number of steps"),
+    ("module", nn.Linear, "wraps a torch.nn.Module, not a type"),
+]
+
+
+def refuse_wrong_types() -> None:
+    joined()
+    for name, value, message in WRONG:
+        with pytest.raises(pydist.InvalidUsage) as caught:
+            pydist.DataParallel(**{"module": build(), name: value})
+        assert re.search(message, str(caught.value)) or message in str(caught.value), name
+    model = pydist.DataParallel(build())
+    for weight in ("two", None, torch.ones(2)):
+        with (
+            pytest.raises(pydist.InvalidUsage, match="it must be a number"),
+            model.weighted(weight),
+        ):
+            pass
+
+
+def test_arguments_of_a_wrong_type_are_refused(three: Ranks) -> None:
+    three.run(refuse_wrong_types, timeout=LIMIT_S)
+
+
+def keep_buffers_by_a_zero() -> list[float]:
+    """0 is a no, as in torch."""
+    rank, _ = joined()
+    found = []
+    for wrap in (pydist.DataParallel, DistributedDataParallel):
+        module = nn.BatchNorm1d(2).double()
+        module.get_buffer("running_mean").fill_(rank)
+        net: Any = wrap(module, broadcast_buffers=0, init_sync=1)
+        net(torch.full((2, 2), float(rank), dtype=torch.float64)).sum().backward()
+        net(torch.full((2, 2), float(rank), dtype=torch.float64))
+        found.append(module.get_buffer("running_mean").sum().item())
+    return found
+
+
+def test_numbers_are_flags_as_in_torch(three: Ranks) -> None:
+    for ours, theirs in three.run(keep_buffers_by_a_zero, timeout=LIMIT_S):
+        assert ours == pytest.approx(theirs, rel=1e-12)
 
 
 def warn_of_check_reduction() -> None:

@@ -58,11 +58,11 @@ def test_an_unknown_flag_is_bad_usage() -> None:
 
 def test_few_descriptors() -> None:
     with faults.exhausted("descriptors", spare=100):
-        assert verdicts(machine_checks._descriptors()) == {"descriptors": "problem"}
+        assert verdicts([machine_checks._descriptors()]) == {"descriptors": "problem"}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (900, hard))
     try:
-        assert verdicts(machine_checks._descriptors()) == {"descriptors": "warning"}
+        assert verdicts([machine_checks._descriptors()]) == {"descriptors": "warning"}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

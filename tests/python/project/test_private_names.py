@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -141,6 +142,11 @@ def compiler() -> ModuleType:
     return torch._dynamo.eval_frame
 
 
+def replicating() -> ModuleType:
+
+    return sys.modules["torch.distributed._composable.replicate"]
+
+
 # What has each of the names that torch makes later.
 MADE: dict[str, Callable[[], object]] = {
     "a hook behind state_dict()": hooked,
@@ -149,6 +155,7 @@ MADE: dict[str, Callable[[], object]] = {
     "a function that is not to be compiled": lambda: torch.compiler.disable(lambda: None),
     "a compiled module": lambda: torch.compile(nn.Linear(1, 1)),
     "torch._dynamo.eval_frame": compiler,
+    "torch.distributed._composable.replicate": replicating,
     "an optimizer": lambda: torch.optim.SGD([torch.zeros(1)]),
     "a loader": lambda: DataLoader([]),  # type: ignore[arg-type]
 }

@@ -277,5 +277,13 @@ def test_samplers_with_a_meaning_of_their_own_are_refused(
 def test_what_can_not_be_prepared_is_named() -> None:
     with pytest.raises(pydist.InvalidUsage, match="got a range"):
         pydist.prepare(DATA)  # type: ignore[arg-type]
+    for name in ("seed", "num_replicas", "rank"):
+        wrong: Any = {"num_replicas": 2, "rank": 0, name: "one"}
+        with pytest.raises(pydist.InvalidUsage, match=f"{name}='one' is not valid; use a whole"):
+            pydist.prepare(DataLoader(DATA, 4), **wrong)  # type: ignore[arg-type,var-annotated]
+    with pytest.raises(pydist.InvalidUsage, match="pad='no' is not valid"):
+        pydist.prepare(DataLoader(DATA, 4), pad="no")  # type: ignore[arg-type,var-annotated]
+    with pytest.raises(pydist.InvalidUsage, match="split_batches is 'no', a str; it must be a"):
+        pydist.prepare(DataLoader(DATA, 4), split_batches="no")  # type: ignore[arg-type,var-annotated]
     with pytest.raises(pydist.InvalidUsage, match="there are none"):
         pydist.prepare(DataLoader(DATA, batch_size=None), split_batches=True)  # type: ignore[arg-type]

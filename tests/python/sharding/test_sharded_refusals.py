@@ -1,5 +1,7 @@
 """What `pydist.ShardedOptimizer` refuses, and by which words."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,16 @@ def refuse() -> None:
     adam = torch.optim.Adam
     with pytest.raises(pydist.InvalidUsage, match="stage is 3"):
         pydist.ShardedOptimizer(linear.parameters(), adam, stage=3)  # type: ignore[arg-type]
+    for name, value, match in (
+        ("stage", True, "stage is True; it must be 1 or 2"),
+        ("stage", "2", "stage is '2'; it must be 1 or 2"),
+        ("master_weights", "yes", "master_weights is 'yes'; it must be a bool or 'auto'"),
+        ("share_parameters", "no", "share_parameters is 'no', a str; it must be a bool"),
+        ("process_group", 3, "process_group= is a int; it must be a process group"),
+    ):
+        wrong: Any = {name: value}
+        with pytest.raises(pydist.InvalidUsage, match=match):
+            pydist.ShardedOptimizer(linear.parameters(), adam, **wrong)
     with pytest.raises(pydist.InvalidUsage, match="stage=2 frees gradients"):
         pydist.ShardedOptimizer(linear.parameters(), adam, stage=2)
     with pytest.raises(pydist.InvalidUsage, match=r"wrap it in pydist\.DataParallel"):
@@ -38,6 +50,9 @@ def refuse() -> None:
     for no_groups, match in (
         ([], "empty list.*takes a pydist.DataParallel model, parameters"),
         (5, "model_or_params is a int; pydist.ShardedOptimizer takes"),
+        ("weights", "item 0 of model_or_params is a str"),
+        ({weight}, "in a set, whose order differs between processes"),
+        ([{"params": {weight}}], "in a set, whose order differs between processes"),
         ([1], "item 0 of model_or_params is a int"),
         ([weight, {"params": [weight]}], "item 1 of model_or_params is a dict"),
         ([{"lr": 1}], "parameter group 0 has no 'params', but 'lr'"),

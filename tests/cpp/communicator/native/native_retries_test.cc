@@ -19,9 +19,11 @@
 #include <utility>
 #include <vector>
 
+#include "communicator/native/introduction.h"
 #include "communicator/native/native_communicator.h"
 #include "memory/file_descriptor.h"
 #include "rank_processes.h"
+#include "topology/rendezvous.h"
 
 namespace pydist::testing {
 namespace {
@@ -90,6 +92,49 @@ TEST(NativeRetriesTest, ARankWithoutThreadsIsHeardOf) {
         },
         test_environment());
     EXPECT_EQ(std::count(errors.begin(), errors.end(), nullptr), size);
+  }
+}
+
+// Rank 2 introduces itself and dies; one of the others knows, and the third only hears of it.
+TEST(NativeRetriesTest, WhoOnlyHearsOfADeathDoesNotWaitForTheDead) {
+  for (const int witness : {0, 1}) {
+    std::atomic<bool> is_dead{false};
+    std::atomic<int> ended{0};
+    const auto play = [&](RankOfTest& self) {
+      const auto before = Clock::now();
+      NativeOptions options;
+      options.environment = test_environment();
+      if (self.rank == 2) {
+        Introduction last;
+        last.card = self.endpoint->card();
+        last.settings = settings_text(options.environment);
+        static_cast<void>(exchange(*self.store, join("pydist/", options.name, "/introduction"), 2,
+                                   3, last.to_text(), Deadline::in(seconds(20))));
+        is_dead = true;
+        while (ended < 2) {
+          std::this_thread::sleep_for(milliseconds(1));
+        }
+        return;
+      }
+      if (self.rank == witness) {
+        options.check_hope = [&is_dead] {
+          if (is_dead) {
+            throw PeerLost("the third one has died");
+          }
+        };
+      }
+      const ErrorDescription error = error_of([&] {
+        static_cast<void>(
+            create_native_communicator(self.store, self.rank, 3, options, self.endpoint));
+      });
+      ++ended;
+      EXPECT_LT(Clock::now() - before, kSoon);
+      EXPECT_EQ(error.kind, ErrorKind::kPeerLost) << error.message;
+      EXPECT_PRED2(contains, error.message, join("rank ", witness));
+      EXPECT_PRED2(contains, error.message, "the third one has died");
+    };
+    const auto errors = run_threads(3, play, test_environment());
+    EXPECT_EQ(std::count(errors.begin(), errors.end(), nullptr), 3);
   }
 }
 

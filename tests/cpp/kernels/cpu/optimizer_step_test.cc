@@ -294,7 +294,7 @@ class OptimizerStep : public testing::TestWithParam<InstructionSet> {
  protected:
   void expect_as_reference(const AdamFactors& factors, Arrays arrays, const std::string& where) {
     Arrays expected = arrays;
-    adam_step_with(GetParam(), factors, arrays.segment());
+    adam_step(factors, arrays.segment(), GetParam());
     const auto update = [&](auto gradient, auto& value, auto* states) {
       adam_reference(factors, gradient, value, states);
     };
@@ -304,7 +304,7 @@ class OptimizerStep : public testing::TestWithParam<InstructionSet> {
 
   void expect_as_reference(const SgdFactors& factors, Arrays arrays, const std::string& where) {
     Arrays expected = arrays;
-    sgd_step_with(GetParam(), factors, arrays.segment());
+    sgd_step(factors, arrays.segment(), GetParam());
     const auto update = [&](auto gradient, auto& value, auto* states) {
       sgd_reference(factors, gradient, value, states);
     };
@@ -368,10 +368,10 @@ TEST_P(OptimizerStep, PiecesMakeTheWhole) {
   for (const Types& types : all_types()) {
     Arrays whole(types, 1000, 1, 3, random);
     Arrays pieces = whole;
-    adam_step_with(GetParam(), factors, whole.segment());
+    adam_step(factors, whole.segment(), GetParam());
     for (std::size_t begin = 0, length = 1; begin < 1000; begin += length, length += 7) {
       length = std::min(length, 1000 - begin);
-      adam_step_with(GetParam(), factors, pieces.segment().part(begin, length));
+      adam_step(factors, pieces.segment().part(begin, length), GetParam());
     }
     pieces.expect_equal(whole, named(types, 1000, 3));
   }
@@ -388,7 +388,7 @@ TEST_P(OptimizerStep, TrafficChangesNothing) {
         arrays.round_master();
       }
       Arrays expected = arrays;
-      step_traffic_with(GetParam(), state_count, arrays.segment());
+      step_traffic(state_count, arrays.segment(), GetParam());
       arrays.expect_equal(expected, named(types, 333, state_count));
     }
   }
@@ -418,7 +418,7 @@ TEST_P(OptimizerStep, OneRoundingForProductAndSum) {
                   (1.0f + 0x1p-23f * static_cast<float>(random() % 3));
     }
     Arrays expected = arrays;
-    sgd_step_with(GetParam(), factors, arrays.segment());
+    sgd_step(factors, arrays.segment(), GetParam());
     expected.take_reference_step<float>([&](float gradient, float& value, float*) {
       value = std::fma(gradient, static_cast<float>(factor), value);
     });

@@ -31,7 +31,7 @@ T reduce_scalars(const Reduction& reduction, const std::vector<T>& values, Instr
   }
   T result{};
   void* const to[] = {&result};
-  reduce_with(set, reduction, from, to, 1);
+  reduce(reduction, from, to, 1, StoreHint::kCached, set);
   return result;
 }
 

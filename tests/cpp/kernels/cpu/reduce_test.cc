@@ -174,7 +174,7 @@ void check_layout(InstructionSet set, const Reduction& reduction, const std::vec
     to.push_back(output.data());
   }
 
-  reduce_with(set, reduction, from, to, count, hint);
+  reduce(reduction, from, to, count, hint, set);
 
   const auto where = [&] {
     return join(to_string(set), " ", to_string(reduction.dtype), " ", to_string(reduction.op), ", ",
@@ -269,7 +269,7 @@ class EverySixteenBitValue : public testing::TestWithParam<DType> {
     }
     std::vector<std::uint16_t> result(inputs[0].size());
     void* const to[] = {result.data()};
-    reduce_with(set, reduction, from, to, result.size());
+    reduce(reduction, from, to, result.size(), StoreHint::kCached, set);
     return result;
   }
 };
@@ -363,8 +363,8 @@ TEST(InstructionSets, AgreeOnArbitraryBits) {
       for (const InstructionSet set : usable_instruction_sets()) {
         Bytes result(kCount * element_size(dtype));
         void* const to[] = {result.data()};
-        reduce_with(set, {.dtype = dtype, .op = op, .divisor = 3, .factors = factors}, from, to,
-                    kCount, StoreHint::kStreaming);
+        reduce({.dtype = dtype, .op = op, .divisor = 3, .factors = factors}, from, to, kCount,
+               StoreHint::kStreaming, set);
         if (set == InstructionSet::kPortable) {
           portable = result;
         }
@@ -415,13 +415,8 @@ TEST(InstructionSets, OneOfAnotherArchitectureIsRefused) {
   float value = 1;
   const void* const from[] = {&value};
   void* const to[] = {&value};
-  EXPECT_THROW(reduce_with(kForeign, {.dtype = DType::kFloat32, .op = ReduceOp::kSum}, from, to, 1),
-               InvalidUsage);
-}
-
-TEST(InstructionSets, ReduceUsesTheChosenOne) {
-  const auto usable = usable_instruction_sets();
-  EXPECT_EQ(chosen_instruction_set(), usable.back());
+  const Reduction sum{.dtype = DType::kFloat32, .op = ReduceOp::kSum};
+  EXPECT_THROW(reduce(sum, from, to, 1, StoreHint::kCached, kForeign), InvalidUsage);
 }
 
 // ---- beyond the cache ---------------------------------------------------------------------
@@ -447,7 +442,7 @@ TEST(Reduce, ManyInputsBeyondTheCache) {
   for (const InstructionSet set : usable_instruction_sets()) {
     for (const StoreHint hint : {StoreHint::kCached, StoreHint::kStreaming}) {
       std::fill(result.begin(), result.end(), -1.0f);
-      reduce_with(set, {.dtype = DType::kFloat32, .op = ReduceOp::kSum}, from, to, kCount, hint);
+      reduce({.dtype = DType::kFloat32, .op = ReduceOp::kSum}, from, to, kCount, hint, set);
       EXPECT_EQ(result, expected) << to_string(set);
     }
   }
