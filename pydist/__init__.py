@@ -36,6 +36,7 @@ from pydist.evaluation.evaluate import evaluate
 from pydist.job import backends
 from pydist.job.groups import new_group
 from pydist.job.membership import (
+    abort,
     backend,
     device,
     init,
@@ -46,7 +47,7 @@ from pydist.job.membership import (
     shutdown,
     world_size,
 )
-from pydist.job.reforming import reform
+from pydist.job.recovery.reforming import reform
 from pydist.job.spawn import spawn
 from pydist.parallel.large_batch import effective_batch_size, scale_lr
 from pydist.parallel.sync_batch_norm import SyncBatchNorm
@@ -104,6 +105,7 @@ __all__ = [
     "TransportError",
     "Work",
     "__version__",
+    "abort",
     "all_gather",
     "all_reduce",
     "all_to_all",

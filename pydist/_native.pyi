@@ -124,6 +124,10 @@ class Communicator:
         """
         At the root: outputs = the inputs of all ranks, in rank order.
         """
+    def place_of(self, rank: typing.SupportsInt | typing.SupportsIndex) -> tuple[str | None, int | None]:
+        """
+        The host and the process id of a rank of the group; None for both where the backend does not know them.
+        """
     def recv(self, tensor: torch.Tensor, src: typing.SupportsInt | typing.SupportsIndex = -1, tag: typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
         Receives from rank src, or from anybody (-1). Returns the source rank, or a Work.
@@ -525,6 +529,10 @@ class KeyedPermutation:
         """
         What stands at first, first + step, ...: int64, `count` of them.
         """
+def abort_all(message: str, cause: str) -> None:
+    """
+    Fails all groups of this process, here and on every other rank: this rank is the culprit, `cause` the reason that errors carry.
+    """
 def adam_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, exp_avgs: torch.Tensor | collections.abc.Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | collections.abc.Sequence[torch.Tensor], max_exp_avg_sqs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None = None, *, step: typing.SupportsFloat | typing.SupportsIndex | collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex] | torch.Tensor | collections.abc.Sequence[torch.Tensor], lr: typing.SupportsFloat | typing.SupportsIndex, beta1: typing.SupportsFloat | typing.SupportsIndex, beta2: typing.SupportsFloat | typing.SupportsIndex, eps: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, decoupled: bool, maximize: bool = False, gradient_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
     """
     One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on torch's threads, or on the current stream of the tensors' CUDA device. Contiguous tensors of one shape for each segment; masters only and always for 16-bit parameters, whose values count where they are not the master's, rounded; max_exp_avg_sqs means amsgrad; step counts from 1, this one included, or is CPU tensors of one element each that count the steps before and are counted on; the gradients are multiplied by gradient_scale first.

@@ -12,7 +12,16 @@
 After Mismatch, PeerLost, Timeout, Aborted and TransportError a group's ranks are out of step: the
 group is of no further use, the process is. It can save its state, and go on in a new group. After
 InvalidUsage and CheckpointError the group goes on.
+
+Note [Who is to blame]: the engine knows more than the text of an error says, and the errors carry
+it as attributes. Torch, through which many errors come (those of `loss.backward()`, say), makes an
+exception of its class and its text alone. So the engine announces the attributes right before, on
+the same thread, and `Error` takes up what was announced with its text.
 """
+
+import threading
+from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "Aborted",
@@ -30,7 +39,56 @@ class Error(RuntimeError):
     """Everything that pydist raises by itself.
 
     Catch it to tell a failure of communication from one of the model.
+
+    Attributes:
+        ranks: The ranks that are to blame, as far as they are known, numbered as in the group whose
+            operation failed: those that died, left, were stopped or never came, both sides of a
+            Mismatch, the one that aborted. `()` where nobody knows.
+        host: The name of the host of the first of them; None if unknown.
+        pid: The process of the first of them, on its host; None if unknown.
+        operation: What failed, such as `"all_reduce #812 of group 'world'"`; None if nothing was
+            under way.
+        cause: What `ranks` did or what befell them, such as `"has died"`, or the reason that was
+            given to `pydist.abort`; None if unknown.
     """
+
+    ranks: tuple[int, ...]
+    host: str | None
+    pid: int | None
+    operation: str | None
+    cause: str | None
+
+    def __init__(
+        self,
+        *args: object,
+        ranks: Iterable[int] = (),
+        host: str | None = None,
+        pid: int | None = None,
+        operation: str | None = None,
+        cause: str | None = None,
+    ) -> None:
+        super().__init__(*args)
+        announced = _announced.__dict__.pop("blame", None)
+        if announced is not None and args and args[0] == announced[0]:
+            _, self.ranks, self.host, self.pid, self.operation, self.cause = announced
+        else:
+            self.ranks, self.host, self.pid = tuple(ranks), host, pid
+            self.operation, self.cause = operation, cause
+
+
+# What `Error` takes up next; see Note [Who is to blame].
+_announced = threading.local()
+
+
+def _announce(
+    message: str,
+    ranks: tuple[int, ...],
+    host: str | None,
+    pid: int | None,
+    operation: str | None,
+    cause: str | None,
+) -> None:
+    _announced.blame = (message, ranks, host, pid, operation, cause)
 
 
 class InvalidUsage(Error, ValueError):  # noqa: N818
@@ -66,8 +124,9 @@ class Timeout(Error, TimeoutError):  # noqa: N818
     call.
     """
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(message if "timed out" in message else f"timed out: {message}")
+    def __init__(self, message: str = "", **blame: Any) -> None:
+        text = message if "timed out" in message else f"timed out: {message}"
+        super().__init__(text, **blame)
 
 
 class Aborted(Error):  # noqa: N818

@@ -40,6 +40,9 @@ constexpr std::array kVariables = {
                         "backend is native or gloo. The same on every rank."},
     EnvironmentVariable{"PYDIST_HEARTBEAT_WARNING", "seconds, more than 0", "5",
                         "How long a peer's heartbeat may be stale before a warning."},
+    EnvironmentVariable{"PYDIST_HEARTBEAT_TIMEOUT", "seconds, more than 0", "30",
+                        "How long a peer's heartbeat may be stale before the peer counts as lost, "
+                        "where the system cannot tell whether it lives (another PID namespace)."},
     EnvironmentVariable{"PYDIST_DEBUG", "0 | 1", "0",
                         "1 compares the averaged gradients of all ranks, bit by bit, after every "
                         "step."},
@@ -184,6 +187,10 @@ Environment Environment::read() {
   }
   if (const auto value = lookup("PYDIST_HEARTBEAT_WARNING")) {
     environment.heartbeat_warning = seconds(parse_number("PYDIST_HEARTBEAT_WARNING", *value, 1e-3,
+                                                         kLongestSeconds, "seconds, more than 0"));
+  }
+  if (const auto value = lookup("PYDIST_HEARTBEAT_TIMEOUT")) {
+    environment.heartbeat_timeout = seconds(parse_number("PYDIST_HEARTBEAT_TIMEOUT", *value, 1e-3,
                                                          kLongestSeconds, "seconds, more than 0"));
   }
   if (const auto value = lookup("PYDIST_CPU_ISA")) {

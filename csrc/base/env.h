@@ -59,6 +59,8 @@ struct Environment {
   std::size_t staging_bytes = std::size_t{4} << 20;
   // How long a peer's heartbeat may be stale before a warning.
   std::chrono::milliseconds heartbeat_warning{5'000};
+  // How long it may be stale before the peer counts as lost, where nothing else tells of its death.
+  std::chrono::milliseconds heartbeat_timeout{30'000};
   // Caps the instruction set of the CPU kernels; empty means the best that the processor has.
   std::string cpu_isa;
   // Compares averaged gradients between ranks.

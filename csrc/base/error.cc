@@ -1,6 +1,7 @@
 #include "base/error.h"
 
 #include <cstring>
+#include <utility>
 
 namespace pydist {
 namespace {
@@ -11,41 +12,42 @@ bool says_timed_out(const std::string& message) {
 
 }  // namespace
 
-Error::Error(ErrorKind kind, const std::string& message)
+Error::Error(ErrorKind kind, const std::string& message, Blame blame)
     : std::runtime_error(kind == ErrorKind::kTimeout && !says_timed_out(message)
                              ? "timed out: " + message
                              : message),
-      kind_(kind) {}
+      kind_(kind),
+      blame_(std::make_shared<const Blame>(std::move(blame))) {}
 
-std::exception_ptr make_error(ErrorKind kind, const std::string& message) {
+std::exception_ptr make_error(ErrorKind kind, const std::string& message, const Blame& blame) {
   switch (kind) {
     case ErrorKind::kInvalidUsage:
-      return std::make_exception_ptr(InvalidUsage(message));
+      return std::make_exception_ptr(InvalidUsage(message, blame));
     case ErrorKind::kMismatch:
-      return std::make_exception_ptr(Mismatch(message));
+      return std::make_exception_ptr(Mismatch(message, blame));
     case ErrorKind::kPeerLost:
-      return std::make_exception_ptr(PeerLost(message));
+      return std::make_exception_ptr(PeerLost(message, blame));
     case ErrorKind::kTimeout:
-      return std::make_exception_ptr(Timeout(message));
+      return std::make_exception_ptr(Timeout(message, blame));
     case ErrorKind::kAborted:
-      return std::make_exception_ptr(Aborted(message));
+      return std::make_exception_ptr(Aborted(message, blame));
     case ErrorKind::kTransport:
-      return std::make_exception_ptr(TransportError(message));
+      return std::make_exception_ptr(TransportError(message, blame));
     case ErrorKind::kError:
       break;
   }
-  return std::make_exception_ptr(Error(ErrorKind::kError, message));
+  return std::make_exception_ptr(Error(ErrorKind::kError, message, blame));
 }
 
 ErrorDescription describe(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const Error& typed) {
-    return {typed.kind(), typed.what()};
+    return {typed.kind(), typed.what(), typed.blame()};
   } catch (const std::exception& other) {
-    return {ErrorKind::kError, other.what()};
+    return {ErrorKind::kError, other.what(), {}};
   } catch (...) {
-    return {ErrorKind::kError, "unknown exception"};
+    return {ErrorKind::kError, "unknown exception", {}};
   }
 }
 

@@ -8,10 +8,13 @@
 
 #include <array>
 #include <exception>
+#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "base/enum_names.h"
 
@@ -37,22 +40,36 @@ static_assert(kErrorKindCount == static_cast<int>(ErrorKind::kTransport) + 1);
   return name_in(kErrorKindNames, kind, "Error");
 }
 
+// Who made an error happen, and in what, as far as it is known.
+struct Blame {
+  std::vector<int> ranks{};  // ascending, numbered as in the group
+  std::string host{};        // of the first of `ranks`
+  int pid = 0;               // of the first of `ranks`
+  std::string operation{};   // that failed: "all_reduce #812 of group 'world'"
+  std::string cause{};       // what `ranks` did, or what befell them: "has died"
+
+  friend bool operator==(const Blame&, const Blame&) = default;
+};
+
 class Error : public std::runtime_error {
  public:
   // The text of a kTimeout contains "timed out", which tools that restart jobs look for: where
   // `message` lacks these words, they come first.
-  Error(ErrorKind kind, const std::string& message);
+  Error(ErrorKind kind, const std::string& message, Blame blame = {});
 
   [[nodiscard]] ErrorKind kind() const noexcept { return kind_; }
+  [[nodiscard]] const Blame& blame() const noexcept { return *blame_; }
 
  private:
   ErrorKind kind_;
+  std::shared_ptr<const Blame> blame_;  // shared: to copy an exception must not throw
 };
 
 template <ErrorKind Kind>
 class ErrorOf : public Error {
  public:
-  explicit ErrorOf(const std::string& message) : Error(Kind, message) {}
+  explicit ErrorOf(const std::string& message, Blame blame = {})
+      : Error(Kind, message, std::move(blame)) {}
 };
 
 using InvalidUsage = ErrorOf<ErrorKind::kInvalidUsage>;
@@ -70,12 +87,14 @@ inline void rethrow_if_any(const std::exception_ptr& error) {
 }
 
 // An exception of the class that belongs to `kind`.
-[[nodiscard]] std::exception_ptr make_error(ErrorKind kind, const std::string& message);
+[[nodiscard]] std::exception_ptr make_error(ErrorKind kind, const std::string& message,
+                                            const Blame& blame = {});
 
-// The kind and the text of any exception (kError for one that is not ours).
+// What any exception says (kError for one that is not ours).
 struct ErrorDescription {
   ErrorKind kind = ErrorKind::kError;
   std::string message;
+  Blame blame{};
 };
 [[nodiscard]] ErrorDescription describe(const std::exception_ptr& error);
 

@@ -446,6 +446,22 @@ void bind_communicator(py::module_& module) {
             return self.whereabouts();
           },
           "What every rank of the group is in, a line each; empty where the backend cannot tell.")
+      .def(
+          "place_of",
+          [](const Communicator& self,
+             int rank) -> std::pair<std::optional<std::string>, std::optional<int>> {
+            const Blame known = [&] {
+              const ReleasedGil released;
+              return self.culprit(rank, {});
+            }();
+            if (known.pid == 0) {
+              return {};
+            }
+            return {known.host, known.pid};
+          },
+          py::arg("rank"),
+          "The host and the process id of a rank of the group; None for both where the backend "
+          "does not know them.")
       .def("capabilities", &capabilities, "What the backend can do and what it guarantees.")
       .def("why_unsupported", &why_unsupported, py::arg("kind"), py::arg("op"), py::arg("dtype"),
            "An empty text where the backend can run the operation; otherwise why not.");
@@ -463,6 +479,10 @@ void bind_communicator(py::module_& module) {
       "Joins the ranks of `host`, a communicator on native or gloo that then belongs to the new "
       "one, on NCCL; all of them call. `device` is the index of this rank's GPU; `library` the "
       "path of libnccl.so.2, for where the process has not loaded one.");
+  module.def("abort_all", &abort_all, py::arg("message"), py::arg("cause"),
+             py::call_guard<ReleasedGil>(),
+             "Fails all groups of this process, here and on every other rank: this rank is the "
+             "culprit, `cause` the reason that errors carry.");
   // Peers of a script that just ends are to learn of a departure, not of a death.
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     const ReleasedGil released;

@@ -26,11 +26,39 @@ PyObject* python_class(ErrorKind kind) {
   return classes[index];
 }
 
+// Tells the class who is to blame: only the text of an error comes through torch. See
+// pydist.errors.
+PyObject* announce(ErrorKind kind, const std::string& message, const Blame& blame) {
+  if (blame != Blame()) {
+    try {
+      py::tuple ranks(blame.ranks.size());
+      for (std::size_t i = 0; i < blame.ranks.size(); ++i) {
+        ranks[i] = blame.ranks[i];
+      }
+      const auto or_none = [](const std::string& text) -> py::object {
+        return text.empty() ? py::object(py::none()) : py::object(py::str(text));
+      };
+      py::module_::import("pydist.errors")
+          .attr("_announce")(
+              message, ranks, or_none(blame.host),
+              blame.pid == 0 ? py::object(py::none()) : py::object(py::int_(blame.pid)),
+              or_none(blame.operation), or_none(blame.cause));
+    } catch (const std::exception&) {
+      // The error itself matters more.
+    }
+  }
+  return python_class(kind);
+}
+
+PyObject* announced_class(const Error& error) {
+  return announce(error.kind(), error.what(), error.blame());
+}
+
 void translate(std::exception_ptr error) {
   try {
     std::rethrow_exception(from_torch(error));
   } catch (const Error& ours) {
-    PyErr_SetString(python_class(ours.kind()), ours.what());
+    PyErr_SetString(announced_class(ours), ours.what());
   }
 }
 
@@ -41,7 +69,8 @@ py::object python_exception(const std::exception_ptr& error) {
     return py::none();
   }
   const ErrorDescription description = describe(from_torch(error));
-  return py::reinterpret_borrow<py::object>(python_class(description.kind))(description.message);
+  return py::reinterpret_borrow<py::object>(
+      announce(description.kind, description.message, description.blame))(description.message);
 }
 
 ErrorKind kind_of(const py::error_already_set& error, ErrorKind otherwise) {
@@ -56,7 +85,7 @@ ErrorKind kind_of(const py::error_already_set& error, ErrorKind otherwise) {
 }
 
 void bind_errors(py::module_& /*module*/) {
-  set_python_class_lookup(&python_class);
+  set_python_class_lookup(&announced_class);
   // For the bindings of every module: torch's raise our errors too, when our backend throws.
   py::register_exception_translator(&translate);
 }

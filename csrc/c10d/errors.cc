@@ -12,19 +12,18 @@ std::atomic<PythonClassLookup> python_class_lookup{nullptr};
 
 class TypedTorchError : public torch::PyTorchError {
  public:
-  TypedTorchError(ErrorKind kind, const std::string& message)
-      : PyTorchError(message), kind_(kind) {}
+  explicit TypedTorchError(const Error& error) : PyTorchError(error.what()), error_(error) {}
 
   PyObject* python_type() override {
     const PythonClassLookup lookup = python_class_lookup.load();
-    PyObject* type = lookup == nullptr ? nullptr : lookup(kind_);
+    PyObject* type = lookup == nullptr ? nullptr : lookup(error_);
     return type == nullptr ? PyExc_RuntimeError : type;
   }
 
-  [[nodiscard]] ErrorKind kind() const noexcept { return kind_; }
+  [[nodiscard]] const Error& error() const noexcept { return error_; }
 
  private:
-  ErrorKind kind_;
+  Error error_;
 };
 
 }  // namespace
@@ -38,7 +37,7 @@ std::exception_ptr for_torch(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const Error& ours) {
-    return std::make_exception_ptr(TypedTorchError(ours.kind(), ours.what()));
+    return std::make_exception_ptr(TypedTorchError(ours));
   } catch (...) {
     return error;
   }
@@ -51,7 +50,7 @@ std::exception_ptr from_torch(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const TypedTorchError& typed) {
-    return make_error(typed.kind(), typed.what());
+    return make_error(typed.error().kind(), typed.error().what(), typed.error().blame());
   } catch (...) {
     return error;
   }
@@ -61,7 +60,7 @@ ErrorDescription describe_briefly(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const c10::Error& torchs) {
-    return {ErrorKind::kError, torchs.what_without_backtrace()};
+    return {ErrorKind::kError, torchs.what_without_backtrace(), {}};
   } catch (...) {
     return describe(error);
   }

@@ -17,8 +17,9 @@ struct _object;
 
 namespace pydist {
 
-// Answers with a borrowed reference to the Python class of a kind; called with the GIL held.
-using PythonClassLookup = _object* (*)(ErrorKind kind);
+// Answers with a borrowed reference to the Python class of an error, which will be made with the
+// error's text alone, at once and on the same thread. Called with the GIL held.
+using PythonClassLookup = _object* (*)(const Error& error);
 
 // Set once, when the Python module is loaded.
 void set_python_class_lookup(PythonClassLookup lookup) noexcept;

@@ -614,7 +614,8 @@ void TorchProcessGroup::monitoredBarrier(const c10d::BarrierOptions& options, bo
         throw Timeout(join("monitored_barrier: rank ", rank_, " heard nothing from rank 0 within ",
                            patience.count(),
                            " ms: rank 0 or a rank that it waits for is late; its "
-                           "error says which."));
+                           "error says which."),
+                      communicator_->culprit(0, "said nothing in time"));
       }
       return;
     }
@@ -623,11 +624,13 @@ void TorchProcessGroup::monitoredBarrier(const c10d::BarrierOptions& options, bo
       arrivals.push_back(start(OpKind::kRecv, peer));
     }
     std::string late;
+    std::vector<int> late_ranks;
     for (int peer = 1; peer < size_; ++peer) {
       if (came(*arrivals[static_cast<std::size_t>(peer - 1)])) {
         continue;
       }
       late += (late.empty() ? "" : ", ") + std::to_string(peer);
+      late_ranks.push_back(peer);
       if (!wait_all_ranks) {
         break;
       }
@@ -638,7 +641,9 @@ void TorchProcessGroup::monitoredBarrier(const c10d::BarrierOptions& options, bo
       for (const std::string& line : communicator_->whereabouts()) {
         message += "\n  " + line;
       }
-      throw Timeout(message);
+      Blame blame = communicator_->culprit(late_ranks[0], "did not come in time");
+      blame.ranks = late_ranks;
+      throw Timeout(message, std::move(blame));
     }
     for (int peer = 1; peer < size_; ++peer) {
       start(OpKind::kSend, peer)->wait(deadline);

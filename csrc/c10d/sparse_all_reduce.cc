@@ -59,11 +59,13 @@ void require_agreement(const std::vector<Facts>& facts) {
       }
       if (word == kShapeHash) {
         throw Mismatch(join("all_reduce of sparse tensors: rank 0 and rank ", rank,
-                            " have tensors of different shapes."));
+                            " have tensors of different shapes."),
+                       Blame{.ranks = {0, static_cast<int>(rank)}});
       }
-      throw Mismatch(join("all_reduce of sparse tensors: ranks disagree about ", kNames[word],
-                          ": rank 0 has ", facts[0][word], ", rank ", rank, " has ",
-                          facts[rank][word], "."));
+      throw Mismatch(
+          join("all_reduce of sparse tensors: ranks disagree about ", kNames[word], ": rank 0 has ",
+               facts[0][word], ", rank ", rank, " has ", facts[rank][word], "."),
+          Blame{.ranks = {0, static_cast<int>(rank)}});
     }
   }
 }

@@ -128,6 +128,9 @@ class StagedCommunicator final : public Communicator {
   void abort(const Error& reason) override { host_->abort(reason); }
   [[nodiscard]] std::exception_ptr failure() const override { return host_->failure(); }
   [[nodiscard]] PeerNews* peer_news() noexcept override { return host_->peer_news(); }
+  [[nodiscard]] Blame culprit(int rank, std::string cause) const override {
+    return host_->culprit(rank, std::move(cause));
+  }
   [[nodiscard]] std::vector<std::string> whereabouts() const override {
     return host_->whereabouts();
   }

@@ -204,10 +204,12 @@ bool Staging::are_copies_over(Device device) noexcept {
 }
 
 void Staging::give_up(Staged& staged, const std::exception_ptr& error, bool has_begun) {
-  const auto [kind, what] = describe_briefly(error);
+  const auto [kind, what, blame] = describe_briefly(error);
   if (host_->failure() == nullptr && (kind != ErrorKind::kInvalidUsage || has_begun)) {
-    host_->abort(Error(kind, join(to_string(staged.operation.kind), " on rank ", host_->rank(),
-                                  " could not be staged: ", what)));
+    host_->abort(Error(kind,
+                       join(to_string(staged.operation.kind), " on rank ", host_->rank(),
+                            " could not be staged: ", what),
+                       blame));
   }
   staged.finish(error);
 }

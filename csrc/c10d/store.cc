@@ -19,6 +19,7 @@
 #include "base/error.h"
 #include "base/interruption.h"
 #include "c10d/elastic_threads.h"
+#include "topology/culprits.h"
 
 namespace pydist {
 namespace {
@@ -95,7 +96,8 @@ class PolledStore final : public c10d::PrefixStore {
   void require_no_news() {
     if (store_->check({news_key_})) {
       const std::vector<std::uint8_t> text = store_->get(news_key_);
-      C10_THROW_ERROR(DistStoreError, std::string(text.begin(), text.end()));
+      const ToldError told = ToldError::from_text(std::string(text.begin(), text.end()));
+      C10_THROW_ERROR(DistStoreError, told.error.message);
     }
     if (check_hope_) {
       check_hope_();

@@ -39,7 +39,10 @@ std::string describe(const Post& post) {
            describe(group.segment().control(group.rank()).posts[group.sequence() % kPostDepth]),
            ", but rank ", peer, " called ", describe(group.post(peer)), detail,
            ". Every rank of a group must call the same collectives in the same order "
-           "with matching arguments."));
+           "with matching arguments."),
+      Blame{.ranks = {std::min(group.rank(), peer), std::max(group.rank(), peer)},
+            .operation = join(to_string(group.post(group.rank()).kind), " #", group.sequence()),
+            .cause = "ranks called different collectives"});
 }
 
 // Compares what this rank and `peer` know of the sizes of the blocks that they exchange.

@@ -5,6 +5,10 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -389,6 +393,28 @@ Task exchange_through_transit(Collective& run) {
 
 // -- symmetric ------------------------------------------------------------------------------------
 
+// Says for as long as it exists that this rank writes into the symmetric memory of others. Throws
+// the group's failure: a rank that fails relies on it that nobody begins to write any more. The two
+// sequentially consistent pairs, this rank's word and the failure's, make that sure: either this
+// rank sees the failure, or whoever has set it sees the word.
+class HeapWriting {
+ public:
+  explicit HeapWriting(const Group& group)
+      : word_(group.segment().control(group.rank()).writes_heap) {
+    word_.store(1);
+    if (group.segment().failure().is_set()) {
+      word_.store(0, std::memory_order_release);
+      std::rethrow_exception(group.segment().failure().error());
+    }
+  }
+  HeapWriting(const HeapWriting&) = delete;
+  HeapWriting& operator=(const HeapWriting&) = delete;
+  ~HeapWriting() { word_.store(0, std::memory_order_release); }
+
+ private:
+  std::atomic<std::uint32_t>& word_;
+};
+
 // Takes one round: it begins when all have posted, and ends when all have done their part.
 Task run_on_symmetric_heap(Collective& run) {
   Group& group = run.group();
@@ -400,6 +426,7 @@ Task run_on_symmetric_heap(Collective& run) {
   const auto input_of = [&](int rank) { return heap.address(rank, group.detail(rank).input); };
   const auto output_of = [&](int rank) { return heap.address(rank, group.detail(rank).output); };
 
+  std::optional<HeapWriting> writing(std::in_place, group);
   switch (call.kind) {
     case OpKind::kAllReduce: {
       // The owner of a slice reads it from everybody and writes it to everybody.
@@ -440,6 +467,7 @@ Task run_on_symmetric_heap(Collective& run) {
     default:
       break;
   }
+  writing.reset();
   group.publish(&RankControl::consumed, round);
   // Peers write into this rank's buffers, or read them, until they are done.
   if (call.kind != OpKind::kBroadcast || run.is_root()) {

@@ -105,10 +105,13 @@ std::string describe(const Record& record) {
   return text + ")";
 }
 
-[[noreturn]] void throw_mismatch(const std::string& detail) {
+[[noreturn]] void throw_mismatch(const std::string& detail, std::size_t one, std::size_t other) {
   throw Mismatch(join("Ranks disagree about a collective of their group: ", detail,
                       ". Every rank of a group must call the same collectives in the same order "
-                      "with matching arguments."));
+                      "with matching arguments."),
+                 Blame{.ranks = {static_cast<int>(std::min(one, other)),
+                                 static_cast<int>(std::max(one, other))},
+                       .cause = "ranks called different collectives"});
 }
 
 // Elements that this rank sends to each rank, then those that it expects from each.
@@ -166,7 +169,8 @@ void check_agreement(const Operation& operation, int rank, int size,
                           describe(all[other]),
                           all[other].count == all[0].count && all[other].blocks != all[0].blocks
                               ? " with blocks of other sizes"
-                              : ""));
+                              : ""),
+                     0, other);
     }
   }
   if (!is_pairwise(operation.kind)) {
@@ -181,7 +185,8 @@ void check_agreement(const Operation& operation, int rank, int size,
       const std::uint64_t expected = table[to * counts.size() + ranks + from];
       if (sent != expected) {
         throw_mismatch(join("in ", describe(mine), " rank ", from, " sends ", sent,
-                            " elements to rank ", to, ", which expects ", expected));
+                            " elements to rank ", to, ", which expects ", expected),
+                       from, to);
       }
     }
   }

@@ -17,8 +17,11 @@ int Communicator::run(Operation&& operation) {
   const OpKind kind = operation.kind;
   const WorkPtr work = submit(std::move(operation));
   work->wait_or_end([&] {
-    abort(Aborted(join("rank ", rank(), " was interrupted in ", to_string(kind), " of group '",
-                       name(), "' (", kWhatInterrupts, ").")));
+    Blame own = culprit(rank(), "was interrupted");
+    own.operation = join(to_string(kind), " of group '", name(), "'");
+    abort(Aborted(
+        join("rank ", rank(), " was interrupted in ", own.operation, " (", kWhatInterrupts, ")."),
+        own));
   });
   return work->source_rank();
 }

@@ -135,6 +135,9 @@ class Communicator {
   // The error that the group has failed with; null while it is sound.
   [[nodiscard]] virtual std::exception_ptr failure() const = 0;
 
+  // A rank of the group as the culprit of an error, with its process, as far as that is known.
+  [[nodiscard]] virtual Blame culprit(int rank, std::string cause) const = 0;
+
   // The news that the backend has of the group's ranks without an operation; null if it has none.
   [[nodiscard]] virtual PeerNews* peer_news() noexcept { return nullptr; }
 

@@ -1,9 +1,15 @@
 #include "communicator/open_communicators.h"
 
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <vector>
+
+#include "base/error.h"
+#include "base/fork.h"
+#include "base/log.h"
+#include "topology/culprits.h"
 
 namespace pydist {
 namespace {
@@ -31,6 +37,26 @@ void note_open(const CommunicatorPtr& communicator) {
 }
 
 bool is_process_ending() noexcept { return is_ending.load(std::memory_order_relaxed); }
+
+void abort_all(const std::string& message, const std::string& cause) {
+  require_not_forked();
+  std::vector<std::weak_ptr<Communicator>> all;
+  {
+    Registry& known = registry();
+    const std::lock_guard lock(known.mutex);
+    all = known.all;
+  }
+  // The oldest first: most wait for those.
+  for (const auto& each : all) {
+    if (const CommunicatorPtr communicator = each.lock()) {
+      try {
+        communicator->abort(Aborted(message, own_blame(communicator->rank(), cause)));
+      } catch (const std::exception& error) {
+        log_line(LogLevel::kError, error.what());
+      }
+    }
+  }
+}
 
 void shut_down_all() noexcept {
   is_ending.store(true, std::memory_order_relaxed);

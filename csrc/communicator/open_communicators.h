@@ -5,12 +5,17 @@
 
 #pragma once
 
+#include <string>
+
 #include "communicator/communicator.h"
 
 namespace pydist {
 
 // Called by the functions that make a communicator. The list does not keep it alive.
 void note_open(const CommunicatorPtr& communicator);
+
+// Aborts those that are still alive: on every rank of each, with a message and a cause (Blame).
+void abort_all(const std::string& message, const std::string& cause);
 
 // Shuts down those that are still alive, for a process that ends.
 void shut_down_all() noexcept;

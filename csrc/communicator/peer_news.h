@@ -10,13 +10,17 @@
 #include <optional>
 #include <string>
 
+#include "base/error.h"
+
 namespace pydist {
 
 // A rank of a group that is gone, and how far it took part before.
 struct Absence {
-  std::string what;         // for people: "rank 3 (pid 71 on host b) has died"
+  std::string what;  // for people: "rank 3 (pid 71 on host b) has died"
+  ErrorKind kind = ErrorKind::kPeerLost;
   bool is_orderly = false;  // it has left by shutdown(); otherwise it has died or failed
   std::uint64_t done = 0;   // what it gave set_farewell()
+  Blame blame{};            // without an operation
 
   // Whether the operation with this number, from 1, still needed the part of the rank that is gone.
   [[nodiscard]] bool lacks(std::uint64_t operation) const noexcept {

@@ -93,9 +93,10 @@ CommunicatorPtr Splits::next(const std::vector<int>& ranks, int rank, int size,
       static_cast<void>(get_while_hoping(store, open_key(number), deadline, check_hope));
     } catch (const Timeout&) {
       put_back(members, number);
-      throw Timeout(join("Rank ", rank, " came to make a group of the ranks ", members,
-                         ", but rank ", ranks[0], " did not: it never called, has died, or has ",
-                         "given up."));
+      throw Timeout(
+          join("Rank ", rank, " came to make a group of the ranks ", members, ", but rank ",
+               ranks[0], " did not: it never called, has died, or has ", "given up."),
+          Blame{.ranks = {ranks[0]}, .cause = "did not come in time"});
     } catch (const TransportError&) {
       put_back(members, number);
       throw;  // the store is gone

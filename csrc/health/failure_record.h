@@ -26,13 +26,13 @@ class FailureRecord {
 
   // Records the error, cut to fit, unless another one came first; returns whether it did. `writer`
   // is the rank that records.
-  bool set(ErrorKind kind, std::string_view message, int writer) noexcept;
+  bool set(ErrorKind kind, std::string_view message, int writer, const Blame& blame = {}) noexcept;
 
   // Null while the group is sound. Each call makes an exception of its own, since one must not be
   // shared by threads. `of_silent` words the error where a rank has begun to write its reason and
   // does not come to the end of it: it has died or was stopped.
   [[nodiscard]] std::exception_ptr error(
-      const std::function<std::string(int writer)>& of_silent) const;
+      const std::function<ErrorDescription(int writer)>& of_silent) const;
   // The same for a record whose writers are all threads of this process: none of them dies halfway.
   [[nodiscard]] std::exception_ptr error() const;
 
@@ -42,7 +42,13 @@ class FailureRecord {
 
   alignas(64) std::atomic<std::uint32_t> state_{kNone};
   std::uint32_t kind_ = 0;
-  std::array<char, 4088> message_{};  // fills a page together with the fields above
+  std::int32_t pid_ = 0;
+  std::uint32_t rank_count_ = 0;
+  std::array<std::int32_t, 60> ranks_{};  // the first of them
+  std::array<char, 256> host_{};
+  std::array<char, 512> operation_{};
+  std::array<char, 512> cause_{};
+  std::array<char, 2560> message_{};  // fills a page together with the fields above
 };
 
 }  // namespace pydist

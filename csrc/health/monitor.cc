@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <csignal>
@@ -12,6 +13,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "health/process_state.h"
 
 namespace pydist {
 namespace {
@@ -24,10 +26,13 @@ FileDescriptor open_pidfd(pid_t pid) {
 
 }  // namespace
 
-Monitor::Monitor(ProcessPage& own_page, std::chrono::milliseconds heartbeat_warning)
+Monitor::Monitor(ProcessPage& own_page, std::chrono::milliseconds heartbeat_warning,
+                 std::chrono::milliseconds heartbeat_timeout)
     : own_page_(own_page),
       heartbeat_warning_(heartbeat_warning),
-      wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+      heartbeat_timeout_(heartbeat_timeout),
+      wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      last_check_ns_(monotonic_ns()) {
   if (!wake_fd_) {
     throw system_error("Cannot create an eventfd", errno);
   }
@@ -54,13 +59,14 @@ void Monitor::watch_readable(int fd, std::function<void()> callback) {
 void Monitor::watch_peer(pid_t pid, Peer peer) {
   auto watched = std::make_shared<WatchedPeer>();
   watched->peer = std::move(peer);
+  watched->pid = pid;
   if (pid > 0) {
     watched->pidfd = open_pidfd(pid);
     watched->was_gone = !watched->pidfd && errno == ESRCH;
     if (!watched->pidfd && !watched->was_gone) {
       log_line(LogLevel::kWarning,
                join("cannot watch ", watched->peer.description, " for its death (errno ", errno,
-                    "); it is watched by its heartbeat alone."));
+                    "); it is watched by /proc and its heartbeat."));
     }
   }
   {
@@ -120,7 +126,7 @@ void Monitor::run() {
       check_heartbeats();
     } catch (const std::exception& error) {
       // Nothing that goes wrong here may end the process.
-      log_line(LogLevel::kError, join("the monitor thread met an error: ", error.what()));
+      log_.post(LogLevel::kError, join("the monitor thread met an error: ", error.what()));
     }
   }
 }
@@ -131,22 +137,47 @@ void Monitor::report_death(WatchedPeer& watched) {
 }
 
 void Monitor::check_heartbeats() {
-  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<WatchedPeer>> peers;
+  {
+    const std::lock_guard lock(mutex_);
+    peers = peers_;
+  }
   const std::int64_t now = monotonic_ns();
-  const std::int64_t limit = std::chrono::nanoseconds(heartbeat_warning_).count();
-  for (const auto& watched : peers_) {
+  const auto is_older = [](std::int64_t age, std::chrono::milliseconds limit) {
+    return age > std::chrono::nanoseconds(limit).count();
+  };
+  // Where this process, too, was stopped, its peers' hearts may beat again in a moment.
+  const std::int64_t longest = std::chrono::nanoseconds(4 * kHeartbeatInterval).count();
+  const std::int64_t passed = std::min(now - std::exchange(last_check_ns_, now), longest);
+  for (const auto& watched : peers) {
     const Peer& peer = watched->peer;
     if (watched->is_dead || peer.page->has_departed.load(std::memory_order_relaxed) != 0) {
       continue;
     }
-    const std::int64_t age = now - peer.page->heartbeat_ns.load(std::memory_order_relaxed);
-    if (age > limit && !watched->is_warned) {
-      log_line(LogLevel::kWarning,
-               join(peer.description, " has shown no sign of life for ",
-                    std::round(static_cast<double>(age) * 1e-8) / 10.0,
-                    " s: it is stopped, swapped out or starved of processor time."));
+    const std::int64_t beat = peer.page->heartbeat_ns.load(std::memory_order_relaxed);
+    watched->silence_ns = beat == watched->beat_ns ? watched->silence_ns + passed : 0;
+    watched->beat_ns = beat;
+    const std::int64_t age = now - beat;
+    const bool is_stale = is_older(age, heartbeat_warning_);
+    if ((is_stale && !watched->is_warned) || !watched->pidfd) {
+      const ProcessState state = process_state(watched->pid);
+      if (!watched->pidfd && state == ProcessState::kDead) {
+        report_death(*watched);
+        continue;
+      }
+      if (is_stale && !watched->is_warned) {
+        const std::string_view known = in_words(state);
+        log_.post(LogLevel::kWarning, join(peer.description, " has shown no sign of life for ",
+                                           std::round(static_cast<double>(age) * 1e-8) / 10.0, " s",
+                                           known.empty() ? "" : "; it ", known, "."));
+      }
+      if (!watched->pidfd && state == ProcessState::kUnknown &&
+          is_older(watched->silence_ns, heartbeat_timeout_)) {
+        watched->is_dead = true;
+        (peer.on_silence ? peer.on_silence : peer.on_death)();
+      }
     }
-    watched->is_warned = age > limit;
+    watched->is_warned = is_stale;
   }
 }
 

@@ -1,12 +1,13 @@
-// The page that a process shows to its peers on the host: its sign of life and its journal. Zeroed
-// shared memory that its owner alone can write. The doorbell, which everybody writes, lies
-// elsewhere.
+// The page that a process shows to its peers on the host: its sign of life, whom it waits for and
+// its journal. Zeroed shared memory that its owner alone can write. The doorbell, which everybody
+// writes, lies elsewhere.
 
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 
+#include "health/awaited_rank.h"
 #include "health/journal.h"
 
 namespace pydist {
@@ -18,6 +19,7 @@ struct ProcessPage {
   std::atomic<std::uint32_t> has_departed;
   // The owner's process id, for those who are no peers of it.
   std::atomic<std::int32_t> pid;
+  AwaitedRank awaited;
   Journal journal;
 };
 

@@ -5,7 +5,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -173,6 +175,31 @@ void SharedSegment::discard(std::size_t offset, std::size_t length) const noexce
   [[maybe_unused]] const int result =
       ::fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                   static_cast<off_t>(mapping_->offset() + offset), static_cast<off_t>(length));
+}
+
+void SharedSegment::make_private(std::size_t offset, std::size_t length) const {
+  check_memory_room(length, "a copy of shared memory");
+  std::byte* const begin = data_ + offset;
+  if (::mmap(begin, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd(),
+             static_cast<off_t>(mapping_->offset() + offset)) == MAP_FAILED) {
+    throw system_error(join("Cannot map ", length, " bytes of shared memory copy-on-write"), errno);
+  }
+  // Until a page is written, it shows what others write into the segment.
+#ifdef MADV_POPULATE_WRITE
+  if (::madvise(begin, length, MADV_POPULATE_WRITE) == 0) {
+    return;
+  }
+  if (errno != EINVAL) {  // of a kernel that does not know it
+    throw system_error(join("Cannot copy ", length, " bytes of shared memory"), errno);
+  }
+#endif
+  for (std::size_t page = 0; page < length; page += page_bytes()) {
+    // A write that changes nothing, whatever other threads do.
+    auto& word = *reinterpret_cast<std::atomic<std::uint64_t>*>(begin + page);
+    std::uint64_t value = word.load(std::memory_order_relaxed);
+    while (!word.compare_exchange_strong(value, value, std::memory_order_relaxed)) {
+    }
+  }
 }
 
 void SharedSegment::populate(std::size_t offset, std::size_t length) const noexcept {

@@ -47,6 +47,10 @@ class SharedSegment {
   // zeros then, and is not reserved. A hint.
   void discard(std::size_t offset, std::size_t length) const noexcept;
 
+  // Replaces a range of whole pages in this process by a copy of its own, at the same addresses.
+  // Other threads may use the memory meanwhile. Throws TransportError where there is no room.
+  void make_private(std::size_t offset, std::size_t length) const;
+
   // Enters the range into this process's page tables ahead of its first use. A hint.
   void populate(std::size_t offset, std::size_t length) const noexcept;
 

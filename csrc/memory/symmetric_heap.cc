@@ -1,6 +1,7 @@
 #include "memory/symmetric_heap.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "base/error.h"
 #include "base/fork.h"
@@ -195,8 +196,9 @@ void SymmetricHeap::give_up(const Placement& placement) noexcept {
 
 std::byte* SymmetricHeap::take(const Placement& placement) {
   const std::lock_guard lock(mutex_);
-  const Extent& extent = extents_.at(placement.extent);
+  Extent& extent = extents_.at(placement.extent);
   check(placement, extent.part_bytes);
+  extent.taken.at(placement.block) = {placement.offset, placement.bytes};
   if (placement.extent == visible_extents_.load(std::memory_order_relaxed)) {
     bases_[placement.extent] = part(extent, rank_);
     segments_[placement.extent] = extent.segment.data();
@@ -212,7 +214,31 @@ void SymmetricHeap::release(const Placement& placement) noexcept {
     return;  // a copy of the tensor dies here; the rank's own lives on
   }
   const std::lock_guard lock(mutex_);
-  freed(extents_[placement.extent], rank_, placement.block).fetch_add(1, std::memory_order_release);
+  Extent& extent = extents_[placement.extent];
+  extent.taken[placement.block] = {};
+  freed(extent, rank_, placement.block).fetch_add(1, std::memory_order_release);
+}
+
+void SymmetricHeap::keep_others_out() {
+  const std::lock_guard lock(mutex_);
+  for (const Extent& extent : extents_) {
+    const std::size_t own = static_cast<std::size_t>(rank_) * extent.part_bytes;
+    std::vector<Range> blocks;
+    std::copy_if(extent.taken.begin(), extent.taken.end(), std::back_inserter(blocks),
+                 [](const Range& block) { return block.bytes != 0; });
+    std::sort(blocks.begin(), blocks.end(),
+              [](const Range& one, const Range& other) { return one.begin < other.begin; });
+    // Whole pages, each once: blocks may share one.
+    std::size_t done = 0;
+    for (const Range& block : blocks) {
+      const std::size_t begin = std::max(done, (own + block.begin) / page_bytes() * page_bytes());
+      const std::size_t end = round_up(own + block.begin + block.bytes, page_bytes());
+      if (begin < end) {
+        extent.segment.make_private(begin, end - begin);
+        done = end;
+      }
+    }
+  }
 }
 
 HeapReference SymmetricHeap::find(const void* data, std::size_t bytes) const noexcept {

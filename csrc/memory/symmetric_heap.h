@@ -71,6 +71,12 @@ class SymmetricHeap {
   // This rank no longer uses it.
   void release(const Placement& placement) noexcept;
 
+  // From now on the blocks that this rank has taken and not released are memory of its own, at the
+  // same addresses and with what they hold: what other processes write does not reach them any
+  // more, nor the other way round. For a heap whose group has failed. Throws TransportError where
+  // there is no room for the copy.
+  void keep_others_out();
+
   // Where [data, data + bytes) lies, if it lies in this rank's parts.
   [[nodiscard]] HeapReference find(const void* data, std::size_t bytes) const noexcept;
   // Whether so many bytes from there on lie in every rank's part.
@@ -88,20 +94,22 @@ class SymmetricHeap {
     std::size_t offset = 0;
     std::uint64_t uses = 0;  // how many times it has been handed out
   };
+  // Bytes of a rank's part.
+  struct Range {
+    std::size_t begin = 0;
+    std::size_t bytes = 0;
+  };
   struct Extent {
     SharedSegment segment;
     std::size_t begin = 0;  // in the file
     std::size_t part_bytes = 0;
-    HeapAllocator allocator{0};  // rank 0's view
-    std::vector<Block> blocks;   // rank 0's view
-    bool is_trimmed = false;     // only blocks in use have memory (rank 0's view)
+    std::array<Range, kBlocks> taken{};  // by block: what this rank uses; no bytes where nothing
+    HeapAllocator allocator{0};          // rank 0's view
+    std::vector<Block> blocks;           // rank 0's view
+    bool is_trimmed = false;             // only blocks in use have memory (rank 0's view)
   };
 
-  // What a rank takes for a placement, in its part.
-  struct Range {
-    std::size_t begin;
-    std::size_t bytes;
-  };
+  // What a rank reserves for a placement.
   [[nodiscard]] static Range range_of(const Placement& placement) noexcept;
   // Throws where a placement, which has come through shared memory, lies outside of its extent.
   static void check(const Placement& placement, std::size_t part_bytes);

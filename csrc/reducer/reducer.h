@@ -349,7 +349,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finish_buckets();
   [[nodiscard]] bool has_hook_thrown() const;
   void warn_of_skipped_steps();
-  [[nodiscard]] std::string why_worthless() const;
+  [[nodiscard]] ErrorDescription why_worthless() const;
   // See Note [Capture].
   [[nodiscard]] bool is_capturing() const;
   void note_capture();

@@ -289,7 +289,8 @@ void Reducer::require_same_model() {
       throw Mismatch(
           join("the parameters of ranks 0 and ", rank, " differ (", openings_.of(0).slots, " and ",
                theirs.slots, " that train) since one was unfrozen or added: this rank's last is ",
-               arena_.slots().back().name, "; do the same on every rank, before the same forward"));
+               arena_.slots().back().name, "; do the same on every rank, before the same forward"),
+          Blame{.ranks = {0, rank}, .cause = "the models differ"});
     }
   }
 }
@@ -328,13 +329,13 @@ void Reducer::conclude_round(bool learns) {
   bool is_agreed = false;
   try {
     wait();
-    if (const std::string why = why_worthless(); !why.empty()) {
+    if (const auto [kind, why, blame] = why_worthless(); !why.empty()) {
       // All ranks know the reason and are in step, with one exception: if only some ranks captured
       // the backward, the devices of the others wait for buckets that are merely recorded there.
       // Then the group has to end. The rank that raised is no longer here to hear why, and finds
       // the group ended.
       if (is_captured_by_some()) {
-        std::rethrow_exception(make_error(ErrorKind::kError, why));
+        std::rethrow_exception(make_error(kind, why, blame));
       }
       is_agreed = true;
       if (has_hook_thrown()) {
@@ -348,7 +349,7 @@ void Reducer::conclude_round(bool learns) {
       arena_.release();
       forget();
       restart();
-      std::rethrow_exception(make_error(ErrorKind::kError, why));
+      std::rethrow_exception(make_error(kind, why, blame));
     }
     const bool is_captured = closings_->any(&Closing::is_captured);
     if (is_captured) {

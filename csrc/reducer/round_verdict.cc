@@ -3,11 +3,24 @@
 
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "c10d/device_streams.h"
 #include "reducer/reducer.h"
 
 namespace pydist {
+namespace {
+
+std::string numbers(const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : ranks) {
+    text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  return text;
+}
+
+}  // namespace
 
 // On any rank.
 bool Reducer::has_hook_thrown() const {
@@ -19,77 +32,92 @@ bool Reducer::has_hook_thrown() const {
   return false;
 }
 
-// Why the round is worth nothing, from what all ranks said; empty where it is worth something.
-std::string Reducer::why_worthless() const {
+// Why the round is worth nothing, from what all ranks said; no message where it is worth something.
+ErrorDescription Reducer::why_worthless() const {
   using Mode = Opening::Mode;
   using Purpose = Opening::Purpose;
-  std::string stepped;
-  std::string refused;
-  std::string left;
-  std::string threw;
-  std::string joined;
-  std::string as_one;
-  std::string by_share;
-  std::string mixed;
-  const auto append = [](std::string& ranks, int rank) {
-    ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
-  };
+  using Ranks = std::vector<int>;
+  Ranks stepped;
+  Ranks refused;
+  Ranks left;
+  Ranks threw;
+  Ranks joined;
+  Ranks as_one;
+  Ranks by_share;
+  Ranks mixed;
   for (int rank = 0; rank < communicator_->size(); ++rank) {
     const Closing::Status status = closings_->of(rank).status;
     const Opening opening = openings_.of(rank);
     if (opening.purpose != Purpose::kRound) {
-      append(opening.purpose == Purpose::kStep        ? stepped
-             : opening.purpose == Purpose::kLeaveJoin ? left
-                                                      : refused,
-             rank);
+      (opening.purpose == Purpose::kStep        ? stepped
+       : opening.purpose == Purpose::kLeaveJoin ? left
+                                                : refused)
+          .push_back(rank);
     } else if (status != Closing::Status::kFine) {
-      append(threw, rank);
+      threw.push_back(rank);
     }
     if (!opening.is_present) {
-      append(joined, rank);
+      joined.push_back(rank);
     } else if (opening.mode != Mode::kNothing) {
-      append(opening.mode == Mode::kMixed     ? mixed
-             : opening.mode == Mode::kByShare ? by_share
-                                              : as_one,
-             rank);
+      (opening.mode == Mode::kMixed     ? mixed
+       : opening.mode == Mode::kByShare ? by_share
+                                        : as_one)
+          .push_back(rank);
     }
   }
+  const auto because_of = [this](const Ranks& ranks, const char* cause, std::string message) {
+    Blame blame = communicator_->culprit(ranks[0], cause);
+    blame.ranks = ranks;
+    return ErrorDescription{ErrorKind::kError, std::move(message), std::move(blame)};
+  };
   constexpr const char* kIncomplete = "so the gradients of this step are incomplete on every rank";
   if (!refused.empty()) {
-    return join("step() of the model's pydist.ShardedOptimizer raised on rank ", refused,
-                " before this rank's backward was over, ", kIncomplete,
-                ": the exception is there; set the gradients to zero before the next step");
+    return because_of(
+        refused, "step() raised",
+        join("step() of the model's pydist.ShardedOptimizer raised on rank ", numbers(refused),
+             " before this rank's backward was over, ", kIncomplete,
+             ": the exception is there; set the gradients to zero before the next step"));
   }
   if (!stepped.empty()) {
-    return join("rank ", stepped,
-                " called step() of the model's pydist.ShardedOptimizer while this rank went "
-                "backward, ",
-                kIncomplete,
-                ": go backward as often on every rank, and set the gradients to zero before the "
-                "next step");
+    return because_of(
+        stepped, "called step() instead of a backward",
+        join("rank ", numbers(stepped),
+             " called step() of the model's pydist.ShardedOptimizer while this rank went "
+             "backward, ",
+             kIncomplete,
+             ": go backward as often on every rank, and set the gradients to zero before the "
+             "next step"));
   }
   if (!left.empty()) {
-    return join("an exception was raised on rank ", left, " within join(), ", kIncomplete,
-                ": the exception is there");
+    return because_of(left, "raised within join()",
+                      join("an exception was raised on rank ", numbers(left), " within join(), ",
+                           kIncomplete, ": the exception is there"));
   }
   if (!threw.empty()) {
-    return join(
-        "backward raised on rank ", threw, ", ", kIncomplete, ": the exception is there; ",
-        has_hook_thrown() ? kHooksOutOfStep : "set the gradients to zero before the next step");
+    return because_of(threw, "raised in its backward",
+                      join("backward raised on rank ", numbers(threw), ", ", kIncomplete,
+                           ": the exception is there; ",
+                           has_hook_thrown() ? kHooksOutOfStep
+                                             : "set the gradients to zero before the next step"));
   }
   if (!mixed.empty()) {
-    return join("of the backward passes that this step accumulates on rank ", mixed,
-                ", some had a weight and some had none: give one to each");
+    return because_of(
+        mixed, "gave weights to some passes only",
+        join("of the backward passes that this step accumulates on rank ", numbers(mixed),
+             ", some had a weight and some had none: give one to each"));
   }
   if (!as_one.empty() && !by_share.empty()) {
-    return join("rank ", by_share, " gave this backward a weight and rank ", as_one,
-                " did not, so there is no average: give one on all ranks (0 where a batch counts "
-                "for nothing), and set the gradients to zero before the next step");
+    return because_of(
+        by_share, "gave a weight where others gave none",
+        join("rank ", numbers(by_share), " gave this backward a weight and rank ", numbers(as_one),
+             " did not, so there is no average: give one on all ranks (0 where a batch counts "
+             "for nothing), and set the gradients to zero before the next step"));
   }
   if (throws_on_first_ && !joined.empty() && openings_.present() != 0) {
-    return join("rank ", joined,
-                " has no more batches, and join() was told to stop then "
-                "(throw_on_early_termination=True)");
+    return because_of(joined, "has no more batches",
+                      join("rank ", numbers(joined),
+                           " has no more batches, and join() was told to stop then "
+                           "(throw_on_early_termination=True)"));
   }
   return {};
 }

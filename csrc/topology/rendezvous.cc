@@ -3,6 +3,7 @@
 #include <chrono>
 #include <exception>
 #include <string_view>
+#include <utility>
 
 #include "base/error.h"
 
@@ -20,6 +21,8 @@ constexpr std::chrono::milliseconds kLook{200};
 
 // What a rank says in place of its part when it gives up, so that nobody waits for it.
 constexpr std::string_view kGivenUp = "given up";
+
+constexpr const char* kDidNotCome = "did not come in time";
 
 // Waits with get_while_hoping(). If an exception (of an interrupting user, say) cuts the wait
 // short, tells the ranks that wait for this one.
@@ -108,12 +111,17 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
                               [&] { store.set(said(topic, rank), std::string(kGivenUp)); });
     } catch (const Timeout&) {
       throw Timeout(join("Rank ", rank, " of ", size, " came to '", topic,
-                         "', but rank 0 did not: it never started, has died, or is elsewhere."));
+                         "', but rank 0 did not: it never started, has died, or is elsewhere."),
+                    Blame{.ranks = {0}, .cause = kDidNotCome});
     }
     std::vector<std::string> parts = unpack(answer);
     PYDIST_CHECK(!parts.empty());
     if (parts[0] == "missing") {
-      throw Timeout(parts.at(1));
+      Blame blame{.cause = kDidNotCome};
+      for (std::size_t i = 2; i < parts.size(); ++i) {
+        blame.ranks.push_back(std::stoi(parts[i]));
+      }
+      throw Timeout(parts.at(1), std::move(blame));
     }
     parts.erase(parts.begin());
     PYDIST_CHECK(parts.size() == static_cast<std::size_t>(size));
@@ -122,16 +130,18 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
 
   std::vector<std::string> parts{mine};
   std::string missing;
+  Blame blame{.cause = kDidNotCome};
   for (int peer = 1; peer < size; ++peer) {
     try {
       const std::string part =
           missing.empty()
               ? get_or_give_up(store, said(topic, peer), deadline, check_hope,
                                [&] {
-                                 store.set(answer_key,
-                                           pack({"missing", join("Rank 0 gave up on '", topic,
-                                                                 "': it was interrupted, or lost "
-                                                                 "another rank.")}));
+                                 store.set(answer_key, pack({"missing",
+                                                             join("Rank 0 gave up on '", topic,
+                                                                  "': it was interrupted, or lost "
+                                                                  "another rank."),
+                                                             "0"}));
                                })
               : store.get(said(topic, peer), Deadline::in(kLastLook));
       store.erase(said(topic, peer));
@@ -141,6 +151,7 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
       parts.push_back(part);
     } catch (const Timeout&) {
       missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+      blame.ranks.push_back(peer);
     }
   }
   if (!missing.empty()) {
@@ -148,8 +159,12 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
         join("Of ", size, " ranks, these did not come to '", topic, "' in time: ", missing,
              ". They never started, have died, were interrupted, or are elsewhere; look at their "
              "output first.");
-    store.set(answer_key, pack({"missing", message}));
-    throw Timeout(message);
+    std::vector<std::string> answer{"missing", message};
+    for (const int peer : blame.ranks) {
+      answer.push_back(std::to_string(peer));
+    }
+    store.set(answer_key, pack(answer));
+    throw Timeout(message, std::move(blame));
   }
   std::vector<std::string> answer{"all"};
   answer.insert(answer.end(), parts.begin(), parts.end());

@@ -177,11 +177,14 @@ bool Messages::match(std::list<Receive>::iterator receive, int peer, const Heard
   }
   const Buffer& buffer = receive->buffer;
   if (announcement.dtype != buffer.dtype || announcement.count != buffer.count) {
-    throw Mismatch(join("Rank ", rank_, " receives ", buffer.count, " elements of ",
-                        to_string(buffer.dtype), " from rank ", peer, " with tag ", receive->tag,
-                        ", but rank ", peer, " sends ", announcement.count, " of ",
-                        to_string(announcement.dtype),
-                        ". Both ends of a message must have the same dtype and count."));
+    throw Mismatch(
+        join("Rank ", rank_, " receives ", buffer.count, " elements of ", to_string(buffer.dtype),
+             " from rank ", peer, " with tag ", receive->tag, ", but rank ", peer, " sends ",
+             announcement.count, " of ", to_string(announcement.dtype),
+             ". Both ends of a message must have the same dtype and count."),
+        Blame{.ranks = {std::min(rank_, peer), std::max(rank_, peer)},
+              .operation = join("receive from rank ", peer, " (tag ", receive->tag, ")"),
+              .cause = "both ends have different tensors"});
   }
   Receive matched = std::move(*receive);
   unmatched_.erase(receive);

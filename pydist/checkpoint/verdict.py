@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydist.errors import CheckpointError, InvalidUsage, Mismatch
 from pydist.job.outcome import Outcome, failed, outcomes
-from pydist.job.rank_names import name_ranks
+from pydist.job.rank_names import culprits, name_ranks
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -44,13 +44,16 @@ def agree(
         )
         is_usage = all(everybody[rank].is_usage for rank in wrong)
         raised = InvalidUsage if is_usage else CheckpointError
-        raise raised(f"{doing} failed. {said}") from error
+        raise raised(
+            f"{doing} failed. {said}", **culprits(communicator, wrong, everybody[wrong[0]].said)
+        ) from error
     other = next((r for r, o in enumerate(everybody) if o.facts != everybody[0].facts), None)
     if other is not None:
         raise Mismatch(
             f"{doing} was called otherwise on rank {other} than on rank 0: "
             f"{everybody[other].facts}, where rank 0 has {everybody[0].facts}; all ranks pass the "
-            "same"
+            "same",
+            **culprits(communicator, [0, other], "called it otherwise than others"),
         )
 
 

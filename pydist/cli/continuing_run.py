@@ -20,7 +20,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.utils import macros
 
-from pydist.job.left_behind import is_left_behind
+from pydist.job.recovery.left_behind import is_left_behind
 from pydist.job.spawn import how_it_ended, job_variables
 
 __all__ = ["run_and_continue"]

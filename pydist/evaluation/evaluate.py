@@ -31,6 +31,7 @@ from pydist.job import groups, membership
 from pydist.job.backends import parse_timeout
 from pydist.job.groups import Group
 from pydist.job.outcome import failed, outcomes
+from pydist.job.rank_names import culprits
 from pydist.metrics.means import Mean
 from pydist.metrics.metric import Metric, compute_all
 from pydist.metrics.rows import Rows
@@ -384,26 +385,29 @@ def _agree(
         kind = InvalidUsage if first.is_usage else Error
         raise kind(
             f"rank {wrong[0]} raised in pydist.evaluate, after {first.facts['batch']} "
-            f"batches{others}: {first.said}"
+            f"batches{others}: {first.said}",
+            **culprits(communicator, wrong, first.said),
         )
     of_all = [outcome.facts for outcome in everybody]
-    _check(of_all)
+    _check(communicator, of_all)
     return of_all
 
 
-def _check(everybody: list[dict[str, Any]]) -> None:
+def _check(communicator: Communicator, everybody: list[dict[str, Any]]) -> None:
     """Raises on all ranks alike."""
     for rank, facts in enumerate(everybody):
         if facts.get("metrics") != everybody[0].get("metrics"):
             raise Mismatch(
                 f"pydist.evaluate got metrics {everybody[0]['metrics']} on rank 0 and "
-                f"{facts['metrics']} on rank {rank}; give the same on every rank."
+                f"{facts['metrics']} on rank {rank}; give the same on every rank.",
+                **culprits(communicator, [0, rank], "gave other metrics than others"),
             )
         if facts.get("order") != everybody[0].get("order"):
             raise Mismatch(
                 f"the loader's order of samples differs between ranks 0 and {rank}, so they can't "
                 "share it out: don't shuffle what is evaluated, or seed the sampler's generator "
-                "alike on every rank."
+                "alike on every rank.",
+                **culprits(communicator, [0, rank], "have samples in another order"),
             )
 
 

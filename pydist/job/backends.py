@@ -265,7 +265,9 @@ def create_communicator(
     if number is None:
         raise Timeout(
             f"rank 0 did not join {name} within {timeout.total_seconds():g} s: look at what it "
-            "prints."
+            "prints.",
+            ranks=(0,),
+            cause="did not join",
         )
     store = dist.PrefixStore(f"{met_by}#{number}", store)
     known = current.job.agreement

@@ -127,15 +127,16 @@ def refuse_crossed(communicator: Communicator, parent: Communicator, ranks: Sequ
         f"thread {names[rank]!r} of rank {ranks[rank]} met thread {names[other]!r} of rank "
         f"{ranks[other]} when they made a group (for a model, an optimizer or a checkpoint), but "
         f"thread {names[other]!r} of rank {ranks[rank]} makes groups as well. {_REMEDY}.",
+        sorted((ranks[rank], ranks[other])),
     )
 
 
-def _refuse(parent: Communicator, message: str) -> NoReturn:
+def _refuse(parent: Communicator, message: str, ranks: Sequence[int] = ()) -> NoReturn:
     with _lock:
         doubtful = list(_doubtful.get(parent, ()))
     for each in doubtful:
         each.abort(message)
-    raise Mismatch(message)
+    raise Mismatch(message, ranks=ranks)
 
 
 def _note_doubtful(parent: Communicator, communicator: Communicator) -> None:

@@ -76,13 +76,21 @@ class Verdict(NamedTuple):
     processes: tuple[Process, ...]
 
 
+def _blame(ranks: Sequence[int], process: Mapping[str, Any] | None, cause: str) -> dict[str, Any]:
+    """Who is to blame, as errors take it; `process` is of the first of `ranks`, None if unknown."""
+    host, pid = (process["host"], process["pid"]) if process else (None, None)
+    return {"ranks": list(ranks), "host": host, "pid": pid, "cause": cause}
+
+
 def judge(hellos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What follows from what all ranks said: the fields of a verdict, or an error for all."""
     wrong = [(r, hello) for r, hello in enumerate(hellos) if "error" in hello]
     if wrong:
+        hello = wrong[0][1]
         return {
-            "error": wrong[0][1].get("kind", "InvalidUsage"),
-            "message": " ".join(f"rank {r}: {hello['error']}" for r, hello in wrong),
+            "error": hello.get("kind", "InvalidUsage"),
+            "message": " ".join(f"rank {r}: {each['error']}" for r, each in wrong),
+            "blame": _blame([r for r, _ in wrong], hello.get("process"), hello["error"]),
         }
     for package in ("pydist", "torch"):
         if len({hello[package] for hello in hellos}) > 1:
@@ -195,7 +203,11 @@ def require_alive(expected: Sequence[Process], ranks: Sequence[int]) -> None:
         who = ", ".join(f"rank {rank} ({expected[rank]})" for rank in dead)
         raise PeerLost(
             f"{who} has died and can't join again, so there won't be {len(expected)} ranks: "
-            "pydist.reform() goes on with those that are left."
+            "pydist.reform() goes on with those that are left.",
+            ranks=dead,
+            host=expected[dead[0]].host,
+            pid=expected[dead[0]].pid,
+            cause="has died",
         )
 
 
@@ -211,7 +223,8 @@ def _collect(
     try:
         have_come = wait_for_keys(store, keys, timeout, look)
     except PeerLost as error:
-        return {"error": "PeerLost", "message": str(error)}
+        blame = {"ranks": error.ranks, "host": error.host, "pid": error.pid, "cause": error.cause}
+        return {"error": "PeerLost", "message": str(error), "blame": blame}
     if not have_come:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         return {
@@ -219,6 +232,7 @@ def _collect(
             "message": f"{name_ranks(missing)} of {size} did not join within "
             f"{timeout.total_seconds():g} s. Look at what they print; PYDIST_TIMEOUT or "
             "pydist.init(timeout=) gives them more time.",
+            "blame": _blame(missing, None, "did not join"),
         }
     return judge([json.loads(store.get(key)) for key in keys])
 
@@ -257,6 +271,7 @@ def agree(
         verdict: dict[str, Any] = {
             "error": "Aborted",
             "message": "rank 0 was interrupted while the ranks met.",
+            "blame": _blame([0], hello.get("process"), "was interrupted"),
         }
         try:
             verdict = _collect(store, size, timeout, expected)
@@ -272,11 +287,14 @@ def agree(
         patience = timeout + timedelta(seconds=_VERDICT_GRACE_S)
         if not wait_for_keys(store, ["verdict"], patience, look):
             raise Timeout(
-                f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it prints."
+                f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it "
+                "prints.",
+                ranks=(0,),
+                cause="did not join",
             )
         verdict = json.loads(store.get("verdict"))
     if "error" in verdict:
-        raise _ERRORS[verdict["error"]](verdict["message"])
+        raise _ERRORS[verdict["error"]](verdict["message"], **verdict.get("blame", {}))
     return Verdict(
         verdict["wish"],
         tuple(verdict["hosts"]),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist.errors import InvalidUsage, PeerLost, TransportError
-from pydist.job import backends, current, groups, log, past, phases
+from pydist.job import backends, current, groups, last_words, log, past, phases
 from pydist.job.current import Membership
 from pydist.job.gpu_assignment import gpu_of_local_rank
 from pydist.job.launchers import Placement, read_placement
@@ -20,6 +20,7 @@ from pydist.job.meeting import require_alive, wait_for_keys
 from pydist.job.rendezvous import meet
 
 __all__ = [
+    "abort",
     "backend",
     "device",
     "init",
@@ -109,6 +110,7 @@ def become(member: Membership) -> None:
     current.job.membership, current.job.world = member, member.communicator
     _native.set_log_rank(member.rank)
     atexit.register(shutdown)
+    last_words.listen()
 
 
 def _check_same(backend: str | None, timeout: timedelta | None) -> None:
@@ -321,6 +323,7 @@ def shutdown() -> None:
     with lock:
         is_own, member = current.job.pid == os.getpid(), current.job.membership
         atexit.unregister(shutdown)
+        last_words.forget()
         current.replace()
         # The parent's job is the parent's to leave.
         if not is_own:
@@ -337,6 +340,34 @@ def shutdown() -> None:
         _native.release_process()
         _native.set_log_rank(-1)
         log.stop()
+
+
+def abort(reason: str) -> None:
+    """Ends the job: every rank's calls fail with Aborted, those under way included.
+
+    For a rank that knows that the training makes no sense any more. Any thread may call it, and
+    this rank alone does. It returns at once; what this process calls afterwards fails too. An
+    exception that leaves the program does the same by itself, with the exception as the reason.
+
+    Args:
+        reason: What the others are told, in the text of their errors and as `Aborted.cause`.
+
+    Raises:
+        InvalidUsage: the process has not joined a job.
+
+    Example:
+        >>> import pydist
+        >>> pydist.init()
+        >>> pydist.abort("the loss is not finite")
+        >>> try:
+        ...     pydist.barrier()
+        ... except pydist.Aborted as error:
+        ...     print(error.ranks, error.cause)
+        (0,) the loss is not finite
+        >>> pydist.shutdown()
+    """
+    _joined()
+    last_words.abort_all(f"{last_words.describe()} has aborted the job: {reason}", reason)
 
 
 def _joined() -> Membership:

@@ -1,8 +1,35 @@
-"""How messages name ranks."""
+"""How errors name ranks, for people and for programs."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypedDict
 
-__all__ = ["name_ranks", "who_said_what"]
+if TYPE_CHECKING:
+    from pydist._native import Communicator
+
+__all__ = ["Culprits", "culprits", "name_ranks", "who_said_what"]
+
+
+class Culprits(TypedDict):
+    """Who is to blame for an error, as `pydist.errors.Error` takes it."""
+
+    ranks: tuple[int, ...]
+    host: str | None
+    pid: int | None
+    cause: str
+
+
+def culprits(communicator: Communicator, ranks: Sequence[int], cause: str) -> Culprits:
+    """Some ranks of a group, with the process of the first, as far as that is known.
+
+    Args:
+        communicator: The group.
+        ranks: At least one.
+        cause: What they did.
+    """
+    host, pid = communicator.place_of(ranks[0])
+    return {"ranks": tuple(ranks), "host": host, "pid": pid, "cause": cause}
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

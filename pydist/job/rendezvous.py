@@ -93,7 +93,10 @@ def meet(
         )
         if (meeting := join(store, timeout)) is None:
             raise Timeout(
-                f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it prints."
+                f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it "
+                "prints.",
+                ranks=(0,),
+                cause="did not join",
             )
         return meeting
     deadline_s = time.monotonic() + timeout.total_seconds()

@@ -17,6 +17,7 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -32,11 +33,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 
-from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout
-from pydist.job import backends
-from pydist.job.left_behind import is_left_behind
+from pydist.errors import Error, InvalidUsage, PeerLost, Timeout
+from pydist.job import backends, last_words
 from pydist.job.pickling import find_unpicklable
 from pydist.job.processes import end_with
+from pydist.job.recovery.left_behind import is_left_behind
 
 if TYPE_CHECKING:
     from pydist.gpu.selection import Gpus
@@ -298,7 +299,9 @@ def _run(
                 waiting = [r for r, process in enumerate(context.processes) if process.is_alive()]
                 raise Timeout(
                     f"ranks {waiting} of {count} still ran after {timeout:g} s; their stacks are "
-                    "on standard error."
+                    "on standard error.",
+                    ranks=waiting,
+                    cause="still ran",
                 )
             if survived_by is not None:
                 if _has_run_out(context.processes, survived_by, left_s):
@@ -346,8 +349,8 @@ def _end(processes: Sequence[Any]) -> None:
 def _raise_first(folder: Path, exit_codes: Sequence[int | None], pids: Sequence[int]) -> None:
     """Raises what the rank that failed first raised.
 
-    Ranks that raised PeerLost or Aborted only saw another one fail; those ended by SIGTERM were
-    ended by us.
+    Ranks that raised PeerLost or Aborted of another one only saw that fail; those ended by SIGTERM
+    were ended by us.
     """
     failures: list[_Failure] = []
     died = []
@@ -363,7 +366,11 @@ def _raise_first(folder: Path, exit_codes: Sequence[int | None], pids: Sequence[
         raise PeerLost(
             f"rank {rank} of {len(exit_codes)} (pid {pids[rank]}) {how_it_ended(code)} without "
             f"{'a result' if code == 0 else 'an exception'}; what it printed may say why. The "
-            "other ranks have been ended."
+            "other ranks have been ended.",
+            ranks=(rank,),
+            host=socket.gethostname(),
+            pid=pids[rank],
+            cause=how_it_ended(code),
         )
     if not failures:
         raise Error(f"the ranks ended with exit codes {list(exit_codes)} and left no reason.")
@@ -388,7 +395,13 @@ def _result_or_error(folder: Path, rank: int, code: int | None, pid: int) -> Any
     file = folder / f"failure-{rank}"
     if not file.exists():
         how = how_it_ended(code) + (" without a result" if code == 0 else "")
-        return PeerLost(f"rank {rank} (pid {pid}) {how}, and others went on.")
+        return PeerLost(
+            f"rank {rank} (pid {pid}) {how}, and others went on.",
+            ranks=(rank,),
+            host=socket.gethostname(),
+            pid=pid,
+            cause=how,
+        )
     failure: _Failure = pickle.loads(file.read_bytes())
     error = _error_of(failure)
     error.__cause__ = _RemoteTraceback(f"rank {rank} (pid {pid}) raised:\n{failure.traceback}")
@@ -427,6 +440,8 @@ def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
         _write(_result_file(folder, rank), _pack_result(rank, result))
     except BaseException as error:
         _write(folder / f"failure-{rank}", pickle.dumps(_failure(rank, error)))
+        if isinstance(error, Exception):
+            last_words.tell(error)
         # Not sys.exit: torch's wrapper would take it for a success of its own.
         raise RuntimeError(f"rank {rank} failed") from error
 
@@ -477,5 +492,5 @@ def _failure(rank: int, error: BaseException) -> _Failure:
         time_s=time.monotonic(),
         traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
         error=packed,
-        is_consequence=isinstance(error, (PeerLost, Aborted)),
+        is_consequence=last_words.is_echo(error),
     )

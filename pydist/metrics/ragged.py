@@ -196,16 +196,24 @@ def _check(everybody: list[_Rows], own: int) -> None:
         raise InvalidUsage(everybody[own].problem)
     for rank, description in enumerate(everybody):
         if description.problem:
-            raise Error(f"rank {rank} can't give its rows: {description.problem}")
+            raise Error(
+                f"rank {rank} can't give its rows: {description.problem}",
+                ranks=(rank,),
+                cause=description.problem,
+            )
     known = [rank for rank, description in enumerate(everybody) if description.dtype is not None]
     for rank in known[1:]:
         first, other = everybody[known[0]], everybody[rank]
         if first.kind != other.kind:
-            raise Mismatch(f"rank {known[0]} gathers {first.kind}, rank {rank} {other.kind}.")
+            raise Mismatch(
+                f"rank {known[0]} gathers {first.kind}, rank {rank} {other.kind}.",
+                ranks=(known[0], rank),
+            )
         if first.has_positions != other.has_positions:
             raise Mismatch(
                 f"of ranks {known[0]} and {rank} only one gives positions= for its rows; give them "
-                "on all ranks or on none."
+                "on all ranks or on none.",
+                ranks=(known[0], rank),
             )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist.errors import Mismatch
+from pydist.job.rank_names import culprits
 from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.trained_parameters import ids_of_sparse
 
@@ -63,7 +64,8 @@ def check_same(
     everybody = [json.loads(bytes(gathered.tolist())) for gathered in texts]
     other = next(rank for rank, lines in enumerate(everybody) if lines != everybody[0])
     raise Mismatch(
-        f"{what} differs between ranks 0 and {other}: {_difference(everybody, other)}; {remedy}"
+        f"{what} differs between ranks 0 and {other}: {_difference(everybody, other)}; {remedy}",
+        **culprits(communicator, [0, other], "ranks differ"),
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pydist.errors import InvalidUsage, Mismatch
 from pydist.job import backends
 from pydist.job.outcome import exchange
+from pydist.job.rank_names import culprits
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -220,5 +221,6 @@ def _raise_where_different(communicator: Communicator, step: int, sums: dict[str
                 f"{', '.join(map(str, odd))} is not that of rank "
                 f"{', '.join(map(str, groups[0]))}; {different} of {len(common)} tensors differ. "
                 "Something changed it on some ranks only since the last comparison: code under "
-                "`if rank == 0`, an optimizer with other options or states, memory that is broken"
+                "`if rank == 0`, an optimizer with other options or states, memory that is broken",
+                **culprits(communicator, odd, "its model differs"),
             )

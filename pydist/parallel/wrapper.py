@@ -434,7 +434,12 @@ class DataParallel(TorchIdioms):
                 raise Timeout(
                     "a copy of a pydist.DataParallel joins the other ranks at its first forward "
                     "with gradients enabled, which all ranks call, and some did not come. To "
-                    f"evaluate it on some ranks alone, use torch.no_grad(). ({error})"
+                    f"evaluate it on some ranks alone, use torch.no_grad(). ({error})",
+                    ranks=error.ranks,
+                    host=error.host,
+                    pid=error.pid,
+                    operation=error.operation,
+                    cause=error.cause,
                 ) from error
 
     def communicator_to_split(self) -> _native.Communicator:

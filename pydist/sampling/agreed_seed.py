@@ -97,7 +97,9 @@ class SeedChoice:
             raise Timeout(
                 f"rank {rank} has begun to iterate over a prepared loader ({_described(facts)}), "
                 f"and rank 0, whose seed counts, has not within {timeout.total_seconds():g} s: let "
-                "rank 0 begin, too, or give pydist.prepare(seed=), the same on every rank."
+                "rank 0 begin, too, or give pydist.prepare(seed=), the same on every rank.",
+                ranks=(0,),
+                cause="has not begun",
             )
         told = json.loads(store.get(key))
         if told["facts"] != facts:
@@ -105,7 +107,9 @@ class SeedChoice:
                 f"the loader that rank {rank} begins with ({_described(facts)}) is the "
                 f"{_ordinal(self._number)} that it has prepared without seed=, and that of rank 0 "
                 f"is another ({_described(told['facts'])}): prepare the same loaders on every "
-                "rank, in the same order, or give pydist.prepare(seed=), the same on every rank."
+                "rank, in the same order, or give pydist.prepare(seed=), the same on every rank.",
+                ranks=(0, rank),
+                cause="prepared other loaders",
             )
         return int(told["seed"])
 

@@ -34,6 +34,7 @@ from pydist.arguments import flag
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import current, groups, membership
 from pydist.job.outcome import outcomes
+from pydist.job.rank_names import culprits
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
 from pydist.sharding.buckets import Bucket, gather, let_arrive
@@ -531,7 +532,8 @@ class ShardedOptimizer(Optimizer):
             error = error or Error(
                 f"rank {_numbers(went_backward)} went backward while this rank called step() of "
                 "pydist.ShardedOptimizer, so no rank steps: go backward as often on every rank, "
-                "and set the gradients to zero before the next step"
+                "and set the gradients to zero before the next step",
+                **culprits(self._communicator, went_backward, "went backward"),
             )
             if not together:  # that raises on the others, which don't come to a vote
                 raise error
@@ -544,7 +546,8 @@ class ShardedOptimizer(Optimizer):
             told = outcomes(self._communicator, "step()", error)
             raise error or Error(
                 f"step() of pydist.ShardedOptimizer raised on rank {_numbers(refused)}, so no rank "
-                f"has stepped, and parameters are as they were: {told[refused[0]].said}"
+                f"has stepped, and parameters are as they were: {told[refused[0]].said}",
+                **culprits(self._communicator, refused, told[refused[0]].said),
             )
         if not alike:
             self._compare(

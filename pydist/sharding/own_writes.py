@@ -28,7 +28,7 @@ from pydist import _native
 from pydist._torch import version_of
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job.outcome import outcomes
-from pydist.job.rank_names import name_ranks
+from pydist.job.rank_names import culprits, name_ranks
 from pydist.sharding.buckets import Bucket, Member, kind_of
 
 
@@ -238,7 +238,8 @@ class OwnWrites:
             f"parameter {members[odd].name} was written {how}, between two steps of "
             "pydist.ShardedOptimizer or before the first, and with share_parameters=True all ranks "
             "have one copy of it: write the same on all ranks, or let one rank write for all, by "
-            "`with optimizer.writing() as mine:` and `if mine:` within it"
+            "`with optimizer.writing() as mine:` and `if mine:` within it",
+            **culprits(self._communicator, writers, "wrote otherwise than others"),
         )
 
     def _raise(
@@ -263,7 +264,8 @@ class OwnWrites:
             raise error
         raise Error(
             f"rank {failed} raised inside optimizer.writing(), and nothing of what was written "
-            f"there stays: {everybody[failed].said}"
+            f"there stays: {everybody[failed].said}",
+            **culprits(self._communicator, [failed], everybody[failed].said),
         )
 
 

@@ -213,10 +213,11 @@ class BrokenError(RuntimeError):
 
 
 def leaving_as(act: Any) -> None:
-    """Does what the end of a script that raised does: it leaves the job."""
+    """Does what Python does with a script that raises: it tells of the exception, and ends."""
     try:
         act()
-    except BrokenError:
+    except BrokenError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         pydist.shutdown()
 
 
@@ -226,7 +227,7 @@ def raised_in_forward(scene: Scene) -> None:
 
     def fail(*_: Any) -> None:
         scene.mark()
-        raise BrokenError
+        raise BrokenError("no such sample")
 
     if scene.is_victim:
         model.register_forward_pre_hook(fail)
@@ -241,7 +242,7 @@ def raised_in_backward(scene: Scene) -> None:
 
     def fail(_: torch.Tensor) -> None:
         scene.mark()
-        raise BrokenError
+        raise BrokenError("no such sample")
 
     if scene.is_victim:
         list(model.parameters())[4].register_hook(fail)
@@ -257,7 +258,7 @@ def raised_in_a_loader(scene: Scene) -> None:
         for number in range(4):
             if number == 2 and scene.is_victim:
                 scene.mark()
-                raise BrokenError
+                raise BrokenError("no such sample")
             yield
 
     def run() -> None:

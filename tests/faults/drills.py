@@ -6,8 +6,8 @@ import neighbours
 from scene import Drill
 
 LOST = ("PeerLost",)
-# What a rank that raised or left is called where the job knows no more.
-GONE = ("PeerLost", "Aborted")
+# A rank that raised has told so.
+TOLD = ("Aborted",)
 
 DRILLS = [
     Drill(
@@ -154,9 +154,9 @@ DRILLS = [
     Drill("another count", acts.another_count, ("Mismatch",)),
     Drill("another op", acts.another_op, ("Mismatch",)),
     Drill("another order", acts.another_order, ("Mismatch",)),
-    Drill("raising in forward", acts.raised_in_forward, GONE),
-    Drill("raising in backward", acts.raised_in_backward, ("Error", *GONE)),
-    Drill("raising in the data loader", acts.raised_in_a_loader, GONE),
+    Drill("raising in forward", acts.raised_in_forward, TOLD),
+    Drill("raising in backward", acts.raised_in_backward, ("Error", *TOLD)),
+    Drill("raising in the data loader", acts.raised_in_a_loader, TOLD),
     Drill("collectives from another thread", acts.collective_from_another_thread, ()),
     Drill("a fork after joining", acts.forked_after_init, ()),
     Drill("joining twice", acts.joined_twice, ()),

@@ -27,6 +27,7 @@
 #include "communicator/peer_news.h"
 #include "communicator/splits.h"
 #include "health/death_watch.h"
+#include "topology/culprits.h"
 
 namespace pydist {
 namespace {
@@ -35,6 +36,8 @@ using std::chrono::milliseconds;
 
 // How long shutdown() waits for operations that it has cut off.
 constexpr std::chrono::seconds kShutdownPatience{5};
+// How long it waits until the others have been told of a failure.
+constexpr milliseconds kTellingPatience{500};
 
 MemoryPtr allocate_on_cpu(std::size_t bytes) {
   try {
@@ -157,7 +160,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
 
   void abort(const Error& reason) override {
     require_not_forked();
-    group_->fail(make_error(reason.kind(), reason.what()));
+    group_->fail(make_error(reason.kind(), reason.what(), blame_of(reason, rank_)));
   }
 
   std::exception_ptr failure() const override { return group_->failure(); }
@@ -168,11 +171,19 @@ class GlooCommunicator : public Communicator, public PeerNews {
     }
     group_->mark_shut_down();
     if (!queue_.is_idle() || group_->has_messages()) {
-      group_->fail(
-          std::make_exception_ptr(Aborted(join("The group '", name_, "' was shut down on rank ",
-                                               rank_, " while an operation was under way."))));
+      constexpr const char* kHasLeft = "has left the group (shutdown)";
+      const Blame own = own_blame(rank_, kHasLeft);
+      group_->fail(make_error(ErrorKind::kAborted,
+                              join("The group '", name_, "' was shut down on rank ", rank_,
+                                   " while an operation was under way."),
+                              own),
+                   make_error(ErrorKind::kPeerLost,
+                              join("rank ", rank_, " (pid ", own.pid, " on host ", own.host, ") ",
+                                   kHasLeft, "."),
+                              own));
     }
     queue_.stop();
+    group_->wait_until_told(kTellingPatience);
     const bool is_quiet = group_->wait_for_messages(kShutdownPatience);
     if (size_ > 1) {
       group_->say_left();
@@ -219,6 +230,9 @@ class GlooCommunicator : public Communicator, public PeerNews {
   }
 
   std::vector<std::string> whereabouts() const override { return {}; }
+  Blame culprit(int rank, std::string cause) const override {
+    return group_->culprit(rank, std::move(cause));
+  }
 
  private:
   // Counts a message as under way.
@@ -361,15 +375,25 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
         adapt_store(store, std::min<std::chrono::milliseconds>(timeout, kStorePatience));
     try {
       // A store whose host is stopped is to be told here: torch's gloo would ask it without limit.
-      const std::string key = join("here/", rank);
-      asked->set(key, "1");
+      const std::string key = GlooGroup::place_key(rank);
+      asked->set(key, own_place());
       (void)asked->get(key, Deadline::in(timeout));
       connect();
       communicator->meet();
     } catch (const std::exception& error) {
+      const auto* const ours = dynamic_cast<const Error*>(&error);
+      const auto told = GlooGroup::told_failure(*asked);
+      if (told && ours != nullptr) {
+        std::rethrow_exception(make_error(ours->kind(), ours->what(), told->error.blame));
+      }
+      const bool is_late = ours != nullptr && (ours->kind() == ErrorKind::kTimeout ||
+                                               ours->kind() == ErrorKind::kPeerLost);
       // The others wait for this rank, which will not come.
       GlooGroup::tell_of_failure(
-          *asked, join("rank ", rank, " could not join the group '", name, "': ", error.what()));
+          *asked, {rank,
+                   {ErrorKind::kTransport,
+                    join("rank ", rank, " could not join the group '", name, "': ", error.what()),
+                    is_late ? ours->blame() : own_blame(rank, error.what())}});
       throw;
     }
   }

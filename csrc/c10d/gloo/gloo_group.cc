@@ -18,6 +18,8 @@ constexpr int kMostSilences = 20;
 constexpr milliseconds kGrace{200};
 // How long a farewell may take to be on its way.
 constexpr milliseconds kFarewellPatience{500};
+// How long a rank that has cut its connections may take to tell why.
+constexpr milliseconds kConfessionPatience{200};
 
 }  // namespace
 
@@ -29,16 +31,126 @@ void GlooGroup::require_sound() const {
   rethrow_if_any(failure());
 }
 
-std::exception_ptr GlooGroup::fail(const std::exception_ptr& error) {
-  const auto [kind, message] = describe(error);
-  if (!failure_.set(kind, message, channel.rank())) {
+std::exception_ptr GlooGroup::fail(const std::exception_ptr& error,
+                                   const std::exception_ptr& for_others) {
+  const auto [kind, message, blame] = describe(error);
+  if (!failure_.set(kind, message, channel.rank(), blame)) {
     return failure();
   }
   channel.close();
+  {
+    const std::lock_guard lock(mutex_);
+    is_telling_ = true;
+  }
   // For ranks that are in no operation of this group, and so notice no closed connection.
   ElasticThreads::shared().post_or_run(
-      [store = store_, text = message] { tell_of_failure(*store, text); });
+      [self = shared_from_this(),
+       told = ToldError{channel.rank(), describe(for_others ? for_others : error)}] {
+        tell_of_failure(*self->store_, told);
+        const std::lock_guard lock(self->mutex_);
+        self->is_telling_ = false;
+        self->quiet_.notify_all();
+      });
   return error;
+}
+
+void GlooGroup::wait_until_told(std::chrono::milliseconds patience) {
+  std::unique_lock lock(mutex_);
+  quiet_.wait_for(lock, patience, [this] { return !is_telling_; });
+}
+
+Blame GlooGroup::culprit(int rank, std::string cause) const {
+  if (rank == channel.rank()) {
+    return own_blame(rank, std::move(cause));
+  }
+  Blame blame{.ranks = {rank}, .cause = std::move(cause)};
+  try {
+    const Deadline at_once = Deadline::in(std::chrono::nanoseconds::zero());
+    set_place(blame, store_->get(place_key(rank), at_once));
+  } catch (const std::exception&) {
+    // The store is gone, or was not told.
+  }
+  return blame;
+}
+
+std::optional<ErrorDescription> GlooGroup::confession() const {
+  std::optional<ToldError> told = told_failure(*store_);
+  if (!told || told->teller == channel.rank()) {
+    return std::nullopt;
+  }
+  ErrorDescription& error = told->error;
+  const bool is_of_others = error.kind == ErrorKind::kPeerLost || error.kind == ErrorKind::kTimeout;
+  if (is_of_others && error.blame.ranks != std::vector<int>{told->teller}) {
+    return std::nullopt;
+  }
+  return std::move(error);
+}
+
+void GlooGroup::explain(const std::exception_ptr& error) {
+  auto [kind, what, blame] = describe(error);
+  if (kind == ErrorKind::kMismatch || failure() != nullptr) {
+    std::rethrow_exception(error);
+  }
+  channel.close();
+  std::optional<ErrorDescription> told;
+  const auto is_told = [&] { return (told = confession()).has_value(); };
+  const RollCall called = call_roll(*store_, collectives_, channel.rank(), channel.size(),
+                                    /*counts_leavers=*/kind != ErrorKind::kTimeout, is_told);
+  if (told || is_told()) {
+    std::rethrow_exception(make_error(told->kind, told->message, told->blame));
+  }
+  if (called.sentence.empty()) {
+    std::rethrow_exception(error);
+  }
+  if (!called.lost.empty()) {
+    // gloo's words are about the connections, which this rank may have cut itself.
+    std::rethrow_exception(make_error(ErrorKind::kPeerLost, called.sentence,
+                                      culprit(called.missing[0], std::string(called.lost))));
+  }
+  if (!called.missing.empty()) {
+    blame = culprit(called.missing[0], "has not answered");
+    blame.ranks = called.missing;
+  }
+  std::rethrow_exception(
+      make_error(kind, join(what, what.ends_with('.') ? " " : ". ", called.sentence), blame));
+}
+
+void GlooGroup::fail_in(const Operation& operation, const std::exception_ptr& error) {
+  auto [kind, what, blame] = describe(error);
+  const bool is_message = is_point_to_point(operation.kind);
+  if (std::optional<Absence> lost = death(); lost && kind != ErrorKind::kMismatch) {
+    kind = ErrorKind::kPeerLost;
+    what = lost->what + ".";
+    blame = std::move(lost->blame);
+  } else if (is_message && kind == ErrorKind::kPeerLost && failure() == nullptr) {
+    const Deadline patience = Deadline::in(kConfessionPatience);
+    std::optional<ErrorDescription> told = confession();
+    while (!told && !patience.has_passed()) {
+      std::this_thread::sleep_for(milliseconds(10));
+      told = confession();
+    }
+    if (told) {
+      kind = told->kind;
+      what = std::move(told->message);
+      blame = std::move(told->blame);
+    }
+  }
+  if (is_message && operation.peer >= 0 && blame.ranks.empty() &&
+      (kind == ErrorKind::kPeerLost || kind == ErrorKind::kTimeout)) {
+    blame =
+        culprit(operation.peer, kind == ErrorKind::kTimeout ? "did not come in time" : "has gone");
+  }
+  if (!blame.ranks.empty() && blame.pid == 0) {
+    const Blame first = culprit(blame.ranks[0], {});
+    blame.host = first.host;
+    blame.pid = first.pid;
+  }
+  blame.operation = join(name_of(operation), " of group '", name_, "'");
+  std::rethrow_exception(
+      fail(make_error(kind,
+                      join(name_of(operation), " on rank ", channel.rank(), " of ", channel.size(),
+                           " of group '", name_, "' failed: ", what),
+                      blame)));
 }
 
 std::optional<Absence> GlooGroup::absence() {
@@ -51,7 +163,7 @@ std::optional<Absence> GlooGroup::absence() {
       next_question_ = Deadline::in(kNewsInterval);  // no thread to ask on now
     }
   }
-  return news_.empty() ? loss_ : Absence{.what = news_};
+  return news_ ? news_ : loss_;
 }
 
 void GlooGroup::note_end_of(int rank, const std::string& process) {
@@ -72,12 +184,12 @@ void GlooGroup::note_end_of(int rank, const std::string& process) {
   if (!how->ends_with(kHasDied)) {
     return;
   }
-  const std::string what = join("rank ", rank, " ", *how);
+  const Absence loss{.what = join("rank ", rank, " ", *how), .blame = culprit(rank, kHasDied)};
   {
     const std::lock_guard lock(mutex_);
-    death_ = what;
+    death_ = loss;
   }
-  note_loss({.what = what});
+  note_loss(loss);
   // What the rank did before it died counts: whatever has all that it needs comes to its end.
   const Deadline grace = Deadline::in(kGrace);
   while (under_way_ != 0 && !grace.has_passed()) {
@@ -85,21 +197,24 @@ void GlooGroup::note_end_of(int rank, const std::string& process) {
   }
   channel.close();
   if (under_way_ == 0) {
-    fail(std::make_exception_ptr(
-        PeerLost(join(what, ". The group '", name_,
-                      "' is of no further use; save what you need and start again."))));
+    fail(make_error(ErrorKind::kPeerLost,
+                    join(loss.what, ". The group '", name_,
+                         "' is of no further use; save what you need and start again."),
+                    loss.blame));
   }
 }
 
 void GlooGroup::say_left() noexcept {
   try {
-    tell_gone(*store_, channel.rank(), kHasLeft);
+    const Blame own = own_blame(channel.rank(), kHasLeft);
+    tell_gone(*store_, channel.rank(),
+              join("(pid ", own.pid, " on host ", own.host, ") ", kHasLeft));
   } catch (const std::exception&) {
     // Whoever hosted the store is gone.
   }
 }
 
-std::optional<std::string> GlooGroup::death() const {
+std::optional<Absence> GlooGroup::death() const {
   const std::lock_guard lock(mutex_);
   return death_;
 }
@@ -117,8 +232,10 @@ void GlooGroup::watch_neighbours() {
     try {
       EngineThread("pydist-gloo-ear", [self = shared_from_this(), peer] {
         if (const auto done = self->channel.wait_for_farewell(peer)) {
-          self->note_loss(
-              {.what = join("rank ", peer, " has left"), .is_orderly = true, .done = *done});
+          self->note_loss({.what = join("rank ", peer, " has left"),
+                           .is_orderly = true,
+                           .done = *done,
+                           .blame = self->culprit(peer, "has left")});
         } else {
           self->explain_loss_of(peer);
         }
@@ -141,9 +258,7 @@ bool GlooGroup::stop_watching(std::chrono::seconds patience) noexcept {
       return true;
     }
   }
-  if (const std::exception_ptr error = failure()) {
-    tell_of_failure(*store_, describe(error).message);
-  } else {
+  if (!failure_.is_set()) {
     const Deadline deadline = Deadline::in(kFarewellPatience);
     for (const int peer : neighbours()) {
       channel.say_farewell(peer, farewell_, deadline);
@@ -205,17 +320,23 @@ bool GlooGroup::is_over() const {
   return is_shut_down_ || failure_.is_set();
 }
 
-void GlooGroup::tell_of_failure(KeyValueStore& store, const std::string& text) noexcept {
-  try {
-    static_cast<void>(store.get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero())));
+void GlooGroup::tell_of_failure(KeyValueStore& store, const ToldError& told) noexcept {
+  if (told_failure(store)) {
     return;  // the first failure stays
-  } catch (const std::exception&) {
-    // None yet.
   }
   try {
-    store.set(kNewsKey, text);
+    store.set(kNewsKey, told.to_text());
   } catch (const std::exception&) {
     // The process that hosts the store is gone, which is a failure as well.
+  }
+}
+
+std::optional<ToldError> GlooGroup::told_failure(KeyValueStore& store) noexcept {
+  try {
+    return ToldError::from_text(
+        store.get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero())));
+  } catch (const std::exception&) {
+    return std::nullopt;
   }
 }
 
@@ -237,8 +358,10 @@ void GlooGroup::explain_loss_of(int peer) {
       if (patience.has_passed()) {
         const std::string loss = join("rank ", peer, " has died, or the network between rank ",
                                       channel.rank(), " and it");
-        note_loss({.what = loss});
-        store_->set(kNewsKey, loss);
+        const Blame blame = culprit(peer, "has died, or the network to it");
+        note_loss({.what = loss, .blame = blame});
+        store_->set(kNewsKey,
+                    ToldError{channel.rank(), {ErrorKind::kPeerLost, loss, blame}}.to_text());
         return;
       }
       std::this_thread::sleep_for(milliseconds(50));
@@ -256,14 +379,18 @@ void GlooGroup::explain_loss_of(int peer) {
 }
 
 void GlooGroup::ask_for_news() {
-  std::string news;
+  std::optional<Absence> news;
   bool is_silent = false;
   try {
-    news = store_->get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero()));
+    ErrorDescription told =
+        ToldError::from_text(store_->get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero())))
+            .error;
+    news =
+        Absence{.what = std::move(told.message), .kind = told.kind, .blame = std::move(told.blame)};
   } catch (const Timeout&) {
     // None.
   } catch (const std::exception& error) {
-    news = error.what();
+    news = Absence{.what = error.what()};
     is_silent = true;
   }
   const std::lock_guard lock(news_mutex_);

@@ -26,7 +26,8 @@
 #include "communicator/operation.h"
 #include "communicator/peer_news.h"
 #include "health/failure_record.h"
-#include "topology/rendezvous.h"
+#include "topology/culprits.h"
+#include "topology/key_value_store.h"
 
 namespace pydist {
 
@@ -39,7 +40,11 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   // Under which the first failure of a group stands in its store.
   static constexpr const char* kNewsKey = "failed/why";
   // Unless the store holds an earlier failure.
-  static void tell_of_failure(KeyValueStore& store, const std::string& text) noexcept;
+  static void tell_of_failure(KeyValueStore& store, const ToldError& told) noexcept;
+  // What a rank has told; nothing where none has, or the store does not answer.
+  static std::optional<ToldError> told_failure(KeyValueStore& store) noexcept;
+  // Under which a rank says own_place().
+  static std::string place_key(int rank) { return join("here/", rank); }
 
   GlooChannel channel;
 
@@ -48,8 +53,13 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   [[nodiscard]] std::exception_ptr failure() const { return failure_.error(); }
 
   // The first failure stays; the connections go, so that peers learn of it and waiters wake.
-  // Returns the group's failure.
-  std::exception_ptr fail(const std::exception_ptr& error);
+  // Returns the group's failure. `for_others`, where given, is what the other ranks are told
+  // instead.
+  std::exception_ptr fail(const std::exception_ptr& error,
+                          const std::exception_ptr& for_others = nullptr);
+
+  // A rank of the group as a culprit: of another one, the store knows the process.
+  [[nodiscard]] Blame culprit(int rank, std::string cause) const;
 
   // A failure that another rank has told of, or the loss of a neighbour. Never waits: the store is
   // asked on another thread.
@@ -89,19 +99,12 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
     try {
       return step();
     } catch (...) {
-      auto [kind, what] = describe(std::current_exception());
-      if (const std::optional<std::string> death = this->death();
-          death && kind != ErrorKind::kMismatch) {
-        kind = ErrorKind::kPeerLost;
-        what = *death + ".";
-      }
-      std::rethrow_exception(
-          fail(make_error(kind, join(name_of(operation), " on rank ", channel.rank(), " of ",
-                                     channel.size(), " of group '", name_, "' failed: ", what))));
+      fail_in(operation, std::current_exception());
     }
   }
 
-  // perform() for a collective: the error of a failed one names the missing ranks.
+  // perform() for a collective: the error of a failed one names the missing ranks, or is that of
+  // which another rank has told.
   template <typename Step>
   void perform_collective(const Operation& operation, const Step& step) {
     ++collectives_;
@@ -110,25 +113,14 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
       try {
         step();
       } catch (...) {
-        const auto [kind, what] = describe(std::current_exception());
-        if (kind == ErrorKind::kMismatch || failure() != nullptr) {
-          throw;
-        }
-        channel.close();
-        const RollCall called = call_roll(*store_, collectives_, channel.rank(), channel.size(),
-                                          /*counts_leavers=*/kind != ErrorKind::kTimeout);
-        if (called.sentence.empty()) {
-          throw;
-        }
-        // gloo's words are about the connections, which this rank may have cut itself.
-        std::rethrow_exception(
-            called.has_lost
-                ? make_error(ErrorKind::kPeerLost, called.sentence)
-                : make_error(kind, join(what, what.ends_with('.') ? " " : ". ", called.sentence)));
+        explain(std::current_exception());
       }
       return -1;
     });
   }
+
+  // Waits until the store has what fail() tells the others, for a rank that is about to end.
+  void wait_until_told(std::chrono::milliseconds patience);
 
   // Messages under way, on threads that nobody joins. Throws where the group takes none.
   void message_started();
@@ -156,10 +148,18 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
 
   void note_loss(Absence loss);
 
+  // Fails the group with the error of an operation, and throws that.
+  [[noreturn]] void fail_in(const Operation& operation, const std::exception_ptr& error);
+  // Throws the reason for the error of a collective, as far as the other ranks and the store know
+  // it, otherwise the error.
+  [[noreturn]] void explain(const std::exception_ptr& error);
+  // What a rank has told of its own failure, as opposed to what befell another one.
+  [[nodiscard]] std::optional<ErrorDescription> confession() const;
+
   [[nodiscard]] bool is_over() const;
 
-  // The rank that has died, as far as this rank sees it: "rank 3 (pid 71 on host b) has died".
-  [[nodiscard]] std::optional<std::string> death() const;
+  // The rank that has died, as far as this rank sees it.
+  [[nodiscard]] std::optional<Absence> death() const;
 
   // Throws where the store does not answer.
   [[nodiscard]] bool is_told(const std::string& key) const;
@@ -179,13 +179,14 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   mutable std::mutex mutex_;
   std::condition_variable quiet_;
   FailureRecord failure_;
-  std::optional<std::string> death_;  // guarded by mutex_
-  bool is_shut_down_ = false;         // guarded by mutex_
-  int messages_ = 0;                  // guarded by mutex_
-  int listeners_ = 0;                 // guarded by mutex_
-  bool is_watching_ = false;          // guarded by mutex_
+  std::optional<Absence> death_;  // guarded by mutex_
+  bool is_shut_down_ = false;     // guarded by mutex_
+  int messages_ = 0;              // guarded by mutex_
+  int listeners_ = 0;             // guarded by mutex_
+  bool is_watching_ = false;      // guarded by mutex_
+  bool is_telling_ = false;       // guarded by mutex_; the others, of the failure
   std::mutex news_mutex_;
-  std::string news_;             // guarded by news_mutex_
+  std::optional<Absence> news_;  // guarded by news_mutex_; of the store
   std::optional<Absence> loss_;  // guarded by news_mutex_; of a neighbour
   int silences_ = 0;             // guarded by news_mutex_; of the store, one after the other
   bool is_asking_ = false;       // guarded by news_mutex_

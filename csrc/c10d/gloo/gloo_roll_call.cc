@@ -10,7 +10,7 @@ namespace pydist {
 namespace {
 
 // How often a rank that is missing is looked for.
-constexpr std::chrono::milliseconds kRollCallLook{10};
+constexpr std::chrono::milliseconds kLook{10};
 
 std::string answer_key(std::uint64_t sequence, int rank) {
   return join("failed/", sequence, "/", rank);
@@ -36,35 +36,41 @@ std::optional<std::string> how_gone(KeyValueStore& store, int rank) {
 }
 
 RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int size,
-                   bool counts_leavers) noexcept {
+                   bool counts_leavers, const std::function<bool()>& has_news) noexcept {
   try {
     store.set(answer_key(sequence, rank), "here");
     const Deadline deadline = Deadline::in(kRollCallPatience);
     std::string missing;
+    RollCall called;
     for (int peer = 0; peer < size; ++peer) {
       while (!look_up(store, answer_key(sequence, peer))) {
         const auto how = how_gone(store, peer);
-        if (how && (counts_leavers || how->ends_with(kHasDied))) {
-          return {join("rank ", peer, " ", *how, "."), /*has_lost=*/true};
+        const bool has_died = how && how->ends_with(kHasDied);
+        if (has_died || (how && counts_leavers)) {
+          return {join("rank ", peer, " ", *how, "."), {peer}, has_died ? kHasDied : kHasLeft};
+        }
+        if (has_news()) {
+          return {};
         }
         if (deadline.has_passed()) {
           missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(peer);
+          called.missing.push_back(peer);
           break;
         }
-        std::this_thread::sleep_for(kRollCallLook);
+        std::this_thread::sleep_for(kLook);
       }
     }
-    if (missing.empty()) {
-      return {};
+    if (!missing.empty()) {
+      called.sentence = join("No answer from ", missing,
+                             " (late, stopped, dead, or still waiting for one of the others).");
     }
-    return {join("No answer from ", missing,
-                 " (late, stopped, dead, or still waiting for one of the others)."),
-            /*has_lost=*/false};
+    return called;
   } catch (const std::exception&) {
     return {
         "The job's store does not answer either: the process that hosts it (the launcher or "
         "rank 0) may be stopped or dead.",
-        /*has_lost=*/false};
+        {},
+        {}};
   }
 }
 

@@ -10,8 +10,11 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "topology/key_value_store.h"
 
@@ -19,22 +22,26 @@ namespace pydist {
 
 inline constexpr std::chrono::seconds kRollCallPatience{1};
 
+inline constexpr const char* kHasDied = "has died";
+inline constexpr const char* kHasLeft = "has left the group (shutdown)";
+
 struct RollCall {
-  std::string sentence;   // names who is missing; empty where all have answered
-  bool has_lost = false;  // it names a rank that has left or died
+  std::string sentence;      // names who is missing; empty where all have answered
+  std::vector<int> missing;  // ascending
+  std::string_view lost;     // how the one that is missing has gone, if that is known
 };
 
 // For a rank on which collective number `sequence` of the group has failed; call after its
 // connections have been cut. Takes up to kRollCallPatience while ranks are missing of which nobody
-// knows that they are gone. `counts_leavers`: whether a rank that has left may be the reason. Not
-// where the time was up: others then leave because this rank has cut its connections.
+// knows that they are gone, unless `has_news`, which is asked now and then, says that it does not
+// matter any more. `counts_leavers`: whether a rank that has left may be the reason. Not where the
+// time was up: others then leave because this rank has cut its connections.
 [[nodiscard]] RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int size,
-                                 bool counts_leavers) noexcept;
+                                 bool counts_leavers,
+                                 const std::function<bool()>& has_news) noexcept;
 
-inline constexpr const char* kHasDied = "has died";
-inline constexpr const char* kHasLeft = "has left the group (shutdown)";
-// Tells all that a rank is gone, and how: a text that ends with one of these. Throws where the
-// store does not answer.
+// Tells all that a rank is gone, and how: a text that ends with kHasDied or kHasLeft. Throws where
+// the store does not answer.
 void tell_gone(KeyValueStore& store, int rank, const std::string& how);
 // What has been told; nothing while it has not. Throws where the store does not answer.
 [[nodiscard]] std::optional<std::string> how_gone(KeyValueStore& store, int rank);

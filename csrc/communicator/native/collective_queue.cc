@@ -1,9 +1,11 @@
 #include "communicator/native/collective_queue.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
 #include "base/interruption.h"
+#include "base/log.h"
 #include "collectives/shared_memory.h"
 
 namespace pydist {
@@ -15,6 +17,10 @@ constexpr unsigned kLooksBetweenChecks = 8;
 // Looks at the posts of peers before an operation gives up on being done at once: a few
 // microseconds.
 constexpr unsigned kLooksAtOnce = 128;
+
+// How long the fence of a failed group waits for ranks that write into this one's memory and are
+// not known to be stopped. A copy of gigabytes takes as long.
+constexpr std::chrono::seconds kFencePatience{2};
 
 std::size_t journaled_bytes(const Operation& operation) {
   std::size_t bytes = 0;
@@ -32,18 +38,21 @@ std::size_t journaled_bytes(const Operation& operation) {
 
 CollectiveQueue::CollectiveQueue(std::shared_ptr<Progress> progress,
                                  std::shared_ptr<GroupHealth> health, Group& group,
-                                 MakeTask make_task, MakeCall make_call, bool runs_at_once)
+                                 MakeTask make_task, MakeCall make_call,
+                                 std::function<void()> fence_heap, bool runs_at_once)
     : WaitableDrivable(std::move(progress)),
       health_(std::move(health)),
       group_(group),
       make_task_(std::move(make_task)),
       make_call_(std::move(make_call)),
+      fence_heap_(std::move(fence_heap)),
       runs_at_once_(runs_at_once) {}
 
 WorkPtr CollectiveQueue::enqueue(Operation operation, Deadline deadline,
                                  const MakeTask* make_task) {
   WorkPtr work = make_work();
   auto pending = std::make_unique<Pending>(std::move(operation), deadline, work, make_task);
+  prepare();
   {
     const std::lock_guard lock(mutex_);
     queue_.push_back(std::move(pending));
@@ -167,22 +176,36 @@ void CollectiveQueue::run_here(Right right, std::unique_ptr<Pending> pending) {
   }
   // A wait that lasts becomes one like any other: signal handlers, which it has to run, may call
   // this group, so it must not hold the right to drive.
-  const WorkPtr work = make_work();
-  here.work = work;
-  {
+  WorkPtr work;
+  try {
+    prepare();
+    work = make_work();
     const std::lock_guard lock(mutex_);
-    queue_.push_front(std::move(pending));
+    queue_.push_front(nullptr);
+    queue_.front() = std::move(pending);
     pending_count_.fetch_add(1);
+  } catch (...) {
+    // It has begun, and ends here: the caller gets its buffers back.
+    health_->fail(std::current_exception());
+    running_here_ = &here;
+    drive();
+    running_here_ = nullptr;
+    leave(std::move(right));
+    std::rethrow_exception(here.error);
   }
+  here.work = work;
   leave(std::move(right));
   wait_for(*work, kind);
 }
 
 void CollectiveQueue::wait_for(Work& work, OpKind kind) {
   work.wait_or_end([this, kind] {
+    Blame blame = health_->blame(health_->rank(), "was interrupted");
+    blame.operation = join(to_string(kind), " of group '", health_->name(), "'");
     health_->fail(ErrorKind::kAborted,
-                  join(health_->who(health_->rank()), " was interrupted in ", to_string(kind),
-                       " of group '", health_->name(), "' (", kWhatInterrupts, ")."));
+                  join(health_->who(health_->rank()), " was interrupted in ", blame.operation, " (",
+                       kWhatInterrupts, ")."),
+                  blame);
     drain();
   });
 }
@@ -216,6 +239,7 @@ bool CollectiveQueue::drive() {
       if (!health_->has_failed()) {
         health_->fail(std::current_exception());
       }
+      fence(*pending);
       finish(*pending, health_->failure());
       moved = true;
     }
@@ -253,6 +277,7 @@ bool CollectiveQueue::step(Pending& pending) {
     }
   }
   waits_for_rank_.store(-1, std::memory_order_relaxed);
+  show_awaiting_nobody();
   execution.resume();
   return true;
 }
@@ -260,25 +285,64 @@ bool CollectiveQueue::step(Pending& pending) {
 void CollectiveQueue::check_hope(Pending& pending) {
   Execution& execution = *pending.execution;
   const int rank = execution.condition().rank();
-  const std::string vain = health_->why_vain(rank);
+  // Again and again: another group of this process may have taken it back.
+  health_->show_awaited(rank);
+  shows_awaited_ = true;
+  std::optional<GroupHealth::Loss> loss = health_->why_vain(rank);
   const bool is_late = pending.deadline.has_passed();
   // What the peer did before it died, or before the deadline, counts.
-  if ((vain.empty() && !is_late) || execution.is_ready()) {
+  if ((!loss && !is_late) || execution.is_ready()) {
     return;
   }
   const std::string label =
       pending.operation.label.empty() ? "" : " (" + pending.operation.label + ")";
   const std::string what = join(to_string(pending.operation.kind), " #", group_.sequence(), label,
                                 " of group '", health_->name(), "'");
-  if (!vain.empty()) {
-    throw PeerLost(join(vain, ". ", health_->who(health_->rank()), " waited for ", "it in ", what,
-                        ". The group is of no further use; save what you need and start again."));
+  if (loss) {
+    loss->blame.operation = what;
+    throw PeerLost(join(loss->what, ". ", health_->who(health_->rank()), " waited for it in ", what,
+                        ". The group is of no further use; save what you need and start again."),
+                   std::move(loss->blame));
   }
-  throw Timeout(join(health_->who(health_->rank()), " timed out in ", what, ": ",
-                     health_->where(rank, pending.operation.kind, group_.sequence()), "."));
+  GroupHealth::Keeper keeper = health_->keeper_behind(rank);
+  Blame blame = health_->blame(keeper.rank, std::move(keeper.cause));
+  blame.operation = what;
+  throw Timeout(join(health_->who(health_->rank()), " timed out in ", what, ": ", keeper.way,
+                     health_->where(keeper.rank, pending.operation.kind, group_.sequence()), "."),
+                std::move(blame));
+}
+
+void CollectiveQueue::fence(const Pending& pending) noexcept {
+  const Buffers& outputs = pending.operation.outputs;
+  const auto is_symmetric = [this](const Buffer& buffer) {
+    return group_.heap().find(buffer.data, buffer.bytes()) != 0;
+  };
+  if (has_fenced_ || !pending.execution ||
+      !std::any_of(outputs.begin(), outputs.end(), is_symmetric)) {
+    return;
+  }
+  has_fenced_ = true;
+  try {
+    if (!health_->wait_for_heap_writers(kFencePatience)) {
+      fence_heap_();
+    }
+  } catch (const std::exception& error) {
+    log_line(LogLevel::kError,
+             join("The symmetric memory of group '", health_->name(),
+                  "' may still be written by a rank that does not leave its last operation: ",
+                  error.what()));
+  }
+}
+
+void CollectiveQueue::show_awaiting_nobody() noexcept {
+  if (shows_awaited_) {
+    health_->show_awaiting_nobody();
+    shows_awaited_ = false;
+  }
 }
 
 void CollectiveQueue::finish(Pending& pending, std::exception_ptr error) {
+  show_awaiting_nobody();
   if (pending.ticket) {
     health_->journal().finish(*pending.ticket,
                               error ? JournalState::kFailed : JournalState::kSucceeded);

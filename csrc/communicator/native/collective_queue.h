@@ -33,9 +33,11 @@ class CollectiveQueue final : public WaitableDrivable {
   using MakeCall = std::function<Call(const Operation& operation)>;
 
   // Only the holder of the right to drive uses `group`. `runs_at_once` (see Note [At once]) is
-  // false where the user has pinned another algorithm than run_shared_memory().
+  // false where the user has pinned another algorithm than run_shared_memory(). `fence_heap` keeps
+  // the other ranks out of this rank's symmetric memory, see Note [Fence].
   CollectiveQueue(std::shared_ptr<Progress> progress, std::shared_ptr<GroupHealth> health,
-                  Group& group, MakeTask make_task, MakeCall make_call, bool runs_at_once);
+                  Group& group, MakeTask make_task, MakeCall make_call,
+                  std::function<void()> fence_heap, bool runs_at_once);
 
   // Adds an operation; the progress thread or a waiter runs it when its turn comes.
   [[nodiscard]] WorkPtr submit(Operation operation, Deadline deadline) {
@@ -97,17 +99,29 @@ class CollectiveQueue final : public WaitableDrivable {
   // Throws what makes waiting vain: the group's failure, a lost peer, the deadline.
   void check_hope(Pending& pending);
   void finish(Pending& pending, std::exception_ptr error);
+  void show_awaiting_nobody() noexcept;
+  // Note [Fence]
+  // In collectives on symmetric memory ranks write into each other's. A rank whose operation fails
+  // gives its buffers back, so nobody may write there any more. Each rank says so while it writes
+  // (HeapWriting), and does not begin to once the group has failed. So it is enough to wait for
+  // those who write just now. One that is stopped amid its writing may go on at any time: then this
+  // rank leaves the shared memory, which others may write into, and keeps a copy at the same
+  // addresses.
+  void fence(const Pending& pending) noexcept;
 
   const std::shared_ptr<GroupHealth> health_;
   Group& group_;
   const MakeTask make_task_;
   const MakeCall make_call_;
+  const std::function<void()> fence_heap_;
   const bool runs_at_once_;
   std::mutex mutex_;
   std::deque<std::unique_ptr<Pending>> queue_;  // guarded by mutex_
   std::atomic<std::size_t> pending_count_{0};   // of queue_
   Pending* running_here_ = nullptr;             // with the right to drive
   unsigned looks_ = 0;                          // with the right to drive
+  bool has_fenced_ = false;                     // with the right to drive
+  bool shows_awaited_ = false;                  // to peers; with the right to drive
   // For diagnosis(), which has no right to drive.
   std::atomic<int> waits_for_rank_{-1};
   std::atomic<std::uint64_t> waits_in_sequence_{0};

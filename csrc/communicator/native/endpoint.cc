@@ -174,7 +174,8 @@ SegmentServer& Endpoint::server() {
   if (!server_) {
     // Both or none: the system may have no descriptor or no thread to give.
     auto server = std::make_unique<SegmentServer>();
-    auto monitor = std::make_unique<Monitor>(*page_, environment_.heartbeat_warning);
+    auto monitor = std::make_unique<Monitor>(*page_, environment_.heartbeat_warning,
+                                             environment_.heartbeat_timeout);
     monitor->watch_readable(server->fd(), [served = server.get()] { served->serve(); });
     server_ = std::move(server);
     monitor_ = std::move(monitor);
@@ -221,17 +222,21 @@ PeerPtr Endpoint::meet(const Card& card, const Trust& trust, Deadline deadline,
   }
   auto peer = std::make_shared<Peer>();
   peer->description = join("pid ", card.pid, " on host ", card.host_name);
+  peer->host = card.host_name;
+  peer->pid = card.pid;
   if (server().address() == card.address) {
     peer->page_segment = page_segment_;
     peer->doorbell_segment = doorbell_segment_;
     peer->page = page_;
     peer->doorbell = &doorbell();
+    peer->local_pid = ::getpid();
   } else {
     const Stranger stranger(card);
     const auto fetch = [&](const std::string& key) {
       return fetch_segment(card.address, key, trust.secret, deadline, [&] {
         if (stranger.is_gone()) {
-          throw PeerLost(peer->description + " died before this process could meet it.");
+          throw PeerLost(peer->description + " died before this process could meet it.",
+                         Blame{.host = peer->host, .pid = peer->pid, .cause = "has died"});
         }
         if (check_hope) {
           check_hope();
@@ -242,15 +247,19 @@ PeerPtr Endpoint::meet(const Card& card, const Trust& trust, Deadline deadline,
     peer->page_segment =
         SharedSegment::map(std::move(fetched.fd), page_segment_.bytes(), Access::kRead);
     peer->page = reinterpret_cast<const ProcessPage*>(peer->page_segment.data());
+    peer->local_pid = fetched.server_pid;
     peer->doorbell_segment = SharedSegment::map(fetch(doorbell_key(trust.token, card.address)).fd,
                                                 doorbell_segment_.bytes());
     peer->doorbell = reinterpret_cast<Doorbell*>(peer->doorbell_segment.data());
+    const auto report = [peer = peer.get(), deaths = deaths_, doorbell = &doorbell()] {
+      peer->is_dead.store(true, std::memory_order_release);
+      deaths->fetch_add(1, std::memory_order_release);
+      doorbell->ring();
+    };
     monitor_->watch_peer(fetched.server_pid,
-                         {peer->description, peer->page, peer,
-                          [peer = peer.get(), deaths = deaths_, doorbell = &doorbell()] {
-                            peer->is_dead.store(true, std::memory_order_release);
-                            deaths->fetch_add(1, std::memory_order_release);
-                            doorbell->ring();
+                         {peer->description, peer->page, peer, report, [peer = peer.get(), report] {
+                            peer->is_silent.store(true, std::memory_order_relaxed);
+                            report();
                           }});
   }
   const std::lock_guard lock(mutex_);

@@ -55,11 +55,16 @@ struct Trust {
 // Another process of this host, met face to face.
 struct Peer {
   std::string description;  // "pid 71 on host b"
+  std::string host;
+  int pid = 0;          // as it knows itself
+  pid_t local_pid = 0;  // as this process knows it; 0 where it does not see it
   SharedSegment page_segment;
   SharedSegment doorbell_segment;
   const ProcessPage* page = nullptr;
   Doorbell* doorbell = nullptr;
   std::atomic<bool> is_dead{false};
+  // With is_dead: nobody can tell, but its heart has not beaten for long.
+  std::atomic<bool> is_silent{false};
 
   // Dead without having shut down.
   [[nodiscard]] bool has_crashed() const noexcept {

@@ -10,6 +10,7 @@
 
 #include "base/deadline.h"
 #include "base/digest.h"
+#include "health/process_state.h"
 
 namespace pydist {
 namespace {
@@ -26,6 +27,11 @@ std::string seconds_since(std::int64_t then_ns) {
   std::snprintf(text.data(), text.size(), seconds < 9.95 ? "%.1f s" : "%.0f s", seconds);
   return text.data();
 }
+
+constexpr const char* kHasLeft = "has left the group (shutdown)";
+
+// A heart that has not beaten for so long is told of.
+constexpr std::int64_t kSilence_ns = 2'000'000'000;
 
 std::string entry_name(const JournalEntry& entry) {
   std::string name = join(to_string(static_cast<OpKind>(entry.kind)), " #", entry.sequence);
@@ -51,20 +57,25 @@ std::exception_ptr GroupHealth::failure() {
     return make_error(ErrorKind::kAborted,
                       "This rank has let go of the group '" + name_ +
                           "' (shutdown, or the last reference was dropped) while the operation "
-                          "was under way.");
+                          "was under way.",
+                      blame(rank_, kHasLeft));
   }
   return segment_.failure().error([this](int writer) {
     if (writer < 0 || writer >= size()) {
-      return join("The record of failure of the group '", name_, "' is damaged.");
+      return ErrorDescription{ErrorKind::kError,
+                              join("The record of failure of the group '", name_, "' is damaged."),
+                              {}};
     }
-    return join("The group '", name_, "' is failing on ", who(writer),
-                ", which has died or was stopped before it could say why; it ", activity(writer),
-                ".");
+    const std::string cause = "has died or was stopped before it could say why";
+    return ErrorDescription{ErrorKind::kError,
+                            join("The group '", name_, "' is failing on ", who(writer), ", which ",
+                                 cause, "; it ", activity(writer), "."),
+                            blame(writer, cause)};
   });
 }
 
-void GroupHealth::fail(ErrorKind kind, const std::string& message) noexcept {
-  segment_.failure().set(kind, message, rank_);
+void GroupHealth::fail(ErrorKind kind, const std::string& message, const Blame& blame) noexcept {
+  segment_.failure().set(kind, message, rank_, blame);
   wake_everybody();
 }
 
@@ -78,7 +89,18 @@ void GroupHealth::fail(const std::exception_ptr& error) noexcept {
     } else if (!names_ranks && size() > 1) {
       description.message = "On " + who(rank_) + ": " + description.message;
     }
-    fail(description.kind, description.message);
+    Blame& guilty = description.blame;
+    // The error of this rank alone is its own doing.
+    if (guilty.ranks.empty() && !names_ranks) {
+      guilty.ranks = {rank_};
+    }
+    if (!guilty.ranks.empty() && guilty.host.empty() && guilty.ranks[0] >= 0 &&
+        guilty.ranks[0] < size()) {
+      const Peer& first = *peers_[static_cast<std::size_t>(guilty.ranks[0])];
+      guilty.host = first.host;
+      guilty.pid = first.pid;
+    }
+    fail(description.kind, description.message, guilty);
   } catch (...) {  // out of memory
     fail(ErrorKind::kError, std::string());
   }
@@ -102,19 +124,61 @@ void GroupHealth::wake_everybody() noexcept {
   }
 }
 
+bool GroupHealth::wait_for_heap_writers(std::chrono::nanoseconds patience) {
+  // Where this rank leaves, the others have to stop, too.
+  if (!segment_.failure().is_set()) {
+    fail(ErrorKind::kPeerLost, departure_of(rank_) + " while an operation was under way.",
+         blame(rank_, kHasLeft));
+  }
+  const Deadline deadline = Deadline::in(patience);
+  for (int rank = 0; rank < size(); ++rank) {
+    const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
+    // Sequentially consistent, as is the failure; see HeapWriting.
+    while (rank != rank_ && segment_.control(rank).writes_heap.load() != 0) {
+      if (peer.is_dead.load() && !peer.is_silent.load()) {
+        break;
+      }
+      if (process_state(peer.local_pid) == ProcessState::kStopped || deadline.has_passed()) {
+        return false;
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
+  return true;
+}
+
 std::string GroupHealth::who(int rank) const {
   return join("rank ", rank, " (", peers_[static_cast<std::size_t>(rank)]->description, ")");
 }
 
-std::string GroupHealth::death() const {
+Blame GroupHealth::blame(int rank, std::string cause) const {
+  const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
+  return {.ranks = {rank},
+          .host = peer.host,
+          .pid = peer.pid,
+          .operation = {},
+          .cause = std::move(cause)};
+}
+
+std::optional<GroupHealth::Loss> GroupHealth::death() const {
   if (endpoint_->deaths() != 0) {
-    for (int peer = 0; peer < size(); ++peer) {
-      if (peer != rank_ && peers_[static_cast<std::size_t>(peer)]->has_crashed()) {
-        return who(peer) + " has died; it " + activity(peer);
+    for (int rank = 0; rank < size(); ++rank) {
+      const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
+      if (rank == rank_ || !peer.has_crashed()) {
+        continue;
       }
+      if (peer.is_silent.load(std::memory_order_relaxed)) {
+        const std::string cause =
+            join("has shown no sign of life for ",
+                 seconds_since(peer.page->heartbeat_ns.load(std::memory_order_relaxed)));
+        return Loss{join(who(rank), " ", cause,
+                         ", and the system does not tell whether it lives; it ", activity(rank)),
+                    blame(rank, cause)};
+      }
+      return Loss{join(who(rank), " has died; it ", activity(rank)), blame(rank, "has died")};
     }
   }
-  return {};
+  return std::nullopt;
 }
 
 bool GroupHealth::has_left(int rank) const {
@@ -123,29 +187,33 @@ bool GroupHealth::has_left(int rank) const {
           peers_[static_cast<std::size_t>(rank)]->is_dead.load(std::memory_order_acquire));
 }
 
-std::string GroupHealth::departure_of(int rank) const {
-  return who(rank) + " has left the group (shutdown)";
-}
+std::string GroupHealth::departure_of(int rank) const { return join(who(rank), " ", kHasLeft); }
 
-std::string GroupHealth::why_vain(int rank) const {
-  if (std::string what = death(); !what.empty()) {
-    return what;
+std::optional<GroupHealth::Loss> GroupHealth::why_vain(int rank) const {
+  if (std::optional<Loss> loss = death()) {
+    return loss;
   }
   if (rank >= 0) {
-    return has_left(rank) ? departure_of(rank) : std::string();
+    return has_left(rank) ? std::optional(Loss{departure_of(rank), blame(rank, kHasLeft)})
+                          : std::nullopt;
   }
   // To wait for anybody is no use once nobody else is left. A rank alone waits for itself.
+  Loss loss{"every other rank has left the group (shutdown)", {}};
   for (int peer = 0; peer < size(); ++peer) {
     if (size() == 1 || (peer != rank_ && !has_left(peer))) {
-      return {};
+      return std::nullopt;
+    }
+    if (peer != rank_) {
+      loss.blame.ranks.push_back(peer);
     }
   }
-  return "every other rank has left the group (shutdown)";
+  loss.blame.cause = kHasLeft;
+  return loss;
 }
 
 std::optional<Absence> GroupHealth::absence() const {
-  if (std::string what = death(); !what.empty()) {
-    return Absence{.what = std::move(what)};
+  if (std::optional<Loss> loss = death()) {
+    return Absence{.what = std::move(loss->what), .blame = std::move(loss->blame)};
   }
   std::optional<Absence> worst;
   for (int peer = 0; peer < size(); ++peer) {
@@ -154,12 +222,57 @@ std::optional<Absence> GroupHealth::absence() const {
     }
     Absence absence{.what = departure_of(peer),
                     .is_orderly = true,
-                    .done = segment_.control(peer).farewell.load(std::memory_order_relaxed)};
+                    .done = segment_.control(peer).farewell.load(std::memory_order_relaxed),
+                    .blame = blame(peer, kHasLeft)};
     if (!worst || absence.is_worse_than(*worst)) {
       worst = std::move(absence);
     }
   }
   return worst;
+}
+
+bool GroupHealth::is_frozen(int rank) const {
+  if (rank == rank_) {
+    return false;
+  }
+  const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
+  const ProcessState state = process_state(peer.local_pid);
+  return state == ProcessState::kStopped || state == ProcessState::kDead ||
+         monotonic_ns() - peer.page->heartbeat_ns.load(std::memory_order_relaxed) > kSilence_ns;
+}
+
+std::string GroupHealth::plight(int rank) const {
+  if (rank == rank_) {
+    return {};
+  }
+  const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
+  std::string text(in_words(process_state(peer.local_pid)));
+  const std::int64_t heartbeat = peer.page->heartbeat_ns.load(std::memory_order_relaxed);
+  if (monotonic_ns() - heartbeat > kSilence_ns) {
+    text += join(text.empty() ? "" : ", and ", "has shown no sign of life for ",
+                 seconds_since(heartbeat));
+  }
+  return text;
+}
+
+GroupHealth::Keeper GroupHealth::keeper_behind(int rank) const {
+  std::vector<bool> seen(static_cast<std::size_t>(size()));
+  std::string way;
+  for (int here = rank; !seen[static_cast<std::size_t>(here)];) {
+    seen[static_cast<std::size_t>(here)] = true;
+    const std::optional<int> next =
+        here == rank_ ? rank
+                      : peers_[static_cast<std::size_t>(here)]->page->awaited.in(fingerprint_);
+    if (!next || *next >= size() || is_frozen(here)) {
+      std::string its_plight = plight(here);
+      return {here,
+              here == rank ? "" : join("it waits for ", way, ", which waits for rank ", here, ". "),
+              its_plight.empty() ? activity(here) : std::move(its_plight)};
+    }
+    way += join(way.empty() ? "" : ", which waits for ", "rank ", here);
+    here = *next;
+  }
+  return {rank, "", activity(rank)};
 }
 
 std::string GroupHealth::activity(int rank) const {
@@ -189,11 +302,8 @@ std::string GroupHealth::where(int rank, OpKind kind, std::uint64_t sequence) co
   std::string sentence =
       join(who(rank), entered ? " entered " : " never entered ", to_string(kind), " #", sequence,
            entered ? " but has not done its part" : "", "; it ", activity(rank));
-  const std::int64_t heartbeat =
-      peers_[static_cast<std::size_t>(rank)]->page->heartbeat_ns.load(std::memory_order_relaxed);
-  if (rank != rank_ && monotonic_ns() - heartbeat > 2'000'000'000) {
-    sentence += join(", and has shown no sign of life for ", seconds_since(heartbeat),
-                     " (stopped, swapped out or starved)");
+  if (const std::string its_plight = plight(rank); !its_plight.empty()) {
+    sentence += "; it " + its_plight;
   }
   return sentence;
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -36,7 +37,7 @@ class GroupHealth {
   // The group's error, null while it is sound.
   [[nodiscard]] std::exception_ptr failure();
   // Fails the group, here and on every other rank. The first error wins.
-  void fail(ErrorKind kind, const std::string& message) noexcept;
+  void fail(ErrorKind kind, const std::string& message, const Blame& blame = {}) noexcept;
   // As fail(), for an exception that was thrown here: tells the peers on which rank.
   void fail(const std::exception_ptr& error) noexcept;
   // Fails the group on this rank alone, and tells the peers that the rank is gone.
@@ -45,13 +46,40 @@ class GroupHealth {
   void set_farewell(std::uint64_t done) noexcept;
 
   // -- the state of peers -------------------------------------------------------------------
-  // What makes waiting for `rank` vain: it has left, or any rank of the group has crashed. An
-  // empty string while there is hope. `rank` may be -1 for anybody.
-  [[nodiscard]] std::string why_vain(int rank) const;
+  struct Loss {
+    std::string what;  // "rank 3 (pid 71 on host b) has died"
+    Blame blame;
+  };
+  // What makes waiting for `rank` vain: it has left, or any rank of the group has crashed. Nothing
+  // while there is hope. `rank` may be -1 for anybody.
+  [[nodiscard]] std::optional<Loss> why_vain(int rank) const;
   // As PeerNews::absence().
   [[nodiscard]] std::optional<Absence> absence() const;
   // "rank 3 (pid 71 on host b)".
   [[nodiscard]] std::string who(int rank) const;
+  // Once the group has failed: waits until no other rank writes into symmetric memory. False where
+  // one does not end that, because it is stopped, or within `patience`.
+  [[nodiscard]] bool wait_for_heap_writers(std::chrono::nanoseconds patience);
+
+  // Of one rank of this group.
+  [[nodiscard]] Blame blame(int rank, std::string cause) const;
+
+  // Note [Who keeps all waiting]
+  // A rank that is waited for may itself only wait for another one, as the neighbours in a ring do.
+  // Every process shows on its page whom it waits for. From there the way leads on, to a rank that
+  // waits for nobody in this group, or that is stopped or shows no sign of life, whatever it waited
+  // for then. Where the way leads back to where it has been and all are well, nobody in particular
+  // is to blame, and the rank stays that it began with.
+  struct Keeper {
+    int rank;
+    std::string way;    // "it waits for rank 1, which waits for rank 2. "; empty where it is direct
+    std::string cause;  // in words, for Blame
+  };
+  [[nodiscard]] Keeper keeper_behind(int rank) const;
+  // Shows the peers whom this rank waits for.
+  void show_awaited(int rank) noexcept { endpoint_->page().awaited.set(fingerprint_, rank); }
+  void show_awaiting_nobody() noexcept { endpoint_->page().awaited.clear(); }
+
   // Where a rank is, seen from collective `sequence`: "never entered all_reduce #812; it is in
   // all_reduce #811 since 5.2 s".
   [[nodiscard]] std::string where(int rank, OpKind kind, std::uint64_t sequence) const;
@@ -70,8 +98,13 @@ class GroupHealth {
 
  private:
   void wake_everybody() noexcept;
-  // Names a rank that has died without having shut down; empty if there is none.
-  [[nodiscard]] std::string death() const;
+  // A rank that has died without having shut down; nothing if there is none.
+  [[nodiscard]] std::optional<Loss> death() const;
+  // Whether it is known that the rank does not run, so that it waits for nobody.
+  [[nodiscard]] bool is_frozen(int rank) const;
+  // "is stopped (SIGSTOP or a debugger)", or for how long it has shown no sign of life; empty where
+  // there is nothing to tell.
+  [[nodiscard]] std::string plight(int rank) const;
   [[nodiscard]] bool has_left(int rank) const;
   [[nodiscard]] std::string departure_of(int rank) const;
 

@@ -12,6 +12,7 @@
 #include "communicator/native/introduction.h"
 #include "memory/memory_room.h"
 #include "memory/segment_exchange.h"
+#include "topology/culprits.h"
 #include "topology/hosts.h"
 #include "topology/rendezvous.h"
 
@@ -94,6 +95,15 @@ class Meeting {
     }
   }
 
+  [[nodiscard]] Blame blame_of_rank(int rank) const {
+    const Card& card = introductions_[static_cast<std::size_t>(rank)].card;
+    return {.ranks = {rank},
+            .host = card.host_name,
+            .pid = card.pid,
+            .operation = {},
+            .cause = "did not share memory in time"};
+  }
+
   void wait_for_verdict() {
     const auto joined_key = [this](int rank) { return join(topic_, "/joined/", rank); };
     const auto hear = [this](const std::string& key, Deadline deadline, int awaited) {
@@ -102,7 +112,8 @@ class Meeting {
       } catch (const Timeout&) {
         throw Timeout(join("rank ", awaited,
                            " did not share memory in time: it is stopped or slow, ",
-                           "or has died where this rank cannot see it."));
+                           "or has died where this rank cannot see it."),
+                      blame_of_rank(awaited));
       }
     };
     if (rank_ != 0) {
@@ -145,17 +156,19 @@ class Meeting {
     if (interruption_ != nullptr) {
       what.kind = ErrorKind::kAborted;
       what.message = join("it was interrupted (", kWhatInterrupts, ").");
+      what.blame = own_blame(rank_, "was interrupted");
     } else if (what.kind != ErrorKind::kPeerLost && what.kind != ErrorKind::kTimeout) {
       what.kind = ErrorKind::kTransport;
+      if (what.blame.ranks.empty()) {
+        what.blame = own_blame(rank_, what.message);
+      }
     }
-    return pack(
-        {std::to_string(static_cast<int>(what.kind)),
-         join("The ranks cannot share memory: rank ", rank_, ": ", words_of(what.message))});
+    what.message = join("The ranks cannot share memory: rank ", rank_, ": ", words_of(what.message));
+    return ToldError{rank_, what}.to_text();
   }
   static std::exception_ptr error_of(const std::string& complaint) {
-    const std::vector<std::string> parts = unpack(complaint);
-    PYDIST_CHECK(parts.size() == 2);
-    return make_error(static_cast<ErrorKind>(std::stoi(parts[0])), parts[1]);
+    const ErrorDescription told = ToldError::from_text(complaint).error;
+    return make_error(told.kind, told.message, told.blame);
   }
 
   // Ends a wait that is in vain, or that the user interrupts.
@@ -167,9 +180,14 @@ class Meeting {
     if (options_.check_hope) {
       options_.check_hope();
     }
-    for (const PeerPtr& peer : membership_.peers) {
-      if (peer->has_crashed()) {
-        throw PeerLost(peer->description + " died before the group was made.");
+    for (std::size_t rank = 0; rank < membership_.peers.size(); ++rank) {
+      const Peer& peer = *membership_.peers[rank];
+      if (peer.has_crashed()) {
+        throw PeerLost(peer.description + " died before the group was made.",
+                       Blame{.ranks = {static_cast<int>(rank)},
+                             .host = peer.host,
+                             .pid = peer.pid,
+                             .cause = "has died"});
       }
     }
     noting_interruption(&check_interruption);
@@ -205,6 +223,8 @@ class Meeting {
     reserve_own();
     auto self = std::make_shared<Peer>();
     self->description = join("pid ", ::getpid(), " on host ", host_name());
+    self->host = host_name();
+    self->pid = self->local_pid = ::getpid();
     self->page = &endpoint.page();
     self->doorbell = &endpoint.doorbell();
     membership_.peers.push_back(std::move(self));
@@ -214,6 +234,8 @@ class Meeting {
   // Tells the others who this rank is, or why it cannot take part.
   void introduce() {
     Introduction mine;
+    mine.card.host_name = host_name();
+    mine.card.pid = ::getpid();
     mine.settings = settings_text(options_.environment);
     if (!options_.secret && options_.environment.job_secret) {
       // So that ranks with different ones learn it here, and not at the deadline.
@@ -279,8 +301,12 @@ class Meeting {
         membership_.peers.push_back(
             endpoint.meet(card, trust, deadline_, [this] { check_hope(); }));
       } catch (const Error& error) {
+        Blame blame = error.blame();
+        if (blame.ranks.empty() && blame.pid != 0) {
+          blame.ranks = {peer};  // meet() does not know the ranks
+        }
         std::rethrow_exception(
-            make_error(error.kind(), join("with rank ", peer, ": ", error.what())));
+            make_error(error.kind(), join("with rank ", peer, ": ", error.what()), blame));
       }
     }
     const auto fetch = [&](const char* name) {

@@ -25,27 +25,28 @@ Call allocation_call(std::size_t count) {
           /*factor=*/1.0,    Blocks(),      Blocks(),      count};
 }
 
-// All ranks tell each other what `error` says; where nothing has failed on this rank, it becomes
-// that of the lowest rank on which something has. Group::begin() has numbered it.
-Task share_error(Group& group, std::string& error) {
+// All ranks tell each other their errors; the result gets that of the lowest rank which has one.
+// Group::begin() has numbered it.
+Task share_error(Group& group, HeapAllocation& result) {
   using Text = std::array<char, kInlineBytes>;
   const Call call = allocation_call(0);
   co_await group.may_post();
   describe_call(group, call);
   Text mine{};
-  error.copy(mine.data(), mine.size() - 1);  // cut to fit
+  result.error.copy(mine.data(), mine.size() - 1);  // cut to fit
   std::memcpy(group.my_post().lines.data(), mine.data(), mine.size());
   group.publish_post();
   co_await group.posted_by_all();
   group.note_all_posted();
   check_agreement(group, call, 0, group.size());
-  const std::string own = std::exchange(error, std::string());
-  for (int rank = 0; rank < group.size() && error.empty(); ++rank) {
+  const std::string own = std::exchange(result.error, std::string());
+  for (int rank = 0; rank < group.size() && result.error.empty(); ++rank) {
     Text text{};
     std::memcpy(text.data(), group.post(rank).lines.data(), text.size());
     text.back() = '\0';
     if (text[0] != '\0') {
-      error = join("rank ", rank, ": ", rank == group.rank() ? own : text.data());
+      result.error = join("rank ", rank, ": ", rank == group.rank() ? own : text.data());
+      result.failed_rank = rank;
     }
   }
   group.complete();
@@ -86,18 +87,18 @@ Task allocate_on_heap(Group& group, SymmetricHeap& heap, std::size_t bytes,
 
   if (decision.is_refused != 0) {
     group.begin();
-    co_await share_error(group, result.error);
+    co_await share_error(group, result);
     co_return;
   }
   const SymmetricHeap::Placement& placement = decision.placement;
   if (placement.needs_memory != 0) {
     attempt(result.error, [&] { heap.map(placement); });
     group.begin();
-    co_await share_error(group, result.error);
+    co_await share_error(group, result);
     if (result.error.empty()) {
       attempt(result.error, [&] { heap.reserve(placement); });
       group.begin();
-      co_await share_error(group, result.error);
+      co_await share_error(group, result);
     }
     if (!result.error.empty()) {
       heap.give_up(placement);

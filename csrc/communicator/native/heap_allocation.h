@@ -22,7 +22,8 @@ namespace pydist {
 struct HeapAllocation {
   SymmetricHeap::Placement placement;
   std::byte* data = nullptr;
-  std::string error;  // empty: it worked
+  std::string error;     // empty: it worked
+  int failed_rank = -1;  // whose error it is
 };
 
 // The collective. Group::begin() has numbered it; it numbers two more where memory is reserved. The

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <optional>
+#include <utility>
 
 #include "base/error.h"
 #include "topology/hosts.h"
@@ -15,7 +16,7 @@ constexpr std::chrono::microseconds kDefaultSpin{50};
 
 // Grows whenever the layout of anything in shared memory changes, so that two builds of one version
 // do not read each other's memory.
-constexpr int kSharedLayout = 6;
+constexpr int kSharedLayout = 7;
 
 }  // namespace
 
@@ -37,8 +38,14 @@ std::string settings_text(const Environment& environment) {
 void check_introductions(const std::vector<Introduction>& ranks) {
   for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
     const Introduction& each = ranks[rank];
+    const auto blame = [&](std::string cause) {
+      return Blame{.ranks = {static_cast<int>(rank)},
+                   .host = each.card.host_name,
+                   .pid = each.card.pid,
+                   .cause = std::move(cause)};
+    };
     if (!each.complaint.empty()) {
-      throw TransportError(join("rank ", rank, ": ", each.complaint));
+      throw TransportError(join("rank ", rank, ": ", each.complaint), blame(each.complaint));
     }
     if (each.card.host_identity != ranks[0].card.host_identity) {
       throw TransportError(
@@ -46,11 +53,13 @@ void check_introductions(const std::vector<Introduction>& ranks) {
                "host ",
                ranks[0].card.host_name, " (", ranks[0].card.host_identity, ") and rank ", rank,
                " on host ", each.card.host_name, " (", each.card.host_identity,
-               "). Use PYDIST_BACKEND=gloo or auto across hosts."));
+               "). Use PYDIST_BACKEND=gloo or auto across hosts."),
+          blame("is on another host than rank 0"));
     }
     if (each.settings != ranks[0].settings) {
       throw TransportError(join("Rank 0 runs with ", ranks[0].settings, ", but rank ", rank,
-                                " with ", each.settings, "; set them alike on all ranks."));
+                                " with ", each.settings, "; set them alike on all ranks."),
+                           blame("has other settings than rank 0"));
     }
   }
 }

@@ -22,6 +22,7 @@ MessageQueue::MessageQueue(std::shared_ptr<Progress> progress, std::shared_ptr<G
 WorkPtr MessageQueue::submit(Operation operation, Deadline deadline) {
   auto work =
       std::make_shared<NativeWork>(std::static_pointer_cast<WaitableDrivable>(shared_from_this()));
+  prepare();
   {
     const std::lock_guard lock(mutex_);
     submitted_.push_back({std::move(operation), deadline, work});
@@ -124,22 +125,30 @@ void MessageQueue::check_hope() {
   for (const Pending& pending : running_) {
     const int rank = pending.operation.peer;
     waits_for_rank_.store(rank, std::memory_order_relaxed);
-    const std::string vain = health_->why_vain(rank);
+    std::optional<GroupHealth::Loss> loss = health_->why_vain(rank);
     const bool is_late = pending.deadline.has_passed();
     // What the peer did before it died, or before the deadline, still counts: it is looked at in
     // the next turn.
-    if ((vain.empty() && !is_late) || messages_.advance()) {
+    if ((!loss && !is_late) || messages_.advance()) {
       continue;
     }
     const std::string me = health_->who(health_->rank());
-    if (!vain.empty()) {
-      throw PeerLost(join(vain, ". ", me, " waited for it in ", describe(pending),
-                          ". The group is of no further use; save what you need and start again."));
+    if (loss) {
+      loss->blame.operation = describe(pending);
+      throw PeerLost(join(loss->what, ". ", me, " waited for it in ", describe(pending),
+                          ". The group is of no further use; save what you need and start again."),
+                     std::move(loss->blame));
     }
-    throw Timeout(
-        join(me, " timed out in ", describe(pending),
-             rank >= 0 ? ": " + health_->who(rank) + " " + health_->activity(rank) : std::string(),
-             "."));
+    if (rank < 0) {
+      throw Timeout(join(me, " timed out in ", describe(pending), "."),
+                    Blame{.operation = describe(pending)});
+    }
+    GroupHealth::Keeper keeper = health_->keeper_behind(rank);
+    Blame blame = health_->blame(keeper.rank, std::move(keeper.cause));
+    blame.operation = describe(pending);
+    const std::string what = join(me, " timed out in ", describe(pending), ": ", keeper.way,
+                                  health_->who(keeper.rank), " ", blame.cause, ".");
+    throw Timeout(what, std::move(blame));
   }
 }
 

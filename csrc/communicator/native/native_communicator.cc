@@ -21,6 +21,7 @@
 #include "communicator/operation_call.h"
 #include "communicator/peer_news.h"
 #include "communicator/splits.h"
+#include "topology/culprits.h"
 
 namespace pydist {
 namespace {
@@ -85,6 +86,7 @@ class NativeCommunicator final : public Communicator,
                      : run_shared_memory(engine->group, call, is_posted);
         },
         [rank, size](const Operation& operation) { return resolve(operation, rank, size); },
+        [heap = heap_] { heap->keep_others_out(); },
         /*runs_at_once=*/!pins_ring);
     messages_ = std::make_shared<MessageQueue>(
         endpoint_->progress(), health_,
@@ -129,6 +131,10 @@ class NativeCommunicator final : public Communicator,
 
   [[nodiscard]] WorkPtr submit(Operation operation) override {
     check_from_caller(operation);
+    return enqueue(std::move(operation));
+  }
+
+  [[nodiscard]] WorkPtr enqueue(Operation operation) {
     const Deadline deadline = deadline_of(operation);
     return is_point_to_point(operation.kind) ? messages_->submit(std::move(operation), deadline)
                                              : collectives_->submit(std::move(operation), deadline);
@@ -140,10 +146,21 @@ class NativeCommunicator final : public Communicator,
       check_from_caller(operation);
     }
     std::vector<WorkPtr> parts;
-    for (Operation& operation : operations) {
-      parts.push_back(submit(std::move(operation)));
+    parts.reserve(operations.size());
+    try {
+      for (Operation& operation : operations) {
+        parts.push_back(enqueue(std::move(operation)));
+      }
+      return combine(parts);
+    } catch (...) {
+      // All or nothing: the caller, who gets no handle, frees the buffers.
+      if (!parts.empty()) {
+        health_->fail(std::current_exception());
+        collectives_->drain();
+        messages_->drain();
+      }
+      throw;
     }
-    return combine(std::move(parts));
   }
 
   using Communicator::run;
@@ -171,7 +188,7 @@ class NativeCommunicator final : public Communicator,
     };
     collectives_->run_with(make_task, std::move(operation), deadline);
     if (!result.error.empty()) {
-      throw TransportError(result.error);
+      throw TransportError(result.error, health_->blame(result.failed_rank, result.error));
     }
     return std::make_shared<HeapMemory>(heap_, result, bytes);
   }
@@ -203,8 +220,10 @@ class NativeCommunicator final : public Communicator,
         if (rank == rank_) {
           continue;
         }
-        if (const std::string vain = health_->why_vain(rank); !vain.empty()) {
-          throw PeerLost(join(vain, ". ", health_->who(rank_), " waited for it to make a group."));
+        if (std::optional<GroupHealth::Loss> loss = health_->why_vain(rank)) {
+          throw PeerLost(
+              join(loss->what, ". ", health_->who(rank_), " waited for it to make a group."),
+              std::move(loss->blame));
         }
       }
     };
@@ -237,7 +256,7 @@ class NativeCommunicator final : public Communicator,
     if (birth_.is_inherited()) {
       return;  // its shared memory is the parent's
     }
-    health_->fail(reason.kind(), reason.what());
+    health_->fail(reason.kind(), reason.what(), blame_of(reason, rank_));
     collectives_->drain();
     messages_->drain();
   }
@@ -247,6 +266,9 @@ class NativeCommunicator final : public Communicator,
   }
 
   [[nodiscard]] PeerNews* peer_news() noexcept override { return this; }
+  [[nodiscard]] Blame culprit(int rank, std::string cause) const override {
+    return health_->blame(rank, std::move(cause));
+  }
   [[nodiscard]] std::optional<Absence> absence() const override { return health_->absence(); }
   void set_farewell(std::uint64_t done) noexcept override { health_->set_farewell(done); }
 

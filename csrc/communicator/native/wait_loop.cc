@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <system_error>
 #include <utility>
+
+#include "base/error.h"
 
 namespace pydist {
 
@@ -22,7 +25,15 @@ void Drivable::give_back(Right right) {
   }
 }
 
+Drivable::Drivable(std::shared_ptr<Progress> progress) : progress_(std::move(progress)) {
+  progress_->enroll();
+}
+
+Drivable::~Drivable() { progress_->dismiss(); }
+
 void Drivable::hand_over() { progress_->hand_over(shared_from_this()); }
+
+void Drivable::prepare() { progress_->start(); }
 
 Progress::Progress(std::shared_ptr<Doorbell> doorbell, std::chrono::nanoseconds spin)
     : doorbell_(std::move(doorbell)), spin_ns_(spin.count()) {}
@@ -44,13 +55,39 @@ void Progress::stop() noexcept {
   thread.join();
 }
 
+void Progress::enroll() {
+  const std::lock_guard lock(mutex_);
+  handed_over_.reserve(enrolled_ + 1);
+  ++enrolled_;
+}
+
+void Progress::dismiss() noexcept {
+  if (!birth_.is_inherited()) {
+    const std::lock_guard lock(mutex_);
+    --enrolled_;
+  }
+}
+
+void Progress::start() {
+  if (has_thread_.load(std::memory_order_relaxed)) {
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  if (thread_.has_started() || is_stopping_) {
+    return;
+  }
+  try {
+    thread_ = EngineThread("pydist-progress", [self = shared_from_this()] { self->run(); });
+    has_thread_.store(true, std::memory_order_relaxed);
+  } catch (const std::system_error& error) {
+    throw system_error("Cannot start the thread that moves operations along", error.code().value());
+  }
+}
+
 void Progress::hand_over(const std::shared_ptr<Drivable>& drivable) {
   const std::lock_guard lock(mutex_);
   if (std::find(handed_over_.begin(), handed_over_.end(), drivable) == handed_over_.end()) {
     handed_over_.push_back(drivable);
-  }
-  if (!thread_.has_started() && !is_stopping_) {
-    thread_ = EngineThread("pydist-progress", [self = shared_from_this()] { self->run(); });
   }
   has_news_.notify_all();
   doorbell_->ring();

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -32,7 +33,7 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
  public:
   Drivable(const Drivable&) = delete;
   Drivable& operator=(const Drivable&) = delete;
-  virtual ~Drivable() = default;
+  virtual ~Drivable();
 
   // The right to drive.
   using Right = std::unique_lock<DriveLock>;
@@ -59,11 +60,14 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
     }
   }
 
-  // Leaves what there is to drive to the progress thread.
+  // Leaves what there is to drive to the progress thread. Cannot fail after prepare().
   void hand_over();
+  // Makes sure that there is a thread to hand over to. Throws TransportError where none is to be
+  // had: whoever submits calls it before anything is queued.
+  void prepare();
 
  protected:
-  explicit Drivable(std::shared_ptr<Progress> progress) noexcept : progress_(std::move(progress)) {}
+  explicit Drivable(std::shared_ptr<Progress> progress);
 
   // Whether a waiter may spin: where every rank has a core of its own.
   [[nodiscard]] bool may_spin() const noexcept;
@@ -114,7 +118,11 @@ class Progress : public std::enable_shared_from_this<Progress> {
   }
   [[nodiscard]] Doorbell& doorbell() noexcept { return *doorbell_; }
 
-  // Starts the thread at the first call.
+  // Keeps room for one more Drivable, so that to hand it over takes no memory.
+  void enroll();
+  void dismiss() noexcept;
+  // Starts the thread, if it has not been. Throws TransportError where that fails.
+  void start();
   void hand_over(const std::shared_ptr<Drivable>& drivable);
 
  private:
@@ -128,8 +136,10 @@ class Progress : public std::enable_shared_from_this<Progress> {
   std::mutex mutex_;
   std::condition_variable has_news_;
   bool is_stopping_ = false;                            // guarded by mutex_
+  std::size_t enrolled_ = 0;                            // guarded by mutex_
   std::vector<std::shared_ptr<Drivable>> handed_over_;  // guarded by mutex_
   EngineThread thread_;                                 // guarded by mutex_
+  std::atomic<bool> has_thread_{false};                 // for start() alone, which is called often
 };
 
 inline bool Drivable::may_spin() const noexcept { return progress_->spin().count() != 0; }

@@ -211,6 +211,10 @@ class NcclCommunicator final : public Communicator {
     return host_->symmetric_addresses(data, bytes);
   }
 
+  [[nodiscard]] Blame culprit(int rank, std::string cause) const override {
+    return host_->culprit(rank, std::move(cause));
+  }
+
   [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
     require_open("split");
     NcclOptions options = options_;
@@ -223,7 +227,7 @@ class NcclCommunicator final : public Communicator {
 
   void abort(const Error& reason) override {
     require_not_forked();
-    group_->fail(make_error(reason.kind(), reason.what()));
+    group_->fail(make_error(reason.kind(), reason.what(), reason.blame()));
   }
 
   [[nodiscard]] std::exception_ptr failure() const override {

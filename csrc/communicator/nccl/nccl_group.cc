@@ -14,6 +14,7 @@
 #include "communicator/nccl/group_streams.h"
 #include "communicator/nccl/nccl_launched_work.h"
 #include "communicator/nccl/nccl_watchdog.h"
+#include "topology/culprits.h"
 
 namespace pydist {
 namespace {
@@ -112,10 +113,11 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
     std::exception_ptr error = group->control_->failure();
     if (error == nullptr) {
       const bool is_vain = group->news_.absence().has_value();
-      const std::string what = describe(std::current_exception()).message;
+      const ErrorDescription why = describe(std::current_exception());
       error = make_error(
           is_vain ? ErrorKind::kPeerLost : ErrorKind::kTransport,
-          pydist::join("NCCL cannot serve these ranks. Rank ", group->rank(), ": ", what));
+          pydist::join("NCCL cannot serve these ranks. Rank ", group->rank(), ": ", why.message),
+          is_vain || !why.blame.ranks.empty() ? why.blame : own_blame(group->rank(), why.message));
     }
     group->fail(error);
     std::rethrow_exception(error);
@@ -131,7 +133,8 @@ bool NcclGroup::agree(Communicator& control, const std::string& complaint, bool 
   const Hearing hearing = hear_all(control, complaint, kAboutNccl, says_yes);
   if (hearing.first) {
     throw TransportError(pydist::join("NCCL cannot serve these ranks. Rank ", hearing.first->rank,
-                                      ": ", hearing.first->text));
+                                      ": ", hearing.first->text),
+                         control.culprit(hearing.first->rank, hearing.first->text));
   }
   return hearing.all_say_yes;
 }
@@ -157,7 +160,9 @@ void NcclGroup::connect(Deadline deadline) {
                : operation.outputs) = {Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
   control_->run(std::move(operation));
   if (invitation.complaint[0] != '\0') {
-    throw TransportError(pydist::join("NCCL made no id: ", invitation.complaint.data()));
+    const std::string complaint = invitation.complaint.data();
+    throw TransportError(pydist::join("NCCL made no id: ", complaint),
+                         control_->culprit(0, complaint));
   }
   const cuda::DeviceGuard guard(device_);
   stream_ = GroupStreams::of_process().make(device_);
@@ -199,7 +204,8 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
     } else if (vain_until.is_never()) {
       vain_until = Deadline::in(kVainPatience);
     } else if (vain_until.has_passed()) {
-      throw PeerLost(pydist::join(what, " in NCCL: ", absence->what, "."));
+      std::rethrow_exception(make_error(
+          absence->kind, pydist::join(what, " in NCCL: ", absence->what, "."), absence->blame));
     }
     if (deadline.has_passed()) {
       throw Timeout(pydist::join(what, " in NCCL did not end in time.", places()));
@@ -226,14 +232,15 @@ void NcclGroup::check(Result result, const char* what) {
 }
 
 void NcclGroup::throw_failure(Result result, const char* what) {
-  auto [kind, text] = describe(api_->error_of(result, what, comm_));
+  const auto [kind, text, blame] = describe(api_->error_of(result, what, comm_));
   const Deadline patience = Deadline::in(name_patience_).earlier_of(launching_until_);
   Deadline slice = Deadline::in(kInterruptionInterval);
   while (may_be_of_a_peer(result)) {
     rethrow_if_any(failure());
     rethrow_if_any(control_->failure());
     if (const auto absence = news_.absence()) {
-      throw PeerLost(pydist::join(text, " The reason: ", absence->what, "."));
+      std::rethrow_exception(make_error(
+          absence->kind, pydist::join(text, " The reason: ", absence->what, "."), absence->blame));
     }
     if (patience.has_passed()) {
       break;
@@ -244,7 +251,8 @@ void NcclGroup::throw_failure(Result result, const char* what) {
     }
     std::this_thread::sleep_for(milliseconds(1));
   }
-  std::rethrow_exception(make_error(kind, kind == ErrorKind::kTimeout ? text + places() : text));
+  std::rethrow_exception(
+      make_error(kind, kind == ErrorKind::kTimeout ? text + places() : text, blame));
 }
 
 std::string NcclGroup::places() const {
@@ -323,13 +331,16 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
       work->event().hold_back(launch.streams[i]);
     }
   } catch (const Error& thrown) {
-    error = make_error(thrown.kind(), pydist::join(entry.title(), " on rank ", rank(), " of ",
-                                                   size(), ": ", thrown.what()));
+    error = make_error(
+        thrown.kind(),
+        pydist::join(entry.title(), " on rank ", rank(), " of ", size(), ": ", thrown.what()),
+        thrown.blame());
   } catch (...) {
     interruption = std::current_exception();
-    error =
-        make_error(ErrorKind::kAborted, pydist::join("rank ", rank(), " was interrupted in ",
-                                                     entry.title(), " (", kWhatInterrupts, ")."));
+    error = make_error(ErrorKind::kAborted,
+                       pydist::join("rank ", rank(), " was interrupted in ", entry.title(), " (",
+                                    kWhatInterrupts, ")."),
+                       Blame{.ranks = {rank()}, .cause = "was interrupted"});
   }
   if (error == nullptr && capture_) {
     has_captured_ = true;

@@ -16,6 +16,7 @@
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/nccl/nccl_launched_work.h"
 #include "communicator/nccl/nccl_watchdog.h"
+#include "topology/culprits.h"
 
 namespace pydist {
 namespace {
@@ -41,13 +42,14 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
   if (in_forked_child()) {
     return;
   }
-  const auto [kind, what] = describe(error);
+  const auto [kind, what, named] = describe(error);
+  const Blame blame = blame_of(Error(kind, what, named), rank());
   bool is_unheard = false;
   bool has_to_abort = false;
   bool has_joined = false;
   {
     const std::lock_guard lock(mutex_);
-    if (!failure_.set(kind, what, rank())) {
+    if (!failure_.set(kind, what, rank(), blame)) {
       return;
     }
     has_joined = life_.has_joined();
@@ -60,7 +62,7 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
     log_line(LogLevel::kError,
              pydist::join(what, " What the GPU computes from here on is worth nothing."));
   }
-  const auto tell = [reason = Error(kind, what)](Communicator& group) {
+  const auto tell = [reason = Error(kind, what, blame)](Communicator& group) {
     log_errors_of([&] { group.abort(reason); });
   };
   tell(*control_);
@@ -338,7 +340,8 @@ void NcclGroup::end() noexcept {
   const auto give_up = [this](const char* what) {
     fail(make_error(ErrorKind::kAborted,
                     pydist::join("The group '", control_->name(), "' was shut down on rank ",
-                                 rank(), " while ", what, " was under way.")));
+                                 rank(), " while ", what, " was under way."),
+                    own_blame(rank(), "has left the group (shutdown)")));
   };
   if (!is_quiet()) {
     give_up("an operation");

@@ -96,9 +96,12 @@ std::exception_ptr NcclGroup::failure_of_others() const {
 }
 
 std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
-  return make_error(ErrorKind::kTimeout,
-                    pydist::join(late.title(), " on rank ", rank(), " of ", size(), " of group '",
-                                 control_->name(), "' did not finish on the GPU in time."));
+  return make_error(
+      ErrorKind::kTimeout,
+      pydist::join(late.title(), " on rank ", rank(), " of ", size(), " of group '",
+                   control_->name(), "' did not finish on the GPU in time."),
+      Blame{.operation = pydist::join(late.title(), " of group '", control_->name(), "'"),
+            .cause = "did not finish on the GPU in time"});
 }
 
 std::chrono::milliseconds NcclGroup::settle() noexcept {
@@ -182,8 +185,9 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
     }
     if (error != nullptr) {
       // A time-out that this rank is the first to notice says where the other ranks are.
-      if (const auto [kind, what] = describe(error); kind == ErrorKind::kTimeout && error != told) {
-        error = make_error(kind, what + places());
+      if (const auto [kind, what, blame] = describe(error);
+          kind == ErrorKind::kTimeout && error != told) {
+        error = make_error(kind, what + places(), blame);
       }
       fail(error);
     }
@@ -218,7 +222,9 @@ std::exception_ptr NcclGroup::find_fault(const std::exception_ptr& told,
     vain_until_ = Deadline::in(kVainPatience);
   }
   if (is_vain && vain_until_->has_passed()) {
-    return make_error(ErrorKind::kPeerLost, says(absence->what + "."));
+    Blame blame = absence->blame;
+    blame.operation = pydist::join(title, " of group '", control_->name(), "'");
+    return make_error(absence->kind, says(absence->what + "."), blame);
   }
   if (told != nullptr) {
     return told;

@@ -73,6 +73,7 @@ TEST_F(EnvironmentTest, DefaultsAreWhatTheListSays) {
   EXPECT_EQ(written.chunk_bytes, unset.chunk_bytes);
   EXPECT_EQ(written.staging_bytes, unset.staging_bytes);
   EXPECT_EQ(written.heartbeat_warning, unset.heartbeat_warning);
+  EXPECT_EQ(written.heartbeat_timeout, unset.heartbeat_timeout);
   EXPECT_EQ(written.log_levels.all, unset.log_levels.all);
   EXPECT_FALSE(unset.host_id.has_value());
   EXPECT_FALSE(unset.spin.has_value());
@@ -87,6 +88,7 @@ TEST_F(EnvironmentTest, ReadsEveryVariable) {
   set("PYDIST_CHUNK_BYTES", "4096");
   set("PYDIST_STAGING_BYTES", "65536");
   set("PYDIST_HEARTBEAT_WARNING", "0.25");
+  set("PYDIST_HEARTBEAT_TIMEOUT", "90");
   set("PYDIST_CPU_ISA", "portable");
   set("PYDIST_LOG", "debug");
   const Environment environment = Environment::read();
@@ -97,6 +99,7 @@ TEST_F(EnvironmentTest, ReadsEveryVariable) {
   EXPECT_EQ(environment.chunk_bytes, 4096u);
   EXPECT_EQ(environment.staging_bytes, 65536u);
   EXPECT_EQ(environment.heartbeat_warning, std::chrono::milliseconds(250));
+  EXPECT_EQ(environment.heartbeat_timeout, std::chrono::seconds(90));
   EXPECT_EQ(environment.cpu_isa, "portable");
   EXPECT_EQ(environment.log_levels.all, LogLevel::kDebug);
 }
@@ -129,6 +132,7 @@ TEST_F(EnvironmentTest, RefusesNonsenseAndSaysWhatIsValid) {
       {"PYDIST_CHUNK_BYTES", {"4095", "16777217", "128K", "-4096", "nan"}},
       {"PYDIST_STAGING_BYTES", {"65535", "1073741825", "4M", "-65536", "65536.5"}},
       {"PYDIST_HEARTBEAT_WARNING", {"0", "-5", "soon", "inf"}},
+      {"PYDIST_HEARTBEAT_TIMEOUT", {"0", "-5", "late", "inf"}},
       {"PYDIST_CPU_ISA", {"sse", "AVX2", "best"}},
       {"PYDIST_LOG",
        {"verbose", "2", "warning,health", "nerves=debug", "health=", "health=loud", "=debug"}},

@@ -18,18 +18,46 @@ TEST(FailureRecordTest, TheFirstErrorStays) {
   EXPECT_TRUE(record.set(ErrorKind::kPeerLost, "rank 1 has died", 0));
   EXPECT_FALSE(record.set(ErrorKind::kTimeout, "timed out", 2));
   EXPECT_TRUE(record.is_set());
-  const auto [kind, message] = describe(record.error());
+  const auto [kind, message, blame] = describe(record.error());
   EXPECT_EQ(kind, ErrorKind::kPeerLost);
   EXPECT_EQ(message, "rank 1 has died");
   EXPECT_NE(record.error(), record.error()) << "an exception must not be shared by threads";
+}
+
+TEST(FailureRecordTest, WhoIsToBlameTravelsWithTheError) {
+  FailureRecord record;
+  const Blame blame{.ranks = {1, 3},
+                    .host = "a",
+                    .pid = 4711,
+                    .operation = "all_reduce #812 of group 'world'",
+                    .cause = "has died"};
+  EXPECT_TRUE(record.set(ErrorKind::kPeerLost, "ranks 1 and 3 have died", 2, blame));
+  EXPECT_EQ(describe(record.error()).blame, blame);
+  EXPECT_EQ(describe(make_error(ErrorKind::kError, "")).blame, Blame{});
 }
 
 TEST(FailureRecordTest, ALongMessageIsCut) {
   FailureRecord record;
   EXPECT_TRUE(record.set(ErrorKind::kMismatch, std::string(10'000, 'x'), 0));
   const std::string message = describe(record.error()).message;
-  EXPECT_GT(message.size(), 4000u);
+  EXPECT_GT(message.size(), 2500u);
   EXPECT_EQ(message, std::string(message.size(), 'x'));
+}
+
+TEST(FailureRecordTest, ATextIsCutBetweenTwoCharacters) {
+  std::string umlauts;
+  for (int i = 0; i < 5'000; ++i) {
+    umlauts += "ü";
+  }
+  for (const char* const start : {"", "x"}) {
+    FailureRecord record;
+    EXPECT_TRUE(record.set(ErrorKind::kAborted, start + umlauts, 0, {.cause = start + umlauts}));
+    const auto [kind, message, blame] = describe(record.error());
+    for (const std::string& text : {message, blame.cause}) {
+      EXPECT_GT(text.size(), 500u);
+      EXPECT_EQ(text.substr(text.size() - 2), "ü");
+    }
+  }
 }
 
 TEST(FailureRecordTest, ReadersSeeWholeErrorsOfOneWriter) {
@@ -39,10 +67,10 @@ TEST(FailureRecordTest, ReadersSeeWholeErrorsOfOneWriter) {
     std::vector<std::thread> threads;
     for (int writer = 0; writer < 3; ++writer) {
       threads.emplace_back([&, writer] {
-        const std::string message(3000, static_cast<char>('a' + writer));
+        const std::string message(2500, static_cast<char>('a' + writer));
         winners += record.set(ErrorKind::kError, message, writer) ? 1 : 0;
         const std::string seen = describe(record.error()).message;
-        EXPECT_EQ(seen, std::string(3000, seen[0]));
+        EXPECT_EQ(seen, std::string(2500, seen[0]));
       });
     }
     for (std::thread& each : threads) {

@@ -2,11 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <csignal>
+#include <cstdlib>
 
 #include <atomic>
 #include <chrono>
@@ -190,6 +192,69 @@ TEST_F(MonitorTest, APeerThatLeftInGoodOrderIsNotWarnedOf) {
     std::this_thread::sleep_for(milliseconds(700));
   }
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+}
+
+TEST_F(MonitorTest, AHeartThatStandsStillIsALossWhereNothingElseTells) {
+  set_log_levels({.all = LogLevel::kError, .of_subsystems = {}});
+  Child child;
+  Monitor monitor(*mine_, milliseconds(50), milliseconds(300));
+  std::atomic<int> losses{0};
+  std::atomic<int> silences{0};
+  auto invisible = peer(*theirs_, [&] { ++losses; });
+  invisible.on_silence = [&] { ++silences; };
+  monitor.watch_peer(0, std::move(invisible));
+  // The system tells that this one lives.
+  monitor.watch_peer(child.pid(), peer(*theirs_, [&] { losses += 100; }));
+  EXPECT_TRUE(comes_true([&] { return silences == 1; }, seconds(3)));
+  std::this_thread::sleep_for(milliseconds(600));
+  EXPECT_EQ(silences, 1) << "it is reported once";
+  EXPECT_EQ(losses, 0);
+}
+
+// Standard error as a pipe that nobody reads, and that is full.
+class StalledLog {
+ public:
+  StalledLog() : usual_(::dup(STDERR_FILENO)) {
+    int ends[2];
+    if (::pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) {
+      std::abort();
+    }
+    read_ = FileDescriptor(ends[0]);
+    const FileDescriptor write(ends[1]);
+    const std::string filler(4096, 'x');
+    while (::write(write.get(), filler.data(), filler.size()) > 0) {
+    }
+    ::fcntl(write.get(), F_SETFL, 0);
+    ::dup2(write.get(), STDERR_FILENO);
+  }
+  StalledLog(const StalledLog&) = delete;
+  StalledLog& operator=(const StalledLog&) = delete;
+  ~StalledLog() {
+    ::dup2(usual_.get(), STDERR_FILENO);
+    // Whoever hangs in a write may end.
+    std::string text(4096, ' ');
+    for (int turn = 0; turn < 50; ++turn) {
+      while (::read(read_.get(), text.data(), text.size()) > 0) {
+      }
+      std::this_thread::sleep_for(milliseconds(2));
+    }
+  }
+
+ private:
+  FileDescriptor usual_;
+  FileDescriptor read_;
+};
+
+TEST_F(MonitorTest, ALogThatNobodyReadsDoesNotStopTheHeart) {
+  set_log_levels({});
+  const StalledLog stalled;
+  Monitor monitor(*mine_, milliseconds(50));
+  monitor.watch_peer(0, peer(*theirs_, [] {}));
+  std::this_thread::sleep_for(milliseconds(700));  // the warning is on its way
+  for (int beat = 0; beat < 3; ++beat) {
+    const std::int64_t before = mine_->heartbeat_ns.load();
+    EXPECT_TRUE(comes_true([&] { return mine_->heartbeat_ns.load() > before; }, seconds(2)));
+  }
 }
 
 TEST_F(MonitorTest, ReadableDescriptorsAreServed) {

@@ -173,6 +173,26 @@ TEST(SharedSegmentTest, WhatIsNoSegmentIsRefused) {
   EXPECT_THROW(static_cast<void>(SharedSegment::map(std::move(null), 0)), TransportError);
 }
 
+TEST(SharedSegmentTest, WhatIsMadePrivateIsReachedByNobody) {
+  const std::size_t page = page_bytes();
+  const SharedSegment segment = SharedSegment::create("private", 4 * page);
+  segment.reserve(0, segment.bytes(), "a test");
+  const std::string others(4 * page, 'o');
+  const std::string mine(4 * page, 'm');
+  std::copy(mine.begin(), mine.end(), reinterpret_cast<char*>(segment.data()));
+  segment.make_private(page, 2 * page);
+  // As another process would.
+  ASSERT_EQ(::pwrite(segment.fd(), others.data(), others.size(), 0),
+            static_cast<ssize_t>(others.size()));
+  const std::string seen(reinterpret_cast<const char*>(segment.data()), segment.bytes());
+  EXPECT_EQ(seen, others.substr(0, page) + mine.substr(0, 2 * page) + others.substr(0, page));
+  // Nor does what is written here reach them.
+  std::fill_n(segment.data() + page, 2 * page, std::byte{'x'});
+  std::string kept(4 * page, ' ');
+  ASSERT_EQ(::pread(segment.fd(), kept.data(), kept.size(), 0), static_cast<ssize_t>(kept.size()));
+  EXPECT_EQ(kept, others);
+}
+
 TEST(SharedSegmentTest, RoundingUp) {
   EXPECT_EQ(round_up(0, 8), 0u);
   EXPECT_EQ(round_up(1, 8), 8u);

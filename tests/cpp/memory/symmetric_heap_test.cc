@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -56,6 +57,12 @@ class Host {
     }
   }
 
+  [[nodiscard]] int fd() const { return file_.fd(); }
+  [[nodiscard]] std::size_t file_bytes() const {
+    struct stat status{};
+    EXPECT_EQ(::fstat(file_.fd(), &status), 0);
+    return static_cast<std::size_t>(status.st_size);
+  }
   // How much memory there is behind the heap.
   [[nodiscard]] std::size_t backed_bytes() const {
     struct stat status{};
@@ -161,6 +168,34 @@ TEST(SymmetricHeapTest, EachRankBacksItsOwnPart) {
     host.heap(rank).reserve(placement);
     EXPECT_EQ(host.backed_bytes(), static_cast<std::size_t>(rank + 1) * placement.extent_bytes);
   }
+}
+
+TEST(SymmetricHeapTest, OthersAreKeptOutOfWhatARankUses) {
+  Host host(1);
+  SymmetricHeap& heap = host.heap(0);
+  constexpr std::size_t kBytes = 100'000;  // neighbours share a page
+  const auto first = host.allocate(kBytes);
+  const auto second = host.allocate(kBytes);
+  const auto freed = host.allocate(std::size_t{8} << 20);
+  std::memset(first.data[0], 1, kBytes);
+  std::memset(second.data[0], 2, kBytes);
+  std::memset(freed.data[0], 3, std::size_t{8} << 20);
+  host.release(freed);
+  heap.trim();
+  const std::size_t backed = host.backed_bytes();
+  heap.keep_others_out();
+  EXPECT_EQ(host.backed_bytes(), backed) << "what nobody uses got memory";
+  // As another process would.
+  const std::vector<std::byte> others(host.file_bytes(), std::byte{9});
+  ASSERT_EQ(::pwrite(host.fd(), others.data(), others.size(), 0),
+            static_cast<ssize_t>(others.size()));
+  for (std::size_t i = 0; i < kBytes; ++i) {
+    ASSERT_EQ(first.data[0][i], std::byte{1}) << i;
+    ASSERT_EQ(second.data[0][i], std::byte{2}) << i;
+  }
+  EXPECT_NE(heap.find(first.data[0], kBytes), 0U);
+  host.release(first);
+  host.release(second);
 }
 
 TEST(SymmetricHeapTest, WhatIsGivenUpLeavesNothingBehind) {

@@ -94,6 +94,7 @@ TEST(RendezvousTest, EverybodyNamesTheMissing) {
       const std::string text = error.what();
       EXPECT_NE(text.find(": 2, 5."), std::string::npos) << text;
       EXPECT_NE(text.find("start"), std::string::npos) << text;
+      EXPECT_EQ(error.blame().ranks, (std::vector<int>{2, 5}));
       ++complaints;
     }
   });

@@ -41,6 +41,8 @@ class Seen(NamedTuple):
     kind: type[BaseException]
     message: str
     seconds: float
+    ranks: tuple[int, ...]
+    pid: int | None
 
 
 def three_collectives(fault: str, timeout_s: float) -> Seen:
@@ -54,7 +56,8 @@ def three_collectives(fault: str, timeout_s: float) -> Seen:
         for _ in range(3):
             pydist.all_reduce(tensor, async_op=True).wait(timeout=timeout_s)
     except pydist.Error as error:
-        return Seen(type(error), str(error), time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return Seen(type(error), str(error), seconds, error.ranks, error.pid)
     finally:
         del os.environ["FAKE_NCCL_FAULT"]
         pydist.shutdown()
@@ -76,6 +79,8 @@ def test_joining_fails_alike_on_all_ranks(two: Ranks) -> None:
     for seen in fail(two, "init_fail:1:0"):
         assert seen.kind is pydist.TransportError
         assert "Rank 1: joining the group: NCCL 2.30.7 says: unhandled system error" in seen.message
+        assert seen.ranks == (1,)
+        assert seen.pid is not None
         assert seen.seconds < 15
 
 
@@ -194,6 +199,8 @@ def test_a_rank_killed_in_a_collective_is_named(on_hosts_of_their_own: bool) -> 
         assert outcome.ok, outcome.describe()
         assert outcome.value.kind is pydist.PeerLost
         assert "rank 2 " in outcome.value.message
+        assert outcome.value.ranks == (2,)
+        assert outcome.value.pid is not None
         assert outcome.value.seconds < 10
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import pydist
 from pydist.job import processes
 from pydist.job.processes import Process
-from pydist.job.survivors import Patience, Survivor, Verdict, agree_on_survivors
+from pydist.job.recovery.survivors import Patience, Survivor, Verdict, agree_on_survivors
 
 pytestmark = pytest.mark.timeout(60)
 

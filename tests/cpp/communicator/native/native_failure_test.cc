@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <unistd.h>
+
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -105,6 +107,41 @@ TEST(NativeFailureTest, ShutDownGroupRefusesEverything) {
   });
 }
 
+// -- submission is all or nothing -----------------------------------------------------------------
+
+// The caller frees the buffers of what was not taken.
+TEST(NativeFailureTest, WhatCouldNotBeSubmittedIsNotUnderWay) {
+  std::promise<void> is_over;
+  const std::shared_future<void> over(is_over.get_future());
+  run_ranks(2, [&](RankOfTest& self) {
+    std::vector<int> values(3000, 1);
+    self.communicator->run(barrier());
+    if (self.rank == 0) {
+      {
+        const NoThreads none;
+        std::vector<int> freed(3000, 7);
+        const auto tries = {
+            error_of([&] { static_cast<void>(self.communicator->submit(all_reduce(freed))); }),
+            error_of([&] { static_cast<void>(self.communicator->submit(send_to(1, 0, freed))); }),
+            error_of([&] {
+              static_cast<void>(
+                  self.communicator->submit_grouped({all_reduce(freed), send_to(1, 0, freed)}));
+            })};
+        for (const ErrorDescription& error : tries) {
+          EXPECT_EQ(error.kind, ErrorKind::kTransport) << error.message;
+          EXPECT_PRED2(contains, error.message, "thread");
+        }
+      }
+      EXPECT_EQ(self.communicator->failure(), nullptr);
+      is_over.set_value();
+    }
+    over.wait_for(std::chrono::seconds(30));
+    self.communicator->submit(all_reduce(values))->wait();
+    EXPECT_EQ(values, std::vector<int>(3000, 2));
+    self.communicator->run(barrier());
+  });
+}
+
 // -- deadlines ------------------------------------------------------------------------------------
 
 TEST(NativeFailureTest, TimeoutNamesTheRankThatNeverEnteredAndWhatItDoes) {
@@ -138,6 +175,10 @@ TEST(NativeFailureTest, TimeoutNamesTheRankThatNeverEnteredAndWhatItDoes) {
     EXPECT_PRED2(contains, what.message,
                  "timed out in all_reduce #2 (bucket 7, first parameter layer4.bias)");
     EXPECT_PRED2(contains, what.message, "rank 2 (pid ");
+    EXPECT_EQ(what.blame.ranks, std::vector<int>{2});
+    EXPECT_EQ(what.blame.pid, ::getpid());
+    EXPECT_PRED2(contains, what.blame.operation, "all_reduce #2 (bucket 7");
+    EXPECT_PRED2(contains, what.blame.cause, "is in barrier #1");
     EXPECT_PRED2(contains, what.message, "never entered all_reduce #2; it is in barrier #1 of ");
     EXPECT_PRED2(contains, what.message, "of another group since 0.");
   }
@@ -270,6 +311,8 @@ TEST(NativeFailureTest, DepartedRankIsNamedToThoseWhoWaitForIt) {
       EXPECT_EQ(describe(error).kind, ErrorKind::kPeerLost) << describe(error).message;
       EXPECT_PRED2(contains, describe(error).message, "rank 2 (pid ");
       EXPECT_PRED2(contains, describe(error).message, "has left the group");
+      EXPECT_EQ(describe(error).blame.ranks, std::vector<int>{2});
+      EXPECT_EQ(describe(error).blame.cause, "has left the group (shutdown)");
     }
     EXPECT_EQ(errors[2], nullptr);
   }

@@ -34,7 +34,7 @@ TEST(NcclApi, NamesTheVersionThatIsTooOld) {
   };
   // As a library of that age would.
   functions.ncclMemAlloc = nullptr;
-  const auto [kind, message] = error_of([&] { Api(functions, "/lib/old.so"); });
+  const auto [kind, message, blame] = error_of([&] { Api(functions, "/lib/old.so"); });
   EXPECT_EQ(kind, ErrorKind::kTransport);
   EXPECT_TRUE(contains(message, "/lib/old.so is version 2.17.6; pydist needs 2.18.0")) << message;
 }
@@ -43,7 +43,7 @@ TEST(NcclApi, NamesWhatALibraryLacks) {
   nccl::Functions functions = fake_nccl()->functions();
   functions.ncclCommAbort = nullptr;
   functions.ncclGroupEnd = nullptr;
-  const auto [kind, message] = error_of([&] { Api(functions, "/lib/odd.so"); });
+  const auto [kind, message, blame] = error_of([&] { Api(functions, "/lib/odd.so"); });
   EXPECT_EQ(kind, ErrorKind::kTransport);
   EXPECT_TRUE(contains(message, "/lib/odd.so lacks ncclCommAbort, ncclGroupEnd")) << message;
 
@@ -68,7 +68,7 @@ TEST(NcclApi, UsesWhatCameLaterOnlyWhereItIs) {
 
 TEST(NcclApi, SaysWhatNcclSays) {
   const nccl::ApiPtr api = fake_nccl();
-  const auto [kind, message] =
+  const auto [kind, message, blame] =
       describe(api->error_of(Result::kRemoteError, "all_reduce #3", nullptr));
   EXPECT_EQ(kind, ErrorKind::kPeerLost);
   EXPECT_TRUE(contains(message, "all_reduce #3: NCCL 2.30.7 says: remote process exited"))

@@ -166,7 +166,7 @@ TEST(NcclCommunicator, RefusesWhatCannotWork) {
     for (Buffers* buffers : {&elsewhere.inputs, &elsewhere.outputs}) {
       (*buffers)[0].device.index = 7;
     }
-    const auto [kind, message] = error_of([&] { rank.group->run(std::move(elsewhere)); });
+    const auto [kind, message, blame] = error_of([&] { rank.group->run(std::move(elsewhere)); });
     EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
     EXPECT_TRUE(contains(message, join("a tensor is on cuda:7, but rank ", self.rank))) << message;
     EXPECT_EQ(rank.group->failure(), nullptr);
@@ -184,7 +184,7 @@ TEST(NcclCommunicator, DoesWithoutKernelsWhatNcclCanDo) {
     group->submit(on_device(all_reduce(values, ReduceOp::kMean), self.rank, stream.get()))->wait();
     EXPECT_EQ(values[0], 0.5F);
     EXPECT_TRUE(group->capabilities().wire_dtypes.empty());
-    const auto [kind, message] = error_of([&] {
+    const auto [kind, message, blame] = error_of([&] {
       group->run(on_device(all_reduce(values, ReduceOp::kMax), self.rank, stream.get()));
     });
     EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
@@ -291,7 +291,7 @@ TEST(NcclCommunicator, LeavesNoOperatorWhereACallFails) {
     const CommunicatorPtr group = join_nccl(self, test_environment(), &no_kernels());
     const FakeStream stream(self.rank);
     std::vector<float>& values = kept_values(self.rank);
-    const auto [kind, message] = error_of([&] {
+    const auto [kind, message, blame] = error_of([&] {
       for (int i = 0; i < 3; ++i) {
         Operation operation = testing::all_reduce(values, ReduceOp::kPremulSum);
         operation.factor = 1.0;
@@ -313,7 +313,7 @@ TEST(NcclCommunicator, SaysWhyThereAreNoKernels) {
     const FakeStream stream(self.rank);
     const auto expect_why = [&](Communicator& refusing) {
       std::vector<float> values(4);
-      const auto [kind, message] = error_of([&] {
+      const auto [kind, message, blame] = error_of([&] {
         refusing.run(on_device(all_reduce(values, ReduceOp::kMax), self.rank, stream.get()));
       });
       EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
@@ -341,7 +341,7 @@ TEST(NcclCommunicator, NamesBothSidesOfAMismatchInDebugMode) {
       [&](RankOfTest& self) {
         const Rank rank(self, environment);
         std::vector<float> values(self.rank == 0 ? 10 : 11);
-        const auto [kind, message] =
+        const auto [kind, message, blame] =
             error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
         EXPECT_EQ(kind, ErrorKind::kMismatch);
         EXPECT_TRUE(contains(message, "10 elements")) << message;
@@ -396,7 +396,7 @@ TEST(NcclCommunicator, NamesBothFormsOfLargeBlocks) {
           const Rank rank(self, environment);
           std::vector<std::uint8_t> own(kHalf);
           std::vector<std::uint8_t> all(2 * kHalf);
-          const auto [kind, message] = error_of(
+          const auto [kind, message, blame] = error_of(
               [&] { rank.group->submit(in_one_form(rank, OpKind::kAllGather, own, all))->wait(); });
           EXPECT_EQ(kind, debug ? ErrorKind::kMismatch : ErrorKind::kTimeout) << message;
           EXPECT_TRUE(contains(message, "in one tensor")) << message;
@@ -417,7 +417,7 @@ TEST(NcclCommunicator, RefusesACaptureByOneRankInDebugMode) {
         if (self.rank == 1) {
           ::fake_driver_begin_capture(rank.stream.get());
         }
-        const auto [kind, message] =
+        const auto [kind, message, blame] =
             error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
         EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
         EXPECT_TRUE(contains(message, "rank 1 captures it into a CUDA graph, but rank 0 does not"))

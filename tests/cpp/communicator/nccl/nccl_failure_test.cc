@@ -50,7 +50,7 @@ std::vector<ErrorDescription> errors_of(const char* faults, milliseconds timeout
 }
 
 TEST(NcclFailure, OfJoiningIsTheSameOnAllRanks) {
-  for (const auto& [kind, message] : errors_of("init_fail:1:0")) {
+  for (const auto& [kind, message, blame] : errors_of("init_fail:1:0")) {
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(contains(message, "Rank 1: joining the group: NCCL 2.30.7 says")) << message;
   }
@@ -65,7 +65,7 @@ TEST(NcclFailure, OfADriverWithoutAGpuIsAnError) {
     GTEST_SKIP() << "the process has seen GPUs";
   }
   run_ranks(2, [](RankOfTest& self) {
-    const auto [kind, message] =
+    const auto [kind, message, blame] =
         error_of([&] { static_cast<void>(join_nccl(self, test_environment(), &no_kernels())); });
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(contains(message, "the CUDA driver sees no GPU")) << message;
@@ -84,21 +84,21 @@ TEST(NcclFailure, OfJoiningLeavesTheHostAsItWas) {
 }
 
 TEST(NcclFailure, OfJoiningForEverEndsInTime) {
-  for (const auto& [kind, message] : errors_of("init_hang:1:0", milliseconds(1000))) {
+  for (const auto& [kind, message, blame] : errors_of("init_hang:1:0", milliseconds(1000))) {
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(contains(message, "joining the group in NCCL did not end in time")) << message;
   }
 }
 
 TEST(NcclFailure, OfACallReachesTheOtherRank) {
-  for (const auto& [kind, message] : errors_of("fail:1:2")) {
+  for (const auto& [kind, message, blame] : errors_of("fail:1:2")) {
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(contains(message, "all_reduce #2 on rank 1 of 2: ncclAllReduce: NCCL")) << message;
   }
 }
 
 TEST(NcclFailure, ThatComesUpLaterReachesEverybody) {
-  for (const auto& [kind, message] : errors_of("async:1:3")) {
+  for (const auto& [kind, message, blame] : errors_of("async:1:3")) {
     EXPECT_EQ(kind, ErrorKind::kPeerLost);
     EXPECT_TRUE(contains(message, "all_reduce #3 on rank 1 of 2")) << message;
     EXPECT_TRUE(contains(message, "remote process exited")) << message;
@@ -106,7 +106,7 @@ TEST(NcclFailure, ThatComesUpLaterReachesEverybody) {
 }
 
 TEST(NcclFailure, OfNcclsOwnPatienceSaysWhereEverybodyIs) {
-  for (const auto& [kind, message] : errors_of("timeout:1:2")) {
+  for (const auto& [kind, message, blame] : errors_of("timeout:1:2")) {
     EXPECT_EQ(kind, ErrorKind::kTimeout) << message;
     EXPECT_TRUE(contains(message, "NCCL 2.30.7 says: timeout")) << message;
     EXPECT_TRUE(contains(message, "rank 0 (")) << message;
@@ -128,7 +128,7 @@ TEST(NcclFailure, WaitsForTheNameOfThePeerThatExplainsIt) {
         rank.group->shutdown();
         return;
       }
-      const auto [kind, message] =
+      const auto [kind, message, blame] =
           error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
       EXPECT_EQ(kind, ErrorKind::kPeerLost) << message;
       EXPECT_TRUE(contains(message, "rank 1 (")) << message;
@@ -137,7 +137,7 @@ TEST(NcclFailure, WaitsForTheNameOfThePeerThatExplainsIt) {
 }
 
 TEST(NcclFailure, OfAHangingOperationSaysWhereEverybodyIs) {
-  for (const auto& [kind, message] : errors_of("hang:1:2", milliseconds(1500))) {
+  for (const auto& [kind, message, blame] : errors_of("hang:1:2", milliseconds(1500))) {
     EXPECT_EQ(kind, ErrorKind::kTimeout);
     EXPECT_TRUE(contains(message, "all_reduce #2 on rank")) << message;
     EXPECT_TRUE(contains(message, "did not finish on the GPU in time. rank 0 (")) << message;
@@ -148,7 +148,7 @@ TEST(NcclFailure, OfAHangingOperationSaysWhereEverybodyIs) {
 
 TEST(NcclFailure, DoesNotWaitForAnAbortThatHangs) {
   const auto began = std::chrono::steady_clock::now();
-  for (const auto& [kind, message] : errors_of("async:1:1,hang_abort:0:0,hang_abort:1:0")) {
+  for (const auto& [kind, message, blame] : errors_of("async:1:1,hang_abort:0:0,hang_abort:1:0")) {
     EXPECT_EQ(kind, ErrorKind::kPeerLost) << message;
   }
   EXPECT_LT(std::chrono::steady_clock::now() - began, seconds(15 * kSlowdown));
@@ -159,7 +159,7 @@ TEST(NcclFailure, DoesNotWaitForAnAbortThatHangs) {
 TEST(NcclFailure, IsSeenWhileTheDriverKeepsAThreadWaiting) {
   use_fake_cuda();
   ::fake_driver_queries_wait(true);
-  for (const auto& [kind, message] : errors_of("hang:1:2", milliseconds(1500))) {
+  for (const auto& [kind, message, blame] : errors_of("hang:1:2", milliseconds(1500))) {
     EXPECT_EQ(kind, ErrorKind::kTimeout) << message;
   }
   ::fake_driver_queries_wait(false);
@@ -195,7 +195,7 @@ TEST(NcclFailure, DoesNotWaitForAnAbortThatHasEndedWhatItShould) {
     const Rank rank(self, environment, {.end = kForTheEnd});
     std::vector<float>& values = kept_values(self.rank);
     rank.group->submit(rank.all_reduce(values))->wait();
-    const auto [kind, message] =
+    const auto [kind, message, blame] =
         error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
     EXPECT_EQ(kind, ErrorKind::kTimeout) << message;
   };
@@ -211,7 +211,7 @@ TEST(NcclFailure, OfARankThatLeavesEndsTheOthers) {
       rank.group->shutdown();
       return;
     }
-    const auto [kind, message] =
+    const auto [kind, message, blame] =
         error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
     EXPECT_EQ(kind, ErrorKind::kPeerLost);
     EXPECT_TRUE(contains(message, "all_reduce #2 on rank 0 of 2")) << message;
@@ -238,7 +238,7 @@ TEST(NcclFailure, IsNoneOfWhatARankDidBeforeItLeft) {
     const WorkPtr next = rank.group->submit(rank.all_reduce(more));
     work->wait();
     EXPECT_EQ(values[0], 4.0F);
-    const auto [kind, message] = error_of([&] { next->wait(); });
+    const auto [kind, message, blame] = error_of([&] { next->wait(); });
     EXPECT_EQ(kind, ErrorKind::kPeerLost);
     EXPECT_TRUE(contains(message, "all_reduce #3 on rank 0 of 2")) << message;
     EXPECT_TRUE(contains(message, "has left the group")) << message;
@@ -256,7 +256,7 @@ TEST(NcclFailure, AbortEndsEveryRank) {
                 ErrorKind::kAborted);
       return;
     }
-    const auto [kind, message] =
+    const auto [kind, message, blame] =
         error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
     EXPECT_EQ(kind, ErrorKind::kAborted);
     EXPECT_TRUE(contains(message, "rank 1 has had enough")) << message;

@@ -68,7 +68,7 @@ TEST(NcclMemory, LeavesTheCacheAloneInACapture) {
     const NcclRank rank(self);
     const Room none(1);
     is_thread_capturing = true;
-    const auto [kind, message] = error_of([&] { static_cast<void>(allocate(rank)); });
+    const auto [kind, message, blame] = error_of([&] { static_cast<void>(allocate(rank)); });
     is_thread_capturing = false;
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(contains(message, "cannot be emptied during a capture")) << message;
@@ -137,7 +137,7 @@ TEST(NcclMemory, SaysOnAllRanksHowMuchIsMissingWhere) {
     const NcclRank rank(self);
     rank.group->run(barrier());
     const Room little(500);
-    const auto [kind, message] = error_of([&] { static_cast<void>(allocate(rank)); });
+    const auto [kind, message, blame] = error_of([&] { static_cast<void>(allocate(rank)); });
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(
         contains(message, "Rank 0: 1000 bytes on the GPU: cuda:0 has no room for 1000 bytes"))
@@ -155,7 +155,7 @@ TEST(NcclMemory, TakesScratchMemoryWhereAllRanksCanAgreeThatThereIsNone) {
   use_fake_cuda();
   run_ranks(2, [](RankOfTest& self) {
     const Room little(500);
-    const auto [kind, message] = error_of([&] { static_cast<void>(NcclRank(self)); });
+    const auto [kind, message, blame] = error_of([&] { static_cast<void>(NcclRank(self)); });
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(contains(message, "has no room for 16777216 bytes")) << message;
   });

@@ -224,7 +224,7 @@ TEST(NcclTeardown, EndsWaitersWhileAGraphHoldsTheAbortUp) {
     const NcclRank rank(self, environment, {.end = kForTheEnd});
     std::vector<float> values(10, 1.0F);
     void* const graph = captured(rank, [&] { return rank.all_reduce(values); });
-    const auto [kind, message] =
+    const auto [kind, message, blame] =
         error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); });
     EXPECT_EQ(kind, ErrorKind::kTimeout) << message;
     rank.group->shutdown();

@@ -117,7 +117,7 @@ def agree_on_survivors(
         if "error" in verdict:
             if is_past:
                 continue  # all that were there have raised, and may have come again
-            raise PeerLost(verdict["error"])
+            raise PeerLost(verdict["error"], **verdict["blame"])
         survivors = tuple(
             Survivor(**{**each, "process": Process(**each["process"])})
             for each in verdict["survivors"]
@@ -223,22 +223,30 @@ def _propose(
     old: dict[str, str],
     patience: Patience,
 ) -> dict[str, Any]:
-    here, lost = [], []
+    here, lost, why = [], [], []
     for process in roster:
         if process.is_known_dead:
-            lost.append(f"{old[process.key]} has died")
+            lost.append(process)
+            why.append("has died")
         elif process in missing:
-            lost.append(
-                f"{old[process.key]} did not call pydist.reform within {patience.settle_s:g} s"
-            )
+            lost.append(process)
+            why.append(f"did not call pydist.reform within {patience.settle_s:g} s")
         else:
             here.append(board.get(f"here/{process.key}"))
-    told = "; ".join(lost)
+    told = "; ".join(f"{old[one.key]} {fate}" for one, fate in zip(lost, why, strict=True))
     least = max(each["min_ranks"] for each in here)
     if len(here) < least:
         return {
             "error": f"{len(here)} of {len(roster)} ranks are left, and min_ranks={least} are "
-            f"needed to go on: {told}."
+            f"needed to go on: {told}.",
+            "blame": {
+                "ranks": [list(old).index(process.key) for process in lost],
+                "host": lost[0].host,
+                "pid": lost[0].pid,
+                "cause": why[0],
+            }
+            if lost
+            else {},
         }
     generation = 1 + max(each["generations"] for each in here)
     return {"survivors": here, "generation": generation, "lost": told}

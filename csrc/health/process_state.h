@@ -1,0 +1,26 @@
+// What the system says of a process on this host, from outside.
+
+#pragma once
+
+#include <sys/types.h>
+
+#include <string_view>
+
+namespace pydist {
+
+enum class ProcessState : unsigned char {
+  kUnknown,   // it lives, or nobody can tell: another PID namespace, a hidden /proc
+  kAlive,     // it runs, or sleeps
+  kStopped,   // by a signal or a debugger
+  kInKernel,  // in a system call that no signal ends
+  kDead,      // gone, or waits only for its parent
+};
+
+// Of the process with this number here; kUnknown for 0. The caller knows that the number still
+// belongs to the process that it means.
+[[nodiscard]] ProcessState process_state(pid_t pid) noexcept;
+
+// "is stopped (SIGSTOP or a debugger)"; empty where there is nothing to tell.
+[[nodiscard]] std::string_view in_words(ProcessState state) noexcept;
+
+}  // namespace pydist

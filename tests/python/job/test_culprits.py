@@ -1,0 +1,237 @@
+"""Who is to blame: what errors carry for programs, and whose error the launcher reports."""
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from launch import rank_outcomes, run_command, run_ranks
+from torch import nn
+
+import pydist
+from pydist.errors import Aborted, Error, PeerLost, Timeout
+
+
+def blame_of(error: Error) -> tuple[object, ...]:
+    return (error.ranks, error.host is not None, error.pid, error.operation, error.cause)
+
+
+def test_an_error_of_a_program_blames_nobody() -> None:
+    for error in (Error("said"), Timeout("said"), PeerLost("said")):
+        assert blame_of(error) == ((), False, None, None, None)
+        assert "said" in str(error)
+
+
+@pytest.mark.parametrize("kind", [PeerLost, Timeout, pydist.InvalidUsage])
+def test_blame_survives_pickling(kind: type[Error]) -> None:
+    error = kind("rank 1 timed out", ranks=[1], pid=4711, cause="has died")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy)) == (kind, "rank 1 timed out")
+    assert (copy.ranks, copy.pid, copy.host, copy.cause) == ((1,), 4711, None, "has died")
+
+
+def wait_for_the_dead(backend: str) -> tuple[object, ...] | None:
+    pydist.init(backend)
+    pids = pydist.all_gather(torch.tensor([os.getpid()]))
+    pydist.barrier()
+    if pydist.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost) as caught:
+        pydist.barrier()
+    error = caught.value
+    return (error.ranks, error.pid == pids[1].item(), str(error.operation)[:9], error.cause)
+
+
+@pytest.mark.parametrize(
+    ("backend", "operation", "cause"),
+    [("native", "barrier #", "has died"), ("gloo", "barrier o", "has not answered")],
+)
+def test_the_dead_are_named_by_attributes(backend: str, operation: str, cause: str) -> None:
+    outcomes = rank_outcomes(wait_for_the_dead, 3, backend)
+    for rank in (0, 2):
+        assert outcomes[rank].value == ((1,), True, operation, cause), outcomes[rank]
+
+
+def fail_in_backward() -> tuple[object, ...]:
+    pydist.init("native", timeout=1.0)
+    model = pydist.DataParallel(nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    loss = model(torch.ones(2, 8)).sum()
+    if pydist.rank() == 1:
+        time.sleep(4.0)
+        return ((1,), True)
+    with pytest.raises(Timeout) as caught:
+        loss.backward()
+    return (caught.value.ranks, caught.value.operation is not None)
+
+
+def test_blame_comes_out_of_backward() -> None:
+    assert run_ranks(fail_in_backward, 2) == [((1,), True), ((1,), True)]
+
+
+def hear_of_an_abort(backend: str) -> tuple[object, ...]:
+    pydist.init(backend)
+    group = pydist.new_group(range(pydist.world_size()))
+    pydist.barrier()
+    if pydist.rank() == 1:
+        time.sleep(0.2)
+        pydist.abort("the loss is not finite")
+    began = time.monotonic()
+    heard = []
+    for call in (lambda: pydist.barrier(), lambda: pydist.barrier(group=group)):
+        with pytest.raises(Error, match="the loss is not finite") as caught:
+            call()
+        heard.append(type(caught.value).__name__)
+    assert time.monotonic() - began < 20
+    return tuple(heard)
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_abort_ends_all_groups_on_all_ranks(backend: str) -> None:
+    assert run_ranks(hear_of_an_abort, 3, backend) == [("Aborted", "Aborted")] * 3
+
+
+def keep_meeting() -> None:
+    while True:
+        pydist.barrier()
+        time.sleep(0.01)
+
+
+def attributes_of_an_abort(backend: str) -> tuple[object, ...]:
+    pydist.init(backend)
+    pydist.barrier()
+    if pydist.rank() == 0:
+        threading.Timer(0.2, pydist.abort, ("genug für heute \udc80",)).start()
+    with pytest.raises(Aborted) as caught:
+        keep_meeting()
+    error = caught.value
+    place = pydist.job.groups.communicator_of().place_of(0)
+    return (error.ranks, (error.host, error.pid) == place, error.cause)
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_an_abort_names_its_rank_and_reason(backend: str) -> None:
+    outcomes = run_ranks(attributes_of_an_abort, 2, backend)
+    assert outcomes == [((0,), True, "genug für heute \\udc80")] * 2
+
+
+def fail_in_a_step() -> tuple[object, ...]:
+    pydist.init("native")
+    model = pydist.DataParallel(nn.Linear(8, 8))
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW)
+
+    def closure() -> torch.Tensor:
+        if pydist.rank() == 1:
+            raise ValueError("no such sample")
+        loss: torch.Tensor = model(torch.ones(2, 8)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises((Error, ValueError)) as caught:
+        optimizer.step(closure)
+    error = caught.value
+    if isinstance(error, ValueError):
+        return ((1,), True, True)
+    return (error.ranks, error.pid is not None, bool(error.cause))
+
+
+def test_a_vote_names_who_voted_against_it() -> None:
+    assert run_ranks(fail_in_a_step, 2) == [((1,), True, True)] * 2
+
+
+def come_alone() -> tuple[object, ...]:
+    if own_rank() == 1:
+        return ((1,), "did not join")
+    with pytest.raises(Timeout) as caught:
+        pydist.init("native", timeout=1.0)
+    return (caught.value.ranks, caught.value.cause)
+
+
+def own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_who_does_not_join_is_named_by_attributes() -> None:
+    assert run_ranks(come_alone, 2) == [((1,), "did not join")] * 2
+
+
+def test_abort_needs_a_job() -> None:
+    with pytest.raises(pydist.InvalidUsage, match=r"pydist\.init"):
+        pydist.abort("nothing to end")
+
+
+def put_a_hook_on_top() -> int:
+    told = []
+
+    def mine(*_: object) -> None:
+        told.append("below")
+
+    sys.excepthook = mine
+    pydist.init("native")
+    below = sys.excepthook
+    sys.excepthook = lambda *error: below(*error)  # as pydist's dumps do, and other tools
+    pydist.shutdown()
+    pydist.init("native")
+    error = ValueError("no such sample")
+    sys.excepthook(type(error), error, None)
+    with pytest.raises(Aborted, match="has ended with ValueError: no such sample"):
+        pydist.barrier()
+    return len(told)
+
+
+def test_hooks_of_others_are_called_once_after_joining_again() -> None:
+    assert run_ranks(put_a_hook_on_top, 1) == [1]
+
+
+def fail_in_a_forked_child(file: str) -> float:
+    pydist.init("native")
+    os.environ["TORCHELASTIC_ERROR_FILE"] = file
+    child = os.fork()
+    if child == 0:
+        error = ValueError("the child's own")
+        with suppress(BaseException):
+            sys.excepthook(type(error), error, None)
+        os._exit(0)
+    os.waitpid(child, 0)
+    return pydist.all_reduce(torch.ones(1)).item()
+
+
+def test_an_exception_of_a_forked_child_is_not_told(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    assert run_ranks(fail_in_a_forked_child, 2, str(file)) == [2.0, 2.0]
+    assert not file.exists()
+
+
+SCRIPT = """
+import sys, time
+import torch
+import pydist
+
+pydist.init()
+pydist.barrier()
+if pydist.rank() == 1:
+    raise ValueError("no such sample")
+pydist.barrier()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["pydist", "torch.distributed.run"])
+def test_the_launcher_reports_the_cause_and_not_its_echoes(tmp_path: Path, launcher: str) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(SCRIPT)
+    words = ["run"] if launcher == "pydist" else ["--standalone"]
+    count = ["-n", "3"] if launcher == "pydist" else ["--nproc-per-node", "3"]
+    done = run_command([sys.executable, "-m", launcher, *words, *count, str(script)], timeout=120)
+    assert done.returncode == 1
+    cause = done.stderr.rpartition("Root Cause")[2]
+    assert "rank      : 1" in cause, done.stderr
+    assert "ValueError: no such sample" in cause, done.stderr
+    # The echoes say whose they are.
+    assert "Aborted: rank 1 (pid " in done.stderr
+    assert "has ended with ValueError: no such sample" in done.stderr
