@@ -8,50 +8,19 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'adam_step', 'build_info', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'unknown_variables']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'usable_cpu_isas']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
     """
     @property
-    def algorithm(self) -> str:
-        ...
-    @property
-    def backend(self) -> str:
-        ...
-    @property
-    def chunk_bytes(self) -> int:
-        ...
-    @property
-    def cpu_isa(self) -> str:
-        ...
-    @property
     def debug(self) -> bool:
-        ...
-    @property
-    def heartbeat_warning(self) -> float:
-        """
-        In seconds.
-        """
-    @property
-    def host_id(self) -> str | None:
         ...
     @property
     def log_levels(self) -> dict[str, str]:
         """
         What is logged: the least level, by subsystem; under "" that of all others.
         """
-    @property
-    def spin_us(self) -> int | None:
-        """
-        In microseconds; None where the engine decides.
-        """
-    @property
-    def staging_bytes(self) -> int:
-        ...
-    @property
-    def timeline(self) -> str:
-        ...
     @property
     def timeout(self) -> float:
         """
@@ -537,10 +506,6 @@ def adam_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor],
     """
     One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on torch's threads, or on the current stream of the tensors' CUDA device. Contiguous tensors of one shape for each segment; masters only and always for 16-bit parameters, whose values count where they are not the master's, rounded; max_exp_avg_sqs means amsgrad; step counts from 1, this one included, or is CPU tensors of one element each that count the steps before and are counted on; the gradients are multiplied by gradient_scale first.
     """
-def build_info() -> dict:
-    """
-    What the module was built with, and the CPU's kernels.
-    """
 def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable, processes: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] = []) -> Communicator:
     """
     Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta; `processes` as for create_native.
@@ -597,7 +562,7 @@ def step_traffic(parameters: torch.Tensor | collections.abc.Sequence[torch.Tenso
     """
     Reads and writes what a step would, and changes nothing, unless a 16-bit parameter is not its master copy's: what a step takes at least.
     """
-def unknown_variables() -> list[tuple[str, str]]:
+def usable_cpu_isas() -> list[str]:
     """
-    Set variables that start with PYDIST_ and are not known: (name, nearest known name).
+    The instruction sets that the CPU's kernels can use; they use the last one.
     """

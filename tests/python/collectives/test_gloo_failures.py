@@ -80,7 +80,8 @@ def test_who_is_missing_is_named_to_everybody(how: str) -> None:
         outcomes = ranks.outcomes(missing_rank, how, timeout=LIMIT_S)
     if how == "dead":
         for outcome in (outcomes[0], outcomes[2]):
-            said = r"PeerLost of \(1,\) True: all_reduce on rank \d of 3 .* rank 1 \(pid \d+ on host .*\) has died"
+            process = r"rank 1 \(pid \d+ on host .*\)"
+            said = rf"PeerLost of \(1,\) True: all_reduce on rank \d of 3 .* {process} has died"
             assert re.match(said, outcome.value), outcomes
         return
     # Rank 0 gives up first, while rank 2 still waits for rank 1 and can't answer.
