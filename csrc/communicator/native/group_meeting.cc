@@ -110,10 +110,10 @@ class Meeting {
       try {
         return get_while_hoping(store_, key, deadline, [this] { check_hope(); });
       } catch (const Timeout&) {
-        throw Timeout(join("rank ", awaited,
-                           " did not share memory in time: it is stopped or slow, ",
-                           "or has died where this rank cannot see it."),
-                      blame_of_rank(awaited));
+        throw Timeout(
+            join("rank ", awaited, " did not share memory in time: it is stopped or slow, ",
+                 "or has died where this rank cannot see it."),
+            blame_of_rank(awaited));
       }
     };
     if (rank_ != 0) {
@@ -163,7 +163,8 @@ class Meeting {
         what.blame = own_blame(rank_, what.message);
       }
     }
-    what.message = join("The ranks cannot share memory: rank ", rank_, ": ", words_of(what.message));
+    what.message =
+        join("The ranks cannot share memory: rank ", rank_, ": ", words_of(what.message));
     return ToldError{rank_, what}.to_text();
   }
   static std::exception_ptr error_of(const std::string& complaint) {
