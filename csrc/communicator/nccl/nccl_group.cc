@@ -365,7 +365,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
     // Without the lock: the companion's callbacks may launch.
     fail(error);
     close_journal(JournalState::kFailed);
-    // Some of it may be on the stream.
+    // Some of it may be on the stream. NOLINTNEXTLINE(bugprone-use-after-move): not moved, then
     keep_unless_quiet(std::move(entry.holding), Deadline::in(end_patience_));
     rethrow_if_any(interruption);
     std::rethrow_exception(failure());
