@@ -1,4 +1,6 @@
 // pydist._native.Communicator: the seam in Python, a method for each kind of operation.
+//
+// The file is long because it is one class in Python.
 
 #include "communicator/communicator.h"
 

@@ -147,7 +147,8 @@ void check_way(const Group& group, const Call& call, int peer) {
                      " of its group makes no sense (", describe(post), ", flags ",
                      static_cast<int>(post.flags),
                      "): its shared memory has been damaged. Look for writes out of bounds in "
-                     "that process."));
+                     "that process."),
+                Blame{.ranks = {peer}, .cause = "its shared memory is damaged"});
   }
 }
 

@@ -75,6 +75,7 @@ Operation StagingParts::on_host() const {
   operation.inputs.clear();
   operation.outputs.clear();
   operation.stream = nullptr;
+  operation.owner = nullptr;  // of memory on the device, which the staged operation holds
   return operation;
 }
 

@@ -126,7 +126,11 @@ DeathWatch::DeathWatch(const std::vector<ProcessIdentity>& processes, const Proc
     watched_.push_back({index, std::move(pidfd)});
   }
   if (!watched_.empty()) {
-    thread_ = EngineThread("pydist-deaths", [this] { run(); });
+    try {
+      thread_ = EngineThread("pydist-deaths", [this] { run(); });
+    } catch (const std::system_error& error) {
+      throw system_error("Cannot start the thread that watches processes", error.code().value());
+    }
   }
 }
 

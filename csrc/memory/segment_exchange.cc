@@ -31,6 +31,8 @@ constexpr std::chrono::milliseconds kAskAgain{20};
 constexpr std::chrono::seconds kAnswerPatience{1};
 // Who floods the server must not keep the monitor's thread, which calls it, from its other work.
 constexpr int kRequestsATurn = 64;
+// The system closes the socket of a process that dies before anybody can see the death.
+constexpr std::chrono::milliseconds kDeathPatience{200};
 
 struct AbstractAddress {
   sockaddr_un value{};
@@ -164,6 +166,9 @@ void SegmentServer::withdraw(const std::string& key) {
 
 void SegmentServer::serve() {
   const std::lock_guard lock(mutex_);
+  if (!spare_) {
+    spare_ = FileDescriptor(::fcntl(socket_.get(), F_DUPFD_CLOEXEC, 0));
+  }
   for (int count = 0; count < kRequestsATurn; ++count) {
     FileDescriptor connection = accept();
     if (!connection) {
@@ -261,7 +266,17 @@ FetchedSegment fetch_segment(const std::string& address, const std::string& key,
     }
   };
   for (auto pause = kAskAgainFirst;; pause = std::min(2 * pause, kAskAgain)) {
-    const FileDescriptor connection = connect_to(address);
+    FileDescriptor connection;
+    try {
+      connection = connect_to(address);
+    } catch (const TransportError&) {
+      const Deadline seen = Deadline::in(kDeathPatience);
+      while (check_hope && !seen.has_passed()) {
+        check_hope();  // throws PeerLost, which says more
+        std::this_thread::sleep_for(kAskAgainFirst);
+      }
+      throw;
+    }
     const Deadline ask_again = Deadline::in(kAnswerPatience);
     bool is_open = connection && send(connection.get(), request, -1);
     while (is_open && !ask_again.has_passed()) {

@@ -2,8 +2,10 @@
 
 #include <chrono>
 #include <exception>
+#include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 
@@ -43,6 +45,19 @@ std::string get_or_give_up(KeyValueStore& store, const std::string& key, Deadlin
     }
     throw;
   }
+}
+
+// What rank 0 answers when an exception, which is being handled, ends its wait for the others.
+std::vector<std::string> why_rank_0_gave_up(const std::string& topic) {
+  const ErrorDescription why = describe(std::current_exception());
+  const bool is_loss = why.kind == ErrorKind::kPeerLost && !why.blame.ranks.empty();
+  std::vector<std::string> told{
+      "missing",
+      join("Rank 0 gave up on '", topic, "': ", is_loss ? why.message : "it was interrupted.")};
+  for (const int rank : is_loss ? why.blame.ranks : std::vector<int>{0}) {
+    told.push_back(std::to_string(rank));
+  }
+  return told;
 }
 
 std::string said(const std::string& topic, int rank) { return join(topic, "/", rank); }
@@ -136,13 +151,7 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
       const std::string part =
           missing.empty()
               ? get_or_give_up(store, said(topic, peer), deadline, check_hope,
-                               [&] {
-                                 store.set(answer_key, pack({"missing",
-                                                             join("Rank 0 gave up on '", topic,
-                                                                  "': it was interrupted, or lost "
-                                                                  "another rank."),
-                                                             "0"}));
-                               })
+                               [&] { store.set(answer_key, pack(why_rank_0_gave_up(topic))); })
               : store.get(said(topic, peer), Deadline::in(kLastLook));
       store.erase(said(topic, peer));
       if (part == kGivenUp) {

@@ -153,7 +153,8 @@ bool Messages::hear(int peer) {
         ErrorKind::kError,
         join("Rank ", peer, " has announced ", announced - number, " messages to rank ", rank_,
              " at once, and can't have: its shared memory has been damaged. Look for "
-             "writes out of bounds in that process."));
+             "writes out of bounds in that process."),
+        Blame{.ranks = {peer}, .cause = "its shared memory is damaged"});
   }
   for (; number != announced; ++number) {
     const Heard heard{number, segment_.rings(peer, rank_).announcements[number % kLaneDepth]};

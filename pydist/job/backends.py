@@ -384,7 +384,7 @@ def parse_timeout(timeout: float | timedelta) -> timedelta:
         raise InvalidUsage(
             f"timeout={timeout!r} is not valid; it must be a number of seconds > 0, or a timedelta."
         )
-    return timedelta(seconds=seconds)
+    return timedelta(seconds=float(seconds))
 
 
 def _timeout_of(handed_down: timedelta, pg_options: Options | None) -> timedelta:

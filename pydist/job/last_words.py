@@ -56,8 +56,18 @@ def _echoed(error: BaseException) -> Error | None:
         if not isinstance(each, Error) or isinstance(each, (InvalidUsage, Mismatch, Timeout)):
             continue
         if isinstance(each, (PeerLost, Aborted)) or each.ranks:
-            return None if _is_own(each) else each
+            return None if _is_own(each) or _is_past(each) else each
     return None
+
+
+def _is_past(error: Error) -> bool:
+    """Whether it blames a process of an earlier job, from which this one's ranks have gone on."""
+    known = current.job.agreement
+    return (
+        error.pid is not None
+        and known is not None
+        and all((each.pid, each.host) != (error.pid, error.host) for each in known.processes)
+    )
 
 
 def _is_own(error: Error) -> bool:

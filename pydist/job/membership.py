@@ -367,7 +367,8 @@ def abort(reason: str) -> None:
         >>> pydist.shutdown()
     """
     _joined()
-    last_words.abort_all(f"{last_words.describe()} has aborted the job: {reason}", reason)
+    # Whatever `reason` is: who gives up must not fail by it, and often has an exception at hand.
+    last_words.abort_all(f"{last_words.describe()} has aborted the job: {reason}", str(reason))
 
 
 def _joined() -> Membership:

@@ -152,12 +152,21 @@ def _torchruns_agent() -> int | None:
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return None
+    told = f"TORCHELASTIC_RUN_ID={run}".encode()
     try:
         first = os.getsid(0)
+        # Processes that run a function (`elastic_launch`, `--run-path`) stay in the session of the
+        # agent's shell, whose parent is a terminal. torch itself has the kernel end those.
+        if first != os.getpid() and told not in _born_with(first):
+            return None
         status = Path(f"/proc/{first}/stat").read_text(errors="replace")
         agent = int(status.rpartition(")")[2].split()[1])
-        born_with = Path(f"/proc/{agent}/environ").read_bytes().split(b"\0")
+        is_rank = told in _born_with(agent)
     except (OSError, ValueError):
         return None
-    is_rank = f"TORCHELASTIC_RUN_ID={run}".encode() in born_with
     return None if agent <= 1 or is_rank else agent
+
+
+def _born_with(pid: int) -> list[bytes]:
+    """The environment that a process was started with."""
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -21,6 +21,7 @@ from pydist._torch import (
     StandIn,
     active_torch_wrapper,
     children_of,
+    ignored_names,
     is_replicated,
     runs_uncompiled_throughout,
 )
@@ -92,7 +93,12 @@ def _before_registration(outer: nn.Module, _name: str, inner: nn.Module | None) 
     if any(isinstance(part, StandIn) for _, part in _parts(inner)):
         raise InvalidUsage(_TWO_AVERAGES if averages else _COPIES_IN_THREADS)
     if averages:
-        parameters = list(inner.parameters())
+        ignored = ignored_names(inner)
+        parameters = [
+            parameter
+            for name, parameter in inner.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        ]
         for wrapper in trainers_of(parameters):
             wrapper.retire(parameters, "given to torch's DistributedDataParallel")
 

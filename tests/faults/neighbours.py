@@ -120,13 +120,14 @@ def _garbage(dice: random.Random) -> bytes:
 
 
 def _to_unix(name: str, dice: random.Random, _held: list[socket.socket]) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as own:
         own.setblocking(False)
+        own.connect(f"\0{name}")
         ancillary = []
         if dice.random() < 0.5:
             descriptors = array("i", [own.fileno()] * dice.randrange(1, 5))
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
-        own.sendmsg([_garbage(dice) or b"x"], ancillary, 0, f"\0{name}")
+        own.sendmsg([_garbage(dice) or b"x"], ancillary)
 
 
 def _to_tcp(port: str, dice: random.Random, held: list[socket.socket]) -> None:

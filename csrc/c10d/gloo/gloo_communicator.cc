@@ -189,6 +189,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
       group_->say_left();
     }
     watch_.reset();
+    group_->wait_until_told(kTellingPatience);  // what the threads that ended here have told of
     if (!group_->stop_watching(kShutdownPatience) || !is_quiet) {
       group_->channel.abandon();
     }

@@ -37,11 +37,11 @@ std::exception_ptr GlooGroup::fail(const std::exception_ptr& error,
   if (!failure_.set(kind, message, channel.rank(), blame)) {
     return failure();
   }
-  channel.close();
   {
     const std::lock_guard lock(mutex_);
     is_telling_ = true;
   }
+  channel.close();
   // For ranks that are in no operation of this group, and so notice no closed connection.
   ElasticThreads::shared().post_or_run(
       [self = shared_from_this(),
@@ -73,14 +73,14 @@ Blame GlooGroup::culprit(int rank, std::string cause) const {
   return blame;
 }
 
-std::optional<ErrorDescription> GlooGroup::confession() const {
+std::optional<ErrorDescription> GlooGroup::confession(bool of_others) const {
   std::optional<ToldError> told = told_failure(*store_);
   if (!told || told->teller == channel.rank()) {
     return std::nullopt;
   }
   ErrorDescription& error = told->error;
   const bool is_of_others = error.kind == ErrorKind::kPeerLost || error.kind == ErrorKind::kTimeout;
-  if (is_of_others && error.blame.ranks != std::vector<int>{told->teller}) {
+  if (!of_others && is_of_others && error.blame.ranks != std::vector<int>{told->teller}) {
     return std::nullopt;
   }
   return std::move(error);
@@ -124,10 +124,10 @@ void GlooGroup::fail_in(const Operation& operation, const std::exception_ptr& er
     blame = std::move(lost->blame);
   } else if (is_message && kind == ErrorKind::kPeerLost && failure() == nullptr) {
     const Deadline patience = Deadline::in(kConfessionPatience);
-    std::optional<ErrorDescription> told = confession();
+    std::optional<ErrorDescription> told = confession(/*of_others=*/true);
     while (!told && !patience.has_passed()) {
       std::this_thread::sleep_for(milliseconds(10));
-      told = confession();
+      told = confession(/*of_others=*/true);
     }
     if (told) {
       kind = told->kind;
@@ -171,15 +171,21 @@ void GlooGroup::note_end_of(int rank, const std::string& process) {
     return;
   }
   std::optional<std::string> how;
-  try {
-    how = how_gone(*store_, rank);
-    if (!how) {
-      how = join("(", process, ") ", kHasDied);
-      tell_gone(*store_, rank, *how);
+  for (int silences = 0; !how; ++silences) {
+    try {
+      how = how_gone(*store_, rank);
+      if (!how) {
+        const std::string died = join("(", process, ") ", kHasDied);
+        tell_gone(*store_, rank, died);
+        how = died;
+      }
+    } catch (const std::exception&) {
+      // It may have hosted the store, and have left before it ended.
+      if (is_over() || silences == kMostSilences) {
+        return;
+      }
+      std::this_thread::sleep_for(kNewsInterval);
     }
-  } catch (const std::exception&) {
-    // It may have hosted the store, and have left before it ended.
-    return;
   }
   if (!how->ends_with(kHasDied)) {
     return;
@@ -373,7 +379,8 @@ void GlooGroup::explain_loss_of(int peer) {
       // The rank that left before is the likely reason.
       loss_ = Absence{.what = join(loss_ ? loss_->what + ". Since then " : "",
                                    "the connection between rank ", channel.rank(), " and rank ",
-                                   peer, " is lost, and the job's store does not answer")};
+                                   peer, " is lost, and the job's store does not answer"),
+                      .blame = loss_ ? loss_->blame : Blame{}};
     }
   }
 }

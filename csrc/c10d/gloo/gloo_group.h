@@ -153,8 +153,9 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   // Throws the reason for the error of a collective, as far as the other ranks and the store know
   // it, otherwise the error.
   [[noreturn]] void explain(const std::exception_ptr& error);
-  // What a rank has told of its own failure, as opposed to what befell another one.
-  [[nodiscard]] std::optional<ErrorDescription> confession() const;
+  // What a rank has told of its own failure. `of_others`: also what it has told of another one,
+  // where this rank cannot find that out itself.
+  [[nodiscard]] std::optional<ErrorDescription> confession(bool of_others = false) const;
 
   [[nodiscard]] bool is_over() const;
 

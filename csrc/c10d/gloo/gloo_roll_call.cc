@@ -47,6 +47,13 @@ RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int s
         const auto how = how_gone(store, peer);
         const bool has_died = how && how->ends_with(kHasDied);
         if (has_died || (how && counts_leavers)) {
+          // A death explains more than a departure.
+          for (int other = peer + 1; !has_died && other < size; ++other) {
+            const auto end = how_gone(store, other);
+            if (end && end->ends_with(kHasDied)) {
+              return {join("rank ", other, " ", *end, "."), {other}, kHasDied};
+            }
+          }
           return {join("rank ", peer, " ", *how, "."), {peer}, has_died ? kHasDied : kHasLeft};
         }
         if (has_news()) {

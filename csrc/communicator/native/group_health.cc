@@ -30,6 +30,9 @@ std::string seconds_since(std::int64_t then_ns) {
 
 constexpr const char* kHasLeft = "has left the group (shutdown)";
 
+// How long a rank that leaves lets the others find out by themselves what is wrong.
+constexpr std::chrono::milliseconds kDeparturePatience{500};
+
 // A heart that has not beaten for so long is told of.
 constexpr std::int64_t kSilence_ns = 2'000'000'000;
 
@@ -125,12 +128,19 @@ void GroupHealth::wake_everybody() noexcept {
 }
 
 bool GroupHealth::wait_for_heap_writers(std::chrono::nanoseconds patience) {
-  // Where this rank leaves, the others have to stop, too.
   if (!segment_.failure().is_set()) {
+    // This rank leaves. The others may be about to find out why, a mismatch say, which tells them
+    // more than that it has left.
+    if (is_heap_at_rest(Deadline::in(kDeparturePatience))) {
+      return true;
+    }
     fail(ErrorKind::kPeerLost, departure_of(rank_) + " while an operation was under way.",
          blame(rank_, kHasLeft));
   }
-  const Deadline deadline = Deadline::in(patience);
+  return is_heap_at_rest(Deadline::in(patience));
+}
+
+bool GroupHealth::is_heap_at_rest(Deadline deadline) const {
   for (int rank = 0; rank < size(); ++rank) {
     const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
     // Sequentially consistent, as is the failure; see HeapWriting.
@@ -263,7 +273,7 @@ GroupHealth::Keeper GroupHealth::keeper_behind(int rank) const {
     const std::optional<int> next =
         here == rank_ ? rank
                       : peers_[static_cast<std::size_t>(here)]->page->awaited.in(fingerprint_);
-    if (!next || *next >= size() || is_frozen(here)) {
+    if (!next || *next < 0 || *next >= size() || is_frozen(here)) {
       std::string its_plight = plight(here);
       return {here,
               here == rank ? "" : join("it waits for ", way, ", which waits for rank ", here, ". "),

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/error.h"
 #include "base/op_kind.h"
 #include "collectives/group_segment.h"
@@ -97,6 +98,8 @@ class GroupHealth {
   [[nodiscard]] const std::string& name() const noexcept { return name_; }
 
  private:
+  // Whether all other ranks end writing into symmetric memory before the deadline.
+  [[nodiscard]] bool is_heap_at_rest(Deadline deadline) const;
   void wake_everybody() noexcept;
   // A rank that has died without having shut down; nothing if there is none.
   [[nodiscard]] std::optional<Loss> death() const;

@@ -303,7 +303,9 @@ class Meeting {
             endpoint.meet(card, trust, deadline_, [this] { check_hope(); }));
       } catch (const Error& error) {
         Blame blame = error.blame();
-        if (blame.ranks.empty() && blame.pid != 0) {
+        if (blame.ranks.empty() && error.kind() == ErrorKind::kTimeout) {
+          blame = blame_of_rank(peer);
+        } else if (blame.ranks.empty() && blame.pid != 0) {
           blame.ranks = {peer};  // meet() does not know the ranks
         }
         std::rethrow_exception(

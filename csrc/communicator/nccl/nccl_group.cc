@@ -114,10 +114,13 @@ std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
     if (error == nullptr) {
       const bool is_vain = group->news_.absence().has_value();
       const ErrorDescription why = describe(std::current_exception());
+      const bool is_of_peer = why.kind == ErrorKind::kTimeout || why.kind == ErrorKind::kPeerLost;
       error = make_error(
           is_vain ? ErrorKind::kPeerLost : ErrorKind::kTransport,
           pydist::join("NCCL cannot serve these ranks. Rank ", group->rank(), ": ", why.message),
-          is_vain || !why.blame.ranks.empty() ? why.blame : own_blame(group->rank(), why.message));
+          is_vain || is_of_peer || !why.blame.ranks.empty()
+              ? why.blame
+              : own_blame(group->rank(), why.message));
     }
     group->fail(error);
     std::rethrow_exception(error);

@@ -466,10 +466,12 @@ def test_spawn_on_gpus(
     module = sys.modules["pydist.job.spawn"]
 
     def start(
-        _: Path, variables: dict[str, str], count: int, *__: object
+        folder: Path, variables: dict[str, str], count: int, *__: object
     ) -> tuple[list[int], list[int]]:
         started.append((count, variables.get(VARIABLE)))
         assert variables["WORLD_SIZE"] == str(count)
+        for rank in range(count):
+            module._result_file(folder, rank).touch()
         return [0] * count, [0] * count
 
     monkeypatch.setattr(module, "_run", start)

@@ -18,7 +18,8 @@ from thorough import everyday
 from torch import nn
 
 import pydist
-from pydist.job import current, membership, past, survivors
+from pydist.job import current, membership, past
+from pydist.job.recovery import survivors
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -95,7 +95,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 SCRIPT = """
-import json, os, sys
+import datetime, json, os, sys
 import psutil
 import torch
 import torch.distributed as dist
@@ -106,7 +106,7 @@ rank, size, how, out = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), *
 said = {}
 try:
     if how == "group of the script":
-        dist.init_process_group("pydist")
+        dist.init_process_group("pydist", timeout=datetime.timedelta(seconds=30))
     pydist.init(timeout=30)
     total = torch.tensor([float(rank + 1)])
     pydist.all_reduce(total)
