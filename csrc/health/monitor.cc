@@ -154,7 +154,9 @@ void Monitor::check_heartbeats() {
     if (watched->is_dead || peer.page->has_departed.load(std::memory_order_relaxed) != 0) {
       continue;
     }
-    const std::int64_t beat = peer.page->heartbeat_ns.load(std::memory_order_relaxed);
+    // Another process writes it: whatever stands there, no difference may overflow.
+    const std::int64_t beat =
+        std::clamp<std::int64_t>(peer.page->heartbeat_ns.load(std::memory_order_relaxed), 0, now);
     watched->silence_ns = beat == watched->beat_ns ? watched->silence_ns + passed : 0;
     watched->beat_ns = beat;
     const std::int64_t age = now - beat;

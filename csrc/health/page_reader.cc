@@ -42,7 +42,10 @@ PageReading read_page(int fd) {
   reading.entries = page.journal.read();
   reading.now_ns = monotonic_ns();
   const std::int64_t heartbeat = page.heartbeat_ns.load(std::memory_order_relaxed);
-  reading.silent_s = heartbeat == 0 ? 0.0 : static_cast<double>(reading.now_ns - heartbeat) * 1e-9;
+  reading.silent_s =
+      heartbeat == 0
+          ? 0.0
+          : (static_cast<double>(reading.now_ns) - static_cast<double>(heartbeat)) * 1e-9;
   return reading;
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <type_traits>
 
 namespace fake_nccl {
@@ -89,7 +90,8 @@ T combined(T a, T b, int op) {
 
 std::size_t size_of(int type) {
   constexpr std::size_t kSizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
-  return kSizes[type];
+  // A call with a type that there is not is refused later.
+  return type >= 0 && type < static_cast<int>(std::size(kSizes)) ? kSizes[type] : 0;
 }
 
 void accumulate(char* total, const char* values, std::size_t count, int type, int op) {

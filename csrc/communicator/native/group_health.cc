@@ -22,7 +22,9 @@ std::uint64_t hash(const std::string& text) {
 }
 
 std::string seconds_since(std::int64_t then_ns) {
-  const double seconds = std::max(0.0, static_cast<double>(monotonic_ns() - then_ns) * 1e-9);
+  // Other processes write `then_ns`: as integers, the difference could overflow.
+  const double seconds =
+      std::max(0.0, (static_cast<double>(monotonic_ns()) - static_cast<double>(then_ns)) * 1e-9);
   std::array<char, 32> text{};
   std::snprintf(text.data(), text.size(), seconds < 9.95 ? "%.1f s" : "%.0f s", seconds);
   return text.data();
@@ -248,7 +250,7 @@ bool GroupHealth::is_frozen(int rank) const {
   const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
   const ProcessState state = process_state(peer.local_pid);
   return state == ProcessState::kStopped || state == ProcessState::kDead ||
-         monotonic_ns() - peer.page->heartbeat_ns.load(std::memory_order_relaxed) > kSilence_ns;
+         peer.page->heartbeat_ns.load(std::memory_order_relaxed) < monotonic_ns() - kSilence_ns;
 }
 
 std::string GroupHealth::plight(int rank) const {
@@ -258,7 +260,7 @@ std::string GroupHealth::plight(int rank) const {
   const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
   std::string text(in_words(process_state(peer.local_pid)));
   const std::int64_t heartbeat = peer.page->heartbeat_ns.load(std::memory_order_relaxed);
-  if (monotonic_ns() - heartbeat > kSilence_ns) {
+  if (heartbeat < monotonic_ns() - kSilence_ns) {
     text += join(text.empty() ? "" : ", and ", "has shown no sign of life for ",
                  seconds_since(heartbeat));
   }
