@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <iterator>
+#include <iterator>
 #include <type_traits>
 
 namespace fake_nccl {
