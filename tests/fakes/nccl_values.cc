@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <iterator>
-#include <iterator>
 #include <type_traits>
 
 namespace fake_nccl {

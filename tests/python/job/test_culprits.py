@@ -48,9 +48,7 @@ def wait_for_the_dead(backend: str) -> tuple[object, ...] | None:
     return (error.ranks, error.pid == pids[1].item(), str(error.operation)[:9], error.cause)
 
 
-@pytest.mark.parametrize(
-    ("backend", "operation"), [("native", "barrier #"), ("gloo", "barrier o")]
-)
+@pytest.mark.parametrize(("backend", "operation"), [("native", "barrier #"), ("gloo", "barrier o")])
 def test_the_dead_are_named_by_attributes(backend: str, operation: str) -> None:
     outcomes = rank_outcomes(wait_for_the_dead, 3, backend)
     for rank in (0, 2):
