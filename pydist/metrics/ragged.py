@@ -15,6 +15,7 @@ from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import groups, membership
 from pydist.job.groups import Group
 from pydist.job.outcome import exchange
+from pydist.job.rank_names import culprits
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -127,7 +128,7 @@ def _gathered(
     text = json.dumps(vars(description)).encode()
     told = exchange(communicator, text, "ragged", timeout=wait)
     everybody = [_Rows(**{**text, "shape": tuple(text["shape"])}) for text in map(json.loads, told)]
-    _check(everybody, communicator.rank)
+    _check(everybody, communicator)
     known = next((rank for rank in everybody if rank.dtype is not None), None)
     result = None
     if known is None:
@@ -190,16 +191,15 @@ def _described(rows: Any, positions: Tensor | None) -> tuple[Tensor | None, _Row
     )
 
 
-def _check(everybody: list[_Rows], own: int) -> None:
+def _check(everybody: list[_Rows], communicator: Communicator) -> None:
     """Raises on all ranks alike."""
-    if everybody[own].problem:
-        raise InvalidUsage(everybody[own].problem)
+    if problem := everybody[communicator.rank].problem:
+        raise InvalidUsage(problem)
     for rank, description in enumerate(everybody):
         if description.problem:
             raise Error(
                 f"rank {rank} can't give its rows: {description.problem}",
-                ranks=(rank,),
-                cause=description.problem,
+                **culprits(communicator, [rank], description.problem),
             )
     known = [rank for rank, description in enumerate(everybody) if description.dtype is not None]
     for rank in known[1:]:
