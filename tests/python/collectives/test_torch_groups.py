@@ -240,10 +240,8 @@ def failing_backward(moment: str) -> str:
 
 
 @pytest.mark.parametrize("moment", ["before", "under way"])
-def test_errors_are_typed_in_backward(run_two: Runner, backend: str, moment: str) -> None:
-    # gloo has no word for the peers: it hangs up on them.
-    error = "Aborted" if backend == "native" else "PeerLost"
-    assert run_two(failing_backward, moment) == [error, "aborted"]
+def test_errors_are_typed_in_backward(run_two: Runner, moment: str) -> None:
+    assert run_two(failing_backward, moment) == ["Aborted", "aborted"]
 
 
 def monitored() -> str:
