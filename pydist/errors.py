@@ -75,6 +75,17 @@ class Error(RuntimeError):
             self.ranks, self.host, self.pid = tuple(ranks), host, pid
             self.operation, self.cause = operation, cause
 
+    @property
+    def blame(self) -> dict[str, Any]:
+        """The attributes above, for another error of the same culprits: `Error(text, **blame)`."""
+        return {
+            "ranks": self.ranks,
+            "host": self.host,
+            "pid": self.pid,
+            "operation": self.operation,
+            "cause": self.cause,
+        }
+
 
 # What `Error` takes up next; see Note [Who is to blame].
 _announced = threading.local()

@@ -475,7 +475,7 @@ void bind_communicator(py::module_& module) {
              "Joins a group on the native backend; all its ranks call. `store` is a torch store; "
              "`timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by "
              "default; `processes` are those of the other ranks that run on this machine, as far "
-             "as they are known: what to call each, its number, and its start in ticks.");
+             "as they are known: its rank, host, number and start in ticks.");
   module.def(
       "create_nccl", &create_nccl, py::arg("host"), py::arg("device"), py::arg("library"),
       "Joins the ranks of `host`, a communicator on native or gloo that then belongs to the new "

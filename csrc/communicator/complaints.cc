@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "health/text_field.h"
+
 namespace pydist {
 namespace {
 
@@ -19,7 +21,7 @@ struct Notice {
 Hearing hear_all(Communicator& communicator, const std::string& complaint, const char* about,
                  bool says_yes, const std::function<void()>& meanwhile) {
   Notice mine{.says_yes = says_yes};
-  complaint.copy(mine.complaint.data(), mine.complaint.size() - 1);
+  write_text(mine.complaint, complaint);
   std::vector<Notice> all(static_cast<std::size_t>(communicator.size()));
   Operation operation;
   operation.kind = OpKind::kAllGather;
@@ -38,7 +40,7 @@ Hearing hear_all(Communicator& communicator, const std::string& complaint, const
   Hearing hearing;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (!hearing.first && all[rank].complaint[0] != '\0') {
-      hearing.first = Complaint{static_cast<int>(rank), all[rank].complaint.data()};
+      hearing.first = Complaint{static_cast<int>(rank), read_text(all[rank].complaint)};
     }
     hearing.all_say_yes = hearing.all_say_yes && all[rank].says_yes;
   }

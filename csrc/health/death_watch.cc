@@ -1,6 +1,5 @@
 #include "health/death_watch.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
@@ -8,11 +7,8 @@
 
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
-#include <cstring>
 #include <exception>
 #include <filesystem>
-#include <sstream>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -21,45 +17,11 @@
 #include "base/digest.h"
 #include "base/error.h"
 #include "base/log.h"
+#include "health/process_state.h"
+#include "health/text_field.h"
 #include "topology/hosts.h"
 
 namespace pydist {
-namespace {
-
-struct Status {
-  bool is_told = false;  // by /proc; otherwise no descriptor is left, say
-  char state = 'X';      // X, too: there is no such process
-  std::uint64_t started = 0;
-};
-
-Status status_of(std::int64_t pid) {
-  Status status;
-  const FileDescriptor file(::open(join("/proc/", pid, "/stat").c_str(), O_RDONLY | O_CLOEXEC));
-  if (!file) {
-    status.is_told = errno == ENOENT || errno == ESRCH;
-    return status;
-  }
-  std::array<char, 1024> bytes{};
-  const ssize_t got = ::read(file.get(), bytes.data(), bytes.size());
-  if (got <= 0) {
-    status.is_told = got < 0 && errno == ESRCH;
-    return status;
-  }
-  const std::string text(bytes.data(), static_cast<std::size_t>(got));
-  // The name stands in parentheses and may hold any character, ")" too. The start is the 20th field
-  // behind it, the state the first.
-  std::istringstream fields(text.substr(text.rfind(')') + 1));
-  std::string field;
-  for (int number = 0; number < 20 && fields >> field; ++number) {
-    status.state = number == 0 ? field[0] : status.state;
-  }
-  status.started = std::strtoull(field.c_str(), nullptr, 10);
-  status.is_told = true;
-  return status;
-}
-
-}  // namespace
-
 ProcessIdentity ProcessIdentity::own(const std::optional<std::string>& host_id) {
   std::error_code ignored;
   ProcessIdentity self;
@@ -69,20 +31,19 @@ ProcessIdentity ProcessIdentity::own(const std::optional<std::string>& host_id) 
   machine.add(std::filesystem::read_symlink("/proc/self/ns/pid", ignored).string());
   self.machine = machine.value();
   self.pid = ::getpid();
-  self.started = status_of(self.pid).started;
-  host_name().copy(self.host.data(), self.host.size() - 1);
+  self.started = process_status(::getpid()).started;
+  write_text(self.host, host_name());
   return self;
 }
 
 std::string ProcessIdentity::description() const {
-  return join("pid ", pid, " on host ",
-              std::string_view(host.data(), ::strnlen(host.data(), host.size())));
+  return join("pid ", pid, " on host ", read_text(host));
 }
 
 bool has_ended(std::int64_t pid, std::uint64_t started) {
-  const Status status = status_of(pid);
-  return status.is_told &&
-         (status.state == 'Z' || status.state == 'X' || status.started != started);
+  const ProcessStatus status = process_status(static_cast<pid_t>(pid));
+  return status.state == ProcessState::kDead ||
+         (status.state != ProcessState::kUnknown && status.started != started);
 }
 
 CheckHope hope_that_live(KnownProcesses processes) {
@@ -94,9 +55,13 @@ CheckHope hope_that_live(KnownProcesses processes) {
     if (!next_look.has_passed()) {
       return;
     }
-    for (const auto& [who, pid, started] : processes) {
+    for (const auto& [rank, host, pid, started] : processes) {
       if (has_ended(pid, started)) {
-        throw PeerLost(join(who, " has died before the group was made."));
+        throw PeerLost(
+            join("rank ", rank, " (pid ", pid, " on host ", host,
+                 ") has died before the group was made."),
+            Blame{
+                .ranks = {rank}, .host = host, .pid = static_cast<int>(pid), .cause = "has died"});
       }
     }
     next_look = Deadline::in(kLook);

@@ -41,8 +41,9 @@ struct ProcessIdentity {
 // False where it does not: no descriptor is left, say.
 [[nodiscard]] bool has_ended(std::int64_t pid, std::uint64_t started);
 
-// Processes of this machine: how errors call each, its number, and when it has started.
-using KnownProcesses = std::vector<std::tuple<std::string, std::int64_t, std::uint64_t>>;
+// Processes of this machine: the rank of each, its host's name, its number, and when it has
+// started.
+using KnownProcesses = std::vector<std::tuple<int, std::string, std::int64_t, std::uint64_t>>;
 
 // For ranks that wait for such processes to make a group: throws PeerLost where one of them is
 // found to have ended. They are looked at now and then. Null where there are none.

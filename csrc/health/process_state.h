@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <string_view>
 
 namespace pydist {
@@ -19,6 +20,13 @@ enum class ProcessState : unsigned char {
 // Of the process with this number here; kUnknown for 0. The caller knows that the number still
 // belongs to the process that it means.
 [[nodiscard]] ProcessState process_state(pid_t pid) noexcept;
+
+struct ProcessStatus {
+  ProcessState state;
+  std::uint64_t started;  // in ticks of the machine's clock; 0 where nobody can tell
+};
+// The same with its start, by which a process is told from later ones with its number.
+[[nodiscard]] ProcessStatus process_status(pid_t pid) noexcept;
 
 // "is stopped (SIGSTOP or a debugger)"; empty where there is nothing to tell.
 [[nodiscard]] std::string_view in_words(ProcessState state) noexcept;

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_loading as optimizer_loading
 import pydist.checkpoint.optimizer_state as optimizer_state
-from pydist.arguments import flag
 from pydist.checkpoint.lanes import lane_of
 from pydist.checkpoint.manifest import read_manifest, saved_after, verify
 from pydist.checkpoint.own_names import own_name, require_ranks
@@ -27,6 +26,7 @@ from pydist.checkpoint.random_states import restore_random_states
 from pydist.checkpoint.replacement import absolute, find, real
 from pydist.checkpoint.verdict import agree
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import flag
 
 if TYPE_CHECKING:
     from torch import nn

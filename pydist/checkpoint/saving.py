@@ -16,7 +16,6 @@ import torch
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist._load import __version__
-from pydist.arguments import flag
 from pydist.checkpoint.lanes import Lane, Saving, lane_of
 from pydist.checkpoint.manifest import SEQUENCE, STEP, FileSum, sum_of, write_manifest
 from pydist.checkpoint.own_names import own_name
@@ -48,6 +47,7 @@ from pydist.checkpoint.same_state import require_same_state
 from pydist.checkpoint.verdict import agree
 from pydist.errors import CheckpointError, InvalidUsage
 from pydist.job import phases
+from pydist.job.arguments import flag
 from pydist.job.outcome import exchange
 
 if TYPE_CHECKING:

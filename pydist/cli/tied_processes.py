@@ -25,7 +25,8 @@ def tie(options: argparse.Namespace) -> None:
     Args:
         options: torchrun's, parsed; they are changed to start the same by way of a small program.
             Not where they name a file that torch runs in processes that it forks (`--run-path`):
-            those it ties itself.
+            those it ties itself. What such a process starts in turn, the rank below a shell say,
+            ends by `pydist.job.processes.end_with_torchrun`.
     """
     if options.run_path or (options.no_python and options.module):
         return

@@ -18,6 +18,7 @@ from typing import Any
 from pydist import _native
 from pydist.errors import Error, InvalidUsage
 from pydist.job.launchers import read_placement
+from pydist.job.processes import status_of
 
 __all__ = [
     "LocalRank",
@@ -213,8 +214,7 @@ def _has_loaded_pydist(pid: int) -> bool:
 def state_of(pid: int) -> str:
     """What the system says of a process, in words."""
     try:
-        # The name stands in parentheses and may hold any character, ")" too.
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        letter = status_of(pid).state
     except OSError:
         return "dead"
     return _STATES.get(letter, letter)

@@ -209,11 +209,11 @@ class _Meeting:
         made.timeout = timeout_s
         return made
 
-    def _visible(self) -> list[tuple[str, int, int]]:
+    def _visible(self) -> list[tuple[int, str, int, int]]:
         """Other ranks' processes of which this one can see whether they still run."""
         own = own_process()
         return [
-            (f"rank {rank} ({each})", each.pid, each.started)
+            (rank, each.host, each.pid, each.started)
             for rank, each in enumerate(self.processes)
             if each != own and each.machine and each.machine == own.machine
         ]

@@ -27,6 +27,7 @@ from typing import Any
 from pydist import _native
 from pydist.errors import Aborted, Error, InvalidUsage, Mismatch, PeerLost, Timeout
 from pydist.job import current
+from pydist.job.processes import status_of
 
 __all__ = ["abort_all", "describe", "forget", "is_echo", "listen", "tell"]
 
@@ -141,7 +142,7 @@ def _let_first(culprit: Error) -> None:
     deadline_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline_s:
         try:
-            state = Path(f"/proc/{culprit.pid}/stat").read_text().rpartition(") ")[2][:1]
+            state = status_of(culprit.pid).state
         except OSError:
             return
         # One that is stopped may stay so.

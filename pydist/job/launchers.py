@@ -44,9 +44,9 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydist.errors import InvalidUsage
+from pydist.job.processes import status_of
 
 __all__ = ["Placement", "Rendezvous", "read_placement"]
 
@@ -448,15 +448,12 @@ def _hydra_proxy() -> str | None:
     pid = os.getpid()
     while pid > 1:
         try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
+            status = status_of(pid)
         except OSError:
             return None
-        # The name stands in parentheses and may hold any character, ")" too.
-        name, _, rest = stat.partition("(")[2].rpartition(")")
-        fields = rest.split()
-        if name.startswith("hydra_"):
-            return f"hydra {pid} {fields[19]}"
-        pid = int(fields[1])
+        if status.name.startswith("hydra_"):
+            return f"hydra {pid} {status.started}"
+        pid = status.parent
     return None
 
 

@@ -223,8 +223,7 @@ def _collect(
     try:
         have_come = wait_for_keys(store, keys, timeout, look)
     except PeerLost as error:
-        blame = {"ranks": error.ranks, "host": error.host, "pid": error.pid, "cause": error.cause}
-        return {"error": "PeerLost", "message": str(error), "blame": blame}
+        return {"error": "PeerLost", "message": str(error), "blame": error.blame}
     if not have_come:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         return {

@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["Process", "end_with", "end_with_torchrun", "own_process"]
+__all__ = ["Process", "Status", "end_with", "end_with_torchrun", "own_process", "status_of"]
 
 # How often a process is looked at that can't be watched.
 _LOOK_S = 1.0
@@ -45,10 +46,10 @@ class Process:
         if not self.machine or self.machine != _machine():
             return False
         try:
-            state, started = _state_and_start(self.pid)
+            status = status_of(self.pid)
         except OSError:  # no descriptor is left, say: that tells nothing of the other process
             return False
-        return state in "ZX" or started != self.started
+        return status.state in "ZX" or status.started != self.started
 
     def __str__(self) -> str:
         return f"pid {self.pid} on host {self.host}"
@@ -63,15 +64,36 @@ def _machine() -> str:
         return ""
 
 
-def _state_and_start(pid: int) -> tuple[str, int]:
-    """A process's state, by the letter of /proc, and its start; X and 0 where there is none."""
+class Status(NamedTuple):
+    """What /proc says of a process of this machine.
+
+    Attributes:
+        name: Of its program, cut to 15 bytes.
+        state: By the letter of /proc.
+        parent: The number of its parent.
+        started: When it started, in ticks of the machine's clock.
+    """
+
+    name: str
+    state: str
+    parent: int
+    started: int
+
+
+def status_of(pid: int) -> Status:
+    """The status of a process: X, for dead, where there is none.
+
+    Raises:
+        OSError: nobody can tell: no descriptor is left, say.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return "X", 0
+        return Status("", "X", 0, 0)
     # The name stands in parentheses and may hold any character, ")" too.
-    fields = stat.rpartition(")")[2].split()
-    return fields[0], int(fields[19])
+    name, _, rest = stat.partition("(")[2].rpartition(")")
+    fields = rest.split()
+    return Status(name, fields[0], int(fields[1]), int(fields[19]))
 
 
 def own_process() -> Process:
@@ -86,7 +108,7 @@ def _own(pid: int) -> Process:
 
 def _process(pid: int) -> Process:
     try:
-        return Process(_machine(), socket.gethostname(), pid, _state_and_start(pid)[1])
+        return Process(_machine(), socket.gethostname(), pid, status_of(pid).started)
     except OSError:
         return Process("", socket.gethostname(), pid, 0)
 
@@ -159,10 +181,9 @@ def _torchruns_agent() -> int | None:
         # agent's shell, whose parent is a terminal. torch itself has the kernel end those.
         if first != os.getpid() and told not in _born_with(first):
             return None
-        status = Path(f"/proc/{first}/stat").read_text(errors="replace")
-        agent = int(status.rpartition(")")[2].split()[1])
+        agent = status_of(first).parent
         is_rank = told in _born_with(agent)
-    except (OSError, ValueError):
+    except OSError:
         return None
     return None if agent <= 1 or is_rank else agent
 

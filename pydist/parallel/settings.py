@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pydist import _native
-from pydist.arguments import flag
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import flag
 from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES
 from pydist.parallel.sentinel import checked_every
 from pydist.parallel.torch_arguments import caps_of, group_of

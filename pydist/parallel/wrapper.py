@@ -30,9 +30,9 @@ from pydist._torch import (
     share_tables,
     tree_map_only,
 )
-from pydist.arguments import flag
 from pydist.errors import Error, InvalidUsage, Timeout
 from pydist.job import groups, membership
+from pydist.job.arguments import flag
 from pydist.parallel.bucket_planner import (
     BucketPlan,
     PlannedBucket,
@@ -435,11 +435,7 @@ class DataParallel(TorchIdioms):
                     "a copy of a pydist.DataParallel joins the other ranks at its first forward "
                     "with gradients enabled, which all ranks call, and some did not come. To "
                     f"evaluate it on some ranks alone, use torch.no_grad(). ({error})",
-                    ranks=error.ranks,
-                    host=error.host,
-                    pid=error.pid,
-                    operation=error.operation,
-                    cause=error.cause,
+                    **error.blame,
                 ) from error
 
     def communicator_to_split(self) -> _native.Communicator:

@@ -21,8 +21,8 @@ import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from pydist._torch import FedLoader, take_attributes
-from pydist.arguments import flag
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import flag
 from pydist.sampling.agreed_seed import SeedChoice
 from pydist.sampling.audit import Ledger
 from pydist.sampling.batch_sampler import BatchSampler

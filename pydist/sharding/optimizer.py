@@ -30,9 +30,9 @@ from pydist._torch import (
     runs_uncompiled_throughout,
     scripts_any_function,
 )
-from pydist.arguments import flag
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import current, groups, membership
+from pydist.job.arguments import flag
 from pydist.job.outcome import outcomes
 from pydist.job.rank_names import culprits
 from pydist.parallel.replica_check import check_same

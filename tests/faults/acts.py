@@ -17,6 +17,7 @@ from scene import Scene
 
 import pydist
 from pydist.testing import faults
+from pydist.testing.exhaustion import Resource
 
 
 def small(number: int = 1) -> None:
@@ -308,31 +309,25 @@ def joined_twice_otherwise(scene: Scene) -> None:
     pydist.init(timeout=77)
 
 
-def no_descriptors_at_start_up(scene: Scene) -> None:
+def _start_up_without(scene: Scene, what: Resource, spare: int) -> None:
     if scene.is_victim:
         scene.mark()
-        with faults.exhausted("descriptors", spare=4):
+        with faults.exhausted(what, spare=spare):
             pydist.init(timeout=scene.timeout_s)
     else:
         pydist.init(timeout=scene.timeout_s)
+
+
+def no_descriptors_at_start_up(scene: Scene) -> None:
+    _start_up_without(scene, "descriptors", 4)
 
 
 def no_threads_at_start_up(scene: Scene) -> None:
-    if scene.is_victim:
-        scene.mark()
-        with faults.exhausted("threads"):
-            pydist.init(timeout=scene.timeout_s)
-    else:
-        pydist.init(timeout=scene.timeout_s)
+    _start_up_without(scene, "threads", 0)
 
 
 def no_address_space_at_start_up(scene: Scene) -> None:
-    if scene.is_victim:
-        scene.mark()
-        with faults.exhausted("memory", spare=1 << 20):
-            pydist.init(timeout=scene.timeout_s)
-    else:
-        pydist.init(timeout=scene.timeout_s)
+    _start_up_without(scene, "memory", 1 << 20)
 
 
 def a_port_taken(scene: Scene) -> None:

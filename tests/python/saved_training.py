@@ -93,3 +93,16 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor], what: str, *, exact: b
             torch.testing.assert_close(
                 a, b, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}"
             )
+
+
+class Keeps:
+    """Its state is whatever it is given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state

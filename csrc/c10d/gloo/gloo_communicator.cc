@@ -171,7 +171,6 @@ class GlooCommunicator : public Communicator, public PeerNews {
     }
     group_->mark_shut_down();
     if (!queue_.is_idle() || group_->has_messages()) {
-      constexpr const char* kHasLeft = "has left the group (shutdown)";
       const Blame own = own_blame(rank_, kHasLeft);
       group_->fail(make_error(ErrorKind::kAborted,
                               join("The group '", name_, "' was shut down on rank ", rank_,
@@ -183,13 +182,13 @@ class GlooCommunicator : public Communicator, public PeerNews {
                               own));
     }
     queue_.stop();
-    group_->wait_until_told(kTellingPatience);
     const bool is_quiet = group_->wait_for_messages(kShutdownPatience);
+    watch_.reset();
+    // A reason says more than that this rank has left.
+    group_->wait_until_told(kTellingPatience);
     if (size_ > 1) {
       group_->say_left();
     }
-    watch_.reset();
-    group_->wait_until_told(kTellingPatience);  // what the threads that ended here have told of
     if (!group_->stop_watching(kShutdownPatience) || !is_quiet) {
       group_->channel.abandon();
     }

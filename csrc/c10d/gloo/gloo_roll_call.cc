@@ -2,6 +2,7 @@
 
 #include <exception>
 #include <thread>
+#include <utility>
 
 #include "base/deadline.h"
 #include "base/error.h"
@@ -25,6 +26,18 @@ std::optional<std::string> look_up(KeyValueStore& store, const std::string& key)
   }
 }
 
+// Names a rank that is gone, or one after it that has died: that explains more than a departure.
+RollCall name_gone(KeyValueStore& store, int rank, std::string how, int size) {
+  for (int other = rank + 1; !how.ends_with(kHasDied) && other < size; ++other) {
+    if (auto end = how_gone(store, other); end && end->ends_with(kHasDied)) {
+      rank = other;
+      how = std::move(*end);
+    }
+  }
+  return {
+      join("rank ", rank, " ", how, "."), {rank}, how.ends_with(kHasDied) ? kHasDied : kHasLeft};
+}
+
 }  // namespace
 
 void tell_gone(KeyValueStore& store, int rank, const std::string& how) {
@@ -45,16 +58,8 @@ RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int s
     for (int peer = 0; peer < size; ++peer) {
       while (!look_up(store, answer_key(sequence, peer))) {
         const auto how = how_gone(store, peer);
-        const bool has_died = how && how->ends_with(kHasDied);
-        if (has_died || (how && counts_leavers)) {
-          // A death explains more than a departure.
-          for (int other = peer + 1; !has_died && other < size; ++other) {
-            const auto end = how_gone(store, other);
-            if (end && end->ends_with(kHasDied)) {
-              return {join("rank ", other, " ", *end, "."), {other}, kHasDied};
-            }
-          }
-          return {join("rank ", peer, " ", *how, "."), {peer}, has_died ? kHasDied : kHasLeft};
+        if (how && (counts_leavers || how->ends_with(kHasDied))) {
+          return name_gone(store, peer, *how, size);
         }
         if (has_news()) {
           return {};

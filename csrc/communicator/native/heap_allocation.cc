@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "collectives/call.h"
 #include "collectives/fingerprint.h"
+#include "health/text_field.h"
 
 namespace pydist {
 namespace {
@@ -33,7 +34,7 @@ Task share_error(Group& group, HeapAllocation& result) {
   co_await group.may_post();
   describe_call(group, call);
   Text mine{};
-  result.error.copy(mine.data(), mine.size() - 1);  // cut to fit
+  write_text(mine, result.error);
   std::memcpy(group.my_post().lines.data(), mine.data(), mine.size());
   group.publish_post();
   co_await group.posted_by_all();
@@ -43,9 +44,8 @@ Task share_error(Group& group, HeapAllocation& result) {
   for (int rank = 0; rank < group.size() && result.error.empty(); ++rank) {
     Text text{};
     std::memcpy(text.data(), group.post(rank).lines.data(), text.size());
-    text.back() = '\0';
     if (text[0] != '\0') {
-      result.error = join("rank ", rank, ": ", rank == group.rank() ? own : text.data());
+      result.error = join("rank ", rank, ": ", rank == group.rank() ? own : read_text(text));
       result.failed_rank = rank;
     }
   }

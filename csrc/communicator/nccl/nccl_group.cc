@@ -14,6 +14,7 @@
 #include "communicator/nccl/group_streams.h"
 #include "communicator/nccl/nccl_launched_work.h"
 #include "communicator/nccl/nccl_watchdog.h"
+#include "health/text_field.h"
 #include "topology/culprits.h"
 
 namespace pydist {
@@ -151,8 +152,7 @@ void NcclGroup::connect(Deadline deadline) {
   if (rank() == 0) {
     const Result result = api_->functions().ncclGetUniqueId(&invitation.id);
     if (result != Result::kSuccess) {
-      api_->describe(result, nullptr)
-          .copy(invitation.complaint.data(), invitation.complaint.size() - 1);
+      write_text(invitation.complaint, api_->describe(result, nullptr));
     }
   }
   Operation operation;
@@ -163,7 +163,7 @@ void NcclGroup::connect(Deadline deadline) {
                : operation.outputs) = {Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
   control_->run(std::move(operation));
   if (invitation.complaint[0] != '\0') {
-    const std::string complaint = invitation.complaint.data();
+    const std::string complaint = read_text(invitation.complaint);
     throw TransportError(pydist::join("NCCL made no id: ", complaint),
                          control_->culprit(0, complaint));
   }

@@ -309,6 +309,17 @@ int highest_descriptor() {
   return highest;
 }
 
+// Copies of a descriptor: no number below the last one is free then.
+std::vector<FileDescriptor> take_free_numbers(int fd) {
+  std::vector<FileDescriptor> taken;
+  const int highest = highest_descriptor();
+  do {
+    taken.emplace_back(::dup(fd));
+    PYDIST_CHECK(taken.back());
+  } while (taken.back().get() < highest);
+  return taken;
+}
+
 TEST(SegmentExchangeTest, TheServerTakesNoDescriptors) {
   SegmentServer server;
   for (const int fds : {1, 2, 3, 100, 250}) {
@@ -380,12 +391,7 @@ TEST(SegmentExchangeTest, AServerWithoutDescriptorsStillAnswers) {
   }
   rlimit limit{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
-  std::vector<FileDescriptor> taken;
-  const int highest = highest_descriptor();
-  do {
-    taken.emplace_back(::dup(segment.fd()));
-    ASSERT_TRUE(taken.back());
-  } while (taken.back().get() < highest);
+  const std::vector<FileDescriptor> taken = take_free_numbers(segment.fd());
   const rlimit no_more{static_cast<rlim_t>(taken.back().get()) + 1, limit.rlim_max};
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &no_more), 0);
   server.serve();
@@ -404,13 +410,7 @@ TEST(SegmentExchangeTest, TheEndOfDescriptorsIsAnErrorAtOnce) {
   server.offer("last", segment.fd(), kSecret);
   rlimit limit{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
-  // No number below the last one is free.
-  std::vector<FileDescriptor> taken;
-  const int highest = highest_descriptor();
-  do {
-    taken.emplace_back(::dup(segment.fd()));
-    ASSERT_TRUE(taken.back());
-  } while (taken.back().get() < highest);
+  const std::vector<FileDescriptor> taken = take_free_numbers(segment.fd());
   // UBSan opens a pipe when it meets a type for the first time: that of the error, here.
   EXPECT_THROW(
       static_cast<void>(fetch_segment("pydist-nobody-is-here", "", kSecret, Deadline::in({}))),

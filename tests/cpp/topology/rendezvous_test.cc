@@ -125,6 +125,24 @@ TEST(RendezvousTest, ARankThatDeclinesIsNotWaitedFor) {
   EXPECT_LT(Deadline::Clock::now() - before, seconds(10));
 }
 
+TEST(RendezvousTest, WhomRank0HasLostIsNamedToTheOthers) {
+  MemoryStore store;
+  run_ranks(2, [&](int rank) {
+    const CheckHope hope = [rank] {
+      if (rank == 0) {
+        throw PeerLost("rank 2 has died before the group was made.", Blame{.ranks = {2}});
+      }
+    };
+    try {
+      static_cast<void>(exchange(store, "topic", rank, 3, "", Deadline::in(seconds(30)), hope));
+      FAIL() << "rank " << rank;
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("rank 2 has died"), std::string::npos);
+      EXPECT_EQ(error.blame().ranks, std::vector<int>{2});
+    }
+  });
+}
+
 TEST(RendezvousTest, PackedTextsComeBack) {
   const std::vector<std::vector<std::string>> lists = {
       {}, {""}, {"", "", ""}, {"12:"}, {":"}, {text_of(4), text_of(2), text_of(1)}};

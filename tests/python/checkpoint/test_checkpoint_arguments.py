@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from launch import run_ranks
+from saved_training import Keeps
 from torch import nn
 from training import joined
 
@@ -13,19 +14,6 @@ import pydist
 
 pytestmark = pytest.mark.timeout(60)
 LIMIT_S = 50.0
-
-
-class Keeps:
-    """Its state is whatever it is given."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def refuse_wrong_types(folder: str) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from forged_checkpoint import facts_of, write_as_before
 from launch import Ranks, run_ranks
+from saved_training import Keeps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from training import joined
@@ -332,19 +333,6 @@ def test_each_ranks_own_state(tmp_path: Path) -> None:
     assert "stateful" not in pydist.checkpoint.to_torch(folder)
     with pytest.raises(pydist.InvalidUsage, match="rank=2"):
         pydist.checkpoint.to_torch(folder, rank=2)
-
-
-class Keeps:
-    """Its state is whatever it is given."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def refuse_code(folder: str) -> None:

@@ -3,11 +3,14 @@
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch import nn
 
 import pydist
 from pydist.errors import Aborted, Error, PeerLost, Timeout
+from pydist.job import current, last_words, processes
 
 
 def blame_of(error: Error) -> tuple[object, ...]:
@@ -116,6 +120,42 @@ def attributes_of_an_abort(backend: str) -> tuple[object, ...]:
 def test_an_abort_names_its_rank_and_reason(backend: str) -> None:
     outcomes = run_ranks(attributes_of_an_abort, 2, backend)
     assert outcomes == [((0,), True, "genug für heute \\udc80")] * 2
+
+
+def abort_for_an_exception() -> tuple[object, ...]:
+    pydist.init("native")
+    pydist.barrier()
+    if pydist.rank() == 0:
+        pydist.abort(ValueError("nan"))  # type: ignore[arg-type]
+    with pytest.raises(Aborted) as caught:
+        keep_meeting()
+    return (caught.value.ranks, caught.value.cause)
+
+
+def test_an_exception_will_do_as_the_reason() -> None:
+    assert run_ranks(abort_for_an_exception, 2) == [((0,), "nan")] * 2
+
+
+def test_a_failure_after_going_on_is_no_echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the error of the job before for a context."""
+    error = ValueError("a bug")
+    host = socket.gethostname()
+    error.__context__ = PeerLost("rank 1 has died", ranks=[1], host=host, pid=4711)
+    assert last_words.is_echo(error)
+    own = processes.own_process()
+    agreed = SimpleNamespace(processes=(own,))
+    monkeypatch.setattr(current.job, "agreement", agreed)
+    assert not last_words.is_echo(error)
+    other = replace(own, pid=4711)
+    monkeypatch.setattr(current.job, "agreement", SimpleNamespace(processes=(own, other)))
+    assert last_words.is_echo(error)
+
+
+def test_blame_is_for_another_error() -> None:
+    error = Timeout("it timed out", ranks=[2], host="b", pid=7, operation="barrier", cause="slow")
+    other = PeerLost("lost", **error.blame)
+    assert other.blame == error.blame
+    assert other.blame["ranks"] == (2,)
 
 
 def fail_in_a_step() -> tuple[object, ...]:

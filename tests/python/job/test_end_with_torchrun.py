@@ -62,36 +62,44 @@ def test_a_rank_ends_with_the_agent_that_has_started_it(
             rank.kill()
 
 
-def test_a_rank_is_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank starts in a session of its own has the rank for a parent, and goes on."""
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert processes._torchruns_agent() is None
-    env = {**clean_environment(), "TORCHELASTIC_RUN_ID": "7"}
+def started_by(starter: str, env: dict[str, str], **session: bool) -> str:
+    """What a process prints that looks for torchrun's agent, started by way of a program."""
     program = "from pydist.job import processes; print(processes._torchruns_agent())"
-    starter = (
-        "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], "
-        "start_new_session=True, check=True)"
-    )
     done = subprocess.run(
         [sys.executable, "-c", starter, program],
         env=env,
         capture_output=True,
         text=True,
         timeout=60,
+        **session,
     )
-    assert done.stdout == "None\n", done.stderr
-    without = {name: value for name, value in env.items() if name != "TORCHELASTIC_RUN_ID"}
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_rank_is_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank starts in a session of its own has the rank for a parent, and goes on."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert processes._torchruns_agent() is None
+    env = clean_environment()
+    starter = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], "
+        "start_new_session=True, check=True)"
+    )
+    assert started_by(starter, {**env, "TORCHELASTIC_RUN_ID": "7"}) == "None\n"
     starter = (
         "import os, subprocess, sys; print(os.getpid(), flush=True); "
         "subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True, check=True, "
         "env={**os.environ, 'TORCHELASTIC_RUN_ID': '7'})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", starter, program],
-        env=without,
-        capture_output=True,
-        text=True,
-        timeout=60,
+    agent, found = started_by(starter, env).split()
+    assert agent == found
+
+
+def test_the_parent_of_a_shell_is_no_agent() -> None:
+    """A function that torch's launcher runs is in the session of the launcher's shell."""
+    starter = (
+        "import os, subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], "
+        "check=True, env={**os.environ, 'TORCHELASTIC_RUN_ID': '7'})"
     )
-    agent, found = done.stdout.split()
-    assert agent == found, done.stderr
+    assert started_by(starter, clean_environment(), start_new_session=True) == "None\n"

@@ -134,6 +134,15 @@ CONTINUES = ["-m", "pydist", "run", "--on-failure=continue"]
 STOPS = ["-m", "pydist", "run"]
 
 
+def wait_for_two(seen: Path, launcher: subprocess.Popen[bytes]) -> None:
+    """Waits until both ranks have left a file."""
+    deadline = time.monotonic() + LIMIT_S * PATIENCE
+    while len(list(seen.iterdir())) < 2:
+        assert time.monotonic() < deadline
+        assert launcher.poll() is None
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize(
     ("launcher", "number", "ranks", "status"),
     [
@@ -157,11 +166,7 @@ def test_nothing_outlives_the_launcher(
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + LIMIT_S * PATIENCE
-        while len(list(seen.iterdir())) < 2:
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_for_two(seen, process)
         process.send_signal(number)
         assert process.wait(LIMIT_S * PATIENCE) == status
         started = [
@@ -195,11 +200,7 @@ def test_nohup_is_for_the_launcher_and_its_ranks(tmp_path: Path, launcher: list[
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + LIMIT_S * PATIENCE
-        while len(list(seen.iterdir())) < 2:
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_for_two(seen, process)
         process.send_signal(signal.SIGHUP)
         time.sleep(0.5)
         (seen / "end").touch()

@@ -104,6 +104,29 @@ def test_copies_in_threads_of_a_wrapped_model_are_refused(three: Ranks, how: str
         assert "start a process for each GPU" in message
 
 
+def give_torch_what_it_does_not_train(how: str) -> None:
+    rank, _ = joined()
+    model = pydist.DataParallel(build())
+    model(batch(rank, 5, 4)).sum().backward()
+    head = nn.Linear(1, 1).double()
+    both = nn.Sequential(model.module, head)
+    if how == "frozen":
+        model.requires_grad_(False)
+    else:
+        names = [name for name, _ in both.named_parameters() if name.startswith("0.")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(both, names)
+    outer = DistributedDataParallel(both)
+    outer(batch(rank, 5, 4)).sum().backward()
+    model(batch(rank, 5, 4))
+    if how == "ignored":
+        model(batch(rank, 5, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("how", ["frozen", "ignored"])
+def test_torch_may_have_what_it_does_not_train(three: Ranks, how: str) -> None:
+    three.run(give_torch_what_it_does_not_train, how, timeout=LIMIT_S)
+
+
 def put_another_into_it(kind: str) -> str:
     rank, _ = joined()
     model = pydist.DataParallel(build())

@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -143,8 +142,7 @@ def compiler() -> ModuleType:
 
 
 def replicating() -> ModuleType:
-
-    return sys.modules["torch.distributed._composable.replicate"]
+    return importlib.import_module("torch.distributed._composable.replicate")
 
 
 # What has each of the names that torch makes later.

@@ -340,6 +340,31 @@ TEST(NativeFailureTest, DepartureAfterTheLastOperationHarmsNobody) {
   }
 }
 
+// Also where it leaves amid an operation on symmetric memory.
+TEST(NativeFailureTest, ALeaverLetsTheOthersFinishWhatItHasDone) {
+  run_ranks(2, [&](RankOfTest& self) {
+    Communicator& group = *self.communicator;
+    const MemoryPtr memory = group.allocate(4000, Device{});
+    Operation symmetric;
+    symmetric.kind = OpKind::kAllReduce;
+    symmetric.inputs = {{memory->data(), 1000, DType::kFloat32}};
+    symmetric.outputs = symmetric.inputs;
+    std::vector<int> word(1, 5);
+    if (self.rank == 0) {
+      group.run(broadcast(word, 0, true));  // through at once
+      const WorkPtr work = group.submit(std::move(symmetric));
+      std::this_thread::sleep_for(milliseconds(20));  // so that it has begun
+      group.shutdown();
+      EXPECT_THROW(work->wait(), Aborted);
+      return;
+    }
+    std::this_thread::sleep_for(milliseconds(100));
+    group.run(broadcast(word, 0, false));
+    EXPECT_EQ(word[0], 5);
+    EXPECT_THROW(group.run(std::move(symmetric)), PeerLost);
+  });
+}
+
 // -- meeting --------------------------------------------------------------------------------------
 
 TEST(NativeFailureTest, RankThatNeverComesIsNamedOnAll) {
