@@ -24,7 +24,9 @@ def run_example(name: str, processes: int, *arguments: str, backend: str = "auto
     done = run_command(
         [sys.executable, *launcher, str(EXAMPLES / name), *arguments],
         timeout=50,
-        env={"PYDIST_BACKEND": backend},
+        # One thread each: more would wait for each other by spinning, which takes tens of times as
+        # long on a machine that is busy with other tests.
+        env={"PYDIST_BACKEND": backend, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
