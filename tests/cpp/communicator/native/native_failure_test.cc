@@ -148,7 +148,7 @@ TEST(NativeFailureTest, TimeoutNamesTheRankThatNeverEnteredAndWhatItDoes) {
   const auto errors = collect_errors(3, [](RankOfTest& self) {
     std::vector<int> values(3, 1);
     const CommunicatorPtr pair = self.rank == 1 ? nullptr : self.communicator->split({0, 2});
-    self.communicator->run(all_reduce(values));  // rank 1 does not wait for the split below
+    self.communicator->run(all_reduce(values));  // so rank 1 goes on once the pair is made
     if (self.rank == 2) {
       // Elsewhere: in another group.
       pair->run(barrier());
