@@ -90,12 +90,12 @@ void KeptBuffers::release() noexcept {
       if (is_over(*each)) {
         const std::lock_guard lock(mutex_);
         over->splice(over->end(), held_, each);
-        --count_;
       }
     }
     if (over->empty()) {
       return;
     }
+    const std::size_t given_back = over->size();
     try {
       LateEnds::of_process().start(
           "pydist-nccl-mem",
@@ -104,8 +104,10 @@ void KeptBuffers::release() noexcept {
             GroupStreams::of_process().prune();
           },
           Deadline::in(kFreePatience), "");
+      count_ -= given_back;
     } catch (const std::exception&) {  // no thread to be had
-      keep(std::move(*over));
+      const std::lock_guard lock(mutex_);
+      held_.splice(held_.end(), *over);
     }
   } catch (const std::exception&) {
     // No memory for the list, or CUDA has failed: another time, if ever.

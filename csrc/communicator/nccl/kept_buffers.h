@@ -68,8 +68,9 @@ class KeptBuffers {
  private:
   std::mutex release_mutex_;  // of the one who takes out
   std::mutex mutex_;
-  Holding held_;                       // guarded by mutex_
-  std::atomic<std::size_t> count_{0};  // of `held_`
+  Holding held_;  // guarded by mutex_
+  // Of what is kept, with what release() has in its hands: whoever finds nothing kept asks no more.
+  std::atomic<std::size_t> count_{0};
 };
 
 }  // namespace pydist
