@@ -284,12 +284,20 @@ def agree(
                 require_alive(expected, [0])
 
         patience = timeout + timedelta(seconds=_VERDICT_GRACE_S)
-        if not wait_for_keys(store, ["verdict"], patience, look):
+        if not wait_for_keys(store, ["hello/0"], patience, look):
             raise Timeout(
                 f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it "
                 "prints.",
                 ranks=(0,),
                 cause="did not join",
+            )
+        # Rank 0 gives the others as much time, from when it has come.
+        if not wait_for_keys(store, ["verdict"], patience, look):
+            raise Timeout(
+                f"rank 0 has joined, but has not told within {timeout.total_seconds():g} s who "
+                "else did: it has died or hangs; look at what it prints.",
+                ranks=(0,),
+                cause="has not told who joined",
             )
         verdict = json.loads(store.get("verdict"))
     if "error" in verdict:
