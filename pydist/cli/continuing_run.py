@@ -28,6 +28,8 @@ __all__ = ["run_and_continue"]
 _LOOK_S = 0.1
 # How long ranks get to end by themselves when the launcher is told to.
 _GRACE_S = 30
+# How long ranks that were left behind get, once no other runs: one that has left may be ending yet.
+_LATE_END_S = 5.0
 
 
 class _ToldToEnd(Exception):  # noqa: N818
@@ -119,6 +121,7 @@ def _supervise(running: dict[int, Any], store: dist.Store) -> int:
     pids = {rank: process.pid for rank, process in running.items()}
     well: list[int] = []
     failed_later: list[int] = []
+    alone_since_s: float | None = None  # when none but those that were left behind ran any more
     while running:
         ended = [
             (code, rank) for rank, each in running.items() if (code := each.poll()) is not None
@@ -142,7 +145,11 @@ def _supervise(running: dict[int, Any], store: dist.Store) -> int:
                     file=sys.stderr,
                     flush=True,
                 )
-        if running and all(is_left_behind(store, pids[rank]) for rank in running):
+        if not all(is_left_behind(store, pids[rank]) for rank in running):
+            alone_since_s = None
+        elif alone_since_s is None:
+            alone_since_s = time.monotonic()
+        if alone_since_s is not None and time.monotonic() - alone_since_s > _LATE_END_S:
             for rank, process in running.items():
                 print(
                     f"pydist run: ends rank {rank} (pid {pids[rank]}), without which the others "
