@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from pydist.errors import Error, Timeout, TransportError
+from pydist.errors import Timeout, TransportError
 from pydist.job.answers import answer_within
 from pydist.job.launchers import Placement, Rendezvous
 from pydist.job.meeting import wait_for_keys
@@ -178,8 +178,6 @@ def _connect(
             timeout=left,
             wait_for_workers=False,
         )
-    except Error:
-        raise
     except RuntimeError as error:
         raise TransportError(
             f"rank {placement.rank} can't reach the job's store at "
