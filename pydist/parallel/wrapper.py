@@ -32,7 +32,7 @@ from pydist._torch import (
 )
 from pydist.errors import Error, InvalidUsage, Timeout
 from pydist.job import groups, membership
-from pydist.job.arguments import flag
+from pydist.job.arguments import a_type, flag
 from pydist.parallel.bucket_planner import (
     BucketPlan,
     PlannedBucket,
@@ -74,7 +74,7 @@ from pydist.parallel.torch_arguments import (
     refuse_unsupported,
     warn_of_check_reduction,
 )
-from pydist.parallel.torch_idioms import TorchIdioms
+from pydist.parallel.torch_idioms import TorchIdioms, refuse_zero_hook
 from pydist.parallel.trained_parameters import TrainedParameters, require_trainable
 from pydist.parallel.unsynced_step import guard_steps
 from pydist.parallel.watched_methods import WatchedMethods
@@ -317,7 +317,7 @@ class DataParallel(TorchIdioms):
         )
         if not isinstance(module, nn.Module):
             raise InvalidUsage(
-                f"pydist.DataParallel wraps a torch.nn.Module, not a {type(module).__name__}"
+                f"pydist.DataParallel wraps a torch.nn.Module, not {a_type(module)}"
             )
         refuse_wrapped(module)
         local = RankLocal(module)
@@ -804,10 +804,11 @@ class DataParallel(TorchIdioms):
         Raises:
             InvalidUsage: `hook` can't be called so, or there is a hook already, or a backward was;
                 or with `compress=`, or with a `pydist.ShardedOptimizer`, as a hook gets whole
-                gradients in their own type.
+                gradients in their own type; or it is torch's `hook_with_zero_step`.
         """
         if not callable(hook):
-            raise InvalidUsage(f"hook is a {type(hook).__name__}; it must be callable")
+            raise InvalidUsage(f"hook is {a_type(hook)}; it must be callable")
+        refuse_zero_hook(hook)
         try:
             inspect.signature(hook).bind(state, None)
         except TypeError as error:
@@ -1140,7 +1141,7 @@ def _returning_future(hook: Callable[..., Any]) -> Callable[[Any, Any], Any]:
         # torch's C++ returns the base class of its Python one.
         if not isinstance(future, Future):
             raise InvalidUsage(
-                f"what averages a bucket returned a {type(future).__name__}; it must return a "
+                f"what averages a bucket returned {a_type(future)}; it must return a "
                 "torch.futures.Future of the mean"
             )
         return future
