@@ -46,6 +46,8 @@ from pydist.parallel.compiled_graphs import graphs_cut_at
 from pydist.parallel.nested_wrappers import (
     look_at_torchs_wrappers,
     refuse_active_torch,
+    refuse_attribute,
+    refuse_copying,
     refuse_wrapped,
 )
 from pydist.parallel.ownership import ids_in_any, note_wrapper, trainers_of
@@ -316,9 +318,7 @@ class DataParallel(TorchIdioms):
             batched_grad_copy=batched_grad_copy,
         )
         if not isinstance(module, nn.Module):
-            raise InvalidUsage(
-                f"pydist.DataParallel wraps a torch.nn.Module, not {a_type(module)}"
-            )
+            raise InvalidUsage(f"pydist.DataParallel wraps a torch.nn.Module, not {a_type(module)}")
         refuse_wrapped(module)
         local = RankLocal(module)
         _warn_of_unknown(local)
@@ -775,6 +775,8 @@ class DataParallel(TorchIdioms):
         module = self.__dict__.get("module")
         is_own = name in _OWN_NAMES or name in self.__dict__ or hasattr(type(self), name)
         if module is None or is_own or not hasattr(module, name):
+            if module is not None and isinstance(value, nn.Module):
+                refuse_attribute(module, name, value)
             super().__setattr__(name, value)
         else:
             _warn_of_setting(module, name)
@@ -869,15 +871,16 @@ class DataParallel(TorchIdioms):
             if other is not self:
                 other.retire(parameters, how)
 
-    def retire(self, taken: Sequence[Tensor], how: str) -> None:
+    def retire(self, taken: Sequence[Tensor] | None, how: str) -> None:
         """Trains nothing from now on, as others train parameters of the model. Talks to nobody.
 
         Args:
-            taken: Those parameters, and perhaps others.
+            taken: Those parameters, and perhaps others; None: all that train here.
             how: What was done to them, for the errors that follow.
         """
-        ids = {id(parameter) for parameter in taken}
-        named = [name for name, parameter, _ in self._trained.known if id(parameter) in ids]
+        known = self._trained.known
+        ids = {id(parameter) for parameter in (taken or [p for _, p, _ in known])}
+        named = [name for name, parameter, _ in known if id(parameter) in ids]
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""
         reason = (
             f"this pydist.DataParallel was retired: its parameters {', '.join(named[:3])}{more} "
@@ -981,7 +984,11 @@ class DataParallel(TorchIdioms):
         """The module itself, as in torch's class: what goes on from there reaches all of it.
 
         By name, `named_children()`, there are the module's own children.
+
+        Raises:
+            InvalidUsage: `torch.nn.parallel.replicate` asks, which can't copy a wrapper.
         """
+        refuse_copying()
         yield self.module
 
     @property
