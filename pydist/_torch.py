@@ -354,6 +354,13 @@ def is_replicated(module: nn.Module) -> bool:
     return isinstance(module, made)
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether a module is torch's FullyShardedDataParallel, which most programs never import."""
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    made: Any = getattr(sharding, "FullyShardedDataParallel", ())
+    return isinstance(module, made)
+
+
 # -- tensors
 
 # torch's functions that ask a tensor for such attributes, as `__torch_function__` is told of them.

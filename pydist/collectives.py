@@ -42,6 +42,7 @@ from pydist._native import Work
 from pydist.errors import InvalidUsage
 from pydist.job import current as _current
 from pydist.job import groups as _groups
+from pydist.job.arguments import a_type as _a_type
 from pydist.job.groups import Group
 
 if TYPE_CHECKING:
@@ -87,9 +88,10 @@ def _tensor(value: object, name: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, np.ndarray):
-        kind = type(value).__name__
         hint = " (a numpy scalar has no memory of its own)" if isinstance(value, np.generic) else ""
-        raise InvalidUsage(f"{name} is a {kind}{hint}; it must be a torch tensor or numpy array.")
+        raise InvalidUsage(
+            f"{name} is {_a_type(value)}{hint}; it must be a torch tensor or numpy array."
+        )
     if not value.flags.writeable:
         raise InvalidUsage(
             f"{name} is a read-only numpy array; pass a writable one, for example {name}.copy()."

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pydist.errors import CheckpointError
+from pydist.job.arguments import a_type, with_article
 
 METADATA = ".metadata"
 
@@ -172,7 +173,7 @@ def _fields(record: Any, name: str) -> dict[str, Any]:
 
 def _record(record: Any, name: str) -> _Record:
     if not _is_a(record, name):
-        _refuse(f"a {type(record).__name__} in the place of a {name}")
+        _refuse(f"{a_type(record)} in the place of a {name}")
     assert isinstance(record, _Record)
     return record
 
@@ -189,7 +190,7 @@ def _count(value: Any) -> int:
 
 def _checked(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        _refuse(f"a {type(value).__name__} in the place of a {kind.__name__}")
+        _refuse(f"{a_type(value)} in the place of {with_article(kind.__name__)}")
     return value
 
 

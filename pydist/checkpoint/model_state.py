@@ -18,6 +18,7 @@ from pydist.checkpoint.packing import pack
 from pydist.checkpoint.parts import Part, what_it_has
 from pydist.checkpoint.pieces import Piece, of_rows, share_out
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import a_type
 from pydist.parallel.ownership import owners_within
 from pydist.parallel.state_names import matched, plain_names
 from pydist.parallel.wrapper import DataParallel
@@ -57,8 +58,7 @@ def inner(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise InvalidUsage(
-            f"model is a {type(model).__name__}; it must be a module, or a mapping of names to "
-            "modules"
+            f"model is {a_type(model)}; it must be a module, or a mapping of names to modules"
         )
     module: nn.Module = uncompiled(model)
     while isinstance(module, (DataParallel, DistributedDataParallel)):
@@ -161,7 +161,7 @@ def _own_names(model: nn.Module) -> set[str]:
 def _require_plain(name: str, value: Tensor) -> None:
     if hasattr(value, "__tensor_flatten__"):  # as DTensor and other tensors made of tensors have
         raise InvalidUsage(
-            f"{name} is a {type(value).__name__}, and a checkpoint takes tensors that each rank "
+            f"{name} is {a_type(value)}, and a checkpoint takes tensors that each rank "
             "has whole: use torch.distributed.checkpoint for models that are sharded otherwise"
         )
     if value.layout != torch.strided or value.device.type == "meta":

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from pydist.checkpoint.own_names import is_own, own_name, owner_in
 from pydist.checkpoint.pieces import Piece, of_range, share_out
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import a_type
 from pydist.parallel.state_names import distinct_names, plain_name
 from pydist.sharding.optimizer import ShardedOptimizer
 from pydist.sharding.state import (
@@ -103,7 +104,7 @@ def require_optimizer(optimizer: object) -> None:
     """Raises InvalidUsage where something is no optimizer, or one whose state can't be known."""
     if not isinstance(optimizer, Optimizer):
         raise InvalidUsage(
-            f"optimizer is a {type(optimizer).__name__}; it must be an optimizer, or a mapping of "
+            f"optimizer is {a_type(optimizer)}; it must be an optimizer, or a mapping of "
             "names to optimizers"
         )
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import with_article
 
 
 def pack(what: str, value: Any) -> bytes:
@@ -46,7 +47,8 @@ def _culprit(value: Any, place: str, error: Exception) -> str:
             _packed(_with_plain_numbers(item))
         except Exception as inner:
             return _culprit(item, f"{place}[{key!r}]", inner)
-    kind = f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = with_article(name.removeprefix("builtins."))
     said = "" if isinstance(error, pickle.UnpicklingError) else f": {str(error).splitlines()[0]}"
     return f"it holds {kind} at {place}{said}" if place else f"it is {kind}{said}"
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import a_type
 
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents
@@ -100,7 +101,7 @@ def stateful_parts(given: Any) -> list[Part]:
     """
     if given is not None and not is_several(given):
         raise InvalidUsage(
-            f"stateful is a {type(given).__name__}; it must be a mapping of names to objects, as "
+            f"stateful is {a_type(given)}; it must be a mapping of names to objects, as "
             'in stateful={"loader": loader}'
         )
     parts = parts_of(STATEFUL, given)
@@ -128,7 +129,7 @@ def state_of(part: Part) -> Any:
 
 def _stateless(part: Part, lacking: str) -> str:
     return (
-        f"{part.label} is a {type(part.value).__name__}, which has no {lacking}(): pass what has "
+        f"{part.label} is {a_type(part.value)}, which has no {lacking}(): pass what has "
         "state_dict() and load_state_dict(), and other values in extra="
     )
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import a_type
 
 # What is looked for where no name is given, in this order.
 DEFAULT_NAMES = ("build_model", "model", "Model")
@@ -85,8 +86,8 @@ def build_model(module: ModuleType, name: str) -> nn.Module:
         return found
     if not callable(found):
         raise InvalidUsage(
-            f"{name} in {_described(module)} is {_a(found)}; it must be a torch.nn.Module, or a "
-            "function or class that makes one"
+            f"{name} in {_described(module)} is {a_type(found)}; it must be a torch.nn.Module, or "
+            "a function or class that makes one"
         )
     try:
         with torch.device("meta"):
@@ -95,7 +96,7 @@ def build_model(module: ModuleType, name: str) -> nn.Module:
         model = guarded(f"{name}() in {_described(module)}", found)
     if not isinstance(model, nn.Module):
         raise InvalidUsage(
-            f"{name}() in {_described(module)} returned {_a(model)}; it must return a "
+            f"{name}() in {_described(module)} returned {a_type(model)}; it must return a "
             "torch.nn.Module"
         )
     return model
@@ -143,10 +144,6 @@ def _import_module(name: str) -> ModuleType:
 
 def _described(module: ModuleType) -> str:
     return Path(module.__file__).name if module.__file__ else module.__name__
-
-
-def _a(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _place_of(trace: TracebackType | None) -> str:

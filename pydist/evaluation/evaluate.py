@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from pydist._torch import take_attributes
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import groups, membership
+from pydist.job.arguments import a_type
 from pydist.job.backends import parse_timeout
 from pydist.job.groups import Group
 from pydist.job.outcome import failed, outcomes
@@ -128,8 +129,7 @@ def evaluate(
             wait = parse_timeout(timeout).total_seconds()
         if not callable(measure):
             raise InvalidUsage(
-                f"measure is a {type(measure).__name__}; it must be a function of the model and a "
-                "batch."
+                f"measure is {a_type(measure)}; it must be a function of the model and a batch."
             )
         given = _checked(metrics)
         for metric in given.values():
@@ -174,7 +174,7 @@ def _checked(metrics: object) -> dict[str, Any]:
     # As a collection of torchmetrics does, which is no Mapping.
     if not hasattr(metrics, "keys"):
         raise InvalidUsage(
-            f"metrics= is a {type(metrics).__name__}; it must be a dict from names to metrics."
+            f"metrics= is {a_type(metrics)}; it must be a dict from names to metrics."
         )
     named: dict[str, Any] = dict(metrics)  # type: ignore[call-overload]
     for name, metric in named.items():
@@ -230,7 +230,7 @@ def _batches(
         if isinstance(data, (DataLoader, IterableDataset)) or not is_map:
             raise InvalidUsage(
                 f"batch_size={batch_size} goes with a data set that has a length and can be "
-                f"indexed, not with a {type(data).__name__}."
+                f"indexed, not with {a_type(data)}."
             )
         if not isinstance(batch_size, int) or batch_size < 1:
             raise InvalidUsage(
@@ -240,11 +240,11 @@ def _batches(
     if not isinstance(data, DataLoader):
         if isinstance(data, Dataset):
             raise InvalidUsage(
-                f"data is a {type(data).__name__}: give batch_size= with it, or a DataLoader."
+                f"data is {a_type(data)}: give batch_size= with it, or a DataLoader."
             )
         if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
             raise InvalidUsage(
-                f"data is a {type(data).__name__}; it must be a DataLoader, a data set with "
+                f"data is {a_type(data)}; it must be a DataLoader, a data set with "
                 "batch_size=, or this rank's batches."
             )
         return data, None
@@ -325,7 +325,7 @@ def _update(
 ) -> None:
     if not isinstance(measured, Mapping):
         raise InvalidUsage(
-            f"measure returned a {type(measured).__name__}; it must return a dict from names to "
+            f"measure returned {a_type(measured)}; it must return a dict from names to "
             "what was measured."
         )
     for name, values in measured.items():

@@ -27,6 +27,7 @@ from pydist._torch import forget_failed_world, is_timeout_torchs_own
 from pydist.errors import Error, InvalidUsage, Timeout, TransportError
 from pydist.gpu.nccl import connect_at_joining, find_nccl
 from pydist.job import current
+from pydist.job.arguments import a_type
 from pydist.job.gloo_network import GlooNetwork, describe_network, join_network
 from pydist.job.gpu_assignment import describe_gpus, make_current
 from pydist.job.meeting import Verdict, agree
@@ -398,7 +399,7 @@ def create_process_group(options: Any, pg_options: Any = None) -> _native.Proces
     """What torch.distributed calls for every group on backend "pydist"."""
     if pg_options is not None and not isinstance(pg_options, Options):
         raise InvalidUsage(
-            f"pg_options of backend 'pydist' is a {type(pg_options).__name__}; it must be a "
+            f"pg_options of backend 'pydist' is {a_type(pg_options)}; it must be a "
             "pydist.backends.Options, or None."
         )
     timeout = _timeout_of(options.timeout, pg_options)

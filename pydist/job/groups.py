@@ -10,6 +10,7 @@ from pydist import _native
 from pydist._torch import backends_of, store_of_group, timeout_of_group
 from pydist.errors import InvalidUsage
 from pydist.job import backends, crossed_threads, current
+from pydist.job.arguments import a_type
 
 __all__ = ["Group", "communicator_of", "new_group"]
 
@@ -116,7 +117,7 @@ def communicator_of(group: Group | None = None, argument: str = "group") -> _nat
             "call under `if rank in ranks:`, with the ranks that new_group was given."
         )
     raise InvalidUsage(
-        f"{argument}= is a {type(group).__name__}; it must be a process group of "
+        f"{argument}= is {a_type(group)}; it must be a process group of "
         "torch.distributed, or one of pydist.new_group."
     )
 

@@ -80,7 +80,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         if is_initialized():
             _check_same(backend, wait)
             return
-        shutdown()  # of what a destroyed default group has left
+        if current.job.membership is not None or _agreement_of_script() is None:
+            shutdown()  # of what a destroyed default group has left
         with entering():
             member = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
             become(member)
@@ -99,7 +100,8 @@ def entering() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        current.replace()
+        if _agreement_of_script() is None:
+            current.replace()
         _native.release_process()
         log.stop()
         raise
@@ -324,7 +326,9 @@ def shutdown() -> None:
         is_own, member = current.job.pid == os.getpid(), current.job.membership
         atexit.unregister(shutdown)
         last_words.forget()
+        kept = _agreement_of_script()
         current.replace()
+        current.job.agreement = kept
         # The parent's job is the parent's to leave.
         if not is_own:
             return
@@ -340,6 +344,20 @@ def shutdown() -> None:
         _native.release_process()
         _native.set_log_rank(-1)
         log.stop()
+
+
+def _agreement_of_script() -> backends.Agreement | None:
+    """What the ranks have agreed on whose default group, on backend "pydist", the script has made.
+
+    They did so when torch made the group, and don't again when pydist adopts it.
+    """
+    job = current.job
+    if job.pid != os.getpid() or not dist.is_initialized():
+        return None
+    group, member = dist.group.WORLD, job.membership
+    assert group is not None
+    is_pydists = member is not None and member.owns_group and member.group is group
+    return None if is_pydists or groups.communicator_in(group) is None else job.agreement
 
 
 def abort(reason: str) -> None:

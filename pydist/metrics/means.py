@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import a_type
 from pydist.job.groups import Group
 from pydist.metrics.exact_sum import LENGTH, add_count, add_up, as_float64, quotient, total
 from pydist.metrics.metric import Metric
@@ -15,8 +16,7 @@ def _tensor(values: Tensor | float, name: str) -> Tensor:
     if isinstance(values, Tensor):
         return values
     if not isinstance(values, (bool, int, float)):
-        kind = type(values).__name__
-        raise InvalidUsage(f"{name} is a {kind}; it must be a tensor or a number.")
+        raise InvalidUsage(f"{name} is {a_type(values)}; it must be a tensor or a number.")
     dtype = torch.float64 if isinstance(values, float) else torch.int64
     return torch.tensor(values, dtype=dtype)
 

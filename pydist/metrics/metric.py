@@ -10,6 +10,7 @@ from torch import Tensor
 from pydist._native import Communicator
 from pydist.errors import InvalidUsage
 from pydist.job import groups, membership
+from pydist.job.arguments import a_type
 from pydist.job.groups import Group
 
 __all__ = ["Metric", "compute_all", "require_tensor"]
@@ -20,7 +21,7 @@ Result = TypeVar("Result", covariant=True)
 def require_tensor(name: str, value: object) -> None:
     """Raises InvalidUsage where somebody passed something else."""
     if not isinstance(value, Tensor):
-        raise InvalidUsage(f"{name} is a {type(value).__name__}; it must be a tensor.")
+        raise InvalidUsage(f"{name} is {a_type(value)}; it must be a tensor.")
 
 
 class Metric(ABC, Generic[Result]):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import groups, membership
+from pydist.job.arguments import a_type
 from pydist.job.groups import Group
 from pydist.job.outcome import exchange
 from pydist.job.rank_names import culprits
@@ -168,7 +169,7 @@ def _described(rows: Any, positions: Tensor | None) -> tuple[Tensor | None, _Row
     elif isinstance(rows, Tensor):
         tensor = rows.detach().cpu()
     elif rows is not None:
-        return None, _Rows(problem=f"rows is a {type(rows).__name__}; it must be a tensor.")
+        return None, _Rows(problem=f"rows is {a_type(rows)}; it must be a tensor.")
     if tensor is not None and tensor.dim() == 0:
         return None, _Rows(
             problem="rows has no dimension; give the values of this rank as rows, for example "

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import a_type
 from pydist.parallel.bucket_planner import cap_bytes_of
 from pydist.parallel.rank_local import RankLocal
 
@@ -57,7 +58,7 @@ def group_of(
         raise InvalidUsage("pass either process_group or device_mesh, not both")
     if not isinstance(device_mesh, DeviceMesh):
         raise InvalidUsage(
-            f"device_mesh is a {type(device_mesh).__name__}; it must be a DeviceMesh of one "
+            f"device_mesh is {a_type(device_mesh)}; it must be a DeviceMesh of one "
             "dimension, as torch.distributed.device_mesh.init_device_mesh makes, or None"
         )
     if device_mesh.ndim != 1:

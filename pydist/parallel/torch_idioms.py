@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,26 @@ if TYPE_CHECKING:
 
     from pydist import _native
     from pydist.parallel.buffers import BufferSync
+
+
+# The file of torch's hooks that step an optimizer of torch's while gradients travel.
+_ZERO_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
+
+
+def refuse_zero_hook(hook: Callable[..., Any]) -> None:
+    """Raises InvalidUsage for a hook that steps a ZeroRedundancyOptimizer, or wraps one that does.
+
+    Such a hook waits for a wrapper of torch's to say that its buckets are final.
+    """
+    cells = getattr(hook, "__closure__", None) or ()
+    wrapped = [cell.cell_contents for cell in cells if cell != types.CellType()]
+    if any(getattr(each, "__module__", None) == _ZERO_HOOKS for each in (hook, *wrapped)):
+        raise InvalidUsage(
+            "hook is one of torch's hook_with_zero_step, which steps a ZeroRedundancyOptimizer by "
+            "what torch's DistributedDataParallel knows of its buckets, and pydist.DataParallel "
+            "has other ones: use pydist.ShardedOptimizer(model, torch.optim.AdamW, lr=...), which "
+            "shards the optimizer's state too, and no hook"
+        )
 
 
 class TorchIdioms(StandIn):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pydist._torch import children_of_each, parameters_of, with_children
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import a_type
 from pydist.parallel.nested_wrappers import refuse_wrapped
 from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.reducer import Trained
@@ -171,7 +172,7 @@ def require_plain(what: str, tensor: Tensor, taker: str, or_else: str = "") -> N
     """Raises InvalidUsage where a tensor is made of others, as DTensors are."""
     if hasattr(tensor, "__tensor_flatten__"):
         raise InvalidUsage(
-            f"{what} is a {type(tensor).__name__}, made of other tensors, and {taker} takes plain "
+            f"{what} is {a_type(tensor)}, made of other tensors, and {taker} takes plain "
             "ones, which are whole on every rank: leave out what makes it so (for a DTensor: "
             f"fully_shard, parallelize_module or distribute_tensor){or_else}"
         )

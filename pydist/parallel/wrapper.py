@@ -32,7 +32,7 @@ from pydist._torch import (
 )
 from pydist.errors import Error, InvalidUsage, Timeout
 from pydist.job import groups, membership
-from pydist.job.arguments import flag
+from pydist.job.arguments import a_type, flag
 from pydist.parallel.bucket_planner import (
     BucketPlan,
     PlannedBucket,
@@ -46,6 +46,8 @@ from pydist.parallel.compiled_graphs import graphs_cut_at
 from pydist.parallel.nested_wrappers import (
     look_at_torchs_wrappers,
     refuse_active_torch,
+    refuse_attribute,
+    refuse_copying,
     refuse_wrapped,
 )
 from pydist.parallel.ownership import ids_in_any, note_wrapper, trainers_of
@@ -74,7 +76,7 @@ from pydist.parallel.torch_arguments import (
     refuse_unsupported,
     warn_of_check_reduction,
 )
-from pydist.parallel.torch_idioms import TorchIdioms
+from pydist.parallel.torch_idioms import TorchIdioms, refuse_zero_hook
 from pydist.parallel.trained_parameters import TrainedParameters, require_trainable
 from pydist.parallel.unsynced_step import guard_steps
 from pydist.parallel.watched_methods import WatchedMethods
@@ -316,9 +318,7 @@ class DataParallel(TorchIdioms):
             batched_grad_copy=batched_grad_copy,
         )
         if not isinstance(module, nn.Module):
-            raise InvalidUsage(
-                f"pydist.DataParallel wraps a torch.nn.Module, not a {type(module).__name__}"
-            )
+            raise InvalidUsage(f"pydist.DataParallel wraps a torch.nn.Module, not {a_type(module)}")
         refuse_wrapped(module)
         local = RankLocal(module)
         _warn_of_unknown(local)
@@ -775,6 +775,8 @@ class DataParallel(TorchIdioms):
         module = self.__dict__.get("module")
         is_own = name in _OWN_NAMES or name in self.__dict__ or hasattr(type(self), name)
         if module is None or is_own or not hasattr(module, name):
+            if module is not None and isinstance(value, nn.Module):
+                refuse_attribute(module, name, value)
             super().__setattr__(name, value)
         else:
             _warn_of_setting(module, name)
@@ -804,10 +806,11 @@ class DataParallel(TorchIdioms):
         Raises:
             InvalidUsage: `hook` can't be called so, or there is a hook already, or a backward was;
                 or with `compress=`, or with a `pydist.ShardedOptimizer`, as a hook gets whole
-                gradients in their own type.
+                gradients in their own type; or it is torch's `hook_with_zero_step`.
         """
         if not callable(hook):
-            raise InvalidUsage(f"hook is a {type(hook).__name__}; it must be callable")
+            raise InvalidUsage(f"hook is {a_type(hook)}; it must be callable")
+        refuse_zero_hook(hook)
         try:
             inspect.signature(hook).bind(state, None)
         except TypeError as error:
@@ -868,15 +871,16 @@ class DataParallel(TorchIdioms):
             if other is not self:
                 other.retire(parameters, how)
 
-    def retire(self, taken: Sequence[Tensor], how: str) -> None:
+    def retire(self, taken: Sequence[Tensor] | None, how: str) -> None:
         """Trains nothing from now on, as others train parameters of the model. Talks to nobody.
 
         Args:
-            taken: Those parameters, and perhaps others.
+            taken: Those parameters, and perhaps others; None: all that train here.
             how: What was done to them, for the errors that follow.
         """
-        ids = {id(parameter) for parameter in taken}
-        named = [name for name, parameter, _ in self._trained.known if id(parameter) in ids]
+        known = self._trained.known
+        ids = {id(parameter) for parameter in (taken or [p for _, p, _ in known])}
+        named = [name for name, parameter, _ in known if id(parameter) in ids]
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""
         reason = (
             f"this pydist.DataParallel was retired: its parameters {', '.join(named[:3])}{more} "
@@ -980,7 +984,11 @@ class DataParallel(TorchIdioms):
         """The module itself, as in torch's class: what goes on from there reaches all of it.
 
         By name, `named_children()`, there are the module's own children.
+
+        Raises:
+            InvalidUsage: `torch.nn.parallel.replicate` asks, which can't copy a wrapper.
         """
+        refuse_copying()
         yield self.module
 
     @property
@@ -1140,7 +1148,7 @@ def _returning_future(hook: Callable[..., Any]) -> Callable[[Any, Any], Any]:
         # torch's C++ returns the base class of its Python one.
         if not isinstance(future, Future):
             raise InvalidUsage(
-                f"what averages a bucket returned a {type(future).__name__}; it must return a "
+                f"what averages a bucket returned {a_type(future)}; it must return a "
                 "torch.futures.Future of the mean"
             )
         return future

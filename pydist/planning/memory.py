@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import a_type
 from pydist.parallel.bucket_planner import (
     PlannedParameter,
     cap_bytes_of,
@@ -106,7 +107,7 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise InvalidUsage(
-            f"plan: model is a {type(model).__name__}; it must be a torch.nn.Module, which "
+            f"plan: model is {a_type(model)}; it must be a torch.nn.Module, which "
             'torch.device("meta") makes without memory (`pydist plan` takes the name of a file)'
         )
     for name, value in (("ranks", ranks), ("ranks_per_host", ranks_per_host)):

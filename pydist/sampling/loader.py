@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pydist._torch import FedLoader, take_attributes
 from pydist.errors import InvalidUsage
-from pydist.job.arguments import flag
+from pydist.job.arguments import a_type, flag
 from pydist.sampling.agreed_seed import SeedChoice
 from pydist.sampling.audit import Ledger
 from pydist.sampling.batch_sampler import BatchSampler
@@ -93,9 +93,7 @@ def prepare(
         (4, 4)
     """
     if not isinstance(loader, DataLoader):
-        raise InvalidUsage(
-            f"pydist.prepare takes a DataLoader of torch, and got a {type(loader).__name__}."
-        )
+        raise InvalidUsage(f"pydist.prepare takes a DataLoader of torch, and got {a_type(loader)}.")
     if isinstance(loader, PreparedLoader):
         raise InvalidUsage(
             "the loader is prepared already: pydist.prepare has shared out its samples, and again "
@@ -126,7 +124,7 @@ def prepare(
         return _prepared(loader, batched)
     if batched is not None and type(batched) is not torch_data.BatchSampler:
         raise InvalidUsage(
-            f"the loader has a batch sampler of its own, a {type(batched).__name__}, and how its "
+            f"the loader has a batch sampler of its own, {a_type(batched)}, and how its "
             "batches should be shared among ranks only you can know: make an order of it "
             "(pydist.Order), and give the loader batch_sampler=pydist.BatchSampler("
             "pydist.DistributedSampler(dataset, order=...), batch_size)."
@@ -175,7 +173,7 @@ def _require_none(given: list[str]) -> None:
 def _warn_of_iterable(dataset: object, ranks: int) -> None:
     if ranks > 1:
         warnings.warn(
-            f"the loader's data set, a {type(dataset).__name__}, is iterable: there are no indices "
+            f"the loader's data set, {a_type(dataset)}, is iterable: there are no indices "
             f"to share among the {ranks} ranks, and as it is, each of them gets all of it. Let it "
             "take its share by itself, by pydist.rank() and pydist.world_size() (and by "
             "torch.utils.data.get_worker_info() within workers). The loader stays as it is.",
@@ -216,7 +214,7 @@ def _shuffles(sampler: object, dataset: object) -> bool:
             "make it a pydist.DistributedSampler, which takes the same arguments."
         )
     raise InvalidUsage(
-        f"the loader has a sampler of its own, a {kind.__name__}, and which of its samples each "
+        f"the loader has a sampler of its own, {a_type(sampler)}, and which of its samples each "
         "rank should get only you can know: make an order of it (pydist.Order), and give the "
         "loader sampler=pydist.DistributedSampler(dataset, order=...)."
     )

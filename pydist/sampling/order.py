@@ -32,6 +32,7 @@ from torch import Tensor
 
 from pydist import _native
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import a_type
 
 __all__ = ["Order", "Sequential", "Shuffled", "name_digest", "sample_count"]
 
@@ -147,18 +148,18 @@ def sample_count(dataset: object) -> int:
         length = len(dataset)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError) as error:
         raise InvalidUsage(
-            f"a {type(dataset).__name__} has no length, so its samples can't be shared out by "
+            f"{a_type(dataset)} has no length, so its samples can't be shared out by "
             "index: give a data set with __len__ and __getitem__. An iterable one has to take its "
             "share by itself, from pydist.rank() and pydist.world_size()."
         ) from error
     except OverflowError as error:
         raise InvalidUsage(
-            f"the data set (a {type(dataset).__name__}) has more samples than an index can tell "
+            f"the data set ({a_type(dataset)}) has more samples than an index can tell "
             f"apart, which are {_MOST_SAMPLES}."
         ) from error
     if length == 0:
         raise InvalidUsage(
-            f"the data set (a {type(dataset).__name__}) is empty: there is nothing to sample."
+            f"the data set ({a_type(dataset)}) is empty: there is nothing to sample."
         )
     assert length <= _MOST_SAMPLES
     return length

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler, distributed
 
 from pydist.errors import InvalidUsage
 from pydist.job import membership
+from pydist.job.arguments import a_type
 from pydist.job.launchers import read_placement
 from pydist.sampling.agreed_seed import SeedChoice
 from pydist.sampling.audit import Ledger
@@ -119,7 +120,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             order = make(self._dataset_length)
         if not isinstance(order, Order):
             raise InvalidUsage(
-                f"order is a {type(order).__name__}; it must have name, __len__ and indices(), "
+                f"order is {a_type(order)}; it must have name, __len__ and indices(), "
                 "see pydist.Order."
             )
         self.order = order

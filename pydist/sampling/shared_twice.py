@@ -19,6 +19,7 @@ from types import FrameType
 from torch.utils.data import Sampler
 
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import a_type
 
 __all__ = ["refuse_sharing_again"]
 
@@ -48,12 +49,11 @@ def refuse_sharing_again(own: Sampler[object], shares: int, ranks: Callable[[], 
         asking = _self_of(frame)
         further = _shares_of(asking) if asking is not own else 1
         if further > 1 and shares * further > ranks():
-            kind = type(asking)
             raise InvalidUsage(
-                f"a {type(own).__name__} of pydist's has shared out the samples among {shares} "
-                f"ranks, and a {kind.__name__} (of {kind.__module__}) is about to share out each "
-                f"rank's again, among {further}: most samples would never be trained on. Share "
-                "them out once: give the library a plain DataLoader, as it was before "
+                f"{a_type(own)} of pydist's has shared out the samples among {shares} "
+                f"ranks, and {a_type(asking)} (of {type(asking).__module__}) is about to share out "
+                f"each rank's again, among {further}: most samples would never be trained on. "
+                "Share them out once: give the library a plain DataLoader, as it was before "
                 "pydist.prepare; or keep pydist's, and tell the library not to share it out "
                 "(Lightning: Trainer(use_distributed_sampler=False); Accelerate: leave the loader "
                 "out of accelerator.prepare())."

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import a_type
 from pydist.parallel.ownership import fitting, ids_in_any
 from pydist.parallel.wrapper import DataParallel
 
@@ -106,7 +107,7 @@ def groups_of(model_or_params: nn.Module | Iterable[Any]) -> list[dict[str, Any]
     if isinstance(model_or_params, nn.Module):
         if not isinstance(model_or_params, DataParallel):
             raise InvalidUsage(
-                f"model_or_params is a {type(model_or_params).__name__}: wrap it in "
+                f"model_or_params is {a_type(model_or_params)}: wrap it in "
                 "pydist.DataParallel first, or pass model.parameters() if something else averages "
                 "its gradients"
             )
@@ -115,9 +116,7 @@ def groups_of(model_or_params: nn.Module | Iterable[Any]) -> list[dict[str, Any]
     if isinstance(model_or_params, Tensor):
         raise InvalidUsage("model_or_params is a tensor; pass a list of parameters")
     if not isinstance(model_or_params, Iterable):
-        raise InvalidUsage(
-            f"model_or_params is a {type(model_or_params).__name__}; {_WHAT_IT_TAKES}"
-        )
+        raise InvalidUsage(f"model_or_params is {a_type(model_or_params)}; {_WHAT_IT_TAKES}")
     items = listed(model_or_params)
     if not items:
         raise InvalidUsage(
@@ -147,7 +146,7 @@ def checked_group(group: Any, number: int) -> dict[str, Any]:
     """
     if not isinstance(group, dict):
         raise InvalidUsage(
-            f"parameter group {number} is a {type(group).__name__}, where the first is a "
+            f"parameter group {number} is {a_type(group)}, where the first is a "
             f"dictionary; {_WHAT_IT_TAKES}"
         )
     if "params" not in group:
@@ -159,7 +158,7 @@ def checked_group(group: Any, number: int) -> dict[str, Any]:
     what = f"'params' of parameter group {number}"
     if not isinstance(group["params"], Iterable):
         raise InvalidUsage(
-            f"{what} is a {type(group['params']).__name__}; it must be a parameter, or a list of "
+            f"{what} is {a_type(group['params'])}; it must be a parameter, or a list of "
             "parameters or of pairs of names and parameters"
         )
     return {**group, "params": _checked(listed(group["params"]), what)}
@@ -169,9 +168,7 @@ def _checked(items: list[Any], what: str) -> list[Any]:
     for position, item in enumerate(items):
         found = item[1] if isinstance(item, tuple) and len(item) == 2 else item
         if not isinstance(found, Tensor):
-            raise InvalidUsage(
-                f"item {position} of {what} is a {type(found).__name__}; {_WHAT_IT_TAKES}"
-            )
+            raise InvalidUsage(f"item {position} of {what} is {a_type(found)}; {_WHAT_IT_TAKES}")
     return items
 
 

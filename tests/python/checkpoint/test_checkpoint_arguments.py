@@ -28,7 +28,7 @@ def refuse_wrong_types(folder: str) -> None:
         ("path", 3, "path=3 is not valid"),
         ("model", [model], "model is a list; it must be a module, or a mapping"),
         ("optimizer", model, "optimizer is a DataParallel; it must be an optimizer"),
-        ("scheduler", 3, "scheduler is a int, which has no (load_)?state_dict"),
+        ("scheduler", 3, "scheduler is an int, which has no (load_)?state_dict"),
         ("stateful", [Keeps(1)], "stateful is a list; it must be a mapping of names to objects"),
     ):
         given: Any = {"path": place, "model": model, "scheduler": Keeps(1)}
@@ -41,7 +41,7 @@ def refuse_wrong_types(folder: str) -> None:
     for call, flag in ((pydist.save, "asynchronous"), (pydist.load, "random")):
         with pytest.raises(pydist.InvalidUsage, match=f"{flag} is 'no', a str; it must be a bool"):
             call(place, model=model, **{flag: "no" if rank == 1 else False})  # type: ignore[operator]
-        with pytest.raises(pydist.InvalidUsage, match="process_group= is a int"):
+        with pytest.raises(pydist.InvalidUsage, match="process_group= is an int"):
             call(place, model=model, process_group=3)  # type: ignore[operator]
     for name in ("step", "keep"):
         numbers: Any = {"step": 1, "keep": 2, name: "3"}

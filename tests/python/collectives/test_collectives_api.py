@@ -171,8 +171,8 @@ class TestRefusals:
         [
             (np.float32(1), "is a float32 .a numpy scalar has no memory of its own."),
             ([1.0], "is a list"),
-            (3, "is a int"),
-            (None, "is a NoneType"),
+            (3, "is an int"),
+            (None, "is None;"),
             (np.array(["text"]), "which torch can't read in place"),
             (np.zeros(4)[::-1], "which torch can't read in place"),
             (np.zeros(4, dtype=">f4"), "which torch can't read in place"),

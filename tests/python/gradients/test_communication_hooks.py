@@ -12,11 +12,13 @@ import torch.distributed as dist
 from launch import Ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
+    ddp_zero_hook,
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
     quantization_hooks,
 )
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from training import LIMIT_S, TIME_LIMIT, Runner, assert_near, batch, joined
 
@@ -223,6 +225,17 @@ def register_wrongly() -> None:
     ):
         with pytest.raises(pydist.InvalidUsage, match=message):
             model.register_comm_hook(None, hook)  # type: ignore[arg-type]
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+    )
+    step = ddp_zero_hook.hook_with_zero_step(halve, model, zero)
+    for hook in (
+        step,
+        ddp_zero_hook.hook_with_zero_step_interleaved(halve, model, zero),
+        default_hooks.fp16_compress_wrapper(step),
+    ):
+        with pytest.raises(pydist.InvalidUsage, match=r"use pydist\.ShardedOptimizer"):
+            model.register_comm_hook(None, hook)
     model.register_comm_hook(None, halve)
     with pytest.raises(pydist.InvalidUsage, match="already"):
         model.register_comm_hook(None, halve)

@@ -1,5 +1,6 @@
 """Groups: of the script that pydist adopts, of torch that carry its collectives, and its own."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,60 @@ def test_a_group_of_the_script_is_adopted(nprocs: int, torch_backend: str) -> No
     for rank, value in enumerate(run_ranks(adopt, nprocs, torch_backend)):
         assert value[:3] == (total, "native", rank)
         assert torch_backend in (value[3], value[3].lower(), "cpu:gloo", "cpu:pydist,cuda:pydist")
+
+
+def adopt_across_hosts() -> list[Any]:
+    """On two hosts, as ranks tell them: what the script's ranks have agreed on stays known."""
+    rank = int(os.environ["RANK"])
+    os.environ["PYDIST_HOST_ID"] = "far" if rank == 2 else "near"
+    dist.init_process_group("pydist")
+    early = pydist.new_group([2, 0], group=dist.group.WORLD)
+    seen: list[Any] = []
+    for turn in range(2):
+        with pytest.raises(pydist.InvalidUsage, match=r"default group runs .* with a time-out"):
+            pydist.init(timeout=7)
+        for _ in range(2):
+            pydist.init()
+        with pytest.raises(pydist.InvalidUsage, match="pydist runs with a time-out of"):
+            pydist.init(timeout=7)
+        seen.append((pydist.local_rank(), pydist.local_world_size()))
+        if turn == 0 and rank != 1:
+            assert pydist.all_reduce(torch.ones(1), group=early) == 2
+        pydist.shutdown()
+    dist.destroy_process_group()
+    # Another group of the script's agrees anew.
+    os.environ["PYDIST_HOST_ID"] = "near"
+    dist.init_process_group("pydist")
+    pydist.init()
+    return [*seen, (pydist.local_rank(), pydist.local_world_size())]
+
+
+def test_a_group_of_the_script_keeps_what_its_ranks_have_agreed_on() -> None:
+    silent = {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+    assert run_ranks(adopt_across_hosts, 3, env=silent) == [
+        [(0, 2), (0, 2), (0, 3)],
+        [(1, 2), (1, 2), (1, 3)],
+        [(0, 1), (0, 1), (2, 3)],
+    ]
+
+
+def leave_one_for_another() -> list[Any]:
+    """The script destroys the group that pydist has made, and makes its own."""
+    os.environ["PYDIST_HOST_ID"] = "far" if os.environ["RANK"] == "2" else "near"
+    pydist.init()
+    dist.destroy_process_group()
+    dist.init_process_group("pydist")
+    pydist.init()
+    return [pydist.local_rank(), pydist.local_world_size(), sum_of_ranks()]
+
+
+def test_a_group_of_the_script_after_one_of_pydists() -> None:
+    silent = {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+    assert run_ranks(leave_one_for_another, 3, env=silent) == [
+        [0, 2, 3.0],
+        [1, 2, 3.0],
+        [0, 1, 3.0],
+    ]
 
 
 def adopt_a_world_of_one_without_a_server() -> float:
@@ -183,7 +238,7 @@ def test_what_is_no_group_is_refused_by_its_type() -> None:
     pydist.init()
     try:
         for wrong in (np.array([0, 1]), torch.tensor([0, 1]), [0], 3, "world"):
-            with pytest.raises(pydist.InvalidUsage, match=r"group= is a \w+; it must be"):
+            with pytest.raises(pydist.InvalidUsage, match=r"group= is an? \w+; it must be"):
                 pydist.barrier(group=wrong)  # type: ignore[call-overload]
     finally:
         pydist.shutdown()

@@ -1,5 +1,7 @@
 """Two wrappers that would average one gradient are refused, on all ranks."""
 
+import copy
+import re
 import threading
 from typing import Any
 
@@ -100,8 +102,130 @@ def test_torch_around_a_wrapped_model_is_refused(three: Ranks, how: str) -> None
 @pytest.mark.parametrize("how", ["directly", "deeper"])
 def test_copies_in_threads_of_a_wrapped_model_are_refused(three: Ranks, how: str) -> None:
     for message in three.run(put_torch_around, "threads", how, timeout=LIMIT_S):
-        assert "torch.nn.DataParallel was put around a pydist.DataParallel" in message
+        assert (
+            "torch.nn.DataParallel, or torch.nn.parallel.replicate(), was given a pydist" in message
+        )
         assert "start a process for each GPU" in message
+
+
+def copy_for_threads(how: str) -> str:
+    rank, _ = joined()
+    model = pydist.DataParallel(build())
+    copied = model if how == "itself" else nn.Sequential(nn.Identity(), model)
+    with pytest.raises(pydist.InvalidUsage) as caught:
+        torch.nn.parallel.replicate(copied, [0])
+    assert list(model.children()) == [model.module]
+    model(batch(rank, 5, 4)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["itself", "within"])
+def test_replicating_a_wrapped_model_is_refused(three: Ranks, how: str) -> None:
+    for message in three.run(copy_for_threads, how, timeout=LIMIT_S):
+        assert "torch.nn.parallel.replicate(), was given a pydist.DataParallel" in message
+        assert "start a process for each GPU" in message
+
+
+class Averaged(nn.Module):
+    """Computes with what it is given, beside a part of its own."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        self.student = build()
+        self.teacher = teacher
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.student(x) - self.teacher(x)
+        return out
+
+
+def keep_an_average(wrap: Any) -> list[Tensor]:
+    """An average of the weights, in torch's wrapper, as programs do, and beside ours."""
+    rank, _ = joined()
+    model = wrap(build())
+    average = copy.deepcopy(model)
+    if isinstance(model, DistributedDataParallel):
+        model.ema = average
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(batch(rank, 5, 4, step=step)).sin().mean()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            pairs = zip(average.module.parameters(), model.module.parameters(), strict=True)
+            for mean, now in pairs:
+                mean.lerp_(now, 0.25)
+            seen += [loss.detach(), average.eval()(batch(rank, 5, 4))]
+    return seen
+
+
+def keep_averages() -> None:
+    averages = map(keep_an_average, (pydist.DataParallel, DistributedDataParallel))
+    for ours, theirs in zip(*averages, strict=True):
+        assert_near(ours, theirs)
+
+
+def test_an_average_of_the_weights(run: Runner) -> None:
+    run(keep_averages)
+
+
+def set_modules_in_the_wrapper() -> None:
+    """torch's would have them beside the module; ours stands for the module."""
+    rank, _ = joined()
+    model = pydist.DataParallel(CallsAnother([]))
+    for other in (copy.deepcopy(model), AveragedModel(model)):
+        with pytest.raises(pydist.InvalidUsage, match=r"keep it in a variable.*model\.module\.ema"):
+            model.ema = other
+    model.ema = [copy.deepcopy(model)]
+    model.loss = nn.MSELoss()
+    layers = pydist.DataParallel(build())
+    names = list(layers.state_dict())
+    for other in (copy.deepcopy(layers.module), nn.MSELoss()):
+        with pytest.raises(
+            pydist.InvalidUsage, match=r"model\.more = .*an? \w+ a part of.* Sequential"
+        ):
+            layers.more = other
+    assert list(layers.state_dict()) == names
+    layers(batch(rank, 5, 4)).sum().backward()
+
+
+def test_modules_that_are_set_in_the_wrapper(run: Runner) -> None:
+    run(set_modules_in_the_wrapper)
+
+
+def hold_a_frozen_one(how: str) -> None:
+    rank, size = joined()
+    teacher = pydist.DataParallel(build())
+    if how == "trained before":
+        teacher(batch(rank, 5, 4)).sum().backward()
+        teacher.zero_grad()
+    elif how == "a copy":
+        teacher = copy.deepcopy(teacher)
+    teacher.requires_grad_(False)
+    reference = copy.deepcopy(Averaged(teacher.module))
+    wrap = DistributedDataParallel if how == "in torch's" else pydist.DataParallel
+    model = wrap(Averaged(teacher))
+    model(batch(rank, 5, 4)).sin().mean().backward()
+    for r in range(size):
+        (reference(batch(r, 5, 4)).sin().mean() / size).backward()
+    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (expected.grad is None)
+        if expected.grad is not None:
+            assert_near(ours.grad, expected.grad)
+    teacher.requires_grad_(True)
+    said = "put around a pydist" if how == "in torch's" else "teacher of the module is a pydist"
+    for _ in range(2):
+        with pytest.raises(pydist.InvalidUsage, match=f"{said}.*requires_grad_\\(False\\)"):
+            model(batch(rank, 5, 4))
+    teacher.requires_grad_(False)
+    model(batch(rank, 5, 4)).sin().mean().backward()
+
+
+@pytest.mark.parametrize("how", ["trained before", "not trained", "a copy", "in torch's"])
+def test_a_frozen_wrapper_may_be_a_part(run: Runner, how: str) -> None:
+    run(hold_a_frozen_one, how)
 
 
 def give_torch_what_it_does_not_train(how: str) -> None:
@@ -151,7 +275,10 @@ def put_another_into_it(kind: str) -> str:
     [
         ("torch's", "0 of the module is a torch DistributedDataParallel already"),
         ("torch's, inserted", "1 of the module is a torch DistributedDataParallel already"),
-        ("torch's around its own part", "0.bias were given to torch's DistributedDataParallel"),
+        (
+            "torch's around its own part",
+            "0 of the module is a torch DistributedDataParallel already",
+        ),
         ("ours", "0 of the module is a pydist.DataParallel already"),
     ],
 )
@@ -178,6 +305,85 @@ def give_the_plain_module_to_torch() -> None:
 
 def test_torch_takes_over_the_plain_module(three: Ranks) -> None:
     three.run(give_the_plain_module_to_torch, timeout=LIMIT_S)
+
+
+def fail_to_wrap(how: str) -> None:
+    """What raises while torch's wrapper is made leaves ours as it was; the next one trains."""
+    rank, _ = joined()
+    reference, model = build().eval(), pydist.DataParallel(build().eval())
+    model(batch(rank, 5, 4)).sum().backward()
+    model.zero_grad()
+    head: nn.Module = nn.Linear(1, 1, bias=rank != 0).double()
+    if how == "no shape":
+        head = nn.LazyLinear(1)
+    elif how == "after its reducer":
+        head = nn.SyncBatchNorm(1).double()
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        DistributedDataParallel(nn.Sequential(model.module, head))
+    assert not isinstance(caught.value, pydist.Error)
+
+    def loss(net: nn.Module, r: int, step: int) -> Tensor:
+        out: Tensor = net(batch(r, 5, 4, step=step)).sin().mean()
+        return out
+
+    train_like_reference(model, reference, loss)
+    theirs = DistributedDataParallel(nn.Sequential(model.module, nn.Identity()))
+    train_like_reference(model, reference, loss)
+    theirs(batch(rank, 5, 4))
+    with pytest.raises(pydist.InvalidUsage, match="given to torch's DistributedDataParallel"):
+        model(batch(rank, 5, 4))
+
+
+@pytest.mark.parametrize("how", ["no shape", "ranks differ", "after its reducer"])
+def test_a_wrapper_of_torchs_that_could_not_be_made(run: Runner, how: str) -> None:
+    run(fail_to_wrap, how)
+
+
+def shard_by_torch(how: str) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    rank, _ = joined()
+
+    def shard(module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            module, device_id=torch.device("cpu"), use_orig_params=how != "flat"
+        )
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    if how == "inside":
+        with pytest.raises(pydist.InvalidUsage) as caught:
+            pydist.DataParallel(nn.Sequential(shard(net), nn.Linear(1, 1)))
+        return str(caught.value)
+    model = pydist.DataParallel(net)
+    if how == "later inside":
+        model.module[0] = shard(nn.Linear(4, 4))
+    elif how == "the plain module":
+        shard(model.module)
+    else:
+        with pytest.raises(pydist.InvalidUsage) as caught:
+            shard(model if how == "flat" else nn.Sequential(model))
+        return str(caught.value)
+    with pytest.raises(pydist.InvalidUsage) as caught:
+        model(batch(rank, 5, 4).float())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("inside", "0 of the module is a torch FullyShardedDataParallel already.*stage=2"),
+        ("later inside", "0 of the module is a torch FullyShardedDataParallel already.*stage=2"),
+        (
+            "the plain module",
+            r"0\.bias, 1\.weight and 1 more were given to torch's FullyShardedDataParallel",
+        ),
+        ("flat", "torch's FullyShardedDataParallel was put around a pydist.*stage=2"),
+        ("around", "torch's FullyShardedDataParallel was put around a pydist.*stage=2"),
+    ],
+)
+def test_fully_sharded_models_are_refused(three: Ranks, how: str, says: str) -> None:
+    for message in three.run(shard_by_torch, how, timeout=LIMIT_S):
+        assert re.search(says, message), message
 
 
 def replicate_it() -> None:

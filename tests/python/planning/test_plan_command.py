@@ -107,7 +107,7 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str], source: str)
         (["nowhere", "--ranks", "2"], "no such module: 'nowhere'; a file ends with .py"),
         (["SOURCE"], "--ranks"),
         (["SOURCE:nope", "--ranks", "2"], "has no nope; it defines: Model, broken"),
-        (["SOURCE:number", "--ranks", "2"], "number in some_model.py is a int; it must be"),
+        (["SOURCE:number", "--ranks", "2"], "number in some_model.py is an int; it must be"),
         (["SOURCE:sample", "--ranks", "2"], "sample() in some_model.py returned a dict"),
         (["SOURCE:broken", "--ranks", "2"], "broken() in some_model.py raised KeyError: 'oh'"),
         (["SOURCE", "--ranks", "2", "--dtype", "bf61"], "no type 'bf61'"),

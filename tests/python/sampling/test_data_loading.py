@@ -253,7 +253,7 @@ DATA = range(10)
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"sampler": Evens()}, r"a Evens, .*pydist\.Order"),
+        ({"sampler": Evens()}, r"an Evens, .*pydist\.Order"),
         ({"sampler": SubsetRandomSampler([1, 2])}, "a SubsetRandomSampler"),
         ({"sampler": WeightedRandomSampler([1.0] * 10, 10)}, "a WeightedRandomSampler"),
         ({"sampler": RandomSampler(DATA, replacement=True)}, "with replacement"),

@@ -37,7 +37,7 @@ def refuse() -> None:
         ("stage", "2", "stage is '2'; it must be 1 or 2"),
         ("master_weights", "yes", "master_weights is 'yes'; it must be a bool or 'auto'"),
         ("share_parameters", "no", "share_parameters is 'no', a str; it must be a bool"),
-        ("process_group", 3, "process_group= is a int; it must be a process group"),
+        ("process_group", 3, "process_group= is an int; it must be a process group"),
     ):
         wrong: Any = {name: value}
         with pytest.raises(pydist.InvalidUsage, match=match):
@@ -49,17 +49,17 @@ def refuse() -> None:
     weight = nn.Linear(2, 2).weight
     for no_groups, match in (
         ([], "empty list.*takes a pydist.DataParallel model, parameters"),
-        (5, "model_or_params is a int; pydist.ShardedOptimizer takes"),
+        (5, "model_or_params is an int; pydist.ShardedOptimizer takes"),
         ("weights", "item 0 of model_or_params is a str"),
         ({weight}, "in a set, whose order differs between processes"),
         ([{"params": {weight}}], "in a set, whose order differs between processes"),
-        ([1], "item 0 of model_or_params is a int"),
+        ([1], "item 0 of model_or_params is an int"),
         ([weight, {"params": [weight]}], "item 1 of model_or_params is a dict"),
         ([{"lr": 1}], "parameter group 0 has no 'params', but 'lr'"),
         ([{"params": weight}, {}], "parameter group 1 has no 'params', but nothing"),
         ([{"params": weight}, weight], "parameter group 1 is a Parameter, where the first is"),
-        ([{"params": 5}], "'params' of parameter group 0 is a int; it must be a parameter"),
-        ([{"params": [("weight", 5)]}], "item 0 of 'params' of parameter group 0 is a int"),
+        ([{"params": 5}], "'params' of parameter group 0 is an int; it must be a parameter"),
+        ([{"params": [("weight", 5)]}], "item 0 of 'params' of parameter group 0 is an int"),
     ):
         with pytest.raises(pydist.InvalidUsage, match=match):
             pydist.ShardedOptimizer(no_groups, adam)  # type: ignore[arg-type]
