@@ -49,7 +49,8 @@ class Error(RuntimeError):
         operation: What failed, such as `"all_reduce #812 of group 'world'"`; None if nothing was
             under way.
         cause: What `ranks` did or what befell them, such as `"has died"`, or the reason that was
-            given to `pydist.abort` (on native its first 500 bytes); None if unknown.
+            given to `pydist.abort`; None if unknown. On native at most 511 bytes: a longer one is
+            cut and ends with an ellipsis.
     """
 
     ranks: tuple[int, ...]
