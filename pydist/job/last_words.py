@@ -66,7 +66,7 @@ def _echoed(error: BaseException) -> Error | None:
 def _is_past(error: Error) -> bool:
     """Whether it blames a process of an earlier job, from which this one's ranks have gone on."""
     known = current.job.agreement
-    return (
+    return error.generation < current.job.generation or (
         error.pid is not None
         and known is not None
         and all((each.pid, each.host) != (error.pid, error.host) for each in known.processes)
