@@ -576,6 +576,11 @@ def store_of_group(group: dist.ProcessGroup) -> dist.Store | None:
     return store
 
 
+def groups_of_process() -> list[dist.ProcessGroup]:
+    """All groups of torch.distributed that this process is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def forget_failed_world() -> None:
     """Lets torch count its groups from the beginning, where there is no default group.
 

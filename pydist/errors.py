@@ -17,6 +17,11 @@ Note [Who is to blame]: the engine knows more than the text of an error says, an
 it as attributes. Torch, through which many errors come (those of `loss.backward()`, say), makes an
 exception of its class and its text alone. So the engine announces the attributes right before, on
 the same thread, and `Error` takes up what was announced with its text.
+
+Note [Errors and generations]: no group outlives its generation of the job, and groups meet under
+names with the number of theirs. So what a group's ranks tell each other of a failure is never heard
+in a later generation, and need not say to which one it belongs. But programs keep exceptions: those
+say by themselves of which generation they are.
 """
 
 import threading
@@ -49,7 +54,12 @@ class Error(RuntimeError):
         operation: What failed, such as `"all_reduce #812 of group 'world'"`; None if nothing was
             under way.
         cause: What `ranks` did or what befell them, such as `"has died"`, or the reason that was
-            given to `pydist.abort` (on native its first 500 bytes); None if unknown.
+            given to `pydist.abort`; None if unknown. On native at most 511 bytes: a longer one is
+            cut and ends with an ellipsis.
+        generation: The generation of the job in which this process was when the error was raised:
+            1 for ranks that have met for the first time, 2 once they have met again, by
+            `pydist.init` or `pydist.reform`, and so on. 0 before this process has joined a job, and
+            where the program itself has made torch's default group.
     """
 
     ranks: tuple[int, ...]
@@ -57,6 +67,7 @@ class Error(RuntimeError):
     pid: int | None
     operation: str | None
     cause: str | None
+    generation: int
 
     def __init__(
         self,
@@ -66,8 +77,10 @@ class Error(RuntimeError):
         pid: int | None = None,
         operation: str | None = None,
         cause: str | None = None,
+        generation: int | None = None,
     ) -> None:
         super().__init__(*args)
+        self.generation = _generation if generation is None else generation
         announced = _announced.__dict__.pop("blame", None)
         if announced is not None and args and args[0] == announced[0]:
             _, self.ranks, self.host, self.pid, self.operation, self.cause = announced
@@ -84,7 +97,18 @@ class Error(RuntimeError):
             "pid": self.pid,
             "operation": self.operation,
             "cause": self.cause,
+            "generation": self.generation,
         }
+
+
+# Of the job that this process is in; see Note [Errors and generations].
+_generation = 0
+
+
+def note_generation(generation: int) -> None:
+    """From now on errors are of this generation of the job."""
+    global _generation
+    _generation = generation
 
 
 # What `Error` takes up next; see Note [Who is to blame].

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 
@@ -42,6 +43,13 @@ class PeerNews {
   // From now on absence() tells of every rank that dies or leaves, whether anything is under way
   // or not. For backends that do not see it anyway; all ranks of the group call.
   virtual void watch_peers() {}
+
+  // The ranks of which is known that they have not begun the operation with this number, from 1, of
+  // those that all ranks alike note in their journals as of `fingerprint`.
+  [[nodiscard]] virtual std::vector<int> not_begun(std::uint64_t /*fingerprint*/,
+                                                   std::uint64_t /*number*/) const {
+    return {};
+  }
 
   // Of how many operations, all ranks counting alike, this rank has done its whole part.
   // Communicator::shutdown() tells the peers, see Absence.

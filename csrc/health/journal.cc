@@ -5,7 +5,19 @@
 #include <cstring>
 #include <ctime>
 
+#include "base/digest.h"
+
 namespace pydist {
+
+std::uint64_t fingerprint_on_host(const std::string& group_name) {
+  Digest digest;
+  digest.add(group_name);
+  return digest.value();
+}
+
+std::uint64_t fingerprint_on_gpu(const std::string& group_name) {
+  return fingerprint_on_host(group_name + " on the GPU");
+}
 
 std::int64_t monotonic_ns() noexcept {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(

@@ -20,7 +20,7 @@ namespace pydist {
 enum class JournalState : std::uint8_t { kRunning, kSucceeded, kFailed };
 
 struct JournalEntry {
-  std::uint64_t group = 0;     // fingerprint of the group's name
+  std::uint64_t group = 0;     // fingerprint_on_host() or fingerprint_on_gpu()
   std::uint64_t sequence = 0;  // the operation's number in the group
   std::uint8_t kind = 0;       // OpKind, opaque here
   JournalState state = JournalState::kRunning;
@@ -30,6 +30,11 @@ struct JournalEntry {
   std::string label;
 };
 
+// What the entries of a group's operations are marked with: of those on the host, and of those on a
+// GPU, which NCCL groups number by themselves.
+[[nodiscard]] std::uint64_t fingerprint_on_host(const std::string& group_name);
+[[nodiscard]] std::uint64_t fingerprint_on_gpu(const std::string& group_name);
+
 [[nodiscard]] std::int64_t monotonic_ns() noexcept;
 // The same clock as of the system's last tick, a few milliseconds ago at most: read in a fraction
 // of the time.
@@ -38,6 +43,9 @@ struct JournalEntry {
 class Journal {
  public:
   using Ticket = std::uint64_t;
+
+  // So many operations it remembers.
+  static constexpr std::size_t kEntries = 64;
 
   // Opens an entry; the label is cut to fit.
   Ticket begin(std::uint64_t group, std::uint64_t sequence, std::uint8_t kind, std::uint64_t bytes,
@@ -50,7 +58,6 @@ class Journal {
   [[nodiscard]] std::vector<JournalEntry> read() const;
 
  private:
-  static constexpr std::size_t kEntries = 64;
   static constexpr std::size_t kLabelWords = 8;
 
   // Words are atomics so that a torn read is a stale value, not undefined behaviour.

@@ -12,17 +12,24 @@
 
 namespace pydist {
 
-// Ended by a zero; cut to fit, between two characters of UTF-8.
+// What a text ends with that was cut.
+inline constexpr std::string_view kEllipsis = "\u2026";
+
+// Ended by a zero; cut to fit, between two characters of UTF-8, with an ellipsis for the rest.
 template <std::size_t Size>
 void write_text(std::array<char, Size>& field, std::string_view text) noexcept {
-  std::size_t length = std::min(text.size(), Size - 1);
+  static_assert(Size > kEllipsis.size());
+  const bool fits = text.size() < Size;
+  std::size_t length = fits ? text.size() : Size - 1 - kEllipsis.size();
   const auto is_inside = [&] {
     return (static_cast<unsigned char>(text[length]) & 0xC0U) == 0x80U;
   };
-  while (length != 0 && length < text.size() && is_inside()) {
+  while (!fits && length != 0 && is_inside()) {
     --length;
   }
-  field[text.copy(field.data(), length)] = '\0';
+  char* end = std::copy_n(text.data(), length, field.data());
+  end = fits ? end : std::copy(kEllipsis.begin(), kEllipsis.end(), end);
+  *end = '\0';
 }
 
 // Ends with the field, whatever another process has written there.

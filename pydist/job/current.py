@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from pydist import _native
+from pydist import _native, errors
 from pydist.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -165,9 +165,8 @@ def mine() -> Job:
 
     A forked child has none of its parent's.
     """
-    global job
     if job.pid != os.getpid():
-        job = Job()
+        _take(Job())
     atexit.register(_close_at_exit)
     return job
 
@@ -186,10 +185,15 @@ def replace(
         kept_gpu: As in `Job`.
         joining: As in `Job`.
     """
-    global job
     job.close()
-    job = Job(generation, expected, kept_gpu, joining)
+    _take(Job(generation, expected, kept_gpu, joining))
     atexit.unregister(_close_at_exit)
+
+
+def _take(new: Job) -> None:
+    global job
+    job = new
+    errors.note_generation(new.generation)
 
 
 def _close_at_exit() -> None:

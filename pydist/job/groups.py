@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pydist import _native
-from pydist._torch import backends_of, store_of_group, timeout_of_group
+from pydist._torch import backends_of, groups_of_process, store_of_group, timeout_of_group
 from pydist.errors import InvalidUsage
 from pydist.job import backends, crossed_threads, current
 from pydist.job.arguments import a_type
@@ -30,6 +30,20 @@ def communicator_in(group: dist.ProcessGroup) -> _native.Communicator | None:
         if isinstance(backend, _native.ProcessGroup):
             return backend.communicator
     return None
+
+
+def has_any() -> bool:
+    """Whether this process has any communicator.
+
+    That needs no job: the script may have made groups of torch.distributed on backend "pydist", or
+    passed groups on other backends to functions of pydist.
+    """
+    job = current.job
+    return (
+        job.has_world
+        or bool(job.bootstrapped or job.split)
+        or any(communicator_in(group) is not None for group in groups_of_process())
+    )
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

@@ -24,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
+
 from pydist import _native
 from pydist.errors import Aborted, Error, InvalidUsage, Mismatch, PeerLost, Timeout
 from pydist.job import current
@@ -64,7 +66,7 @@ def _echoed(error: BaseException) -> Error | None:
 def _is_past(error: Error) -> bool:
     """Whether it blames a process of an earlier job, from which this one's ranks have gone on."""
     known = current.job.agreement
-    return (
+    return error.generation < current.job.generation or (
         error.pid is not None
         and known is not None
         and all((each.pid, each.host) != (error.pid, error.host) for each in known.processes)
@@ -88,7 +90,9 @@ def describe() -> str:
     """This rank, for people on other ranks: `rank 3 (pid 71 on host b)`."""
     member = current.job.membership
     place = f"pid {os.getpid()} on host {socket.gethostname()}"
-    return f"rank {member.rank} ({place})" if member is not None else f"a process ({place})"
+    if member is None and not dist.is_initialized():
+        return f"a process ({place})"
+    return f"rank {dist.get_rank() if member is None else member.rank} ({place})"
 
 
 def tell(error: BaseException) -> None:

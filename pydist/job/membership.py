@@ -367,11 +367,14 @@ def abort(reason: str) -> None:
     this rank alone does. It returns at once; what this process calls afterwards fails too. An
     exception that leaves the program does the same by itself, with the exception as the reason.
 
+    All groups of this process on pydist's backends end, also those that a script has made by
+    `torch.distributed` alone, on backend "pydist".
+
     Args:
         reason: What the others are told, in the text of their errors and as `Aborted.cause`.
 
     Raises:
-        InvalidUsage: the process has not joined a job.
+        InvalidUsage: the process has no such group.
 
     Example:
         >>> import pydist
@@ -384,7 +387,12 @@ def abort(reason: str) -> None:
         (0,) the loss is not finite
         >>> pydist.shutdown()
     """
-    _joined()
+    if not groups.has_any():
+        raise InvalidUsage(
+            "pydist.abort() has nothing to end: this process has joined no job (by pydist.init() "
+            "or a pydist.DataParallel), and has no group of torch.distributed on backend 'pydist'. "
+            "A group on another backend is torch's to abort."
+        )
     # Whatever `reason` is: who gives up must not fail by it, and often has an exception at hand.
     last_words.abort_all(f"{last_words.describe()} has aborted the job: {reason}", str(reason))
 

@@ -9,17 +9,10 @@
 #include <utility>
 
 #include "base/deadline.h"
-#include "base/digest.h"
 #include "health/process_state.h"
 
 namespace pydist {
 namespace {
-
-std::uint64_t hash(const std::string& text) {
-  Digest digest;
-  digest.add(text);
-  return digest.value();
-}
 
 std::string seconds_since(std::int64_t then_ns) {
   // Other processes write `then_ns`: as integers, the difference could overflow.
@@ -52,7 +45,8 @@ GroupHealth::GroupHealth(std::string name, int rank, std::shared_ptr<Endpoint> e
                          GroupSegment segment, std::vector<PeerPtr> peers)
     : name_(std::move(name)),
       rank_(rank),
-      fingerprint_(hash(name_)),
+      fingerprint_(fingerprint_on_host(name_)),
+      fingerprint_on_gpu_(fingerprint_on_gpu(name_)),
       endpoint_(std::move(endpoint)),
       segment_(std::move(segment)),
       peers_(std::move(peers)) {}
@@ -243,6 +237,23 @@ std::optional<Absence> GroupHealth::absence() const {
   return worst;
 }
 
+std::vector<int> GroupHealth::not_begun(std::uint64_t fingerprint, std::uint64_t number) const {
+  std::vector<int> late;
+  for (int rank = 0; rank < size(); ++rank) {
+    const std::vector<JournalEntry> entries =
+        peers_[static_cast<std::size_t>(rank)]->page->journal.read();
+    const auto last = std::find_if(
+        entries.begin(), entries.end(),
+        [fingerprint](const JournalEntry& entry) { return entry.group == fingerprint; });
+    // A journal without any such entry may have forgotten them, unless it is far from full.
+    const bool has_begun_none = last == entries.end() && entries.size() < Journal::kEntries / 2;
+    if (rank != rank_ && (has_begun_none || (last != entries.end() && last->sequence < number))) {
+      late.push_back(rank);
+    }
+  }
+  return late;
+}
+
 bool GroupHealth::is_frozen(int rank) const {
   if (rank == rank_) {
     return false;
@@ -292,13 +303,12 @@ std::string GroupHealth::activity(int rank) const {
   const std::vector<JournalEntry> entries = journal.read();
   for (const JournalEntry& entry : entries) {
     if (entry.state == JournalState::kRunning) {
-      return join("is in ", entry_name(entry),
-                  entry.group == fingerprint_ ? "" : " of another group", " since ",
-                  seconds_since(entry.started_ns));
+      return join("is in ", entry_name(entry), is_of_group(entry) ? "" : " of another group",
+                  " since ", seconds_since(entry.started_ns));
     }
   }
   for (const JournalEntry& entry : entries) {
-    if (entry.group == fingerprint_) {
+    if (is_of_group(entry)) {
       return join("left ", entry_name(entry), " ", seconds_since(entry.finished_ns),
                   " ago and is in no operation");
     }

@@ -56,6 +56,8 @@ class GroupHealth {
   [[nodiscard]] std::optional<Loss> why_vain(int rank) const;
   // As PeerNews::absence().
   [[nodiscard]] std::optional<Absence> absence() const;
+  // As PeerNews::not_begun().
+  [[nodiscard]] std::vector<int> not_begun(std::uint64_t fingerprint, std::uint64_t number) const;
   // "rank 3 (pid 71 on host b)".
   [[nodiscard]] std::string who(int rank) const;
   // Once the group has failed: waits until no other rank writes into symmetric memory. False where
@@ -90,7 +92,7 @@ class GroupHealth {
 
   // -- the journal --------------------------------------------------------------------------
   [[nodiscard]] Journal& journal() noexcept { return endpoint_->page().journal; }
-  // What the group's entries are marked with; the same on every rank.
+  // What the entries of its operations on the host are marked with; the same on every rank.
   [[nodiscard]] std::uint64_t fingerprint() const noexcept { return fingerprint_; }
 
   [[nodiscard]] int rank() const noexcept { return rank_; }
@@ -109,11 +111,15 @@ class GroupHealth {
   // there is nothing to tell.
   [[nodiscard]] std::string plight(int rank) const;
   [[nodiscard]] bool has_left(int rank) const;
+  [[nodiscard]] bool is_of_group(const JournalEntry& entry) const noexcept {
+    return entry.group == fingerprint_ || entry.group == fingerprint_on_gpu_;
+  }
   [[nodiscard]] std::string departure_of(int rank) const;
 
   const std::string name_;
   const int rank_;
   const std::uint64_t fingerprint_;
+  const std::uint64_t fingerprint_on_gpu_;
   const std::shared_ptr<Endpoint> endpoint_;
   const GroupSegment segment_;
   const std::vector<PeerPtr> peers_;  // by rank; this rank's entry is its own page

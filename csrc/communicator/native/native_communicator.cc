@@ -270,6 +270,10 @@ class NativeCommunicator final : public Communicator,
     return health_->blame(rank, std::move(cause));
   }
   [[nodiscard]] std::optional<Absence> absence() const override { return health_->absence(); }
+  [[nodiscard]] std::vector<int> not_begun(std::uint64_t fingerprint,
+                                           std::uint64_t number) const override {
+    return health_->not_begun(fingerprint, number);
+  }
   void set_farewell(std::uint64_t done) noexcept override { health_->set_farewell(done); }
 
   void shutdown() noexcept override {

@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/digest.h"
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/interruption.h"
@@ -68,12 +67,6 @@ class LaunchMark {
   bool is_over_ = false;
 };
 
-std::uint64_t fingerprint_of(const std::string& name) {
-  Digest digest;
-  digest.add(name);
-  return digest.value();
-}
-
 }  // namespace
 
 std::string NcclGroup::UnderWay::title() const {
@@ -87,7 +80,7 @@ NcclGroup::NcclGroup(Options options)
       companion_(std::move(options.companion)),
       device_(options.device),
       journal_(std::move(options.journal)),
-      fingerprint_(fingerprint_of(control_->name())),
+      fingerprint_(fingerprint_on_gpu(control_->name())),
       watchdog_(std::move(options.watchdog)),
       end_patience_(options.end_patience),
       name_patience_(options.name_patience) {}

@@ -96,12 +96,27 @@ std::exception_ptr NcclGroup::failure_of_others() const {
 }
 
 std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
-  return make_error(
-      ErrorKind::kTimeout,
-      pydist::join(late.title(), " on rank ", rank(), " of ", size(), " of group '",
-                   control_->name(), "' did not finish on the GPU in time."),
-      Blame{.operation = pydist::join(late.title(), " of group '", control_->name(), "'"),
-            .cause = "did not finish on the GPU in time"});
+  Blame blame{.cause = "did not finish on the GPU in time"};
+  std::string names;
+  // Ranks may have recorded unlike numbers of operations into graphs.
+  if (!has_captured_) {
+    for (const int rank : news_.not_begun(fingerprint_, late.sequence)) {
+      const Blame found = control_->culprit(rank, "has not launched it");
+      names += pydist::join(names.empty() ? "" : ", ", "rank ", rank, " (pid ", found.pid,
+                            " on host ", found.host, ")");
+      if (blame.ranks.empty()) {
+        blame = found;
+      } else {
+        blame.ranks.push_back(rank);
+      }
+    }
+  }
+  blame.operation = pydist::join(late.title(), " of group '", control_->name(), "'");
+  return make_error(ErrorKind::kTimeout,
+                    pydist::join(late.title(), " on rank ", rank(), " of ", size(), " of group '",
+                                 control_->name(), "' did not finish on the GPU in time",
+                                 names.empty() ? "" : ", not launched by ", names, "."),
+                    blame);
 }
 
 std::chrono::milliseconds NcclGroup::settle() noexcept {

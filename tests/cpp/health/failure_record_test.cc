@@ -36,12 +36,24 @@ TEST(FailureRecordTest, WhoIsToBlameTravelsWithTheError) {
   EXPECT_EQ(describe(make_error(ErrorKind::kError, "")).blame, Blame{});
 }
 
-TEST(FailureRecordTest, ALongMessageIsCut) {
+constexpr std::size_t kEllipsisBytes = 3;
+
+TEST(FailureRecordTest, ALongMessageIsCutAndSaysSo) {
   FailureRecord record;
   EXPECT_TRUE(record.set(ErrorKind::kMismatch, std::string(10'000, 'x'), 0));
   const std::string message = describe(record.error()).message;
   EXPECT_GT(message.size(), 2500u);
-  EXPECT_EQ(message, std::string(message.size(), 'x'));
+  EXPECT_EQ(message, std::string(message.size() - kEllipsisBytes, 'x') + "…");
+}
+
+TEST(FailureRecordTest, ATextThatJustFitsIsWhole) {
+  const std::string longest(511, 'x');
+  for (const std::string& cause : {longest, longest + "x"}) {
+    FailureRecord record;
+    EXPECT_TRUE(record.set(ErrorKind::kAborted, "", 0, {.cause = cause}));
+    EXPECT_EQ(describe(record.error()).blame.cause,
+              cause == longest ? cause : std::string(511 - kEllipsisBytes, 'x') + "…");
+  }
 }
 
 TEST(FailureRecordTest, ATextIsCutBetweenTwoCharacters) {
@@ -55,7 +67,7 @@ TEST(FailureRecordTest, ATextIsCutBetweenTwoCharacters) {
     const auto [kind, message, blame] = describe(record.error());
     for (const std::string& text : {message, blame.cause}) {
       EXPECT_GT(text.size(), 500u);
-      EXPECT_EQ(text.substr(text.size() - 2), "ü");
+      EXPECT_EQ(text.substr(text.size() - 2 - kEllipsisBytes), "ü…");
     }
   }
 }

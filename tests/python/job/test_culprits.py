@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch import rank_outcomes, run_command, run_ranks
 from torch import nn
 
@@ -198,9 +199,43 @@ def test_who_does_not_join_is_named_by_attributes() -> None:
     assert run_ranks(come_alone, 2) == [((1,), "did not join")] * 2
 
 
-def test_abort_needs_a_job() -> None:
-    with pytest.raises(pydist.InvalidUsage, match=r"pydist\.init"):
+def test_abort_needs_a_group() -> None:
+    with pytest.raises(pydist.InvalidUsage, match=r"nothing to end.*pydist\.init"):
         pydist.abort("nothing to end")
+
+
+def keep_meeting_by_torch(group: dist.ProcessGroup | None) -> None:
+    while True:
+        dist.barrier(group=group)
+        time.sleep(0.01)
+
+
+def abort_a_script_of_torchs(backend: str) -> tuple[object, ...]:
+    dist.init_process_group(backend)
+    group = dist.group.WORLD if backend == "pydist" else dist.new_group([0, 1], backend="pydist")
+    dist.barrier(group=group)
+    if dist.get_rank() == 1:
+        pydist.abort("the loss is not finite")
+    with pytest.raises(Aborted, match=r"rank 1 \(pid .* has aborted the job") as caught:
+        keep_meeting_by_torch(group)
+    return (caught.value.ranks, caught.value.cause)
+
+
+@pytest.mark.parametrize("backend", ["pydist", "gloo"])
+def test_abort_ends_groups_that_a_script_made_by_torch_alone(backend: str) -> None:
+    heard = ((1,), "the loss is not finite")
+    assert run_ranks(abort_a_script_of_torchs, 2, backend) == [heard] * 2
+
+
+def abort_beside_gloo() -> None:
+    dist.init_process_group("gloo")
+    with pytest.raises(pydist.InvalidUsage, match=r"nothing to end"):
+        pydist.abort("enough")
+    dist.barrier()
+
+
+def test_a_group_of_torchs_gloo_alone_is_nothing_to_end() -> None:
+    run_ranks(abort_beside_gloo, 2)
 
 
 def put_a_hook_on_top() -> int:

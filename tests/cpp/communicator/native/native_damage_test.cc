@@ -401,6 +401,7 @@ TEST(NativeDamageTest, PagesAndRecordsOfPeersHurtNobody) {
     }
     static_cast<void>(health.why_vain(-1));
     static_cast<void>(health.absence());
+    EXPECT_LT(health.not_begun(health.fingerprint(), 7).size(), std::size_t{kSize});
     static_cast<void>(health.whereabouts());
     const PageReading reading = read_page(pages[0].fd());
     EXPECT_LE(reading.entries.size(), 64u);

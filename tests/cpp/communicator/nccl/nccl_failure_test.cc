@@ -143,7 +143,30 @@ TEST(NcclFailure, OfAHangingOperationSaysWhereEverybodyIs) {
     EXPECT_TRUE(contains(message, "did not finish on the GPU in time. rank 0 (")) << message;
     EXPECT_TRUE(contains(message, "rank 1 (")) << message;
     EXPECT_TRUE(contains(message, "is in all_reduce #2")) << message;
+    EXPECT_TRUE(blame.ranks.empty()) << "both have launched it";
   }
+}
+
+TEST(NcclFailure, OfAnOperationThatARankNeverLaunchesBlamesThatRank) {
+  use_fake_cuda();
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    std::vector<float>& values = kept_values(self.rank);
+    rank.group->submit(rank.all_reduce(values))->wait();
+    if (self.rank == 0) {
+      static_cast<void>(error_of([&] {
+        rank.group->submit(with_timeout(rank.all_reduce(values), milliseconds(500)))->wait();
+      }));
+    }
+    ASSERT_TRUE(comes_true([&] { return rank.group->failure() != nullptr; }));
+    const auto [kind, message, blame] = describe(rank.group->failure());
+    EXPECT_EQ(kind, ErrorKind::kTimeout) << message;
+    EXPECT_EQ(blame.ranks, std::vector<int>{1}) << message;
+    EXPECT_EQ(blame.cause, "has not launched it");
+    EXPECT_NE(blame.pid, 0);
+    EXPECT_TRUE(contains(message, "all_reduce #2 on rank 0 of 2")) << message;
+    EXPECT_TRUE(contains(message, "on the GPU in time, not launched by rank 1 (pid ")) << message;
+  });
 }
 
 TEST(NcclFailure, DoesNotWaitForAnAbortThatHangs) {
