@@ -898,9 +898,12 @@ class DataParallel(TorchIdioms):
 
     # -- for optimizers that update shards
 
-    def shard_owners(self) -> Iterator[ShardOwner]:
+    def shard_owners(self) -> list[ShardOwner]:
         """The optimizers that update shards of the model's parameters."""
-        return (owner for reference in self._owners if (owner := reference()) is not None)
+        # In two parts: the compiler of torch 2.11 takes a reference that is called in a condition
+        # for the object that it refers to.
+        owners = (reference() for reference in self._owners)
+        return [owner for owner in owners if owner is not None]
 
     def removed(self) -> list[Tensor]:
         """Parameters that have trained here, and that no wrapped model has any more."""
