@@ -3,11 +3,15 @@
 import acts
 import full_memory
 import neighbours
+import torch
 from scene import Drill
 
 LOST = ("PeerLost",)
 # A rank that raised has told so.
 TOLD = ("Aborted",)
+
+# The socket on which the gloo of torch 2.14 listened, when ranks could not connect.
+DEAF_SOCKET = ("descriptor socket",) if torch.__version__ >= (2, 14) else ()
 
 DRILLS = [
     Drill(
@@ -26,6 +30,7 @@ DRILLS = [
         ("TransportError",),
         within_s=10.0,
         joins=False,
+        left_by_torch=DEAF_SOCKET,
     ),
     Drill(
         "no threads at start-up",
@@ -34,7 +39,7 @@ DRILLS = [
         within_s=10.0,
         joins=False,
         # gloo's event loop, whose thread could not start.
-        left_by_torch=("descriptor anon_inode",),
+        left_by_torch=("descriptor anon_inode", *DEAF_SOCKET),
     ),
     Drill(
         "no address space at start-up",
