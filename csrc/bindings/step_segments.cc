@@ -11,7 +11,7 @@ namespace {
 
 // A thread takes at least so many elements: fewer are done sooner than another thread has begun.
 constexpr std::int64_t kElementsPerThread = 32 * 1024;
-// What is cut over threads is whole blocks of elements.
+// Threads get whole blocks of so many elements.
 constexpr std::int64_t kBlock = 1024;
 
 }  // namespace

@@ -54,7 +54,8 @@ bool ArrivalOrder::wants_plan(const BucketPlan& plan) const {
       irregular_before = true;
       continue;
     }
-    // What may be missing holds up what is not, or this bucket was complete before the last one.
+    // Gradients that may stay away delay the others of this bucket or of one before it, or this
+    // bucket was complete before the last one.
     if (irregular != 0 || irregular_before || last < before) {
       return true;
     }

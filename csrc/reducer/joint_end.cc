@@ -56,7 +56,7 @@ void end_together(std::shared_ptr<EndingBackward> ending) {
   if (end == nullptr || end->graph_task() != graph_task) {
     end = std::make_shared<BackwardEnd>(graph_task);
     current_end = end;
-    // The engine calls what is queued while it calls the rest.
+    // Autograd also calls callbacks that are queued while it calls the others.
     at_end_of_backward([end] {
       current_end.reset();
       guarded_for_torch([&] { end->run(); });

@@ -74,7 +74,7 @@ def summarize(jobs: dict[str, list[FreshJob]]) -> dict[str, Any]:
 
 def _measure(results: dict[str, Any], counts: list[int], seconds: float, pins: bool) -> None:
     progress = Progress()
-    # What is read from the disk for the first time is nobody's.
+    # The first start reads files from the disk, which no arm's time should contain.
     progress.phase("warming up")
     for arm in _ARMS:
         join_job(arm, 1, pins=pins)

@@ -101,7 +101,7 @@ def _named_parameters(module: nn.Module, names: frozenset[str]) -> list[nn.Param
     for name, parameter in module.named_parameters():
         own = places.get(id(parameter), [name])
         missing = [place for place in own if place not in names]
-        # What is frozen is never averaged, so that nobody asks for its places.
+        # A frozen parameter is never averaged, so all its places need not be named.
         if parameter.requires_grad and (name in names) != (not missing):
             lacking = missing if name in names else [name]
             raise InvalidUsage(

@@ -181,7 +181,7 @@ class InFlight(nn.Parameter):
         if func not in _NEED_NO_VALUES:
             for gather in dict.fromkeys(_gathers_in((args, kwargs))):
                 gather.wait()
-        # What is in flight still, is nested deeper than anybody looks, or not read.
+        # A tensor that is still in flight here is nested deeper than is looked, or is not read.
         with as_plain_tensors():
             return func(*args, **(kwargs or {}))
 

@@ -61,7 +61,7 @@ class GlooChannel {
   // Returns once `peer` has said farewell, with the number that it said, or with nothing where the
   // connection to it is lost or has been cut. Only once for a peer.
   [[nodiscard]] std::optional<std::uint64_t> wait_for_farewell(int peer) noexcept;
-  // To whom waits for it.
+  // Tells it to `peer`, which waits for it in wait_for_farewell().
   void say_farewell(int peer, std::uint64_t number, Deadline deadline) noexcept;
 
   // Cuts all connections: every wait on them fails, here and on the peers.

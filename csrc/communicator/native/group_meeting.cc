@@ -193,7 +193,8 @@ class Meeting {
     }
     noting_interruption(&check_interruption);
   }
-  // What waits for the store is interrupted there, too: by what is none of the engine's errors.
+  // A wait for the store can be interrupted, too. It throws the handler's exception then, which is
+  // none of the engine's errors.
   template <typename Function>
   void noting_interruption(const Function& wait) {
     try {

@@ -69,7 +69,8 @@ class KeptBuffers {
   std::mutex release_mutex_;  // of the one who takes out
   std::mutex mutex_;
   Holding held_;  // guarded by mutex_
-  // Of what is kept, with what release() has in its hands: whoever finds nothing kept asks no more.
+  // How many are kept. One that release() tries to give back still counts, because the thread that
+  // asks for the ends of operations sleeps where none is kept.
   std::atomic<std::size_t> count_{0};
 };
 

@@ -27,16 +27,16 @@
 // thread that nobody but the end of the job waits for (late_ends.h), as does every abort. Ranks
 // that end a group together may wait for it, for a while (wait_for_end()).
 //
-// Whoever ends a group in order leaves `control` at once, too, with the number of its last
-// operation as a farewell (Absence::done). So a neighbour whose GPU is behind knows that the leaver
-// has done its whole part of what is still under way here, and lets that come to its end, for which
-// there is a deadline; whereas an operation with a greater number waits in vain, and fails soon,
-// with the leaver's name. To leave `control` only once NCCL's communicator is gone would tell one
-// from the other too late: an NCCL before 2.31 is gone before the neighbours have caught up, a
-// later one keeps whoever waits in vain from the news. All ranks launch alike, but for what they
-// record into graphs, which is not counted (turn_), so the numbers agree. A neighbour that is
-// behind by more than half of Options::end_patience is left alone nevertheless, by the leaver's
-// NCCL, which is then aborted.
+// A rank that ends a group in order leaves `control` at once, too, and says farewell with the
+// number of its last operation (Absence::done). A neighbour whose GPU is behind reads from this
+// number which of its operations the leaver has done its part of. Those it lets come to their end,
+// for which there is a deadline. One with a greater number would wait in vain, and fails soon, with
+// the leaver's name. To leave `control` only once NCCL's communicator is gone would be too late to
+// tell them apart: an NCCL before 2.31 is gone before the neighbours have caught up, and a later
+// one keeps the news from those that wait in vain. The numbers agree because all ranks launch
+// alike; operations that are recorded into graphs are not counted (turn_). The leaver's NCCL is
+// aborted if it takes longer than half of Options::end_patience, so a neighbour that is further
+// behind fails.
 //
 // Thread safe. Launches of all groups of a process are ordered by one lock, since NCCL's kernels
 // must start in one order on all ranks.

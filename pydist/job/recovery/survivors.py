@@ -145,7 +145,7 @@ class _Board:
         self._patience = patience
 
     def _ask(self, name: str, *args: Any) -> Any:
-        # What is asked at the end of the time still takes some.
+        # The store gets a second to answer even where the time is over.
         left_s = max(1.0, self._patience.deadline_s - time.monotonic())
         limit_s = min(STORE_PATIENCE_S, left_s)
         try:
