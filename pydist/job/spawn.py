@@ -297,6 +297,8 @@ def _run(
                 # The ranks write their stacks at this moment.
                 time.sleep(0.5)
                 waiting = [r for r, process in enumerate(context.processes) if process.is_alive()]
+                for rank in waiting:
+                    _print_stacks(folder, rank, context.processes[rank].pid)
                 raise Timeout(
                     f"ranks {waiting} of {count} still ran after {timeout:g} s; their stacks are "
                     "on standard error.",
@@ -422,6 +424,19 @@ def _result_file(folder: Path, rank: int) -> Path:
     return folder / f"result-{rank}"
 
 
+def _stacks_file(folder: Path, rank: int) -> Path:
+    return folder / f"stacks-{rank}"
+
+
+def _print_stacks(folder: Path, rank: int, pid: int) -> None:
+    """What a rank has written at the deadline, in one piece."""
+    try:
+        stacks = _stacks_file(folder, rank).read_text(errors="replace")
+    except FileNotFoundError:
+        stacks = "It has not begun: Python may be importing torch yet.\n"
+    print(f"rank {rank} (pid {pid}) still runs.\n{stacks}", file=sys.stderr, flush=True)
+
+
 def _unpack(folder: Path, rank: int) -> Any:
     return pickle.loads(_result_file(folder, rank).read_bytes())
 
@@ -433,7 +448,10 @@ def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     if deadline_s is not None:
         # The monotonic clock is the same in all processes of a host.
-        faulthandler.dump_traceback_later(max(0.001, deadline_s - time.monotonic()))
+        left_s = max(0.001, deadline_s - time.monotonic())
+        # Stays open as long as the process lives, as faulthandler needs it.
+        stacks = os.open(_stacks_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
+        faulthandler.dump_traceback_later(left_s, file=stacks)
     try:
         fn, args = pickle.loads((folder / "payload").read_bytes())
         result = fn(*args)

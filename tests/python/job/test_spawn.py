@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -183,7 +184,9 @@ def test_a_timeout_ends_all_and_shows_the_stacks(
     monkeypatch.setattr(tempfile, "tempdir", None)
     with pytest.raises(pydist.Timeout, match=r"ranks \[0, 1\] of 2 still ran after \d+ s"):
         pydist.spawn(sleep_long, nprocs=2, timeout=10 * PATIENCE)  # ranks need a while to start
-    assert "in sleep_long" in capfd.readouterr().err
+    _, of_0, of_1 = re.split(r"rank \d \(pid \d+\) still runs\.\n", capfd.readouterr().err)
+    assert "in sleep_long" in of_0
+    assert "in sleep_long" in of_1
     assert list(tmp_path.iterdir()) == []
 
 
