@@ -5,16 +5,25 @@ function. Here it may call none: each class that torch's writer names stands for
 only remembers what it was given. Torch's classes are then made of those records, once their fields
 have been checked.
 
+Note [A pickle takes no more than its bytes]
+A few bytes of a pickle can make Python's unpickler in C reserve any amount of memory: the largest
+index sizes its memo, and a length sizes a buffer before anyone looks whether as many follow.
+Python's unpickler in Python keeps its memo in a dictionary, and cuts buffers out of the bytes that
+are there. It makes only bytearrays beforehand, so `_Unpickler` refuses them. It also refuses keys
+other than texts and records: to hash tuples that lie in each other, some hundred thousand deep,
+overruns the stack and ends the process.
+
 Only functions import this module: torch's takes half a second to import.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -26,10 +35,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from pydist.checkpoint.manifest import METADATA
 from pydist.errors import CheckpointError
 from pydist.job.arguments import a_type, with_article
-
-METADATA = ".metadata"
 
 
 class _Record:
@@ -70,7 +78,15 @@ _RECORDS: dict[tuple[str, str], type[_Record]] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+# What Python's unpickler does, by opcode.
+_LOADS: dict[int, Any] = dict(pickle._Unpickler.dispatch)
+
+
+class _Unpickler(pickle._Unpickler):
+    """See Note [A pickle takes no more than its bytes]."""
+
+    stack: list[Any]
+
     def find_class(self, module_name: str, global_name: str) -> Any:
         found: Any = _RECORDS.get((module_name, global_name))
         if found is None and module_name == "torch":
@@ -79,6 +95,32 @@ class _Unpickler(pickle.Unpickler):
         if found is None:
             raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
         return found
+
+    def _refuse_opcode(self) -> NoReturn:
+        _refuse("a bytearray, a set, or a dictionary made of a list of items")
+
+    def _set_item(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        _LOADS[pickle.SETITEM[0]](self)
+
+    def _set_items(self) -> None:
+        _check_keys(self.stack[::2])
+        _LOADS[pickle.SETITEMS[0]](self)
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **_LOADS,
+        **dict.fromkeys(
+            pickle.BYTEARRAY8 + pickle.ADDITEMS + pickle.FROZENSET + pickle.DICT, _refuse_opcode
+        ),
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+    }
+
+
+def _check_keys(keys: list[Any]) -> None:
+    for key in keys:
+        if type(key) is not str and not isinstance(key, _Record):
+            _refuse(f"a {type(key).__name__} in the place of a name")
 
 
 @dataclass(frozen=True)
@@ -103,8 +145,7 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     """
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
-            return _metadata_of(_Unpickler(file).load(), files)
+        return _metadata_of(_Unpickler(io.BytesIO(path.read_bytes())).load(), files)
     except Exception as error:
         raise CheckpointError(
             f"{path} is damaged, or was not written by torch.distributed.checkpoint: {error}"

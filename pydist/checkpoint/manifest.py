@@ -14,6 +14,8 @@ from typing import Any
 from pydist.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+# The file that says where everything is in the others; torch's reader goes by its name.
+METADATA = ".metadata"
 FORMAT = "pydist checkpoint 2"
 # Its checksum is that of the list of files alone.
 _FORMAT_BEFORE = "pydist checkpoint 1"
@@ -61,6 +63,8 @@ def write_manifest(folder: Path, files: dict[str, FileSum], facts: dict[str, Any
 def read_manifest(folder: Path) -> dict[str, FileSum]:
     """The files of a checkpoint, by name: all of them are in its folder.
 
+    No other file is opened, so that verifying these verifies all that is read. `METADATA` is one.
+
     Raises:
         CheckpointError: There is no list, or it is damaged.
     """
@@ -70,6 +74,8 @@ def read_manifest(folder: Path) -> dict[str, FileSum]:
         if not is_sum or name in ("", ".", "..") or "/" in name or "\0" in name:
             raise CheckpointError(f"{folder / MANIFEST} is damaged: it lists {name!r}: {known!r}")
         found[name] = FileSum(*known)
+    if METADATA not in found:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: it does not list {METADATA}")
     return found
 
 

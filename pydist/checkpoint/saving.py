@@ -17,7 +17,7 @@ import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist._load import __version__
 from pydist.checkpoint.lanes import Lane, Saving, lane_of
-from pydist.checkpoint.manifest import SEQUENCE, STEP, FileSum, sum_of, write_manifest
+from pydist.checkpoint.manifest import METADATA, SEQUENCE, STEP, FileSum, sum_of, write_manifest
 from pydist.checkpoint.own_names import own_name
 from pydist.checkpoint.packing import pack, unpack
 from pydist.checkpoint.parts import (
@@ -300,7 +300,6 @@ def _complete(
     step: int | None,
 ) -> None:
     import pydist.checkpoint.dcp_files as dcp_files
-    from pydist.checkpoint.dcp_metadata import METADATA
 
     everybody: list[tuple[dcp_files.Written, FileSum]] = [pickle.loads(each) for each in told]
     partial = partial_of(place)

@@ -66,6 +66,18 @@ class _Failure:
     is_consequence: bool
 
 
+@dataclass(frozen=True)
+class _Course:
+    """How the ranks ended. Times are those of the monotonic clock, which all processes share."""
+
+    exit_codes: list[int | None]
+    pids: list[int]
+    # When ranks were seen to have ended by themselves, by rank.
+    ended_s: dict[int, float]
+    # When this process began to end the others.
+    stopped_s: float
+
+
 class _RemoteTraceback(Exception):  # noqa: N818
     """Carries the traceback of another process, as the cause of what it raised."""
 
@@ -181,13 +193,11 @@ def spawn(
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         variables.update(job_variables(count, store.port, backend))
         survived_by = store if on_failure == "continue" else None
-        exit_codes, pids = _run(folder, variables, count, timeout, by_value, survived_by)
-        returned = [_result_file(folder, rank).exists() for rank in range(count)]
+        course = _run(folder, variables, count, timeout, by_value, survived_by)
+        returned = [_has_returned(folder, rank, course) for rank in range(count)]
         if not any(returned) or (on_failure == "stop" and not all(returned)):
-            _raise_first(folder, exit_codes, pids)
-        return [
-            _result_or_error(folder, rank, exit_codes[rank], pids[rank]) for rank in range(count)
-        ]
+            _raise_first(folder, course)
+        return [_result_or_error(folder, rank, course) for rank in range(count)]
 
 
 def job_variables(count: int, port: int, backend: str | None) -> dict[str, str]:
@@ -273,8 +283,8 @@ def _run(
     timeout: float | None,
     by_value: bool,
     survived_by: dist.Store | None,
-) -> tuple[list[int | None], list[int]]:
-    """Runs the ranks to their end: their exit codes and process ids.
+) -> _Course:
+    """Runs the ranks to their end.
 
     Args:
         folder: with what they run, and for what they return.
@@ -290,50 +300,57 @@ def _run(
         context = torch_multiprocessing.spawn(
             _run_rank, (str(folder), deadline_s), nprocs=count, join=False
         )
+    processes = context.processes
+    ended_s: dict[int, float] = {}
     try:
-        while True:
+        while len(ended_s) < count:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 # The ranks write their stacks at this moment.
                 time.sleep(0.5)
-                waiting = [r for r, process in enumerate(context.processes) if process.is_alive()]
+                waiting = [r for r, process in enumerate(processes) if process.is_alive()]
                 for rank in waiting:
-                    _print_stacks(folder, rank, context.processes[rank].pid)
+                    _print_stacks(folder, rank, processes[rank].pid)
                 raise Timeout(
                     f"ranks {waiting} of {count} still ran after {timeout:g} s; their stacks are "
                     "on standard error.",
                     ranks=waiting,
                     cause="still ran",
                 )
-            if survived_by is not None:
-                if _has_run_out(context.processes, survived_by, left_s):
-                    break
-            elif context.join(left_s, grace_period=_GRACE_S):
+            running = [process for rank, process in enumerate(processes) if rank not in ended_s]
+            if survived_by is not None and all(
+                is_left_behind(survived_by, process.pid) for process in running
+            ):
+                for process in running:
+                    process.kill()
                 break
-    except (
-        torch_multiprocessing.ProcessRaisedException,
-        torch_multiprocessing.ProcessExitedException,
-    ):
-        _raise_first(folder, [process.exitcode for process in context.processes], context.pids())
+            _note_ends(processes, ended_s, left_s)
+            if survived_by is None and any(processes[rank].exitcode for rank in ended_s):
+                until_s = time.monotonic() + _GRACE_S
+                while len(ended_s) < count and (left_s := until_s - time.monotonic()) > 0:
+                    _note_ends(processes, ended_s, left_s)
+                break
     finally:
-        _end(context.processes)
+        stopped_s = time.monotonic()
+        _end(processes)
         # torch's own account of what ranks raised; they have left us a fuller one in `folder`.
         for file in context.error_files:
             Path(file).unlink(missing_ok=True)
-    return [process.exitcode for process in context.processes], context.pids()
+    exit_codes = [process.exitcode for process in processes]
+    return _Course(exit_codes, context.pids(), ended_s, stopped_s)
 
 
-def _has_run_out(processes: Sequence[Any], store: dist.Store, left_s: float | None) -> bool:
-    """Waits until a process ends: whether none runs that the others have not left behind."""
-    running = [process for process in processes if process.is_alive()]
-    if not all(is_left_behind(store, process.pid) for process in running):
-        sentinels = [process.sentinel for process in running]
-        multiprocessing.connection.wait(sentinels, left_s)
-        return False
-    for process in running:
-        process.kill()
-        process.join()
-    return True
+def _note_ends(processes: Sequence[Any], ended_s: dict[int, float], left_s: float | None) -> None:
+    """Waits until one more process ends, and notes when which did."""
+    running = {
+        process.sentinel: rank for rank, process in enumerate(processes) if rank not in ended_s
+    }
+    ready = multiprocessing.connection.wait(list(running), left_s)
+    now_s = time.monotonic()
+    for sentinel in ready:
+        rank = running[sentinel]
+        processes[rank].join()
+        ended_s[rank] = now_s
 
 
 def _end(processes: Sequence[Any]) -> None:
@@ -348,37 +365,39 @@ def _end(processes: Sequence[Any]) -> None:
         process.join()
 
 
-def _raise_first(folder: Path, exit_codes: Sequence[int | None], pids: Sequence[int]) -> None:
+def _raise_first(folder: Path, course: _Course) -> None:
     """Raises what the rank that failed first raised.
 
-    Ranks that raised PeerLost or Aborted of another one only saw that fail; those ended by SIGTERM
-    were ended by us.
+    Ranks that raised PeerLost or Aborted of another one only saw that fail. What became of a rank
+    once this process had begun to end it tells nothing.
     """
     failures: list[_Failure] = []
-    died = []
-    for rank, code in enumerate(exit_codes):
+    died: list[tuple[float, int]] = []
+    for rank in range(len(course.pids)):
         file = folder / f"failure-{rank}"
         if file.exists():
-            failures.append(pickle.loads(file.read_bytes()))
-        elif code != -signal.SIGTERM and (code != 0 or not _result_file(folder, rank).exists()):
-            died.append((rank, code))
-    failures.sort(key=lambda failure: (failure.is_consequence, failure.time_s))
-    if died and (not failures or failures[0].is_consequence):
-        rank, code = died[0]
+            failure: _Failure = pickle.loads(file.read_bytes())
+            if failure.time_s < course.stopped_s:
+                failures.append(failure)
+        elif rank in course.ended_s and not _has_returned(folder, rank, course):
+            died.append((course.ended_s[rank], rank))
+    first = min(failures, key=lambda each: (each.is_consequence, each.time_s), default=None)
+    if died and (first is None or first.is_consequence or min(died)[0] < first.time_s):
+        _, rank = min(died)
+        code, pid = course.exit_codes[rank], course.pids[rank]
         raise PeerLost(
-            f"rank {rank} of {len(exit_codes)} (pid {pids[rank]}) {how_it_ended(code)} without "
+            f"rank {rank} of {len(course.pids)} (pid {pid}) {how_it_ended(code)} without "
             f"{'a result' if code == 0 else 'an exception'}; what it printed may say why. The "
             "other ranks have been ended.",
             ranks=(rank,),
             host=socket.gethostname(),
-            pid=pids[rank],
+            pid=pid,
             cause=how_it_ended(code),
         )
-    if not failures:
-        raise Error(f"the ranks ended with exit codes {list(exit_codes)} and left no reason.")
-    first = failures[0]
+    if first is None:
+        raise Error(f"the ranks ended with exit codes {course.exit_codes} and left no reason.")
     cause = _RemoteTraceback(
-        f"rank {first.rank} of {len(exit_codes)} (pid {first.pid}) raised:\n{first.traceback}"
+        f"rank {first.rank} of {len(course.pids)} (pid {first.pid}) raised:\n{first.traceback}"
     )
     raise _error_of(first) from cause
 
@@ -390,9 +409,15 @@ def _error_of(failure: _Failure) -> Exception:
     return Error(f"rank {failure.rank} failed: {failure.traceback.strip().splitlines()[-1]}")
 
 
-def _result_or_error(folder: Path, rank: int, code: int | None, pid: int) -> Any:
+def _has_returned(folder: Path, rank: int, course: _Course) -> bool:
+    """Whether a rank's function has returned, and its process has ended well."""
+    return course.exit_codes[rank] == 0 and _result_file(folder, rank).exists()
+
+
+def _result_or_error(folder: Path, rank: int, course: _Course) -> Any:
     """What a rank returned, raised, or died of."""
-    if code == 0 and _result_file(folder, rank).exists():
+    code, pid = course.exit_codes[rank], course.pids[rank]
+    if _has_returned(folder, rank, course):
         return _unpack(folder, rank)
     file = folder / f"failure-{rank}"
     if not file.exists():

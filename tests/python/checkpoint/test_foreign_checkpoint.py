@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forged_checkpoint import sign, write_as_before
-from launch import Ranks
+from launch import Ranks, run_command
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import pydist
-from pydist.checkpoint.dcp_metadata import METADATA, read_metadata
-from pydist.checkpoint.manifest import MANIFEST, FileSum, read_manifest, sum_of
+from pydist.checkpoint.dcp_metadata import read_metadata
+from pydist.checkpoint.manifest import MANIFEST, METADATA, FileSum, read_manifest, sum_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -164,6 +165,74 @@ def refuse_bytes(place: Path, content: bytes) -> str:
     return refuse(place, METADATA)
 
 
+@pytest.mark.parametrize("kind", ["plain", "pipe", "link"])
+def test_metadata_that_is_not_listed(place: Path, kind: str) -> None:
+    """Nobody would compare it with anything; a pipe lets who opens it wait for ever."""
+    file = place / METADATA
+    files = read_manifest(place)
+    del files[METADATA]
+    if kind != "plain":
+        file.rename(place.parent / "moved")
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "link":
+        file.symlink_to(place.parent / "moved")
+    sign(place, files)
+    assert f"does not list {METADATA}" in refuse(place, MANIFEST)
+
+
+READS_WITH_LITTLE_MEMORY = """
+import resource, sys
+from pathlib import Path
+import pydist
+from pydist.checkpoint.dcp_metadata import read_metadata
+
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+try:
+    read_metadata(Path(sys.argv[1]), set())
+except pydist.CheckpointError as error:
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(used, type(error.__cause__).__name__, error)
+"""
+LONG = (6 << 30).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"Nr" + (250_000_000).to_bytes(4, "little") + b".",
+        b"Np250000000\n.",
+        *(opcode + LONG + b"." for opcode in (b"\x8d", b"\x8e", b"\x95", b"\x96")),
+        b"})" + b"\x85" * 2_000_000 + b"Ns.",
+        b"}()" + b"\x85" * 2_000_000 + b"Nu.",
+        b"()" + b"\x85" * 2_000_000 + b"Nd.",
+        b"()" + b"\x85" * 2_000_000 + b"\x91.",
+        b"\x8f()" + b"\x85" * 2_000_000 + b"\x90.",
+    ],
+    ids=[
+        "index of the memo",
+        "index of the memo as text",
+        "text",
+        "bytes",
+        "frame",
+        "bytearray",
+        "deep key",
+        "deep keys",
+        "deep keys of a list",
+        "deep item of a frozen set",
+        "deep item of a set",
+    ],
+)
+def test_metadata_that_takes_more_than_there_is(place: Path, content: bytes) -> None:
+    """In a process of its own, which must neither grow nor end."""
+    (place / METADATA).write_bytes(b"\x80\x04" + content)
+    done = run_command([sys.executable, "-c", READS_WITH_LITTLE_MEMORY, str(place)], timeout=50)
+    used, cause, said = done.stdout.split(" ", 2)
+    assert str(place / METADATA) in said
+    assert cause != "MemoryError"
+    assert int(used) < 1500
+
+
 def test_metadata_that_changes_classes(place: Path) -> None:
     """It would by the state of a class, or of what a class is made of."""
     for name in (
@@ -258,8 +327,7 @@ def test_mutations_of_metadata(place: Path) -> None:
     for _ in range(20_000):
         mutated = bytearray(content)
         for _ in range(generator.choice((1, 1, 2, 8))):
-            # Not an opcode that lets the machine reserve gigabytes for a memo.
-            mutated[generator.randrange(len(mutated))] = generator.choice(b"(.0123NRbcdestu}]\x81")
+            mutated[generator.randrange(len(mutated))] = generator.randrange(256)
         file.write_bytes(mutated)
         try:
             read_metadata(place, files)

@@ -104,6 +104,40 @@ def test_a_killed_rank_ends_the_others_within_seconds() -> None:
     assert time.monotonic() - started < 45
 
 
+def kill_rank_1_before_rank_0_is_ended(at_sigterm: str) -> None:
+    """Rank 0 does at SIGTERM what programs do that save a checkpoint before they end."""
+
+    def handle(*_: Any) -> None:
+        if at_sigterm == "raises":
+            raise RuntimeError("I was told to end")
+
+    signal.signal(signal.SIGTERM, handle)
+    pydist.init()
+    if pydist.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("at_sigterm", ["goes on", "raises"])
+def test_who_is_ended_after_another_is_not_to_blame(at_sigterm: str) -> None:
+    with pytest.raises(pydist.PeerLost, match=r"rank 1 of 2 .* was killed by signal 9") as caught:
+        pydist.spawn(kill_rank_1_before_rank_0_is_ended, (at_sigterm,), nprocs=2, timeout=90)
+    assert caught.value.ranks == (1,)
+
+
+def end_rank_1_by_sigterm() -> None:
+    pydist.init()
+    if pydist.rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def test_a_rank_that_somebody_else_ends_by_sigterm_is_named() -> None:
+    with pytest.raises(pydist.PeerLost, match=r"rank 1 of 2 .* was killed by signal 15"):
+        pydist.spawn(end_rank_1_by_sigterm, nprocs=2, timeout=90)
+
+
 def ignore_interrupts(folder: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pydist.init()
