@@ -1,5 +1,7 @@
 """The drills: what the other ranks have to read when something goes wrong."""
 
+from typing import Final
+
 import acts
 import full_memory
 import neighbours
@@ -9,6 +11,7 @@ from scene import Drill
 LOST = ("PeerLost",)
 # A rank that raised has told so.
 TOLD = ("Aborted",)
+DIFFER: Final = "victim and another"
 
 # The socket on which the gloo of torch 2.14 listened, when ranks could not connect.
 DEAF_SOCKET = ("descriptor socket",) if torch.__version__ >= (2, 14) else ()
@@ -64,6 +67,8 @@ DRILLS = [
         acts.a_port_taken,
         ("TransportError", "Timeout"),
         names="MASTER_PORT",
+        # No rank has the port.
+        blames="nobody",
         # The store's, which could not listen.
         left_by_torch=("descriptor pipe",),
         backends=("native",),
@@ -154,18 +159,26 @@ DRILLS = [
         timeout_s=3.0,
         within_s=5.0,
     ),
-    Drill("another model", acts.another_model, ("Mismatch",)),
-    Drill("another dtype", acts.another_dtype, ("Mismatch",)),
-    Drill("another count", acts.another_count, ("Mismatch",)),
-    Drill("another op", acts.another_op, ("Mismatch",)),
-    Drill("another order", acts.another_order, ("Mismatch",)),
+    # Of two ranks that differ, nobody can tell which is wrong.
+    Drill("another model", acts.another_model, ("Mismatch",), blames=DIFFER),
+    Drill("another dtype", acts.another_dtype, ("Mismatch",), blames=DIFFER),
+    Drill("another count", acts.another_count, ("Mismatch",), blames=DIFFER),
+    Drill("another op", acts.another_op, ("Mismatch",), blames=DIFFER),
+    Drill("another order", acts.another_order, ("Mismatch",), blames=DIFFER),
     Drill("raising in forward", acts.raised_in_forward, TOLD),
     Drill("raising in backward", acts.raised_in_backward, ("Error", *TOLD)),
     Drill("raising in the data loader", acts.raised_in_a_loader, TOLD),
     Drill("collectives from another thread", acts.collective_from_another_thread, ()),
     Drill("a fork after joining", acts.forked_after_init, ()),
     Drill("joining twice", acts.joined_twice, ()),
-    Drill("joining twice, otherwise", acts.joined_twice_otherwise, ("InvalidUsage",), names="77"),
+    Drill(
+        "joining twice, otherwise",
+        acts.joined_twice_otherwise,
+        ("InvalidUsage",),
+        names="77",
+        # The rank's own mistake.
+        blames="nobody",
+    ),
     Drill(
         "no address space left for shared memory",
         acts.no_address_space_left,

@@ -31,7 +31,7 @@ def rehearse(drill: Drill, backend: str, size: int, *, slack: float = 1.0) -> Re
             outcomes = ranks.outcomes(
                 perform, drill.act, name, drill.timeout_s * PATIENCE, drill.joins, timeout=LIMIT_S
             )
-        return _judge(drill, outcomes, folder, drill.within_s * slack * PATIENCE)
+        return judge(drill, outcomes, folder, drill.within_s * slack * PATIENCE)
 
 
 def rehearse_launcher(drill: LauncherDrill, *, slack: float = 1.0) -> Result:
@@ -66,7 +66,7 @@ def _end_when_others_are_done(ranks: Ranks, rank: int, folder: Path) -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
-def _judge(drill: Drill, outcomes: list[Outcome], folder: Path, within_s: float) -> Result:
+def judge(drill: Drill, outcomes: list[Outcome], folder: Path, within_s: float) -> Result:
     def fail(why: str) -> FailedDrillError:
         told = "\n".join(outcome.describe() for outcome in outcomes)
         return FailedDrillError(f"{drill.name}: {why}\n{told}")
@@ -89,9 +89,19 @@ def _judge(drill: Drill, outcomes: list[Outcome], folder: Path, within_s: float)
         named = drill.names.format(victim=victim)
         if drill.raises and not is_last and not re.search(rf"\b{named}\b", report.message):
             raise fail(f"rank {outcome.rank} reads nothing of {named!r}")
+        if drill.raises and not is_last and not _blames_rightly(drill, report.ranks, victim):
+            raise fail(f"rank {outcome.rank} blames {report.ranks}; expected: {drill.blames}")
         reports.append(report)
     seconds = max(each.at for each in reports) - float((folder / "fault").read_text())
     if seconds > within_s:
         raise fail(f"the last rank knew after {seconds:.3f} s, not within {within_s:g} s")
     text = next((each.message for each in reports if each.message), "")
     return Result(text, seconds, sorted({thing for each in reports for thing in each.left}))
+
+
+def _blames_rightly(drill: Drill, ranks: tuple[int, ...], victim: int) -> bool:
+    return {
+        "victim": ranks == (victim,),
+        "victim and another": len(ranks) == 2 and victim in ranks,
+        "nobody": ranks == (),
+    }[drill.blames]

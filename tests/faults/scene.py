@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from belongings import belongings, left_since
@@ -63,6 +64,8 @@ class Drill:
     raises: tuple[str, ...]
     # What each survivor's message names, with {victim} for the rank.
     names: str = "rank {victim}"
+    # Whom each survivor's exception blames (`.ranks`).
+    blames: Literal["victim", "victim and another", "nobody"] = "victim"
     # How the victim ends: "killed", "stopped", or as the others.
     victim: str = "as the others"
     backends: tuple[str, ...] = ("native", "gloo")
@@ -124,6 +127,8 @@ class Report:
 
     error: str | None
     message: str
+    # Whom the error blames.
+    ranks: tuple[int, ...]
     at: float
     left: list[str]
 
@@ -136,13 +141,14 @@ def perform(act: Callable[[Scene], None], folder: str, timeout_s: float, joins: 
     torch.ones(1, requires_grad=True).sum().backward()
     before = belongings()
     error, message = None, ""
+    ranks: tuple[int, ...] = ()
     try:
         if joins:
             pydist.init(timeout=timeout_s)
         act(scene)
     except pydist.Error as raised:
-        error, message = type(raised).__name__, str(raised)
+        error, message, ranks = type(raised).__name__, str(raised), raised.ranks
     at = time.monotonic()
     pydist.shutdown()
     (scene.folder / f"told-{rank}").touch()
-    return Report(error, message, at, left_since(before, TIDY_UP_S))
+    return Report(error, message, ranks, at, left_since(before, TIDY_UP_S))
