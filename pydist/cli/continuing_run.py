@@ -21,7 +21,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from torch.distributed.elastic.utils import macros
 
 from pydist.job.recovery.left_behind import is_left_behind
-from pydist.job.spawn import how_it_ended, job_variables
+from pydist.job.spawn import job_variables
+from pydist.job.spawn_results import how_it_ended
 
 __all__ = ["run_and_continue"]
 

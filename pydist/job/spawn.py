@@ -17,7 +17,6 @@ import os
 import pickle
 import secrets
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -25,7 +24,6 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import process as multiprocessing_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -33,11 +31,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 
-from pydist.errors import Error, InvalidUsage, PeerLost, Timeout
+from pydist.errors import InvalidUsage, Timeout
 from pydist.job import backends, last_words
 from pydist.job.pickling import find_unpicklable
 from pydist.job.processes import end_with
 from pydist.job.recovery.left_behind import is_left_behind
+from pydist.job.spawn_results import (
+    Course,
+    Failure,
+    has_returned,
+    raise_first,
+    result_file,
+    result_or_error,
+)
 
 if TYPE_CHECKING:
     from pydist.gpu.selection import Gpus
@@ -50,43 +56,6 @@ R = TypeVar("R")
 _GRACE_S = 2.0
 
 _lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """What a rank leaves behind when its function raises."""
-
-    rank: int
-    pid: int
-    time_s: float
-    traceback: str
-    # None if it can't be pickled.
-    error: bytes | None
-    # Whether it only tells of another rank's failure.
-    is_consequence: bool
-
-
-@dataclass(frozen=True)
-class _Course:
-    """How the ranks ended. Times are those of the monotonic clock, which all processes share."""
-
-    exit_codes: list[int | None]
-    pids: list[int]
-    # When ranks were seen to have ended by themselves, by rank.
-    ended_s: dict[int, float]
-    # When this process began to end the others.
-    stopped_s: float
-
-
-class _RemoteTraceback(Exception):  # noqa: N818
-    """Carries the traceback of another process, as the cause of what it raised."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f"\n{self.text}"
 
 
 @overload
@@ -194,10 +163,10 @@ def spawn(
         variables.update(job_variables(count, store.port, backend))
         survived_by = store if on_failure == "continue" else None
         course = _run(folder, variables, count, timeout, by_value, survived_by)
-        returned = [_has_returned(folder, rank, course) for rank in range(count)]
+        returned = [has_returned(folder, rank, course) for rank in range(count)]
         if not any(returned) or (on_failure == "stop" and not all(returned)):
-            _raise_first(folder, course)
-        return [_result_or_error(folder, rank, course) for rank in range(count)]
+            raise_first(folder, course)
+        return [result_or_error(folder, rank, course) for rank in range(count)]
 
 
 def job_variables(count: int, port: int, backend: str | None) -> dict[str, str]:
@@ -283,7 +252,7 @@ def _run(
     timeout: float | None,
     by_value: bool,
     survived_by: dist.Store | None,
-) -> _Course:
+) -> Course:
     """Runs the ranks to their end.
 
     Args:
@@ -337,7 +306,7 @@ def _run(
         for file in context.error_files:
             Path(file).unlink(missing_ok=True)
     exit_codes = [process.exitcode for process in processes]
-    return _Course(exit_codes, context.pids(), ended_s, stopped_s)
+    return Course(exit_codes, context.pids(), ended_s, stopped_s)
 
 
 def _note_ends(processes: Sequence[Any], ended_s: dict[int, float], left_s: float | None) -> None:
@@ -365,90 +334,6 @@ def _end(processes: Sequence[Any]) -> None:
         process.join()
 
 
-def _raise_first(folder: Path, course: _Course) -> None:
-    """Raises what the rank that failed first raised.
-
-    Ranks that raised PeerLost or Aborted of another one only saw that fail. What became of a rank
-    once this process had begun to end it tells nothing.
-    """
-    failures: list[_Failure] = []
-    died: list[tuple[float, int]] = []
-    for rank in range(len(course.pids)):
-        file = folder / f"failure-{rank}"
-        if file.exists():
-            failure: _Failure = pickle.loads(file.read_bytes())
-            if failure.time_s < course.stopped_s:
-                failures.append(failure)
-        elif rank in course.ended_s and not _has_returned(folder, rank, course):
-            died.append((course.ended_s[rank], rank))
-    first = min(failures, key=lambda each: (each.is_consequence, each.time_s), default=None)
-    if died and (first is None or first.is_consequence or min(died)[0] < first.time_s):
-        _, rank = min(died)
-        code, pid = course.exit_codes[rank], course.pids[rank]
-        raise PeerLost(
-            f"rank {rank} of {len(course.pids)} (pid {pid}) {how_it_ended(code)} without "
-            f"{'a result' if code == 0 else 'an exception'}; what it printed may say why. The "
-            "other ranks have been ended.",
-            ranks=(rank,),
-            host=socket.gethostname(),
-            pid=pid,
-            cause=how_it_ended(code),
-        )
-    if first is None:
-        raise Error(f"the ranks ended with exit codes {course.exit_codes} and left no reason.")
-    cause = _RemoteTraceback(
-        f"rank {first.rank} of {len(course.pids)} (pid {first.pid}) raised:\n{first.traceback}"
-    )
-    raise _error_of(first) from cause
-
-
-def _error_of(failure: _Failure) -> Exception:
-    if failure.error is not None:
-        error: Exception = pickle.loads(failure.error)
-        return error
-    return Error(f"rank {failure.rank} failed: {failure.traceback.strip().splitlines()[-1]}")
-
-
-def _has_returned(folder: Path, rank: int, course: _Course) -> bool:
-    """Whether a rank's function has returned, and its process has ended well."""
-    return course.exit_codes[rank] == 0 and _result_file(folder, rank).exists()
-
-
-def _result_or_error(folder: Path, rank: int, course: _Course) -> Any:
-    """What a rank returned, raised, or died of."""
-    code, pid = course.exit_codes[rank], course.pids[rank]
-    if _has_returned(folder, rank, course):
-        return _unpack(folder, rank)
-    file = folder / f"failure-{rank}"
-    if not file.exists():
-        how = how_it_ended(code) + (" without a result" if code == 0 else "")
-        return PeerLost(
-            f"rank {rank} (pid {pid}) {how}, and others went on.",
-            ranks=(rank,),
-            host=socket.gethostname(),
-            pid=pid,
-            cause=how,
-        )
-    failure: _Failure = pickle.loads(file.read_bytes())
-    error = _error_of(failure)
-    error.__cause__ = _RemoteTraceback(f"rank {rank} (pid {pid}) raised:\n{failure.traceback}")
-    return error
-
-
-def how_it_ended(code: int | None) -> str:
-    """What an exit code says of a process, negative ones for signals; for people."""
-    if code is not None and code < 0:
-        name = ""
-        with contextlib.suppress(ValueError):  # most real-time signals have none
-            name = f" ({signal.Signals(-code).name})"
-        return f"was killed by signal {-code}{name}"
-    return f"exited with status {code}"
-
-
-def _result_file(folder: Path, rank: int) -> Path:
-    return folder / f"result-{rank}"
-
-
 def _stacks_file(folder: Path, rank: int) -> Path:
     return folder / f"stacks-{rank}"
 
@@ -460,10 +345,6 @@ def _print_stacks(folder: Path, rank: int, pid: int) -> None:
     except FileNotFoundError:
         stacks = "It has not begun: Python may be importing torch yet.\n"
     print(f"rank {rank} (pid {pid}) still runs.\n{stacks}", file=sys.stderr, flush=True)
-
-
-def _unpack(folder: Path, rank: int) -> Any:
-    return pickle.loads(_result_file(folder, rank).read_bytes())
 
 
 def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
@@ -480,7 +361,7 @@ def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
     try:
         fn, args = pickle.loads((folder / "payload").read_bytes())
         result = fn(*args)
-        _write(_result_file(folder, rank), _pack_result(rank, result))
+        _write(result_file(folder, rank), _pack_result(rank, result))
     except BaseException as error:
         _write(folder / f"failure-{rank}", pickle.dumps(_failure(rank, error)))
         if isinstance(error, Exception):
@@ -522,14 +403,14 @@ def _pack_result(rank: int, result: object) -> bytes:
     return packed
 
 
-def _failure(rank: int, error: BaseException) -> _Failure:
+def _failure(rank: int, error: BaseException) -> Failure:
     packed = None
     if isinstance(error, Exception):  # a rank's sys.exit must not end the caller
         with contextlib.suppress(Exception):
             dumped = pickle.dumps(error)
             pickle.loads(dumped)
             packed = dumped
-    return _Failure(
+    return Failure(
         rank=rank,
         pid=os.getpid(),
         time_s=time.monotonic(),
