@@ -60,14 +60,17 @@ bool MessageQueue::drive() {
 }
 
 void MessageQueue::start_submitted() {
-  PendingList fresh;
+  PendingList::iterator pending;
   {
     const std::lock_guard lock(mutex_);
-    fresh.swap(submitted_);
+    if (submitted_.empty()) {
+      return;
+    }
+    pending = submitted_.begin();
+    // All of them before any starts: where one throws, fail_all() has to find the rest.
+    running_.splice(running_.end(), submitted_);
   }
-  while (!fresh.empty()) {
-    running_.splice(running_.end(), fresh, fresh.begin());
-    const auto pending = std::prev(running_.end());
+  for (; pending != running_.end(); ++pending) {
     const Operation& operation = pending->operation;
     const bool is_send = operation.kind == OpKind::kSend;
     const Buffer& buffer = is_send ? operation.inputs[0] : operation.outputs[0];

@@ -2,12 +2,27 @@
 
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
+
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <functional>
+#include <future>
 #include <set>
 #include <thread>
 
 #include "ranks.h"
+
+namespace {
+std::atomic<bool> has_no_shared_memory{false};
+}
+
+// In place of the C library's: fails while a test says so.
+extern "C" int posix_fallocate(int fd, off_t offset, off_t length) {
+  return has_no_shared_memory ? ENOSPC : ::fallocate(fd, 0, offset, length) == 0 ? 0 : errno;
+}
 
 namespace pydist::testing {
 namespace {
@@ -271,6 +286,68 @@ TEST(NativeMessagesTest, WrongPeersAreRefused) {
     for (const int peer : {2, -2}) {
       EXPECT_EQ(error_of([&] { self.communicator->run(receive_from(peer, 0, value)); }).kind,
                 ErrorKind::kInvalidUsage);
+    }
+  });
+}
+
+// -- several messages that start together ---------------------------------------------------------
+
+// Calls `submit` where nobody starts a message until all of its messages are queued: in a callback,
+// which holds up the progress thread while rank 0 drives nothing itself. Rank 1 sends `first`
+// before that, which rank 0 hears and does not receive. Returns what the works ended with.
+std::vector<ErrorDescription> errors_of_messages_started_together(
+    RankOfTest& self, std::vector<int>& first,
+    const std::function<std::vector<WorkPtr>()>& submit) {
+  std::vector<int> signal(1);
+  if (self.rank == 1) {
+    self.communicator->run(barrier());
+    self.communicator->run(send_to(0, 1, first));
+    self.communicator->run(send_to(0, 2, signal));
+    // Until rank 0 has failed.
+    static_cast<void>(error_of([&] { self.communicator->run(barrier()); }));
+    return {};
+  }
+  std::promise<std::vector<WorkPtr>> submitted;
+  self.communicator->submit(receive_from(1, 2, signal))->on_completion([&](const Work::Outcome&) {
+    submitted.set_value(submit());
+  });
+  self.communicator->run(barrier());
+  std::vector<ErrorDescription> errors;
+  for (const WorkPtr& work : submitted.get_future().get()) {
+    errors.push_back(error_of([&] { work->wait(); }));
+  }
+  return errors;
+}
+
+TEST(NativeMessagesTest, AReceiveThatCannotStartEndsThoseBehindIt) {
+  run_ranks(2, [](RankOfTest& self) {
+    std::vector<int> five(5);
+    std::vector<std::vector<int>> fours(3, std::vector<int>(4));
+    const auto errors = errors_of_messages_started_together(self, five, [&] {
+      return std::vector<WorkPtr>{self.communicator->submit(receive_from(1, 1, fours[0])),
+                                  self.communicator->submit(receive_from(1, 7, fours[1])),
+                                  self.communicator->submit(receive_from(1, 8, fours[2]))};
+    });
+    EXPECT_EQ(errors.size(), self.rank == 0 ? 3u : 0u);
+    for (const ErrorDescription& error : errors) {
+      EXPECT_EQ(error.kind, ErrorKind::kMismatch) << error.message;
+    }
+  });
+}
+
+TEST(NativeMessagesTest, ASendThatCannotStartEndsThoseBehindIt) {
+  run_ranks(2, [](RankOfTest& self) {
+    std::vector<int> values(5);
+    const auto errors = errors_of_messages_started_together(self, values, [&] {
+      has_no_shared_memory = true;
+      return std::vector<WorkPtr>{self.communicator->submit(send_to(1, 1, values)),
+                                  self.communicator->submit(send_to(1, 2, values)),
+                                  self.communicator->submit(receive_from(1, 8, values))};
+    });
+    has_no_shared_memory = false;
+    EXPECT_EQ(errors.size(), self.rank == 0 ? 3u : 0u);
+    for (const ErrorDescription& error : errors) {
+      EXPECT_PRED2(contains, error.message, "messages between two ranks");
     }
   });
 }
