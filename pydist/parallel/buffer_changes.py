@@ -88,12 +88,14 @@ class BufferChanges:
         self._noted = []
         warnings.warn(
             f"buffer {names[reducer.first_differing_buffer - 1]} of the model was changed after "
-            "an averaged backward and before a forward, on some ranks only or to other values on "
-            "each, so the forwards of the ranks computed with different values. torch's "
-            "DistributedDataParallel copies rank 0's buffers before that forward; "
-            "pydist.DataParallel copies them at the end of its backward. Change the buffer on all "
-            "ranks alike (pydist.broadcast(buffer, root=0) gives them rank 0's); if forward does "
-            "not compute with it, ignore this",
+            "an averaged backward and before a forward, perhaps by another forward, and so may "
+            "others after it have been. That one or another of these was changed on some ranks "
+            "only or to other values on each, so that forwards of the ranks had different values. "
+            "torch's DistributedDataParallel copies rank 0's buffers at the beginning of the first "
+            "forward (also under no_grad) after one that averages; pydist.DataParallel copies them "
+            "at the end of a backward. Change buffers on all ranks alike "
+            "(pydist.broadcast(buffer, root=0) gives them rank 0's); if forward does not compute "
+            "with them, ignore this",
             UserWarning,
             stacklevel=2,
         )

@@ -1,9 +1,9 @@
 """Watches that the ranks' models stay alike (`check_every=`) and finite (`check_finite=`).
 
 Note [Divergence]
-Before every `check_every`-th forward that averages, each rank sums up the bits of every parameter
-and buffer, and all gather a digest of the sums: one small operation. Where the digests differ, they
-exchange the sums, and all raise the same Mismatch.
+Before every `check_every`-th forward that averages, each rank takes a fingerprint of every
+parameter and buffer, and all gather a digest of these: one small operation. Where the digests
+differ, they exchange the fingerprints, and all raise the same Mismatch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pydist.errors import InvalidUsage, Mismatch
 from pydist.job import backends
 from pydist.job.outcome import exchange
 from pydist.job.rank_names import culprits
+from pydist.parallel.fingerprints import fingerprints_of
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Sentinel", "checked_every"]
 
 _LABEL = "pydist.DataParallel(check_every=)"
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def checked_every(value: object) -> int | None:
@@ -109,12 +109,12 @@ class Sentinel:
             ]
             if has_buffers:
                 named += [(f"buffer {name}", each) for name, each in local.shared_buffers()]
-            sums = _sums_of_bits(named)
-            digest = hashlib.sha256(json.dumps(sums).encode()).digest()
+            found = fingerprints_of(named)
+            digest = hashlib.sha256(json.dumps(found).encode()).digest()
             digests = exchange(communicator, digest, _LABEL)
             self._tell_cost(time.monotonic() - began, named)
             if any(each != digest for each in digests):
-                _raise_where_different(communicator, self._step, sums)
+                _raise_where_different(communicator, self._step, found)
 
     def _tell_cost(self, seconds: float, named: list[tuple[str, Tensor]]) -> None:
         if self._has_told_cost:
@@ -178,35 +178,14 @@ class _FiniteCheck:
             )
 
 
-def _sums_of_bits(named: list[tuple[str, Tensor]]) -> dict[str, int]:
-    """The sum of every tensor's elements, taken as integers of their size, modulo 2^64."""
-    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    with torch.no_grad():
-        for name, each in named:
-            plain = each.detach()
-            if plain.is_complex():
-                plain = torch.view_as_real(plain.resolve_conj())
-            bits = (
-                plain.contiguous().view(-1).view(_INTEGERS.get(plain.element_size(), torch.int64))
-            )
-            total = bits.sum(dtype=torch.int64)
-            by_device.setdefault(each.device, []).append((name, total))
-        sums: dict[str, int] = {}
-        # The host waits once for each device.
-        for on_device in by_device.values():
-            values = torch.stack([total for _, total in on_device]).tolist()
-            sums |= dict(zip((name for name, _ in on_device), values, strict=True))
-    return {name: sums[name] for name, _ in named}
-
-
-def _raise_where_different(communicator: Communicator, step: int, sums: dict[str, int]) -> None:
+def _raise_where_different(communicator: Communicator, step: int, found: dict[str, int]) -> None:
     """Raises on all ranks, and names the first tensor that differs.
 
     Digests may be unlike for another reason: buffers that only some ranks had reason to compare.
     """
-    told = exchange(communicator, json.dumps(sums).encode(), _LABEL)
+    told = exchange(communicator, json.dumps(found).encode(), _LABEL)
     everybody: list[dict[str, int]] = [json.loads(each) for each in told]
-    common = [name for name in sums if all(name in each for each in everybody)]
+    common = [name for name in found if all(name in each for each in everybody)]
     for name in common:
         by_value: dict[int, list[int]] = {}
         for rank, theirs in enumerate(everybody):

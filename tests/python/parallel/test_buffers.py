@@ -297,6 +297,40 @@ def test_a_buffer_changed_on_one_rank_warns_all(
         assert told[0].startswith(f"{when}: buffer temperature of the model was changed")
 
 
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2).to(torch.float64)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean += x.mean()
+        out: Tensor = self.fc(x).sum() - self.mean.clone()
+        return out
+
+
+def change_in_a_forward_without_gradients() -> list[str]:
+    rank, _ = joined()
+    model = pydist.DataParallel(Counted())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            with torch.no_grad():
+                model(batch(rank, 5, 4, step=step))
+            model(batch(rank, 5, 4, step=step)).backward()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_warning_accuses_no_buffer_that_changed_alike(three: Ranks) -> None:
+    for told in three.run(change_in_a_forward_without_gradients, timeout=LIMIT_S):
+        assert len(told) == 1, told
+        assert "calls of the model was changed" in told[0]
+        assert "That one or another of these was changed on some ranks only" in told[0]
+        assert "(also under no_grad)" in told[0]
+
+
 def test_statistics_reset_on_one_rank_warn_all(three: Ranks) -> None:
     for told in three.run(change_between_steps, "reset_statistics", "first", 2, timeout=LIMIT_S):
         assert len(told) == 1, told
