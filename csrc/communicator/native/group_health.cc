@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/deadline.h"
+#include "base/log_queue.h"
 #include "health/process_state.h"
 
 namespace pydist {
@@ -42,14 +43,16 @@ std::string entry_name(const JournalEntry& entry) {
 }  // namespace
 
 GroupHealth::GroupHealth(std::string name, int rank, std::shared_ptr<Endpoint> endpoint,
-                         GroupSegment segment, std::vector<PeerPtr> peers)
+                         GroupSegment segment, std::vector<PeerPtr> peers,
+                         std::chrono::nanoseconds long_wait)
     : name_(std::move(name)),
       rank_(rank),
       fingerprint_(fingerprint_on_host(name_)),
       fingerprint_on_gpu_(fingerprint_on_gpu(name_)),
       endpoint_(std::move(endpoint)),
       segment_(std::move(segment)),
-      peers_(std::move(peers)) {}
+      peers_(std::move(peers)),
+      long_wait_(long_wait) {}
 
 std::exception_ptr GroupHealth::failure() {
   if (has_left_.load(std::memory_order_acquire)) {
@@ -296,6 +299,12 @@ GroupHealth::Keeper GroupHealth::keeper_behind(int rank) const {
     here = *next;
   }
   return {rank, "", activity(rank)};
+}
+
+void GroupHealth::warn_of_wait(const std::string& operation, const std::string& why) {
+  endpoint_->log().post(LogLevel::kWarning, join(who(rank_), " has been in ", operation, " for ",
+                                                 std::chrono::duration<double>(long_wait_).count(),
+                                                 " s", why.empty() ? "" : ": ", why, "."));
 }
 
 std::string GroupHealth::activity(int rank) const {
