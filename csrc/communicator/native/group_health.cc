@@ -310,20 +310,20 @@ void GroupHealth::warn_of_wait(const std::string& operation, const std::string& 
 std::string GroupHealth::activity(int rank) const {
   const Journal& journal = peers_[static_cast<std::size_t>(rank)]->page->journal;
   const std::vector<JournalEntry> entries = journal.read();
+  const auto name = [this](const JournalEntry& entry) {
+    return entry_name(entry) + (is_of_group(entry) ? "" : " of another group");
+  };
   for (const JournalEntry& entry : entries) {
     if (entry.state == JournalState::kRunning) {
-      return join("is in ", entry_name(entry), is_of_group(entry) ? "" : " of another group",
-                  " since ", seconds_since(entry.started_ns));
+      return join("is in ", name(entry), " since ", seconds_since(entry.started_ns));
     }
   }
-  for (const JournalEntry& entry : entries) {
-    if (is_of_group(entry)) {
-      return join("left ", entry_name(entry), " ", seconds_since(entry.finished_ns),
-                  " ago and is in no operation");
-    }
+  if (entries.empty()) {
+    return "has not entered any operation yet";
   }
-  return entries.empty() ? "has not entered any operation yet"
-                         : "is in no operation and never entered one of this group";
+  const JournalEntry& last = entries.front();
+  return join(last.state == JournalState::kFailed ? "failed in " : "left ", name(last), " ",
+              seconds_since(last.finished_ns), " ago and is in no operation");
 }
 
 std::string GroupHealth::where(int rank, OpKind kind, std::uint64_t sequence) const {
