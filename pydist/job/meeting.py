@@ -12,6 +12,7 @@ later follow the job's choice without asking again.
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,10 @@ __all__ = [
 _VERDICT_GRACE_S = 5.0
 # How often a wait looks whether it is in vain.
 _LOOK_S = 0.5
+# How long a wait may last before the log tells for whom it waits.
+_LONG_WAIT_S = 60.0
+
+_logger = logging.getLogger("pydist")
 
 _ERRORS: dict[str, type[Error]] = {
     kind.__name__: kind
@@ -188,6 +193,33 @@ def wait_for_keys(
         return wait_until(lambda: store.check(keys), timeout, look)
 
 
+def _missing(store: dist.Store, size: int) -> list[int]:
+    return [rank for rank in range(size) if not store.check([f"hello/{rank}"])]
+
+
+def _warn_when_long(store: dist.Store, size: int, timeout: timedelta) -> Callable[[], None]:
+    """For `look` of a wait that begins now: logs once who is missing, where the wait lasts."""
+    due_s = time.monotonic() + _LONG_WAIT_S
+    has_warned = timeout.total_seconds() <= _LONG_WAIT_S
+
+    def look() -> None:
+        nonlocal has_warned
+        if has_warned or time.monotonic() < due_s:
+            return
+        has_warned = True
+        missing = _missing(store, size)
+        _logger.warning(
+            "%s within %g s; this rank waits for %g s in all.",
+            f"{name_ranks(missing)} of {size} did not join"
+            if missing
+            else "all ranks have joined, but rank 0 did not say what follows",
+            _LONG_WAIT_S,
+            timeout.total_seconds(),
+        )
+
+    return look
+
+
 def require_alive(expected: Sequence[Process], ranks: Sequence[int]) -> None:
     """Raises where some of the processes that a generation waits for are known to have ended.
 
@@ -216,16 +248,19 @@ def _collect(
 ) -> dict[str, Any]:
     keys = [f"hello/{rank}" for rank in range(size)]
 
+    warn_when_long = _warn_when_long(store, size, timeout)
+
     def look() -> None:
         if expected is not None:
             require_alive(expected, range(size))
+        warn_when_long()
 
     try:
         have_come = wait_for_keys(store, keys, timeout, look)
     except PeerLost as error:
         return {"error": "PeerLost", "message": str(error), "blame": error.blame}
-    if not have_come:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    # One that comes now is in time.
+    if not have_come and (missing := _missing(store, size)):
         return {
             "error": "Timeout",
             "message": f"{name_ranks(missing)} of {size} did not join within "
@@ -277,11 +312,13 @@ def agree(
         finally:
             store.set("verdict", json.dumps(verdict))
     else:
+        warn_when_long = _warn_when_long(store, size, timeout)
 
         def look() -> None:
             # Rank 0 looks at the others, and tells all.
             if expected is not None and not store.check(["verdict"]):
                 require_alive(expected, [0])
+            warn_when_long()
 
         patience = timeout + timedelta(seconds=_VERDICT_GRACE_S)
         if not wait_for_keys(store, ["hello/0"], patience, look):

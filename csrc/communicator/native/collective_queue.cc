@@ -290,14 +290,12 @@ void CollectiveQueue::check_hope(Pending& pending) {
   shows_awaited_ = true;
   std::optional<GroupHealth::Loss> loss = health_->why_vain(rank);
   const bool is_late = pending.deadline.has_passed();
+  const bool is_long = !loss && !is_late && health_->is_due(pending.notice);
   // What the peer did before it died, or before the deadline, counts.
-  if ((!loss && !is_late) || execution.is_ready()) {
+  if ((!loss && !is_late && !is_long) || execution.is_ready()) {
     return;
   }
-  const std::string label =
-      pending.operation.label.empty() ? "" : " (" + pending.operation.label + ")";
-  const std::string what = join(to_string(pending.operation.kind), " #", group_.sequence(), label,
-                                " of group '", health_->name(), "'");
+  const std::string what = describe_head(pending.operation);
   if (loss) {
     loss->blame.operation = what;
     throw PeerLost(join(loss->what, ". ", health_->who(health_->rank()), " waited for it in ", what,
@@ -305,11 +303,22 @@ void CollectiveQueue::check_hope(Pending& pending) {
                    std::move(loss->blame));
   }
   GroupHealth::Keeper keeper = health_->keeper_behind(rank);
+  const std::string why =
+      keeper.way + health_->where(keeper.rank, pending.operation.kind, group_.sequence());
+  if (is_long) {
+    health_->warn_of_wait(what, why);
+    return;
+  }
   Blame blame = health_->blame(keeper.rank, std::move(keeper.cause));
   blame.operation = what;
-  throw Timeout(join(health_->who(health_->rank()), " timed out in ", what, ": ", keeper.way,
-                     health_->where(keeper.rank, pending.operation.kind, group_.sequence()), "."),
+  throw Timeout(join(health_->who(health_->rank()), " timed out in ", what, ": ", why, "."),
                 std::move(blame));
+}
+
+std::string CollectiveQueue::describe_head(const Operation& operation) const {
+  const std::string label = operation.label.empty() ? "" : " (" + operation.label + ")";
+  return join(to_string(operation.kind), " #", group_.sequence(), label, " of group '",
+              health_->name(), "'");
 }
 
 void CollectiveQueue::fence(const Pending& pending) noexcept {

@@ -76,7 +76,8 @@ class CollectiveQueue final : public WaitableDrivable {
     const MakeTask* make_task;   // null for the queue's
     std::optional<Execution> execution;
     std::optional<Journal::Ticket> ticket;  // once it has begun
-    bool is_posted = false;                 // by AtOnce
+    GroupHealth::Notice notice;
+    bool is_posted = false;  // by AtOnce
     bool is_done = false;
     std::exception_ptr error;
   };
@@ -96,8 +97,11 @@ class CollectiveQueue final : public WaitableDrivable {
   void start(Pending& pending);
   // Moves the head along; false when it has to wait.
   bool step(Pending& pending);
-  // Throws what makes waiting vain: the group's failure, a lost peer, the deadline.
+  // Throws what makes waiting vain: the group's failure, a lost peer, the deadline. Warns of a wait
+  // that lasts.
   void check_hope(Pending& pending);
+  // For people: "all_reduce #812 (bucket 7) of group 'world'", of the head.
+  [[nodiscard]] std::string describe_head(const Operation& operation) const;
   void finish(Pending& pending, std::exception_ptr error);
   void show_awaiting_nobody() noexcept;
   // Note [Fence]

@@ -20,6 +20,7 @@
 #include "base/deadline.h"
 #include "base/env.h"
 #include "base/fork.h"
+#include "base/log_queue.h"
 #include "communicator/native/wait_loop.h"
 #include "health/doorbell.h"
 #include "health/monitor.h"
@@ -93,6 +94,8 @@ class Endpoint {
   [[nodiscard]] ProcessPage& page() noexcept { return *page_; }
   [[nodiscard]] Doorbell& doorbell() noexcept { return progress_->doorbell(); }
   [[nodiscard]] SegmentServer& server();
+  // For lines of those who drive operations, which must not wait for a reader.
+  [[nodiscard]] LogQueue& log() noexcept { return log_; }
   [[nodiscard]] const std::shared_ptr<Progress>& progress() noexcept { return progress_; }
 
   // Waiters of this process spin no longer than this before they sleep. The least of all groups
@@ -120,6 +123,7 @@ class Endpoint {
   const Birth birth_;
   const Environment environment_;
   const std::string host_identity_;
+  LogQueue log_;
   SharedSegment page_segment_;
   SharedSegment doorbell_segment_;
   ProcessPage* page_ = nullptr;

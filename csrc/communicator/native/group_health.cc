@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/deadline.h"
+#include "base/log_queue.h"
 #include "health/process_state.h"
 
 namespace pydist {
@@ -42,14 +43,16 @@ std::string entry_name(const JournalEntry& entry) {
 }  // namespace
 
 GroupHealth::GroupHealth(std::string name, int rank, std::shared_ptr<Endpoint> endpoint,
-                         GroupSegment segment, std::vector<PeerPtr> peers)
+                         GroupSegment segment, std::vector<PeerPtr> peers,
+                         std::chrono::nanoseconds long_wait)
     : name_(std::move(name)),
       rank_(rank),
       fingerprint_(fingerprint_on_host(name_)),
       fingerprint_on_gpu_(fingerprint_on_gpu(name_)),
       endpoint_(std::move(endpoint)),
       segment_(std::move(segment)),
-      peers_(std::move(peers)) {}
+      peers_(std::move(peers)),
+      long_wait_(long_wait) {}
 
 std::exception_ptr GroupHealth::failure() {
   if (has_left_.load(std::memory_order_acquire)) {
@@ -298,23 +301,29 @@ GroupHealth::Keeper GroupHealth::keeper_behind(int rank) const {
   return {rank, "", activity(rank)};
 }
 
+void GroupHealth::warn_of_wait(const std::string& operation, const std::string& why) {
+  endpoint_->log().post(LogLevel::kWarning, join(who(rank_), " has been in ", operation, " for ",
+                                                 std::chrono::duration<double>(long_wait_).count(),
+                                                 " s", why.empty() ? "" : ": ", why, "."));
+}
+
 std::string GroupHealth::activity(int rank) const {
   const Journal& journal = peers_[static_cast<std::size_t>(rank)]->page->journal;
   const std::vector<JournalEntry> entries = journal.read();
+  const auto name = [this](const JournalEntry& entry) {
+    return entry_name(entry) + (is_of_group(entry) ? "" : " of another group");
+  };
   for (const JournalEntry& entry : entries) {
     if (entry.state == JournalState::kRunning) {
-      return join("is in ", entry_name(entry), is_of_group(entry) ? "" : " of another group",
-                  " since ", seconds_since(entry.started_ns));
+      return join("is in ", name(entry), " since ", seconds_since(entry.started_ns));
     }
   }
-  for (const JournalEntry& entry : entries) {
-    if (is_of_group(entry)) {
-      return join("left ", entry_name(entry), " ", seconds_since(entry.finished_ns),
-                  " ago and is in no operation");
-    }
+  if (entries.empty()) {
+    return "has not entered any operation yet";
   }
-  return entries.empty() ? "has not entered any operation yet"
-                         : "is in no operation and never entered one of this group";
+  const JournalEntry& last = entries.front();
+  return join(last.state == JournalState::kFailed ? "failed in " : "left ", name(last), " ",
+              seconds_since(last.finished_ns), " ago and is in no operation");
 }
 
 std::string GroupHealth::where(int rank, OpKind kind, std::uint64_t sequence) const {

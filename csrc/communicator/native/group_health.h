@@ -27,8 +27,9 @@ namespace pydist {
 
 class GroupHealth {
  public:
+  // `long_wait`: how long an operation may last before the log tells for whom it waits.
   GroupHealth(std::string name, int rank, std::shared_ptr<Endpoint> endpoint, GroupSegment segment,
-              std::vector<PeerPtr> peers);
+              std::vector<PeerPtr> peers, std::chrono::nanoseconds long_wait);
 
   // -- the group's error --------------------------------------------------------------------
   // Cheap: whether failure() would return anything.
@@ -90,6 +91,23 @@ class GroupHealth {
   [[nodiscard]] std::string activity(int rank) const;
   [[nodiscard]] std::vector<std::string> whereabouts() const;
 
+  // -- operations that last ------------------------------------------------------------------
+  // When the log tells for whom an operation waits; empty before the operation first had to wait.
+  using Notice = std::optional<Deadline>;
+  // Whether it is time to, which it is once for an operation.
+  [[nodiscard]] bool is_due(Notice& notice) const noexcept {
+    if (!notice) {
+      notice = Deadline::in(long_wait_);
+    }
+    if (!notice->has_passed()) {
+      return false;
+    }
+    notice = Deadline::never();
+    return true;
+  }
+  // Logs that this rank is still in `operation`, and why. Does not wait for the log.
+  void warn_of_wait(const std::string& operation, const std::string& why);
+
   // -- the journal --------------------------------------------------------------------------
   [[nodiscard]] Journal& journal() noexcept { return endpoint_->page().journal; }
   // What the entries of its operations on the host are marked with; the same on every rank.
@@ -123,6 +141,7 @@ class GroupHealth {
   const std::shared_ptr<Endpoint> endpoint_;
   const GroupSegment segment_;
   const std::vector<PeerPtr> peers_;  // by rank; this rank's entry is its own page
+  const std::chrono::nanoseconds long_wait_;
   std::atomic<bool> has_left_{false};
 };
 

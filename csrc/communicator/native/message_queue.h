@@ -43,6 +43,7 @@ class MessageQueue final : public WaitableDrivable {
     std::shared_ptr<Work> work;
     std::uint64_t number = 0;
     Journal::Ticket ticket = 0;
+    GroupHealth::Notice notice = std::nullopt;
   };
   using PendingList = std::list<Pending>;
 

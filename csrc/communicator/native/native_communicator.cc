@@ -69,7 +69,8 @@ class NativeCommunicator final : public Communicator,
         heap_(std::make_shared<SymmetricHeap>(rank, size, std::move(membership.heap_file),
                                               std::move(membership.memory_limits))),
         health_(std::make_shared<GroupHealth>(options_.name, rank, endpoint_,
-                                              membership.group_segment, membership.peers)) {
+                                              membership.group_segment, membership.peers,
+                                              options_.long_wait)) {
     std::vector<Doorbell*> doorbells;
     for (const PeerPtr& peer : membership.peers) {
       doorbells.push_back(peer->doorbell);

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <string>
 
@@ -15,6 +16,9 @@ namespace pydist {
 class Endpoint;
 class JobSecret;
 
+// How long an operation may last before the log tells for whom it waits.
+inline constexpr std::chrono::seconds kLongWait{60};
+
 struct NativeOptions {
   // Unique among the groups that share the store; the same on every rank.
   std::string name = "world";
@@ -24,6 +28,8 @@ struct NativeOptions {
   // Called now and then while the ranks meet; throws where somebody will never come. split() asks
   // the parent group's health.
   CheckHope check_hope = nullptr;
+  // Tests take less.
+  std::chrono::milliseconds long_wait = kLongWait;
 };
 
 // Joins a group of `size` ranks over `store`, as `rank`. Collective over the group. The store must

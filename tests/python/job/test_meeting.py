@@ -1,5 +1,6 @@
 """What the ranks say to each other when they meet, where some come late or never."""
 
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -11,6 +12,8 @@ import pydist
 from pydist.job import meeting
 
 pytestmark = pytest.mark.timeout(60)
+
+HELLO = {"pydist": "1", "torch": "2"}
 
 
 def test_a_late_rank_0_is_not_blamed_for_one_that_never_comes(
@@ -38,3 +41,58 @@ def test_a_rank_0_that_never_comes_is_blamed(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(pydist.Timeout, match="rank 0 did not join") as caught:
         meeting.agree(dist.HashStore(), 1, 2, {}, timedelta(seconds=0.2))
     assert caught.value.ranks == (0,)
+
+
+# -- what the log says of a wait that lasts --------------------------------------------------------
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_LONG_WAIT_S", 0.2)
+    monkeypatch.setattr(meeting, "_LOOK_S", 0.05)
+
+
+def meet_in_vain(ranks: tuple[int, ...], size: int, timeout_s: float) -> None:
+    """Joins some of the ranks of a job; the others never come."""
+    store = dist.HashStore()
+
+    def join(rank: int) -> None:
+        with pytest.raises(pydist.Timeout):
+            meeting.agree(store, rank, size, HELLO, timedelta(seconds=timeout_s))
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        list(threads.map(join, ranks))
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "pydist" and record.levelno == logging.WARNING
+    ]
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_each_rank_warns_once_of_those_that_are_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    meet_in_vain((0, 2), 4, 2.0)
+    warning = "ranks 1, 3 of 4 did not join within 0.2 s; this rank waits for 2 s in all."
+    assert warnings_of(caplog) == [warning] * 2
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_missing_rank_0_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_VERDICT_GRACE_S", 0.1)
+    meet_in_vain((1,), 2, 1.0)
+    assert warnings_of(caplog) == [
+        "rank 0 of 2 did not join within 0.2 s; this rank waits for 1 s in all."
+    ]
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_time_out_that_is_short_speaks_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+    meet_in_vain((0,), 2, 0.2)
+    assert warnings_of(caplog) == []

@@ -353,7 +353,7 @@ TEST(NativeDamageTest, PagesAndRecordsOfPeersHurtNobody) {
     peer->doorbell = &endpoint->doorbell();
     peers.push_back(std::move(peer));
   }
-  GroupHealth health("world", kMe, endpoint, ground.segment(), peers);
+  GroupHealth health("world", kMe, endpoint, ground.segment(), peers, std::chrono::minutes(1));
   for (int i = 0; i < tries(); ++i) {
     auto* const page = reinterpret_cast<ProcessPage*>(pages[dice.is_one_in(2) ? 0 : 2].data());
     if (i % 64 == 0) {

@@ -372,6 +372,27 @@ TEST(NativeGroupsTest, SubgroupsReportTheRankThatTheyWaitFor) {
 
 // -- waiting costs nothing ------------------------------------------------------------------------
 
+TEST(NativeGroupsTest, ARankIsKnownByWhatItDidLastInWhateverGroup) {
+  const auto errors = collect_errors(2, [](RankOfTest& self) {
+    self.communicator->run(barrier());
+    const CommunicatorPtr pair = self.communicator->split({0, 1});
+    if (self.rank == 1) {
+      const Operation alone = with_timeout(barrier(), milliseconds(100));
+      EXPECT_EQ(error_of([&] { pair->run(alone); }).kind, ErrorKind::kTimeout);
+    }
+    while (self.rank == 1 ? !self.communicator->failure() : !pair->failure()) {
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+    self.communicator->run(with_timeout(barrier(), milliseconds(300)));
+  });
+  for (const auto& error : errors) {
+    ASSERT_NE(error, nullptr);
+    EXPECT_PRED2(contains, describe(error).message,
+                 "never entered barrier #2; it failed in barrier #1 of another group ");
+    EXPECT_PRED2(contains, describe(error).message, " ago and is in no operation");
+  }
+}
+
 double processor_seconds() {
   rusage usage{};
   ::getrusage(RUSAGE_THREAD, &usage);

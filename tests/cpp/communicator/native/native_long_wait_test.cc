@@ -1,0 +1,108 @@
+// What the log says of operations that last, long before their deadline.
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstddef>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "communicator/native/native_communicator.h"
+#include "ranks.h"
+
+namespace pydist::testing {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Many times as long as the group's own patience.
+constexpr milliseconds kLate{2000 * kSlowdown};
+
+CommunicatorPtr join_impatiently(const RankOfTest& self) {
+  NativeOptions options;
+  options.name = "impatient";
+  options.environment = test_environment();
+  options.long_wait = milliseconds(50);
+  return create_native_communicator(self.store, self.rank, self.size, options, self.endpoint);
+}
+
+// What the ranks, all of which have ended, wrote to the log.
+std::string log_of(int size, const RankFunction& function) {
+  ::testing::internal::CaptureStderr();
+  run_ranks(size, function);
+  return ::testing::internal::GetCapturedStderr();
+}
+
+int occurrences(const std::string& text, const std::string& part) {
+  int count = 0;
+  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) {
+    ++count;
+  }
+  return count;
+}
+
+TEST(NativeLongWaitTest, ACollectiveIsWarnedOfOnceWithTheRankThatIsMissing) {
+  const std::string log = log_of(2, [](RankOfTest& self) {
+    const CommunicatorPtr group = join_impatiently(self);
+    std::vector<int> values(3, 1);
+    group->run(barrier());
+    if (self.rank == 1) {
+      std::this_thread::sleep_for(kLate);
+    }
+    Operation operation = all_reduce(values);
+    operation.label = "bucket 7";
+    const WorkPtr first = group->submit(operation);
+    const WorkPtr second = group->submit(barrier());  // has not begun while the first one waits
+    first->wait();
+    second->wait();
+    EXPECT_EQ(values, std::vector<int>(3, 2));
+  });
+  EXPECT_EQ(occurrences(log, "warning: native: rank 0 (pid "), 1) << log;
+  EXPECT_EQ(occurrences(log, "has been in all_reduce #2 (bucket 7) of group 'impatient' for "), 1)
+      << log;
+  EXPECT_PRED2(contains, log, "0.05 s: rank 1 (pid ");
+  EXPECT_PRED2(contains, log, "never entered all_reduce #2; it left barrier #1 ");
+}
+
+TEST(NativeLongWaitTest, ACollectiveOnTheCallersThreadIsWarnedOf) {
+  const std::string log = log_of(3, [](RankOfTest& self) {
+    const CommunicatorPtr group = join_impatiently(self);
+    if (self.rank == 2) {
+      std::this_thread::sleep_for(kLate);
+    }
+    group->run(barrier());
+  });
+  for (const char* const waiting : {"rank 0 (pid ", "rank 1 (pid "}) {
+    EXPECT_EQ(occurrences(log, join("native: ", waiting)), 1) << log;
+  }
+  EXPECT_EQ(occurrences(log, "rank 2 (pid "), 2) << log;
+  EXPECT_EQ(occurrences(log, "has been in barrier #1 of group 'impatient' for "), 2) << log;
+}
+
+TEST(NativeLongWaitTest, AMessageIsWarnedOfOnce) {
+  const std::string log = log_of(2, [](RankOfTest& self) {
+    const CommunicatorPtr group = join_impatiently(self);
+    std::vector<int> from_one(3);
+    std::vector<int> from_anybody(3);
+    if (self.rank == 0) {
+      const WorkPtr one = group->submit(receive_from(1, 12, from_one));
+      const WorkPtr anybody = group->submit(receive_from(kAnySource, 13, from_anybody));
+      one->wait();
+      anybody->wait();
+      return;
+    }
+    std::this_thread::sleep_for(kLate);
+    group->submit(send_to(0, 12, from_one))->wait();
+    group->submit(send_to(0, 13, from_anybody))->wait();
+  });
+  EXPECT_EQ(occurrences(log, "has been in receive from rank 1 (tag 12) in group 'impatient' for "),
+            1)
+      << log;
+  EXPECT_PRED2(contains, log, "0.05 s: rank 1 (pid ");
+  EXPECT_EQ(occurrences(log, "has been in receive from any rank (tag 13) in group "), 1) << log;
+}
+
+}  // namespace
+}  // namespace pydist::testing
