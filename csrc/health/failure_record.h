@@ -2,8 +2,8 @@
 //
 // Whoever meets an error first writes it, everybody reads it. A native group keeps the record in
 // the shared memory of its ranks, where zeros stand for a sound group; any other group keeps its
-// own in the process. A group, and with it the record, is of one generation of the job. Thread safe,
-// across processes too.
+// own in the process. A group, and with it the record, is of one generation of the job. Thread
+// safe, across processes too.
 
 #pragma once
 
