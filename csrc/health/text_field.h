@@ -27,7 +27,7 @@ void write_text(std::array<char, Size>& field, std::string_view text) noexcept {
   while (!fits && length != 0 && is_inside()) {
     --length;
   }
-  char* end = std::copy_n(text.data(), length, field.data());
+  char* end = std::copy_n(text.begin(), length, field.data());
   end = fits ? end : std::copy(kEllipsis.begin(), kEllipsis.end(), end);
   *end = '\0';
 }
