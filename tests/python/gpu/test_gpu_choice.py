@@ -1,6 +1,8 @@
 """Which GPUs a job takes: the forms of --gpus and gpus=, what is visible, what is idle."""
 
+import math
 import os
+import pickle
 import subprocess
 import sys
 import types
@@ -26,6 +28,7 @@ from pydist.gpu.visible import (
     visible_gpus,
     why_none,
 )
+from pydist.job.spawn_results import Course, result_file
 
 MIGS = ("MIG-a", "MIG-b", "MIG-c", "MIG-d")
 FOUR = ("4", "5", "6", "7")
@@ -463,19 +466,15 @@ def test_spawn_on_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started = []
-    module = sys.modules["pydist.job.spawn"]
 
-    def start(
-        folder: Path, variables: dict[str, str], count: int, *__: object
-    ) -> tuple[list[int], list[int]]:
+    def start(folder: Path, variables: dict[str, str], count: int, *__: object) -> Course:
         started.append((count, variables.get(VARIABLE)))
         assert variables["WORLD_SIZE"] == str(count)
         for rank in range(count):
-            module._result_file(folder, rank).touch()
-        return [0] * count, [0] * count
+            result_file(folder, rank).write_bytes(pickle.dumps(rank))
+        return Course([0] * count, list(range(count)), {}, math.inf)
 
-    monkeypatch.setattr(module, "_run", start)
-    monkeypatch.setattr(module, "_unpack", lambda _, rank: rank)
+    monkeypatch.setattr(sys.modules["pydist.job.spawn"], "_run", start)
     with fake_gpus("a", "b", "c"):
         monkeypatch.setenv(VARIABLE, "4,5,6")
         if isinstance(outcome, str):
