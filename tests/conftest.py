@@ -1,4 +1,4 @@
-"""What pytest finds for all tests: their time limits, and SIGINT.
+"""What pytest finds for all tests: their time limits, SIGINT, and that no file leaves a job behind.
 
 A shell without job control starts `make test &` with SIGINT ignored, and so is it then in every
 process that comes of it. The tests send SIGINT to some of these, so it gets Python's own handler
@@ -6,9 +6,30 @@ here, and with it wherever a process starts from here.
 """
 
 import signal
+import sys
+from collections.abc import Iterator
 
+import pytest
 from time_limit import pytest_configure, pytest_timeout_cancel_timer, pytest_timeout_set_timer
 
-__all__ = ["pytest_configure", "pytest_timeout_cancel_timer", "pytest_timeout_set_timer"]
+__all__ = [
+    "leaves_no_job",
+    "pytest_configure",
+    "pytest_timeout_cancel_timer",
+    "pytest_timeout_set_timer",
+]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_no_job() -> Iterator[None]:
+    """Whatever else this process tests next begins outside of a job, in any order of files."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        if "pydist" in sys.modules:
+            sys.modules["pydist"].shutdown()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        pytest.fail("the tests of this file have left this process in a job")

@@ -36,9 +36,7 @@ ProcessIdentity ProcessIdentity::own(const std::optional<std::string>& host_id) 
   return self;
 }
 
-std::string ProcessIdentity::description() const {
-  return join("pid ", pid, " on host ", read_text(host));
-}
+std::string ProcessIdentity::description() const { return name_of_process(pid, read_text(host)); }
 
 bool has_ended(std::int64_t pid, std::uint64_t started) {
   const ProcessStatus status = process_status(static_cast<pid_t>(pid));
@@ -58,7 +56,7 @@ CheckHope hope_that_live(KnownProcesses processes) {
     for (const auto& [rank, host, pid, started] : processes) {
       if (has_ended(pid, started)) {
         throw PeerLost(
-            join("rank ", rank, " (pid ", pid, " on host ", host,
+            join("rank ", rank, " (", name_of_process(pid, host),
                  ") has died before the group was made."),
             Blame{
                 .ranks = {rank}, .host = host, .pid = static_cast<int>(pid), .cause = "has died"});

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "base/cgroup.h"
+#include "base/error.h"
 
 namespace pydist {
 namespace {
@@ -43,6 +44,10 @@ std::string host_name() {
     return "unknown";
   }
   return name.data();
+}
+
+std::string name_of_process(std::int64_t pid, std::string_view host) {
+  return join("pid ", pid, " on host ", host);
 }
 
 std::vector<int> allowed_processors() {

@@ -2,8 +2,10 @@
 
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace pydist {
@@ -14,6 +16,8 @@ namespace pydist {
 
 // For messages.
 [[nodiscard]] std::string host_name();
+// The same of a process: "pid 71 on host b".
+[[nodiscard]] std::string name_of_process(std::int64_t pid, std::string_view host);
 
 // The processors that this process may run on, by number.
 [[nodiscard]] std::vector<int> allowed_processors();

@@ -271,6 +271,37 @@ def _collect(
     return judge([json.loads(store.get(key)) for key in keys])
 
 
+def _hear(
+    store: dist.Store, size: int, timeout: timedelta, expected: Sequence[Process] | None
+) -> dict[str, Any]:
+    """What rank 0 tells the others."""
+    warn_when_long = _warn_when_long(store, size, timeout)
+
+    def look() -> None:
+        # Rank 0 looks at the others, and tells all.
+        if expected is not None and not store.check(["verdict"]):
+            require_alive(expected, [0])
+        warn_when_long()
+
+    patience = timeout + timedelta(seconds=_VERDICT_GRACE_S)
+    if not wait_for_keys(store, ["hello/0"], patience, look):
+        raise Timeout(
+            f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it prints.",
+            ranks=(0,),
+            cause="did not join",
+        )
+    # Rank 0 gives the others as much time, from when it has come.
+    if not wait_for_keys(store, ["verdict"], patience, look):
+        raise Timeout(
+            f"rank 0 has joined, but has not told within {timeout.total_seconds():g} s who else "
+            "did: it has died or hangs; look at what it prints.",
+            ranks=(0,),
+            cause="has not told who joined",
+        )
+    verdict: dict[str, Any] = json.loads(store.get("verdict"))
+    return verdict
+
+
 def agree(
     store: dist.Store,
     rank: int,
@@ -312,31 +343,7 @@ def agree(
         finally:
             store.set("verdict", json.dumps(verdict))
     else:
-        warn_when_long = _warn_when_long(store, size, timeout)
-
-        def look() -> None:
-            # Rank 0 looks at the others, and tells all.
-            if expected is not None and not store.check(["verdict"]):
-                require_alive(expected, [0])
-            warn_when_long()
-
-        patience = timeout + timedelta(seconds=_VERDICT_GRACE_S)
-        if not wait_for_keys(store, ["hello/0"], patience, look):
-            raise Timeout(
-                f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it "
-                "prints.",
-                ranks=(0,),
-                cause="did not join",
-            )
-        # Rank 0 gives the others as much time, from when it has come.
-        if not wait_for_keys(store, ["verdict"], patience, look):
-            raise Timeout(
-                f"rank 0 has joined, but has not told within {timeout.total_seconds():g} s who "
-                "else did: it has died or hangs; look at what it prints.",
-                ranks=(0,),
-                cause="has not told who joined",
-            )
-        verdict = json.loads(store.get("verdict"))
+        verdict = _hear(store, size, timeout, expected)
     if "error" in verdict:
         raise _ERRORS[verdict["error"]](verdict["message"], **verdict.get("blame", {}))
     return Verdict(

@@ -39,10 +39,13 @@ from pydist.job.recovery.left_behind import is_left_behind
 from pydist.job.spawn_results import (
     Course,
     Failure,
+    failure_file,
     has_returned,
+    print_stacks,
     raise_first,
     result_file,
     result_or_error,
+    stacks_file,
 )
 
 if TYPE_CHECKING:
@@ -279,7 +282,7 @@ def _run(
                 time.sleep(0.5)
                 waiting = [r for r, process in enumerate(processes) if process.is_alive()]
                 for rank in waiting:
-                    _print_stacks(folder, rank, processes[rank].pid)
+                    print_stacks(folder, rank, processes[rank].pid)
                 raise Timeout(
                     f"ranks {waiting} of {count} still ran after {timeout:g} s; their stacks are "
                     "on standard error.",
@@ -334,19 +337,6 @@ def _end(processes: Sequence[Any]) -> None:
         process.join()
 
 
-def _stacks_file(folder: Path, rank: int) -> Path:
-    return folder / f"stacks-{rank}"
-
-
-def _print_stacks(folder: Path, rank: int, pid: int) -> None:
-    """What a rank has written at the deadline, in one piece."""
-    try:
-        stacks = _stacks_file(folder, rank).read_text(errors="replace")
-    except FileNotFoundError:
-        stacks = "It has not begun: Python may be importing torch yet.\n"
-    print(f"rank {rank} (pid {pid}) still runs.\n{stacks}", file=sys.stderr, flush=True)
-
-
 def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
     """The life of a spawned process."""
     folder = Path(folder_name)
@@ -356,14 +346,14 @@ def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
         # The monotonic clock is the same in all processes of a host.
         left_s = max(0.001, deadline_s - time.monotonic())
         # Stays open as long as the process lives, as faulthandler needs it.
-        stacks = os.open(_stacks_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
+        stacks = os.open(stacks_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
         faulthandler.dump_traceback_later(left_s, file=stacks)
     try:
         fn, args = pickle.loads((folder / "payload").read_bytes())
         result = fn(*args)
         _write(result_file(folder, rank), _pack_result(rank, result))
     except BaseException as error:
-        _write(folder / f"failure-{rank}", pickle.dumps(_failure(rank, error)))
+        _write(failure_file(folder, rank), pickle.dumps(_failure(rank, error)))
         if isinstance(error, Exception):
             last_words.tell(error)
         # Not sys.exit: torch's wrapper would take it for a success of its own.

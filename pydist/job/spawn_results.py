@@ -4,6 +4,7 @@ import contextlib
 import pickle
 import signal
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def raise_first(folder: Path, course: Course) -> None:
     failures: list[Failure] = []
     died: list[tuple[float, int]] = []
     for rank in range(len(course.pids)):
-        file = folder / f"failure-{rank}"
+        file = failure_file(folder, rank)
         if file.exists():
             failure: Failure = pickle.loads(file.read_bytes())
             if failure.time_s < course.stopped_s:
@@ -102,7 +103,7 @@ def result_or_error(folder: Path, rank: int, course: Course) -> Any:
     code, pid = course.exit_codes[rank], course.pids[rank]
     if has_returned(folder, rank, course):
         return _unpack(folder, rank)
-    file = folder / f"failure-{rank}"
+    file = failure_file(folder, rank)
     if not file.exists():
         how = how_it_ended(code) + (" without a result" if code == 0 else "")
         return PeerLost(
@@ -130,6 +131,23 @@ def how_it_ended(code: int | None) -> str:
 
 def result_file(folder: Path, rank: int) -> Path:
     return folder / f"result-{rank}"
+
+
+def failure_file(folder: Path, rank: int) -> Path:
+    return folder / f"failure-{rank}"
+
+
+def stacks_file(folder: Path, rank: int) -> Path:
+    return folder / f"stacks-{rank}"
+
+
+def print_stacks(folder: Path, rank: int, pid: int) -> None:
+    """What a rank has written at the deadline, in one piece."""
+    try:
+        stacks = stacks_file(folder, rank).read_text(errors="replace")
+    except FileNotFoundError:
+        stacks = "It has not begun: Python may be importing torch yet.\n"
+    print(f"rank {rank} (pid {pid}) still runs.\n{stacks}", file=sys.stderr, flush=True)
 
 
 def _unpack(folder: Path, rank: int) -> Any:

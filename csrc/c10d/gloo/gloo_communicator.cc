@@ -28,6 +28,7 @@
 #include "communicator/splits.h"
 #include "health/death_watch.h"
 #include "topology/culprits.h"
+#include "topology/hosts.h"
 
 namespace pydist {
 namespace {
@@ -177,7 +178,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
                                    " while an operation was under way."),
                               own),
                    make_error(ErrorKind::kPeerLost,
-                              join("rank ", rank_, " (pid ", own.pid, " on host ", own.host, ") ",
+                              join("rank ", rank_, " (", name_of_process(own.pid, own.host), ") ",
                                    kHasLeft, "."),
                               own));
     }

@@ -4,6 +4,7 @@
 
 #include "base/engine_thread.h"
 #include "c10d/elastic_threads.h"
+#include "topology/hosts.h"
 
 namespace pydist {
 namespace {
@@ -214,7 +215,7 @@ void GlooGroup::say_left() noexcept {
   try {
     const Blame own = own_blame(channel.rank(), kHasLeft);
     tell_gone(*store_, channel.rank(),
-              join("(pid ", own.pid, " on host ", own.host, ") ", kHasLeft));
+              join("(", name_of_process(own.pid, own.host), ") ", kHasLeft));
   } catch (const std::exception&) {
     // Whoever hosted the store is gone.
   }

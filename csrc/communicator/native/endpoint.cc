@@ -221,7 +221,7 @@ PeerPtr Endpoint::meet(const Card& card, const Trust& trust, Deadline deadline,
     }
   }
   auto peer = std::make_shared<Peer>();
-  peer->description = join("pid ", card.pid, " on host ", card.host_name);
+  peer->description = name_of_process(card.pid, card.host_name);
   peer->host = card.host_name;
   peer->pid = card.pid;
   if (server().address() == card.address) {

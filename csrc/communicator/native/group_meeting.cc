@@ -224,9 +224,9 @@ class Meeting {
     create_segments();
     reserve_own();
     auto self = std::make_shared<Peer>();
-    self->description = join("pid ", ::getpid(), " on host ", host_name());
     self->host = host_name();
     self->pid = self->local_pid = ::getpid();
+    self->description = name_of_process(self->pid, self->host);
     self->page = &endpoint.page();
     self->doorbell = &endpoint.doorbell();
     membership_.peers.push_back(std::move(self));

@@ -124,16 +124,25 @@ std::string MessageQueue::describe(const Pending& pending) const {
               health_->name(), "'");
 }
 
+std::string MessageQueue::obstacle(const GroupHealth::Keeper& keeper) const {
+  return join(keeper.way, health_->who(keeper.rank), " ", keeper.cause);
+}
+
 void MessageQueue::check_hope() {
   for (Pending& pending : running_) {
     const int rank = pending.operation.peer;
     waits_for_rank_.store(rank, std::memory_order_relaxed);
     std::optional<GroupHealth::Loss> loss = health_->why_vain(rank);
-    const bool is_late = pending.deadline.has_passed();
-    const bool is_long = !loss && !is_late && health_->is_due(pending.notice);
+    if (!loss && !pending.deadline.has_passed()) {
+      if (health_->is_due(pending.notice)) {
+        health_->warn_of_wait(describe(pending),
+                              rank < 0 ? "" : obstacle(health_->keeper_behind(rank)));
+      }
+      continue;
+    }
     // What the peer did before it died, or before the deadline, still counts: it is looked at in
     // the next turn.
-    if ((!loss && !is_late && !is_long) || messages_.advance()) {
+    if (messages_.advance()) {
       continue;
     }
     const std::string me = health_->who(health_->rank());
@@ -143,20 +152,12 @@ void MessageQueue::check_hope() {
                           ". The group is of no further use; save what you need and start again."),
                      std::move(loss->blame));
     }
-    if (rank < 0 && is_long) {
-      health_->warn_of_wait(describe(pending), "");
-      continue;
-    }
     if (rank < 0) {
       throw Timeout(join(me, " timed out in ", describe(pending), "."),
                     Blame{.operation = describe(pending)});
     }
     GroupHealth::Keeper keeper = health_->keeper_behind(rank);
-    const std::string why = join(keeper.way, health_->who(keeper.rank), " ", keeper.cause);
-    if (is_long) {
-      health_->warn_of_wait(describe(pending), why);
-      continue;
-    }
+    const std::string why = obstacle(keeper);
     Blame blame = health_->blame(keeper.rank, std::move(keeper.cause));
     blame.operation = describe(pending);
     throw Timeout(join(me, " timed out in ", describe(pending), ": ", why, "."), std::move(blame));

@@ -13,6 +13,7 @@
 #include "communicator/nccl/kept_buffers.h"
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/nccl/nccl_launched_work.h"
+#include "topology/hosts.h"
 
 namespace pydist {
 namespace {
@@ -102,8 +103,8 @@ std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
   if (!has_captured_) {
     for (const int rank : news_.not_begun(fingerprint_, late.sequence)) {
       const Blame found = control_->culprit(rank, "has not launched it");
-      names += pydist::join(names.empty() ? "" : ", ", "rank ", rank, " (pid ", found.pid,
-                            " on host ", found.host, ")");
+      names += pydist::join(names.empty() ? "" : ", ", "rank ", rank, " (",
+                            name_of_process(found.pid, found.host), ")");
       if (blame.ranks.empty()) {
         blame = found;
       } else {
