@@ -486,6 +486,8 @@ class DataParallel(TorchIdioms):
             during.enter_context(graphs_cut_at(self._settings.graph_cap_bytes))
             for owner in self.shard_owners():
                 during.enter_context(owner.during_forward())
+            if reducer is not None and self._buffer_sync is not None and not trains:
+                during.enter_context(self._buffer_sync.during_forward_without_gradients())
             outputs = self.module(*args, **kwargs)
         _watch(weakref.ref(self), outputs)
         return outputs
