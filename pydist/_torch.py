@@ -61,6 +61,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "torch.nn.parallel.DistributedDataParallel": {
         "_set_params_and_buffers_to_ignore_for_model": "torch's only way to have names ignored",
         "_active_ddp_module": "dynamo cuts graphs for the wrapper that is there, and for no other",
+        "_pre_forward": "what replicate() calls, and no forward, before which hooks would run",
     },
     "torch.distributed": {
         "_DEFAULT_FIRST_BUCKET_BYTES": "dynamo wants no bucket to be smaller, and says it nowhere",
@@ -345,6 +346,18 @@ def active_torch_wrapper() -> DistributedDataParallel | None:
     """The DistributedDataParallel of torch's whose forward runs in this process, if any does."""
     active = active_wrapper()
     return active if isinstance(active, DistributedDataParallel) else None
+
+
+def before_first_use(wrapper: DistributedDataParallel, call: Callable[[], None]) -> None:
+    """Calls a function before a wrapper of torch's, which may still fail to be made, first runs."""
+
+    @runs_uncompiled_throughout
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        call()
+        del wrapper.__dict__["_pre_forward"]
+        return wrapper._pre_forward(*args, **kwargs)
+
+    wrapper.__dict__["_pre_forward"] = prepare
 
 
 def is_replicated(module: nn.Module) -> bool:

@@ -5,21 +5,40 @@ so at the end of a backward, so that a forward talks to nobody. In between, a pr
 buffer on rank 0 alone: in torch the next forward of every rank computes with that, and here the
 forwards of the other ranks compute with what they had. So each rank remembers the versions of its
 buffers, and tells the others, in the next round, a digest of what was changed before a forward.
+
+Note [Forwards without gradients]
+Such a forward may change buffers itself, as batch norm does in training mode, to other values on
+each rank. That is no difference: torch copies nothing after one, either. So it is looked at what
+the program changed before it, and what it leaves is remembered as unchanged. One rank may run some
+alone, and then has to tell the same as the others: so it tells nothing before the next forward with
+gradients, and then each buffer as it was before the first forward that followed the change. And it
+may run them with other buffers, and put back those that all ranks have: then it tells nothing.
+
+Note [Which buffer differs]
+All that travels is one digest of all changed buffers, because it travels in every round. So ranks
+know that they differ, and not in which buffer. To find that out, they would have to send a digest
+of each, or to meet once more in a round that some may be about to leave. Instead, each rank names
+what it has changed with the digest of each: a buffer differs where two ranks' warnings do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pydist import _native
-from pydist._torch import is_of_functorch, version_of
+from pydist._torch import is_of_functorch, runs_uncompiled_throughout, version_of
+from pydist.job import membership
+
+# Of the buffers that a warning names, with their digests.
+_MOST_NAMES = 16
 
 
 class BufferChanges:
@@ -36,13 +55,84 @@ class BufferChanges:
         self.reducer: weakref.ref[_native.Reducer] | None = None
         self._noted: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
+        # Digests of changed buffers, by number: those to be told, and those told since the last
+        # round.
+        self._untold: dict[int, bytes] = {}
+        self._told: dict[int, bytes] = {}
         self._follows_averaging = True
         self._has_warned = False
 
     def note(self, buffers: Sequence[Tensor]) -> None:
         """Remembers what there is: all ranks have it."""
-        if self._has_warned:
+        if not self._has_warned:
+            self._untold.clear()
+            self._told.clear()
+            self._note_versions(buffers)
+
+    def before_forward(
+        self, buffers: Sequence[Tensor], exchanged: Sequence[Tensor], *, averages: bool
+    ) -> None:
+        """Tells the next round what was changed. Costs nothing where nothing was.
+
+        Args:
+            buffers: Those that are exchanged, in the order of `note`.
+            exchanged: Their values when they were last exchanged, on all ranks.
+            averages: Whether the backward of this forward averages. torch copies buffers in the
+                first forward after one that does, and in no later one.
+        """
+        follows_averaging, self._follows_averaging = self._follows_averaging, averages
+        if not follows_averaging or not self._look(buffers, exchanged) or not self._untold:
             return
+        reducer = None if self.reducer is None else self.reducer()
+        if reducer is None:
+            return
+        for number, digest in self._untold.items():
+            # Whatever was told before counts as well.
+            self._told[number] = _digest(self._told.get(number, b""), digest)
+        told = (n.to_bytes(4, "big") + self._told[n] for n in sorted(self._untold))
+        first = min(self._untold)
+        reducer.note_changed_buffers(first + 1, int.from_bytes(_digest(*told)[:7], "big"))
+        self._untold.clear()
+
+    @contextlib.contextmanager
+    @runs_uncompiled_throughout
+    def during_forward_without_gradients(
+        self, buffers: Callable[[], Sequence[Tensor]], exchanged: Sequence[Tensor]
+    ) -> Iterator[None]:
+        """Tells changes that are made inside from those before it: see the note on top."""
+        has_looked = self._look(buffers(), exchanged)
+        try:
+            yield
+        finally:
+            left = buffers()
+            if has_looked and all(isinstance(buffer, Tensor) for buffer in left):
+                self._note_versions(left)
+
+    def _look(self, buffers: Sequence[Tensor], exchanged: Sequence[Tensor]) -> bool:
+        """Takes down what has changed since it was last looked; returns whether it could be."""
+        if self._has_warned or len(buffers) != len(self._noted):
+            return False
+        changed = [
+            number
+            for number, (buffer, known, version) in enumerate(
+                zip(buffers, self._noted, self._versions, strict=True)
+            )
+            if known() is not buffer or version_of(buffer) != version
+        ]
+        if not changed:
+            return True
+        if not all(_has_values(buffers[n]) for n in changed):
+            return False
+        for number in changed:
+            value = _bytes_of(buffers[number])
+            if number not in self._told and value == _bytes_of(exchanged[number]):
+                self._untold.pop(number, None)  # no forward that trains has seen it otherwise
+            else:
+                self._untold[number] = _digest(value)
+        self._note_versions(buffers)
+        return True
+
+    def _note_versions(self, buffers: Sequence[Tensor]) -> None:
         if len(self._noted) == len(buffers):
             for number, (known, buffer) in enumerate(zip(self._noted, buffers, strict=True)):
                 if known() is not buffer:
@@ -51,34 +141,6 @@ class BufferChanges:
             self._noted = [weakref.ref(buffer) for buffer in buffers]
         self._versions = [version_of(buffer) for buffer in buffers]
 
-    def before_forward(self, buffers: Sequence[Tensor], *, averages: bool) -> None:
-        """Tells the next round what was changed. Costs nothing where nothing was.
-
-        Args:
-            buffers: Those that are exchanged, in the order of `note`.
-            averages: Whether the backward of this forward averages. torch copies buffers in the
-                first forward after one that does, and in no later one.
-        """
-        follows_averaging, self._follows_averaging = self._follows_averaging, averages
-        if not follows_averaging or self._has_warned or len(buffers) != len(self._noted):
-            return
-        changed = [
-            number
-            for number, (buffer, known, version) in enumerate(
-                zip(buffers, self._noted, self._versions, strict=True)
-            )
-            if known() is not buffer or version_of(buffer) != version
-        ]
-        reducer = None if self.reducer is None else self.reducer()
-        if not changed or reducer is None or not all(_has_values(buffers[n]) for n in changed):
-            return
-        digest = hashlib.sha256()
-        for number in changed:
-            digest.update(number.to_bytes(4, "big"))
-            digest.update(_bytes_of(buffers[number]))
-        reducer.note_changed_buffers(changed[0] + 1, int.from_bytes(digest.digest()[:7], "big"))
-        self.note(buffers)
-
     def warn_where_ranks_differ(self, names: Sequence[str]) -> None:
         """Warns once, on all ranks, of what the present round has found. Called in its closing."""
         reducer = None if self.reducer is None else self.reducer()
@@ -86,11 +148,15 @@ class BufferChanges:
             return
         self._has_warned = True
         self._noted = []
+        numbers = sorted(self._told)
+        named = [f"{names[n]} ({self._told[n].hex()[:8]})" for n in numbers[:_MOST_NAMES]]
+        more = f" and {len(numbers) - len(named)} more" if len(numbers) > len(named) else ""
         warnings.warn(
-            f"buffer {names[reducer.first_differing_buffer - 1]} of the model was changed after "
-            "an averaged backward and before a forward, perhaps by another forward, and so may "
-            "others after it have been. That one or another of these was changed on some ranks "
-            "only or to other values on each, so that forwards of the ranks had different values. "
+            "buffers of the model were changed after an averaged backward and before a forward "
+            "that trains, by the program or by another such forward, on some ranks only or to "
+            "other values on each, so that forwards of the ranks had different values. Rank "
+            f"{membership.rank()} had changed {', '.join(named) or 'none'}{more}; a buffer differs "
+            "where another rank's warning does not have it with the same digest in parentheses. "
             "torch's DistributedDataParallel copies rank 0's buffers at the beginning of the first "
             "forward (also under no_grad) after one that averages; pydist.DataParallel copies them "
             "at the end of a backward. Change buffers on all ranks alike "
@@ -99,6 +165,10 @@ class BufferChanges:
             UserWarning,
             stacklevel=2,
         )
+
+
+def _digest(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(parts)).digest()
 
 
 def _has_values(buffer: Any) -> bool:

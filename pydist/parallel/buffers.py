@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from pydist._torch import NormBase, buffers_of, runs_uncompiled_throughout
+from pydist._torch import NormBase, buffers_of, runs_uncompiled, runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
 from pydist.parallel.buffer_changes import BufferChanges
 from pydist.parallel.rank_local import RankLocal
@@ -80,12 +81,13 @@ class BufferSync:
             end = begin + buffer.numel() * buffer.element_size()
             place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)
             self._places.append(place)
+        self._watched_places = [self._places[number] for number in self._watched]
         self.pack()
         self.changes.note(self._watched_now())
 
     def forget(self) -> None:
         """Lets the next averaged backward copy the buffers, whether they change or not."""
-        self.memory.zero_()
+        self.memory.fill_(255)  # what hardly any buffer is: not a number, and no truth value
 
     def _watched_now(self) -> list[Any]:
         """The buffers that the module has now in the places whose changes count."""
@@ -100,7 +102,18 @@ class BufferSync:
             averages: Whether the backward of this forward averages.
         """
         if self.is_enabled and self._watched:
-            self.changes.before_forward(self._watched_now(), averages=averages)
+            self.changes.before_forward(
+                self._watched_now(), self._watched_places, averages=averages
+            )
+
+    @runs_uncompiled
+    def during_forward_without_gradients(self) -> contextlib.AbstractContextManager[None]:
+        """Lets nobody take what the forward inside changes for a change of the program's."""
+        if not (self.is_enabled and self._watched):
+            return contextlib.nullcontext()
+        return self.changes.during_forward_without_gradients(
+            self._watched_now, self._watched_places
+        )
 
     def has_changed(self) -> bool:
         """Whether a buffer is no longer what the message says.

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from pydist._torch import (
     StandIn,
     active_torch_wrapper,
+    before_first_use,
     children_of,
     ignored_names,
     is_fully_sharded,
@@ -53,10 +54,11 @@ _COPIES_IN_THREADS = (
     "Leave it out, and start a process for each GPU (pydist run --gpus)"
 )
 _SHARDS = (
-    "torch's FullyShardedDataParallel was put around a pydist.DataParallel, and two can't average "
-    "one gradient: build the model anew, because its parameters are cut into shards by now, and "
-    "wrap it by one of them. pydist.DataParallel with a pydist.ShardedOptimizer(..., stage=2) "
-    "shards gradients and the optimizer's state"
+    "torch's FullyShardedDataParallel, or fully_shard, was given a pydist.DataParallel or a model "
+    "with one in it, and two can't average one gradient. Nothing is cut into shards yet: give it "
+    "the plain module, which is the wrapper's .module, and leave the wrapper out. "
+    "pydist.DataParallel with a pydist.ShardedOptimizer(..., stage=2) shards gradients and the "
+    "optimizer's state"
 )
 
 # Of the file of torch's that makes copies of a module for several GPUs.
@@ -129,16 +131,20 @@ def refuse_active_torch(wrapper: StandIn) -> None:
         raise InvalidUsage(_TWO_AVERAGES)
 
 
-def refuse_copying() -> None:
-    """Raises InvalidUsage where torch asks the caller's caller for its parts, to copy them.
+def refuse_copying_and_sharding() -> None:
+    """Raises InvalidUsage where torch asks the caller for its parts, to copy or to shard them.
 
     torch goes through the modules that it is about to copy, and then looks up the parts of each
-    among the copies. There is none of a wrapper: `modules()` passes over it.
+    among the copies. There is none of a wrapper: `modules()` passes over it. To shard them, torch
+    looks for the modules whose parameters it is about to cut.
     """
     if torch.compiler.is_compiling():
         return  # the frames are those of the compiler
-    if sys._getframe(2).f_globals is _GLOBALS_OF_COPYING:
+    asking = sys._getframe(2).f_globals
+    if asking is _GLOBALS_OF_COPYING:
         raise InvalidUsage(_COPIES_IN_THREADS)
+    if asking.get("__name__", "").startswith("torch.distributed.fsdp."):
+        raise InvalidUsage(_SHARDS)
 
 
 _is_looking = False
@@ -171,13 +177,15 @@ _waiting: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKe
 def _before_averaging(outer: DistributedDataParallel, inner: nn.Module) -> None:
     if any(isinstance(part, StandIn) and _has_to_train(part) for _, part in _parts(inner)):
         raise InvalidUsage(_TWO_AVERAGES)
-    # torch's replicate() wraps a list of parameters, within a forward, and calls no other one.
+    if not trainers_of(_trained_by_torch(inner)):
+        return
+    for owner in owners_within(inner):
+        with contextlib.suppress(Error):  # of a group that failed; then nothing arrives
+            owner.finish()  # because torch copies the parameters at once
+    # torch's replicate() wraps a list of parameters, and calls no forward of that wrapper.
     if isinstance(inner, nn.ParameterList):
-        _take_over(inner)
-    elif trainers_of(_trained_by_torch(inner)):
-        for owner in owners_within(inner):
-            with contextlib.suppress(Error):  # of a group that failed; then nothing arrives
-                owner.finish()  # because torch copies the parameters at once
+        before_first_use(outer, lambda: _take_over(inner))
+    else:
         _waiting[outer] = outer.register_forward_pre_hook(_before_first_forward)
 
 
@@ -208,8 +216,6 @@ def _trained_by_torch(module: nn.Module) -> list[Tensor]:
 
 def _before_sharding(inner: nn.Module) -> None:
     """Comes when torch has put shards in the place of the parameters."""
-    if any(isinstance(part, StandIn) for _, part in _parts(inner)):
-        raise InvalidUsage(_SHARDS)
     sharded = {id(part) for _, part in _parts(inner)}
     for wrapper in newest_first():
         if any(id(part) in sharded for _, part in _parts(wrapper.module)):

@@ -91,7 +91,7 @@ class TrainedParameters:
             and not any(parameter.requires_grad for _, parameter in self._frozen)
             # Containers' insert() registers nothing.
             and children_of_each(self._containers) == self._children
-            # Conversions may put other parameters in place without registering them.
+            # Conversions and fully_shard may put others in place without registering them.
             and not any(
                 (now := table.get(key)) is not before and _is_converted(now, before)
                 for table, key, before in self._places
@@ -141,7 +141,8 @@ def _is_converted(now: Tensor | None, before: nn.Parameter) -> bool:
     """
     if not isinstance(now, nn.Parameter):
         return False
-    return now.dtype != before.dtype or now.device != before.device
+    is_other = now.dtype != before.dtype or now.device != before.device
+    return is_other or _is_made_of_others(now)
 
 
 def ids_of_sparse(module: nn.Module) -> set[int]:
@@ -168,9 +169,14 @@ def require_trainable(module: RankLocal) -> None:
         )
 
 
+def _is_made_of_others(tensor: Tensor) -> bool:
+    """Whether a tensor only stands for others, as DTensors do."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
 def require_plain(what: str, tensor: Tensor, taker: str, or_else: str = "") -> None:
     """Raises InvalidUsage where a tensor is made of others, as DTensors are."""
-    if hasattr(tensor, "__tensor_flatten__"):
+    if _is_made_of_others(tensor):
         raise InvalidUsage(
             f"{what} is {a_type(tensor)}, made of other tensors, and {taker} takes plain "
             "ones, which are whole on every rank: leave out what makes it so (for a DTensor: "

@@ -47,7 +47,7 @@ from pydist.parallel.nested_wrappers import (
     look_at_torchs_wrappers,
     refuse_active_torch,
     refuse_attribute,
-    refuse_copying,
+    refuse_copying_and_sharding,
     refuse_wrapped,
 )
 from pydist.parallel.ownership import ids_in_any, note_wrapper, trainers_of
@@ -486,6 +486,8 @@ class DataParallel(TorchIdioms):
             during.enter_context(graphs_cut_at(self._settings.graph_cap_bytes))
             for owner in self.shard_owners():
                 during.enter_context(owner.during_forward())
+            if reducer is not None and self._buffer_sync is not None and not trains:
+                during.enter_context(self._buffer_sync.during_forward_without_gradients())
             outputs = self.module(*args, **kwargs)
         _watch(weakref.ref(self), outputs)
         return outputs
@@ -989,9 +991,10 @@ class DataParallel(TorchIdioms):
         By name, `named_children()`, there are the module's own children.
 
         Raises:
-            InvalidUsage: `torch.nn.parallel.replicate` asks, which can't copy a wrapper.
+            InvalidUsage: `torch.nn.parallel.replicate` asks, which can't copy a wrapper, or torch's
+                `fully_shard`, which would average what the wrapper does.
         """
-        refuse_copying()
+        refuse_copying_and_sharding()
         yield self.module
 
     @property

@@ -1,6 +1,7 @@
 """Buffers: everybody has those of rank 0."""
 
 import copy
+import re
 import warnings
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import update_bn
 from training import (
     LIMIT_S,
     TIME_LIMIT,
@@ -286,15 +288,28 @@ def change_between_steps(way: str, who: str, when: int) -> list[str]:
     return told
 
 
+def named_by(told: list[list[str]]) -> list[dict[str, str]]:
+    """Of one warning on each rank: the buffers that this rank has changed, and their digests."""
+    found = []
+    for rank, messages in enumerate(told):
+        assert len(messages) == 1, messages
+        listed = re.search(rf"Rank {rank} had changed (.*?); a buffer differs where", messages[0])
+        assert listed, messages
+        found.append(dict(re.findall(r"(\S+) \((\w{8})\)", listed[1])))
+    return found
+
+
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("way", ["set_in_place", "set_by_assignment", "load_state"])
 @pytest.mark.parametrize("who", ["first", "last"])
 def test_a_buffer_changed_on_one_rank_warns_all(
     three: Ranks, way: str, who: str, when: int
 ) -> None:
-    for told in three.run(change_between_steps, way, who, when, timeout=LIMIT_S):
-        assert len(told) == 1, told
-        assert told[0].startswith(f"{when}: buffer temperature of the model was changed")
+    told = three.run(change_between_steps, way, who, when, timeout=LIMIT_S)
+    assert all(messages[0].startswith(f"{when}: buffers of the model were") for messages in told)
+    changed = named_by(told)
+    assert list(changed.pop(0 if who == "first" else -1)) == ["temperature"]
+    assert changed == [{}, {}]
 
 
 class Counted(nn.Module):
@@ -311,35 +326,84 @@ class Counted(nn.Module):
         return out
 
 
-def change_in_a_forward_without_gradients() -> list[str]:
-    rank, _ = joined()
-    model = pydist.DataParallel(Counted())
+def change_one_alike_and_one_not(how: str) -> list[str]:
+    rank, size = joined()
+    module = Counted()
+    model = pydist.DataParallel(module)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(2):
-            with torch.no_grad():
+            if how == "by the program":
+                module.calls.fill_(7.0)
+                module.mean.fill_(float(rank == size - 1))
+            else:
                 model(batch(rank, 5, 4, step=step))
             model(batch(rank, 5, 4, step=step)).backward()
     return [str(warning.message) for warning in caught]
 
 
-def test_a_warning_accuses_no_buffer_that_changed_alike(three: Ranks) -> None:
-    for told in three.run(change_in_a_forward_without_gradients, timeout=LIMIT_S):
-        assert len(told) == 1, told
-        assert "calls of the model was changed" in told[0]
-        assert "That one or another of these was changed on some ranks only" in told[0]
-        assert "(also under no_grad)" in told[0]
+@pytest.mark.parametrize("how", ["by the program", "by a forward"])
+def test_warnings_tell_what_differs_from_what_was_changed_alike(three: Ranks, how: str) -> None:
+    told = three.run(change_one_alike_and_one_not, how, timeout=LIMIT_S)
+    assert "(also under no_grad)" in told[0][0]
+    changed = named_by(told)
+    assert len({ranks["calls"] for ranks in changed}) == 1
+    # The program's zero is what all ranks had: no change.
+    assert len({ranks.get("mean") for ranks in changed}) == (2 if how == "by the program" else 3)
+
+
+def change_for_a_while(kind: str) -> list[str]:
+    """What a rank does alone, without gradients, and what it puts back, differs from nothing."""
+    rank, _ = joined()
+    model = pydist.DataParallel(Tempered())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            if kind == "put back":
+                if rank == 0:
+                    kept = copy.deepcopy(model.state_dict())
+                    model.module.temperature.fill_(5.0)
+                    model.module.norm.reset_running_stats()
+                    with torch.no_grad():
+                        model(batch(rank, 5, 4, step=step))
+                    model.load_state_dict(kept)
+            else:
+                model.module.temperature.fill_(2.0 + step)
+                if rank == 0:
+                    with torch.no_grad():
+                        model(batch(rank, 5, 4, step=step))
+                model(batch(rank, 5, 4, step=step))
+                # What the ranks have computed with before is a change again.
+                model.module.calls.zero_()
+                if kind == "put back after a forward" and step == 2 and rank == 0:
+                    model.module.temperature.fill_(3.0)
+            model(batch(rank, 5, 4, step=step)).backward()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("kind", ["put back", "changed on all", "put back after a forward"])
+def test_what_one_rank_does_without_gradients_differs_from_nothing(three: Ranks, kind: str) -> None:
+    told = three.run(change_for_a_while, kind, timeout=LIMIT_S)
+    if kind == "put back after a forward":
+        first, second, third = (ranks["temperature"] for ranks in named_by(told))
+        assert first != second == third
+    else:
+        assert told == [[], [], []]
 
 
 def test_statistics_reset_on_one_rank_warn_all(three: Ranks) -> None:
-    for told in three.run(change_between_steps, "reset_statistics", "first", 2, timeout=LIMIT_S):
-        assert len(told) == 1, told
-        assert "buffer norm.running_mean of the model" in told[0]
+    told = three.run(change_between_steps, "reset_statistics", "first", 2, timeout=LIMIT_S)
+    assert list(named_by(told)[0]) == ["norm.running_mean", "norm.running_var"]
 
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_buffer_changed_alike_on_all_ranks_warns_nobody(three: Ranks, way: str) -> None:
     assert three.run(change_between_steps, way, "all", 2, timeout=LIMIT_S) == [[], [], []]
+
+
+# Forwards without gradients, which may change buffers themselves: torch copies nothing after them.
+OTHER_THAN_IN_TORCH = ("plainly", "two forwards", "under no_sync", "before one without gradients")
+SAME_AS_IN_TORCH = ("in eval", "in training", "update_bn")
 
 
 def change_before_a_forward(kind: str) -> tuple[list[float], list[float], int]:
@@ -354,15 +418,16 @@ def change_before_a_forward(kind: str) -> tuple[list[float], list[float], int]:
             net = wrap(module)
             outputs.append([])
             for step in range(3):
-                if step == 1 and rank == 0 and kind != "in eval":
+                if step == 1 and rank == 0 and kind not in SAME_AS_IN_TORCH:
                     module.temperature.fill_(2.0)
                 if kind == "two forwards":
                     with torch.no_grad():
                         module.temperature.fill_(1.0 + step)
                     net(batch(rank, 5, 4, step=step))
-                elif kind == "in eval":
-                    # Evaluation may follow any change: it is not compared.
-                    net.eval()
+                elif kind == "update_bn":
+                    update_bn([batch(rank, 5, 4, step=step + i) for i in range(2)], net)
+                elif kind in ("in eval", "in training", "before one without gradients"):
+                    net.train(kind != "in eval")
                     with torch.no_grad():
                         net(batch(rank, 5, 4, step=step))
                     net.train()
@@ -375,16 +440,16 @@ def change_before_a_forward(kind: str) -> tuple[list[float], list[float], int]:
                 loss = net(batch(rank, 5, 4, step=step))
                 loss.backward()
                 outputs[-1].append(loss.item())
-    told = [str(warning.message) for warning in caught if "of the model was" in str(warning)]
+    told = [str(warning.message) for warning in caught if "of the model were" in str(warning)]
     return outputs[0], outputs[1], len(told)
 
 
-@pytest.mark.parametrize("kind", ["plainly", "two forwards", "in eval", "under no_sync"])
+@pytest.mark.parametrize("kind", [*OTHER_THAN_IN_TORCH, *SAME_AS_IN_TORCH])
 def test_where_forwards_differ_from_torch_a_warning_says_so(three: Ranks, kind: str) -> None:
     found = three.run(change_before_a_forward, kind, timeout=LIMIT_S)
     differ = any(ours != pytest.approx(theirs, rel=1e-9) for ours, theirs, _ in found)
     assert {warned for _, _, warned in found} == {int(differ)}
-    assert differ == (kind != "in eval")
+    assert differ == (kind not in SAME_AS_IN_TORCH)
 
 
 def run_forward_twice() -> None:

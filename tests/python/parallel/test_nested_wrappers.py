@@ -1,4 +1,7 @@
-"""Two wrappers that would average one gradient are refused, on all ranks."""
+"""Two wrappers that would average one gradient are refused, on all ranks.
+
+The file is long because wrappers of torch's are of several kinds, and each may come first or last.
+"""
 
 import copy
 import re
@@ -287,13 +290,17 @@ def test_another_wrapper_in_a_wrapped_model_raises(three: Ranks, kind: str, says
         assert says in message
 
 
-def give_the_plain_module_to_torch() -> None:
+def give_the_plain_module_to_torch(how: str) -> None:
     """As errors tell to do: then torch's wrapper trains, and ours has retired."""
     rank, size = joined()
     reference, model = build(), pydist.DataParallel(build(), broadcast_buffers=False)
+    if how == "compiled":
+        model(batch(rank, 5, 4)).sum().backward()
+        model.zero_grad()
     theirs = DistributedDataParallel(model.module, broadcast_buffers=False)
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
-    theirs(batch(rank, 5, 4)).sin().mean().backward()
+    forward = torch.compile(theirs, backend="eager") if how == "compiled" else theirs
+    forward(batch(rank, 5, 4)).sin().mean().backward()
     for r in range(size):
         (reference(batch(r, 5, 4)).sin().mean() / size).backward()
     for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
@@ -303,11 +310,12 @@ def give_the_plain_module_to_torch() -> None:
         model(batch(rank, 5, 4))
 
 
-def test_torch_takes_over_the_plain_module(three: Ranks) -> None:
-    three.run(give_the_plain_module_to_torch, timeout=LIMIT_S)
+@pytest.mark.parametrize("how", ["plainly", "compiled"])
+def test_torch_takes_over_the_plain_module(three: Ranks, how: str) -> None:
+    three.run(give_the_plain_module_to_torch, how, timeout=LIMIT_S)
 
 
-def fail_to_wrap(how: str) -> None:
+def fail_to_wrap(wrap: Any, how: str) -> None:
     """What raises while torch's wrapper is made leaves ours as it was; the next one trains."""
     rank, _ = joined()
     reference, model = build().eval(), pydist.DataParallel(build().eval())
@@ -318,8 +326,12 @@ def fail_to_wrap(how: str) -> None:
         head = nn.LazyLinear(1)
     elif how == "after its reducer":
         head = nn.SyncBatchNorm(1).double()
+
+    def wrap_and_run() -> None:  # replicate() makes its wrapper in the first forward
+        wrap(nn.Sequential(model.module, head))(batch(rank, 5, 4))
+
     with pytest.raises((RuntimeError, ValueError)) as caught:
-        DistributedDataParallel(nn.Sequential(model.module, head))
+        wrap_and_run()
     assert not isinstance(caught.value, pydist.Error)
 
     def loss(net: nn.Module, r: int, step: int) -> Tensor:
@@ -327,16 +339,25 @@ def fail_to_wrap(how: str) -> None:
         return out
 
     train_like_reference(model, reference, loss)
-    theirs = DistributedDataParallel(nn.Sequential(model.module, nn.Identity()))
+    theirs = wrap(nn.Sequential(model.module, nn.Identity()))
     train_like_reference(model, reference, loss)
     theirs(batch(rank, 5, 4))
     with pytest.raises(pydist.InvalidUsage, match="given to torch's DistributedDataParallel"):
         model(batch(rank, 5, 4))
 
 
-@pytest.mark.parametrize("how", ["no shape", "ranks differ", "after its reducer"])
-def test_a_wrapper_of_torchs_that_could_not_be_made(run: Runner, how: str) -> None:
-    run(fail_to_wrap, how)
+@pytest.mark.parametrize(
+    ("wrap", "how"),
+    [
+        (DistributedDataParallel, "no shape"),
+        (DistributedDataParallel, "ranks differ"),
+        (DistributedDataParallel, "after its reducer"),
+        (replicate, "no shape"),
+        (replicate, "ranks differ"),
+    ],
+)
+def test_a_wrapper_of_torchs_that_could_not_be_made(run: Runner, wrap: Any, how: str) -> None:
+    run(fail_to_wrap, wrap, how)
 
 
 def shard_by_torch(how: str) -> str:
@@ -362,6 +383,7 @@ def shard_by_torch(how: str) -> str:
     else:
         with pytest.raises(pydist.InvalidUsage) as caught:
             shard(model if how == "flat" else nn.Sequential(model))
+        model(batch(rank, 5, 4).float()).sum().backward()  # nothing is cut yet
         return str(caught.value)
     with pytest.raises(pydist.InvalidUsage) as caught:
         model(batch(rank, 5, 4).float())
@@ -377,12 +399,61 @@ def shard_by_torch(how: str) -> str:
             "the plain module",
             r"0\.bias, 1\.weight and 1 more were given to torch's FullyShardedDataParallel",
         ),
-        ("flat", "torch's FullyShardedDataParallel was put around a pydist.*stage=2"),
-        ("around", "torch's FullyShardedDataParallel was put around a pydist.*stage=2"),
+        ("flat", "FullyShardedDataParallel, or fully_shard, was given a pydist.*stage=2"),
+        ("around", "FullyShardedDataParallel, or fully_shard, was given a pydist.*stage=2"),
     ],
 )
 def test_fully_sharded_models_are_refused(three: Ranks, how: str, says: str) -> None:
     for message in three.run(shard_by_torch, how, timeout=LIMIT_S):
+        assert re.search(says, message), message
+
+
+def shard_fully(how: str) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, size = joined()
+    mesh = init_device_mesh("cpu", (size,))
+    net, head = build().eval(), nn.Linear(1, 1).double()
+    if how == "inside":
+        fully_shard(net[0], mesh=mesh)
+        with pytest.raises(pydist.InvalidUsage) as caught:
+            pydist.DataParallel(net)
+        return str(caught.value)
+    model = pydist.DataParallel(net)
+    if how in ("itself", "around"):
+        with pytest.raises(pydist.InvalidUsage) as caught:
+            fully_shard(model if how == "itself" else nn.Sequential(model, head), mesh=mesh)
+    elif how == "beside":
+        fully_shard(head, mesh=mesh)
+    else:
+        fully_shard(model.module if how == "the plain module" else model.module[0], mesh=mesh)
+        for _ in range(2):
+            with pytest.raises(pydist.InvalidUsage) as caught:
+                model(batch(rank, 5, 4))
+        return str(caught.value)
+
+    def loss(net: nn.Module, r: int, step: int) -> Tensor:
+        out: Tensor = net(batch(r, 5, 4, step=step)).sin().mean()
+        return out
+
+    train_like_reference(model, build().eval(), loss)
+    return "" if how == "beside" else str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("inside", "parameter 0.weight is a DTensor.*fully_shard"),
+        ("itself", "fully_shard, was given a pydist.DataParallel or a model with one in it"),
+        ("around", "fully_shard, was given a pydist.DataParallel or a model with one in it"),
+        ("beside", ""),
+        ("the plain module", "parameter 0.weight is a DTensor.*fully_shard"),
+        ("a layer", "parameter 0.weight is a DTensor.*fully_shard"),
+    ],
+)
+def test_what_fully_shard_takes_is_not_wrapped(three: Ranks, how: str, says: str) -> None:
+    for message in three.run(shard_fully, how, timeout=LIMIT_S):
         assert re.search(says, message), message
 
 
