@@ -62,7 +62,8 @@ py::object launch(Communicator& communicator, OpKind kind, const Options& option
     fill(operation, tensors);
     tensors.attach_to(operation);
     if (options.async_op) {
-      work = with_tensors(communicator.submit(std::move(operation)), std::move(tensors));
+      auto held = std::make_shared<DenseTensors>(std::move(tensors));
+      work = with_tensors(communicator.submit(std::move(operation)), std::move(held));
     } else {
       source = communicator.run(std::move(operation));
       tensors.finish_outputs();

@@ -7,6 +7,9 @@
 
 #include <array>
 #include <chrono>
+#include <cstddef>
+#include <exception>
+#include <iterator>
 #include <optional>
 #include <utility>
 
@@ -189,16 +192,6 @@ WorkRef TorchProcessGroup::wrap(c10d::OpType type, WorkPtr work, Tensors results
                                         sequence_.load(), title.empty() ? nullptr : title.c_str());
 }
 
-WorkPtr TorchProcessGroup::submit(std::vector<Operation> operations) {
-  if (operations.empty()) {
-    return completed_work();
-  }
-  if (operations.size() == 1) {
-    return communicator_->submit(std::move(operations[0]));
-  }
-  return communicator_->submit_grouped(std::move(operations));
-}
-
 TorchProcessGroup::Coalescing* TorchProcessGroup::coalescing() {
   if (coalescing_count_.load(std::memory_order_relaxed) == 0) {
     return nullptr;
@@ -219,8 +212,9 @@ WorkRef TorchProcessGroup::launch(Call call) {
   if (Coalescing* const open = coalescing()) {
     auto deferred = std::make_shared<DeferredWork>();
     WorkRef work = wrap(call.type, deferred, call.results);
-    open->calls.push_back(std::move(call));
-    open->works.push_back(std::move(deferred));
+    open->push_back({std::move(call.operations),
+                     std::make_shared<DenseTensors>(std::move(call.tensors)),
+                     std::move(call.results), std::move(deferred)});
     return work;
   }
   if (!call.is_async && call.operations.size() == 1) {
@@ -235,9 +229,14 @@ WorkRef TorchProcessGroup::launch(Call call) {
     return c10::make_intrusive<TorchWork>(rank_, call.type, done, std::move(call.results),
                                           sequence_.load());
   }
-  WorkPtr work = submit(std::move(call.operations));
-  return wrap(call.type, with_tensors(std::move(work), std::move(call.tensors)),
-              std::move(call.results));
+  const auto tensors = std::make_shared<DenseTensors>(std::move(call.tensors));
+  std::vector<WorkPtr> started;
+  try {
+    started = communicator_->submit_grouped(std::move(call.operations));
+    return wrap(call.type, with_tensors(combine(started), tensors), std::move(call.results));
+  } catch (...) {
+    std::rethrow_exception(communicator_->fail_started(started));
+  }
 }
 
 void TorchProcessGroup::startCoalescing() {
@@ -263,37 +262,32 @@ WorkRef TorchProcessGroup::endCoalescing() {
       coalescing_.erase(found);
       --coalescing_count_;
     }
-    // A receive from anybody has to tell its own source, so it stays apart.
-    const auto is_any_source = [](const Operation& operation) {
-      return operation.kind == OpKind::kRecv && operation.peer == kAnySource;
-    };
-    std::vector<Operation> messages;
-    std::vector<Operation> collectives;
-    for (Call& call : block.calls) {
-      for (Operation& operation : call.operations) {
-        if (!is_any_source(operation)) {
-          (is_point_to_point(operation.kind) ? messages : collectives)
-              .push_back(std::move(operation));
-        }
-      }
+    std::vector<Operation> operations;
+    for (Deferred& call : block) {
+      operations.insert(operations.end(), std::make_move_iterator(call.operations.begin()),
+                        std::make_move_iterator(call.operations.end()));
     }
-    const WorkPtr message_work = submit(std::move(messages));
-    const WorkPtr collective_work = submit(std::move(collectives));
-    std::vector<WorkPtr> works;
-    Tensors results;
-    for (std::size_t i = 0; i < block.calls.size(); ++i) {
-      Call& call = block.calls[i];
-      WorkPtr work = collective_work;
-      if (call.type == c10d::OpType::RECVANYSOURCE) {
-        work = communicator_->submit(std::move(call.operations[0]));
-      } else if (call.type == c10d::OpType::SEND || call.type == c10d::OpType::RECV) {
-        work = message_work;
+    std::vector<WorkPtr> started;
+    try {
+      started = communicator_->submit_grouped(std::move(operations));
+      auto next = started.cbegin();
+      std::vector<WorkPtr> works;
+      Tensors results;
+      for (Deferred& call : block) {
+        const auto first = next;
+        next += static_cast<std::ptrdiff_t>(call.operations.size());
+        call.work->attach(with_tensors(combine({first, next}), call.tensors));
+        works.push_back(call.work);
+        results.insert(results.end(), call.results.begin(), call.results.end());
       }
-      block.works[i]->attach(with_tensors(std::move(work), std::move(call.tensors)));
-      works.push_back(block.works[i]);
-      results.insert(results.end(), call.results.begin(), call.results.end());
+      return wrap(c10d::OpType::COALESCED, combine(std::move(works)), std::move(results));
+    } catch (...) {
+      const std::exception_ptr error = communicator_->fail_started(started);
+      for (const Deferred& call : block) {
+        call.work->finish(error);
+      }
+      std::rethrow_exception(error);
     }
-    return wrap(c10d::OpType::COALESCED, combine(std::move(works)), std::move(results));
   });
 }
 

@@ -120,11 +120,14 @@ class TorchProcessGroup : public c10d::Backend {
     Operation& add(OpKind kind, int peer = 0);
   };
 
-  // Operations that wait for endCoalescing().
-  struct Coalescing {
-    std::vector<Call> calls;
-    std::vector<std::shared_ptr<DeferredWork>> works;
+  // A call that waits for endCoalescing().
+  struct Deferred {
+    std::vector<Operation> operations;
+    std::shared_ptr<DenseTensors> tensors;
+    Tensors results;
+    std::shared_ptr<DeferredWork> work;
   };
+  using Coalescing = std::vector<Deferred>;
 
   template <typename TorchOptions>
   [[nodiscard]] Call new_call(c10d::OpType type, const TorchOptions& options) {
@@ -132,7 +135,6 @@ class TorchProcessGroup : public c10d::Backend {
   }
   WorkRef launch(Call call);
   WorkRef wrap(c10d::OpType type, WorkPtr work, Tensors results);
-  WorkPtr submit(std::vector<Operation> operations);
   Coalescing* coalescing();
   // Returns what the results are to be divided by behind the operation: see Note [Averages of
   // integers].

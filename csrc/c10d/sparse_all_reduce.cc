@@ -146,7 +146,7 @@ WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, 
   auto work = std::make_shared<Work>();
   const auto stream =
       tensor.is_cuda() ? std::optional(current_stream(device_of(tensor.device()))) : std::nullopt;
-  const WorkPtr gathered = communicator.submit_grouped(std::move(operations));
+  const WorkPtr gathered = combine(communicator.submit_grouped(std::move(operations)));
   // Elsewhere: adding up takes longer than the thread that moves operations along should be kept.
   gathered->on_completion([work, parts, target = tensor, stream, op,
                            size = communicator.size()](const Work::Outcome& outcome) {

@@ -69,6 +69,22 @@ class StagedCommunicator final : public Communicator {
     return host_->why_unsupported(kind, op, dtype);
   }
 
+  void check(const Operation& operation) const override {
+    if (!is_on_device(operation)) {
+      host_->check(operation);
+      return;
+    }
+    require_open();
+    validate(operation, rank(), size());
+    if (!stays_on_device(operation) &&
+        is_capturing(current_stream(operation.first_buffer()->device))) {
+      throw InvalidUsage(join(
+          to_string(operation.kind), " on backend '", host_->capabilities().backend,
+          "' cannot be part of a CUDA graph, since the host takes part in it: leave it outside "
+          "the capture, or use a backend of the device's own."));
+    }
+  }
+
   [[nodiscard]] WorkPtr submit(Operation operation) override {
     if (is_on_device(operation)) {
       return stage(std::move(operation));
@@ -77,20 +93,6 @@ class StagedCommunicator final : public Communicator {
       return host_->submit(std::move(operation));
     }
     return queue_behind(std::move(operation));
-  }
-
-  [[nodiscard]] WorkPtr submit_grouped(std::vector<Operation> operations) override {
-    const bool is_plain =
-        std::none_of(operations.begin(), operations.end(), [this](const Operation& operation) {
-          return is_on_device(operation) || must_queue(operation);
-        });
-    if (is_plain) {
-      return host_->submit_grouped(std::move(operations));
-    }
-    for (const Operation& operation : operations) {
-      validate(operation, rank(), size());
-    }
-    return submit_one_by_one(std::move(operations));
   }
 
   using Communicator::run;
@@ -155,6 +157,10 @@ class StagedCommunicator final : public Communicator {
                : staging_->collectives_under_way.load() != 0;
   }
 
+  [[nodiscard]] bool stays_on_device(const Operation& operation) const noexcept {
+    return size() == 1 && !is_point_to_point(operation.kind);
+  }
+
   void require_open() const {
     require_not_forked();
     if (is_shut_down_) {
@@ -179,8 +185,7 @@ class StagedCommunicator final : public Communicator {
 
   // An operation on host memory.
   WorkPtr queue_behind(Operation operation) {
-    require_open();
-    validate(operation, rank(), size());
+    check(operation);
     operation.deadline = deadline_of(operation);
     auto work = std::make_shared<StagedWork>(host_);
     const bool is_message = is_point_to_point(operation.kind);
@@ -202,20 +207,13 @@ class StagedCommunicator final : public Communicator {
   }
 
   WorkPtr stage(Operation operation) {
-    require_open();
-    validate(operation, rank(), size());
+    check(operation);
     const Device device = operation.first_buffer()->device;
-    if (size() == 1 && !is_point_to_point(operation.kind)) {
+    if (stays_on_device(operation)) {
       combine_alone(operation, device);
       return completed_work();
     }
     const c10::Stream stream = current_stream(device);
-    if (is_capturing(stream)) {
-      throw InvalidUsage(join(
-          to_string(operation.kind), " on backend '", host_->capabilities().backend,
-          "' cannot be part of a CUDA graph, since the host takes part in it: leave it outside "
-          "the capture, or use a backend of the device's own."));
-    }
     const Deadline deadline = deadline_of(operation);
     operation.deadline = deadline;
     auto staged =

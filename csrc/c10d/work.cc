@@ -174,23 +174,22 @@ WorkPtr with_epilogue(WorkPtr inner, std::function<void()> run, std::function<vo
   return work;
 }
 
-WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors) {
+WorkPtr with_tensors(WorkPtr inner, std::shared_ptr<DenseTensors> held) {
   // In a graph nothing happens later that would not happen at every replay: the caller's stream
   // joins the operation at once, and memory may go in its order.
-  if (tensors.is_captured() && inner->wait_on_stream(tensors.stream())) {
-    if (!tensors.has_unfinished()) {
+  if (held->is_captured() && inner->wait_on_stream(held->stream())) {
+    if (!held->has_unfinished()) {
       return inner;
     }
-    tensors.finish_outputs();
-    const cuda::DeviceGuard guard(tensors.device_index());
+    held->finish_outputs();
+    const cuda::DeviceGuard guard(held->device_index());
     auto finished =
-        std::make_shared<FinishedInCapture>(inner, tensors.stream(), tensors.device_index());
+        std::make_shared<FinishedInCapture>(inner, held->stream(), held->device_index());
     inner->on_completion([finished](const Work::Outcome& outcome) {
       finished->finish(outcome.error, outcome.source_rank);
     });
     return finished;
   }
-  auto held = std::make_shared<DenseTensors>(std::move(tensors));
   if (held->has_unfinished()) {
     if (!held->are_unfinished_on_device()) {
       return with_epilogue(std::move(inner), [held] { held->finish_outputs(); });

@@ -27,7 +27,7 @@ namespace pydist {
 
 // A work that finishes when `inner` has and the outputs among `tensors` are finished; it keeps
 // their memory until then.
-[[nodiscard]] WorkPtr with_tensors(WorkPtr inner, DenseTensors tensors);
+[[nodiscard]] WorkPtr with_tensors(WorkPtr inner, std::shared_ptr<DenseTensors> tensors);
 
 // Waits for the results of an operation. Where they are on a device and the backend can, the
 // streams that are current there wait, and the caller doesn't.

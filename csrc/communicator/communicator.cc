@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/error.h"
 #include "base/interruption.h"
 
 namespace pydist {
@@ -26,13 +27,51 @@ int Communicator::run(Operation&& operation) {
   return work->source_rank();
 }
 
-WorkPtr Communicator::submit_one_by_one(std::vector<Operation> operations) {
+std::vector<WorkPtr> Communicator::submit_grouped(std::vector<Operation> operations) {
+  for (const Operation& operation : operations) {
+    check(operation);
+  }
   std::vector<WorkPtr> works;
   works.reserve(operations.size());
-  for (Operation& operation : operations) {
-    works.push_back(submit(std::move(operation)));
+  try {
+    for (Operation& operation : operations) {
+      works.push_back(submit(std::move(operation)));
+    }
+  } catch (...) {
+    std::rethrow_exception(fail_started(works));
   }
-  return combine(std::move(works));
+  return works;
+}
+
+std::exception_ptr Communicator::fail_started(std::span<const WorkPtr> started) {
+  std::exception_ptr error = std::current_exception();
+  if (started.empty()) {
+    return error;
+  }
+  try {
+    auto [kind, what, blame] = describe(error);
+    // What may be a peer's doing names that peer, if anybody.
+    if (blame.ranks.empty() && kind != ErrorKind::kPeerLost && kind != ErrorKind::kTimeout) {
+      blame = culprit(rank(), what);
+    }
+    abort(Error(kind,
+                join("rank ", rank(), " of group '", name(),
+                     "' could not start all of the operations that it submitted together: ", what),
+                std::move(blame)));
+  } catch (...) {  // no memory for the words
+    shutdown();
+  }
+  for (const WorkPtr& work : started) {
+    bool is_interrupted = false;
+    try {
+      work->wait_or_end([&is_interrupted] { is_interrupted = true; });
+    } catch (...) {
+      if (is_interrupted) {
+        error = std::current_exception();
+      }
+    }
+  }
+  return error;
 }
 
 std::string places_of_ranks(const Communicator& communicator) {

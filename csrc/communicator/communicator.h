@@ -18,7 +18,9 @@
 
 #include <chrono>
 #include <cstddef>
+#include <exception>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -88,13 +90,27 @@ class Communicator {
   [[nodiscard]] virtual std::string why_unsupported(OpKind kind, ReduceOp op,
                                                     DType dtype) const = 0;
 
-  // Starts an operation. Throws InvalidUsage where the operation is malformed, and the group's
-  // error where the group has failed.
+  // Throws where submit() would refuse the operation at a look: InvalidUsage where it is malformed
+  // or on a device that the group does not take, the group's error where the group has failed.
+  virtual void check(const Operation& operation) const = 0;
+
+  // Starts an operation. Throws what check() does, or why the system lets it not start (no thread,
+  // no memory); then nobody uses its buffers.
   [[nodiscard]] virtual WorkPtr submit(Operation operation) = 0;
 
-  // Starts several as one: either matched point-to-point operations, or collectives in order.
-  // The work completes with the last of them.
-  [[nodiscard]] virtual WorkPtr submit_grouped(std::vector<Operation> operations) = 0;
+  // Starts several in order, all or nothing. Returns a work for each; those that a backend runs as
+  // one share theirs. All are looked at before any starts: where one is refused, none has begun,
+  // and the group is as it was. Where one cannot start after others have (no thread, no memory, a
+  // peer has died), the group fails on every rank, with this rank or that peer as the culprit. When
+  // this throws, nobody uses the buffers of any.
+  [[nodiscard]] virtual std::vector<WorkPtr> submit_grouped(std::vector<Operation> operations);
+
+  // For a caller that starts several operations of which none is of use without the rest, in the
+  // handler of what one of them has thrown. Fails the group with that exception on every rank, and
+  // waits until the operations that have started have ended, so that their buffers may go. Returns
+  // what to throw: the exception, or an interruption of the wait. Where none has started it does
+  // nothing.
+  [[nodiscard]] std::exception_ptr fail_started(std::span<const WorkPtr> started);
 
   // Starts an operation and waits for it; backends may take a shorter way than submit. Returns the
   // source rank of a receive, otherwise -1. An interruption (base/interruption.h) aborts the group,
@@ -152,10 +168,6 @@ class Communicator {
   // What every rank of the group is in, a line each, from the journal; empty where the backend
   // keeps none.
   [[nodiscard]] virtual std::vector<std::string> whereabouts() const = 0;
-
- protected:
-  // submit_grouped() for backends to which a group of operations is nothing of its own.
-  [[nodiscard]] WorkPtr submit_one_by_one(std::vector<Operation> operations);
 };
 
 // whereabouts() in sentences, for the end of a message.

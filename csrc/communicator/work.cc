@@ -174,6 +174,7 @@ class CombinedWork : public Work {
 }  // namespace
 
 WorkPtr combine(std::vector<WorkPtr> parts) {
+  parts.erase(std::unique(parts.begin(), parts.end()), parts.end());
   if (parts.empty()) {
     return completed_work();
   }

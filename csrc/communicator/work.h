@@ -116,7 +116,7 @@ using WorkPtr = std::shared_ptr<Work>;
 // The handle of an operation that has succeeded already.
 [[nodiscard]] WorkPtr completed_work();
 
-// Succeeds when all parts have; fails with the first error otherwise.
+// Succeeds when all parts have; fails with the first error otherwise. Neighbours may be the same.
 [[nodiscard]] WorkPtr combine(std::vector<WorkPtr> parts);
 
 }  // namespace pydist

@@ -106,6 +106,29 @@ class GlooCommunicator : public Communicator, public PeerNews {
     return {};
   }
 
+  void check(const Operation& operation) const override {
+    require_not_forked();
+    group_->require_sound();
+    validate(operation, rank_, size_);
+    for (const auto* buffers : {&operation.inputs, &operation.outputs}) {
+      for (const Buffer& buffer : *buffers) {
+        if (buffer.device != Device{}) {
+          throw InvalidUsage("The gloo backend moves CPU memory only.");
+        }
+      }
+    }
+    if (is_point_to_point(operation.kind)) {
+      if (operation.tag >= GlooChannel::kUserTags) {
+        throw InvalidUsage(join("The gloo backend has tags from 0 to ", GlooChannel::kUserTags - 1,
+                                ", got ", operation.tag, "."));
+      }
+      if (operation.peer == rank_) {
+        throw InvalidUsage(join("The gloo backend cannot send from rank ", rank_,
+                                " to itself; copy the tensor instead."));
+      }
+    }
+  }
+
   WorkPtr submit(Operation operation) override {
     check(operation);
     const Deadline deadline = deadline_of(operation);
@@ -122,13 +145,6 @@ class GlooCommunicator : public Communicator, public PeerNews {
       throw Aborted(join("The group '", name_, "' is being shut down."));
     }
     return work;
-  }
-
-  WorkPtr submit_grouped(std::vector<Operation> operations) override {
-    for (const Operation& operation : operations) {
-      check(operation);
-    }
-    return submit_one_by_one(std::move(operations));
   }
 
   MemoryPtr allocate(std::size_t bytes, Device device) override {
@@ -308,31 +324,12 @@ class GlooCommunicator : public Communicator, public PeerNews {
       });
     } catch (...) {
       // The message is on its way already, and nobody will wait for it.
-      static_cast<void>(group_->fail(std::current_exception()));
+      const auto [kind, what, blame] = describe(std::current_exception());
+      static_cast<void>(group_->fail(make_error(
+          kind,
+          join("rank ", rank_, " of group '", name_, "' could not wait for a message: ", what),
+          own_blame(rank_, what))));
       throw;
-    }
-  }
-
-  void check(const Operation& operation) const {
-    require_not_forked();
-    group_->require_sound();
-    validate(operation, rank_, size_);
-    for (const auto* buffers : {&operation.inputs, &operation.outputs}) {
-      for (const Buffer& buffer : *buffers) {
-        if (buffer.device != Device{}) {
-          throw InvalidUsage("The gloo backend moves CPU memory only.");
-        }
-      }
-    }
-    if (is_point_to_point(operation.kind)) {
-      if (operation.tag >= GlooChannel::kUserTags) {
-        throw InvalidUsage(join("The gloo backend has tags from 0 to ", GlooChannel::kUserTags - 1,
-                                ", got ", operation.tag, "."));
-      }
-      if (operation.peer == rank_) {
-        throw InvalidUsage(join("The gloo backend cannot send from rank ", rank_,
-                                " to itself; copy the tensor instead."));
-      }
     }
   }
 

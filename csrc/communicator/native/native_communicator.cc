@@ -130,38 +130,18 @@ class NativeCommunicator final : public Communicator,
                : join("op '", to_string(op), "' is not defined for ", to_string(dtype));
   }
 
-  [[nodiscard]] WorkPtr submit(Operation operation) override {
-    check_from_caller(operation);
-    return enqueue(std::move(operation));
+  void check(const Operation& operation) const override {
+    if (operation.kind == OpKind::kAllocate) {
+      throw InvalidUsage("Symmetric memory comes from allocate(), not from an operation.");
+    }
+    check_any(operation);
   }
 
-  [[nodiscard]] WorkPtr enqueue(Operation operation) {
+  [[nodiscard]] WorkPtr submit(Operation operation) override {
+    check(operation);
     const Deadline deadline = deadline_of(operation);
     return is_point_to_point(operation.kind) ? messages_->submit(std::move(operation), deadline)
                                              : collectives_->submit(std::move(operation), deadline);
-  }
-
-  [[nodiscard]] WorkPtr submit_grouped(std::vector<Operation> operations) override {
-    // All are looked at before any starts.
-    for (const Operation& operation : operations) {
-      check_from_caller(operation);
-    }
-    std::vector<WorkPtr> parts;
-    parts.reserve(operations.size());
-    try {
-      for (Operation& operation : operations) {
-        parts.push_back(enqueue(std::move(operation)));
-      }
-      return combine(parts);
-    } catch (...) {
-      // All or nothing: the caller, who gets no handle, frees the buffers.
-      if (!parts.empty()) {
-        health_->fail(std::current_exception());
-        collectives_->drain();
-        messages_->drain();
-      }
-      throw;
-    }
   }
 
   using Communicator::run;
@@ -169,7 +149,7 @@ class NativeCommunicator final : public Communicator,
     if (is_point_to_point(operation.kind)) {
       return Communicator::run(std::move(operation));
     }
-    check_from_caller(operation);
+    check(operation);
     collectives_->run(std::move(operation), timeout());
     return -1;
   }
@@ -181,7 +161,7 @@ class NativeCommunicator final : public Communicator,
     HeapAllocation result;
     Operation operation;
     operation.kind = OpKind::kAllocate;
-    check(operation);
+    check_any(operation);
     const Deadline deadline = deadline_of(operation);
     const CollectiveQueue::MakeTask make_task = [&](const Operation& /*operation*/,
                                                     bool /*is_posted*/) {
@@ -321,16 +301,8 @@ class NativeCommunicator final : public Communicator,
     ShmReceiveChannel from_previous;
   };
 
-  // As check(), for the operations that callers may ask for.
-  void check_from_caller(const Operation& operation) const {
-    if (operation.kind == OpKind::kAllocate) {
-      throw InvalidUsage("Symmetric memory comes from allocate(), not from an operation.");
-    }
-    check(operation);
-  }
-
-  // Throws what stands in the way of the operation.
-  void check(const Operation& operation) const {
+  // As check(), for allocate() too.
+  void check_any(const Operation& operation) const {
     require_not_forked();
     require_open(to_string(operation.kind));
     if (health_->has_failed()) {

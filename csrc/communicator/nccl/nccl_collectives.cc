@@ -426,6 +426,25 @@ class Enqueuing {
 
 }  // namespace
 
+const char* numerics_on_nccl(const NcclSettings& settings) noexcept {
+  if (settings.pins_ring) {
+    return settings.has_kernels()
+               ? "elements are combined in ring order by pydist's kernels, 16-bit types in "
+                 "float32 with one rounding; a mean divides the sum once, in float32 or wider; "
+                 "min and max propagate NaN."
+               : "nothing is reduced, as the ring needs pydist's kernels.";
+  }
+  return settings.has_kernels()
+             ? "elements are combined by NCCL in an order of its own; sums of float16 and "
+               "bfloat16 are rounded at every step, but for means and premul_sums of float16 and "
+               "premul_sums of bfloat16, which are summed in float32 and rounded once; a mean "
+               "divides the sum once, in float32 or wider; min and max propagate NaN."
+             : "elements are combined by NCCL in an order of its own; sums of float16 and "
+               "bfloat16 are rounded at every step, and so are a mean and a premul_sum, each "
+               "input times its factor first, which is rounded to the type; a mean is NCCL's "
+               "average.";
+}
+
 std::string why_not_on_nccl(const NcclSettings& settings, OpKind kind, ReduceOp op, DType dtype,
                             bool has_wire_dtype) {
   if (!has_op(kind)) {

@@ -37,6 +37,9 @@ struct NcclSettings {
   [[nodiscard]] bool has_kernels() const noexcept { return kernels != nullptr; }
 };
 
+// In which order, and in what precision, elements are combined; for people.
+[[nodiscard]] const char* numerics_on_nccl(const NcclSettings& settings) noexcept;
+
 // Why the operation cannot be run; empty where it can.
 [[nodiscard]] std::string why_not_on_nccl(const NcclSettings& settings, OpKind kind, ReduceOp op,
                                           DType dtype, bool has_wire_dtype);

@@ -134,7 +134,7 @@ class NcclCommunicator final : public Communicator {
     // NCCL promises neither from run to run, nor for other sizes of buckets.
     can.equal_from_run_to_run = false;
     can.equal_for_all_chunkings = false;
-    can.numerics = join("On the GPU: ", numerics_on_gpu(), " ", host);
+    can.numerics = join("On the GPU: ", numerics_on_nccl(settings_), " ", host);
     return can;
   }
 
@@ -144,38 +144,55 @@ class NcclCommunicator final : public Communicator {
     return why_not_on_nccl(settings_, kind, op, dtype, /*has_wire_dtype=*/false);
   }
 
-  [[nodiscard]] WorkPtr submit(Operation operation) override {
-    check(operation);
-    if (operation.kind == OpKind::kBarrier) {
-      group_->drain(deadline_of(operation));
+  void check(const Operation& operation) const override {
+    check_own(operation);
+    if (!is_for_gpu(operation)) {
+      host_->check(operation);
     }
+  }
+
+  [[nodiscard]] WorkPtr submit(Operation operation) override {
+    check_own(operation);
+    drain_before(operation);
     return is_for_gpu(operation) ? launch({std::move(operation)})
                                  : host_->submit(std::move(operation));
   }
 
-  [[nodiscard]] WorkPtr submit_grouped(std::vector<Operation> operations) override {
+  // The host's first: a launch may have to wait for ranks that wait for a message of this one.
+  [[nodiscard]] std::vector<WorkPtr> submit_grouped(std::vector<Operation> operations) override {
     for (const Operation& operation : operations) {
       check(operation);
     }
+    std::vector<WorkPtr> works(operations.size());
+    std::vector<bool> are_for_gpu;
     std::vector<Operation> on_gpu;
     std::vector<Operation> on_host;
     for (Operation& operation : operations) {
-      (is_for_gpu(operation) ? on_gpu : on_host).push_back(std::move(operation));
+      drain_before(operation);
+      are_for_gpu.push_back(is_for_gpu(operation));
+      (are_for_gpu.back() ? on_gpu : on_host).push_back(std::move(operation));
     }
-    if (on_gpu.empty()) {
-      return host_->submit_grouped(std::move(on_host));
+    const std::vector<WorkPtr> hosts = host_->submit_grouped(std::move(on_host));
+    WorkPtr launched;
+    if (!on_gpu.empty()) {
+      try {
+        launched = launch(std::move(on_gpu));
+      } catch (...) {
+        std::rethrow_exception(fail_started(hosts));
+      }
     }
-    WorkPtr gpu = launch(std::move(on_gpu));
-    return on_host.empty() ? gpu : combine({gpu, host_->submit_grouped(std::move(on_host))});
+    auto next = hosts.begin();
+    for (std::size_t i = 0; i < works.size(); ++i) {
+      works[i] = are_for_gpu[i] ? launched : *next++;
+    }
+    return works;
   }
 
   using Communicator::run;
   // An operation on the GPU is over, for the caller, once the caller's stream waits for it.
   int run(Operation&& operation) override {
-    check(operation);
-    if (operation.kind == OpKind::kBarrier) {
-      group_->drain(deadline_of(operation));
-    }
+    check_own(operation);
+    drain_before(operation);
     if (!is_for_gpu(operation)) {
       return host_->run(std::move(operation));
     }
@@ -256,25 +273,6 @@ class NcclCommunicator final : public Communicator {
   }
 
  private:
-  [[nodiscard]] const char* numerics_on_gpu() const {
-    if (settings_.pins_ring) {
-      return settings_.has_kernels()
-                 ? "elements are combined in ring order by pydist's kernels, 16-bit types in "
-                   "float32 with one rounding; a mean divides the sum once, in float32 or wider; "
-                   "min and max propagate NaN."
-                 : "nothing is reduced, as the ring needs pydist's kernels.";
-    }
-    return settings_.has_kernels()
-               ? "elements are combined by NCCL in an order of its own; sums of float16 and "
-                 "bfloat16 are rounded at every step, but for means and premul_sums of float16 and "
-                 "premul_sums of bfloat16, which are summed in float32 and rounded once; a mean "
-                 "divides the sum once, in float32 or wider; min and max propagate NaN."
-               : "elements are combined by NCCL in an order of its own; sums of float16 and "
-                 "bfloat16 are rounded at every step, and so are a mean and a premul_sum, each "
-                 "input times its factor first, which is rounded to the type; a mean is NCCL's "
-                 "average.";
-  }
-
   // Messages go by the host, whatever they hold.
   static bool is_for_gpu(const Operation& operation) {
     const Buffer* const buffer = operation.first_buffer();
@@ -298,10 +296,18 @@ class NcclCommunicator final : public Communicator {
     }
   }
 
-  void check(const Operation& operation) const {
+  // A barrier is reached once what this rank has on the GPU has ended.
+  void drain_before(const Operation& operation) const {
+    if (operation.kind == OpKind::kBarrier) {
+      group_->drain(deadline_of(operation));
+    }
+  }
+
+  // check() without what the host looks at by itself.
+  void check_own(const Operation& operation) const {
     require_open(to_string(operation.kind));
     if (!is_for_gpu(operation)) {
-      return;  // the host's own check follows
+      return;
     }
     validate(operation, rank(), size());
     const Buffer& buffer = *operation.first_buffer();

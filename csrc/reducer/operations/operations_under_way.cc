@@ -20,10 +20,11 @@ WorkPtr OperationsUnderWay::submit(Operation operation, const at::Tensor& input,
   }
   tensors.attach_to(operation);
   const bool is_captured = tensors.is_captured();
+  auto held = std::make_shared<DenseTensors>(std::move(tensors));
   WorkPtr work = communicator_->submit(std::move(operation));
   // A captured operation works on memory of the arena, which stays, so no tensors have to be held.
   return works_.emplace_back(is_captured ? std::move(work)
-                                         : with_tensors(std::move(work), std::move(tensors)));
+                                         : with_tensors(std::move(work), std::move(held)));
 }
 
 WorkPtr OperationsUnderWay::combine(const Combination& combination, const at::Tensor& memory,

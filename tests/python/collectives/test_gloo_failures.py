@@ -1,5 +1,6 @@
 """Groups on gloo that fail: ranks that are late, leave, die, abort, or fork."""
 
+import contextlib
 import os
 import re
 import time
@@ -14,9 +15,11 @@ from gloo_groups import gloo, make
 from launch import Ranks
 from survivors_of import die, survivors_of
 from thorough import everyday
+from torch_groups import bridge, join
 
 import pydist
 from pydist import _native
+from pydist.testing import faults
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -295,3 +298,40 @@ def refused() -> None:
 
 def test_factories_that_fail(run_two: Runner) -> None:
     run_two(refused)
+
+
+def block_without_threads() -> str:
+    rank, _ = join()
+    group = bridge()
+    values, message = torch.ones(1000), torch.empty(1000)
+    dist.barrier()
+    if rank == 1:
+        group._start_coalescing()
+        works = [
+            group.allreduce([values], dist.AllreduceOptions()),
+            group.recv([message], 0, 0),
+        ]
+        with (
+            faults.exhausted("threads"),
+            pytest.raises(pydist.TransportError, match="no more threads"),
+        ):
+            group._end_coalescing()
+        # So nothing uses the tensors any more.
+        assert all(work.is_completed() for work in works)
+        with pytest.raises(pydist.TransportError, match="no more threads"):
+            works[1].wait()
+    else:
+        # That of the block, which may have come to its end before the rest failed.
+        with contextlib.suppress(pydist.TransportError):
+            dist.all_reduce(values)
+    with pytest.raises(pydist.TransportError) as caught:
+        dist.all_reduce(values)
+    assert caught.value.ranks == (1,), caught.value.ranks
+    return str(caught.value)
+
+
+def test_where_no_thread_is_left_for_a_block_all_of_it_fails() -> None:
+    with Ranks(2, {"PYDIST_BACKEND": "gloo"}) as ranks:
+        for message in ranks.run(block_without_threads, timeout=LIMIT_S):
+            assert "rank 1 of group" in message, message
+            assert "no more threads" in message, message

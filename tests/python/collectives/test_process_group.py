@@ -309,6 +309,64 @@ def test_coalesced(run: Runner) -> None:
     run(coalesced)
 
 
+def refused_in_a_block() -> None:
+    rank, size = join()
+    if size == 1:
+        return
+    right, left = (rank + 1) % size, (rank - 1) % size
+    group = bridge()
+    refused = torch.full((3,), -1.0)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.BAND
+    group._start_coalescing()
+    works = [group.recv([refused], left, 3), group.allreduce([torch.ones(2)], options)]
+    with pytest.raises(pydist.InvalidUsage, match="'band' is not defined for float32"):
+        group._end_coalescing()
+    for work in works:
+        with pytest.raises(pydist.InvalidUsage, match="'band' is not defined for float32"):
+            work.wait()
+    # The receive of the block did not start, so the message is for this one.
+    received = torch.empty(3)
+    for work in [
+        dist.isend(torch.full((3,), float(rank)), right, tag=3),
+        dist.irecv(received, left, tag=3),
+    ]:
+        work.wait()
+    assert received.tolist() == [left] * 3
+    dist.barrier()
+    assert refused.tolist() == [-1.0] * 3
+
+
+def test_where_one_operation_of_a_block_is_refused_none_starts(run: Runner) -> None:
+    run(refused_in_a_block)
+
+
+def sources_in_a_block() -> None:
+    rank, size = join()
+    if size == 1:
+        return
+    right, left = (rank + 1) % size, (rank - 1) % size
+    group = bridge()
+    received, total = torch.empty(2), torch.ones(2)
+    group._start_coalescing()
+    receive = group.recv_anysource([received], 4)
+    works = [
+        group.send([torch.full((2,), float(rank))], right, 4),
+        receive,
+        group.allreduce([total], dist.AllreduceOptions()),
+    ]
+    works.append(group._end_coalescing())
+    for work in works:
+        work.wait()
+    assert receive._source_rank() == left
+    assert received.tolist() == [left] * 2
+    assert total.tolist() == [size] * 2
+
+
+def test_a_block_of_messages_and_collectives(run: Runner) -> None:
+    run(sources_in_a_block)
+
+
 def point_to_point() -> None:
     rank, size = join()
     if size == 1:

@@ -80,10 +80,31 @@ TEST(NcclCommunicator, CarriesTheHostsOperationsToo) {
     EXPECT_EQ(on_host[0], 1);
     std::vector<int> on_gpu{self.rank + 1};
     std::vector<Operation> both{rank.all_reduce(on_gpu), testing::all_reduce(on_host)};
-    rank.group->submit_grouped(std::move(both))->wait();
+    combine(rank.group->submit_grouped(std::move(both)))->wait();
     EXPECT_EQ(on_gpu[0], 3);
     EXPECT_EQ(on_host[0], 2);
     rank.group->run(barrier());
+    rank.group->shutdown();
+  });
+}
+
+TEST(NcclCommunicator, LaunchesNothingOfAGroupThatTheHostRefuses) {
+  run_ranks(2, [](RankOfTest& self) {
+    const Rank rank(self);
+    std::vector<int> on_gpu{self.rank + 1};
+    std::vector<int> on_host{1};
+    std::vector<int> longer{1, 1};
+    Operation wrong = testing::all_reduce(on_host);
+    wrong.outputs = {buffer_of(longer)};
+    EXPECT_EQ(error_of([&] {
+                std::vector<Operation> both{rank.all_reduce(on_gpu), wrong};
+                static_cast<void>(rank.group->submit_grouped(std::move(both)));
+              }).kind,
+              ErrorKind::kInvalidUsage);
+    rank.group->run(barrier());
+    EXPECT_EQ(on_gpu[0], self.rank + 1);
+    rank.group->submit(rank.all_reduce(on_gpu))->wait();
+    EXPECT_EQ(on_gpu[0], 3);
     rank.group->shutdown();
   });
 }

@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <functional>
+#include <future>
 #include <optional>
 #include <string>
 #include <thread>
@@ -95,6 +97,36 @@ TEST(NcclFailure, OfACallReachesTheOtherRank) {
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(contains(message, "all_reduce #2 on rank 1 of 2: ncclAllReduce: NCCL")) << message;
   }
+}
+
+TEST(NcclFailure, OfALaunchEndsWhatTheHostHasOfTheSameGroup) {
+  use_fake_cuda();
+  const FakeFault fault("fail:1:1");
+  std::barrier joined(2);
+  std::promise<void> has_thrown;
+  std::promise<void> has_sent;
+  run_ranks(2, [&](RankOfTest& self) {
+    const Rank rank(self);
+    joined.arrive_and_wait();
+    std::vector<int> message(1000, self.rank);
+    ErrorDescription error;
+    if (self.rank == 1) {
+      std::vector<float>& values = kept_values(1);
+      error = error_of([&] {
+        std::vector<Operation> both{rank.all_reduce(values), receive_from(0, 3, message)};
+        static_cast<void>(rank.group->submit_grouped(std::move(both)));
+      });
+      has_thrown.set_value();
+      has_sent.get_future().wait_for(seconds(30));
+      EXPECT_EQ(message, std::vector<int>(1000, 1));
+    } else {
+      has_thrown.get_future().wait_for(seconds(30));
+      error = error_of([&] { rank.group->submit(send_to(1, 3, message))->wait(); });
+      has_sent.set_value();
+    }
+    EXPECT_EQ(error.kind, ErrorKind::kTransport);
+    EXPECT_PRED2(contains, error.message, "all_reduce #1 on rank 1 of 2: ncclAllReduce: NCCL");
+  });
 }
 
 TEST(NcclFailure, ThatComesUpLaterReachesEverybody) {
