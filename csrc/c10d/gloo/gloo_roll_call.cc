@@ -53,7 +53,6 @@ RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int s
   try {
     store.set(answer_key(sequence, rank), "here");
     const Deadline deadline = Deadline::in(kRollCallPatience);
-    std::string missing;
     RollCall called;
     for (int peer = 0; peer < size; ++peer) {
       while (!look_up(store, answer_key(sequence, peer))) {
@@ -65,16 +64,11 @@ RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int s
           return {};
         }
         if (deadline.has_passed()) {
-          missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(peer);
           called.missing.push_back(peer);
           break;
         }
         std::this_thread::sleep_for(kLook);
       }
-    }
-    if (!missing.empty()) {
-      called.sentence = join("No answer from ", missing,
-                             " (late, stopped, dead, or still waiting for one of the others).");
     }
     return called;
   } catch (const std::exception&) {

@@ -302,9 +302,7 @@ GroupHealth::Keeper GroupHealth::keeper_behind(int rank) const {
 }
 
 void GroupHealth::warn_of_wait(const std::string& operation, const std::string& why) {
-  endpoint_->log().post(LogLevel::kWarning, join(who(rank_), " has been in ", operation, " for ",
-                                                 std::chrono::duration<double>(long_wait_).count(),
-                                                 " s", why.empty() ? "" : ": ", why, "."));
+  endpoint_->log().post(LogLevel::kWarning, long_wait_text(who(rank_), operation, long_wait_, why));
 }
 
 std::string GroupHealth::activity(int rank) const {
