@@ -24,6 +24,7 @@
 #include "c10d/staged_communicator.h"
 #include "c10d/store.h"
 #include "c10d/work.h"
+#include "communicator/departure.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/native/native_communicator.h"
 #include "communicator/nccl/nccl_communicator.h"
@@ -486,6 +487,8 @@ void bind_communicator(py::module_& module) {
              py::call_guard<ReleasedGil>(),
              "Fails all groups of this process, here and on every other rank: this rank is the "
              "culprit, `cause` the reason that errors carry.");
+  module.def("note_program_end", &note_program_end,
+             "The program is at its end: peers read that, where they still wait for this process.");
   // Peers of a script that just ends are to learn of a departure, not of a death.
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     const ReleasedGil released;

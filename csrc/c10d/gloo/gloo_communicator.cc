@@ -23,6 +23,7 @@
 #include "c10d/serial_queue.h"
 #include "c10d/store.h"
 #include "communicator/agreement.h"
+#include "communicator/departure.h"
 #include "communicator/open_communicators.h"
 #include "communicator/peer_news.h"
 #include "communicator/splits.h"
@@ -174,14 +175,14 @@ class GlooCommunicator : public Communicator, public PeerNews {
     }
     group_->mark_shut_down();
     if (!queue_.is_idle() || group_->has_messages()) {
-      const Blame own = own_blame(rank_, kHasLeft);
+      const Blame own = own_blame(rank_, in_words(own_departure()));
       group_->fail(make_error(ErrorKind::kAborted,
                               join("The group '", name_, "' was shut down on rank ", rank_,
                                    " while an operation was under way."),
                               own),
                    make_error(ErrorKind::kPeerLost,
                               join("rank ", rank_, " (pid ", own.pid, " on host ", own.host, ") ",
-                                   kHasLeft, "."),
+                                   own.cause, "."),
                               own));
     }
     queue_.stop();

@@ -6,6 +6,7 @@
 
 #include "base/engine_thread.h"
 #include "c10d/elastic_threads.h"
+#include "communicator/departure.h"
 
 namespace pydist {
 namespace {
@@ -217,9 +218,9 @@ void GlooGroup::note_end_of(int rank, const std::string& process) {
 
 void GlooGroup::say_left() noexcept {
   try {
-    const Blame own = own_blame(channel.rank(), kHasLeft);
+    const Blame own = own_blame(channel.rank(), in_words(own_departure()));
     tell_gone(*store_, channel.rank(),
-              join("(pid ", own.pid, " on host ", own.host, ") ", kHasLeft));
+              join("(pid ", own.pid, " on host ", own.host, ") ", own.cause));
   } catch (const std::exception&) {
     // Whoever hosted the store is gone.
   }

@@ -6,6 +6,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "communicator/departure.h"
 
 namespace pydist {
 namespace {
@@ -34,8 +35,11 @@ RollCall name_gone(KeyValueStore& store, int rank, std::string how, int size) {
       how = std::move(*end);
     }
   }
-  return {
-      join("rank ", rank, " ", how, "."), {rank}, how.ends_with(kHasDied) ? kHasDied : kHasLeft};
+  const char* lost = in_words(Departure::kShutdown);
+  for (const char* const each : {kHasDied, in_words(Departure::kProgramEnd)}) {
+    lost = how.ends_with(each) ? each : lost;
+  }
+  return {join("rank ", rank, " ", how, "."), {rank}, lost};
 }
 
 }  // namespace

@@ -24,12 +24,11 @@ namespace pydist {
 inline constexpr std::chrono::seconds kRollCallPatience{1};
 
 inline constexpr const char* kHasDied = "has died";
-inline constexpr const char* kHasLeft = "has left the group (shutdown)";
 
 struct RollCall {
   std::string sentence;      // how one is gone, or why nobody can tell; otherwise empty
   std::vector<int> missing;  // ascending
-  std::string_view lost;     // how the one that is missing has gone, if that is known
+  std::string_view lost;     // how the one that is missing has gone, if that is known: a literal
 };
 
 // For a rank on which collective number `sequence` of the group has failed; call after its
@@ -41,8 +40,8 @@ struct RollCall {
                                  bool counts_leavers,
                                  const std::function<bool()>& has_news) noexcept;
 
-// Tells all that a rank is gone, and how: a text that ends with kHasDied or kHasLeft. Throws where
-// the store does not answer.
+// Tells all that a rank is gone, and how: a text that ends with kHasDied or the words of a
+// Departure. Throws where the store does not answer.
 void tell_gone(KeyValueStore& store, int rank, const std::string& how);
 // What has been told; nothing while it has not. Throws where the store does not answer.
 [[nodiscard]] std::optional<std::string> how_gone(KeyValueStore& store, int rank);

@@ -121,6 +121,8 @@ class GroupHealth {
   [[nodiscard]] bool is_of_group(const JournalEntry& entry) const noexcept {
     return entry.group == fingerprint_ || entry.group == fingerprint_on_gpu_;
   }
+  // How the rank has left the group, or leaves it now, as a cause.
+  [[nodiscard]] const char* how_left(int rank) const;
   [[nodiscard]] std::string departure_of(int rank) const;
 
   const std::string name_;
