@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'usable_cpu_isas']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'usable_cpu_isas']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -506,9 +506,9 @@ def adam_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor],
     """
     One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on torch's threads, or on the current stream of the tensors' CUDA device. Contiguous tensors of one shape for each segment; masters only and always for 16-bit parameters, whose values count where they are not the master's, rounded; max_exp_avg_sqs means amsgrad; step counts from 1, this one included, or is CPU tensors of one element each that count the steps before and are counted on; the gradients are multiplied by gradient_scale first.
     """
-def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] = []) -> Communicator:
+def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] = [], long_wait: typing.SupportsFloat | typing.SupportsIndex = 60.0) -> Communicator:
     """
-    Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta; `processes` as for create_native.
+    Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta; `processes` as for create_native. The log tells of an operation that lasts for `long_wait` seconds.
     """
 def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] = []) -> Communicator:
     """
@@ -533,6 +533,10 @@ def is_capturing(device: torch.device) -> bool:
 def multiset_digest(indices: torch.Tensor) -> tuple[int, int]:
     """
     The upper and the lower 64 bits of the digest of a multiset of int64 indices.
+    """
+def note_program_end() -> None:
+    """
+    The program is at its end: peers read that, where they still wait for this process.
     """
 def processor_quota() -> float | None:
     """

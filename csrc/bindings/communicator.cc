@@ -24,6 +24,7 @@
 #include "c10d/staged_communicator.h"
 #include "c10d/store.h"
 #include "c10d/work.h"
+#include "communicator/departure.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/native/native_communicator.h"
 #include "communicator/nccl/nccl_communicator.h"
@@ -335,13 +336,14 @@ GlooFactory adapt_factory(py::function factory) {
 
 CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                             std::string name, double timeout, py::function factory,
-                            KnownProcesses processes) {
+                            KnownProcesses processes, double long_wait) {
   const std::chrono::milliseconds limit = milliseconds_in(timeout);
+  const std::chrono::milliseconds long_limit = milliseconds_in(long_wait);
   GlooFactory adapted = adapt_factory(std::move(factory));
   const ReleasedGil released;
-  return for_python(with_staging(
-      create_gloo_communicator(std::move(store), rank, size, std::move(name), limit,
-                               std::move(adapted), hope_that_live(std::move(processes)))));
+  return for_python(with_staging(create_gloo_communicator(
+      std::move(store), rank, size, std::move(name), limit, std::move(adapted),
+      hope_that_live(std::move(processes)), long_limit)));
 }
 
 CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string& library) {
@@ -486,6 +488,8 @@ void bind_communicator(py::module_& module) {
              py::call_guard<ReleasedGil>(),
              "Fails all groups of this process, here and on every other rank: this rank is the "
              "culprit, `cause` the reason that errors carry.");
+  module.def("note_program_end", &note_program_end,
+             "The program is at its end: peers read that, where they still wait for this process.");
   // Peers of a script that just ends are to learn of a departure, not of a death.
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     const ReleasedGil released;
@@ -500,9 +504,11 @@ void bind_communicator(py::module_& module) {
       "create_gloo", &create_gloo, py::arg("store"), py::arg("rank"), py::arg("size"),
       py::arg("name"), py::arg("timeout"), py::arg("factory"),
       py::arg("processes") = KnownProcesses(),
+      py::arg("long_wait") = std::chrono::duration<double>(kLongWait).count(),
       "Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; "
       "`factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a "
-      "datetime.timedelta; `processes` as for create_native.");
+      "datetime.timedelta; `processes` as for create_native. The log tells of an operation that "
+      "lasts for `long_wait` seconds.");
 }
 
 }  // namespace pydist

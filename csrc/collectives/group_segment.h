@@ -92,7 +92,7 @@ struct RankControl {
   alignas(64) Counter ring_released;  // slots of the previous rank given back
   // Not 0 while the rank may write into the symmetric memory of others, see HeapWriting.
   alignas(64) std::atomic<std::uint32_t> writes_heap;
-  // Set when the rank lets go of the group.
+  // Set when the rank lets go of the group: to a Departure.
   alignas(64) std::atomic<std::uint32_t> has_left;
   std::atomic<std::uint64_t> farewell;  // Absence::done; written before `has_left` is
 };

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
+#include "communicator/departure.h"
 #include "topology/culprits.h"
 
 namespace pydist {
@@ -59,6 +60,7 @@ void abort_all(const std::string& message, const std::string& cause) {
 }
 
 void shut_down_all() noexcept {
+  note_program_end();
   is_ending.store(true, std::memory_order_relaxed);
   std::vector<std::weak_ptr<Communicator>> all;
   {

@@ -111,10 +111,13 @@ std::vector<std::string> unpack(const std::string& text) {
 
 std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic, int rank,
                                   int size, const std::string& mine, Deadline deadline,
-                                  const CheckHope& check_hope) {
+                                  const CheckHopeOf& check_hope) {
   if (size == 1) {
     return {mine};
   }
+  const auto hope_of = [&check_hope](int awaited) {
+    return check_hope ? CheckHope([&check_hope, awaited] { check_hope(awaited); }) : nullptr;
+  };
   const std::string answer_key = topic + "/all";
   if (rank != 0) {
     store.set(said(topic, rank), mine);
@@ -122,7 +125,7 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
         deadline.is_never() ? deadline : Deadline::at(deadline.when() + kGrace);
     std::string answer;
     try {
-      answer = get_or_give_up(store, answer_key, patient, check_hope,
+      answer = get_or_give_up(store, answer_key, patient, hope_of(0),
                               [&] { store.set(said(topic, rank), std::string(kGivenUp)); });
     } catch (const Timeout&) {
       throw Timeout(join("Rank ", rank, " of ", size, " came to '", topic,
@@ -150,7 +153,7 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
     try {
       const std::string part =
           missing.empty()
-              ? get_or_give_up(store, said(topic, peer), deadline, check_hope,
+              ? get_or_give_up(store, said(topic, peer), deadline, hope_of(peer),
                                [&] { store.set(answer_key, pack(why_rank_0_gave_up(topic))); })
               : store.get(said(topic, peer), Deadline::in(kLastLook));
       store.erase(said(topic, peer));

@@ -13,6 +13,8 @@ namespace pydist {
 
 // Called now and then by whoever waits; throws where it knows that the wait is in vain.
 using CheckHope = std::function<void()>;
+// The same with the rank that is waited for.
+using CheckHopeOf = std::function<void(int)>;
 
 // What the store has under `key`, once it is there. Throws Timeout where that is not before the
 // deadline, and what `check_hope` throws, unless the key is there by then.
@@ -26,7 +28,7 @@ using CheckHope = std::function<void()>;
 [[nodiscard]] std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic,
                                                 int rank, int size, const std::string& mine,
                                                 Deadline deadline,
-                                                const CheckHope& check_hope = nullptr);
+                                                const CheckHopeOf& check_hope = nullptr);
 
 // For a rank that will not take part in an exchange(): nobody waits for it, and all others throw
 // Timeout. Not for rank 0.

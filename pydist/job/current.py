@@ -197,4 +197,5 @@ def _take(new: Job) -> None:
 
 
 def _close_at_exit() -> None:
+    _native.note_program_end()
     job.close()

@@ -74,11 +74,12 @@ def _is_past(error: Error) -> bool:
 
 
 def _is_own(error: Error) -> bool:
-    """Whether this process is to blame."""
-    if error.pid is not None:
-        return error.pid == os.getpid() and error.host == socket.gethostname()
-    member = current.job.membership
-    return member is not None and member.rank in error.ranks
+    """Whether this process is to blame.
+
+    Its numbers do not tell: they are of the group whose operation failed, in which this process may
+    have another one than in the job. Who blames itself says which process it is.
+    """
+    return error.pid == os.getpid() and error.host == socket.gethostname()
 
 
 def is_echo(error: BaseException) -> bool:

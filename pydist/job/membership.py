@@ -111,7 +111,7 @@ def become(member: Membership) -> None:
     """Makes a membership this process's."""
     current.job.membership, current.job.world = member, member.communicator
     _native.set_log_rank(member.rank)
-    atexit.register(shutdown)
+    atexit.register(_leave_at_exit)
     last_words.listen()
 
 
@@ -324,7 +324,7 @@ def shutdown() -> None:
     """
     with lock:
         is_own, member = current.job.pid == os.getpid(), current.job.membership
-        atexit.unregister(shutdown)
+        atexit.unregister(_leave_at_exit)
         last_words.forget()
         kept = _agreement_of_script()
         current.replace()
@@ -344,6 +344,12 @@ def shutdown() -> None:
         _native.release_process()
         _native.set_log_rank(-1)
         log.stop()
+
+
+def _leave_at_exit() -> None:
+    """At exit: ranks that still wait for this one read that its program has ended."""
+    _native.note_program_end()
+    shutdown()
 
 
 def _agreement_of_script() -> backends.Agreement | None:

@@ -79,6 +79,7 @@ CommunicatorPtr join_nccl(const RankOfTest& rank, const Environment& environment
   options.endpoint = rank.endpoint;
   options.end_patience = patience.end;
   options.name_patience = patience.name;
+  options.long_wait = patience.long_wait;
   return create_nccl_communicator(std::move(options));
 }
 

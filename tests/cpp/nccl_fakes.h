@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "communicator/nccl/nccl_api.h"
+#include "health/long_wait.h"
 #include "kernels/cuda/library.h"
 #include "ranks.h"
 
@@ -26,6 +27,7 @@ void use_fake_cuda();
 struct Patience {
   std::chrono::milliseconds end{2'000};
   std::chrono::milliseconds name{200};
+  std::chrono::milliseconds long_wait = kLongWait;
 };
 // Longer than any test: whoever waits for an end of NCCL's that does not come hangs.
 inline constexpr std::chrono::hours kForTheEnd{1};

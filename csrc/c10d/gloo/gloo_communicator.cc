@@ -23,6 +23,7 @@
 #include "c10d/serial_queue.h"
 #include "c10d/store.h"
 #include "communicator/agreement.h"
+#include "communicator/departure.h"
 #include "communicator/open_communicators.h"
 #include "communicator/peer_news.h"
 #include "communicator/splits.h"
@@ -52,17 +53,19 @@ MemoryPtr allocate_on_cpu(std::size_t bytes) {
 class GlooCommunicator : public Communicator, public PeerNews {
  public:
   GlooCommunicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
-                   milliseconds timeout, GlooFactory factory, CheckHope check_hope)
+                   milliseconds timeout, GlooFactory factory, CheckHope check_hope,
+                   milliseconds long_wait)
       : store_(std::move(store)),
         factory_(std::move(factory)),
         rank_(rank),
         size_(size),
         name_(std::move(name)),
         timeout_(timeout),
+        long_wait_(long_wait),
         group_(std::make_shared<GlooGroup>(
             factory_(poll_store(store_, GlooGroup::kNewsKey, std::move(check_hope)), rank, size,
                      timeout),
-            adapt_store(store_, kRollCallPatience), rank, size, name_)) {}
+            adapt_store(store_, kRollCallPatience), rank, size, name_, long_wait)) {}
 
   ~GlooCommunicator() override {
     shutdown();
@@ -167,7 +170,8 @@ class GlooCommunicator : public Communicator, public PeerNews {
           std::string name = join(name_, "/", split);
           auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
           return create_gloo_communicator(store, rank, static_cast<int>(ranks.size()),
-                                          std::move(name), timeout(), factory_);
+                                          std::move(name), timeout(), factory_, nullptr,
+                                          long_wait_);
         },
         [](int /*rank*/, const std::string& /*split*/) {});
   }
@@ -188,14 +192,14 @@ class GlooCommunicator : public Communicator, public PeerNews {
     }
     group_->mark_shut_down();
     if (!queue_.is_idle() || group_->has_messages()) {
-      const Blame own = own_blame(rank_, kHasLeft);
+      const Blame own = own_blame(rank_, in_words(own_departure()));
       group_->fail(make_error(ErrorKind::kAborted,
                               join("The group '", name_, "' was shut down on rank ", rank_,
                                    " while an operation was under way."),
                               own),
                    make_error(ErrorKind::kPeerLost,
                               join("rank ", rank_, " (", name_of_process(own.pid, own.host), ") ",
-                                   kHasLeft, "."),
+                                   own.cause, "."),
                               own));
     }
     queue_.stop();
@@ -230,6 +234,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
     gather.inputs = {Buffer{&self, sizeof self, DType::kUInt8}};
     gather.outputs = {Buffer{processes_.data(), processes_.size() * sizeof self, DType::kUInt8}};
     submit(std::move(gather))->wait();
+    group_->know_processes(processes_);
     try {
       watch_ = std::make_unique<DeathWatch>(processes_, self, [this](std::size_t rank) {
         group_->note_end_of(static_cast<int>(rank), processes_[rank].description());
@@ -340,6 +345,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
   const int size_;
   const std::string name_;
   std::atomic<milliseconds> timeout_;
+  const milliseconds long_wait_;
   std::atomic<bool> is_shut_down_{false};
   Splits splits_;
   const std::shared_ptr<GlooGroup> group_;
@@ -353,7 +359,8 @@ class GlooCommunicator : public Communicator, public PeerNews {
 
 CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                          std::string name, std::chrono::milliseconds timeout,
-                                         GlooFactory factory, CheckHope check_hope) {
+                                         GlooFactory factory, CheckHope check_hope,
+                                         std::chrono::milliseconds long_wait) {
   if (size < 1 || rank < 0 || rank >= size) {
     throw InvalidUsage(join("Rank ", rank, " of ", size, " is not a rank of a group."));
   }
@@ -363,8 +370,8 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
   require_not_forked();
   std::shared_ptr<GlooCommunicator> communicator;
   const auto connect = [&] {
-    communicator =
-        std::make_shared<GlooCommunicator>(store, rank, size, name, timeout, factory, check_hope);
+    communicator = std::make_shared<GlooCommunicator>(store, rank, size, name, timeout, factory,
+                                                      check_hope, long_wait);
   };
   if (size == 1) {
     connect();

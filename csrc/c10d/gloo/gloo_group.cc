@@ -1,9 +1,12 @@
 #include "c10d/gloo/gloo_group.h"
 
+#include <string_view>
 #include <thread>
+#include <utility>
 
 #include "base/engine_thread.h"
 #include "c10d/elastic_threads.h"
+#include "communicator/departure.h"
 #include "topology/hosts.h"
 
 namespace pydist {
@@ -95,12 +98,12 @@ void GlooGroup::explain(const std::exception_ptr& error) {
   channel.close();
   std::optional<ErrorDescription> told;
   const auto is_told = [&] { return (told = confession()).has_value(); };
-  const RollCall called = call_roll(*store_, collectives_, channel.rank(), channel.size(),
-                                    /*counts_leavers=*/kind != ErrorKind::kTimeout, is_told);
+  RollCall called = call_roll(*store_, collectives_, channel.rank(), channel.size(),
+                              /*counts_leavers=*/kind != ErrorKind::kTimeout, is_told);
   if (told || is_told()) {
     std::rethrow_exception(make_error(told->kind, told->message, told->blame));
   }
-  if (called.sentence.empty()) {
+  if (called.sentence.empty() && called.missing.empty()) {
     std::rethrow_exception(error);
   }
   if (!called.lost.empty()) {
@@ -109,8 +112,7 @@ void GlooGroup::explain(const std::exception_ptr& error) {
                                       culprit(called.missing[0], std::string(called.lost))));
   }
   if (!called.missing.empty()) {
-    blame = culprit(called.missing[0], "has not answered");
-    blame.ranks = called.missing;
+    called.sentence = silence_of(called.missing, blame);
   }
   std::rethrow_exception(
       make_error(kind, join(what, what.ends_with('.') ? " " : ". ", called.sentence), blame));
@@ -140,6 +142,10 @@ void GlooGroup::fail_in(const Operation& operation, const std::exception_ptr& er
       (kind == ErrorKind::kPeerLost || kind == ErrorKind::kTimeout)) {
     blame =
         culprit(operation.peer, kind == ErrorKind::kTimeout ? "did not come in time" : "has gone");
+    if (const std::string_view plight = in_words(state_of(operation.peer)); !plight.empty()) {
+      what += join(what.ends_with('.') ? " " : ". ", who(operation.peer), " ", plight, ".");
+      blame.cause = plight;
+    }
   }
   if (!blame.ranks.empty() && blame.pid == 0) {
     const Blame first = culprit(blame.ranks[0], {});
@@ -199,11 +205,11 @@ void GlooGroup::note_end_of(int rank, const std::string& process) {
   note_loss(loss);
   // What the rank did before it died counts: whatever has all that it needs comes to its end.
   const Deadline grace = Deadline::in(kGrace);
-  while (under_way_ != 0 && !grace.has_passed()) {
+  while (is_under_way() && !grace.has_passed()) {
     std::this_thread::sleep_for(milliseconds(1));
   }
   channel.close();
-  if (under_way_ == 0) {
+  if (!is_under_way()) {
     fail(make_error(ErrorKind::kPeerLost,
                     join(loss.what, ". The group '", name_,
                          "' is of no further use; save what you need and start again."),
@@ -213,9 +219,9 @@ void GlooGroup::note_end_of(int rank, const std::string& process) {
 
 void GlooGroup::say_left() noexcept {
   try {
-    const Blame own = own_blame(channel.rank(), kHasLeft);
+    const Blame own = own_blame(channel.rank(), in_words(own_departure()));
     tell_gone(*store_, channel.rank(),
-              join("(", name_of_process(own.pid, own.host), ") ", kHasLeft));
+              join("(", name_of_process(own.pid, own.host), ") ", own.cause));
   } catch (const std::exception&) {
     // Whoever hosted the store is gone.
   }
@@ -279,6 +285,7 @@ bool GlooGroup::stop_watching(std::chrono::seconds patience) noexcept {
 void GlooGroup::mark_shut_down() {
   const std::lock_guard lock(mutex_);
   is_shut_down_ = true;
+  quiet_.notify_all();
 }
 
 void GlooGroup::message_started() {
@@ -303,7 +310,8 @@ bool GlooGroup::has_messages() const {
 
 bool GlooGroup::wait_for_messages(std::chrono::seconds patience) {
   std::unique_lock lock(mutex_);
-  return quiet_.wait_for(lock, patience, [this] { return messages_ == 0; });
+  quiet_.wait_for(lock, patience, [this] { return messages_ == 0 && !is_looking_; });
+  return messages_ == 0;
 }
 
 std::vector<int> GlooGroup::neighbours() const {

@@ -12,6 +12,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -25,7 +26,10 @@
 #include "c10d/gloo/gloo_roll_call.h"
 #include "communicator/operation.h"
 #include "communicator/peer_news.h"
+#include "health/death_watch.h"
 #include "health/failure_record.h"
+#include "health/long_wait.h"
+#include "health/process_state.h"
 #include "topology/culprits.h"
 #include "topology/key_value_store.h"
 
@@ -33,9 +37,13 @@ namespace pydist {
 
 class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
  public:
+  // `long_wait`: how long an operation may last before the log tells for whom it waits.
   GlooGroup(c10::intrusive_ptr<c10d::Backend> backend, StorePtr store, int rank, int size,
-            std::string name)
-      : channel(std::move(backend), rank, size), store_(std::move(store)), name_(std::move(name)) {}
+            std::string name, std::chrono::nanoseconds long_wait)
+      : channel(std::move(backend), rank, size),
+        store_(std::move(store)),
+        name_(std::move(name)),
+        long_wait_(long_wait) {}
 
   // Under which the first failure of a group stands in its store.
   static constexpr const char* kNewsKey = "failed/why";
@@ -58,6 +66,8 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   std::exception_ptr fail(const std::exception_ptr& error,
                           const std::exception_ptr& for_others = nullptr);
 
+  // The processes of all ranks, once they are known, and this one as one of them.
+  void know_processes(std::vector<ProcessIdentity> processes);
   // A rank of the group as a culprit: of another one, the store knows the process.
   [[nodiscard]] Blame culprit(int rank, std::string cause) const;
 
@@ -94,8 +104,8 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
 
   // Runs `step` of an operation; a failure is the group's, named after the operation.
   template <typename Step>
-  int perform(const Operation& operation, const Step& step) {
-    const UnderWay counted(*this);
+  int perform(const Operation& operation, const Step& step, std::uint64_t number = 0) {
+    const UnderWay noted(*this, operation, number);
     try {
       return step();
     } catch (...) {
@@ -107,8 +117,7 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   // which another rank has told.
   template <typename Step>
   void perform_collective(const Operation& operation, const Step& step) {
-    ++collectives_;
-    perform(operation, [&] {
+    const auto explained = [&] {
       rethrow_if_any(failure());
       try {
         step();
@@ -116,7 +125,8 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
         explain(std::current_exception());
       }
       return -1;
-    });
+    };
+    perform(operation, explained, ++collectives_);
   }
 
   // Waits until the store has what fail() tells the others, for a rank that is about to end.
@@ -126,20 +136,47 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   void message_started();
   void message_finished();
   [[nodiscard]] bool has_messages() const;
+  // For a group that has been marked as shut down: also for the thread that looks at them.
   bool wait_for_messages(std::chrono::seconds patience);
 
  private:
-  // Counts an operation as under way.
+  // Note [Long waits on gloo]
+  // gloo waits by itself, and does not know what the other ranks do. So a thread of the group looks
+  // from outside at what is under way. It comes with an operation, and goes when it finds none. Of
+  // a collective that lasts half as long as the log allows, a rank says in the store that it is in
+  // it. When the time is up the log names the ranks that have not said so: they have not come, or
+  // only lately.
+  struct Operating {
+    const Operation& operation;
+    std::uint64_t number;  // of a collective, from 1, the same on every rank; 0: a message
+    LongWait half;
+    LongWait whole;
+  };
+  // Notes an operation as under way.
   class UnderWay {
    public:
-    explicit UnderWay(GlooGroup& group) noexcept : group_(group) { ++group_.under_way_; }
+    UnderWay(GlooGroup& group, const Operation& operation, std::uint64_t number);
     UnderWay(const UnderWay&) = delete;
     UnderWay& operator=(const UnderWay&) = delete;
-    ~UnderWay() { --group_.under_way_; }
+    ~UnderWay();
 
    private:
     GlooGroup& group_;
+    std::list<Operating>::iterator self_;
   };
+  [[nodiscard]] bool is_under_way() const;
+  void look_at_waits();
+  void say_in(std::uint64_t number);
+  // Why an operation lasts, as far as it can be told.
+  [[nodiscard]] std::string why_long(std::uint64_t number, int peer) const;
+
+  // "rank 3 (pid 71 on host b)"; without the process before it is known.
+  [[nodiscard]] std::string who(int rank) const;
+  // Of a process of this host; kUnknown for others.
+  [[nodiscard]] ProcessState state_of(int rank) const;
+  // What is known of ranks that have not answered, as sentences, and whom to blame for it: those of
+  // which is known that they cannot answer, otherwise all.
+  [[nodiscard]] std::string silence_of(const std::vector<int>& missing, Blame& blame) const;
 
   // How often a rank looks into the store for other ranks' failures.
   static constexpr std::chrono::milliseconds kNewsInterval{500};
@@ -174,18 +211,22 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
 
   const StorePtr store_;
   const std::string name_;
+  const std::chrono::nanoseconds long_wait_;
   std::uint64_t collectives_ = 0;           // by the queue's thread only
   std::atomic<std::uint64_t> farewell_{0};  // Absence::done
-  std::atomic<int> under_way_{0};           // operations that are being performed
   mutable std::mutex mutex_;
   std::condition_variable quiet_;
   FailureRecord failure_;
-  std::optional<Absence> death_;  // guarded by mutex_
-  bool is_shut_down_ = false;     // guarded by mutex_
-  int messages_ = 0;              // guarded by mutex_
-  int listeners_ = 0;             // guarded by mutex_
-  bool is_watching_ = false;      // guarded by mutex_
-  bool is_telling_ = false;       // guarded by mutex_; the others, of the failure
+  std::optional<Absence> death_;            // guarded by mutex_
+  std::vector<ProcessIdentity> processes_;  // guarded by mutex_; empty before they are known
+  std::list<Operating> under_way_;          // guarded by mutex_; what is being performed
+  bool is_looking_ = false;                 // guarded by mutex_; a thread, at what is under way
+  std::string said_;  // by that thread; the last key of this rank under which it is in a collective
+  bool is_shut_down_ = false;  // guarded by mutex_
+  int messages_ = 0;           // guarded by mutex_
+  int listeners_ = 0;          // guarded by mutex_
+  bool is_watching_ = false;   // guarded by mutex_
+  bool is_telling_ = false;    // guarded by mutex_; the others, of the failure
   std::mutex news_mutex_;
   std::optional<Absence> news_;  // guarded by news_mutex_; of the store
   std::optional<Absence> loss_;  // guarded by news_mutex_; of a neighbour

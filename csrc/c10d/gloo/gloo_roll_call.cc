@@ -6,6 +6,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "communicator/departure.h"
 
 namespace pydist {
 namespace {
@@ -34,8 +35,11 @@ RollCall name_gone(KeyValueStore& store, int rank, std::string how, int size) {
       how = std::move(*end);
     }
   }
-  return {
-      join("rank ", rank, " ", how, "."), {rank}, how.ends_with(kHasDied) ? kHasDied : kHasLeft};
+  const char* lost = in_words(Departure::kShutdown);
+  for (const char* const each : {kHasDied, in_words(Departure::kProgramEnd)}) {
+    lost = how.ends_with(each) ? each : lost;
+  }
+  return {join("rank ", rank, " ", how, "."), {rank}, lost};
 }
 
 }  // namespace
@@ -53,7 +57,6 @@ RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int s
   try {
     store.set(answer_key(sequence, rank), "here");
     const Deadline deadline = Deadline::in(kRollCallPatience);
-    std::string missing;
     RollCall called;
     for (int peer = 0; peer < size; ++peer) {
       while (!look_up(store, answer_key(sequence, peer))) {
@@ -65,16 +68,11 @@ RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int s
           return {};
         }
         if (deadline.has_passed()) {
-          missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(peer);
           called.missing.push_back(peer);
           break;
         }
         std::this_thread::sleep_for(kLook);
       }
-    }
-    if (!missing.empty()) {
-      called.sentence = join("No answer from ", missing,
-                             " (late, stopped, dead, or still waiting for one of the others).");
     }
     return called;
   } catch (const std::exception&) {

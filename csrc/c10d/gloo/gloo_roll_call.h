@@ -4,7 +4,8 @@
 // that the ranks that wait for its data fail too. A rank that leaves the group says so there, too,
 // and of one that has died those say so that can see it, see Note [Deaths on gloo]. One that has
 // not been heard of soon afterwards is late, stopped or dead, or waits only for ranks that are. So
-// the last ranks to give up name exactly the culprits.
+// the last ranks to give up name exactly the culprits. Of those on its own host a rank also sees
+// which are stopped.
 
 #pragma once
 
@@ -23,12 +24,11 @@ namespace pydist {
 inline constexpr std::chrono::seconds kRollCallPatience{1};
 
 inline constexpr const char* kHasDied = "has died";
-inline constexpr const char* kHasLeft = "has left the group (shutdown)";
 
 struct RollCall {
-  std::string sentence;      // names who is missing; empty where all have answered
+  std::string sentence;      // how one is gone, or why nobody can tell; otherwise empty
   std::vector<int> missing;  // ascending
-  std::string_view lost;     // how the one that is missing has gone, if that is known
+  std::string_view lost;     // how the one that is missing has gone, if that is known: a literal
 };
 
 // For a rank on which collective number `sequence` of the group has failed; call after its
@@ -40,8 +40,8 @@ struct RollCall {
                                  bool counts_leavers,
                                  const std::function<bool()>& has_news) noexcept;
 
-// Tells all that a rank is gone, and how: a text that ends with kHasDied or kHasLeft. Throws where
-// the store does not answer.
+// Tells all that a rank is gone, and how: a text that ends with kHasDied or the words of a
+// Departure. Throws where the store does not answer.
 void tell_gone(KeyValueStore& store, int rank, const std::string& how);
 // What has been told; nothing while it has not. Throws where the store does not answer.
 [[nodiscard]] std::optional<std::string> how_gone(KeyValueStore& store, int rank);

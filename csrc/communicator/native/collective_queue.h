@@ -20,6 +20,7 @@
 #include "communicator/native/group_health.h"
 #include "communicator/native/native_work.h"
 #include "communicator/operation.h"
+#include "health/long_wait.h"
 
 namespace pydist {
 
@@ -76,7 +77,7 @@ class CollectiveQueue final : public WaitableDrivable {
     const MakeTask* make_task;   // null for the queue's
     std::optional<Execution> execution;
     std::optional<Journal::Ticket> ticket;  // once it has begun
-    GroupHealth::Notice notice;
+    LongWait notice;
     bool is_posted = false;  // by AtOnce
     bool is_done = false;
     std::exception_ptr error;

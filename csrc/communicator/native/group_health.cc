@@ -10,6 +10,7 @@
 
 #include "base/deadline.h"
 #include "base/log_queue.h"
+#include "communicator/departure.h"
 #include "health/process_state.h"
 
 namespace pydist {
@@ -23,8 +24,6 @@ std::string seconds_since(std::int64_t then_ns) {
   std::snprintf(text.data(), text.size(), seconds < 9.95 ? "%.1f s" : "%.0f s", seconds);
   return text.data();
 }
-
-constexpr const char* kHasLeft = "has left the group (shutdown)";
 
 // How long a rank that leaves lets the others find out by themselves what is wrong.
 constexpr std::chrono::milliseconds kDeparturePatience{500};
@@ -60,7 +59,7 @@ std::exception_ptr GroupHealth::failure() {
                       "This rank has let go of the group '" + name_ +
                           "' (shutdown, or the last reference was dropped) while the operation "
                           "was under way.",
-                      blame(rank_, kHasLeft));
+                      blame(rank_, how_left(rank_)));
   }
   return segment_.failure().error([this](int writer) {
     if (writer < 0 || writer >= size()) {
@@ -112,7 +111,8 @@ void GroupHealth::leave() noexcept {
   if (has_left_.exchange(true)) {
     return;
   }
-  segment_.control(rank_).has_left.store(1, std::memory_order_release);
+  segment_.control(rank_).has_left.store(static_cast<std::uint32_t>(own_departure()),
+                                         std::memory_order_release);
   wake_everybody();
 }
 
@@ -134,7 +134,7 @@ bool GroupHealth::wait_for_heap_writers(std::chrono::nanoseconds patience) {
       return true;
     }
     fail(ErrorKind::kPeerLost, departure_of(rank_) + " while an operation was under way.",
-         blame(rank_, kHasLeft));
+         blame(rank_, how_left(rank_)));
   }
   return is_heap_at_rest(Deadline::in(patience));
 }
@@ -196,27 +196,35 @@ bool GroupHealth::has_left(int rank) const {
           peers_[static_cast<std::size_t>(rank)]->is_dead.load(std::memory_order_acquire));
 }
 
-std::string GroupHealth::departure_of(int rank) const { return join(who(rank), " ", kHasLeft); }
+const char* GroupHealth::how_left(int rank) const {
+  const std::uint32_t told = segment_.control(rank).has_left.load(std::memory_order_acquire);
+  return in_words(rank == rank_ && told == 0 ? own_departure() : static_cast<Departure>(told));
+}
+
+std::string GroupHealth::departure_of(int rank) const {
+  return join(who(rank), " ", how_left(rank));
+}
 
 std::optional<GroupHealth::Loss> GroupHealth::why_vain(int rank) const {
   if (std::optional<Loss> loss = death()) {
     return loss;
   }
   if (rank >= 0) {
-    return has_left(rank) ? std::optional(Loss{departure_of(rank), blame(rank, kHasLeft)})
+    return has_left(rank) ? std::optional(Loss{departure_of(rank), blame(rank, how_left(rank))})
                           : std::nullopt;
   }
   // To wait for anybody is no use once nobody else is left. A rank alone waits for itself.
-  Loss loss{"every other rank has left the group (shutdown)", {}};
+  std::vector<int> others;
   for (int peer = 0; peer < size(); ++peer) {
     if (size() == 1 || (peer != rank_ && !has_left(peer))) {
       return std::nullopt;
     }
     if (peer != rank_) {
-      loss.blame.ranks.push_back(peer);
+      others.push_back(peer);
     }
   }
-  loss.blame.cause = kHasLeft;
+  Loss loss{"every other rank has left the group", blame(others[0], how_left(others[0]))};
+  loss.blame.ranks = std::move(others);
   return loss;
 }
 
@@ -232,7 +240,7 @@ std::optional<Absence> GroupHealth::absence() const {
     Absence absence{.what = departure_of(peer),
                     .is_orderly = true,
                     .done = segment_.control(peer).farewell.load(std::memory_order_relaxed),
-                    .blame = blame(peer, kHasLeft)};
+                    .blame = blame(peer, how_left(peer))};
     if (!worst || absence.is_worse_than(*worst)) {
       worst = std::move(absence);
     }
@@ -302,9 +310,7 @@ GroupHealth::Keeper GroupHealth::keeper_behind(int rank) const {
 }
 
 void GroupHealth::warn_of_wait(const std::string& operation, const std::string& why) {
-  endpoint_->log().post(LogLevel::kWarning, join(who(rank_), " has been in ", operation, " for ",
-                                                 std::chrono::duration<double>(long_wait_).count(),
-                                                 " s", why.empty() ? "" : ": ", why, "."));
+  endpoint_->log().post(LogLevel::kWarning, long_wait_text(who(rank_), operation, long_wait_, why));
 }
 
 std::string GroupHealth::activity(int rank) const {

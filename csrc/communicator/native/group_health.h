@@ -22,6 +22,7 @@
 #include "collectives/group_segment.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/peer_news.h"
+#include "health/long_wait.h"
 
 namespace pydist {
 
@@ -92,19 +93,7 @@ class GroupHealth {
   [[nodiscard]] std::vector<std::string> whereabouts() const;
 
   // -- operations that last ------------------------------------------------------------------
-  // When the log tells for whom an operation waits; empty before the operation first had to wait.
-  using Notice = std::optional<Deadline>;
-  // Whether it is time to, which it is once for an operation.
-  [[nodiscard]] bool is_due(Notice& notice) const noexcept {
-    if (!notice) {
-      notice = Deadline::in(long_wait_);
-    }
-    if (!notice->has_passed()) {
-      return false;
-    }
-    notice = Deadline::never();
-    return true;
-  }
+  [[nodiscard]] bool is_due(LongWait& notice) const noexcept { return notice.is_due(long_wait_); }
   // Logs that this rank is still in `operation`, and why. Does not wait for the log.
   void warn_of_wait(const std::string& operation, const std::string& why);
 
@@ -132,6 +121,8 @@ class GroupHealth {
   [[nodiscard]] bool is_of_group(const JournalEntry& entry) const noexcept {
     return entry.group == fingerprint_ || entry.group == fingerprint_on_gpu_;
   }
+  // How the rank has left the group, or leaves it now, as a cause.
+  [[nodiscard]] const char* how_left(int rank) const;
   [[nodiscard]] std::string departure_of(int rank) const;
 
   const std::string name_;

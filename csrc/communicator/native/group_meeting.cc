@@ -5,11 +5,15 @@
 #include <chrono>
 #include <exception>
 #include <optional>
+#include <string_view>
 #include <utility>
 
 #include "base/error.h"
 #include "base/interruption.h"
+#include "base/log.h"
 #include "communicator/native/introduction.h"
+#include "health/long_wait.h"
+#include "health/process_state.h"
 #include "memory/memory_room.h"
 #include "memory/segment_exchange.h"
 #include "topology/culprits.h"
@@ -108,7 +112,7 @@ class Meeting {
     const auto joined_key = [this](int rank) { return join(topic_, "/joined/", rank); };
     const auto hear = [this](const std::string& key, Deadline deadline, int awaited) {
       try {
-        return get_while_hoping(store_, key, deadline, [this] { check_hope(); });
+        return get_while_hoping(store_, key, deadline, [this, awaited] { check_hope(awaited); });
       } catch (const Timeout&) {
         throw Timeout(
             join("rank ", awaited, " did not share memory in time: it is stopped or slow, ",
@@ -172,8 +176,10 @@ class Meeting {
     return make_error(told.kind, told.message, told.blame);
   }
 
-  // Ends a wait that is in vain, or that the user interrupts.
-  void check_hope() {
+  // Of a wait for that rank: ends it where it is in vain, or where the user interrupts it. One that
+  // lasts is told of.
+  void check_hope(int awaited) {
+    warn_if_long(awaited);
     if (next_look_.has_passed()) {
       next_look_ = Deadline::in(kNewsInterval);
       noting_interruption([this] { look_for_verdict(); });
@@ -192,6 +198,30 @@ class Meeting {
       }
     }
     noting_interruption(&check_interruption);
+  }
+  void warn_if_long(int awaited) {
+    if (!long_wait_.is_due(options_.long_wait)) {
+      return;
+    }
+    const auto index = static_cast<std::size_t>(awaited);
+    std::string why = join("it waits for rank ", awaited);
+    if (introductions_.empty()) {
+      why += awaited == 0 ? ", which has not come, or waits itself for one that has not"
+                          : ", which has not come";
+    } else {
+      const Card& card = introductions_[index].card;
+      why += join(" (", name_of_process(card.pid, card.host_name), "), which ");
+      const std::string_view plight =
+          index < membership_.peers.size()
+              ? in_words(process_state(membership_.peers[index]->local_pid))
+              : "";
+      why += plight.empty() ? "has not shared memory yet, or waits itself for one that has not"
+                            : plight;
+    }
+    log_line(LogLevel::kWarning,
+             long_wait_text(
+                 join("rank ", rank_, " (", name_of_process(::getpid(), host_name()), ")"),
+                 join("the meeting of group '", options_.name, "'"), options_.long_wait, why));
   }
   // A wait for the store can be interrupted, too. It throws the handler's exception then, which is
   // none of the engine's errors.
@@ -263,8 +293,14 @@ class Meeting {
       segments_ = Segments();
       secret_file_.reset();
     }
+    const auto hope = [this](int awaited) {
+      warn_if_long(awaited);
+      if (options_.check_hope) {
+        options_.check_hope();
+      }
+    };
     for (const std::string& text : exchange(store_, introduction_topic(options_.name), rank_, size_,
-                                            mine.to_text(), deadline_, options_.check_hope)) {
+                                            mine.to_text(), deadline_, hope)) {
       introductions_.push_back(Introduction::from_text(text));
     }
     check_introductions(introductions_);
@@ -301,7 +337,7 @@ class Meeting {
       membership_.memory_limits.push_back(card.memory_limits);
       try {
         membership_.peers.push_back(
-            endpoint.meet(card, trust, deadline_, [this] { check_hope(); }));
+            endpoint.meet(card, trust, deadline_, [this, peer] { check_hope(peer); }));
       } catch (const Error& error) {
         Blame blame = error.blame();
         if (blame.ranks.empty() && error.kind() == ErrorKind::kTimeout) {
@@ -315,7 +351,7 @@ class Meeting {
     }
     const auto fetch = [&](const char* name) {
       return std::move(fetch_segment(introductions_[0].card.address, token + name, trust.secret,
-                                     deadline_, [this] { check_hope(); })
+                                     deadline_, [this] { check_hope(0); })
                            .fd);
     };
     if (rank_ != 0) {
@@ -354,6 +390,7 @@ class Meeting {
   std::exception_ptr interruption_;        // by the user, amid the meeting
   std::exception_ptr failure_;             // of all ranks, once it is settled
   Deadline next_look_ = Deadline::in(kNewsInterval);
+  LongWait long_wait_;
 };
 
 }  // namespace

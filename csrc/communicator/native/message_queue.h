@@ -14,6 +14,7 @@
 #include "communicator/native/group_health.h"
 #include "communicator/native/native_work.h"
 #include "communicator/operation.h"
+#include "health/long_wait.h"
 #include "transport/messages.h"
 
 namespace pydist {
@@ -43,7 +44,7 @@ class MessageQueue final : public WaitableDrivable {
     std::shared_ptr<Work> work;
     std::uint64_t number = 0;
     Journal::Ticket ticket = 0;
-    GroupHealth::Notice notice = std::nullopt;
+    LongWait notice = {};
   };
   using PendingList = std::list<Pending>;
 

@@ -8,6 +8,7 @@
 
 #include "base/env.h"
 #include "communicator/communicator.h"
+#include "health/long_wait.h"
 #include "topology/key_value_store.h"
 #include "topology/rendezvous.h"
 
@@ -15,9 +16,6 @@ namespace pydist {
 
 class Endpoint;
 class JobSecret;
-
-// How long an operation may last before the log tells for whom it waits.
-inline constexpr std::chrono::seconds kLongWait{60};
 
 struct NativeOptions {
   // Unique among the groups that share the store; the same on every rank.
@@ -28,7 +26,7 @@ struct NativeOptions {
   // Called now and then while the ranks meet; throws where somebody will never come. split() asks
   // the parent group's health.
   CheckHope check_hope = nullptr;
-  // Tests take less.
+  // For operations, and for the meeting of the ranks; tests take less.
   std::chrono::milliseconds long_wait = kLongWait;
 };
 

@@ -486,6 +486,7 @@ CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   group.watchdog = NcclWatchdog::of_process();
   group.end_patience = options.end_patience;
   group.name_patience = options.name_patience;
+  group.long_wait = options.long_wait;
   auto communicator =
       std::make_shared<NcclCommunicator>(options, NcclGroup::join(std::move(group), deadline));
   note_open(communicator);

@@ -14,6 +14,7 @@
 #include "base/env.h"
 #include "communicator/communicator.h"
 #include "communicator/nccl/nccl_api.h"
+#include "health/long_wait.h"
 #include "kernels/cuda/library.h"
 
 namespace pydist {
@@ -40,6 +41,8 @@ struct NcclOptions {
   std::chrono::milliseconds end_patience{10'000};
   // How long an error of NCCL's that a peer may be the reason for waits for its name.
   std::chrono::milliseconds name_patience{3'000};
+  // How long an operation may last before the log tells of it.
+  std::chrono::milliseconds long_wait = kLongWait;
 };
 
 // Collective over the ranks of `host`, which then belongs to the new group. Succeeds on every rank,

@@ -83,7 +83,8 @@ NcclGroup::NcclGroup(Options options)
       fingerprint_(fingerprint_on_gpu(control_->name())),
       watchdog_(std::move(options.watchdog)),
       end_patience_(options.end_patience),
-      name_patience_(options.name_patience) {}
+      name_patience_(options.name_patience),
+      long_wait_(options.long_wait) {}
 
 NcclGroup::~NcclGroup() {
   if (in_forked_child()) {

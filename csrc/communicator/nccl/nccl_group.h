@@ -55,6 +55,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -69,6 +70,7 @@
 #include "cuda/stream.h"
 #include "health/failure_record.h"
 #include "health/journal.h"
+#include "health/long_wait.h"
 
 namespace pydist {
 
@@ -90,6 +92,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     std::chrono::milliseconds end_patience{10'000};
     // How long an error of NCCL's that a peer may be the reason for waits for its name.
     std::chrono::milliseconds name_patience{3'000};
+    // How long the first operation that is under way may last before the log tells of it.
+    std::chrono::milliseconds long_wait = kLongWait;
   };
 
   // Collective over `control`. Succeeds on every rank, or throws the same error on every rank.
@@ -202,6 +206,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     std::string label;
     Journal::Ticket ticket;
     KeptBuffers::Holding holding;
+    LongWait long_wait = {};
 
     [[nodiscard]] std::string title() const;
   };
@@ -257,7 +262,11 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] std::exception_ptr failure_of_others() const;
   [[nodiscard]] std::exception_ptr find_fault(const std::exception_ptr& told,
                                               const std::optional<Absence>& absence);
+  // The ranks of which is known that they have not launched the operation of that number, with
+  // their processes, as names and as culprits; nobody where none is.
+  [[nodiscard]] std::pair<std::string, Blame> not_launched(std::uint64_t sequence) const;
   [[nodiscard]] std::exception_ptr timeout_of(const UnderWay& late) const;
+  [[nodiscard]] std::string warning_of(const std::string& title, std::uint64_t sequence) const;
 
   const nccl::ApiPtr api_;
   const CommunicatorPtr control_;
@@ -269,6 +278,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   const std::shared_ptr<NcclWatchdog> watchdog_;
   const std::chrono::milliseconds end_patience_;
   const std::chrono::milliseconds name_patience_;
+  const std::chrono::milliseconds long_wait_;
   std::shared_ptr<const cuda::OwnedStream> stream_;
   nccl::CommHandle comm_ = nullptr;
   std::byte* scratch_ = nullptr;                  // from joining on, until the end

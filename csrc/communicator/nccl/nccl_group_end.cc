@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
+#include "communicator/departure.h"
 #include "communicator/nccl/group_streams.h"
 #include "communicator/nccl/kept_buffers.h"
 #include "communicator/nccl/late_ends.h"
@@ -341,7 +342,7 @@ void NcclGroup::end() noexcept {
     fail(make_error(ErrorKind::kAborted,
                     pydist::join("The group '", control_->name(), "' was shut down on rank ",
                                  rank(), " while ", what, " was under way."),
-                    own_blame(rank(), "has left the group (shutdown)")));
+                    own_blame(rank(), in_words(own_departure()))));
   };
   if (!is_quiet()) {
     give_up("an operation");

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "communicator/nccl/kept_buffers.h"
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/nccl/nccl_launched_work.h"
+#include "communicator/nccl/nccl_watchdog.h"
 #include "topology/hosts.h"
 
 namespace pydist {
@@ -96,12 +98,12 @@ std::exception_ptr NcclGroup::failure_of_others() const {
   return companion_ == nullptr ? nullptr : companion_->failure();
 }
 
-std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
-  Blame blame{.cause = "did not finish on the GPU in time"};
+std::pair<std::string, Blame> NcclGroup::not_launched(std::uint64_t sequence) const {
   std::string names;
+  Blame blame;
   // Ranks may have recorded unlike numbers of operations into graphs.
   if (!has_captured_) {
-    for (const int rank : news_.not_begun(fingerprint_, late.sequence)) {
+    for (const int rank : news_.not_begun(fingerprint_, sequence)) {
       const Blame found = control_->culprit(rank, "has not launched it");
       names += pydist::join(names.empty() ? "" : ", ", "rank ", rank, " (",
                             name_of_process(found.pid, found.host), ")");
@@ -111,6 +113,26 @@ std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
         blame.ranks.push_back(rank);
       }
     }
+  }
+  return {std::move(names), std::move(blame)};
+}
+
+std::string NcclGroup::warning_of(const std::string& title, std::uint64_t sequence) const {
+  const std::string names = not_launched(sequence).first;
+  const Blame own = control_->culprit(rank(), {});
+  std::string why = names.empty() ? "" : "not launched by " + names;
+  for (const std::string& place : control_->whereabouts()) {
+    why += (why.empty() ? "" : "; ") + place;
+  }
+  return long_wait_text(
+      pydist::join("rank ", rank(), " (", name_of_process(own.pid, own.host), ")"),
+      pydist::join(title, " of group '", control_->name(), "'"), long_wait_, why);
+}
+
+std::exception_ptr NcclGroup::timeout_of(const UnderWay& late) const {
+  auto [names, blame] = not_launched(late.sequence);
+  if (blame.ranks.empty()) {
+    blame.cause = "did not finish on the GPU in time";
   }
   blame.operation = pydist::join(late.title(), " of group '", control_->name(), "'");
   return make_error(ErrorKind::kTimeout,
@@ -182,6 +204,7 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
     const std::exception_ptr told = failure_of_others();
     const std::optional<Absence> absence = news_.absence();
     std::exception_ptr error;
+    std::pair<std::string, std::uint64_t> lasting;
     milliseconds pause = kWatchInterval;
     {
       const std::lock_guard lock(mutex_);
@@ -192,6 +215,10 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
       error = find_fault(told, absence);
       if (error == nullptr && is_late && !under_way_.empty()) {
         error = timeout_of(under_way_.front());
+      }
+      if (error == nullptr && !under_way_.empty() &&
+          under_way_.front().long_wait.is_due(long_wait_)) {
+        lasting = {under_way_.front().title(), under_way_.front().sequence};
       }
       if (error == nullptr) {
         word_until_.reset();
@@ -206,6 +233,8 @@ std::chrono::milliseconds NcclGroup::watch() noexcept {
         error = make_error(kind, what + places(), blame);
       }
       fail(error);
+    } else if (!lasting.first.empty() && watchdog_ != nullptr) {
+      watchdog_->log().post(LogLevel::kWarning, warning_of(lasting.first, lasting.second));
     }
     return pause;
   } catch (...) {

@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <memory>
 
+#include "base/log_queue.h"
+
 namespace pydist {
 
 class NcclGroup;
@@ -28,11 +30,14 @@ class NcclWatchdog {
   void watch(const std::shared_ptr<NcclGroup>& group);
   // Something is under way.
   void wake() noexcept;
+  // For lines of the thread that watches, which must not wait for a reader.
+  [[nodiscard]] LogQueue& log() noexcept { return log_; }
 
  private:
   struct Shared;
   static void run(const std::shared_ptr<Shared>& shared, std::size_t number);
 
+  LogQueue log_;
   const std::shared_ptr<Shared> shared_;
 };
 

@@ -128,7 +128,8 @@ TEST(RendezvousTest, ARankThatDeclinesIsNotWaitedFor) {
 TEST(RendezvousTest, WhomRank0HasLostIsNamedToTheOthers) {
   MemoryStore store;
   run_ranks(2, [&](int rank) {
-    const CheckHope hope = [rank] {
+    const CheckHopeOf hope = [rank](int awaited) {
+      EXPECT_EQ(awaited == 0, rank == 1);
       if (rank == 0) {
         throw PeerLost("rank 2 has died before the group was made.", Blame{.ranks = {2}});
       }

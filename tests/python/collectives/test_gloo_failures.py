@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from pydist.testing import faults
 pytestmark = pytest.mark.timeout(60)
 
 LIMIT_S = 40.0
+# After how long the log tells of a wait: the ranks differ by far less than half of it.
+LONG_S = 2.0
 LEFT = r"rank 1 \(pid \d+ on host .*\) has left the group \(shutdown\)"
 
 Runner = Callable[..., list[Any]]
@@ -91,6 +94,71 @@ def test_who_is_missing_is_named_to_everybody(how: str) -> None:
     assert re.search(r"No answer from rank 1(, rank 2)? \(late", outcomes[0].value), outcomes
     assert "No answer from rank 1 (late" in outcomes[2].value, outcomes
     assert outcomes[0].value.startswith("Timeout of (1,) True: "), outcomes
+
+
+def wait_for_a_stopped_rank(waits: str) -> tuple[Any, ...]:
+    communicator = make()
+    communicator.barrier()
+    if communicator.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ()
+    stopped = None
+    try:
+        if waits == "in a collective":
+            communicator.all_reduce(torch.ones(2), torch.ones(2), timeout=1.0)
+        else:
+            communicator.recv(torch.ones(2), 1, timeout=1.0)
+    except pydist.Timeout as error:
+        stopped = error.pid
+        return str(error), error.ranks, error.cause
+    finally:
+        os.kill(stopped or os.getpid(), signal.SIGCONT)
+    return ()
+
+
+@pytest.mark.parametrize("waits", ["in a collective", "for a message"])
+def test_a_timeout_says_that_a_rank_is_stopped(waits: str) -> None:
+    with Ranks(2) as ranks:
+        said, culprits, cause = ranks.run(wait_for_a_stopped_rank, waits, timeout=LIMIT_S)[0]
+    stopped = "is stopped (SIGSTOP or a debugger)"
+    assert (culprits, cause) == ((1,), stopped), said
+    link = r": it " if waits == "in a collective" else " "
+    assert re.search(rf"rank 1 \(pid \d+ on host .*\){link}{re.escape(stopped)}", said), said
+    assert "(late" not in said, said
+
+
+def wait_for_long(waits: str) -> None:
+    communicator = make(long_wait_s=LONG_S)
+    communicator.barrier()
+    if communicator.rank == 1:
+        time.sleep(2.5 * LONG_S)
+    if waits == "in a collective":
+        communicator.all_reduce(torch.ones(2), torch.ones(2), label="bucket 7")
+        communicator.barrier()
+    elif communicator.rank == 1:
+        communicator.send(torch.ones(2), 0)
+    elif communicator.rank == 0:
+        communicator.recv(torch.ones(2), 1)
+
+
+@pytest.mark.parametrize("waits", ["in a collective", "for a message"])
+def test_the_log_tells_once_for_whom_a_rank_waits(waits: str) -> None:
+    with Ranks(3) as ranks:
+        logs = [each.output for each in ranks.outcomes(wait_for_long, waits, timeout=LIMIT_S)]
+    late = r"rank 1 \(pid \d+ on host .*\)"
+    if waits == "in a collective":
+        what = r"all_reduce \(bucket 7\)"
+        why = rf"{late} did not come to it within {LONG_S / 2:g} s\.\n"
+        waiting = [0, 2]
+    else:
+        what, why, waiting = "recv from rank 1", rf"it waits for {late}\.\n", [0]
+    for rank, log in enumerate(logs):
+        warnings = re.findall(r"warning: gloo: rank .*\n", log)
+        assert len(warnings) == (rank in waiting), logs
+        said = (
+            rf"rank {rank} \(pid .*\) has been in {what} of group 'tested' for {LONG_S:g} s: {why}"
+        )
+        assert all(re.search(said, warning) for warning in warnings), logs
 
 
 def lose_one_with_a_worker(waits: str) -> tuple[str, float]:

@@ -152,6 +152,16 @@ def test_a_failure_after_going_on_is_no_echo(monkeypatch: pytest.MonkeyPatch) ->
     assert last_words.is_echo(error)
 
 
+def test_a_rank_of_a_smaller_group_is_not_taken_for_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 of the job reads that rank 1 of a group, which is another one, has left."""
+    monkeypatch.setattr(current.job, "membership", SimpleNamespace(rank=1))
+    assert last_words.is_echo(PeerLost("rank 1 has left", ranks=[1], cause="has left"))
+    host, pid = socket.gethostname(), os.getpid()
+    assert not last_words.is_echo(PeerLost("lost", ranks=[0], host=host, pid=pid))
+
+
 def test_blame_is_for_another_error() -> None:
     error = Timeout("it timed out", ranks=[2], host="b", pid=7, operation="barrier", cause="slow")
     other = PeerLost("lost", **error.blame)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import clean_environment, run_command
+from thorough import everyday
 from time_limit import PATIENCE
 
 import pydist
@@ -102,6 +103,28 @@ def test_run_lets_survivors_go_on(
         ]
         assert len(lines) == 1, done.stderr
         assert said in lines[0]
+
+
+ENDS = """
+import sys
+import pydist
+pydist.init(backend=sys.argv[1], timeout=60)
+if pydist.rank() == 1:
+    sys.exit(3)
+try:
+    pydist.barrier()
+except pydist.PeerLost as error:
+    print(error.ranks, error.cause, f" {error.cause}" in str(error))
+"""
+
+
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
+def test_a_program_that_ends_early_is_told_from_one_that_leaves(
+    backend: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    done = run("-n", "2", "--on-failure=continue", str(tmp_path / "ends.py"), backend)
+    assert done.stdout == "(1,) has left the group (its program has ended) True\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,10 @@ TEST(NativeMessagesTest, LostPeerFailsReceivesFromItAndFromAnybody) {
       self.communicator->run(receive_from(from_anybody ? kAnySource : 1, 0, value));
     });
     ASSERT_NE(errors[0], nullptr);
-    EXPECT_EQ(describe(errors[0]).kind, ErrorKind::kPeerLost) << describe(errors[0]).message;
+    const auto [kind, message, blame] = describe(errors[0]);
+    EXPECT_EQ(kind, ErrorKind::kPeerLost) << message;
+    EXPECT_EQ(blame.ranks, std::vector<int>{1}) << message;
+    EXPECT_NE(blame.pid, 0) << message;
     EXPECT_EQ(errors[1], nullptr);
   }
 }

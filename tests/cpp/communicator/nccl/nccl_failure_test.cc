@@ -20,6 +20,7 @@
 #include "cuda/driver.h"
 #include "nccl_fakes.h"
 #include "ranks.h"
+#include "ranks_log.h"
 
 namespace pydist::testing {
 namespace {
@@ -199,6 +200,28 @@ TEST(NcclFailure, OfAnOperationThatARankNeverLaunchesBlamesThatRank) {
     EXPECT_TRUE(contains(message, "all_reduce #2 on rank 0 of 2")) << message;
     EXPECT_TRUE(contains(message, "on the GPU in time, not launched by rank 1 (pid ")) << message;
   });
+}
+
+TEST(NcclFailure, IsForetoldInTheLogWithTheRankThatHasNotLaunched) {
+  use_fake_cuda();
+  const std::string log = log_of(2, [](RankOfTest& self) {
+    const Rank rank(self, test_environment(), {.long_wait = milliseconds(50)});
+    std::vector<float> values(4, 1.0F);
+    rank.group->submit(rank.all_reduce(values))->wait();
+    if (self.rank == 1) {
+      std::this_thread::sleep_for(milliseconds(2000 * kSlowdown));
+    }
+    Operation operation = rank.all_reduce(values);
+    operation.label = "bucket 7";
+    const WorkPtr first = rank.group->submit(std::move(operation));
+    const WorkPtr second = rank.group->submit(rank.all_reduce(values));
+    first->wait();
+    second->wait();
+  });
+  EXPECT_EQ(occurrences(log, "warning: nccl: rank "), 1) << log;
+  EXPECT_PRED2(contains, log, "nccl: rank 0 (pid ");
+  EXPECT_PRED2(contains, log, "has been in all_reduce #2 (bucket 7) of group '");
+  EXPECT_PRED2(contains, log, "for 0.05 s: not launched by rank 1 (pid ");
 }
 
 TEST(NcclFailure, DoesNotWaitForAnAbortThatHangs) {
