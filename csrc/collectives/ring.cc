@@ -5,8 +5,8 @@
 #include <cstring>
 
 #include "collectives/fingerprint.h"
+#include "collectives/float16_overflow.h"
 #include "collectives/ring_schedule.h"
-#include "collectives/scaled_mean.h"
 #include "collectives/slices.h"
 #include "collectives/wire.h"
 

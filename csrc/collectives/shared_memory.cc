@@ -12,8 +12,8 @@
 #include <span>
 #include <vector>
 
-#include "collectives/contribution.h"
 #include "collectives/fingerprint.h"
+#include "collectives/route.h"
 #include "collectives/slices.h"
 #include "collectives/streaming_hint.h"
 #include "collectives/wire.h"

@@ -15,7 +15,7 @@ from pydist.errors import InvalidUsage
 from pydist.job.arguments import a_type
 from pydist.parallel.state_names import distinct_names, plain_name
 from pydist.sharding.optimizer import ShardedOptimizer
-from pydist.sharding.state import (
+from pydist.sharding.state.ranges import (
     MASTER,
     ShardedState,
     from_whole,

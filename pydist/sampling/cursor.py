@@ -18,7 +18,7 @@ from torch import Tensor
 from pydist.errors import InvalidUsage
 from pydist.sampling.audit import Ledger
 from pydist.sampling.order import Order
-from pydist.sampling.partition import Share
+from pydist.sampling.rank_shares import Share
 
 __all__ = ["EpochPass"]
 

@@ -22,7 +22,7 @@ from pydist.sampling.agreed_seed import SeedChoice
 from pydist.sampling.audit import Ledger
 from pydist.sampling.cursor import EpochPass
 from pydist.sampling.order import Order, Sequential, Shuffled, name_digest, sample_count
-from pydist.sampling.partition import PADS, Pad, Share
+from pydist.sampling.rank_shares import PADS, Pad, Share
 from pydist.sampling.shared_twice import refuse_sharing_again
 
 __all__ = ["DistributedSampler", "placement"]

@@ -55,9 +55,17 @@ from pydist.sharding.parameter_groups import (
     values_of_step,
 )
 from pydist.sharding.placement import ShardedLayout
-from pydist.sharding.shown_state import StateOfShards
-from pydist.sharding.state import ParameterState, ShardedState, StateRange
-from pydist.sharding.state_dict import (
+from pydist.sharding.state.ranges import ParameterState, ShardedState, StateRange
+from pydist.sharding.state.refused_saving import RanksPart, refuse_checkpoints
+from pydist.sharding.state.segment_states import (
+    ranges_of,
+    require_state_of,
+    state_of,
+    take_over,
+    waiting_state,
+)
+from pydist.sharding.state.shown_optimizer_state import StateOfShards
+from pydist.sharding.state.torch_state_dict import (
     from_state_dict,
     from_unsharded,
     is_sharded,
@@ -66,14 +74,6 @@ from pydist.sharding.state_dict import (
     to_state_dict,
     to_unsharded,
     without_absent,
-)
-from pydist.sharding.state_guard import RanksPart, refuse_checkpoints
-from pydist.sharding.state_io import (
-    ranges_of,
-    require_state_of,
-    state_of,
-    take_over,
-    waiting_state,
 )
 from pydist.sharding.step import BucketStep
 

@@ -18,6 +18,7 @@
 #include "c10d/elastic_threads.h"
 #include "c10d/gloo/gloo_channel.h"
 #include "c10d/gloo/gloo_collectives.h"
+#include "c10d/gloo/gloo_death_watch.h"
 #include "c10d/gloo/gloo_group.h"
 #include "c10d/memory_tensor.h"
 #include "c10d/serial_queue.h"
@@ -26,7 +27,6 @@
 #include "communicator/open_communicators.h"
 #include "communicator/peer_news.h"
 #include "communicator/splits.h"
-#include "health/death_watch.h"
 #include "topology/culprits.h"
 
 namespace pydist {

@@ -39,7 +39,7 @@ from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.trained_parameters import ids_of_sparse
 from pydist.parallel.wrapper import DataParallel
 from pydist.planning.activation_memory import saved_activation_bytes
-from pydist.planning.memory_plan import MemoryPlan, RankMemory
+from pydist.planning.memory_table import MemoryPlan, RankMemory
 from pydist.planning.step_memory import StepMemory, step_memory, temporaries
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
 from pydist.sharding.step import FUSED_CLASSES

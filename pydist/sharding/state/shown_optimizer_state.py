@@ -26,9 +26,15 @@ from torch import Tensor
 from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import Bucket, Segment
 from pydist.sharding.placement import ShardedLayout
-from pydist.sharding.state import ParameterState
-from pydist.sharding.state_guard import refuse_checkpoints
-from pydist.sharding.state_of_shard import REMEDY, WHAT_IT_IS, Source, StateOfShard, listed_names
+from pydist.sharding.state.ranges import ParameterState
+from pydist.sharding.state.refused_saving import refuse_checkpoints
+from pydist.sharding.state.shown_parameter_state import (
+    REMEDY,
+    WHAT_IT_IS,
+    Source,
+    StateOfShard,
+    listed_names,
+)
 
 
 class StateOfShards(defaultdict[Tensor, Any]):

@@ -30,8 +30,8 @@ from pydist.errors import (
     Timeout,
     TransportError,
 )
-from pydist.job.gpu_assignment import gpus_of_ranks
-from pydist.job.nccl_obstacles import why_not_nccl
+from pydist.job.meeting.gpu_assignment import gpus_of_ranks
+from pydist.job.meeting.nccl_obstacles import why_not_nccl
 from pydist.job.processes import Process
 from pydist.job.rank_names import name_ranks, who_said_what
 

@@ -1,4 +1,4 @@
-#include "collectives/contribution.h"
+#include "collectives/route.h"
 
 #include <algorithm>
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import Bucket, Segment
 from pydist.sharding.placement import ShardedLayout
-from pydist.sharding.state import (
+from pydist.sharding.state.ranges import (
     MASTER,
     ParameterState,
     ShardedState,

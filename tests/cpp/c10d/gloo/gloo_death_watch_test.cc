@@ -1,4 +1,4 @@
-#include "health/death_watch.h"
+#include "c10d/gloo/gloo_death_watch.h"
 
 #include <gtest/gtest.h>
 

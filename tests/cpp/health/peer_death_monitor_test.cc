@@ -1,4 +1,4 @@
-#include "health/monitor.h"
+#include "health/peer_death_monitor.h"
 
 #include <gtest/gtest.h>
 

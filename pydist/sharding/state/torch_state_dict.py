@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import shaped
 from pydist.sharding.parameter_groups import options_of
-from pydist.sharding.state import (
+from pydist.sharding.state.ranges import (
     ParameterState,
     ShardedState,
     StateRange,
     from_whole,
     is_per_element,
 )
-from pydist.sharding.state_guard import RanksPart
+from pydist.sharding.state.refused_saving import RanksPart
 
 # What torch has given its classes since, and states of earlier versions lack.
 _LATER_OPTIONS = {

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from pydist.errors import Timeout, TransportError
-from pydist.job.answers import answer_within
 from pydist.job.launchers import Placement, Rendezvous
-from pydist.job.meeting import wait_for_keys
-from pydist.job.meeting_number import next_number
+from pydist.job.meeting.backend_agreement import wait_for_keys
+from pydist.job.meeting.bounded_store_calls import answer_within
+from pydist.job.meeting.meeting_number import next_number
 
 __all__ = ["Meeting", "meet"]
 

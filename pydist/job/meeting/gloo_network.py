@@ -11,8 +11,8 @@ Ubuntu that is 127.0.1.1 as installed, where no other host can connect. So:
    of another host.
 4. Where even that leads nowhere (a tunnel that ends on the loopback device) gloo chooses.
 
-The ranks tell each other what they have found when they meet (`pydist.job.meeting`): all take
-addresses of one family, which gloo demands.
+The ranks tell each other what they have found when they meet
+(`pydist.job.meeting.backend_agreement`): all take addresses of one family, which gloo demands.
 """
 
 import ipaddress

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import Bucket, Segment, shaped
-from pydist.sharding.state import NUMBERS, ParameterState, is_per_element
+from pydist.sharding.state.ranges import NUMBERS, ParameterState, is_per_element
 
 REMEDY = (
     "change the values in place to reset them, replace the state by load_state_dict() or "

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydist.gpu.nccl import version_of
-from pydist.job.gpu_assignment import describe_gpus, gpus_of_ranks
+from pydist.job.meeting.gpu_assignment import describe_gpus, gpus_of_ranks
 from pydist.job.rank_names import name_ranks, who_said_what
 
 __all__ = ["Obstacle", "why_no_nccl_here", "why_not_nccl"]
