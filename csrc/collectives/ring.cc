@@ -4,7 +4,7 @@
 #include <array>
 #include <cstring>
 
-#include "collectives/fingerprint.h"
+#include "collectives/call_mismatch.h"
 #include "collectives/float16_overflow.h"
 #include "collectives/ring_schedule.h"
 #include "collectives/slices.h"

@@ -12,7 +12,7 @@
 #include <span>
 #include <vector>
 
-#include "collectives/fingerprint.h"
+#include "collectives/call_mismatch.h"
 #include "collectives/route.h"
 #include "collectives/slices.h"
 #include "collectives/streaming_hint.h"

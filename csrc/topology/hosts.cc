@@ -8,7 +8,7 @@
 #include <fstream>
 #include <set>
 
-#include "base/cgroup.h"
+#include "topology/cgroup.h"
 
 namespace pydist {
 namespace {

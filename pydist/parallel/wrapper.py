@@ -43,6 +43,7 @@ from pydist.parallel.bucket_planner import (
 )
 from pydist.parallel.buffers import BufferSync
 from pydist.parallel.compiled_graphs import graphs_cut_at
+from pydist.parallel.divergence_check import Sentinel
 from pydist.parallel.nested_wrappers import (
     look_at_torchs_wrappers,
     refuse_active_torch,
@@ -61,7 +62,6 @@ from pydist.parallel.reducer import (
     outputs_with_graph,
 )
 from pydist.parallel.replica_check import check_same, copy_from, facts_of
-from pydist.parallel.sentinel import Sentinel
 from pydist.parallel.settings import Settings, settings_of
 from pydist.parallel.state_hooks import (
     HookedLoading,

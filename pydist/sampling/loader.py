@@ -26,7 +26,7 @@ from pydist.job.arguments import a_type, flag
 from pydist.sampling.agreed_seed import SeedChoice
 from pydist.sampling.audit import Ledger
 from pydist.sampling.batch_sampler import BatchSampler
-from pydist.sampling.cursor import EpochPass
+from pydist.sampling.epoch_pass import EpochPass
 from pydist.sampling.order import sample_count
 from pydist.sampling.rank_shares import Pad
 from pydist.sampling.sampler import DistributedSampler, placement

@@ -20,7 +20,7 @@ from pydist.job.arguments import a_type
 from pydist.job.launchers import read_placement
 from pydist.sampling.agreed_seed import SeedChoice
 from pydist.sampling.audit import Ledger
-from pydist.sampling.cursor import EpochPass
+from pydist.sampling.epoch_pass import EpochPass
 from pydist.sampling.order import Order, Sequential, Shuffled, name_digest, sample_count
 from pydist.sampling.rank_shares import PADS, Pad, Share
 from pydist.sampling.shared_twice import refuse_sharing_again

@@ -39,7 +39,6 @@ from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
 from pydist.sharding.buckets import Bucket, gather, let_arrive
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
-from pydist.sharding.gradient import without_gradients
 from pydist.sharding.gradient_norms import ReducedGradients
 from pydist.sharding.own_writes import OwnWrites
 from pydist.sharding.parameter_groups import (
@@ -55,6 +54,7 @@ from pydist.sharding.parameter_groups import (
     values_of_step,
 )
 from pydist.sharding.placement import ShardedLayout
+from pydist.sharding.sharded_gradient import without_gradients
 from pydist.sharding.state.ranges import ParameterState, ShardedState, StateRange
 from pydist.sharding.state.refused_saving import RanksPart, refuse_checkpoints
 from pydist.sharding.state.segment_states import (

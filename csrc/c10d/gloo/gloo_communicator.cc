@@ -23,7 +23,7 @@
 #include "c10d/memory_tensor.h"
 #include "c10d/serial_queue.h"
 #include "c10d/store.h"
-#include "communicator/agreement.h"
+#include "communicator/call_mismatch.h"
 #include "communicator/open_communicators.h"
 #include "communicator/peer_news.h"
 #include "communicator/splits.h"

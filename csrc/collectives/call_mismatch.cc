@@ -1,4 +1,4 @@
-#include "collectives/fingerprint.h"
+#include "collectives/call_mismatch.h"
 
 #include <algorithm>
 #include <array>

@@ -1,4 +1,4 @@
-#include "base/cgroup.h"
+#include "topology/cgroup.h"
 
 #include <fstream>
 #include <iterator>

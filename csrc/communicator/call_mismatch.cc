@@ -1,4 +1,4 @@
-#include "communicator/agreement.h"
+#include "communicator/call_mismatch.h"
 
 #include <algorithm>
 #include <array>

@@ -8,7 +8,7 @@ from launch import Ranks, rank_outcomes, run_ranks
 from thorough import everyday
 
 import pydist
-from pydist.parallel.sentinel import Sentinel
+from pydist.parallel.divergence_check import Sentinel
 from pydist.testing import faults
 
 __all__ = ["Ranks"]
