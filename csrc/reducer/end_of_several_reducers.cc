@@ -1,4 +1,4 @@
-#include "reducer/joint_end.h"
+#include "reducer/end_of_several_reducers.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 
