@@ -14,8 +14,7 @@ later follow the job's choice without asking again.
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -32,23 +31,14 @@ from pydist.errors import (
 )
 from pydist.job.meeting.gpu_assignment import gpus_of_ranks
 from pydist.job.meeting.nccl_obstacles import why_not_nccl
+from pydist.job.meeting.store_waits import wait_for_keys
 from pydist.job.processes import Process
 from pydist.job.rank_names import name_ranks, who_said_what
 
-__all__ = [
-    "Verdict",
-    "agree",
-    "blaming_the_store",
-    "judge",
-    "require_alive",
-    "wait_for_keys",
-    "wait_until",
-]
+__all__ = ["Verdict", "agree", "judge", "require_alive"]
 
 # How long after rank 0's own deadline the others wait for its verdict.
 _VERDICT_GRACE_S = 5.0
-# How often a wait looks whether it is in vain.
-_LOOK_S = 0.5
 # How long a wait may last before the log tells for whom it waits.
 _LONG_WAIT_S = 60.0
 
@@ -134,63 +124,6 @@ def judge(hellos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "networks": [hello["network"] for hello in hellos],
         "processes": [hello["process"] for hello in hellos],
     }
-
-
-@contextmanager
-def blaming_the_store() -> Iterator[None]:
-    """Takes an error of the store, which only says what failed, for the end of the store."""
-    try:
-        yield
-    except Error:
-        raise  # of what was done between requests to the store
-    except RuntimeError as error:
-        raise TransportError(
-            f"the store of the job is gone; is the rank that hosts it still alive? ({error})"
-        ) from error
-
-
-def wait_until(
-    has_come: Callable[[], bool],
-    timeout: timedelta,
-    look: Callable[[], None] | None = None,
-) -> bool:
-    """Waits for something; False when the time is up.
-
-    Args:
-        has_come: asked again and again.
-        timeout: how long to wait.
-        look: called every half second, to raise where waiting is in vain.
-    """
-    now_s = time.monotonic()
-    deadline_s, look_s = now_s + timeout.total_seconds(), now_s + _LOOK_S
-    pause_s = 0.0002
-    while not has_come():
-        now_s = time.monotonic()
-        if now_s > deadline_s:
-            return False
-        if look is not None and now_s > look_s:
-            look()
-            look_s = now_s + _LOOK_S
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.01)
-    return True
-
-
-def wait_for_keys(
-    store: dist.Store,
-    keys: list[str],
-    timeout: timedelta,
-    look: Callable[[], None] | None = None,
-) -> bool:
-    """Waits until all the keys are in the store; False when the time is up.
-
-    Unlike the store's own wait it lets signal handlers run, and a TCPStore serve other threads.
-
-    Raises:
-        TransportError: the store is gone.
-    """
-    with blaming_the_store():
-        return wait_until(lambda: store.check(keys), timeout, look)
 
 
 def _missing(store: dist.Store, size: int) -> list[int]:

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pydist.job.meeting.backend_agreement import blaming_the_store, wait_until
+from pydist.job.meeting.store_waits import blaming_the_store, wait_until
 
 __all__ = ["go_on_from", "next_number"]
 

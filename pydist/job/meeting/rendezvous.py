@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from pydist.errors import Timeout, TransportError
 from pydist.job.launchers import Placement, Rendezvous
-from pydist.job.meeting.backend_agreement import wait_for_keys
 from pydist.job.meeting.bounded_store_calls import answer_within
 from pydist.job.meeting.meeting_number import next_number
+from pydist.job.meeting.store_waits import wait_for_keys
 
 __all__ = ["Meeting", "meet"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import pydist
-from pydist.job.meeting import backend_agreement
+from pydist.job.meeting import backend_agreement, store_waits
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -49,7 +49,7 @@ def test_a_rank_0_that_never_comes_is_blamed(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_agreement, "_LONG_WAIT_S", 0.2)
-    monkeypatch.setattr(backend_agreement, "_LOOK_S", 0.05)
+    monkeypatch.setattr(store_waits, "_LOOK_S", 0.05)
 
 
 def meet_in_vain(ranks: tuple[int, ...], size: int, timeout_s: float) -> None:
