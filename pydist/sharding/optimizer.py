@@ -1,6 +1,6 @@
 """`pydist.ShardedOptimizer`: each rank updates, and keeps the optimizer's state of, its share.
 
-The file is long because the class is, a third of it the reference of its methods: the class only
+The file is long because the class is, a quarter of it the reference of its methods: the class only
 says in which order the ranks do what the other modules of this folder hold.
 """
 
