@@ -6,7 +6,7 @@
 #include "base/error.h"
 #include "base/interruption.h"
 #include "base/log.h"
-#include "collectives/shared_memory.h"
+#include "collectives/shared_memory/small_at_once.h"
 
 namespace pydist {
 namespace {

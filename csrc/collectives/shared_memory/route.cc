@@ -1,4 +1,4 @@
-#include "collectives/route.h"
+#include "collectives/shared_memory/route.h"
 
 #include <algorithm>
 

@@ -17,8 +17,6 @@
 
 #pragma once
 
-#include <cstdint>
-
 #include "collectives/call.h"
 #include "collectives/group.h"
 #include "collectives/task.h"
@@ -28,30 +26,5 @@ namespace pydist {
 // Runs one collective. Group::begin() has numbered it. The call's buffers outlive the task.
 // `is_posted`: AtOnce::post() has begun it.
 [[nodiscard]] Task run_shared_memory(Group& group, Call call, bool is_posted = false);
-
-// Note [At once]: a collective whose data travels with its post is over as soon as all have posted.
-// Where peers are in time, that takes a fraction of a microsecond, less than a coroutine and its
-// scheduling would cost. So the caller first tries on its own stack: it posts, looks at the others'
-// posts a bounded number of times, and combines them. A rank that has to wait longer continues in
-// the coroutine from the step that it has reached. Peers notice no difference.
-
-class AtOnce {
- public:
-  AtOnce(Group& group, const Call& call) noexcept;
-
-  // Whether the call can be posted with its data, and without waiting. Before Group::begin().
-  [[nodiscard]] bool may_post() const noexcept;
-  // Posts it, but wakes nobody: try_finish() follows. After Group::begin().
-  void post();
-  // Completes it if everybody's post, each with its data, is there within so many `looks`; a
-  // sequentially consistent fence and Group::ring_after_fence() have to follow. Otherwise false:
-  // run_shared_memory() has to take over. Throws Mismatch.
-  [[nodiscard]] bool try_finish(unsigned looks);
-
- private:
-  Group& group_;
-  const Call& call_;
-  const std::uint8_t offer_;
-};
 
 }  // namespace pydist
