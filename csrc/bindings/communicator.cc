@@ -20,7 +20,6 @@
 #include "bindings/bindings.h"
 #include "c10d/device_streams.h"
 #include "c10d/gloo/gloo_communicator.h"
-#include "c10d/gloo/gloo_death_watch.h"
 #include "c10d/memory_tensor.h"
 #include "c10d/staged_communicator.h"
 #include "c10d/store.h"
@@ -30,6 +29,7 @@
 #include "communicator/nccl/nccl_communicator.h"
 #include "communicator/open_communicators.h"
 #include "cuda/device_memory.h"
+#include "health/process_identity.h"
 
 namespace pydist {
 namespace {
