@@ -59,8 +59,8 @@ from pydist.parallel.wrapper import (
     PlannedBucket,
     PlannedParameter,
 )
-from pydist.planning.memory import plan
-from pydist.planning.memory_plan import MemoryPlan, RankMemory
+from pydist.planning.memory_estimate import plan
+from pydist.planning.memory_table import MemoryPlan, RankMemory
 from pydist.sampling.audit import Ledger
 from pydist.sampling.batch_sampler import BatchSampler
 from pydist.sampling.loader import PreparedLoader, prepare

@@ -30,7 +30,7 @@
 #include "communicator/nccl/nccl_communicator.h"
 #include "communicator/open_communicators.h"
 #include "cuda/device_memory.h"
-#include "health/death_watch.h"
+#include "health/process_identity.h"
 
 namespace pydist {
 namespace {

@@ -4,9 +4,9 @@
 #include <array>
 #include <cstring>
 
-#include "collectives/fingerprint.h"
+#include "collectives/call_mismatch.h"
+#include "collectives/float16_overflow.h"
 #include "collectives/ring_schedule.h"
-#include "collectives/scaled_mean.h"
 #include "collectives/slices.h"
 #include "collectives/wire.h"
 

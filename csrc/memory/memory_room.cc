@@ -11,8 +11,8 @@
 #include <system_error>
 #include <vector>
 
-#include "base/cgroup.h"
 #include "base/error.h"
+#include "topology/cgroup.h"
 
 namespace pydist {
 namespace {

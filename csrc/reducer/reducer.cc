@@ -1,5 +1,5 @@
-// What hooks on the graph set off; a round itself is in round.cc and round_conclusion.cc, what is
-// asked outside of backward in outside_backward.cc.
+// What hooks on the graph set off; a round itself is in round.cc and round_late_sparse_unused.cc,
+// what is asked outside of backward in outside_backward.cc.
 
 #include "reducer/reducer.h"
 
@@ -14,7 +14,7 @@
 #include "base/error.h"
 #include "c10d/device_streams.h"
 #include "c10d/errors.h"
-#include "reducer/joint_end.h"
+#include "reducer/end_of_several_reducers.h"
 
 namespace pydist {
 namespace {

@@ -1,5 +1,5 @@
 // One synchronisation, step by step; see Note [Rounds]. What comes after its closing is in
-// round_conclusion.cc, what it starts in operations/.
+// round_late_sparse_unused.cc, what it starts in operations/.
 
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
@@ -74,8 +74,9 @@ void Reducer::open_round() {
 }
 
 // A rank that counts by share, or has no gradients of its own, needs the openings of all ranks
-// before it can launch anything. It does not wait for them within backward, see joint_end.h:
-// buckets that can't leave yet leave when all ranks have opened the round.
+// before it can launch anything. It does not wait for them within backward, see
+// end_of_several_reducers.h: buckets that can't leave yet leave when all ranks have opened the
+// round.
 bool Reducer::may_launch() {
   if (round_.opening == nullptr) {
     open_round();
@@ -295,8 +296,8 @@ void Reducer::require_same_model() {
   }
 }
 
-// A backward ends in three steps, see joint_end.h. The first one launches everything that can leave
-// without waiting.
+// A backward ends in three steps, see end_of_several_reducers.h. The first one launches everything
+// that can leave without waiting.
 void Reducer::open_or_give_up() {
   const c10::AutoGradMode no_grad(false);
   try {

@@ -8,8 +8,8 @@
 #include <fstream>
 #include <set>
 
-#include "base/cgroup.h"
 #include "base/error.h"
+#include "topology/cgroup.h"
 
 namespace pydist {
 namespace {

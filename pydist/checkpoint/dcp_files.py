@@ -50,8 +50,8 @@ from pydist.checkpoint.dcp_metadata import read_metadata
 from pydist.checkpoint.manifest import read_manifest
 from pydist.checkpoint.own_names import owner_in
 from pydist.checkpoint.packing import unpack
-from pydist.checkpoint.parts import PARTS
-from pydist.checkpoint.pieces import Piece
+from pydist.checkpoint.several_by_name import PARTS
+from pydist.checkpoint.who_writes_what import Piece
 from pydist.errors import CheckpointError
 
 

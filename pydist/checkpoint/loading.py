@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_loading as optimizer_loading
 import pydist.checkpoint.optimizer_state as optimizer_state
-from pydist.checkpoint.lanes import lane_of
 from pydist.checkpoint.manifest import read_manifest, saved_after, verify
 from pydist.checkpoint.own_names import own_name, require_ranks
-from pydist.checkpoint.parts import (
+from pydist.checkpoint.random_states import restore_random_states
+from pydist.checkpoint.replacement import absolute, find, real
+from pydist.checkpoint.saves_under_way import lane_of
+from pydist.checkpoint.several_by_name import (
     Part,
     parts_of,
     require_entry,
@@ -22,8 +24,6 @@ from pydist.checkpoint.parts import (
     stateful_parts,
     values_of,
 )
-from pydist.checkpoint.random_states import restore_random_states
-from pydist.checkpoint.replacement import absolute, find, real
 from pydist.checkpoint.verdict import agree
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import flag

@@ -15,8 +15,8 @@ import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist._torch import uncompiled
 from pydist.checkpoint.own_names import own_name, own_tensors_of, plain_of, require_unambiguous
 from pydist.checkpoint.packing import pack
-from pydist.checkpoint.parts import Part, what_it_has
-from pydist.checkpoint.pieces import Piece, of_rows, share_out
+from pydist.checkpoint.several_by_name import Part, what_it_has
+from pydist.checkpoint.who_writes_what import Piece, of_rows, share_out
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import a_type
 from pydist.parallel.ownership import owners_within

@@ -16,7 +16,7 @@ from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import SHORT, dense_strides
 from pydist.sharding.element_wise import require_plain_options
 from pydist.sharding.optimizer import ShardedOptimizer
-from pydist.sharding.state import (
+from pydist.sharding.state.ranges import (
     MASTER,
     ParameterState,
     ShardedState,
@@ -25,7 +25,7 @@ from pydist.sharding.state import (
     require_divisible,
     to_whole,
 )
-from pydist.sharding.state_dict import (
+from pydist.sharding.state.torch_state_dict import (
     from_unsharded,
     is_sharded,
     require_form,

@@ -12,11 +12,11 @@ import torch
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_loading as optimizer_loading
 import pydist.checkpoint.optimizer_state as optimizer_state
-from pydist.checkpoint.lanes import settle_at
 from pydist.checkpoint.manifest import read_manifest, verify
 from pydist.checkpoint.own_names import owner_in, plain_of
-from pydist.checkpoint.parts import SHARED_KINDS, STATEFUL, Part, parts_of
 from pydist.checkpoint.replacement import find, real
+from pydist.checkpoint.saves_under_way import settle_at
+from pydist.checkpoint.several_by_name import SHARED_KINDS, STATEFUL, Part, parts_of
 from pydist.errors import InvalidUsage
 from pydist.sharding.optimizer import ShardedOptimizer
 

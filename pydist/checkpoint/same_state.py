@@ -16,7 +16,7 @@ from pydist.sampling.sampler import DistributedSampler
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
-    from pydist.checkpoint.parts import Part
+    from pydist.checkpoint.several_by_name import Part
 
 # Whose seed is agreed when they are first iterated over: until then, rank 0's counts.
 _AGREED_LATER = (BatchSampler, DistributedSampler, PreparedLoader)

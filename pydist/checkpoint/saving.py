@@ -16,21 +16,9 @@ import torch
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist._load import __version__
-from pydist.checkpoint.lanes import Lane, Saving, lane_of
 from pydist.checkpoint.manifest import METADATA, SEQUENCE, STEP, FileSum, sum_of, write_manifest
 from pydist.checkpoint.own_names import own_name
 from pydist.checkpoint.packing import pack, unpack
-from pydist.checkpoint.parts import (
-    PARTS,
-    SHARED_KINDS,
-    Part,
-    names_of,
-    parts_of,
-    state_of,
-    stateful_parts,
-    values_of,
-)
-from pydist.checkpoint.pieces import Piece
 from pydist.checkpoint.random_states import random_states
 from pydist.checkpoint.replacement import (
     absolute,
@@ -44,7 +32,19 @@ from pydist.checkpoint.replacement import (
     step_folder,
 )
 from pydist.checkpoint.same_state import require_same_state
+from pydist.checkpoint.saves_under_way import Lane, Saving, lane_of
+from pydist.checkpoint.several_by_name import (
+    PARTS,
+    SHARED_KINDS,
+    Part,
+    names_of,
+    parts_of,
+    state_of,
+    stateful_parts,
+    values_of,
+)
 from pydist.checkpoint.verdict import agree
+from pydist.checkpoint.who_writes_what import Piece
 from pydist.errors import CheckpointError, InvalidUsage
 from pydist.job import phases
 from pydist.job.arguments import flag

@@ -19,10 +19,10 @@ from pydist.benchmarks.sizes import size_text
 from pydist.errors import Error, InvalidUsage
 from pydist.gpu.nccl import find_nccl
 from pydist.job import backends
-from pydist.job.gloo_network import GlooNetwork
-from pydist.job.gpu_assignment import identify_gpus
 from pydist.job.launchers import read_placement
-from pydist.job.nccl_obstacles import why_no_nccl_here
+from pydist.job.meeting.gloo_network import GlooNetwork
+from pydist.job.meeting.gpu_assignment import identify_gpus
+from pydist.job.meeting.nccl_obstacles import why_no_nccl_here
 
 __all__ = ["collect", "main"]
 

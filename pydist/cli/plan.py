@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from pydist.cli.model_source import build_model, find, guarded, load_source
 from pydist.errors import InvalidUsage
-from pydist.planning.memory import plan
+from pydist.planning.memory_estimate import plan
 
 __all__ = ["main"]
 

@@ -1,8 +1,8 @@
 """Which backend carries a group, and the "pydist" backend of torch.distributed.
 
 The ranks of a job agree on one backend when they meet (Note [One choice for the whole job] in
-`pydist.job.meeting`). On NCCL, which moves nothing but GPU tensors, a group has a communicator on
-native or gloo beside it, for tensors on the CPU.
+`pydist.job.meeting.backend_agreement`). On NCCL, which moves nothing but GPU tensors, a group has a
+communicator on native or gloo beside it, for tensors on the CPU.
 """
 
 import difflib
@@ -28,10 +28,10 @@ from pydist.errors import Error, InvalidUsage, Timeout, TransportError
 from pydist.gpu.nccl import connect_at_joining, find_nccl
 from pydist.job import current
 from pydist.job.arguments import a_type
-from pydist.job.gloo_network import GlooNetwork, describe_network, join_network
-from pydist.job.gpu_assignment import describe_gpus, make_current
-from pydist.job.meeting import Verdict, agree
-from pydist.job.meeting_number import next_number
+from pydist.job.meeting.backend_agreement import Verdict, agree
+from pydist.job.meeting.gloo_network import GlooNetwork, describe_network, join_network
+from pydist.job.meeting.gpu_assignment import describe_gpus, make_current
+from pydist.job.meeting.meeting_number import next_number
 from pydist.job.processes import Process, end_with_torchrun, own_process
 
 __all__ = [

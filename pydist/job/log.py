@@ -18,6 +18,8 @@ from pydist.job.launchers import read_placement
 
 __all__ = ["start", "stop"]
 
+_PACKAGE = Path(__file__).parents[1]
+
 _handler: logging.Handler | None = None
 
 
@@ -53,8 +55,9 @@ def _levels() -> dict[str, int]:
 
 
 def _part(record: logging.LogRecord) -> str:
-    """The subsystem: the folder of the file that logs."""
-    return Path(record.pathname).parent.name
+    """The subsystem: the folder of the package in which the file that logs lies, however deep."""
+    path = Path(record.pathname)
+    return path.relative_to(_PACKAGE).parts[0] if path.is_relative_to(_PACKAGE) else ""
 
 
 class _LikeTheEngine(logging.Formatter):

@@ -14,10 +14,11 @@ from pydist import _native
 from pydist.errors import InvalidUsage, PeerLost, TransportError
 from pydist.job import backends, current, groups, last_words, log, past, phases
 from pydist.job.current import Membership
-from pydist.job.gpu_assignment import gpu_of_local_rank
 from pydist.job.launchers import Placement, read_placement
-from pydist.job.meeting import require_alive, wait_for_keys
-from pydist.job.rendezvous import meet
+from pydist.job.meeting.backend_agreement import require_alive
+from pydist.job.meeting.gpu_assignment import gpu_of_local_rank
+from pydist.job.meeting.rendezvous import meet
+from pydist.job.meeting.store_waits import wait_for_keys
 
 __all__ = [
     "abort",

@@ -12,7 +12,7 @@ from pydist import _native
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import flag
 from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES
-from pydist.parallel.sentinel import checked_every
+from pydist.parallel.divergence_check import checked_every
 from pydist.parallel.torch_arguments import caps_of, group_of
 
 if TYPE_CHECKING:

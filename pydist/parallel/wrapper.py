@@ -1,7 +1,7 @@
 """`pydist.DataParallel`: the same model on every rank, trained on the mean of their gradients.
 
-The file is long because the class has all methods of torch's, each with its reference: what it does
-itself is to call the other modules of this folder.
+The file is long because the class is, a third of it the reference of its arguments and methods: the
+class only says in which order what the other modules of this folder do is done.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -43,15 +43,13 @@ from pydist.parallel.bucket_planner import (
 )
 from pydist.parallel.buffers import BufferSync
 from pydist.parallel.compiled_graphs import graphs_cut_at
+from pydist.parallel.divergence_check import Sentinel
 from pydist.parallel.nested_wrappers import (
     look_at_torchs_wrappers,
     refuse_active_torch,
-    refuse_attribute,
-    refuse_copying_and_sharding,
     refuse_wrapped,
 )
 from pydist.parallel.ownership import ids_in_any, note_wrapper, trainers_of
-from pydist.parallel.prefixed_names import warn_of_prefix
 from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.reducer import (
     BucketStats,
@@ -61,15 +59,9 @@ from pydist.parallel.reducer import (
     outputs_with_graph,
 )
 from pydist.parallel.replica_check import check_same, copy_from, facts_of
-from pydist.parallel.sentinel import Sentinel
 from pydist.parallel.settings import Settings, settings_of
-from pydist.parallel.state_hooks import (
-    HookedLoading,
-    has_loading_hooks,
-    run_hooks_of_module,
-    taken_with_hooks,
-)
-from pydist.parallel.state_names import matched
+from pydist.parallel.stands_for_module import StandsForModule
+from pydist.parallel.state_hooks import run_hooks_of_module
 from pydist.parallel.sync_batch_norm import refuse_under_join, talk_apart
 from pydist.parallel.torch_arguments import (
     input_device_of,
@@ -93,24 +85,6 @@ __all__ = [
     "PlannedBucket",
     "PlannedParameter",
 ]
-
-# Attributes that belong to the wrapper, even if the module has some of the same name.
-_OWN_NAMES = {
-    "_communicator",
-    "_working_reducer",
-    "_why_retired",
-    "_settings",
-    "_trained",
-    "_averages_when_joined",
-    "_input_device",
-    "_owners",
-    "_sharded_parameters",
-    "_local",
-    "_buffer_sync",
-    "_sentinel",
-    "_torch_attributes",
-    "_watched_methods",
-}
 
 # Of a wrapper's attributes, those that its copies do not take over.
 _NOT_COPIED = OF_MODULE | {"process_group"}
@@ -136,7 +110,7 @@ class ShardOwner(Protocol):
         """Returns once all parameters have arrived that the last step has updated."""
 
 
-class DataParallel(TorchIdioms):
+class DataParallel(TorchIdioms, StandsForModule):
     """Wraps a module so that every backward leaves the mean of all ranks' gradients.
 
     All ranks construct it together, with the same module. It joins the job from the environment by
@@ -260,6 +234,25 @@ class DataParallel(TorchIdioms):
     """
 
     module: nn.Module
+
+    _own_names = frozenset(
+        {
+            "_communicator",
+            "_working_reducer",
+            "_why_retired",
+            "_settings",
+            "_trained",
+            "_averages_when_joined",
+            "_input_device",
+            "_owners",
+            "_sharded_parameters",
+            "_local",
+            "_buffer_sync",
+            "_sentinel",
+            "_torch_attributes",
+            "_watched_methods",
+        }
+    )
 
     def __init__(
         self,
@@ -733,19 +726,7 @@ class DataParallel(TorchIdioms):
         """
         raise NotImplementedError
 
-    # -- the wrapper stands for the module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("module")
-            if module is None:
-                raise
-            value = getattr(module, name)
-            if inspect.ismethod(value) and value.__self__ is module:
-                return self._watched_methods.of(value)
-            return value
+    # -- whether and how backward averages
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -766,23 +747,6 @@ class DataParallel(TorchIdioms):
         self._averages_when_joined = value
         if self._working_reducer is not None:
             self._working_reducer.enabled = value
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__ or hasattr(type(self), name):
-            super().__delattr__(name)
-        else:
-            delattr(self.module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        module = self.__dict__.get("module")
-        is_own = name in _OWN_NAMES or name in self.__dict__ or hasattr(type(self), name)
-        if module is None or is_own or not hasattr(module, name):
-            if module is not None and isinstance(value, nn.Module):
-                refuse_attribute(module, name, value)
-            super().__setattr__(name, value)
-        else:
-            _warn_of_setting(module, name)
-            setattr(module, name, value)
 
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
@@ -939,85 +903,6 @@ class DataParallel(TorchIdioms):
         if any(p is parameter and is_sparse for _, p, is_sparse in self._trained.known):
             raise _sparse_error(name)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's state, under the module's own names."""
-        warn_of_prefix("state_dict")
-        return taken_with_hooks(self, self.module, *args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Loads a state saved with or without torch's wrapper, and with or without `torch.compile`.
-
-        All ranks load the same state: nothing is copied between them.
-
-        Args:
-            state_dict: Names and values.
-            strict: Whether missing and unexpected names are an error.
-            assign: Not supported: the parameters stay the ones that were wrapped.
-
-        Returns:
-            The missing and unexpected names, like `torch.nn.Module.load_state_dict`.
-        """
-        if assign:
-            raise InvalidUsage(
-                "load_state_dict(assign=True) would replace the parameters that pydist."
-                "DataParallel has hooked: load the module first, then wrap it"
-            )
-        if has_loading_hooks(self):
-            hooked = HookedLoading(self, self.module, state_dict)
-            return hooked.load(matched(hooked.state_dict, self.module), strict)
-        return self.module.load_state_dict(matched(state_dict, self.module), strict)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The module and those within it, under the module's own names."""
-        warn_of_prefix("named_modules")
-        named: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **kwargs)
-        return named
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's parameters, under the module's own names."""
-        warn_of_prefix("named_parameters")
-        return super().named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's buffers, under the module's own names."""
-        warn_of_prefix("named_buffers")
-        return super().named_buffers(*args, **kwargs)
-
-    def children(self) -> Iterator[nn.Module]:
-        """The module itself, as in torch's class: what goes on from there reaches all of it.
-
-        By name, `named_children()`, there are the module's own children.
-
-        Raises:
-            InvalidUsage: `torch.nn.parallel.replicate` asks, which can't copy a wrapper, or torch's
-                `fully_shard`, which would average what the wrapper does.
-        """
-        refuse_copying_and_sharding()
-        yield self.module
-
-    @property
-    def training(self) -> bool:
-        """Whether the module is in training mode: the wrapper has no mode of its own."""
-        return self.module.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        # torch's constructor sets it before there is a module.
-        if "module" in self.__dict__:
-            self.module.training = mode
-
-    def train(self, mode: bool = True) -> DataParallel:
-        """Sets training mode in the module."""
-        self.module.train(mode)
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> DataParallel:
-        """Applies `fn` to the module and those within it."""
-        self.module.apply(fn)
-        return self
-
     def extra_repr(self) -> str:
         """The backend and the ranks, for `repr`."""
         if not self.has_joined:
@@ -1036,32 +921,10 @@ class DataParallel(TorchIdioms):
             copied._averages_when_joined = self.require_backward_grad_sync
         # Hooks, and attributes that the program has set. Communication hooks stay behind, as in
         # torch: they may keep state of the buckets.
-        for name in self.__dict__.keys() - _OWN_NAMES - _NOT_COPIED:
+        for name in self.__dict__.keys() - self._own_names - _NOT_COPIED:
             copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         note_wrapper(copied)
         return copied
-
-    def __reduce__(self) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
-        return _unwrapped, (self.module,)
-
-
-# The attributes set through a wrapper that were warned of, by the module's class and their name.
-_warned_of: set[tuple[type, str]] = set()
-
-
-def _warn_of_setting(module: nn.Module, name: str) -> None:
-    """Warns once of an attribute that torch's wrapper would have set in itself."""
-    if (type(module), name) in _warned_of:
-        return
-    _warned_of.add((type(module), name))
-    warnings.warn(
-        f"setting {name!r} on a pydist.DataParallel sets it in the wrapped module, a "
-        f"{type(module).__name__}, which has an attribute of that name; torch's "
-        "DistributedDataParallel would set its own "
-        f"and leave the module as it is: write model.module.{name} = ... to say which is meant",
-        UserWarning,
-        stacklevel=3,
-    )
 
 
 def _warn_of_unknown(local: RankLocal) -> None:
@@ -1123,10 +986,6 @@ def _sparse_error(name: str) -> InvalidUsage:
         f"the gradient of parameter {name} is sparse, and pydist.ShardedOptimizer takes dense "
         "ones: build the embedding with sparse=False, or give it an optimizer of its own"
     )
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    return module
 
 
 def _plan(

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from pydist.errors import InvalidUsage, Mismatch, PeerLost, Timeout
 from pydist.job import groups, membership
 from pydist.job.launchers import read_placement
-from pydist.job.meeting import wait_for_keys
+from pydist.job.meeting.store_waits import wait_for_keys
 
 __all__ = ["SeedChoice"]
 

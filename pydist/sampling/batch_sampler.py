@@ -11,7 +11,7 @@ from torch.utils.data import sampler as torch_samplers
 
 from pydist.errors import InvalidUsage
 from pydist.sampling.audit import Ledger
-from pydist.sampling.cursor import EpochPass
+from pydist.sampling.epoch_pass import EpochPass
 from pydist.sampling.sampler import DistributedSampler
 
 __all__ = ["BatchSampler"]

@@ -26,9 +26,9 @@ from pydist.job.arguments import a_type, flag
 from pydist.sampling.agreed_seed import SeedChoice
 from pydist.sampling.audit import Ledger
 from pydist.sampling.batch_sampler import BatchSampler
-from pydist.sampling.cursor import EpochPass
+from pydist.sampling.epoch_pass import EpochPass
 from pydist.sampling.order import sample_count
-from pydist.sampling.partition import Pad
+from pydist.sampling.rank_shares import Pad
 from pydist.sampling.sampler import DistributedSampler, placement
 from pydist.sampling.worker_seeds import Marking, Sent, seed_of
 

@@ -1,12 +1,7 @@
-"""A sampler that gives each rank its share of the samples, whole and resumable.
-
-The file is long because programs, batch samplers and prepared loaders each have methods of it, with
-their reference, and all of these move one state.
-"""
+"""A sampler that gives each rank its share of the samples, whole and resumable."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,15 +15,19 @@ from pydist.job.arguments import a_type
 from pydist.job.launchers import read_placement
 from pydist.sampling.agreed_seed import SeedChoice
 from pydist.sampling.audit import Ledger
-from pydist.sampling.cursor import EpochPass
-from pydist.sampling.order import Order, Sequential, Shuffled, name_digest, sample_count
-from pydist.sampling.partition import PADS, Pad, Share
+from pydist.sampling.epoch_pass import EpochPass
+from pydist.sampling.order import Order, Sequential, Shuffled, sample_count
+from pydist.sampling.rank_shares import PADS, Pad, Share
+from pydist.sampling.resumption import (
+    read_state,
+    require_same_batch,
+    require_same_order,
+    state_at,
+    whole_number,
+)
 from pydist.sampling.shared_twice import refuse_sharing_again
 
 __all__ = ["DistributedSampler", "placement"]
-
-_VERSION = 1
-_KEYS = ("version", "length", "order", "seed", "epoch", "position", "batch")
 
 
 # It is one of torch's, so that what looks for that (and calls set_epoch on it) finds it; nothing of
@@ -103,8 +102,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             own_rank, ranks = placement()
             num_replicas = ranks if num_replicas is None else num_replicas
             rank = own_rank if rank is None else rank
-        num_replicas = _whole_number("num_replicas", num_replicas, 1, 2**63)
-        rank = _whole_number("rank", rank, -(2**63), 2**63)
+        num_replicas = whole_number("num_replicas", num_replicas, 1, 2**63)
+        rank = whole_number("rank", rank, -(2**63), 2**63)
         if not 0 <= rank < num_replicas:
             raise InvalidUsage(
                 f"rank={rank} is not one of num_replicas={num_replicas}: ranks go from 0 to "
@@ -113,7 +112,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         self.num_replicas = num_replicas
         self.rank = rank
         self.shuffle = shuffle
-        self.seed = _whole_number("seed", seed, -(2**63), 2**64)
+        self.seed = whole_number("seed", seed, -(2**63), 2**64)
         self._choice: SeedChoice | None = None
         if order is None:
             make = Shuffled if shuffle else Sequential
@@ -174,7 +173,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         Args:
             epoch: from 0.
         """
-        epoch = _whole_number("epoch", epoch, 0, 2**63)
+        epoch = whole_number("epoch", epoch, 0, 2**63)
         if epoch != self._epoch:
             self._epoch, self._start, self._start_batch = epoch, 0, 0
             self._pass, self._open = None, []
@@ -204,7 +203,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         current = self._pass
         steps = samples_seen
         if samples_seen is not None and current is not None:
-            samples_seen = _whole_number("samples_seen", samples_seen, 0, 2**63)
+            samples_seen = whole_number("samples_seen", samples_seen, 0, 2**63)
             steps = current.share.steps_of(samples_seen)
             if steps is None:
                 raise InvalidUsage(
@@ -226,19 +225,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             InvalidUsage: it is no such state, or one of a data set of another length, or of another
                 order. Nothing has changed then.
         """
-        values = _read_state(state)
-        if values["length"] != len(self.order):
-            raise InvalidUsage(
-                f"the state is of an epoch of {values['length']} samples, and this one has "
-                f"{len(self.order)}: positions in one mean nothing in the other. Give the data set "
-                "that the state was made with, or begin an epoch anew (set_epoch)."
-            )
-        if values["order"] != name_digest(self.order):
-            raise InvalidUsage(
-                f"the state is of another order of samples than '{self.order.name}'"
-                f"{_hint_at_shuffle(values['order'])}: make the sampler with the same shuffle= and "
-                "order=, or begin an epoch anew (set_epoch)."
-            )
+        values = read_state(state)
+        require_same_order(values, self.order)
         self.seed = values.get("seed", self.seed)
         self._epoch, self._start = values["epoch"], values["position"]
         self._start_batch = values["batch"]
@@ -396,17 +384,10 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         """
         position, of_state = self._start, self._start_batch
         if state is not None:
-            values = _read_state(state)
+            values = read_state(state)
             position, of_state = values["position"], values["batch"]
-        if batch and of_state and batch != of_state and 0 < position < len(self.order):
-            raise InvalidUsage(
-                f"the state is from the middle of an epoch with batches of {of_state} samples over "
-                f"all ranks, and those of these {self.num_replicas} ranks are of {batch}: what "
-                "follows would be another training. Give global_batch_size="
-                f"{of_state} to BatchSampler, which any number of ranks up to that can share, or "
-                "resume from the end of an epoch; if other batches are what you want, load "
-                "{**state, 'batch': 0}."
-            )
+        if 0 < position < len(self.order):
+            require_same_batch(of_state, batch, self.num_replicas)
 
     def state_of(self, seen: int | None, argument: str, unit: str) -> dict[str, int | None]:
         """The state after so many steps of the latest pass; see `state_dict`."""
@@ -419,7 +400,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
                         f"{argument}={seen}, but nothing of epoch {epoch} has been asked for yet."
                     )
             else:
-                seen = _whole_number(argument, seen, 0, current.share.steps + 1)
+                seen = whole_number(argument, seen, 0, current.share.steps + 1)
                 epoch, position = current.epoch, current.share.position_after(seen)
                 batch = current.batch
         elif current is not None and current.is_counted:
@@ -432,15 +413,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
                 f"fetches ahead: call state_dict({argument}=...) with the number of {unit} since "
                 "the iterator began, or let pydist.prepare(loader) count them."
             )
-        return {
-            "version": _VERSION,
-            "length": len(self.order),
-            "order": name_digest(self.order),
-            "seed": self.seed,
-            "epoch": epoch,
-            "position": position,
-            "batch": batch,
-        }
+        return state_at(self.order, seed=self.seed, epoch=epoch, position=position, batch=batch)
 
     def _go_on(self, finished: EpochPass) -> None:
         # Of two iterators over the same epoch only one moves on.
@@ -484,52 +457,3 @@ def placement() -> tuple[int, int]:
     # A script may make its sampler before its model, which joins the job.
     job = read_placement()
     return job.rank, job.world_size
-
-
-def _whole_number(name: str, value: Any, low: int, end: int) -> int:
-    """A number from `low` to before `end`; tensors and numpy's numbers are taken, too."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = end
-    if not low <= number < end:
-        raise InvalidUsage(
-            f"{name}={value!r} is not valid; use a whole number from {low} to {end - 1}."
-        )
-    return number
-
-
-def _read_state(state: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers of a state, checked for what can be without a sampler; the seed if it has one."""
-    if not isinstance(state, Mapping) or "version" not in state:
-        raise InvalidUsage(
-            f"this is no state of a sampler of pydist's: expected a dict with {', '.join(_KEYS)}; "
-            f"got {state!r:.100}."
-        )
-    if state["version"] != _VERSION:
-        raise InvalidUsage(
-            f"the state is of version {state['version']}, and this pydist reads {_VERSION}: load "
-            "it with the pydist that made it."
-        )
-    missing = [key for key in _KEYS if key not in state]
-    if missing:
-        raise InvalidUsage(f"the sampler's state has no {', '.join(missing)}.")
-    length = _whole_number("length", state["length"], 1, 2**63)
-    seed = {}
-    if state["seed"] is not None:
-        seed["seed"] = _whole_number("seed", state["seed"], -(2**63), 2**64)
-    return {
-        **seed,
-        "length": length,
-        "order": _whole_number("order", state["order"], 0, 2**32),
-        "epoch": _whole_number("epoch", state["epoch"], 0, 2**63),
-        "position": _whole_number("position", state["position"], 0, length + 1),
-        "batch": _whole_number("batch", state["batch"], 0, 2**63),
-    }
-
-
-def _hint_at_shuffle(digest: int) -> str:
-    for order in (Shuffled(1), Sequential(1)):
-        if digest == name_digest(order):
-            return f" (of '{order.name}')"
-    return ""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pydist.sharding.state import is_of_range
+from pydist.sharding.state.ranges import is_of_range
 
 # A schedule may begin with a rate of zero, which would show nothing. And classes that estimate how
 # far to go multiply the estimate by the rate, so with less it would grow too slowly.

@@ -15,8 +15,8 @@ from pydist._torch import EACH, on_each
 from pydist.errors import InvalidUsage
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.wrapper import DataParallel
-from pydist.sharding.gradient import ShardedGradient, part_norm, whole_norms
 from pydist.sharding.placement import ShardedLayout
+from pydist.sharding.sharded_gradient import ShardedGradient, part_norm, whole_norms
 
 
 @dataclass(eq=False)

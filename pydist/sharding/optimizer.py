@@ -1,6 +1,6 @@
 """`pydist.ShardedOptimizer`: each rank updates, and keeps the optimizer's state of, its share.
 
-The file is long because the class is, a third of it the reference of its methods: the class only
+The file is long because the class is, a quarter of it the reference of its methods: the class only
 says in which order the ranks do what the other modules of this folder hold.
 """
 
@@ -39,7 +39,6 @@ from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
 from pydist.sharding.buckets import Bucket, gather, let_arrive
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
-from pydist.sharding.gradient import without_gradients
 from pydist.sharding.gradient_norms import ReducedGradients
 from pydist.sharding.own_writes import OwnWrites
 from pydist.sharding.parameter_groups import (
@@ -55,9 +54,18 @@ from pydist.sharding.parameter_groups import (
     values_of_step,
 )
 from pydist.sharding.placement import ShardedLayout
-from pydist.sharding.shown_state import StateOfShards
-from pydist.sharding.state import ParameterState, ShardedState, StateRange
-from pydist.sharding.state_dict import (
+from pydist.sharding.sharded_gradient import without_gradients
+from pydist.sharding.state.ranges import ParameterState, ShardedState, StateRange
+from pydist.sharding.state.refused_saving import RanksPart, refuse_checkpoints
+from pydist.sharding.state.segment_states import (
+    ranges_of,
+    require_state_of,
+    state_of,
+    take_over,
+    waiting_state,
+)
+from pydist.sharding.state.shown_optimizer_state import StateOfShards
+from pydist.sharding.state.torch_state_dict import (
     from_state_dict,
     from_unsharded,
     is_sharded,
@@ -66,14 +74,6 @@ from pydist.sharding.state_dict import (
     to_state_dict,
     to_unsharded,
     without_absent,
-)
-from pydist.sharding.state_guard import RanksPart, refuse_checkpoints
-from pydist.sharding.state_io import (
-    ranges_of,
-    require_state_of,
-    state_of,
-    take_over,
-    waiting_state,
 )
 from pydist.sharding.step import BucketStep
 

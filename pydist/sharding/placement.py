@@ -23,7 +23,7 @@ from pydist.parallel.state_names import distinct_names, plain_names
 from pydist.parallel.trained_parameters import ids_of_sparse, require_plain
 from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.buckets import Bucket, Member, Segment, cut, dense_strides, move_in
-from pydist.sharding.gradient import ShardedGradient
+from pydist.sharding.sharded_gradient import ShardedGradient
 
 # A new bucket: its label, how it is cut, its members, and the shard of averaged gradients if that
 # has memory of its own.

@@ -24,8 +24,8 @@ from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import Bucket, Member, Segment
 from pydist.sharding.element_wise import ELEMENT_WISE, groups_unchanged
 from pydist.sharding.eligibility import unhooked_step
-from pydist.sharding.gradient import ShardedGradient
 from pydist.sharding.parameter_groups import options_of
+from pydist.sharding.sharded_gradient import ShardedGradient
 
 _Gradients = Sequence[Tensor | None]
 

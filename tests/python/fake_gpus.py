@@ -21,7 +21,8 @@ import torch
 from pydist import _native
 from pydist.gpu import visible
 from pydist.gpu.nccl import NcclLibrary
-from pydist.job import backends, gpu_assignment
+from pydist.job import backends
+from pydist.job.meeting import gpu_assignment
 
 NCCL = NcclLibrary(22_907, "/fake/libnccl.so.2")
 

@@ -26,9 +26,9 @@
 #include "c10d/gloo/gloo_roll_call.h"
 #include "communicator/operation.h"
 #include "communicator/peer_news.h"
-#include "health/death_watch.h"
 #include "health/failure_record.h"
 #include "health/long_wait.h"
+#include "health/process_identity.h"
 #include "health/process_state.h"
 #include "topology/culprits.h"
 #include "topology/key_value_store.h"
@@ -80,9 +80,9 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   // Note [Deaths on gloo] gloo tells of a rank's death by the connections that the system closes
   // then: to those ranks alone that move data with it, not by name, and not at all while a process
   // lives that was forked from it (a data-loader worker), which holds them open. So each rank
-  // watches the processes of its host (health/death_watch.h). A rank that leaves the group says so
-  // in the store before its process can end. One whose process ends without that has died: those
-  // that see it say so in the store, which tells ranks of other hosts too, and soon cut their
+  // watches the processes of its host (c10d/gloo/gloo_death_watch.h). A rank that leaves the group
+  // says so in the store before its process can end. One whose process ends without that has died:
+  // those that see it say so in the store, which tells ranks of other hosts too, and soon cut their
   // connections, so that whatever is under way there fails and names the rank.
   void note_end_of(int rank, const std::string& process);
   // This rank is about to leave the group. Takes as long as the store takes.

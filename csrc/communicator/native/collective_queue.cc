@@ -6,13 +6,11 @@
 #include "base/error.h"
 #include "base/interruption.h"
 #include "base/log.h"
-#include "collectives/shared_memory.h"
+#include "collectives/shared_memory/small_at_once.h"
+#include "communicator/native/wait_timeout.h"
 
 namespace pydist {
 namespace {
-
-// A spinning waiter checks the clock and its peers' lives once in so many looks at its condition.
-constexpr unsigned kLooksBetweenChecks = 8;
 
 // Looks at the posts of peers before an operation gives up on being done at once: a few
 // microseconds.
@@ -288,31 +286,14 @@ void CollectiveQueue::check_hope(Pending& pending) {
   // Again and again: another group of this process may have taken it back.
   health_->show_awaited(rank);
   shows_awaited_ = true;
-  std::optional<GroupHealth::Loss> loss = health_->why_vain(rank);
-  const bool is_late = pending.deadline.has_passed();
-  const bool is_long = !loss && !is_late && health_->is_due(pending.notice);
-  // What the peer did before it died, or before the deadline, counts.
-  if ((!loss && !is_late && !is_long) || execution.is_ready()) {
+  WaitCheck check(*health_, rank, pending.deadline, pending.notice);
+  if (!check.found_anything() || execution.is_ready()) {
     return;
   }
-  const std::string what = describe_head(pending.operation);
-  if (loss) {
-    loss->blame.operation = what;
-    throw PeerLost(join(loss->what, ". ", health_->who(health_->rank()), " waited for it in ", what,
-                        ". The group is of no further use; save what you need and start again."),
-                   std::move(loss->blame));
-  }
-  GroupHealth::Keeper keeper = health_->keeper_behind(rank);
-  const std::string why =
-      keeper.way + health_->where(keeper.rank, pending.operation.kind, group_.sequence());
-  if (is_long) {
-    health_->warn_of_wait(what, why);
-    return;
-  }
-  Blame blame = health_->blame(keeper.rank, std::move(keeper.cause));
-  blame.operation = what;
-  throw Timeout(join(health_->who(health_->rank()), " timed out in ", what, ": ", why, "."),
-                std::move(blame));
+  check.end_or_warn(describe_head(pending.operation),
+                    [this, &pending](const GroupHealth::Keeper& keeper) {
+                      return health_->where(keeper.rank, pending.operation.kind, group_.sequence());
+                    });
 }
 
 std::string CollectiveQueue::describe_head(const Operation& operation) const {

@@ -23,7 +23,7 @@
 #include "base/log_queue.h"
 #include "communicator/native/wait_loop.h"
 #include "health/doorbell.h"
-#include "health/monitor.h"
+#include "health/peer_death_monitor.h"
 #include "health/process_page.h"
 #include "memory/job_secret.h"
 #include "memory/segment_exchange.h"

@@ -8,7 +8,7 @@
 
 #include "base/error.h"
 #include "collectives/call.h"
-#include "collectives/fingerprint.h"
+#include "collectives/call_mismatch.h"
 #include "health/text_field.h"
 
 namespace pydist {

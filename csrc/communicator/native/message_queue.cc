@@ -4,14 +4,9 @@
 #include <utility>
 
 #include "base/error.h"
+#include "communicator/native/wait_timeout.h"
 
 namespace pydist {
-namespace {
-
-// A spinning waiter checks the clock and its peers' lives once in so many looks at its condition.
-constexpr unsigned kLooksBetweenChecks = 8;
-
-}  // namespace
 
 MessageQueue::MessageQueue(std::shared_ptr<Progress> progress, std::shared_ptr<GroupHealth> health,
                            Messages messages)
@@ -124,43 +119,18 @@ std::string MessageQueue::describe(const Pending& pending) const {
               health_->name(), "'");
 }
 
-std::string MessageQueue::obstacle(const GroupHealth::Keeper& keeper) const {
-  return join(keeper.way, health_->who(keeper.rank), " ", keeper.cause);
-}
-
 void MessageQueue::check_hope() {
   for (Pending& pending : running_) {
     const int rank = pending.operation.peer;
     waits_for_rank_.store(rank, std::memory_order_relaxed);
-    std::optional<GroupHealth::Loss> loss = health_->why_vain(rank);
-    if (!loss && !pending.deadline.has_passed()) {
-      if (health_->is_due(pending.notice)) {
-        health_->warn_of_wait(describe(pending),
-                              rank < 0 ? "" : obstacle(health_->keeper_behind(rank)));
-      }
+    WaitCheck check(*health_, rank, pending.deadline, pending.notice);
+    // What the peer did is looked at in the next turn.
+    if (!check.found_anything() || (check.ends_the_wait() && messages_.advance())) {
       continue;
     }
-    // What the peer did before it died, or before the deadline, still counts: it is looked at in
-    // the next turn.
-    if (messages_.advance()) {
-      continue;
-    }
-    const std::string me = health_->who(health_->rank());
-    if (loss) {
-      loss->blame.operation = describe(pending);
-      throw PeerLost(join(loss->what, ". ", me, " waited for it in ", describe(pending),
-                          ". The group is of no further use; save what you need and start again."),
-                     std::move(loss->blame));
-    }
-    if (rank < 0) {
-      throw Timeout(join(me, " timed out in ", describe(pending), "."),
-                    Blame{.operation = describe(pending)});
-    }
-    GroupHealth::Keeper keeper = health_->keeper_behind(rank);
-    const std::string why = obstacle(keeper);
-    Blame blame = health_->blame(keeper.rank, std::move(keeper.cause));
-    blame.operation = describe(pending);
-    throw Timeout(join(me, " timed out in ", describe(pending), ": ", why, "."), std::move(blame));
+    check.end_or_warn(describe(pending), [this](const GroupHealth::Keeper& keeper) {
+      return join(health_->who(keeper.rank), " ", keeper.cause);
+    });
   }
 }
 

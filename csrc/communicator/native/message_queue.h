@@ -53,8 +53,6 @@ class MessageQueue final : public WaitableDrivable {
   void finish_done();
   void fail_all(const std::exception_ptr& error);
   [[nodiscard]] std::string describe(const Pending& pending) const;
-  // For people: "it waits for rank 1, which waits for rank 2. rank 2 (pid 71 on host b) left ...".
-  [[nodiscard]] std::string obstacle(const GroupHealth::Keeper& keeper) const;
 
   const std::shared_ptr<GroupHealth> health_;
   std::mutex mutex_;

@@ -10,7 +10,7 @@
 #include "base/fork.h"
 #include "base/log.h"
 #include "collectives/ring.h"
-#include "collectives/shared_memory.h"
+#include "collectives/shared_memory/shared_memory.h"
 #include "communicator/native/collective_queue.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/native/group_health.h"

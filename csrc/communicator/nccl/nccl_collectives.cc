@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "collectives/call.h"
-#include "collectives/scaled_mean.h"
+#include "collectives/float16_overflow.h"
 #include "communicator/nccl/nccl_ring.h"
 #include "communicator/operation_call.h"
 #include "kernels/cpu/convert.h"

@@ -13,7 +13,7 @@
 #include "base/fork.h"
 #include "base/interruption.h"
 #include "base/log.h"
-#include "communicator/agreement.h"
+#include "communicator/call_mismatch.h"
 #include "communicator/complaints.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/nccl/freed_device_memory.h"

@@ -4,8 +4,8 @@
 #include <array>
 #include <functional>
 
+#include "collectives/float16_overflow.h"
 #include "collectives/ring_schedule.h"
-#include "collectives/scaled_mean.h"
 #include "collectives/slices.h"
 
 namespace pydist {

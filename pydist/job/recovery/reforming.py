@@ -12,14 +12,14 @@ import torch.distributed as dist
 from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout, TransportError
 from pydist.job import backends, current, membership
 from pydist.job import past as history
-from pydist.job.answers import STORE_PATIENCE_S, answer_within
 from pydist.job.launchers import Placement
-from pydist.job.meeting_number import go_on_from
+from pydist.job.meeting.bounded_store_calls import STORE_PATIENCE_S, answer_within
+from pydist.job.meeting.meeting_number import go_on_from
+from pydist.job.meeting.rendezvous import meet
 from pydist.job.past import Past
 from pydist.job.processes import own_process
 from pydist.job.recovery.left_behind import mark_left_behind
 from pydist.job.recovery.survivors import Patience, Survivor, Verdict, agree_on_survivors
-from pydist.job.rendezvous import meet
 
 __all__ = ["reform"]
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pydist.errors import Aborted, Error, PeerLost, Timeout, TransportError
-from pydist.job.answers import STORE_PATIENCE_S, answer_within
+from pydist.job.meeting.bounded_store_calls import STORE_PATIENCE_S, answer_within
 from pydist.job.processes import Process
 
 __all__ = ["Patience", "Survivor", "Verdict", "agree_on_survivors"]

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 from training import assert_near, batch, joined
 
 import pydist
-from pydist.checkpoint.pieces import of_rows
+from pydist.checkpoint.who_writes_what import of_rows
 from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES
 
 LIMIT_S = 20.0

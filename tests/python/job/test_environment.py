@@ -1,7 +1,9 @@
 """Which rank a process is, told from the variables of every launcher that is understood."""
 
+import logging
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from launch import NO_LAUNCHER, rank_outcomes, run_ranks
 
 import pydist
 from pydist.errors import InvalidUsage
+from pydist.job import log
 from pydist.job.launchers import Placement, Rendezvous, first_host, read_placement
 
 OPEN_MPI = {
@@ -439,3 +442,9 @@ def sum_under(launcher: str, job: str) -> tuple[float, int]:
 def test_ranks_find_each_other_by_a_launchers_variables_alone(launcher: str) -> None:
     job = f"job-{os.getpid()}-{time.monotonic_ns()}"
     assert run_ranks(sum_under, 2, launcher, job) == [(1.0, 2)] * 2
+
+
+def test_a_folder_within_a_folder_logs_under_the_name_of_the_outer_one() -> None:
+    path = Path(pydist.__file__).parent / "job" / "recovery" / "survivors.py"
+    record = logging.LogRecord("pydist", logging.WARNING, str(path), 1, "text", None, None)
+    assert "warning: job: text" in log._LikeTheEngine().format(record)

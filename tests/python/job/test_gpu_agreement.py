@@ -15,8 +15,8 @@ from pydist import _native
 from pydist.cli import info
 from pydist.gpu.nccl import NcclLibrary
 from pydist.job import backends, current
-from pydist.job.gpu_assignment import describe_gpus, gpus_of_ranks, make_current
-from pydist.job.meeting import judge
+from pydist.job.meeting.backend_agreement import judge
+from pydist.job.meeting.gpu_assignment import describe_gpus, gpus_of_ranks, make_current
 
 NO_SHARING = {"host": "", "allowed": False}
 
@@ -201,7 +201,7 @@ def test_a_job_on_the_cpu_asks_neither_cuda_nor_nccl(monkeypatch: pytest.MonkeyP
     for name in ("device_count", "get_device_properties", "set_device", "_lazy_call", "init"):
         monkeypatch.setattr(torch.cuda, name, unasked)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    monkeypatch.setattr("pydist.job.gpu_assignment.find_nccl", unasked)
+    monkeypatch.setattr("pydist.job.meeting.gpu_assignment.find_nccl", unasked)
     monkeypatch.setattr(_native, "create_nccl", unasked, raising=False)
     pydist.init()
     assert (pydist.backend(), pydist.device()) == ("native", torch.device("cpu"))

@@ -14,7 +14,7 @@ from launch import Outcome, Ranks, run_ranks
 
 import pydist
 from pydist.job import backends
-from pydist.job.meeting_number import go_on_from, next_number
+from pydist.job.meeting.meeting_number import go_on_from, next_number
 from pydist.job.processes import Process, own_process
 from pydist.testing.exhaustion import exhausted
 

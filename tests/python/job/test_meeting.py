@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import pydist
-from pydist.job import meeting
+from pydist.job.meeting import backend_agreement, store_waits
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -19,14 +19,14 @@ HELLO = {"pydist": "1", "torch": "2"}
 def test_a_late_rank_0_is_not_blamed_for_one_that_never_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(meeting, "_VERDICT_GRACE_S", 0.5)
+    monkeypatch.setattr(backend_agreement, "_VERDICT_GRACE_S", 0.5)
     store = dist.HashStore()
 
     def come(rank: int) -> pydist.Timeout:
         if rank == 0:
             time.sleep(1.0)
         with pytest.raises(pydist.Timeout) as caught:
-            meeting.agree(store, rank, 3, {}, timedelta(seconds=1.2))
+            backend_agreement.agree(store, rank, 3, {}, timedelta(seconds=1.2))
         return caught.value
 
     with ThreadPoolExecutor(2) as both:
@@ -37,9 +37,9 @@ def test_a_late_rank_0_is_not_blamed_for_one_that_never_comes(
 
 
 def test_a_rank_0_that_never_comes_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_VERDICT_GRACE_S", 0.1)
+    monkeypatch.setattr(backend_agreement, "_VERDICT_GRACE_S", 0.1)
     with pytest.raises(pydist.Timeout, match="rank 0 did not join") as caught:
-        meeting.agree(dist.HashStore(), 1, 2, {}, timedelta(seconds=0.2))
+        backend_agreement.agree(dist.HashStore(), 1, 2, {}, timedelta(seconds=0.2))
     assert caught.value.ranks == (0,)
 
 
@@ -48,8 +48,8 @@ def test_a_rank_0_that_never_comes_is_blamed(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_LONG_WAIT_S", 0.2)
-    monkeypatch.setattr(meeting, "_LOOK_S", 0.05)
+    monkeypatch.setattr(backend_agreement, "_LONG_WAIT_S", 0.2)
+    monkeypatch.setattr(store_waits, "_LOOK_S", 0.05)
 
 
 def meet_in_vain(ranks: tuple[int, ...], size: int, timeout_s: float) -> None:
@@ -58,7 +58,7 @@ def meet_in_vain(ranks: tuple[int, ...], size: int, timeout_s: float) -> None:
 
     def join(rank: int) -> None:
         with pytest.raises(pydist.Timeout):
-            meeting.agree(store, rank, size, HELLO, timedelta(seconds=timeout_s))
+            backend_agreement.agree(store, rank, size, HELLO, timedelta(seconds=timeout_s))
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         list(threads.map(join, ranks))
@@ -85,7 +85,7 @@ def test_each_rank_warns_once_of_those_that_are_missing(
 def test_a_missing_rank_0_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_VERDICT_GRACE_S", 0.1)
+    monkeypatch.setattr(backend_agreement, "_VERDICT_GRACE_S", 0.1)
     meet_in_vain((1,), 2, 1.0)
     assert warnings_of(caplog) == [
         "rank 0 of 2 did not join within 0.2 s; this rank waits for 1 s in all."

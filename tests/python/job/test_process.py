@@ -18,8 +18,8 @@ from thorough import everyday
 from torch import nn
 
 import pydist
-from pydist.job.gpu_assignment import describe_gpus
-from pydist.job.meeting import judge
+from pydist.job.meeting.backend_agreement import judge
+from pydist.job.meeting.gpu_assignment import describe_gpus
 
 
 def sum_of_ranks() -> float:

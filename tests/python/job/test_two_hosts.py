@@ -15,7 +15,7 @@ import pytest
 from launch import run_command
 from thorough import everyday
 
-from pydist.job.gloo_network import GlooNetwork, join_network
+from pydist.job.meeting.gloo_network import GlooNetwork, join_network
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -18,7 +18,7 @@ from training import TIME_LIMIT
 
 import pydist
 from pydist import _native
-from pydist.planning.memory import shard_counts
+from pydist.planning.memory_estimate import shard_counts
 from pydist.planning.step_memory import step_memory, temporaries
 from pydist.sharding.element_wise import ELEMENT_WISE
 

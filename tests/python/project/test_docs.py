@@ -116,8 +116,8 @@ def test_the_index_names_every_page() -> None:
     [("csrc", test_layering.CPP_LAYERS), ("pydist", test_layering.PYTHON_LAYERS)],
     ids=["csrc", "pydist"],
 )
-def test_contributing_lists_the_layers_in_their_order(folder: str, layers: tuple[str, ...]) -> None:
-    section = (ROOT / "CONTRIBUTING.md").read_text().split("\n## Layers\n")[1]
+def test_the_readme_lists_the_layers_in_their_order(folder: str, layers: tuple[str, ...]) -> None:
+    section = (ROOT / "README.md").read_text().split("\n## Where things are\n")[1]
     table = section.split(f"\n`{folder}/`, low to high")[1].split("\n\n")[1]
     rows = re.findall(r"^\| (`[^|]+) \|", table, flags=re.MULTILINE)
     listed = [name.removesuffix(".py") for row in rows for name in re.findall(r"`(.+?)`", row)]

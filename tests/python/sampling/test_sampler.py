@@ -16,7 +16,7 @@ from launch import run_ranks
 from torch.utils.data import DistributedSampler as TorchSampler
 
 import pydist
-from pydist.sampling.partition import PADS, Pad, Share
+from pydist.sampling.rank_shares import PADS, Pad, Share
 
 LENGTHS = st.integers(1, 70)
 

@@ -13,7 +13,7 @@ from hypothesis import settings as trials
 from hypothesis import strategies as st
 
 import pydist
-from pydist.sampling.partition import PADS, Pad
+from pydist.sampling.rank_shares import PADS, Pad
 
 LENGTHS = st.integers(1, 70)
 

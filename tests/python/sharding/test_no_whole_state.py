@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from training import LIMIT_S, TIME_LIMIT, batch, joined
 
 import pydist
-from pydist.sharding.state import cut_out
+from pydist.sharding.state.ranges import cut_out
 
 pytestmark = TIME_LIMIT
 

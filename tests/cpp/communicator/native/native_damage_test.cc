@@ -25,7 +25,7 @@
 
 #include "base/error.h"
 #include "collectives/group.h"
-#include "collectives/shared_memory.h"
+#include "collectives/shared_memory/shared_memory.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/native/group_health.h"
 #include "communicator/native/introduction.h"

@@ -1,0 +1,13 @@
+// A collective whose data has come with the posts, or in a slot beside each: one synchronisation.
+
+#pragma once
+
+#include "collectives/shared_memory/collective_steps.h"
+#include "collectives/shared_memory/route.h"
+
+namespace pydist {
+
+// All that is left to do on Route::kInline and Route::kOneShot.
+void finish_one_shot(Collective& run, Route route);
+
+}  // namespace pydist

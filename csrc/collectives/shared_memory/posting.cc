@@ -1,0 +1,42 @@
+#include "collectives/shared_memory/posting.h"
+
+#include "collectives/call_mismatch.h"
+#include "collectives/wire.h"
+
+namespace pydist {
+
+// Note [One line at once]: peers that are early look at the line of this rank's next post all the
+// time, and each look takes it away from this core. So the stores to it come last and close
+// together, or the line travels several times.
+void fill_post(Group& group, const Call& call, std::uint8_t offer) {
+  if ((offer & Post::kSymmetric) != 0) {
+    const PostDetail places = symmetric_detail(group, call);
+    group.my_detail().input = places.input;
+    group.my_detail().output = places.output;
+  }
+  if (group.size() > 1 && (offer & (Post::kInline | Post::kEager)) != 0) {
+    const Wire wire(call.dtype, call.wire_dtype);
+    if ((offer & Post::kEager) != 0) {
+      group.prepare_transit();
+    }
+    pack_blocks(contributed_blocks(group, call), group.size(), wire,
+                (offer & Post::kEager) != 0 ? group.transit(group.rank(), group.round())
+                                            : group.my_post().data(offer));
+  }
+  describe_call(group, call, offer);
+}
+
+Route agree_on_route(Group& group, const Call& call) {
+  if (waits_for_posts(group, call)) {
+    group.note_all_posted();
+    // The common case, in which two words of each rank's post decide.
+    if (call.kind == OpKind::kAllReduce && (group.post(group.rank()).flags & Post::kInline) != 0 &&
+        all_posts_are_alike(group)) {
+      return Route::kInline;
+    }
+    check_agreement(group, call, 0, group.size());
+  }
+  return agreed_route(group, call);
+}
+
+}  // namespace pydist

@@ -1,0 +1,154 @@
+#include "collectives/shared_memory/route.h"
+
+#include <algorithm>
+
+namespace pydist {
+namespace {
+
+// Up to here it pays that every rank reads every other one's data whole, instead of waiting once
+// more for the owners of slices. Measured with bench/engine at p=2 and p=4.
+constexpr std::size_t kOneShotReadBytes = std::size_t{128} << 10;
+
+// Where all data goes to each rank anyway, one slot is as good as many small chunks.
+constexpr std::size_t kOneShotBytes = std::size_t{64} << 10;
+
+bool reduces(OpKind kind) noexcept { return kind == OpKind::kAllReduce || kind == OpKind::kReduce; }
+
+std::size_t one_shot_limit(const Group& group, OpKind kind) noexcept {
+  const std::size_t limit = reduces(kind)
+                                ? kOneShotReadBytes / static_cast<std::size_t>(group.size() - 1)
+                                : kOneShotBytes;
+  return std::min(limit, group.chunk_bytes());
+}
+
+// Up to here, data that is read where it was deposited costs less than a second meeting of all
+// ranks, which buffers in the symmetric heap need: their ranks must know when they have been read
+// and written. Measured with bench/engine at p=2.
+constexpr std::size_t kEagerBytes = std::size_t{2} << 10;
+
+// What travels of contributed_blocks(), as it travels.
+std::size_t contributed_bytes(const Group& group, const Call& call) noexcept {
+  if (group.size() == 1) {
+    return 0;
+  }
+  if (call.kind == OpKind::kAllReduce) {
+    return call.count * element_size(call.wire_dtype);
+  }
+  const Blocks blocks = contributed_blocks(group, call);
+  return blocks.empty() ? 0 : blocks.total() * element_size(call.wire_dtype);
+}
+
+HeapReference reference(const Group& group, const Blocks& blocks) noexcept {
+  if (!blocks.is_contiguous()) {
+    return 0;
+  }
+  const Buffer& buffer = blocks.buffers()[0];
+  return group.heap().find(buffer.data, buffer.bytes());
+}
+
+}  // namespace
+
+PostDetail symmetric_detail(const Group& group, const Call& call) noexcept {
+  PostDetail detail;
+  if (call.wire_dtype != call.dtype) {
+    // Nothing travels between buffers that everybody sees, so nothing would be rounded; but where
+    // a buffer lies must not decide about a result.
+    return detail;
+  }
+  switch (call.kind) {
+    case OpKind::kAllReduce:
+      detail.input = reference(group, call.inputs);
+      detail.output = reference(group, call.outputs);
+      break;
+    case OpKind::kReduceScatter:
+      detail.input = reference(group, call.inputs);
+      detail.output = detail.input;
+      break;
+    case OpKind::kAllGather:
+      detail.output = reference(group, call.outputs);
+      detail.input = detail.output;
+      break;
+    case OpKind::kBroadcast:
+      if (group.rank() == call.root) {
+        detail.input = reference(group, call.inputs);
+        detail.output = detail.input;
+      }
+      break;
+    default:
+      break;
+  }
+  return detail;
+}
+
+Blocks contributed_blocks(const Group& group, const Call& call) noexcept {
+  const bool is_root = group.rank() == call.root;
+  switch (call.kind) {
+    case OpKind::kBroadcast:
+    case OpKind::kScatter:
+      return is_root ? call.inputs : Blocks();
+    case OpKind::kReduce:
+    case OpKind::kGather:
+      return is_root ? Blocks() : call.inputs;
+    default:
+      return call.inputs;
+  }
+}
+
+std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
+  const std::size_t bytes = contributed_bytes(group, call);
+  if (bytes <= kFirstLineBytes) {
+    return Post::kInline;
+  }
+  if (bytes <= kInlineBytes) {
+    return Post::kInline | Post::kBehind;
+  }
+  const bool may_be_eager = bytes <= one_shot_limit(group, call.kind);
+  if (may_be_eager && bytes <= kEagerBytes) {
+    return Post::kEager;
+  }
+  const PostDetail detail = symmetric_detail(group, call);
+  if (detail.input != 0 && detail.output != 0) {
+    return Post::kSymmetric;
+  }
+  return may_be_eager ? std::uint8_t{Post::kEager} : std::uint8_t{0};
+}
+
+void pack_blocks(const Blocks& blocks, int size, const Wire& wire, std::byte* slot) {
+  if (blocks.empty()) {
+    return;
+  }
+  if (blocks.is_contiguous()) {
+    const Buffer& buffer = blocks.buffers()[0];
+    wire.put(slot, static_cast<const std::byte*>(buffer.data), buffer.count);
+    return;
+  }
+  for (int rank = 0; rank < size; ++rank) {
+    const Block block = blocks[rank];
+    wire.put(slot, block.data, block.count);
+    slot += wire.bytes(block.count);
+  }
+}
+
+Route agreed_route(const Group& group, const Call& call) noexcept {
+  const bool root_alone = is_one_to_all(call.kind);
+  bool all_symmetric = true;
+  bool all_inline = true;
+  bool all_ahead = true;  // each rank has sent its data ahead, in its post or in a slot
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (!root_alone || rank == call.root) {
+      const std::uint8_t flags = group.post(rank).flags;
+      all_symmetric = all_symmetric && (flags & Post::kSymmetric) != 0;
+      all_inline = all_inline && (flags & Post::kInline) != 0;
+      all_ahead = all_ahead && (flags & (Post::kInline | Post::kEager)) != 0;
+    }
+  }
+  if (all_symmetric) {
+    return Route::kSymmetric;
+  }
+  if (all_inline) {
+    return Route::kInline;
+  }
+  return all_ahead ? Route::kOneShot : Route::kPipelined;
+}
+
+}  // namespace pydist

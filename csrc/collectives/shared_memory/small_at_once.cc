@@ -1,0 +1,59 @@
+#include "collectives/shared_memory/small_at_once.h"
+
+#include "collectives/shared_memory/collective_steps.h"
+#include "collectives/shared_memory/one_shot.h"
+#include "collectives/shared_memory/posting.h"
+#include "collectives/shared_memory/route.h"
+#include "health/doorbell.h"
+
+namespace pydist {
+namespace {
+
+// How often this rank looks at the others' posts before its first pause. A rank that enters
+// together with this one has posted by then.
+constexpr unsigned kLooksInARow = 16;
+
+}  // namespace
+
+AtOnce::AtOnce(Group& group, const Call& call) noexcept
+    : group_(group), call_(call), offer_(offered_route(group, call)) {}
+
+bool AtOnce::may_post() const noexcept {
+  return group_.next_may_post() && ((offer_ & Post::kInline) != 0 ||
+                                    ((offer_ & Post::kEager) != 0 && group_.next_may_deposit()));
+}
+
+void AtOnce::post() {
+  fill_post(group_, call_, offer_);
+  // A fence at once would only wait until the post is out.
+  group_.publish_post_quietly();
+}
+
+bool AtOnce::try_finish(unsigned looks) {
+  if (waits_for_posts(group_, call_)) {
+    Condition all_have_posted = group_.posted_by_all();
+    for (unsigned look = 1; !all_have_posted.holds(); ++look) {
+      if (look >= looks) {
+        group_.notify();
+        return false;
+      }
+      if (look == kLooksInARow) {
+        // Somebody is late; those who sleep may be waiting for this rank.
+        group_.notify();
+      } else if (look > kLooksInARow) {
+        spin_pause();
+      }
+    }
+  }
+  const Route route = agree_on_route(group_, call_);
+  if (route != Route::kInline && route != Route::kOneShot) {
+    group_.notify();
+    return false;
+  }
+  Collective run(group_, call_);
+  finish_one_shot(run, route);
+  group_.complete_quietly();
+  return true;
+}
+
+}  // namespace pydist

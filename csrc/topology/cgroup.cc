@@ -1,0 +1,46 @@
+#include "topology/cgroup.h"
+
+#include <fstream>
+#include <iterator>
+
+#include "base/error.h"
+
+namespace pydist {
+
+std::vector<std::string> Cgroup::words_in(std::string_view file) const {
+  std::ifstream words(join(folder, "/", file));
+  return {std::istream_iterator<std::string>(words), {}};
+}
+
+std::vector<Cgroup> cgroups_limiting(std::string_view controller, const std::string& mount,
+                                     const std::string& memberships) {
+  std::vector<Cgroup> found;
+  std::ifstream lines(memberships);
+  // "hierarchy:controllers:path": "0::/path" for version 2, "4:cpu,cpuacct:/path" for version 1.
+  for (std::string line; std::getline(lines, line);) {
+    const auto first = line.find(':');
+    const auto second = line.find(':', first + 1);
+    if (second == std::string::npos) {
+      continue;
+    }
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const bool is_unified = controllers.empty();
+    if (!is_unified &&
+        join(",", controllers, ",").find(join(",", controller, ",")) == std::string::npos) {
+      continue;
+    }
+    const std::string top = is_unified ? mount : join(mount, "/", controllers);
+    std::string path = line.substr(second + 1);
+    for (;;) {
+      path.erase(path.find_last_not_of('/') + 1);
+      found.push_back({path.empty() ? "/" : path, top + path, is_unified});
+      if (path.empty()) {
+        break;
+      }
+      path.erase(path.rfind('/'));
+    }
+  }
+  return found;
+}
+
+}  // namespace pydist

@@ -1,0 +1,291 @@
+"""What the ranks of a job tell each other when they meet, and the one verdict that follows.
+
+Note [One choice for the whole job]
+`auto` must come out the same on every rank, and a rank that was told something else must not be
+left waiting. So the first thing that the ranks of a job exchange, through the store and before
+anything is built on it, is a hello: what each was asked for, which versions it runs, and which GPUs
+it has. Rank 0 reads what all said and publishes one verdict, which all follow: the backend to try,
+or the error that all raise. Whether the native engine can serve them all is agreed by the engine
+itself (`create_native` succeeds on every rank, or raises the same TransportError on every rank, as
+does `create_nccl`); on TransportError `auto` takes the next one, everywhere. Groups that are made
+later follow the job's choice without asking again.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from pydist.errors import (
+    Aborted,
+    Error,
+    InvalidUsage,
+    Mismatch,
+    PeerLost,
+    Timeout,
+    TransportError,
+)
+from pydist.job.meeting.gpu_assignment import gpus_of_ranks
+from pydist.job.meeting.nccl_obstacles import why_not_nccl
+from pydist.job.meeting.store_waits import wait_for_keys
+from pydist.job.processes import Process
+from pydist.job.rank_names import name_ranks, who_said_what
+
+__all__ = ["Verdict", "agree", "judge", "require_alive"]
+
+# How long after rank 0's own deadline the others wait for its verdict.
+_VERDICT_GRACE_S = 5.0
+# How long a wait may last before the log tells for whom it waits.
+_LONG_WAIT_S = 60.0
+
+_logger = logging.getLogger("pydist")
+
+_ERRORS: dict[str, type[Error]] = {
+    kind.__name__: kind
+    for kind in (Aborted, InvalidUsage, Mismatch, PeerLost, Timeout, TransportError)
+}
+
+
+class Verdict(NamedTuple):
+    """What follows for all ranks."""
+
+    # As in PYDIST_BACKEND.
+    wish: str
+    # An identity of each rank's host, in rank order.
+    hosts: tuple[str, ...]
+    # The number of the GPU that each rank takes, of those that it sees; None where it sees none.
+    gpus: tuple[int | None, ...]
+    # Why NCCL can't serve these ranks, for people; None if it can, or nobody asked for it.
+    not_nccl: str | None
+    # Whether any rank's torch is built for CUDA: otherwise nobody expects a GPU.
+    for_cuda: bool
+    # Whether any rank has no GPU where one was meant (`describe_gpus`).
+    misses_gpu: bool
+    # What each rank told of its network (`describe_network`), in rank order.
+    networks: tuple[dict[str, Any], ...]
+    # Each rank's process, in rank order.
+    processes: tuple[Process, ...]
+
+
+def _blame(ranks: Sequence[int], process: Mapping[str, Any] | None, cause: str) -> dict[str, Any]:
+    """Who is to blame, as errors take it; `process` is of the first of `ranks`, None if unknown."""
+    host, pid = (process["host"], process["pid"]) if process else (None, None)
+    return {"ranks": list(ranks), "host": host, "pid": pid, "cause": cause}
+
+
+def judge(hellos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What follows from what all ranks said: the fields of a verdict, or an error for all."""
+    wrong = [(r, hello) for r, hello in enumerate(hellos) if "error" in hello]
+    if wrong:
+        hello = wrong[0][1]
+        return {
+            "error": hello.get("kind", "InvalidUsage"),
+            "message": " ".join(f"rank {r}: {each['error']}" for r, each in wrong),
+            "blame": _blame([r for r, _ in wrong], hello.get("process"), hello["error"]),
+        }
+    for package in ("pydist", "torch"):
+        if len({hello[package] for hello in hellos}) > 1:
+            versions = who_said_what(f"{package} {hello[package]}" for hello in hellos)
+            return {
+                "error": "Mismatch",
+                "message": f"the ranks run different versions: {versions}. Install the same "
+                "everywhere.",
+            }
+    wish = hellos[0]["wish"]
+    if len({hello["wish"] for hello in hellos}) > 1:
+        wishes = who_said_what(
+            f"{hello['source']}{'' if hello['source'].endswith('=') else '='}'{hello['wish']}'"
+            for hello in hellos
+        )
+        return {
+            "error": "Mismatch",
+            "message": f"the ranks were asked for different backends: {wishes}. Give all of them "
+            "the same.",
+        }
+    gpus = gpus_of_ranks(hellos)
+    obstacle = why_not_nccl(hellos, gpus) if wish in ("auto", "nccl") else None
+    if obstacle is not None and wish == "nccl":
+        return {
+            "error": obstacle.error,
+            "message": f"backend 'nccl' can't serve these ranks: {obstacle.why}. "
+            f"{obstacle.way_out}",
+        }
+    return {
+        "wish": wish,
+        "hosts": [hello["host"] for hello in hellos],
+        "gpus": gpus,
+        "not_nccl": obstacle.why if obstacle is not None else None,
+        "for_cuda": any(hello["for_cuda"] for hello in hellos),
+        "misses_gpu": any(hello["misses_gpu"] for hello in hellos),
+        "networks": [hello["network"] for hello in hellos],
+        "processes": [hello["process"] for hello in hellos],
+    }
+
+
+def _missing(store: dist.Store, size: int) -> list[int]:
+    return [rank for rank in range(size) if not store.check([f"hello/{rank}"])]
+
+
+def _warn_when_long(store: dist.Store, size: int, timeout: timedelta) -> Callable[[], None]:
+    """For `look` of a wait that begins now: logs once who is missing, where the wait lasts."""
+    due_s = time.monotonic() + _LONG_WAIT_S
+    has_warned = timeout.total_seconds() <= _LONG_WAIT_S
+
+    def look() -> None:
+        nonlocal has_warned
+        if has_warned or time.monotonic() < due_s:
+            return
+        has_warned = True
+        missing = _missing(store, size)
+        _logger.warning(
+            "%s within %g s; this rank waits for %g s in all.",
+            f"{name_ranks(missing)} of {size} did not join"
+            if missing
+            else "all ranks have joined, but rank 0 did not say what follows",
+            _LONG_WAIT_S,
+            timeout.total_seconds(),
+        )
+
+    return look
+
+
+def require_alive(expected: Sequence[Process], ranks: Sequence[int]) -> None:
+    """Raises where some of the processes that a generation waits for are known to have ended.
+
+    Args:
+        expected: The process of each rank of the generation, in rank order.
+        ranks: Those to look at.
+
+    Raises:
+        PeerLost: one of them has ended.
+    """
+    dead = [rank for rank in ranks if expected[rank].is_known_dead]
+    if dead:
+        who = ", ".join(f"rank {rank} ({expected[rank]})" for rank in dead)
+        raise PeerLost(
+            f"{who} has died and can't join again, so there won't be {len(expected)} ranks: "
+            "pydist.reform() goes on with those that are left.",
+            ranks=dead,
+            host=expected[dead[0]].host,
+            pid=expected[dead[0]].pid,
+            cause="has died",
+        )
+
+
+def _collect(
+    store: dist.Store, size: int, timeout: timedelta, expected: Sequence[Process] | None
+) -> dict[str, Any]:
+    keys = [f"hello/{rank}" for rank in range(size)]
+
+    warn_when_long = _warn_when_long(store, size, timeout)
+
+    def look() -> None:
+        if expected is not None:
+            require_alive(expected, range(size))
+        warn_when_long()
+
+    try:
+        have_come = wait_for_keys(store, keys, timeout, look)
+    except PeerLost as error:
+        return {"error": "PeerLost", "message": str(error), "blame": error.blame}
+    # One that comes now is in time.
+    if not have_come and (missing := _missing(store, size)):
+        return {
+            "error": "Timeout",
+            "message": f"{name_ranks(missing)} of {size} did not join within "
+            f"{timeout.total_seconds():g} s. Look at what they print; PYDIST_TIMEOUT or "
+            "pydist.init(timeout=) gives them more time.",
+            "blame": _blame(missing, None, "did not join"),
+        }
+    return judge([json.loads(store.get(key)) for key in keys])
+
+
+def _hear(
+    store: dist.Store, size: int, timeout: timedelta, expected: Sequence[Process] | None
+) -> dict[str, Any]:
+    """What rank 0 tells the others."""
+    warn_when_long = _warn_when_long(store, size, timeout)
+
+    def look() -> None:
+        # Rank 0 looks at the others, and tells all.
+        if expected is not None and not store.check(["verdict"]):
+            require_alive(expected, [0])
+        warn_when_long()
+
+    patience = timeout + timedelta(seconds=_VERDICT_GRACE_S)
+    if not wait_for_keys(store, ["hello/0"], patience, look):
+        raise Timeout(
+            f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it prints.",
+            ranks=(0,),
+            cause="did not join",
+        )
+    # Rank 0 gives the others as much time, from when it has come.
+    if not wait_for_keys(store, ["verdict"], patience, look):
+        raise Timeout(
+            f"rank 0 has joined, but has not told within {timeout.total_seconds():g} s who else "
+            "did: it has died or hangs; look at what it prints.",
+            ranks=(0,),
+            cause="has not told who joined",
+        )
+    verdict: dict[str, Any] = json.loads(store.get("verdict"))
+    return verdict
+
+
+def agree(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    hello: Mapping[str, Any],
+    timeout: timedelta,
+    expected: Sequence[Process] | None = None,
+) -> Verdict:
+    """Tells the other ranks `hello`; see Note [One choice for the whole job].
+
+    Every rank calls it.
+
+    Args:
+        store: for this agreement alone.
+        hello: `host`, `process` (its fields), `pydist`, `torch` (versions), `wish` and its
+            `source`, what `describe_gpus` tells, and in `network` what `describe_network` does; or
+            the `error` that all are to raise, and its `kind` unless that is InvalidUsage.
+        timeout: how long to wait for the others.
+        expected: the only processes that can be the ranks, in rank order; None if anybody can.
+
+    Raises:
+        InvalidUsage: a rank said an error, or asks for a backend that can't be.
+        Mismatch: the ranks were asked for different backends, or run different versions.
+        PeerLost: a rank can't come: the process that was expected has died.
+        Timeout: a rank did not come.
+        TransportError: the store is gone, a rank has come to the end of something (descriptors,
+            memory), or NCCL was asked for and some rank has none.
+        Aborted: rank 0 was interrupted.
+    """
+    store.set(f"hello/{rank}", json.dumps(hello))
+    if rank == 0:
+        verdict: dict[str, Any] = {
+            "error": "Aborted",
+            "message": "rank 0 was interrupted while the ranks met.",
+            "blame": _blame([0], hello.get("process"), "was interrupted"),
+        }
+        try:
+            verdict = _collect(store, size, timeout, expected)
+        finally:
+            store.set("verdict", json.dumps(verdict))
+    else:
+        verdict = _hear(store, size, timeout, expected)
+    if "error" in verdict:
+        raise _ERRORS[verdict["error"]](verdict["message"], **verdict.get("blame", {}))
+    return Verdict(
+        verdict["wish"],
+        tuple(verdict["hosts"]),
+        tuple(verdict["gpus"]),
+        verdict["not_nccl"],
+        verdict["for_cuda"],
+        verdict["misses_gpu"],
+        tuple(verdict["networks"]),
+        tuple(Process(**each) for each in verdict["processes"]),
+    )

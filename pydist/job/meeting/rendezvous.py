@@ -1,0 +1,187 @@
+"""Where the ranks of a job find each other: a key-value store that rank 0, or torchrun, serves."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from pydist.errors import Timeout, TransportError
+from pydist.job.launchers import Placement, Rendezvous
+from pydist.job.meeting.bounded_store_calls import answer_within
+from pydist.job.meeting.meeting_number import next_number
+from pydist.job.meeting.store_waits import wait_for_keys
+
+__all__ = ["Meeting", "meet"]
+
+# How long a rank waits for the server that it reached to prove that it is this meeting's.
+_PROOF_S = 2.0
+# How much longer than its time-out a store's client may take to say that it has passed.
+_ANSWER_GRACE_S = 1.0
+
+
+class Meeting(NamedTuple):
+    """Where the ranks of a job are, once they have found each other."""
+
+    # What all ranks share.
+    store: dist.Store
+    # Whether this process serves it.
+    serves: bool
+    # How often the ranks have met in this store, with this time, the same on all of them; 0 for a
+    # meeting that is not counted.
+    generation: int
+    # Where these meetings are counted.
+    numbers: dist.Store
+
+
+def meet(
+    placement: Placement,
+    timeout: timedelta,
+    check_host: Callable[[], None] | None = None,
+    *,
+    purpose: str | None = None,
+) -> Meeting:
+    """The store that all ranks share. Every rank calls it.
+
+    Args:
+        placement: this process's, by its launcher.
+        timeout: how long to wait for the server, and for rank 0.
+        check_host: called now and then while rank 0 is waited for, to raise where that is in vain.
+        purpose: for a meeting that rank 0 does not count, since it may be gone: names the part of
+            the store that is for it. The meeting has no generation then.
+
+    Raises:
+        Timeout: another job's server answers, or rank 0 does not come.
+        TransportError: rank 0 can't serve the store, or can't be reached.
+        Error: whatever `check_host` raises.
+    """
+    rendezvous = placement.rendezvous
+    if rendezvous is None:
+        return Meeting(dist.HashStore(), False, 1, dist.HashStore())
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = f"pydist {rendezvous.job} {restart}"
+
+    # torchrun's agent serves the store; otherwise rank 0 does.
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = placement.rank == 0 and not agent_serves
+
+    def join(store: dist.Store, patience: timedelta) -> Meeting | None:
+        numbers = dist.PrefixStore(name, store)
+        if purpose is not None:
+            part = f"{name} {purpose}"
+            if serves:
+                store.set(part, "here")
+            if not agent_serves and not wait_for_keys(store, [part], patience, check_host):
+                return None
+            return Meeting(dist.PrefixStore(part, store), serves, 0, numbers)
+        generation = next_number(numbers, placement.rank, patience, check_host)
+        if generation is None:
+            return None
+        part = f"{name} {generation}"
+        return Meeting(dist.PrefixStore(part, store), serves, generation, numbers)
+
+    if agent_serves or serves:
+        store = (
+            _serve(rendezvous, placement, timeout)
+            if serves
+            # Rank 0 has no part in a meeting for a purpose.
+            else _connect(rendezvous, placement, timeout, check_host if purpose is None else None)
+        )
+        if (meeting := join(store, timeout)) is None:
+            raise Timeout(
+                f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it "
+                "prints.",
+                ranks=(0,),
+                cause="did not join",
+            )
+        return meeting
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    while True:
+        # The server may be the one of an earlier meeting, on its way down, or somebody else's.
+        left = timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
+        store = _connect(rendezvous, placement, left, check_host)
+        with suppress(TransportError):
+            meeting = join(store, min(left, timedelta(seconds=_PROOF_S)))
+            if meeting is not None:
+                return meeting
+        if time.monotonic() >= deadline_s:
+            raise Timeout(
+                f"rank {placement.rank}: what answers at {rendezvous.address}:{rendezvous.port} "
+                "is not this job's rank 0 (another job may use the port): set MASTER_PORT to a "
+                "free one on all ranks."
+            )
+
+
+def _serve(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> dist.Store:
+    try:
+        return dist.TCPStore(
+            rendezvous.address,
+            rendezvous.port,
+            world_size=placement.world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        raise TransportError(
+            f"rank 0 can't serve the job's store at {rendezvous.address}:{rendezvous.port}; if "
+            f"another job uses the port, set MASTER_PORT to a free one on all ranks. ({error})"
+        ) from error
+
+
+def _await_server(
+    rendezvous: Rendezvous, timeout: timedelta, check_host: Callable[[], None] | None
+) -> None:
+    """Waits until something listens there: torch's client would, too, but deaf to Ctrl-C."""
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    place = (rendezvous.address, rendezvous.port)
+    problem = ""
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            socket.create_connection(place, min(left_s, 1.0)).close()
+        except OSError as error:
+            problem = str(error)
+            if check_host is not None:
+                check_host()
+            time.sleep(min(left_s, 0.05))
+        else:
+            return
+    raise TransportError(
+        f"nothing answers at the job's store, {place[0]}:{place[1]}, within "
+        f"{timeout.total_seconds():g} s: is rank 0 up, and are MASTER_ADDR and MASTER_PORT those "
+        f"of its host? ({problem})"
+    )
+
+
+def _connect(
+    rendezvous: Rendezvous,
+    placement: Placement,
+    timeout: timedelta,
+    check_host: Callable[[], None] | None,
+) -> dist.Store:
+    start_s = time.monotonic()
+    _await_server(rendezvous, timeout, check_host)
+    left = max(timeout - timedelta(seconds=time.monotonic() - start_s), timedelta(seconds=0.1))
+    try:
+        return answer_within(
+            left.total_seconds() + _ANSWER_GRACE_S,
+            dist.TCPStore,
+            rendezvous.address,
+            rendezvous.port,
+            world_size=placement.world_size,
+            is_master=False,
+            timeout=left,
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise TransportError(
+            f"rank {placement.rank} can't reach the job's store at "
+            f"{rendezvous.address}:{rendezvous.port} within {timeout.total_seconds():g} s: is rank "
+            "0 up, and are MASTER_ADDR and MASTER_PORT those of its host? "
+            f"({error})"
+        ) from error
