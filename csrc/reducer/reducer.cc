@@ -1,4 +1,4 @@
-// What hooks on the graph set off; a round itself is in round.cc and round_late_sparse_unused.cc,
+// What hooks on the graph set off; a round itself is in round.cc and round_after_closing.cc,
 // what is asked outside of backward in outside_backward.cc.
 
 #include "reducer/reducer.h"

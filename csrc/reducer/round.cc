@@ -1,5 +1,5 @@
 // One synchronisation, step by step; see Note [Rounds]. What comes after its closing is in
-// round_late_sparse_unused.cc, what it starts in operations/.
+// round_after_closing.cc, what it starts in operations/.
 
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>

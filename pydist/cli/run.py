@@ -19,7 +19,7 @@ from typing import NoReturn
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
-from pydist.cli.tied_processes import signals_to_handle, tie
+from pydist.cli.end_with_launcher import signals_to_handle, tie
 from pydist.errors import Error
 from pydist.gpu.selection import choose_gpus, from_command_line, gpu_variables, process_count
 

@@ -70,7 +70,7 @@ from pydist.parallel.torch_arguments import (
 )
 from pydist.parallel.torch_idioms import TorchIdioms, refuse_zero_hook
 from pydist.parallel.trained_parameters import TrainedParameters, require_trainable
-from pydist.parallel.unsynced_step import guard_steps
+from pydist.parallel.step_guard import guard_steps
 from pydist.parallel.watched_methods import WatchedMethods
 
 if TYPE_CHECKING:
