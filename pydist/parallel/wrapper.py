@@ -62,6 +62,7 @@ from pydist.parallel.replica_check import check_same, copy_from, facts_of
 from pydist.parallel.settings import Settings, settings_of
 from pydist.parallel.stands_for_module import StandsForModule
 from pydist.parallel.state_hooks import run_hooks_of_module
+from pydist.parallel.step_guard import guard_steps
 from pydist.parallel.sync_batch_norm import refuse_under_join, talk_apart
 from pydist.parallel.torch_arguments import (
     input_device_of,
@@ -70,7 +71,6 @@ from pydist.parallel.torch_arguments import (
 )
 from pydist.parallel.torch_idioms import TorchIdioms, refuse_zero_hook
 from pydist.parallel.trained_parameters import TrainedParameters, require_trainable
-from pydist.parallel.step_guard import guard_steps
 from pydist.parallel.watched_methods import WatchedMethods
 
 if TYPE_CHECKING:
