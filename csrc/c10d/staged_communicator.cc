@@ -76,13 +76,22 @@ class StagedCommunicator final : public Communicator {
     }
     require_open();
     validate(operation, rank(), size());
-    if (!stays_on_device(operation) &&
-        is_capturing(current_stream(operation.first_buffer()->device))) {
+    if (stays_on_device(operation)) {
+      return;
+    }
+    if (is_capturing(current_stream(operation.first_buffer()->device))) {
       throw InvalidUsage(join(
           to_string(operation.kind), " on backend '", host_->capabilities().backend,
           "' cannot be part of a CUDA graph, since the host takes part in it: leave it outside "
           "the capture, or use a backend of the device's own."));
     }
+    Operation on_host = operation;
+    for (Buffers* buffers : {&on_host.inputs, &on_host.outputs}) {
+      for (Buffer& buffer : *buffers) {
+        buffer.device = Device{};
+      }
+    }
+    host_->check(on_host);
   }
 
   [[nodiscard]] WorkPtr submit(Operation operation) override {

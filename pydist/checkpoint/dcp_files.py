@@ -180,7 +180,7 @@ class Contents:
 
     @functools.cached_property
     def parts(self) -> dict[str, list[str]]:
-        """The kinds of objects of which it has several, with their names (parts.py)."""
+        """The kinds of objects of which it has several, with their names (several_by_name.py)."""
         found: dict[str, list[str]] = {}
         if PARTS in self.names:
             found = self.read_objects([PARTS])[PARTS]

@@ -13,6 +13,9 @@ the program changed before it, and what it leaves is remembered as unchanged. On
 alone, and then has to tell the same as the others: so it tells nothing before the next forward with
 gradients, and then each buffer as it was before the first forward that followed the change. And it
 may run them with other buffers, and put back those that all ranks have: then it tells nothing.
+In torch the first of them takes rank 0's buffers where it follows a step that averaged, and the
+next forward with gradients then copies nothing. Since one rank alone can't go by its evaluations,
+what the program changes between the two is told here, though torch's ranks would differ as well.
 
 Note [Which buffer differs]
 All that travels is one digest of all changed buffers, because it travels in every round. So ranks

@@ -143,7 +143,9 @@ def refuse_copying_and_sharding() -> None:
     asking = sys._getframe(2).f_globals
     if asking is _GLOBALS_OF_COPYING:
         raise InvalidUsage(_COPIES_IN_THREADS)
-    if asking.get("__name__", "").startswith("torch.distributed.fsdp."):
+    name = asking.get("__name__", "")
+    # The file that only looks what is sharded already serves torch.distributed.checkpoint too.
+    if name.startswith("torch.distributed.fsdp.") and not name.endswith("._traversal_utils"):
         raise InvalidUsage(_SHARDS)
 
 

@@ -144,8 +144,8 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   // gloo waits by itself, and does not know what the other ranks do. So a thread of the group looks
   // from outside at what is under way. It comes with an operation, and goes when it finds none. Of
   // a collective that lasts half as long as the log allows, a rank says in the store that it is in
-  // it. When the time is up the log names the ranks that have not said so: they have not come, or
-  // only lately.
+  // it. When the time is up the log names the ranks that have not said so: they have not come, only
+  // lately, or have left, as the root of a broadcast does before the others.
   struct Operating {
     const Operation& operation;
     std::uint64_t number;  // of a collective, from 1, the same on every rank; 0: a message

@@ -150,7 +150,7 @@ void GlooGroup::look_at_waits() {
 
 void GlooGroup::say_in(std::uint64_t number) {
   store_->set(in_key(number, channel.rank()), "here");
-  // Nobody asks for that of an earlier one: this rank would not have left it without the others.
+  // This rank has left the earlier one, which is what others read where nothing is said.
   if (const std::string last = std::exchange(said_, in_key(number, channel.rank()));
       !last.empty()) {
     store_->erase(last);
@@ -183,8 +183,8 @@ std::string GlooGroup::why_long(std::uint64_t number, int peer) const {
   if (missing.empty()) {
     return "all ranks are in it" + plights;
   }
-  return join(missing, " did not come to it within ",
-              std::chrono::duration<double>(long_wait_ / 2).count(), " s", plights);
+  return join("these do not wait in it, as they have not come or have left already: ", missing,
+              plights);
 }
 
 }  // namespace pydist

@@ -7,7 +7,7 @@
 namespace pydist {
 namespace {
 
-constexpr const char* kHealth = "/src/csrc/health/monitor.cc";
+constexpr const char* kHealth = "/src/csrc/health/peer_death_monitor.cc";
 constexpr const char* kNccl = "csrc/communicator/nccl/late_ends.cc";
 
 class LogTest : public ::testing::Test {
@@ -27,7 +27,7 @@ class LogTest : public ::testing::Test {
 TEST_F(LogTest, ASubsystemIsTheFolderOfTheFile) {
   EXPECT_EQ(subsystem_of(kHealth), "health");
   EXPECT_EQ(subsystem_of(kNccl), "nccl");
-  EXPECT_EQ(subsystem_of("health/monitor.cc"), "health");
+  EXPECT_EQ(subsystem_of("health/peer_death_monitor.cc"), "health");
   EXPECT_EQ(subsystem_of("monitor.cc"), "");
   EXPECT_EQ(subsystem_of("/monitor.cc"), "");
   EXPECT_EQ(subsystem_of(""), "");

@@ -153,6 +153,7 @@ TEST(Grouped, AnyExceptionCounts) {
   const auto errors = errors_of_a_group_that_fails_with(std::make_exception_ptr(std::bad_alloc()));
   EXPECT_EQ(errors[1].message, "std::bad_alloc");
   for (const int rank : {0, 2}) {
+    EXPECT_EQ(errors[static_cast<std::size_t>(rank)].kind, ErrorKind::kError);
     EXPECT_PRED2(contains, errors[static_cast<std::size_t>(rank)].message, "std::bad_alloc");
     EXPECT_EQ(errors[static_cast<std::size_t>(rank)].blame.ranks, std::vector<int>{1});
   }

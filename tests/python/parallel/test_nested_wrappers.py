@@ -457,6 +457,23 @@ def test_what_fully_shard_takes_is_not_wrapped(three: Ranks, how: str, says: str
         assert re.search(says, message), message
 
 
+def state_by_torchs_functions() -> None:
+    """They ask for the parts as `fully_shard` does, to look whether anything is sharded."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    joined()
+    model = pydist.DataParallel(build())
+    before = {name: value.clone() for name, value in get_model_state_dict(model).items()}
+    assert set(before) == set(model.state_dict())
+    set_model_state_dict(model, {name: value + 1 for name, value in before.items()})
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name] + 1)
+
+
+def test_torchs_functions_of_states_are_not_refused(three: Ranks) -> None:
+    three.run(state_by_torchs_functions, timeout=LIMIT_S)
+
+
 def replicate_it() -> None:
     """torch's function of that name makes its wrapper in the first forward, beside the module."""
     rank, size = joined()
