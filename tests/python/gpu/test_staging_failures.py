@@ -9,6 +9,7 @@ import fake_cuda
 import pytest
 import staged_gpu
 import torch
+import torch.distributed as dist
 from fake_cuda import needs_fake_cuda
 from launch import Outcome, rank_outcomes
 from staged_gpu import needs_gpu
@@ -110,6 +111,26 @@ def test_failures(backend: str) -> None:
         assert survivor.error == "PeerLost"
         assert "rank 1" in survivor.message
     assert [outcome.error for outcome in errors(ranks_disagree)] == ["Mismatch", "Mismatch"]
+
+
+def refused_in_a_block() -> None:
+    staged_gpu.install(delay_us=300)
+    dist.init_process_group("pydist")
+    rank = dist.get_rank()
+    sent, received, summed = filled(1.0, 5), filled(-1.0, 5), filled(1.0, 5)
+    operations = [
+        dist.P2POp(dist.isend, sent, 1 - rank),
+        dist.P2POp(dist.irecv, received, 1 - rank, tag=0x70000000),
+    ]
+    with pytest.raises(ValueError, match="tags from 0"):
+        dist.batch_isend_irecv(operations)
+    assert received.tolist() == [-1.0] * 5
+    dist.all_reduce(summed)
+    assert summed.tolist() == [2.0] * 5
+
+
+def test_a_block_of_which_the_host_refuses_one_does_not_start() -> None:
+    on_device("gloo", refused_in_a_block)
 
 
 def memory_is_refused() -> str:
