@@ -1,11 +1,15 @@
 """What pytest finds by itself: the fixtures of tests that train, and ranks that start quickly."""
 
+from collections.abc import Iterator
+
 import pytest
 from beside_torch import run_on_some, some_ranks
 from launch import warm_up
 from saved_training import four
 from training import backend, ranks, run, run_on_each, three
 from twins import native_three, run_native, run_sharded, sharded_ranks
+
+import pydist
 
 __all__ = [
     "backend",
@@ -20,7 +24,15 @@ __all__ = [
     "sharded_ranks",
     "some_ranks",
     "three",
+    "world_of_one",
 ]
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    """For a test whose calls join a job by themselves."""
+    yield
+    pydist.shutdown()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -269,12 +269,6 @@ def test_some_ranks_evaluate_by_themselves(three_native: Ranks, alone: dict[str,
 # -- a world of one
 
 
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    yield
-    pydist.shutdown()
-
-
 class Held(nn.Module):
     """A metric that is a module, as those of torchmetrics are."""
 

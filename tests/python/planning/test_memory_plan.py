@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -113,12 +113,6 @@ def test_state_is_what_the_optimizer_keeps(
     kept = [v for s in made.state.values() for v in s.values() if isinstance(v, Tensor)]
     plan = pydist.plan(model, 3, optimizer=optimizer, **options)
     assert plan.ddp.state == sum(tensor.nbytes for tensor in kept)
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    yield
-    pydist.shutdown()
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -116,6 +116,7 @@ def test_an_iterator_that_has_begun_keeps_its_epoch(epochs: list[list[list[int]]
     assert lists(loader) == epochs[2]
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("workers", WORKERS[:2], ids=["none", "fresh"])
 @pytest.mark.parametrize("looks", ["one batch", "evaluation"])
 def test_another_iterator_amid_an_epoch_leaves_the_state_to_the_loop(
