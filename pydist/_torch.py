@@ -157,6 +157,10 @@ LATER_NAMES: dict[str, dict[str, str]] = {
     "torch.distributed._composable.replicate": {
         "DDP": "the class that a replicated module gets; the module is no wrapper",
     },
+    "torch.distributed.fsdp": {
+        "_traversal_utils": "goes through modules, to look what is sharded already; nothing public "
+        "tells that apart from what is about to be",
+    },
     "an optimizer": {
         "_optimizer_state_dict_pre_hooks": "see the hooks of modules",
         "_optimizer_state_dict_post_hooks": "the same",
@@ -365,6 +369,16 @@ def is_replicated(module: nn.Module) -> bool:
     replicating = sys.modules.get("torch.distributed._composable.replicate")
     made: Any = getattr(replicating, "DDP", ())
     return isinstance(module, made)
+
+
+def is_about_to_shard(caller: Mapping[str, Any]) -> bool:
+    """Whether code of torch's with these globals looks for modules to cut into shards.
+
+    Its file that only looks what is sharded already serves torch.distributed.checkpoint, too.
+    """
+    name: str = caller.get("__name__", "")
+    package = "torch.distributed.fsdp"
+    return name.startswith(f"{package}.") and name != f"{package}._traversal_utils"
 
 
 def is_fully_sharded(module: nn.Module) -> bool:

@@ -232,7 +232,11 @@ WorkRef TorchProcessGroup::launch(Call call) {
   const auto tensors = std::make_shared<DenseTensors>(std::move(call.tensors));
   std::vector<WorkPtr> started;
   try {
-    started = communicator_->submit_grouped(std::move(call.operations));
+    if (call.operations.size() == 1) {
+      started.push_back(communicator_->submit(std::move(call.operations[0])));
+    } else {
+      started = communicator_->submit_grouped(std::move(call.operations));
+    }
     return wrap(call.type, with_tensors(combine(started), tensors), std::move(call.results));
   } catch (...) {
     std::rethrow_exception(communicator_->fail_started(started));

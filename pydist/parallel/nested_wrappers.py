@@ -34,6 +34,7 @@ from pydist._torch import (
     before_first_use,
     children_of,
     ignored_names,
+    is_about_to_shard,
     is_fully_sharded,
     is_replicated,
     runs_uncompiled_throughout,
@@ -143,9 +144,7 @@ def refuse_copying_and_sharding() -> None:
     asking = sys._getframe(2).f_globals
     if asking is _GLOBALS_OF_COPYING:
         raise InvalidUsage(_COPIES_IN_THREADS)
-    name = asking.get("__name__", "")
-    # The file that only looks what is sharded already serves torch.distributed.checkpoint too.
-    if name.startswith("torch.distributed.fsdp.") and not name.endswith("._traversal_utils"):
+    if is_about_to_shard(asking):
         raise InvalidUsage(_SHARDS)
 
 
