@@ -20,6 +20,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.utils import macros
 
+from pydist.job.meeting.local_store import serve_local_store
 from pydist.job.recovery.left_behind import is_left_behind
 from pydist.job.spawn import job_variables
 from pydist.job.spawn_results import how_it_ended
@@ -52,7 +53,7 @@ def run_and_continue(options: argparse.Namespace, count: int) -> int:
         0 if all ranks ended well that had remained: at least one, and none failed after that one,
         except ranks that the others had left behind. 1 otherwise; for a signal, 128 and its number.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_local_store()
     # torch reads there which signals are to have its handlers.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle
     names = {name.strip() for name in options.signals_to_handle.split(",")}

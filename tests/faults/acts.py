@@ -357,6 +357,7 @@ def a_number_taken(scene: Scene) -> None:
     scene.mark()
     if scene.is_victim:
         os.environ["RANK"] = str(scene.rank - 1)
+        time.sleep(1)  # so that it is the second
     pydist.init(timeout=scene.timeout_s)
 
 

@@ -24,6 +24,10 @@ _NOBODY = 65534
 _LIFE_S = 90.0
 # How long the ranks go on under attack.
 _ACT_S = 1.5
+# Between two connections to a port of TCP. The servers there are gloo's and torch's, which a flood
+# of connections holds up as long as it lasts: gloo's thread ends only when nothing has come for
+# 10 ms.
+_TCP_PAUSE_S = 0.03
 
 
 def _own_sockets() -> list[str]:
@@ -101,12 +105,17 @@ def _harm(folder: str, connection: Connection) -> None:
     dice = random.Random(7)
     sent = {"unix": 0, "tcp": 0}
     held: list[socket.socket] = []
+    due_s: dict[str, float] = {}  # by port
     deadline = time.monotonic() + _LIFE_S
     while not connection.poll(0.001) and time.monotonic() < deadline:
         for path in Path(folder).glob("sockets-*"):
             with contextlib.suppress(OSError):
                 for line in _lines(path):
                     kind, _, name = line.partition(" ")
+                    if kind == "tcp":
+                        if time.monotonic() < due_s.get(name, 0):
+                            continue
+                        due_s[name] = time.monotonic() + _TCP_PAUSE_S
                     send = _to_unix if kind == "unix" else _to_tcp
                     with contextlib.suppress(OSError):
                         send(name, dice, held)

@@ -114,7 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=55.0, help="when to stop, at the latest")
-    parser.add_argument("--only", default="", help="a part of 'drill|backend|ranks'")
+    parser.add_argument("--only", default="", help="a part of 'drill|backend|ranks'; no table then")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "drills.json")
     parser.add_argument("--write", action="store_true", help="only write the table")
     parser.add_argument("--verbose", action="store_true", help="say what each performance took")
@@ -127,7 +127,8 @@ def main() -> int:
         if failed:
             print("\n".join(failed), file=sys.stderr)
             return 1
-    write(results)
+    if given.write or not given.only:
+        write(results)
     return 0
 
 

@@ -61,6 +61,8 @@ from rank_process import Outcome, no_core_files, serve
 from time_limit import PATIENCE
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from pydist.job.meeting.local_store import serve_local_store
+
 DEFAULT_TIMEOUT_S = 60.0
 # How long ranks may take until they can be called: a fresh interpreter imports torch from a disk.
 _START_S = 120.0
@@ -351,13 +353,9 @@ class Ranks:
 
 
 def _serve_store() -> TCPStore:
-    return TCPStore(
-        "127.0.0.1",
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=DEFAULT_TIMEOUT_S * PATIENCE),
-    )
+    store = serve_local_store()
+    store.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S * PATIENCE))
+    return store
 
 
 def run_ranks(

@@ -13,12 +13,11 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import IO
 
-import torch.distributed as dist
-
 from pydist.benchmarks import models
 from pydist.benchmarks.machine import cpu_of
 from pydist.benchmarks.processes import fresh_rank
 from pydist.errors import Error
+from pydist.job.meeting.local_store import serve_local_store
 
 __all__ = ["FreshJob", "join_job", "step_job"]
 
@@ -72,7 +71,7 @@ def step_job(arm: str, ranks: int, model: str, *, pins: bool) -> FreshJob:
 
 def _run(arm: str, ranks: int, pins: bool, what: list[str]) -> FreshJob:
     # Served here, as torchrun's agent does, on a port that the system picks.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_local_store()
     processes: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryFile("w+") as complaints:
         spawned_s = time.monotonic()

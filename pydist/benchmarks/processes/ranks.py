@@ -26,6 +26,7 @@ from pydist.benchmarks.processes.peers import Installation
 from pydist.benchmarks.processes.rank_commands import Failed, Stop, obey
 from pydist.benchmarks.processes.rank_process import make_arms, prepare
 from pydist.errors import Error, InvalidUsage, PeerLost, Timeout
+from pydist.job.meeting.local_store import serve_local_store
 from pydist.job.spawn import job_variables
 
 __all__ = [
@@ -259,7 +260,7 @@ def start_job(
         backend: of pydist; by default what the environment says.
     """
     # Served here and on a port that the system picks: nothing to race for.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_local_store()
     variables = {**os.environ, **job_variables(size, store.port, backend)}
     commands = [
         (command, {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)

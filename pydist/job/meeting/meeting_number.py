@@ -10,7 +10,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from pydist.errors import Timeout
 from pydist.job.meeting.store_waits import blaming_the_store, wait_until
+from pydist.job.processes import own_process
 
 __all__ = ["go_on_from", "next_number"]
 
@@ -32,6 +34,7 @@ def next_number(
         check_host: called now and then while rank 0 is waited for, to raise where that is in vain.
 
     Raises:
+        Timeout: rank 0 has opened none since another process came as this rank.
         TransportError: the store is gone.
         Error: whatever `check_host` raises.
     """
@@ -40,10 +43,33 @@ def next_number(
             return int(store.add("opened", 1))
         been = int(store.add(f"been/{rank}", 0))
         if not wait_until(lambda: int(store.add("opened", 0)) > been, timeout, check_host):
+            _refuse_where_another_came(store, rank)
             return None
         opened = int(store.add("opened", 0))
         store.add(f"been/{rank}", opened - been)
+        _note_who_came(store, rank)
         return opened
+
+
+def _note_who_came(store: dist.Store, rank: int) -> None:
+    own = own_process()
+    store.set(f"came/{rank}", f"{own.key}\n{own}")
+
+
+def _refuse_where_another_came(store: dist.Store, rank: int) -> None:
+    """Raises where the rank's last meeting was another process's: rank 0 is not to blame then."""
+    if not store.check([f"came/{rank}"]):
+        return
+    key, words = store.get(f"came/{rank}").decode().split("\n")
+    own = own_process()
+    if key != own.key:
+        raise Timeout(
+            f"timed out: {words} has joined as rank {rank} already, and this is {own}. If both "
+            "were started together, give each process a RANK of its own; if this one was started "
+            "in the other's place, start the whole job again.",
+            ranks=(rank,),
+            cause="another process has this rank",
+        )
 
 
 def go_on_from(store: dist.Store, rank: int, number: int) -> None:
@@ -62,3 +88,4 @@ def go_on_from(store: dist.Store, rank: int, number: int) -> None:
     else:
         # What was opened beyond it was opened by a rank 0 that is lost: nobody comes there.
         store.add(f"been/{rank}", max(number, opened) - int(store.add(f"been/{rank}", 0)))
+        _note_who_came(store, rank)

@@ -15,6 +15,7 @@ import torch
 from launch import run_ranks
 
 import pydist
+from pydist.job.meeting.local_store import serve_local_store
 
 LIMIT_S = 25.0
 
@@ -45,6 +46,17 @@ def test_groups_share_the_connection_to_the_store(backend: str) -> None:
         assert before > 0
         assert after == before
         assert total == 8
+
+
+def test_the_store_of_one_host_is_reached_from_it_alone_and_asks_no_name_server() -> None:
+    store = serve_local_store()
+    listening = [
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.laddr.port == store.port and connection.status == psutil.CONN_LISTEN
+    ]
+    # As an address of IPv4, which /etc/hosts has.
+    assert listening == ["127.0.0.1"]
 
 
 @contextlib.contextmanager
