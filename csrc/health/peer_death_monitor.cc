@@ -26,8 +26,9 @@ FileDescriptor open_pidfd(pid_t pid) {
 
 }  // namespace
 
-Monitor::Monitor(ProcessPage& own_page, std::chrono::milliseconds heartbeat_warning,
-                 std::chrono::milliseconds heartbeat_timeout)
+PeerDeathMonitor::PeerDeathMonitor(ProcessPage& own_page,
+                                   std::chrono::milliseconds heartbeat_warning,
+                                   std::chrono::milliseconds heartbeat_timeout)
     : own_page_(own_page),
       heartbeat_warning_(heartbeat_warning),
       heartbeat_timeout_(heartbeat_timeout),
@@ -40,7 +41,7 @@ Monitor::Monitor(ProcessPage& own_page, std::chrono::milliseconds heartbeat_warn
   thread_ = EngineThread("pydist-monitor", [this] { run(); });
 }
 
-Monitor::~Monitor() {
+PeerDeathMonitor::~PeerDeathMonitor() {
   stopping_.store(true, std::memory_order_relaxed);
   if (!birth_.is_inherited()) {
     wake();
@@ -48,7 +49,7 @@ Monitor::~Monitor() {
   thread_.join();
 }
 
-void Monitor::watch_readable(int fd, std::function<void()> callback) {
+void PeerDeathMonitor::watch_readable(int fd, std::function<void()> callback) {
   {
     const std::lock_guard lock(mutex_);
     readables_.push_back({fd, std::move(callback)});
@@ -56,7 +57,7 @@ void Monitor::watch_readable(int fd, std::function<void()> callback) {
   wake();
 }
 
-void Monitor::watch_peer(pid_t pid, Peer peer) {
+void PeerDeathMonitor::watch_peer(pid_t pid, Peer peer) {
   auto watched = std::make_shared<WatchedPeer>();
   watched->peer = std::move(peer);
   watched->pid = pid;
@@ -76,13 +77,13 @@ void Monitor::watch_peer(pid_t pid, Peer peer) {
   wake();
 }
 
-void Monitor::wake() {
+void PeerDeathMonitor::wake() {
   const std::uint64_t one = 1;
   // A full counter has woken the thread already.
   [[maybe_unused]] const auto written = ::write(wake_fd_.get(), &one, sizeof one);
 }
 
-void Monitor::run() {
+void PeerDeathMonitor::run() {
   while (!stopping_.load(std::memory_order_relaxed)) {
     own_page_.heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed);
     std::vector<pollfd> waits{{wake_fd_.get(), POLLIN, 0}};
@@ -131,12 +132,12 @@ void Monitor::run() {
   }
 }
 
-void Monitor::report_death(WatchedPeer& watched) {
+void PeerDeathMonitor::report_death(WatchedPeer& watched) {
   watched.is_dead = true;
   watched.peer.on_death();
 }
 
-void Monitor::check_heartbeats() {
+void PeerDeathMonitor::check_heartbeats() {
   std::vector<std::shared_ptr<WatchedPeer>> peers;
   {
     const std::lock_guard lock(mutex_);

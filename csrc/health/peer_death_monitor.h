@@ -28,15 +28,15 @@
 
 namespace pydist {
 
-class Monitor {
+class PeerDeathMonitor {
  public:
   // `heartbeat_timeout`: after how long a heart that stands still is a loss, where nothing else
   // tells of a death.
-  Monitor(ProcessPage& own_page, std::chrono::milliseconds heartbeat_warning,
-          std::chrono::milliseconds heartbeat_timeout = std::chrono::hours(24));
-  Monitor(const Monitor&) = delete;
-  Monitor& operator=(const Monitor&) = delete;
-  ~Monitor();
+  PeerDeathMonitor(ProcessPage& own_page, std::chrono::milliseconds heartbeat_warning,
+                   std::chrono::milliseconds heartbeat_timeout = std::chrono::hours(24));
+  PeerDeathMonitor(const PeerDeathMonitor&) = delete;
+  PeerDeathMonitor& operator=(const PeerDeathMonitor&) = delete;
+  ~PeerDeathMonitor();
 
   // Calls `callback` whenever `fd` is readable.
   void watch_readable(int fd, std::function<void()> callback);

@@ -1,5 +1,5 @@
-// What follows the closing of a round, see Note [Rounds]: late and sparse gradients, buffers, new
-// and unused parameters, the next plan.
+// What follows the closing of a round, see Note [Rounds]: late and sparse gradients, new and
+// unused parameters, the next plan.
 
 #include <ATen/ops/_sparse_coo_tensor_with_dims.h>
 #include <ATen/ops/empty.h>
@@ -7,11 +7,9 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
 #include <utility>
 
-#include "base/digest.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "c10d/sparse_all_reduce.h"
@@ -22,28 +20,6 @@ namespace {
 
 // Instead of a plan, where rank 0 has none.
 constexpr std::int64_t kNoPlan = -1;
-
-void add_bytes(Digest& digest, const at::Tensor& tensor) {
-  const at::Tensor dense = tensor.cpu().contiguous();
-  const auto* const bytes = static_cast<const unsigned char*>(dense.const_data_ptr());
-  for (std::size_t i = 0; i < dense.nbytes(); i += sizeof(std::uint64_t)) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, bytes + i, std::min(sizeof(word), dense.nbytes() - i));
-    digest.add(word);
-  }
-}
-
-std::uint64_t digest_of(const at::Tensor& tensor) {
-  Digest digest;
-  if (tensor.is_sparse()) {
-    const at::Tensor coalesced = tensor.coalesce();
-    add_bytes(digest, coalesced.indices());
-    add_bytes(digest, coalesced.values());
-  } else {
-    add_bytes(digest, tensor);
-  }
-  return digest.value();
-}
 
 }  // namespace
 
@@ -76,16 +52,6 @@ void Reducer::do_the_rest() {
     exchange_buffers(root);
   }
   operations_.wait();
-}
-
-void Reducer::exchange_buffers(int root) {
-  if (communicator_->rank() == root) {
-    buffers_->pack();
-  }
-  operations_.wait_for(*operations_.broadcast(buffers_->memory, root, "buffers"));
-  if (communicator_->rank() != root) {
-    buffers_->unpack();
-  }
 }
 
 // Parameters that joined the model get memory for their gradients, and rank 0's values, as all did
@@ -243,36 +209,6 @@ void Reducer::settle(bool learns) {
     order_.close_round(is_used_by_all);
     has_learned_ = true;
   }
-}
-
-// Compares the gradients that the optimizers are going to see. Returns the error if they differ, on
-// every rank.
-std::exception_ptr Reducer::compare_gradients() {
-  const auto count = static_cast<std::int64_t>(arena_.slots().size());
-  const std::int64_t size = communicator_->size();
-  at::Tensor all = at::zeros({size, count}, at::kLong);
-  const at::Tensor own = all.select(0, communicator_->rank());
-  for (const GradientSlot& slot : arena_.slots()) {
-    const at::Tensor& gradient = slot.parameter.grad();
-    const bool is_common =
-        closings_->used(slot.index) != 0 && gradient.defined() && !is_sharded(slot);
-    own[static_cast<std::int64_t>(slot.index)] =
-        is_common ? static_cast<std::int64_t>(digest_of(gradient)) : std::int64_t{0};
-  }
-  Operation operation;
-  operation.kind = OpKind::kAllGather;
-  operations_.submit(std::move(operation), own, all, "check of the gradients")->wait();
-  for (const GradientSlot& slot : arena_.slots()) {
-    for (std::int64_t rank = 1; rank < size; ++rank) {
-      const auto index = static_cast<std::int64_t>(slot.index);
-      if (all[rank][index].item<std::int64_t>() != all[0][index].item<std::int64_t>()) {
-        return std::make_exception_ptr(
-            Mismatch(join("the averaged gradient of ", slot.name, " differs between ranks 0 and ",
-                          rank, " (PYDIST_DEBUG=1 compares them)")));
-      }
-    }
-  }
-  return nullptr;
 }
 
 }  // namespace pydist

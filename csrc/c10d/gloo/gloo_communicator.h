@@ -5,7 +5,7 @@
 // wait on a thread of their own until their message has come.
 //
 // Ranks that disagree about a collective get a Mismatch, at the price of one small all_gather for
-// each (communicator/call_mismatch.h).
+// each (communicator/gathered_call_mismatch.h).
 
 #pragma once
 

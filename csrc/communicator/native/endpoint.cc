@@ -174,8 +174,8 @@ SegmentServer& Endpoint::server() {
   if (!server_) {
     // Both or none: the system may have no descriptor or no thread to give.
     auto server = std::make_unique<SegmentServer>();
-    auto monitor = std::make_unique<Monitor>(*page_, environment_.heartbeat_warning,
-                                             environment_.heartbeat_timeout);
+    auto monitor = std::make_unique<PeerDeathMonitor>(*page_, environment_.heartbeat_warning,
+                                                      environment_.heartbeat_timeout);
     monitor->watch_readable(server->fd(), [served = server.get()] { served->serve(); });
     server_ = std::move(server);
     monitor_ = std::move(monitor);

@@ -133,7 +133,7 @@ class Endpoint {
   std::unique_ptr<SegmentServer> server_;         // guarded by mutex_
   std::map<std::string, PeerPtr> peers_;          // by address; guarded by mutex_
   std::optional<std::chrono::nanoseconds> spin_;  // guarded by mutex_
-  std::unique_ptr<Monitor> monitor_;              // guarded by mutex_; destroyed first
+  std::unique_ptr<PeerDeathMonitor> monitor_;     // guarded by mutex_; destroyed first
 };
 
 }  // namespace pydist

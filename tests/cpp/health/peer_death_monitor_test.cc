@@ -68,7 +68,7 @@ class Child {
   pid_t pid_;
 };
 
-Monitor::Peer peer(const ProcessPage& page, std::function<void()> on_death) {
+PeerDeathMonitor::Peer peer(const ProcessPage& page, std::function<void()> on_death) {
   return {"pid 71 on host b", &page, nullptr, std::move(on_death)};
 }
 
@@ -82,7 +82,7 @@ class MonitorTest : public ::testing::Test {
 
 TEST_F(MonitorTest, DeathIsSeenWithinASecond) {
   Child child;
-  Monitor monitor(*mine_, kCalm);
+  PeerDeathMonitor monitor(*mine_, kCalm);
   std::atomic<int> deaths{0};
   monitor.watch_peer(child.pid(), peer(*theirs_, [&] { ++deaths; }));
   std::this_thread::sleep_for(milliseconds(50));
@@ -98,7 +98,7 @@ TEST_F(MonitorTest, ADeathBeforeTheWatchIsSeen) {
   const pid_t pid = child.pid();
   child.kill();
   child.reap();
-  Monitor monitor(*mine_, kCalm);
+  PeerDeathMonitor monitor(*mine_, kCalm);
   std::atomic<int> deaths{0};
   monitor.watch_peer(pid, peer(*theirs_, [&] { ++deaths; }));
   EXPECT_TRUE(comes_true([&] { return deaths == 1; }, seconds(1)));
@@ -111,7 +111,7 @@ TEST_F(MonitorTest, DeathsAreReportedOnTheMonitorsThread) {
   const pid_t dead_pid = dead.pid();
   dead.kill();
   dead.reap();
-  Monitor monitor(*mine_, kCalm);
+  PeerDeathMonitor monitor(*mine_, kCalm);
   std::atomic<int> elsewhere{0};
   const auto caller = std::this_thread::get_id();
   const auto report = [&] { elsewhere += std::this_thread::get_id() != caller ? 1 : 100; };
@@ -123,7 +123,7 @@ TEST_F(MonitorTest, DeathsAreReportedOnTheMonitorsThread) {
 
 TEST_F(MonitorTest, ManyDeathsAtOnce) {
   std::vector<std::unique_ptr<Child>> children;
-  Monitor monitor(*mine_, kCalm);
+  PeerDeathMonitor monitor(*mine_, kCalm);
   std::atomic<int> deaths{0};
   for (int i = 0; i < 5; ++i) {
     children.push_back(std::make_unique<Child>());
@@ -141,7 +141,7 @@ TEST_F(MonitorTest, ManyDeathsAtOnce) {
 }
 
 TEST_F(MonitorTest, TheOwnersHeartBeats) {
-  Monitor monitor(*mine_, kCalm);
+  PeerDeathMonitor monitor(*mine_, kCalm);
   const std::int64_t before = mine_->heartbeat_ns.load();
   EXPECT_NE(before, 0);
   EXPECT_TRUE(comes_true([&] { return mine_->heartbeat_ns.load() > before; }, seconds(2)));
@@ -151,7 +151,7 @@ TEST_F(MonitorTest, AStaleHeartIsWarnedOfOnce) {
   set_log_levels({});
   ::testing::internal::CaptureStderr();
   {
-    Monitor monitor(*mine_, milliseconds(100));
+    PeerDeathMonitor monitor(*mine_, milliseconds(100));
     monitor.watch_peer(0, peer(*theirs_, [] { ADD_FAILURE() << "nobody died"; }));
     std::this_thread::sleep_for(milliseconds(1200));
   }
@@ -165,7 +165,7 @@ TEST_F(MonitorTest, AHeartThatComesBackMayBeWarnedOfAgain) {
   set_log_levels({});
   ::testing::internal::CaptureStderr();
   {
-    Monitor monitor(*mine_, milliseconds(300));
+    PeerDeathMonitor monitor(*mine_, milliseconds(300));
     monitor.watch_peer(0, peer(*theirs_, [] {}));
     std::this_thread::sleep_for(milliseconds(1000));
     for (int i = 0; i < 60; ++i) {
@@ -187,7 +187,7 @@ TEST_F(MonitorTest, APeerThatLeftInGoodOrderIsNotWarnedOf) {
   ::testing::internal::CaptureStderr();
   {
     theirs_->has_departed = 1;
-    Monitor monitor(*mine_, milliseconds(50));
+    PeerDeathMonitor monitor(*mine_, milliseconds(50));
     monitor.watch_peer(0, peer(*theirs_, [] {}));
     std::this_thread::sleep_for(milliseconds(700));
   }
@@ -197,7 +197,7 @@ TEST_F(MonitorTest, APeerThatLeftInGoodOrderIsNotWarnedOf) {
 TEST_F(MonitorTest, AHeartThatStandsStillIsALossWhereNothingElseTells) {
   set_log_levels({.all = LogLevel::kError, .of_subsystems = {}});
   Child child;
-  Monitor monitor(*mine_, milliseconds(50), milliseconds(300));
+  PeerDeathMonitor monitor(*mine_, milliseconds(50), milliseconds(300));
   std::atomic<int> losses{0};
   std::atomic<int> silences{0};
   auto invisible = peer(*theirs_, [&] { ++losses; });
@@ -248,7 +248,7 @@ class StalledLog {
 TEST_F(MonitorTest, ALogThatNobodyReadsDoesNotStopTheHeart) {
   set_log_levels({});
   const StalledLog stalled;
-  Monitor monitor(*mine_, milliseconds(50));
+  PeerDeathMonitor monitor(*mine_, milliseconds(50));
   monitor.watch_peer(0, peer(*theirs_, [] {}));
   std::this_thread::sleep_for(milliseconds(700));  // the warning is on its way
   for (int beat = 0; beat < 3; ++beat) {
@@ -259,7 +259,7 @@ TEST_F(MonitorTest, ALogThatNobodyReadsDoesNotStopTheHeart) {
 
 TEST_F(MonitorTest, ReadableDescriptorsAreServed) {
   const FileDescriptor event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  Monitor monitor(*mine_, kCalm);
+  PeerDeathMonitor monitor(*mine_, kCalm);
   std::atomic<int> calls{0};
   monitor.watch_readable(event.get(), [&] {
     std::uint64_t count = 0;
@@ -279,7 +279,7 @@ TEST_F(MonitorTest, AnErrorInACallbackDoesNotEndTheWatch) {
   const FileDescriptor event(::eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK));
   std::atomic<int> calls{0};
   {
-    Monitor monitor(*mine_, kCalm);
+    PeerDeathMonitor monitor(*mine_, kCalm);
     monitor.watch_readable(event.get(), [&] {
       if (++calls == 1) {
         throw std::runtime_error("the first call fails");
@@ -296,7 +296,7 @@ TEST_F(MonitorTest, AnErrorInACallbackDoesNotEndTheWatch) {
 TEST_F(MonitorTest, ItEndsAtOnceAndTakesNoSignals) {
   const auto before = Clock::now();
   {
-    Monitor monitor(*mine_, kCalm);
+    PeerDeathMonitor monitor(*mine_, kCalm);
     // The caller's own mask is as it was.
     sigset_t mask;
     ::pthread_sigmask(SIG_SETMASK, nullptr, &mask);

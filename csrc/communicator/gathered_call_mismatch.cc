@@ -1,4 +1,4 @@
-#include "communicator/call_mismatch.h"
+#include "communicator/gathered_call_mismatch.h"
 
 #include <algorithm>
 #include <array>
