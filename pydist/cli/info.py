@@ -18,11 +18,12 @@ from pydist.benchmarks.machine import processor_name, shared_memory_room
 from pydist.benchmarks.sizes import size_text
 from pydist.errors import Error, InvalidUsage
 from pydist.gpu.nccl import find_nccl
-from pydist.job import backends
+from pydist.job.backend_choice import gloo_factory
 from pydist.job.launchers import read_placement
 from pydist.job.meeting.gloo_network import GlooNetwork
 from pydist.job.meeting.gpu_assignment import identify_gpus
 from pydist.job.meeting.nccl_obstacles import why_no_nccl_here
+from pydist.job.settings import unknown_variables
 
 __all__ = ["collect", "main"]
 
@@ -115,7 +116,7 @@ def _backends() -> dict[str, str]:
             1,
             "info",
             _PROBE_TIMEOUT_S,
-            backends.gloo_factory(GlooNetwork(address="127.0.0.1")),
+            gloo_factory(GlooNetwork(address="127.0.0.1")),
         )
 
     return {
@@ -160,7 +161,7 @@ def collect() -> dict[str, Any]:
         "launcher": _launcher(),
         "variables": _variables(),
         "unknown_variables": [
-            {"name": name, "nearest": nearest} for name, nearest in backends.unknown_variables()
+            {"name": name, "nearest": nearest} for name, nearest in unknown_variables()
         ],
         "invalid_environment": problem or None,
     }

@@ -22,8 +22,8 @@ import torch
 from pydist import _build, _native
 from pydist.benchmarks.machine import cgroup_file, shared_memory_room
 from pydist.errors import InvalidUsage
-from pydist.job import backends
 from pydist.job.launchers import Placement, read_placement
+from pydist.job.settings import unknown_variables
 
 __all__ = ["Finding", "between_ranks", "facts", "on_this_machine"]
 
@@ -246,7 +246,7 @@ def _environment() -> list[Finding]:
         _native.read_environment()
     except InvalidUsage as error:
         found.append(Finding("variables", "problem", str(error)))
-    for name, nearest in backends.unknown_variables():
+    for name, nearest in unknown_variables():
         text = f"{name} is set, but there is no such variable; did you mean {nearest}?"
         found.append(Finding("variables", "warning", text))
     return found or [Finding("variables", "fine", "all understood")]

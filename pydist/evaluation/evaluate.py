@@ -29,10 +29,10 @@ from pydist._torch import take_attributes
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import groups, membership
 from pydist.job.arguments import a_type
-from pydist.job.backends import parse_timeout
 from pydist.job.groups import Group
 from pydist.job.outcome import failed, outcomes
 from pydist.job.rank_names import culprits
+from pydist.job.settings import parse_timeout
 from pydist.metrics.means import Mean
 from pydist.metrics.metric import Metric, compute_all
 from pydist.metrics.rows import Rows

@@ -27,7 +27,7 @@ from pydist import _native, errors
 from pydist.errors import InvalidUsage
 
 if TYPE_CHECKING:
-    from pydist.job.backends import Agreement
+    from pydist.job.backend_choice import Agreement
     from pydist.job.processes import Process
 
 __all__ = [

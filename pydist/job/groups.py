@@ -9,8 +9,10 @@ import torch.distributed as dist
 from pydist import _native
 from pydist._torch import backends_of, groups_of_process, store_of_group, timeout_of_group
 from pydist.errors import InvalidUsage
-from pydist.job import backends, crossed_threads, current
+from pydist.job import crossed_threads, current
 from pydist.job.arguments import a_type
+from pydist.job.backend_choice import create_communicator
+from pydist.job.settings import default_timeout
 
 __all__ = ["Group", "communicator_of", "new_group"]
 
@@ -88,10 +90,10 @@ def _meet(
     group: dist.ProcessGroup, backend: str | None, timeout: float | None, is_world: bool
 ) -> _native.Communicator:
     store = store_of(group)
-    wait = timeout_of_group(group) or backends.default_timeout()
+    wait = timeout_of_group(group) or default_timeout()
     if timeout is not None:
         wait = timedelta(seconds=timeout)
-    return backends.create_communicator(
+    return create_communicator(
         dist.PrefixStore("pydist", store),
         group.rank(),
         group.size(),

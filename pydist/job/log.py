@@ -13,10 +13,12 @@ from pathlib import Path
 
 from pydist import _native
 from pydist.errors import InvalidUsage
-from pydist.job import backends, current
+from pydist.job import current
 from pydist.job.launchers import read_placement
 
-__all__ = ["start", "stop"]
+__all__ = ["logger", "start", "stop"]
+
+logger = logging.getLogger("pydist")
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -26,7 +28,6 @@ _handler: logging.Handler | None = None
 def start() -> None:
     """Prints what PYDIST_LOG asks for, unless the script has set up logging itself."""
     global _handler
-    logger = backends.logger
     if logger.hasHandlers() or logger.level != logging.NOTSET:
         return
     levels = _levels()
@@ -41,8 +42,8 @@ def stop() -> None:
     """Undoes `start`."""
     global _handler
     if _handler is not None:
-        backends.logger.removeHandler(_handler)
-        backends.logger.setLevel(logging.NOTSET)
+        logger.removeHandler(_handler)
+        logger.setLevel(logging.NOTSET)
         _handler = None
 
 

@@ -12,13 +12,17 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist.errors import InvalidUsage, PeerLost, TransportError
-from pydist.job import backends, current, groups, last_words, log, past, phases
+from pydist.job import current, groups, last_words, log, past, phases
+from pydist.job.backend_choice import Agreement
+from pydist.job.backends import Options
 from pydist.job.current import Membership
 from pydist.job.launchers import Placement, read_placement
+from pydist.job.log import logger
 from pydist.job.meeting.backend_agreement import require_alive
 from pydist.job.meeting.gpu_assignment import gpu_of_local_rank
 from pydist.job.meeting.rendezvous import meet
 from pydist.job.meeting.store_waits import wait_for_keys
+from pydist.job.settings import default_timeout, parse_backend, parse_timeout, unknown_variables
 
 __all__ = [
     "abort",
@@ -76,7 +80,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         >>> 0 <= pydist.rank() < pydist.world_size()
         True
     """
-    wait = None if timeout is None else backends.parse_timeout(timeout)
+    wait = None if timeout is None else parse_timeout(timeout)
     with lock:
         if is_initialized():
             _check_same(backend, wait)
@@ -88,8 +92,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             become(member)
         past.note(member, backend)
         if member.rank == 0:
-            for name, nearest in backends.unknown_variables():
-                backends.logger.warning(
+            for name, nearest in unknown_variables():
+                logger.warning(
                     "%s is set, but there is no such variable; did you mean %s?", name, nearest
                 )
 
@@ -119,7 +123,7 @@ def become(member: Membership) -> None:
 def _check_same(backend: str | None, timeout: timedelta | None) -> None:
     running = _joined()
     if backend is not None:
-        wanted = backends.parse_backend(backend, "backend=")
+        wanted = parse_backend(backend, "backend=")
         if wanted not in ("auto", running.backend):
             raise InvalidUsage(
                 f"pydist runs on backend '{running.backend}' already, so backend='{wanted}' can't "
@@ -150,8 +154,8 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
     """Meets the other ranks and creates the default group."""
     placement = read_placement()
     if placement.doubt:
-        backends.logger.warning("%s", placement.doubt)
-    wait = timeout or backends.default_timeout()
+        logger.warning("%s", placement.doubt)
+    wait = timeout or default_timeout()
     # A launcher that starts a process anew starts all of them, and they begin with generation 1.
     before = past.last()
     expected = None
@@ -195,7 +199,7 @@ def enter(
         rank=placement.rank,
         world_size=placement.world_size,
         timeout=wait,
-        pg_options=backends.Options(backend, wait),
+        pg_options=Options(backend, wait),
     )
     if placement.rendezvous is not None:
         with suppress(RuntimeError):
@@ -228,7 +232,7 @@ def _adopt(backend: str | None, timeout: timedelta | None) -> Membership:
         seconds = timeout.total_seconds() if timeout is not None else None
         communicator = groups.bootstrap(group, backend=backend, timeout=seconds, is_world=True)
     else:
-        if backend is not None and backends.parse_backend(backend, "backend=") not in (
+        if backend is not None and parse_backend(backend, "backend=") not in (
             "auto",
             communicator.backend,
         ):
@@ -279,7 +283,7 @@ def _describe(*, owns_group: bool, placement: Placement | None) -> Membership:
     )
 
 
-def _device(agreement: backends.Agreement | None, rank: int, local_rank: int) -> torch.device:
+def _device(agreement: Agreement | None, rank: int, local_rank: int) -> torch.device:
     if agreement is not None:
         gpu = agreement.gpus[rank]
     else:
@@ -353,7 +357,7 @@ def _leave_at_exit() -> None:
     shutdown()
 
 
-def _agreement_of_script() -> backends.Agreement | None:
+def _agreement_of_script() -> Agreement | None:
     """What the ranks have agreed on whose default group, on backend "pydist", the script has made.
 
     They did so when torch made the group, and don't again when pydist adopts it.

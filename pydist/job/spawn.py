@@ -32,10 +32,12 @@ import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 
 from pydist.errors import InvalidUsage, Timeout
-from pydist.job import backends, last_words
+from pydist.job import last_words
+from pydist.job.meeting.local_store import serve_local_store
 from pydist.job.pickling import find_unpicklable
 from pydist.job.processes import end_with
 from pydist.job.recovery.left_behind import is_left_behind
+from pydist.job.settings import parse_backend
 from pydist.job.spawn_results import (
     Course,
     Failure,
@@ -156,13 +158,13 @@ def spawn(
         if chosen:
             count = selection.process_count(chosen, nprocs, f"gpus={gpus!r}", f"nprocs={nprocs}")
     if backend is not None:
-        backends.parse_backend(backend, "backend=")
+        parse_backend(backend, "backend=")
     payload, by_value = _pack(fn, tuple(args))
     with tempfile.TemporaryDirectory(prefix="pydist-spawn-") as name:
         folder = Path(name)
         (folder / "payload").write_bytes(payload)
         # Served here and on a port that the system picks: nothing to race for.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = serve_local_store()
         variables.update(job_variables(count, store.port, backend))
         survived_by = store if on_failure == "continue" else None
         course = _run(folder, variables, count, timeout, by_value, survived_by)

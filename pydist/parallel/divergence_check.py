@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pydist.errors import InvalidUsage, Mismatch
-from pydist.job import backends
+from pydist.job.log import logger
 from pydist.job.outcome import exchange
 from pydist.job.rank_names import culprits
 from pydist.parallel.fingerprints import fingerprints_of
@@ -121,7 +121,7 @@ class Sentinel:
             return
         self._has_told_cost = True
         count = sum(each.numel() * each.element_size() for _, each in named)
-        backends.logger.info(
+        logger.info(
             "check_every=%d: comparing %d tensors of %.1f MiB takes %.1f ms, once in %d steps",
             self._every,
             len(named),

@@ -37,8 +37,9 @@ from pydist.job.outcome import outcomes
 from pydist.job.rank_names import culprits
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
-from pydist.sharding.buckets import Bucket, gather, let_arrive
+from pydist.sharding.buckets import Bucket
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
+from pydist.sharding.gather import gather, let_arrive
 from pydist.sharding.gradient_norms import ReducedGradients
 from pydist.sharding.own_writes import OwnWrites
 from pydist.sharding.parameter_groups import (

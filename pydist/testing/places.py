@@ -27,8 +27,9 @@ from torch.optim.optimizer import (
 
 from pydist._native import Communicator
 from pydist.errors import InvalidUsage
-from pydist.job import backends, current, phases
+from pydist.job import current, phases
 from pydist.job.launchers import read_placement
+from pydist.job.log import logger
 from pydist.parallel.wrapper import DataParallel
 from pydist.testing.damage import corrupt, pause, send_to_itself
 from pydist.testing.exhaustion import exhausted
@@ -174,7 +175,7 @@ class Armed:
 
     def _perform(self, fault: Fault, rank: int, about: Any) -> None:
         where = f"{fault.where()} on rank {rank}"
-        backends.logger.warning("%s on purpose in %s (pydist.testing.faults)", fault.action, where)
+        logger.warning("%s on purpose in %s (pydist.testing.faults)", fault.action, where)
         if fault.action == "kill":
             send_to_itself(signal.SIGKILL, fault.seconds)
         elif fault.action == "stop":

@@ -21,7 +21,7 @@ import torch
 from pydist import _native
 from pydist.gpu import visible
 from pydist.gpu.nccl import NcclLibrary
-from pydist.job import backends
+from pydist.job import backend_choice
 from pydist.job.meeting import gpu_assignment
 
 NCCL = NcclLibrary(22_907, "/fake/libnccl.so.2")
@@ -91,7 +91,7 @@ def fake_gpus(
         (torch.cuda, "current_device", lambda: gpus.current),
         (torch.cuda, "_lazy_call", gpus.queued.append),
         (gpu_assignment, "find_nccl", lambda: nccl),
-        (backends, "find_nccl", lambda: nccl),
+        (backend_choice, "find_nccl", lambda: nccl),
         (_native, "create_nccl", create_nccl or join),
     ]
     with mock.patch.dict("os.environ"), contextlib.ExitStack() as stack:

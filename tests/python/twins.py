@@ -15,7 +15,7 @@ from training import Runner, batch, joined
 
 import pydist
 import pydist.sharding.optimizer as sharded_optimizer
-from pydist.sharding.buckets import gather
+from pydist.sharding.gather import gather
 
 # Of a call on all ranks, and of a test: the first says more when it passes.
 LIMIT_S = 40.0

@@ -12,7 +12,6 @@ later follow the job's choice without asking again.
 """
 
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -29,6 +28,7 @@ from pydist.errors import (
     Timeout,
     TransportError,
 )
+from pydist.job.log import logger
 from pydist.job.meeting.gpu_assignment import gpus_of_ranks
 from pydist.job.meeting.nccl_obstacles import why_not_nccl
 from pydist.job.meeting.store_waits import wait_for_keys
@@ -42,7 +42,6 @@ _VERDICT_GRACE_S = 5.0
 # How long a wait may last before the log tells for whom it waits.
 _LONG_WAIT_S = 60.0
 
-_logger = logging.getLogger("pydist")
 
 _ERRORS: dict[str, type[Error]] = {
     kind.__name__: kind
@@ -141,7 +140,7 @@ def _warn_when_long(store: dist.Store, size: int, timeout: timedelta) -> Callabl
             return
         has_warned = True
         missing = _missing(store, size)
-        _logger.warning(
+        logger.warning(
             "%s within %g s; this rank waits for %g s in all.",
             f"{name_ranks(missing)} of {size} did not join"
             if missing

@@ -10,9 +10,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout, TransportError
-from pydist.job import backends, current, membership
+from pydist.job import current, membership
 from pydist.job import past as history
+from pydist.job.backend_choice import host_identity
 from pydist.job.launchers import Placement
+from pydist.job.log import logger
 from pydist.job.meeting.bounded_store_calls import STORE_PATIENCE_S, answer_within
 from pydist.job.meeting.meeting_number import go_on_from
 from pydist.job.meeting.rendezvous import meet
@@ -20,6 +22,7 @@ from pydist.job.past import Past
 from pydist.job.processes import own_process
 from pydist.job.recovery.left_behind import mark_left_behind
 from pydist.job.recovery.survivors import Patience, Survivor, Verdict, agree_on_survivors
+from pydist.job.settings import parse_timeout
 
 __all__ = ["reform"]
 
@@ -84,7 +87,7 @@ def reform(
         raise InvalidUsage(f"settle={settle} is not valid; it must be a number of seconds.")
     with membership.lock:
         past, placement = _past_of_this_process()
-        wait = past.timeout if timeout is None else backends.parse_timeout(timeout)
+        wait = past.timeout if timeout is None else parse_timeout(timeout)
         wait_s = wait.total_seconds()
         patience = Patience(min(settle, wait_s / 2), time.monotonic() + wait_s)
         membership.shutdown()
@@ -134,7 +137,7 @@ def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) 
     while True:
         own = Survivor(
             own_process(),
-            f"{backends.host_identity()} {os.environ.get('GROUP_RANK', '')}",
+            f"{host_identity()} {os.environ.get('GROUP_RANK', '')}",
             history.generations(),
             min_ranks,
         )
@@ -177,10 +180,10 @@ def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) 
             )
             if not is_missing or time.monotonic() >= patience.deadline_s:
                 raise
-            backends.logger.warning("%s The survivors begin again.", error)
+            logger.warning("%s The survivors begin again.", error)
             continue
         if placement.rank == 0:
-            backends.logger.log(
+            logger.log(
                 logging.WARNING if verdict.lost else logging.INFO,
                 "generation %d of the job goes on with %d rank%s%s",
                 verdict.generation,

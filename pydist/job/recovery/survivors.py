@@ -16,7 +16,6 @@ list that stands is part of the one before, and two that have nothing in common 
 """
 
 import json
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,12 +24,12 @@ from typing import Any
 import torch.distributed as dist
 
 from pydist.errors import Aborted, Error, PeerLost, Timeout, TransportError
+from pydist.job.log import logger
 from pydist.job.meeting.bounded_store_calls import STORE_PATIENCE_S, answer_within
 from pydist.job.processes import Process
 
 __all__ = ["Patience", "Survivor", "Verdict", "agree_on_survivors"]
 
-logger = logging.getLogger("pydist")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 

@@ -14,7 +14,7 @@ import pydist
 from pydist import _native
 from pydist.cli import info
 from pydist.gpu.nccl import NcclLibrary
-from pydist.job import backends, current
+from pydist.job import backend_choice, current
 from pydist.job.meeting.backend_agreement import judge
 from pydist.job.meeting.gpu_assignment import describe_gpus, gpus_of_ranks, make_current
 
@@ -470,6 +470,6 @@ def test_without_cuda_in_torch_nobody_hears_of_nccl(caplog: pytest.LogCaptureFix
 
 def test_a_rank_of_the_next_generation_keeps_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current, "job", current.Job(2, kept_gpu=1))
-    told = backends._hello("native", dist.HashStore(), 1)
+    told = backend_choice._hello("native", dist.HashStore(), 1)
     # Of four GPUs, on which the rank would otherwise take the first.
     assert gpus_of_ranks([{**told, "gpus": hello(*"wxyz")["gpus"]}]) == [1]

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from launch import Outcome, Ranks, run_ranks
 
 import pydist
-from pydist.job import backends
+from pydist.job import backend_choice
+from pydist.job.meeting import meeting_number
 from pydist.job.meeting.meeting_number import go_on_from, next_number
 from pydist.job.processes import Process, own_process
 from pydist.testing.exhaustion import exhausted
@@ -125,15 +126,15 @@ def test_a_rank_without_threads_goes_the_way_of_all(nprocs: int) -> None:
 def fail_alone_then_join() -> list[str]:
     rank = int(os.environ["RANK"])
     told = []
-    describe = backends.describe_network
+    describe = backend_choice.describe_network
 
     def fail(*_: object) -> dict[str, object]:
         raise OSError(24, "Too many open files")
 
     if rank == 1:
-        backends.describe_network = fail  # type: ignore[assignment]
+        backend_choice.describe_network = fail  # type: ignore[assignment]
     told.append(join_for(40.0))
-    backends.describe_network = describe
+    backend_choice.describe_network = describe
     told.append(join_for(40.0))
     return told
 
@@ -173,6 +174,24 @@ def test_numbers_of_meetings_are_those_of_rank_0() -> None:
     assert next_number(store, 1, at_once) is None
     assert next_number(store, 0, at_once) == 3
     assert [next_number(store, rank, at_once) for rank in (1, 2)] == [3, 3]
+
+
+def test_a_second_process_with_a_rank_reads_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    at_once = timedelta(0)
+    assert next_number(store, 0, at_once) == 1
+    assert next_number(store, 2, at_once) == 1
+    assert next_number(store, 2, at_once) is None  # the same process, for which rank 0 is late
+    second = Process("", "b", 4711, 1)
+    monkeypatch.setattr(meeting_number, "own_process", lambda: second)
+    with pytest.raises(
+        pydist.Timeout, match="has joined as rank 2 already, and this is pid 4711 on"
+    ) as told:
+        next_number(store, 2, at_once)
+    assert str(own_process()) in str(told.value)
+    assert told.value.ranks == (2,)
+    go_on_from(store, 2, 1)  # it is rank 2 of the survivors
+    assert next_number(store, 2, at_once) is None
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

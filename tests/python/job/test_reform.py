@@ -18,7 +18,7 @@ from thorough import everyday
 from torch import nn
 
 import pydist
-from pydist.job import current, membership, past
+from pydist.job import backend_choice, current, membership, past
 from pydist.job.recovery import survivors
 
 pytestmark = pytest.mark.timeout(60)
@@ -174,8 +174,8 @@ PHASES: dict[str, tuple[Any, str]] = {
     "before it tells that it is here": (survivors, "_decide"),
     "before it confirms": (survivors, "_confirm"),
     "before it joins": (membership, "enter"),
-    "as it tells of itself": (membership.backends, "agree"),
-    "as it makes its communicator": (membership.backends._Meeting, "create"),
+    "as it tells of itself": (backend_choice, "agree"),
+    "as it makes its communicator": (backend_choice._Meeting, "create"),
 }
 
 

@@ -1,0 +1,306 @@
+"""Which backend carries a group, and the communicator that the ranks make on it.
+
+The ranks of a job agree on one backend when they meet (Note [One choice for the whole job] in
+`pydist.job.meeting.backend_agreement`). On NCCL, which moves nothing but GPU tensors, a group has a
+communicator on native or gloo beside it, for tensors on the CPU.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pydist import _native
+from pydist._load import __version__
+from pydist.errors import InvalidUsage, Timeout, TransportError
+from pydist.gpu.nccl import connect_at_joining, find_nccl
+from pydist.job import current
+from pydist.job.log import logger
+from pydist.job.meeting.backend_agreement import Verdict, agree
+from pydist.job.meeting.gloo_network import GlooNetwork, describe_network, join_network
+from pydist.job.meeting.gpu_assignment import describe_gpus, make_current
+from pydist.job.meeting.meeting_number import next_number
+from pydist.job.processes import Process, end_with_torchrun, own_process
+from pydist.job.settings import parse_backend
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks of the job have agreed on."""
+
+    # "native", "gloo" or "nccl".
+    backend: str
+    # What carries tensors on the CPU: the same, except beside nccl.
+    host_backend: str
+    # Why that one; for people.
+    reason: str
+    # An identity of each rank's host, in rank order.
+    hosts: tuple[str, ...]
+    # The number of the GPU that each rank takes, of those that it sees; None where it sees none.
+    gpus: tuple[int | None, ...]
+    # Where gloo listens on this rank.
+    network: GlooNetwork
+    # Each rank's process, in rank order.
+    processes: tuple[Process, ...]
+
+    def local_ranks(self, rank: int) -> list[int]:
+        """The ranks on the host of `rank`, in order."""
+        return [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
+
+
+def _wish(backend: str | None) -> tuple[str, str]:
+    """What this rank was asked for, and by whom."""
+    if backend is not None:
+        return parse_backend(backend, "backend="), "backend="
+    return parse_backend(os.environ.get("PYDIST_BACKEND") or "auto", "PYDIST_BACKEND"), (
+        "PYDIST_BACKEND"
+    )
+
+
+def host_identity() -> str:
+    """The same on two ranks when both see one machine, one host name and one network."""
+    if override := os.environ.get("PYDIST_HOST_ID"):
+        return override
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(os.stat("/proc/self/ns/net").st_ino))
+    return " ".join(parts)
+
+
+def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
+    hello: dict[str, Any] = {
+        "host": host_identity(),
+        "process": asdict(own_process()),
+        "pydist": __version__,
+        "torch": torch.__version__.split("+")[0],
+    }
+    try:
+        hello["wish"], hello["source"] = _wish(backend)
+        _native.read_environment()
+        hello["network"] = describe_network(store, size)
+        hello.update(describe_gpus(wants_nccl=hello["wish"] in ("auto", "nccl")))
+        if (kept := current.job.kept_gpu) is not None:
+            hello["chosen"] = kept
+    except InvalidUsage as error:
+        hello["error"] = str(error)
+    except Exception as error:
+        # No descriptor, no memory: the others must not wait for a rank that raises alone.
+        hello["error"], hello["kind"] = f"{type(error).__name__}: {error}", "TransportError"
+    return hello
+
+
+def gloo_factory(
+    network: GlooNetwork,
+) -> Callable[[dist.Store, int, int, float | timedelta], dist.ProcessGroup]:
+    """What makes torch's gloo for `create_gloo`."""
+
+    def create(
+        store: dist.Store, rank: int, size: int, timeout: float | timedelta
+    ) -> dist.ProcessGroup:
+        if not dist.is_gloo_available():
+            raise TransportError("this torch was built without gloo.")
+        wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        options = network.options(wait)
+        # Any: torch's stubs leave out its options.
+        gloo: Any = dist.ProcessGroupGloo
+        group: dist.ProcessGroup = gloo(store, rank, size, options)
+        return group
+
+    return create
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """The ranks of one group, as they meet to make its communicators."""
+
+    store: dist.Store
+    rank: int
+    size: int
+    name: str
+    timeout: timedelta
+    network: GlooNetwork
+    # Of each rank, in rank order.
+    processes: tuple[Process, ...]
+
+    def create(self, backend: str) -> _native.Communicator:
+        """A communicator on native or gloo."""
+        store, timeout_s = dist.PrefixStore(backend, self.store), self.timeout.total_seconds()
+        if backend == "native":
+            made = _native.create_native(
+                store, self.rank, self.size, self.name, timeout_s, self._visible()
+            )
+        else:
+            self.network.require_usable()
+            factory = gloo_factory(self.network)
+            made = _native.create_gloo(
+                store, self.rank, self.size, self.name, timeout_s, factory, self._visible()
+            )
+        made.timeout = timeout_s
+        return made
+
+    def _visible(self) -> list[tuple[int, str, int, int]]:
+        """Other ranks' processes of which this one can see whether they still run."""
+        own = own_process()
+        return [
+            (rank, each.host, each.pid, each.started)
+            for rank, each in enumerate(self.processes)
+            if each != own and each.machine and each.machine == own.machine
+        ]
+
+    def create_nccl(self, host: _native.Communicator, gpu: int) -> _native.Communicator:
+        """A communicator on NCCL that leaves tensors on the CPU to `host`, and owns it."""
+        connect_at_joining()
+        made = _native.create_nccl(host, gpu, find_nccl().path)
+        made.timeout = self.timeout.total_seconds()
+        return made
+
+
+def create_communicator(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    *,
+    name: str,
+    timeout: timedelta,
+    members: Sequence[int] | None = None,
+    backend: str | None = None,
+    is_world: bool = False,
+) -> _native.Communicator:
+    """Joins a group. Every rank of the group calls it.
+
+    A rank that sees a GPU has its own as the current one after it has joined the world.
+
+    Args:
+        store: the group's own key-value store.
+        rank: this process's rank in the group.
+        size: the number of ranks in the group.
+        name: unique among the process's groups, the same on every rank.
+        timeout: how long joining, and later each operation, may take.
+        members: the ranks of the group by their rank in the world; None for all.
+        backend: as in PYDIST_BACKEND, which it overrides.
+        is_world: whether the group holds all ranks of the job, so that its choice is the job's.
+
+    Raises:
+        InvalidUsage: an unknown backend, or one that this version does not have; or NCCL was asked
+            for and a rank has no GPU, or shares one.
+        Mismatch: the ranks were asked for different backends, or run different versions.
+        Timeout: a rank did not come.
+        TransportError: the backend asked for can't serve these ranks.
+    """
+    end_with_torchrun()
+    # After destroy_process_group torch begins its names anew, on the same store.
+    met_by = f"{name} of {','.join(map(str, members)) if members is not None else size}"
+    number = next_number(dist.PrefixStore(met_by, store), rank, timeout)
+    if number is None:
+        raise Timeout(
+            f"rank 0 did not join {name} within {timeout.total_seconds():g} s: look at what it "
+            "prints.",
+            ranks=(0,),
+            cause="did not join",
+        )
+    store = dist.PrefixStore(f"{met_by}#{number}", store)
+    known = current.job.agreement
+    if known is not None and not is_world:
+        ranks = range(size) if members is None else members
+        processes = tuple(known.processes[member] for member in ranks)
+        meeting = _Meeting(store, rank, size, name, timeout, known.network, processes)
+        gpu = known.gpus[rank if members is None else members[rank]]
+        return _create(meeting, known, gpu)
+    start_s = time.monotonic()
+    agreed = agree(
+        dist.PrefixStore("agree", store),
+        rank,
+        size,
+        _hello(backend, store, size),
+        timeout,
+        current.job.expected,
+    )
+    gpu = agreed.gpus[rank]
+    network = join_network(rank, agreed.hosts, agreed.networks)
+    meeting = _Meeting(store, rank, size, name, timeout, network, agreed.processes)
+    job, communicator = _choose(meeting, agreed, gpu)
+    if is_world:
+        if gpu is not None:
+            # Not before all have joined: where it fails, it may fail on this rank alone.
+            make_current(gpu)
+        current.mine().agreement = job
+    if rank == 0:
+        took_s = time.monotonic() - start_s
+        # Where there is no GPU, and none was meant, nobody misses NCCL.
+        best = "native" if size == 1 or set(agreed.gpus) == {None} else "nccl"
+        fell_back = agreed.wish == "auto" and (job.backend != best or agreed.misses_gpu)
+        logger.log(
+            logging.WARNING if fell_back else logging.INFO,
+            "backend %s on %d rank%s (%s); joined in %.2f s",
+            job.backend,
+            size,
+            "" if size == 1 else "s",
+            job.reason,
+            took_s,
+        )
+    return communicator
+
+
+def _choose(
+    meeting: _Meeting, agreed: Verdict, gpu: int | None
+) -> tuple[Agreement, _native.Communicator]:
+    """Takes the best backend that can serve all ranks of those that the wish leaves."""
+    is_auto = agreed.wish == "auto"
+    host_backend = "native" if agreed.wish in ("auto", "nccl") else agreed.wish
+    reason = "asked for"
+    try:
+        communicator = meeting.create(host_backend)
+        if is_auto:
+            reason = "the fastest that every rank can use"
+    except TransportError as error:
+        if agreed.wish not in ("auto", "nccl"):
+            raise
+        host_backend, reason = "gloo", f"native can't serve these ranks: {error}"
+        communicator = meeting.create(host_backend)
+    backend, not_nccl = host_backend, agreed.not_nccl
+    if is_auto and meeting.size == 1 and not_nccl is None:
+        # Nothing to move, and CUDA and NCCL take seconds to start.
+        not_nccl = "one rank alone does without"
+    if agreed.wish in ("auto", "nccl") and not_nccl is None:
+        assert gpu is not None
+        try:
+            communicator = meeting.create_nccl(communicator, gpu)
+            backend = "nccl"
+            reason = "every rank has a GPU" if is_auto else "asked for"
+            reason += f"; {host_backend} for tensors on the CPU"
+        except TransportError as error:
+            if not is_auto:
+                communicator.shutdown()
+                raise
+            not_nccl = str(error)
+    if is_auto and backend != "nccl" and agreed.for_cuda:
+        reason += f"; not nccl: {not_nccl}"
+    job = Agreement(
+        backend,
+        host_backend,
+        reason,
+        agreed.hosts,
+        agreed.gpus,
+        meeting.network,
+        agreed.processes,
+    )
+    return job, communicator
+
+
+def _create(meeting: _Meeting, job: Agreement, gpu: int | None) -> _native.Communicator:
+    """A further group of a job that has agreed."""
+    communicator = meeting.create(job.host_backend)
+    if job.backend == "nccl":
+        assert gpu is not None
+        return meeting.create_nccl(communicator, gpu)
+    return communicator
