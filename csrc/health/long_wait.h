@@ -1,5 +1,6 @@
 // What the log tells of a wait that lasts, long before its deadline: for whom it is. Once for each
-// wait, and the same on every backend.
+// wait, and the same on every backend; sooner where ranks are seen to wait for each other in a
+// circle.
 
 #pragma once
 
@@ -13,6 +14,9 @@ namespace pydist {
 
 // How long a wait may last before the log tells of it.
 inline constexpr std::chrono::seconds kLongWait{60};
+// How long one lasts before a circle is looked for, and how often from then on.
+inline constexpr std::chrono::seconds kCircleWait{1};
+inline constexpr std::chrono::milliseconds kCircleLooks{250};
 
 // Of one wait. For one thread at a time.
 class LongWait {
@@ -30,7 +34,27 @@ class LongWait {
     if (!due_->has_passed()) {
       return false;
     }
+    set_told();
+    return true;
+  }
+  // Nothing more is to be told of it.
+  void set_told() noexcept {
     due_ = Deadline::never();
+    is_told_ = true;
+  }
+
+  // Whether it is time to look for a circle of waits, as long as nothing has been told.
+  [[nodiscard]] bool is_time_to_look() noexcept {
+    if (is_told_) {
+      return false;
+    }
+    if (!look_) {
+      look_ = Deadline::in(kCircleWait);
+    }
+    if (!look_->has_passed()) {
+      return false;
+    }
+    look_ = Deadline::in(kCircleLooks);
     return true;
   }
   // Until when it is not.
@@ -38,6 +62,8 @@ class LongWait {
 
  private:
   std::optional<Deadline> due_;
+  std::optional<Deadline> look_;
+  bool is_told_ = false;
 };
 
 // "rank 0 (pid 71 on host a) has been in barrier #3 of group 'world' for 60 s: rank 1 ...". `why`

@@ -19,6 +19,8 @@ struct ProcessPage {
   std::atomic<std::uint32_t> has_departed;
   // The owner's process id, for those who are no peers of it.
   std::atomic<std::int32_t> pid;
+  // Tells this page from all others.
+  std::atomic<std::uint64_t> number;
   AwaitedRank awaited;
   Journal journal;
 };

@@ -7,12 +7,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <functional>
 #include <set>
 #include <sstream>
 #include <system_error>
 #include <utility>
 
 #include "base/error.h"
+#include "memory/job_secret.h"
 #include "memory/memory_room.h"
 #include "topology/hosts.h"
 
@@ -112,6 +114,7 @@ Endpoint::Endpoint(const Environment& environment)
   doorbell_segment_.reserve(0, doorbell_segment_.bytes(), "the doorbell of a process");
   page_ = reinterpret_cast<ProcessPage*>(page_segment_.data());
   page_->pid.store(::getpid(), std::memory_order_relaxed);
+  page_->number.store(std::hash<std::string>()(random_token()), std::memory_order_relaxed);
   // The doorbell lives as long as the mapping, which the progress thread keeps.
   auto mapping = std::make_shared<SharedSegment>(doorbell_segment_);
   progress_ = std::make_shared<Progress>(

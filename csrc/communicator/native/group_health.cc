@@ -309,8 +309,41 @@ GroupHealth::Keeper GroupHealth::keeper_behind(int rank) const {
   return {rank, "", activity(rank)};
 }
 
-void GroupHealth::warn_of_wait(const std::string& operation, const std::string& why) {
-  endpoint_->log().post(LogLevel::kWarning, long_wait_text(who(rank_), operation, long_wait_, why));
+bool GroupHealth::is_in_circle_with(int rank) const {
+  const std::int64_t long_since =
+      coarse_monotonic_ns() - std::chrono::nanoseconds(kCircleWait).count();
+  std::vector<bool> seen(static_cast<std::size_t>(size()));
+  bool leaves_group = false;
+  for (int here = rank; !seen[static_cast<std::size_t>(here)];) {
+    seen[static_cast<std::size_t>(here)] = true;
+    const ProcessPage& page = *peers_[static_cast<std::size_t>(here)]->page;
+    const std::vector<JournalEntry> entries = page.journal.read();
+    const auto wait = std::find_if(entries.begin(), entries.end(), [&](const JournalEntry& entry) {
+      return entry.state == JournalState::kRunning && entry.started_ns <= long_since &&
+             page.awaited.is_in(entry.group);
+    });
+    const std::optional<std::uint64_t> awaited = page.awaited.page();
+    if (wait == entries.end() || !awaited) {
+      return false;
+    }
+    leaves_group = leaves_group || !page.awaited.is_in(fingerprint_);
+    const auto next = std::find_if(peers_.begin(), peers_.end(), [&](const PeerPtr& peer) {
+      return peer->page->number.load(std::memory_order_relaxed) == *awaited;
+    });
+    if (next == peers_.end()) {
+      return false;
+    }
+    here = static_cast<int>(next - peers_.begin());
+    if (here == rank_) {
+      return leaves_group;
+    }
+  }
+  return false;
+}
+
+void GroupHealth::warn_of_wait(const std::string& operation, std::chrono::nanoseconds lasting,
+                               const std::string& why) {
+  endpoint_->log().post(LogLevel::kWarning, long_wait_text(who(rank_), operation, lasting, why));
 }
 
 std::string GroupHealth::activity(int rank) const {

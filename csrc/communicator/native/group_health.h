@@ -82,8 +82,22 @@ class GroupHealth {
   };
   [[nodiscard]] Keeper keeper_behind(int rank) const;
   // Shows the peers whom this rank waits for.
-  void show_awaited(int rank) noexcept { endpoint_->page().awaited.set(fingerprint_, rank); }
+  void show_awaited(int rank) noexcept {
+    const ProcessPage& page = *peers_[static_cast<std::size_t>(rank)]->page;
+    endpoint_->page().awaited.set(fingerprint_, rank, page.number.load(std::memory_order_relaxed));
+  }
   void show_awaiting_nobody() noexcept { endpoint_->page().awaited.clear(); }
+
+  // Note [A circle of waits]
+  // Ranks that call collectives of two groups in different orders wait for each other: one here for
+  // the other, which waits there for the one. As long as both wait nothing goes on, unless another
+  // thread of one of them comes to where the other is. So a circle is told of in the log at once,
+  // and stays a Timeout: nobody can know that no thread will come.
+
+  // Whether the way from `rank`, which this one has waited for, leads back to this one, at least
+  // once through another group, and all have waited for a while. It is followed among the ranks of
+  // this group.
+  [[nodiscard]] bool is_in_circle_with(int rank) const;
 
   // Where a rank is, seen from collective `sequence`: "never entered all_reduce #812; it is in
   // all_reduce #811 since 5.2 s".
@@ -94,8 +108,10 @@ class GroupHealth {
 
   // -- operations that last ------------------------------------------------------------------
   [[nodiscard]] bool is_due(LongWait& notice) const noexcept { return notice.is_due(long_wait_); }
-  // Logs that this rank is still in `operation`, and why. Does not wait for the log.
-  void warn_of_wait(const std::string& operation, const std::string& why);
+  // Logs that this rank has been in `operation` for so long, and why. Does not wait for the log.
+  void warn_of_wait(const std::string& operation, std::chrono::nanoseconds lasting,
+                    const std::string& why);
+  [[nodiscard]] std::chrono::nanoseconds long_wait() const noexcept { return long_wait_; }
 
   // -- the journal --------------------------------------------------------------------------
   [[nodiscard]] Journal& journal() noexcept { return endpoint_->page().journal; }

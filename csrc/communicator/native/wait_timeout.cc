@@ -7,11 +7,17 @@
 namespace pydist {
 
 WaitCheck::WaitCheck(GroupHealth& health, int rank, const Deadline& deadline, LongWait& notice)
-    : health_(health),
-      rank_(rank),
-      loss_(health.why_vain(rank)),
-      is_late_(deadline.has_passed()),
-      is_long_(!loss_ && !is_late_ && health.is_due(notice)) {}
+    : health_(health), rank_(rank), loss_(health.why_vain(rank)), is_late_(deadline.has_passed()) {
+  if (loss_) {
+    return;
+  }
+  const bool looks = is_late_ || notice.is_time_to_look();
+  is_circle_ = looks && rank >= 0 && health.is_in_circle_with(health.keeper_behind(rank).rank);
+  is_long_ = !is_late_ && health.is_due(notice);
+  if (is_circle_) {
+    notice.set_told();
+  }
+}
 
 void WaitCheck::end_or_warn(const std::string& operation, const Where& where) {
   const std::string me = health_.who(health_.rank());
@@ -28,8 +34,13 @@ void WaitCheck::end_or_warn(const std::string& operation, const Where& where) {
     why = keeper.way + where(keeper);
     blame = health_.blame(keeper.rank, std::move(keeper.cause));
   }
+  if (is_circle_) {
+    why +=
+        ". So they wait for each other, in several groups: every rank must call the collectives "
+        "of all its groups in the same order";
+  }
   if (!is_late_) {
-    health_.warn_of_wait(operation, why);
+    health_.warn_of_wait(operation, is_long_ ? health_.long_wait() : kCircleWait, why);
     return;
   }
   blame.operation = operation;

@@ -25,7 +25,9 @@ class WaitCheck {
   WaitCheck(GroupHealth& health, int rank, const Deadline& deadline, LongWait& notice);
 
   // False as long as there is nothing to do but to go on waiting.
-  [[nodiscard]] bool found_anything() const noexcept { return ends_the_wait() || is_long_; }
+  [[nodiscard]] bool found_anything() const noexcept {
+    return ends_the_wait() || is_circle_ || is_long_;
+  }
   [[nodiscard]] bool ends_the_wait() const noexcept { return loss_.has_value() || is_late_; }
 
   // In words, for where the rank is that keeps all waiting.
@@ -40,7 +42,8 @@ class WaitCheck {
   const int rank_;
   std::optional<GroupHealth::Loss> loss_;
   const bool is_late_;
-  const bool is_long_;
+  bool is_circle_ = false;
+  bool is_long_ = false;
 };
 
 }  // namespace pydist

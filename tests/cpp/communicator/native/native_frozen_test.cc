@@ -33,8 +33,8 @@ constexpr std::size_t kChunkBytes = 65536;
 class NativeFrozenTest : public ::testing::Test {
  protected:
   NativeFrozenTest() : endpoint_(std::make_shared<Endpoint>(test_environment())) {
-    pages_[1].awaited.set(fingerprint_on_host("ring"), 2);
-    pages_[2].awaited.set(fingerprint_on_host("ring"), 0);
+    pages_[1].awaited.set(fingerprint_on_host("ring"), 2, 72);
+    pages_[2].awaited.set(fingerprint_on_host("ring"), 0, 70);
     beat(1, milliseconds(0));
     std::vector<Doorbell*> doorbells;
     for (int rank = 0; rank < kSize; ++rank) {

@@ -101,6 +101,72 @@ TEST(NativeLongWaitTest, AMessageIsWarnedOfOnce) {
   EXPECT_EQ(occurrences(log, "has been in receive from any rank (tag 13) in group "), 1) << log;
 }
 
+constexpr const char* kCircle = "So they wait for each other, in several groups";
+
+CommunicatorPtr join_named(const RankOfTest& self, const std::string& name) {
+  NativeOptions options;
+  options.name = name;
+  options.environment = test_environment();
+  return create_native_communicator(self.store, self.rank, self.size, options, self.endpoint);
+}
+
+TEST(NativeLongWaitTest, RanksThatWaitForEachOtherInTwoGroupsAreToldOfSoon) {
+  const std::string log = log_of(2, [](RankOfTest& self) {
+    const CommunicatorPtr one = join_named(self, "one");
+    const CommunicatorPtr other = join_named(self, "other");
+    Communicator& first = self.rank == 0 ? *one : *other;
+    const milliseconds timeout = (self.rank == 0 ? 3000 : 9000) * kSlowdown * milliseconds(1);
+    const ErrorDescription error = error_of([&] { first.run(with_timeout(barrier(), timeout)); });
+    if (self.rank == 0) {
+      EXPECT_EQ(error.kind, ErrorKind::kTimeout) << error.message;
+      EXPECT_PRED2(contains, error.message, kCircle);
+      EXPECT_EQ(error.blame.ranks, std::vector<int>{1});
+    } else {  // rank 0 has left then
+      EXPECT_EQ(error.kind, ErrorKind::kPeerLost) << error.message;
+    }
+  });
+  EXPECT_EQ(occurrences(log, "has been in barrier #1 of group 'one' for 1 s: rank 1 (pid "), 1)
+      << log;
+  EXPECT_EQ(occurrences(log, "has been in barrier #1 of group 'other' for 1 s: rank 0 (pid "), 1)
+      << log;
+  EXPECT_EQ(occurrences(log, "it is in barrier #1 of another group since "), 2) << log;
+  EXPECT_EQ(occurrences(log, kCircle), 2) << log;
+}
+
+TEST(NativeLongWaitTest, AnotherThreadMayOpenACircle) {
+  const std::string log = log_of(2, [](RankOfTest& self) {
+    const CommunicatorPtr one = join_named(self, "one");
+    const CommunicatorPtr other = join_named(self, "other");
+    if (self.rank == 0) {
+      std::thread late([&other] {
+        std::this_thread::sleep_for(milliseconds(2000 * kSlowdown));
+        other->run(barrier());
+      });
+      one->run(barrier());
+      late.join();
+    } else {
+      other->run(barrier());
+      one->run(barrier());
+    }
+  });
+  EXPECT_EQ(occurrences(log, kCircle), 2) << log;
+}
+
+TEST(NativeLongWaitTest, ARankThatWaitsForAThirdOneIsInNoCircle) {
+  const std::string log = log_of(3, [](RankOfTest& self) {
+    const CommunicatorPtr all = join_named(self, "all");
+    const CommunicatorPtr pair = self.rank == 0 ? nullptr : all->split({1, 2});
+    if (self.rank == 2) {
+      std::this_thread::sleep_for(milliseconds(2000 * kSlowdown));
+    }
+    if (pair != nullptr) {
+      pair->run(barrier());
+    }
+    all->run(barrier());
+  });
+  EXPECT_EQ(log, "");
+}
+
 TEST(NativeLongWaitTest, AMeetingIsWarnedOfWithARankThatHasNotCome) {
   const std::string log = log_of(3, [](RankOfTest& self) {
     if (self.rank == 1) {
