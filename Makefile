@@ -121,7 +121,8 @@ endif
 
 # Most tests wait for processes that they start, so three files of them run at a time; without
 # pytest-benchmark, which says that it can't measure then.
-PYTEST = TEST_BUILD=$(BUILD) $(BIN)/python -m pytest -n 3 --dist loadfile -p no:benchmark
+PYTEST_ALONE = TEST_BUILD=$(BUILD) $(BIN)/python -m pytest -p no:benchmark
+PYTEST = $(PYTEST_ALONE) -n 3 --dist loadfile
 
 .PHONY: test-python
 test-python: build  ## the Python tests of test
@@ -131,14 +132,18 @@ test-python: build  ## the Python tests of test
 test-python-all: build  ## the Python tests of test-all
 	$(PYTEST) $(ARGS)
 
+# As sanitize builds it, too.
+FUZZED := build/sanitize-address-undefined
 .PHONY: fuzz
-fuzz: $(OUT)/.tools  ## a million forged messages and damages of shared memory of each kind, under ASan and UBSan
+fuzz: build  ## a million forged messages and damages of shared memory, under ASan and UBSan, and 100,000 damaged checkpoints
 	@[ $(GTEST) = ON ] || { echo "make fuzz runs C++ tests. $(GTEST_HINT)" >&2; exit 1; }
-	cmake -S . -B build/address-undefined -G Ninja -DPYDIST_SANITIZE=address,undefined \
+	cmake -S . -B $(FUZZED) -G Ninja -DPYDIST_SANITIZE=address,undefined \
 	  -DPYDIST_BUILD_TESTS=ON -DPYDIST_WERROR=$(WERROR)
-	cmake --build build/address-undefined --target pydist_tests
-	PYDIST_TEST_FUZZ=1000000 TEST_PATIENCE=60 build/address-undefined/tests/cpp/pydist_tests \
+	cmake --build $(FUZZED) --target pydist_tests
+	PYDIST_TEST_FUZZ=1000000 TEST_PATIENCE=60 $(FUZZED)/tests/cpp/pydist_tests \
 	  --gtest_filter='NativeDamageTest.*:*Garbage*'
+	PYDIST_TEST_FUZZ=100000 TEST_PATIENCE=20 $(PYTEST_ALONE) \
+	  tests/python/checkpoint/test_foreign_checkpoint.py -k mutations
 
 .PHONY: drills
 drills: build  ## every drill of tests/faults 20 times, in an hour at most: the table of docs/failure.md

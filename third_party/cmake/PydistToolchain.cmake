@@ -79,10 +79,22 @@ if(PYDIST_SANITIZE)
       "PYDIST_SANITIZE=${PYDIST_SANITIZE} cannot work: the address and thread sanitizers exclude "
       "each other, so build twice.")
   endif()
-  # -O1 keeps the instrumented tests quick and their stacks readable; -g1, which has lines and no
+  # -O1 keeps the instrumented engine quick and its stacks readable; -g1, which has lines and no
   # variables, is all that a stack shows.
   target_compile_options(pydist_options INTERFACE
-    -fsanitize=${PYDIST_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1 -O1)
+    -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
+  foreach(sanitizer IN LISTS sanitizers)
+    if(sanitizer STREQUAL "undefined")
+      # Not in what is a test itself (the property PYDIST_IS_TEST): it would take twice the time to
+      # compile, to find what no user meets.
+      set(sanitizer $<$<NOT:$<BOOL:$<TARGET_PROPERTY:PYDIST_IS_TEST>>>:-fsanitize=undefined>)
+    else()
+      set(sanitizer -fsanitize=${sanitizer})
+    endif()
+    target_compile_options(pydist_options INTERFACE ${sanitizer})
+  endforeach()
+  target_compile_options(pydist_options INTERFACE
+    $<$<NOT:$<BOOL:$<TARGET_PROPERTY:PYDIST_IS_TEST>>>:-O1>)
   target_link_options(pydist_options INTERFACE -fsanitize=${PYDIST_SANITIZE})
   if("thread" IN_LIST sanitizers AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # g++ warns that TSan does not model atomic_thread_fence; the code states where it relies on one.

@@ -324,7 +324,8 @@ def test_mutations_of_metadata(place: Path) -> None:
     files = read_manifest(place)
     generator = random.Random(1)
     refused = []
-    for _ in range(20_000):
+    count = int(os.environ.get("PYDIST_TEST_FUZZ", "4000"))
+    for _ in range(count):
         mutated = bytearray(content)
         for _ in range(generator.choice((1, 1, 2, 8))):
             mutated[generator.randrange(len(mutated))] = generator.randrange(256)
@@ -333,7 +334,7 @@ def test_mutations_of_metadata(place: Path) -> None:
             read_metadata(place, files)
         except pydist.CheckpointError as error:
             refused.append(str(error))
-    assert len(refused) > 10_000
+    assert len(refused) > count / 2
     assert all(str(file) in said for said in refused)
 
 
