@@ -197,6 +197,8 @@ _eval_frame: Any = torch._C._dynamo.eval_frame
 
 BatchNormBase = nn.modules.batchnorm._BatchNorm
 NormBase = nn.modules.batchnorm._NormBase
+# The losses of torch.nn: modules that have no mode.
+LossBase = nn.modules.loss._Loss
 
 # Of a module's attributes, those that stand for what is in it.
 TABLES = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}

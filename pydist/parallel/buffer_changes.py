@@ -47,8 +47,8 @@ _MOST_NAMES = 16
 class BufferChanges:
     """Compares the versions of one rank's buffers with what they were after the last exchange.
 
-    What is written past torch's version counters is not seen: `buffer.data`, NumPy, and the running
-    statistics that the kernels of BatchNorm update themselves.
+    What is written past torch's version counters is not seen: by `buffer.data.fill_(...)`, NumPy,
+    and what the kernels of BatchNorm write into running statistics (see `running_statistics`).
 
     Attributes:
         reducer: It has the next round; None before there is any.
@@ -57,7 +57,7 @@ class BufferChanges:
     def __init__(self) -> None:
         self.reducer: weakref.ref[_native.Reducer] | None = None
         self._noted: list[weakref.ref[Tensor]] = []
-        self._versions: list[int] = []
+        self._marks: list[tuple[int, int]] = []
         # Digests of changed buffers, by number: those to be told, and those told since the last
         # round.
         self._untold: dict[int, bytes] = {}
@@ -70,7 +70,7 @@ class BufferChanges:
         if not self._has_warned:
             self._untold.clear()
             self._told.clear()
-            self._note_versions(buffers)
+            self._note_marks(buffers)
 
     def before_forward(
         self, buffers: Sequence[Tensor], exchanged: Sequence[Tensor], *, averages: bool
@@ -109,7 +109,7 @@ class BufferChanges:
         finally:
             left = buffers()
             if has_looked and all(isinstance(buffer, Tensor) for buffer in left):
-                self._note_versions(left)
+                self._note_marks(left)
 
     def _look(self, buffers: Sequence[Tensor], exchanged: Sequence[Tensor]) -> bool:
         """Takes down what has changed since it was last looked; returns whether it could be."""
@@ -117,10 +117,10 @@ class BufferChanges:
             return False
         changed = [
             number
-            for number, (buffer, known, version) in enumerate(
-                zip(buffers, self._noted, self._versions, strict=True)
+            for number, (buffer, known, mark) in enumerate(
+                zip(buffers, self._noted, self._marks, strict=True)
             )
-            if known() is not buffer or version_of(buffer) != version
+            if known() is not buffer or _mark_of(buffer) != mark
         ]
         if not changed:
             return True
@@ -132,17 +132,17 @@ class BufferChanges:
                 self._untold.pop(number, None)  # no forward that trains has seen it otherwise
             else:
                 self._untold[number] = _digest(value)
-        self._note_versions(buffers)
+        self._note_marks(buffers)
         return True
 
-    def _note_versions(self, buffers: Sequence[Tensor]) -> None:
+    def _note_marks(self, buffers: Sequence[Tensor]) -> None:
         if len(self._noted) == len(buffers):
             for number, (known, buffer) in enumerate(zip(self._noted, buffers, strict=True)):
                 if known() is not buffer:
                     self._noted[number] = weakref.ref(buffer)
         else:
             self._noted = [weakref.ref(buffer) for buffer in buffers]
-        self._versions = [version_of(buffer) for buffer in buffers]
+        self._marks = [_mark_of(buffer) for buffer in buffers]
 
     def warn_where_ranks_differ(self, names: Sequence[str]) -> None:
         """Warns once, on all ranks, of what the present round has found. Called in its closing."""
@@ -168,6 +168,14 @@ class BufferChanges:
             UserWarning,
             stacklevel=2,
         )
+
+
+def _mark_of(buffer: Tensor) -> tuple[int, int]:
+    """Another one where a buffer was written in place, or given memory (`buffer.data = ...`)."""
+    try:
+        return version_of(buffer), buffer.data_ptr()
+    except (AttributeError, RuntimeError):  # it has none: what is no tensor, or stands for one
+        return version_of(buffer), 0
 
 
 def _digest(*parts: bytes) -> bytes:

@@ -13,6 +13,8 @@ from pydist._torch import NormBase, buffers_of, runs_uncompiled, runs_uncompiled
 from pydist.errors import InvalidUsage
 from pydist.parallel.buffer_changes import BufferChanges
 from pydist.parallel.rank_local import RankLocal
+from pydist.parallel.running_statistics import RunningStatistics
+from pydist.parallel.sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -34,6 +36,7 @@ class BufferSync:
         is_enabled: Whether this rank asks for an exchange where it has changed its buffers. All
             ranks set it alike; any of them has its way.
         changes: What the program changes between steps.
+        statistics: What forwards do to running statistics.
     """
 
     def __init__(self, communicator: Communicator, module: RankLocal) -> None:
@@ -82,6 +85,15 @@ class BufferSync:
             place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)
             self._places.append(place)
         self._watched_places = [self._places[number] for number in self._watched]
+        self.statistics = RunningStatistics(
+            {
+                name.rpartition(".")[0]: owner
+                for name, owner, attribute in self._owners
+                if _is_statistic(owner, attribute) and _differs_between_ranks(owner)
+            }
+            if self._communicator.size > 1
+            else {}
+        )
         self.pack()
         self.changes.note(self._watched_now())
 
@@ -102,6 +114,7 @@ class BufferSync:
             averages: Whether the backward of this forward averages.
         """
         if self.is_enabled and self._watched:
+            self.statistics.before_forward(averages=averages)
             self.changes.before_forward(
                 self._watched_now(), self._watched_places, averages=averages
             )
@@ -111,6 +124,7 @@ class BufferSync:
         """Lets nobody take what the forward inside changes for a change of the program's."""
         if not (self.is_enabled and self._watched):
             return contextlib.nullcontext()
+        self.statistics.before_forward(averages=False)
         return self.changes.during_forward_without_gradients(
             self._watched_now, self._watched_places
         )
@@ -125,6 +139,7 @@ class BufferSync:
         if not (self.is_enabled and self._owners):
             return False
         self.changes.warn_where_ranks_differ([self._owners[n][0] for n in self._watched])
+        self.statistics.note_exchange()
         buffers = list(self._present())  # all of them must be as they were wrapped
         self.changes.note(self._watched_now())
         # They may have moved since.
@@ -174,6 +189,11 @@ class BufferSync:
 def _is_statistic(owner: nn.Module, attribute: str) -> bool:
     """Whether a buffer is one that a layer's own kernels update in each forward in training."""
     return isinstance(owner, NormBase) and attribute in _STATISTICS
+
+
+def _differs_between_ranks(owner: nn.Module) -> bool:
+    """Whether a layer's statistics are of one rank's batches."""
+    return not isinstance(owner, SyncBatchNorm | nn.SyncBatchNorm)
 
 
 def _only_counts(owner: nn.Module, attribute: str) -> bool:

@@ -40,7 +40,6 @@ from pydist._torch import (
     runs_uncompiled_throughout,
 )
 from pydist.errors import Error, InvalidUsage
-from pydist.job.arguments import a_type
 from pydist.parallel.ownership import newest_first, owners_within, trainers_of
 
 _TWO_AVERAGES = (
@@ -100,23 +99,6 @@ def refuse_wrapped(module: nn.Module) -> None:
                 "wrapped it, as Accelerate's prepare() and Trainers do, let either the library or "
                 "pydist.DataParallel wrap the model, not both"
             )
-
-
-def refuse_attribute(module: nn.Module, name: str, value: nn.Module) -> None:
-    """Raises InvalidUsage where `model.ema = ...` would put a wrapper, or a layer, into the module.
-
-    torch's wrapper has it beside the module. Ours stands for the module, so it would become a part
-    of that, with the module's names, and all that forwards do with parts. Other modules may be set,
-    but not where they would be a further layer.
-    """
-    is_wrapper = any(isinstance(part, StandIn) for _, part in _parts(value))
-    if is_wrapper or isinstance(module, nn.Sequential):
-        raise InvalidUsage(
-            f"model.{name} = ... would make {a_type(value)} a part of the wrapped module, "
-            f"{a_type(module)}, where torch's DistributedDataParallel would keep it beside the "
-            f"module: keep it in a variable of the program's, or in a list (model.{name} = [...]); "
-            f"to have it in the module, set model.module.{name}"
-        )
 
 
 @runs_uncompiled_throughout

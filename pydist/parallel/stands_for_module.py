@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from pydist._torch import StandIn
 from pydist.errors import InvalidUsage
-from pydist.parallel.nested_wrappers import refuse_attribute, refuse_copying_and_sharding
+from pydist.parallel.additions import can_be_kept_beside, refuse_addition, refuse_another_module
+from pydist.parallel.nested_wrappers import refuse_copying_and_sharding
 from pydist.parallel.prefixed_names import warn_of_prefix
 from pydist.parallel.state_hooks import HookedLoading, has_loading_hooks, taken_with_hooks
 from pydist.parallel.state_names import matched
@@ -48,14 +49,45 @@ class StandsForModule(StandIn):
 
     def __setattr__(self, name: str, value: Any) -> None:
         module = self.__dict__.get("module")
+        if name == "module" and module is not None:
+            if value is not module:
+                refuse_another_module()
+            return
         is_own = name in type(self)._own_names or name in self.__dict__ or hasattr(type(self), name)
         if module is None or is_own or not hasattr(module, name):
             if module is not None and isinstance(value, nn.Module):
-                refuse_attribute(module, name, value)
+                if can_be_kept_beside(value):
+                    self.__dict__[name] = value
+                    return
+                refuse_addition(module, name, value)
             super().__setattr__(name, value)
         else:
             _warn_of_setting(module, name)
             setattr(module, name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Puts another module into the place of one that the wrapped module has.
+
+        Raises:
+            InvalidUsage: It has none of that name.
+        """
+        self._require_known(name, module)
+        super().add_module(name, module)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As `add_module`, of a parameter."""
+        self._require_known(name, param)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As `add_module`, of a buffer."""
+        self._require_known(name, tensor)
+        super().register_buffer(name, tensor, persistent)
+
+    def _require_known(self, name: str, value: nn.Module | Tensor | None) -> None:
+        module = self.__dict__.get("module")
+        if module is not None and value is not None and not hasattr(module, name):
+            refuse_addition(module, name, value)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state, under the module's own names."""

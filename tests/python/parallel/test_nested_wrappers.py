@@ -6,6 +6,8 @@ The file is long because wrappers of torch's are of several kinds, and each may 
 import copy
 import re
 import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -174,24 +176,64 @@ def test_an_average_of_the_weights(run: Runner) -> None:
     run(keep_averages)
 
 
+class CallsItsChildren(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for child in self.children():
+            x = child(x)
+        return x * self.scale
+
+
+def additions_to(model: Any) -> Iterator[Callable[[], Any]]:
+    """All that would make something of the name `more` a part of the module."""
+    weighted = nn.CrossEntropyLoss(weight=torch.ones(2))
+    linear, parameter = nn.Linear(4, 4), nn.Parameter(torch.ones(1))
+    modules = copy.deepcopy(model), AveragedModel(model), linear, nn.Dropout(), weighted
+    for value in (*modules, parameter):
+        yield partial(setattr, model, "more", value)
+    yield partial(model.add_module, "more", linear)
+    yield partial(model.register_module, "more", linear)
+    yield partial(model.register_parameter, "more", parameter)
+    yield partial(model.register_buffer, "more", torch.ones(1))
+
+
 def set_modules_in_the_wrapper() -> None:
     """torch's would have them beside the module; ours stands for the module."""
     rank, _ = joined()
-    model = pydist.DataParallel(CallsAnother([]))
-    for other in (copy.deepcopy(model), AveragedModel(model)):
-        with pytest.raises(pydist.InvalidUsage, match=r"keep it in a variable.*model\.module\.ema"):
-            model.ema = other
-    model.ema = [copy.deepcopy(model)]
-    model.loss = nn.MSELoss()
-    layers = pydist.DataParallel(build())
-    names = list(layers.state_dict())
-    for other in (copy.deepcopy(layers.module), nn.MSELoss()):
-        with pytest.raises(
-            pydist.InvalidUsage, match=r"model\.more = .*an? \w+ a part of.* Sequential"
-        ):
-            layers.more = other
-    assert list(layers.state_dict()) == names
-    layers(batch(rank, 5, 4)).sum().backward()
+    says = r"keep it in a variable.*model\.module\.more"
+    for model in (pydist.DataParallel(CallsItsChildren()), pydist.DataParallel(build())):
+        before = model(batch(rank, 5, 4))
+        names = list(model.state_dict())
+        for add in additions_to(model):
+            with pytest.raises(pydist.InvalidUsage, match=says):
+                add()
+        model.more = [copy.deepcopy(model)]
+        model.loss = nn.MSELoss()
+        assert list(model.state_dict()) == names
+        outputs = model(batch(rank, 5, 4))
+        assert torch.equal(outputs, before)
+        model.loss(outputs, torch.zeros_like(outputs)).backward()
+        del model.loss
+        assert not hasattr(model, "loss")
+
+
+def put_something_in_place_of_a_part() -> None:
+    rank, _ = joined()
+    model = pydist.DataParallel(CallsItsChildren())
+    model.add_module("first", model.module.first)  # as torch's conversions do
+    model.module = model.module
+    for other in (copy.deepcopy(model.module), torch.compile(model.module, backend="eager")):
+        with pytest.raises(pydist.InvalidUsage, match="wraps one for life: make another wrapper"):
+            model.module = other
+    model(batch(rank, 5, 4)).sum().backward()
+
+
+def test_what_is_put_in_place_of_a_part(run: Runner) -> None:
+    run(put_something_in_place_of_a_part)
 
 
 def test_modules_that_are_set_in_the_wrapper(run: Runner) -> None:
