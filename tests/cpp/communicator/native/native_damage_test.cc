@@ -40,7 +40,7 @@ namespace {
 
 int tries() {
   const char* const asked = std::getenv("PYDIST_TEST_FUZZ");
-  return asked != nullptr ? std::atoi(asked) : 20'000;
+  return asked != nullptr ? std::atoi(asked) : 5'000;
 }
 
 // Random numbers that are the same in each run.

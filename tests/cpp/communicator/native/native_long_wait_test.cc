@@ -19,7 +19,9 @@ namespace {
 using std::chrono::milliseconds;
 
 // Many times as long as the group's own patience.
-constexpr milliseconds kLate{2000 * kSlowdown};
+constexpr milliseconds kLate{500 * kSlowdown};
+// Long enough for a circle to be seen.
+constexpr milliseconds kCircleSeen{2000 + 500 * kSlowdown};
 
 CommunicatorPtr join_impatiently(const RankOfTest& self, CheckHope check_hope = nullptr) {
   NativeOptions options;
@@ -115,7 +117,7 @@ TEST(NativeLongWaitTest, RanksThatWaitForEachOtherInTwoGroupsAreToldOfSoon) {
     const CommunicatorPtr one = join_named(self, "one");
     const CommunicatorPtr other = join_named(self, "other");
     Communicator& first = self.rank == 0 ? *one : *other;
-    const milliseconds timeout = (self.rank == 0 ? 3000 : 9000) * kSlowdown * milliseconds(1);
+    const milliseconds timeout = self.rank == 0 ? kCircleSeen : 5 * kCircleSeen;
     const ErrorDescription error = error_of([&] { first.run(with_timeout(barrier(), timeout)); });
     if (self.rank == 0) {
       EXPECT_EQ(error.kind, ErrorKind::kTimeout) << error.message;
@@ -139,7 +141,7 @@ TEST(NativeLongWaitTest, AnotherThreadMayOpenACircle) {
     const CommunicatorPtr other = join_named(self, "other");
     if (self.rank == 0) {
       std::thread late([&other] {
-        std::this_thread::sleep_for(milliseconds(2000 * kSlowdown));
+        std::this_thread::sleep_for(kCircleSeen);
         other->run(barrier());
       });
       one->run(barrier());
@@ -157,7 +159,7 @@ TEST(NativeLongWaitTest, ARankThatWaitsForAThirdOneIsInNoCircle) {
     const CommunicatorPtr all = join_named(self, "all");
     const CommunicatorPtr pair = self.rank == 0 ? nullptr : all->split({1, 2});
     if (self.rank == 2) {
-      std::this_thread::sleep_for(milliseconds(2000 * kSlowdown));
+      std::this_thread::sleep_for(kCircleSeen);
     }
     if (pair != nullptr) {
       pair->run(barrier());

@@ -83,7 +83,7 @@ INSTANTIATE_TEST_SUITE_P(By, NativeStoppedRankWaits, ::testing::Values("ring", "
 
 // Ranks gather into symmetric memory; rank 1 is stopped amid its copies into the others' memory.
 const RankProgram keeps_its_memory("keeps_its_memory", [](RankOfTest& self, const std::string&) {
-  constexpr std::size_t kBytes = std::size_t{48} << 20;
+  constexpr std::size_t kBytes = (std::size_t{48} << 20) / kSlowdown;
   const auto size = static_cast<std::size_t>(self.size);
   const MemoryPtr memory = self.communicator->allocate(kBytes * (size + 1), Device{});
   auto* const bytes = static_cast<std::byte*>(memory->data());
