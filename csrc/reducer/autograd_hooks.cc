@@ -1,5 +1,6 @@
 #include "reducer/autograd_hooks.h"
 
+#include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -95,8 +96,16 @@ bool AccumulationHooks::will_run() const {
   return found != chosen->end() && found->second.needed_;
 }
 
-void on_backward(const at::Tensor& tensor, std::function<void()> hook) {
+std::uint64_t next_node() { return at::sequence_number::peek(); }
+
+void on_backward(const at::Tensor& tensor, std::uint64_t first_node, std::function<void()> hook) {
   // Before the user's hooks on the tensor, which may raise.
+  if (tensor.is_view()) {
+    const auto& behind = tensor._base().grad_fn();
+    if (behind != nullptr && behind->sequence_nr() >= first_node) {
+      behind->add_tensor_pre_hook(std::make_unique<NoticeHook>(hook));
+    }
+  }
   tensor.grad_fn()->add_tensor_pre_hook(std::make_unique<NoticeHook>(std::move(hook)));
 }
 

@@ -43,8 +43,13 @@ class AccumulationHooks {
   std::uintptr_t after_ = 0;
 };
 
+// The number of the next node of the graph that this thread makes.
+[[nodiscard]] std::uint64_t next_node();
+
 // Calls `hook` when a backward reaches the tensor, which is not a leaf. Stays as long as the graph.
-void on_backward(const at::Tensor& tensor, std::function<void()> hook);
+// Of a view also when a backward reaches what it is a view of, if that was made by a node with this
+// number or a later one: who changes a view in place gives it another node.
+void on_backward(const at::Tensor& tensor, std::uint64_t first_node, std::function<void()> hook);
 
 // Whether this thread runs a part of a backward.
 [[nodiscard]] bool is_within_backward();

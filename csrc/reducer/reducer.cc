@@ -104,7 +104,7 @@ void Reducer::watch(const at::Tensor& output) {
     return;
   }
   // The graph keeps the reducer: who drops the wrapper after forward still gets averaged gradients.
-  on_backward(output, [self = shared_from_this(), averages = is_enabled_] {
+  on_backward(output, first_node_of_forward_, [self = shared_from_this(), averages = is_enabled_] {
     guarded_for_torch([&] { self->announce(averages); });
   });
 }
@@ -151,6 +151,7 @@ void Reducer::prepare_forward(bool is_for_training) {
     }
   }
   forward_began_ = now_ns();
+  first_node_of_forward_ = next_node();
 }
 
 void Reducer::note_changed_buffers(std::size_t first, std::uint64_t digest) {

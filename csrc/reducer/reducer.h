@@ -420,6 +420,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Openings votes_;  // what was said last that was no round
   std::optional<Closings> closings_;
   Instant forward_began_ = 0;
+  std::uint64_t first_node_of_forward_ = 0;
   Instant forward_ended_ = 0;
 
   std::size_t forwards_ = 0;  // since the last round
