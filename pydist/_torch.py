@@ -586,17 +586,18 @@ def is_timeout_torchs_own() -> bool:
 
 
 def timeout_of_group(group: dist.ProcessGroup) -> timedelta | None:
-    """The time-out that a program has given a group on a backend of torch's; None without one.
-
-    A group keeps no more than the number. So one that is torch's own counts as none, given or not.
-    """
-    torchs_own = (default_pg_timeout, dist.constants.default_pg_nccl_timeout)
+    """The time-out of a group on a backend of torch's; None where that keeps none."""
     for backend in backends_of(group):
         # A backend of somebody else's may have no options.
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
-            return None if timeout in torchs_own else timeout
+            return timeout
     return None
+
+
+def may_be_torchs_own(timeout: timedelta) -> bool:
+    """Whether a group has this time-out if nobody gave it one: it keeps no more than the number."""
+    return timeout in (default_pg_timeout, dist.constants.default_pg_nccl_timeout)
 
 
 def store_of_group(group: dist.ProcessGroup) -> dist.Store | None:

@@ -1,5 +1,6 @@
 """From what users pass as `group=` to the communicator that carries it."""
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -7,7 +8,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pydist import _native
-from pydist._torch import backends_of, groups_of_process, store_of_group, timeout_of_group
+from pydist._torch import (
+    backends_of,
+    groups_of_process,
+    may_be_torchs_own,
+    store_of_group,
+    timeout_of_group,
+)
 from pydist.errors import InvalidUsage
 from pydist.job import crossed_threads, current
 from pydist.job.arguments import a_type
@@ -90,7 +97,9 @@ def _meet(
     group: dist.ProcessGroup, backend: str | None, timeout: float | None, is_world: bool
 ) -> _native.Communicator:
     store = store_of(group)
-    wait = timeout_of_group(group) or default_timeout()
+    wait = timeout_of_group(group)
+    if wait is None or (may_be_torchs_own(wait) and os.environ.get("PYDIST_TIMEOUT")):
+        wait = default_timeout()
     if timeout is not None:
         wait = timedelta(seconds=timeout)
     return create_communicator(

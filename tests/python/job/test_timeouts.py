@@ -15,6 +15,7 @@ import torch.distributed as dist
 from launch import clean_environment, free_port, rank_outcomes, run_command, run_ranks
 from thorough import everyday
 from time_limit import PATIENCE
+from torch import nn
 
 import pydist
 
@@ -91,6 +92,22 @@ def test_thirty_minutes_that_somebody_asked_for_stay() -> None:
     nobody = 600.0
     expected = [1800.0, 1800.0, nobody, 1800.0, 1800.0, 45.5, 1800.0, nobody]
     assert run_ranks(thirty_minutes, 1) == [expected]
+
+
+def timeouts_beside_gloo() -> list[float]:
+    seen = []
+    for given in (None, timedelta(minutes=30), timedelta(seconds=45)):
+        dist.init_process_group("gloo", timeout=given)
+        seen.append(pydist.DataParallel(nn.Linear(2, 2))._communicator.timeout)
+        pydist.shutdown()
+        dist.destroy_process_group()
+    return seen
+
+
+def test_the_timeout_of_a_group_on_gloo_is_kept_as_in_torch() -> None:
+    assert run_ranks(timeouts_beside_gloo, 1) == [[1800.0, 1800.0, 45.0]]
+    env = {"PYDIST_TIMEOUT": "77"}
+    assert run_ranks(timeouts_beside_gloo, 1, env=env) == [[77.0, 77.0, 45.0]]
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
