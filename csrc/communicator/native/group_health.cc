@@ -309,24 +309,31 @@ GroupHealth::Keeper GroupHealth::keeper_behind(int rank) const {
   return {rank, "", activity(rank)};
 }
 
-bool GroupHealth::is_in_circle_with(int rank) const {
+bool GroupHealth::leads_into_circle(int rank) const {
   const std::int64_t long_since =
       coarse_monotonic_ns() - std::chrono::nanoseconds(kCircleWait).count();
-  std::vector<bool> seen(static_cast<std::size_t>(size()));
-  bool leaves_group = false;
-  for (int here = rank; !seen[static_cast<std::size_t>(here)];) {
-    seen[static_cast<std::size_t>(here)] = true;
+  struct Hop {
+    int from;
+    bool is_elsewhere;  // the wait is in another group
+  };
+  std::vector<Hop> way{{rank_, false}};
+  for (int here = rank;;) {
+    const auto begin =
+        std::find_if(way.begin(), way.end(), [here](const Hop& hop) { return hop.from == here; });
+    if (begin != way.end()) {
+      return std::any_of(begin, way.end(), [](const Hop& hop) { return hop.is_elsewhere; });
+    }
     const ProcessPage& page = *peers_[static_cast<std::size_t>(here)]->page;
     const std::vector<JournalEntry> entries = page.journal.read();
-    const auto wait = std::find_if(entries.begin(), entries.end(), [&](const JournalEntry& entry) {
+    const bool has_waited = std::any_of(entries.begin(), entries.end(), [&](const auto& entry) {
       return entry.state == JournalState::kRunning && entry.started_ns <= long_since &&
              page.awaited.is_in(entry.group);
     });
     const std::optional<std::uint64_t> awaited = page.awaited.page();
-    if (wait == entries.end() || !awaited) {
+    if (!has_waited || !awaited) {
       return false;
     }
-    leaves_group = leaves_group || !page.awaited.is_in(fingerprint_);
+    way.push_back({here, !page.awaited.is_in(fingerprint_)});
     const auto next = std::find_if(peers_.begin(), peers_.end(), [&](const PeerPtr& peer) {
       return peer->page->number.load(std::memory_order_relaxed) == *awaited;
     });
@@ -334,11 +341,7 @@ bool GroupHealth::is_in_circle_with(int rank) const {
       return false;
     }
     here = static_cast<int>(next - peers_.begin());
-    if (here == rank_) {
-      return leaves_group;
-    }
   }
-  return false;
 }
 
 void GroupHealth::warn_of_wait(const std::string& operation, std::chrono::nanoseconds lasting,

@@ -94,10 +94,10 @@ class GroupHealth {
   // thread of one of them comes to where the other is. So a circle is told of in the log at once,
   // and stays a Timeout: nobody can know that no thread will come.
 
-  // Whether the way from `rank`, which this one has waited for, leads back to this one, at least
-  // once through another group, and all have waited for a while. It is followed among the ranks of
-  // this group.
-  [[nodiscard]] bool is_in_circle_with(int rank) const;
+  // Whether the way from `rank`, which this one has waited for, leads to where it has been, at
+  // least once through another group since, and all have waited for a while. It is followed among
+  // the ranks of this group.
+  [[nodiscard]] bool leads_into_circle(int rank) const;
 
   // Where a rank is, seen from collective `sequence`: "never entered all_reduce #812; it is in
   // all_reduce #811 since 5.2 s".

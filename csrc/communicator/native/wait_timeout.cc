@@ -12,7 +12,7 @@ WaitCheck::WaitCheck(GroupHealth& health, int rank, const Deadline& deadline, Lo
     return;
   }
   const bool looks = is_late_ || notice.is_time_to_look();
-  is_circle_ = looks && rank >= 0 && health.is_in_circle_with(health.keeper_behind(rank).rank);
+  is_circle_ = looks && rank >= 0 && health.leads_into_circle(health.keeper_behind(rank).rank);
   is_long_ = !is_late_ && health.is_due(notice);
   if (is_circle_) {
     notice.set_told();

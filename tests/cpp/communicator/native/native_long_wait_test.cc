@@ -135,6 +135,23 @@ TEST(NativeLongWaitTest, RanksThatWaitForEachOtherInTwoGroupsAreToldOfSoon) {
   EXPECT_EQ(occurrences(log, kCircle), 2) << log;
 }
 
+TEST(NativeLongWaitTest, ACircleOfOtherRanksIsToldOf) {
+  const std::string log = log_of(3, [](RankOfTest& self) {
+    const CommunicatorPtr one = join_named(self, "one");
+    const CommunicatorPtr other = join_named(self, "other");
+    // Ranks 0 and 2 wait for rank 1, which waits for rank 0 elsewhere.
+    Communicator& first = self.rank == 1 ? *other : *one;
+    const milliseconds timeout = self.rank == 2 ? kCircleSeen : 5 * kCircleSeen;
+    const ErrorDescription error = error_of([&] { first.run(with_timeout(barrier(), timeout)); });
+    if (self.rank == 2) {
+      EXPECT_EQ(error.kind, ErrorKind::kTimeout) << error.message;
+      EXPECT_PRED2(contains, error.message, kCircle);
+      EXPECT_EQ(error.blame.ranks, std::vector<int>{1});
+    }
+  });
+  EXPECT_EQ(occurrences(log, kCircle), 3) << log;
+}
+
 TEST(NativeLongWaitTest, AnotherThreadMayOpenACircle) {
   const std::string log = log_of(2, [](RankOfTest& self) {
     const CommunicatorPtr one = join_named(self, "one");
