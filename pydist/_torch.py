@@ -58,6 +58,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "_BatchNorm": "the batch norms have no public base",
         "_NormBase": "nor do all the layers that keep statistics",
     },
+    "torch.nn.modules.loss": {"_Loss": "the losses have no public base, either"},
     "torch.nn.parallel.DistributedDataParallel": {
         "_set_params_and_buffers_to_ignore_for_model": "torch's only way to have names ignored",
         "_active_ddp_module": "dynamo cuts graphs for the wrapper that is there, and for no other",

@@ -15,7 +15,7 @@ from pydist import _native
 from pydist.parallel.bucket_planner import PlannedParameter
 
 if TYPE_CHECKING:
-    from pydist.parallel.buffers import BufferSync
+    from pydist.parallel.buffers.buffer_sync import BufferSync
 
 CommunicationStats = _native.ReducerStats
 BucketStats = _native.BucketStats

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from pydist import _native
-    from pydist.parallel.buffers import BufferSync
+    from pydist.parallel.buffers.buffer_sync import BufferSync
 
 
 # The file of torch's hooks that step an optimizer of torch's while gradients travel.

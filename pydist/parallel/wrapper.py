@@ -41,7 +41,7 @@ from pydist.parallel.bucket_planner import (
     plan_buckets,
     typical_cap_bytes,
 )
-from pydist.parallel.buffers import BufferSync
+from pydist.parallel.buffers.buffer_sync import BufferSync
 from pydist.parallel.compiled_graphs import graphs_cut_at
 from pydist.parallel.divergence_check import Sentinel
 from pydist.parallel.nested_wrappers import (

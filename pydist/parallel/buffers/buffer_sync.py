@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from pydist._torch import NormBase, buffers_of, runs_uncompiled, runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
-from pydist.parallel.buffer_changes import BufferChanges
+from pydist.parallel.buffers.buffer_changes import BufferChanges
+from pydist.parallel.buffers.running_statistics import RunningStatistics
 from pydist.parallel.rank_local import RankLocal
-from pydist.parallel.running_statistics import RunningStatistics
 from pydist.parallel.sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
