@@ -68,7 +68,7 @@ PARTS = (
             ),
             tests(
                 "a captured step whose buffer is replaced",
-                "tests/python/parallel/test_buffers.py -k graph",
+                "tests/python/parallel/buffers/test_buffers.py -k graph",
                 30,
             ),
             tests(

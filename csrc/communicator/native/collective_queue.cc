@@ -7,7 +7,7 @@
 #include "base/interruption.h"
 #include "base/log.h"
 #include "collectives/shared_memory/small_at_once.h"
-#include "communicator/native/wait_timeout.h"
+#include "communicator/native/wait_check.h"
 
 namespace pydist {
 namespace {

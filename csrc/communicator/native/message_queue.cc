@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "communicator/native/wait_timeout.h"
+#include "communicator/native/wait_check.h"
 
 namespace pydist {
 

@@ -1,6 +1,6 @@
 // The reductions of floating point and complex numbers.
 
-#include "kernels/cuda/reduce.h"
+#include "kernels/cuda/reduce_kernels.h"
 
 namespace pydist::cuda {
 

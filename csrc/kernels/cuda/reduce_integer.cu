@@ -1,6 +1,6 @@
 // The reductions of integers and bool.
 
-#include "kernels/cuda/reduce.h"
+#include "kernels/cuda/reduce_kernels.h"
 
 namespace pydist::cuda {
 

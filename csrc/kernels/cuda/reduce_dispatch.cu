@@ -4,7 +4,7 @@
 
 #include "kernels/cuda/arguments.h"
 #include "kernels/cuda/module.h"
-#include "kernels/cuda/reduce.h"
+#include "kernels/cuda/reduce_kernels.h"
 
 namespace pydist::cuda {
 

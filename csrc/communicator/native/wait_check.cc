@@ -1,4 +1,4 @@
-#include "communicator/native/wait_timeout.h"
+#include "communicator/native/wait_check.h"
 
 #include <utility>
 
