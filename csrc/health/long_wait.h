@@ -40,14 +40,11 @@ class LongWait {
   // Nothing more is to be told of it.
   void set_told() noexcept {
     due_ = Deadline::never();
-    is_told_ = true;
+    look_ = Deadline::never();
   }
 
   // Whether it is time to look for a circle of waits, as long as nothing has been told.
   [[nodiscard]] bool is_time_to_look() noexcept {
-    if (is_told_) {
-      return false;
-    }
     if (!look_) {
       look_ = Deadline::in(kCircleWait);
     }
@@ -63,7 +60,6 @@ class LongWait {
  private:
   std::optional<Deadline> due_;
   std::optional<Deadline> look_;
-  bool is_told_ = false;
 };
 
 // "rank 0 (pid 71 on host a) has been in barrier #3 of group 'world' for 60 s: rank 1 ...". `why`

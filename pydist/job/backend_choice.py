@@ -28,7 +28,7 @@ from pydist.job.log import logger
 from pydist.job.meeting.backend_agreement import Verdict, agree
 from pydist.job.meeting.gloo_network import GlooNetwork, describe_network, join_network
 from pydist.job.meeting.gpu_assignment import describe_gpus, make_current
-from pydist.job.meeting.meeting_number import next_number
+from pydist.job.meeting.meeting_number import next_number, require_only_process
 from pydist.job.processes import Process, end_with_torchrun, own_process
 from pydist.job.settings import parse_backend
 
@@ -200,8 +200,10 @@ def create_communicator(
     end_with_torchrun()
     # After destroy_process_group torch begins its names anew, on the same store.
     met_by = f"{name} of {','.join(map(str, members)) if members is not None else size}"
-    number = next_number(dist.PrefixStore(met_by, store), rank, timeout)
+    numbers = dist.PrefixStore(met_by, store)
+    number = next_number(numbers, rank, timeout)
     if number is None:
+        require_only_process(numbers, rank)
         raise Timeout(
             f"rank 0 did not join {name} within {timeout.total_seconds():g} s: look at what it "
             "prints.",

@@ -56,10 +56,10 @@ class StandsForModule(StandIn):
         is_own = name in type(self)._own_names or name in self.__dict__ or hasattr(type(self), name)
         if module is None or is_own or not hasattr(module, name):
             if module is not None and isinstance(value, nn.Module):
-                if can_be_kept_beside(value):
-                    self.__dict__[name] = value
-                    return
-                refuse_addition(module, name, value)
+                if not can_be_kept_beside(value):
+                    refuse_addition(module, name, value)
+                self.__dict__[name] = value
+                return
             super().__setattr__(name, value)
         else:
             _warn_of_setting(module, name)

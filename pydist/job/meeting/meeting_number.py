@@ -14,7 +14,7 @@ from pydist.errors import Timeout
 from pydist.job.meeting.store_waits import blaming_the_store, wait_until
 from pydist.job.processes import own_process
 
-__all__ = ["go_on_from", "next_number"]
+__all__ = ["go_on_from", "next_number", "require_only_process"]
 
 
 def next_number(
@@ -34,7 +34,6 @@ def next_number(
         check_host: called now and then while rank 0 is waited for, to raise where that is in vain.
 
     Raises:
-        Timeout: rank 0 has opened none since another process came as this rank.
         TransportError: the store is gone.
         Error: whatever `check_host` raises.
     """
@@ -43,7 +42,6 @@ def next_number(
             return int(store.add("opened", 1))
         been = int(store.add(f"been/{rank}", 0))
         if not wait_until(lambda: int(store.add("opened", 0)) > been, timeout, check_host):
-            _refuse_where_another_came(store, rank)
             return None
         opened = int(store.add("opened", 0))
         store.add(f"been/{rank}", opened - been)
@@ -56,11 +54,17 @@ def _note_who_came(store: dist.Store, rank: int) -> None:
     store.set(f"came/{rank}", f"{own.key}\n{own}")
 
 
-def _refuse_where_another_came(store: dist.Store, rank: int) -> None:
-    """Raises where the rank's last meeting was another process's: rank 0 is not to blame then."""
-    if not store.check([f"came/{rank}"]):
-        return
-    key, words = store.get(f"came/{rank}").decode().split("\n")
+def require_only_process(store: dist.Store, rank: int) -> None:
+    """For one who has waited for rank 0 in vain: it may be the second process with its rank.
+
+    Raises:
+        Timeout: the rank's last meeting was another process's, so rank 0 is not to blame.
+        TransportError: the store is gone.
+    """
+    with blaming_the_store():
+        if not store.check([f"came/{rank}"]):
+            return
+        key, words = store.get(f"came/{rank}").decode().split("\n")
     own = own_process()
     if key != own.key:
         raise Timeout(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pydist.errors import Timeout, TransportError
 from pydist.job.launchers import Placement, Rendezvous
 from pydist.job.meeting.bounded_store_calls import answer_within
-from pydist.job.meeting.meeting_number import next_number
+from pydist.job.meeting.meeting_number import next_number, require_only_process
 from pydist.job.meeting.store_waits import wait_for_keys
 
 __all__ = ["Meeting", "meet"]
@@ -92,6 +92,8 @@ def meet(
             else _connect(rendezvous, placement, timeout, check_host if purpose is None else None)
         )
         if (meeting := join(store, timeout)) is None:
+            if purpose is None:
+                require_only_process(dist.PrefixStore(name, store), placement.rank)
             raise Timeout(
                 f"rank 0 did not join within {timeout.total_seconds():g} s: look at what it "
                 "prints.",
@@ -109,6 +111,8 @@ def meet(
             if meeting is not None:
                 return meeting
         if time.monotonic() >= deadline_s:
+            with suppress(TransportError):
+                require_only_process(dist.PrefixStore(name, store), placement.rank)
             raise Timeout(
                 f"rank {placement.rank}: what answers at {rendezvous.address}:{rendezvous.port} "
                 "is not this job's rank 0 (another job may use the port): set MASTER_PORT to a "

@@ -87,7 +87,7 @@ class BufferSync:
         self._watched_places = [self._places[number] for number in self._watched]
         self.statistics = RunningStatistics(
             {
-                name.rpartition(".")[0]: owner
+                name.rpartition(".")[0] or type(owner).__name__: owner
                 for name, owner, attribute in self._owners
                 if _is_statistic(owner, attribute) and _differs_between_ranks(owner)
             }
