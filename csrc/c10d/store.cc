@@ -19,7 +19,7 @@
 #include "base/error.h"
 #include "base/interruption.h"
 #include "c10d/elastic_threads.h"
-#include "topology/culprits.h"
+#include "topology/told_error.h"
 
 namespace pydist {
 namespace {

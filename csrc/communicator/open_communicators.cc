@@ -10,7 +10,7 @@
 #include "base/fork.h"
 #include "base/log.h"
 #include "communicator/departure.h"
-#include "topology/culprits.h"
+#include "topology/told_error.h"
 
 namespace pydist {
 namespace {

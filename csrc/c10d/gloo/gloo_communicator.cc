@@ -28,8 +28,8 @@
 #include "communicator/open_communicators.h"
 #include "communicator/peer_news.h"
 #include "communicator/splits.h"
-#include "topology/culprits.h"
 #include "topology/hosts.h"
+#include "topology/told_error.h"
 
 namespace pydist {
 namespace {

@@ -30,8 +30,8 @@
 #include "health/long_wait.h"
 #include "health/process_identity.h"
 #include "health/process_state.h"
-#include "topology/culprits.h"
 #include "topology/key_value_store.h"
+#include "topology/told_error.h"
 
 namespace pydist {
 

@@ -16,9 +16,9 @@
 #include "health/process_state.h"
 #include "memory/memory_room.h"
 #include "memory/segment_exchange.h"
-#include "topology/culprits.h"
 #include "topology/hosts.h"
 #include "topology/rendezvous.h"
+#include "topology/told_error.h"
 
 namespace pydist {
 namespace {

@@ -21,7 +21,7 @@
 #include "communicator/operation_call.h"
 #include "communicator/peer_news.h"
 #include "communicator/splits.h"
-#include "topology/culprits.h"
+#include "topology/told_error.h"
 
 namespace pydist {
 namespace {

@@ -14,7 +14,7 @@
 #include "communicator/nccl/nccl_launched_work.h"
 #include "communicator/nccl/nccl_watchdog.h"
 #include "health/text_field.h"
-#include "topology/culprits.h"
+#include "topology/told_error.h"
 
 namespace pydist {
 namespace {

@@ -17,7 +17,7 @@
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/nccl/nccl_launched_work.h"
 #include "communicator/nccl/nccl_watchdog.h"
-#include "topology/culprits.h"
+#include "topology/told_error.h"
 
 namespace pydist {
 namespace {

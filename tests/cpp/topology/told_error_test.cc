@@ -1,4 +1,4 @@
-#include "topology/culprits.h"
+#include "topology/told_error.h"
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 namespace pydist {
 namespace {
 
-TEST(CulpritsTest, WhatARankTellsOfAnErrorComesBack) {
+TEST(ToldErrorTest, WhatARankTellsOfAnErrorComesBack) {
   const ToldError told{3,
                        {ErrorKind::kAborted,
                         "rank 3 has aborted: 5:text",
@@ -27,7 +27,7 @@ TEST(CulpritsTest, WhatARankTellsOfAnErrorComesBack) {
   EXPECT_EQ(heard.error.blame, told.error.blame);
 }
 
-TEST(CulpritsTest, AnyTextIsAnError) {
+TEST(ToldErrorTest, AnyTextIsAnError) {
   const std::string whole = ToldError{1, {ErrorKind::kTimeout, "late", {.ranks = {2}}}}.to_text();
   for (std::size_t length = 0; length < whole.size(); ++length) {
     static_cast<void>(ToldError::from_text(whole.substr(0, length)));
@@ -42,7 +42,7 @@ TEST(CulpritsTest, AnyTextIsAnError) {
   EXPECT_EQ(heard.error.blame, Blame{});
 }
 
-TEST(CulpritsTest, ARankIsToBlameForWhatIsItsOwn) {
+TEST(ToldErrorTest, ARankIsToBlameForWhatIsItsOwn) {
   const Blame own = own_blame(2, "enough");
   EXPECT_EQ(own, (Blame{.ranks = {2}, .host = host_name(), .pid = ::getpid(), .cause = "enough"}));
   EXPECT_EQ(blame_of(Aborted("enough"), 2), own);
@@ -50,7 +50,7 @@ TEST(CulpritsTest, ARankIsToBlameForWhatIsItsOwn) {
   EXPECT_EQ(blame_of(PeerLost("a rank has died"), 2), Blame{});
 }
 
-TEST(CulpritsTest, APlaceIsAProcessAndAHost) {
+TEST(ToldErrorTest, APlaceIsAProcessAndAHost) {
   Blame blame{.ranks = {1}};
   for (const char* const nonsense : {"", "4711", "x a", "4711x a", "99999999999 a"}) {
     set_place(blame, nonsense);

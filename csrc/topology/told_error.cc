@@ -1,4 +1,4 @@
-#include "topology/culprits.h"
+#include "topology/told_error.h"
 
 #include <unistd.h>
 
