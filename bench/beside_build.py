@@ -12,6 +12,7 @@ tells what noise alone does.
 
 import argparse
 import contextlib
+import os
 import statistics
 import sys
 import time
@@ -30,6 +31,13 @@ RANK = Path(__file__).with_name("timed_rank.py")
 WARM_CALLS = 10
 # A turn is long enough to wake the job that slept.
 TURN_S = 0.1
+# glibc keeps the memory that is freed. By its defaults it gives some back and asks for it again, or
+# not, by what happens to lie at the end of the heap: 0 or 120 page faults in a step of one model.
+KEEP_FREED_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
 
 
 def start(python: Path, work: str, ranks: int) -> StartedRanks:
@@ -77,6 +85,7 @@ def main() -> None:
     python = options.checkout.resolve() / ".venv/bin/python"
     if not python.exists():
         parser.error(f"there is no {python}: run `make build` in {options.checkout} first.")
+    os.environ.update(KEEP_FREED_MEMORY)
     table = Table("work", "this build over the other", "95 %", title="times of calls")
     steps = [work for work in options.work for _ in range(options.pairs)]
     ratios: dict[str, list[float]] = {work: [] for work in options.work}
