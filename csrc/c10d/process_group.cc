@@ -335,9 +335,9 @@ WorkRef TorchProcessGroup::allreduce_sparse(Tensors& tensors,
       throw InvalidUsage("all_reduce of a sparse tensor cannot be part of a coalescing block.");
     }
     ++sequence_;
-    WorkPtr work = sparse_all_reduce(*communicator_, tensor, reduce_op_of(options.reduceOp),
-                                     deadline_of(options.timeout));
-    return wrap(c10d::OpType::_ALLREDUCE_SPARSE, std::move(work), tensors);
+    const std::vector<WorkPtr> works = sparse_all_reduce(
+        *communicator_, {tensor}, reduce_op_of(options.reduceOp), deadline_of(options.timeout));
+    return wrap(c10d::OpType::_ALLREDUCE_SPARSE, works.front(), tensors);
   });
 }
 

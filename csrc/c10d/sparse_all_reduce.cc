@@ -36,17 +36,25 @@ Facts facts_of(const at::Tensor& tensor) {
           static_cast<std::int64_t>(shape.value())};
 }
 
-std::vector<Facts> exchange_facts(Communicator& communicator, Facts own,
-                                  std::optional<Deadline> deadline) {
-  std::vector<Facts> facts(static_cast<std::size_t>(communicator.size()));
+// Of all ranks, for each tensor.
+std::vector<std::vector<Facts>> exchange_facts(Communicator& communicator, std::vector<Facts> own,
+                                               std::optional<Deadline> deadline) {
+  std::vector<std::vector<Facts>> facts(own.size());
+  std::vector<Facts> gathered(own.size() * static_cast<std::size_t>(communicator.size()));
   Operation operation;
   operation.kind = OpKind::kAllGather;
   operation.deadline = deadline;
   operation.label = "sparse shapes";
-  operation.inputs = {{.data = own.data(), .count = kWords, .dtype = DType::kInt64, .device = {}}};
-  operation.outputs = {
-      {.data = facts.data(), .count = kWords * facts.size(), .dtype = DType::kInt64, .device = {}}};
+  operation.inputs = {
+      {.data = own.data(), .count = kWords * own.size(), .dtype = DType::kInt64, .device = {}}};
+  operation.outputs = {{.data = gathered.data(),
+                        .count = kWords * gathered.size(),
+                        .dtype = DType::kInt64,
+                        .device = {}}};
   communicator.run(std::move(operation));
+  for (std::size_t i = 0; i < gathered.size(); ++i) {
+    facts[i % own.size()].push_back(gathered[i]);
+  }
   return facts;
 }
 
@@ -77,20 +85,6 @@ struct Parts {
   std::vector<at::Tensor> values;
 };
 
-// target = the sum of all parts, coalesced.
-void add_up(const Parts& parts, const at::Tensor& target, ReduceOp op, int size) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  at::Tensor sum =
-      at::_sparse_coo_tensor_with_dims_and_tensors(
-          target.sparse_dim(), target.dense_dim(), target.sizes(), at::cat(parts.indices, 1),
-          at::cat(parts.values, 0), target.options().device(at::kCPU))
-          .coalesce();
-  if (op == ReduceOp::kMean) {
-    sum.div_(size);
-  }
-  target.copy_(sum);
-}
-
 Operation gather_parts(const Communicator& communicator, const at::Tensor& own,
                        const std::vector<at::Tensor>& parts, std::optional<Deadline> deadline,
                        const char* label) {
@@ -105,10 +99,31 @@ Operation gather_parts(const Communicator& communicator, const at::Tensor& own,
   return operation;
 }
 
-}  // namespace
+// What other threads need after the call.
+struct Reduction {
+  at::Tensor target;
+  ReduceOp op = ReduceOp::kSum;
+  int size = 1;
+  std::optional<c10::Stream> stream;  // the caller's, of a target on a device
+  Parts parts;
+};
 
-WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, ReduceOp op,
-                          std::optional<Deadline> deadline) {
+// target = the sum of all parts, coalesced.
+void add_up(const Reduction& reduction) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::Tensor& target = reduction.target;
+  at::Tensor sum = at::_sparse_coo_tensor_with_dims_and_tensors(
+                       target.sparse_dim(), target.dense_dim(), target.sizes(),
+                       at::cat(reduction.parts.indices, 1), at::cat(reduction.parts.values, 0),
+                       target.options().device(at::kCPU))
+                       .coalesce();
+  if (reduction.op == ReduceOp::kMean) {
+    sum.div_(reduction.size);
+  }
+  target.copy_(sum);
+}
+
+void require_reducible(const at::Tensor& tensor, ReduceOp op) {
   if (tensor.layout() != at::kSparse || !(tensor.is_cpu() || tensor.is_cuda())) {
     throw InvalidUsage(
         "all_reduce takes dense tensors and sparse COO tensors, on the CPU or a CUDA device.");
@@ -122,47 +137,40 @@ WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, 
     throw InvalidUsage(
         join("all_reduce: op '", to_string(op), "' is not defined for ", to_string(dtype), "."));
   }
-  // A sum of gradients has no history.
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  // The few values of a sparse tensor travel through host memory, whatever the backend moves.
-  const at::Tensor own = tensor.cpu().coalesce();
-  const std::vector<Facts> facts = exchange_facts(communicator, facts_of(own), deadline);
-  require_agreement(facts);
+}
 
-  auto parts = std::make_shared<Parts>();
-  parts->own_indices = own._indices().contiguous();
-  parts->own_values = own._values().contiguous();
+Parts room_for(const at::Tensor& own, const std::vector<Facts>& facts) {
+  Parts parts{.own_indices = own._indices().contiguous(),
+              .own_values = own._values().contiguous(),
+              .indices = {},
+              .values = {}};
+  std::vector<std::int64_t> shape = parts.own_values.sizes().vec();
   for (const Facts& fact : facts) {
-    parts->indices.push_back(at::empty({own.sparse_dim(), fact[0]}, parts->own_indices.options()));
-    std::vector<std::int64_t> shape = parts->own_values.sizes().vec();
+    parts.indices.push_back(at::empty({own.sparse_dim(), fact[0]}, parts.own_indices.options()));
     shape[0] = fact[0];
-    parts->values.push_back(at::empty(shape, parts->own_values.options()));
+    parts.values.push_back(at::empty(shape, parts.own_values.options()));
   }
-  std::vector<Operation> operations;
-  operations.push_back(
-      gather_parts(communicator, parts->own_indices, parts->indices, deadline, "sparse indices"));
-  operations.push_back(
-      gather_parts(communicator, parts->own_values, parts->values, deadline, "sparse values"));
+  return parts;
+}
+
+// The work of adding up, which begins when all parts have been `gathered`.
+WorkPtr when_gathered(Work& gathered, std::shared_ptr<Reduction> reduction) {
   auto work = std::make_shared<Work>();
-  const auto stream =
-      tensor.is_cuda() ? std::optional(current_stream(device_of(tensor.device()))) : std::nullopt;
-  const WorkPtr gathered = combine(communicator.submit_grouped(std::move(operations)));
   // Elsewhere: adding up takes longer than the thread that moves operations along should be kept.
-  gathered->on_completion([work, parts, target = tensor, stream, op,
-                           size = communicator.size()](const Work::Outcome& outcome) {
+  gathered.on_completion([work, reduction = std::move(reduction)](const Work::Outcome& outcome) {
     if (outcome.error) {
       work->finish(outcome.error);
       return;
     }
-    ElasticThreads::shared().post_or_run([work, parts, target, stream, op, size] {
+    ElasticThreads::shared().post_or_run([work, reduction] {
       try {
         // The caller's: the memory of the result belongs to the stream that it was made on.
-        const c10::OptionalStreamGuard on_stream(stream);
+        const c10::OptionalStreamGuard on_stream(reduction->stream);
         std::optional<OutsideCaptures> outside;
-        if (stream) {
+        if (reduction->stream) {
           outside.emplace();
         }
-        add_up(*parts, target, op, size);
+        add_up(*reduction);
         work->finish();
       } catch (...) {
         work->finish(std::current_exception());
@@ -170,6 +178,55 @@ WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor, 
     });
   });
   return work;
+}
+
+}  // namespace
+
+std::vector<WorkPtr> sparse_all_reduce(Communicator& communicator,
+                                       const std::vector<at::Tensor>& tensors, ReduceOp op,
+                                       std::optional<Deadline> deadline) {
+  if (tensors.empty()) {
+    return {};
+  }
+  for (const at::Tensor& tensor : tensors) {
+    require_reducible(tensor, op);
+  }
+  // A sum of gradients has no history.
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  std::vector<at::Tensor> own;
+  std::vector<Facts> own_facts;
+  for (const at::Tensor& tensor : tensors) {
+    // The few values of a sparse tensor travel through host memory, whatever the backend moves.
+    own.push_back(tensor.cpu().coalesce());
+    own_facts.push_back(facts_of(own.back()));
+  }
+  const std::vector<std::vector<Facts>> facts =
+      exchange_facts(communicator, std::move(own_facts), deadline);
+
+  std::vector<std::shared_ptr<Reduction>> reductions;
+  std::vector<Operation> operations;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    require_agreement(facts[i]);
+    auto& reduction = *reductions.emplace_back(std::make_shared<Reduction>());
+    reduction.target = tensors[i];
+    reduction.op = op;
+    reduction.size = communicator.size();
+    if (tensors[i].is_cuda()) {
+      reduction.stream = current_stream(device_of(tensors[i].device()));
+    }
+    Parts& parts = reduction.parts = room_for(own[i], facts[i]);
+    operations.push_back(
+        gather_parts(communicator, parts.own_indices, parts.indices, deadline, "sparse indices"));
+    operations.push_back(
+        gather_parts(communicator, parts.own_values, parts.values, deadline, "sparse values"));
+  }
+  const std::vector<WorkPtr> gathered = communicator.submit_grouped(std::move(operations));
+  std::vector<WorkPtr> works;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const WorkPtr both = combine({gathered[2 * i], gathered[2 * i + 1]});
+    works.push_back(when_gathered(*both, std::move(reductions[i])));
+  }
+  return works;
 }
 
 }  // namespace pydist

@@ -1,8 +1,9 @@
-// The sum of one sparse (COO) tensor of each rank, as a sparse tensor on every rank.
+// The sums of sparse (COO) tensors over all ranks, as sparse tensors on every rank.
 //
-//   1. all_gather of [number of values, sparse dims, dense dims, type, shape], so that ranks which
-//      disagree get Mismatch;
-//   2. all_gather of indices and of values, ragged;
+//   1. one all_gather for all tensors, of [number of values, sparse dims, dense dims, type, shape]
+//   of
+//      each, so that ranks which disagree get Mismatch;
+//   2. for each tensor all_gather of indices and of values, ragged;
 //   3. the concatenation of both, coalesced (which adds up values of equal indices).
 //
 // Bytes received by a rank: those of all the other ranks' indices and values.
@@ -12,14 +13,16 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <vector>
 
 #include "communicator/communicator.h"
 
 namespace pydist {
 
-// Collective. Blocks for step 1; the rest is under way when it returns. `tensor` holds the
-// coalesced result when the work has finished.
-[[nodiscard]] WorkPtr sparse_all_reduce(Communicator& communicator, const at::Tensor& tensor,
-                                        ReduceOp op, std::optional<Deadline> deadline);
+// Collective. Blocks for step 1; the rest is under way when it returns. Each of `tensors` holds the
+// coalesced result when its work, which has the same place in the returned vector, has finished.
+[[nodiscard]] std::vector<WorkPtr> sparse_all_reduce(Communicator& communicator,
+                                                     const std::vector<at::Tensor>& tensors,
+                                                     ReduceOp op, std::optional<Deadline> deadline);
 
 }  // namespace pydist

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <exception>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/log.h"
@@ -95,6 +96,8 @@ void Reducer::send_late() {
 }
 
 void Reducer::send_sparse() {
+  const bool is_weighted = round_.combination->op == ReduceOp::kPremulSum;
+  std::vector<at::Tensor> gradients;
   for (GradientSlot& slot : arena_.slots()) {
     if (!slot.is_sparse || closings_->used(slot.index) == 0) {
       continue;
@@ -112,12 +115,15 @@ void Reducer::send_sparse() {
           /*sparse_dim=*/1, slot.parameter.dim() - 1, slot.parameter.sizes(),
           slot.parameter.options().layout(at::kSparse));
     }
-    ReduceOp op = round_.combination->op;
-    if (op == ReduceOp::kPremulSum) {
+    if (is_weighted) {
       slot.late = scaled(slot.late, round_.combination->factor);
-      op = ReduceOp::kSum;
     }
-    operations_.add(sparse_all_reduce(*communicator_, slot.late, op, /*deadline=*/std::nullopt));
+    gradients.push_back(slot.late);
+  }
+  const ReduceOp op = is_weighted ? ReduceOp::kSum : round_.combination->op;
+  for (WorkPtr& work :
+       sparse_all_reduce(*communicator_, gradients, op, /*deadline=*/std::nullopt)) {
+    operations_.add(std::move(work));
   }
 }
 
