@@ -1,9 +1,14 @@
-"""A job on two hosts, played by two network namespaces whose host names mean a loopback address."""
+"""A job on two hosts, played by two network namespaces whose host names mean a loopback address.
+
+On each host the ranks are forked by a process that has torch loaded: that takes two seconds.
+"""
 
 import contextlib
 import json
 import os
+import select
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import run_command
+from launch import clean_environment
 from thorough import everyday
+from time_limit import PATIENCE
 
 from pydist.job.meeting.gloo_network import GlooNetwork, join_network
 
@@ -25,19 +31,60 @@ PORT = "29417"
 NAMES = ("hosta", "hostb")
 
 
+# A process of a host. For each line, a list of environments, it forks a rank in each of them,
+# which runs the script, and says when all have ended.
+FORKS = """
+import json, os, runpy, sys
+import pydist
+
+script, out = sys.argv[1:]
+for line in sys.stdin:
+    pids = []
+    for environment in json.loads(line):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.environ.update(environment)
+            sys.argv[:] = [script, out]
+            try:
+                runpy.run_path(script, run_name="__main__")
+            finally:
+                os._exit(0)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    print("all have ended", flush=True)
+"""
+
+
 @dataclass(frozen=True)
 class Hosts:
     """Two hosts; on each, net0 and net1 lead to the other."""
 
-    spaces: tuple[str, str]
+    servers: tuple[subprocess.Popen[str], ...]
     folder: Path
 
-    def start(self, host: int, command: str) -> str:
-        """A shell command that runs `command` on a host."""
-        return (
-            f"ip netns exec {self.spaces[host]} unshare --uts "
-            f"sh -c 'hostname {NAMES[host]}; exec {command}'"
-        )
+    def run(self, environments: tuple[list[dict[str, str]], ...], timeout: float) -> None:
+        """Runs ranks on each host, in one environment each."""
+        for server, of_ranks in zip(self.servers, environments, strict=True):
+            assert server.stdin is not None
+            server.stdin.write(json.dumps(of_ranks) + "\n")
+            server.stdin.flush()
+        for server in self.servers:
+            assert server.stdout is not None
+            ready, _, _ = select.select([server.stdout], [], [], timeout * PATIENCE)
+            assert ready, f"the ranks of a host have not ended in {timeout * PATIENCE} s"
+            assert server.stdout.readline() == "all have ended\n"
+
+
+def _serve(space: str, name: str, folder: Path) -> subprocess.Popen[str]:
+    forks = f"exec {sys.executable} {folder / 'forks.py'} {folder / 'script.py'} {folder}"
+    return subprocess.Popen(
+        ["ip", "netns", "exec", space, "unshare", "--uts", "sh", "-c", f"hostname {name}; {forks}"],
+        env=clean_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def _ip(arguments: str) -> None:
@@ -70,6 +117,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         pytest.skip(reason)
     spaces = (f"pydist-a-{os.getpid()}", f"pydist-b-{os.getpid()}")
     folders = [Path("/etc/netns") / space for space in spaces]
+    servers: list[subprocess.Popen[str]] = []
     try:
         for host, (space, folder) in enumerate(zip(spaces, folders, strict=True)):
             _ip(f"netns add {space}")
@@ -86,8 +134,18 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
             for host, space in enumerate(spaces):
                 _ip(f"-n {space} address add {net}.{host + 1}/24 dev net{number}")
                 _ip(f"-n {space} link set net{number} up")
-        yield Hosts(spaces, tmp_path_factory.mktemp("hosts"))
+        folder = tmp_path_factory.mktemp("hosts")
+        (folder / "script.py").write_text(SCRIPT)
+        (folder / "forks.py").write_text(FORKS)
+        for space, name in zip(spaces, NAMES, strict=True):
+            servers.append(_serve(space, name, folder))
+        yield Hosts(tuple(servers), folder)
     finally:
+        for server in servers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            with server:  # closes its pipes, and waits
+                pass
         for space, folder in zip(spaces, folders, strict=True):
             with contextlib.suppress(subprocess.SubprocessError):
                 _ip(f"netns del {space}")
@@ -102,7 +160,7 @@ import torch.distributed as dist
 
 import pydist
 
-rank, size, how, out = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), *sys.argv[1:3]
+rank, how, out = int(os.environ["RANK"]), os.environ["HOW"], sys.argv[1]
 said = {}
 try:
     if how == "group of the script":
@@ -140,21 +198,17 @@ def run_job(
     how: str = "init",
     variables: tuple[dict[str, str], ...] = ({}, {}, {}),
 ) -> list[dict[str, Any]]:
-    script = hosts.folder / "script.py"
-    script.write_text(SCRIPT)
-    starts = []
+    environments: tuple[list[dict[str, str]], ...] = ([], [])
     for rank, host in enumerate(HOST_OF_RANK):
         place = {"RANK": str(rank), "WORLD_SIZE": str(len(HOST_OF_RANK)), "MASTER_ADDR": master}
-        given = {**place, "MASTER_PORT": PORT, **variables[rank]}
-        environment = " ".join(f'{name}="{value}"' for name, value in given.items())
-        command = f'env {environment} {sys.executable} {script} "{how}" {hosts.folder}'
+        given = {"HOW": how, **place, "MASTER_PORT": PORT, **variables[rank]}
+        environments[host].append(given)
         (hosts.folder / str(rank)).unlink(missing_ok=True)
-        starts.append(hosts.start(host, command))
-    done = run_command(["sh", "-c", " & ".join(starts) + " & wait"], timeout=60)
+    hosts.run(environments, timeout=60)
     said = []
     for rank in range(len(HOST_OF_RANK)):
         file = hosts.folder / str(rank)
-        assert file.exists(), done.stderr
+        assert file.exists(), f"rank {rank} has ended without a word"
         said.append(json.loads(file.read_text()))
     return said
 

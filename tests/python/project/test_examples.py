@@ -25,9 +25,9 @@ ROUNDING = 1e-5
 
 
 def run_by_command(name: str, processes: int, *arguments: str) -> None:
+    launcher = [sys.executable, "-m", "pydist", "run", "-n", str(processes)]
     done = run_command(
-        [sys.executable, "-m", "pydist", "run", "-n", str(processes), str(EXAMPLES / name)]
-        + [*arguments],
+        [*launcher, str(EXAMPLES / name), *arguments],
         timeout=50,
         # One thread each: more would wait for each other by spinning, which takes tens of times as
         # long on a machine that is busy with other tests.
