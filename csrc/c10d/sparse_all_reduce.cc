@@ -26,12 +26,12 @@ constexpr std::size_t kShapeHash = 4;
 constexpr std::size_t kWords = 5;
 using Facts = std::array<std::int64_t, kWords>;
 
-Facts facts_of(const at::Tensor& tensor) {
+Facts facts_of(const at::Tensor& tensor, std::int64_t values) {
   Digest shape;
   for (const std::int64_t extent : tensor.sizes()) {
     shape.add(static_cast<std::uint64_t>(extent));
   }
-  return {tensor._nnz(), tensor.sparse_dim(), tensor.dense_dim(),
+  return {values, tensor.sparse_dim(), tensor.dense_dim(),
           static_cast<std::int64_t>(tensor.scalar_type()),
           static_cast<std::int64_t>(shape.value())};
 }
@@ -115,7 +115,7 @@ void add_up(const Reduction& reduction) {
   at::Tensor sum = at::_sparse_coo_tensor_with_dims_and_tensors(
                        target.sparse_dim(), target.dense_dim(), target.sizes(),
                        at::cat(reduction.parts.indices, 1), at::cat(reduction.parts.values, 0),
-                       target.options().device(at::kCPU))
+                       reduction.parts.own_values.options().layout(at::kSparse))
                        .coalesce();
   if (reduction.op == ReduceOp::kMean) {
     sum.div_(reduction.size);
@@ -128,7 +128,7 @@ void require_reducible(const at::Tensor& tensor, ReduceOp op) {
     throw InvalidUsage(
         "all_reduce takes dense tensors and sparse COO tensors, on the CPU or a CUDA device.");
   }
-  if (op != ReduceOp::kSum && op != ReduceOp::kMean) {
+  if (op != ReduceOp::kSum && op != ReduceOp::kMean && op != ReduceOp::kPremulSum) {
     throw InvalidUsage(join("all_reduce of sparse tensors has sum and mean, not '", to_string(op),
                             "': use dense tensors."));
   }
@@ -137,6 +137,14 @@ void require_reducible(const at::Tensor& tensor, ReduceOp op) {
     throw InvalidUsage(
         join("all_reduce: op '", to_string(op), "' is not defined for ", to_string(dtype), "."));
   }
+}
+
+// What a rank adds to the sum: few values, which go through host memory whatever the backend moves.
+at::Tensor contribution(const at::Tensor& tensor, double factor) {
+  const at::ScalarType type = tensor.scalar_type();
+  const bool is_widened = type == at::kHalf || type == at::kBFloat16;
+  const at::Tensor own = (is_widened ? tensor.cpu().to(at::kFloat) : tensor.cpu()).coalesce();
+  return factor == 1.0 ? own : own.mul(factor);
 }
 
 Parts room_for(const at::Tensor& own, const std::vector<Facts>& facts) {
@@ -184,7 +192,7 @@ WorkPtr when_gathered(Work& gathered, std::shared_ptr<Reduction> reduction) {
 
 std::vector<WorkPtr> sparse_all_reduce(Communicator& communicator,
                                        const std::vector<at::Tensor>& tensors, ReduceOp op,
-                                       std::optional<Deadline> deadline) {
+                                       double factor, std::optional<Deadline> deadline) {
   if (tensors.empty()) {
     return {};
   }
@@ -196,9 +204,8 @@ std::vector<WorkPtr> sparse_all_reduce(Communicator& communicator,
   std::vector<at::Tensor> own;
   std::vector<Facts> own_facts;
   for (const at::Tensor& tensor : tensors) {
-    // The few values of a sparse tensor travel through host memory, whatever the backend moves.
-    own.push_back(tensor.cpu().coalesce());
-    own_facts.push_back(facts_of(own.back()));
+    own.push_back(contribution(tensor, op == ReduceOp::kPremulSum ? factor : 1.0));
+    own_facts.push_back(facts_of(tensor, own.back()._nnz()));
   }
   const std::vector<std::vector<Facts>> facts =
       exchange_facts(communicator, std::move(own_facts), deadline);

@@ -280,6 +280,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::optional<Combination> combination;  // once it is known
     std::shared_ptr<RoundTimes> times;
     double launching_s = 0.0;
+    std::vector<at::Tensor> handed_over;  // sparse gradients, to a hook
   };
   // The weights of the backwards since the last round. They are forgotten together with the
   // gradients.
@@ -336,6 +337,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void launch_what_is_ready();
   void launch_what_has_memory();
   void launch_rest(Closing::Status status);
+  [[nodiscard]] std::size_t bucket_count() const;
+  void fill_unplaced();
+  void hand_over_sparse(Closing::Status status);
+  // What this rank sends for a sparse gradient.
+  [[nodiscard]] at::Tensor sparse_to_send(const GradientSlot& slot) const;
+  [[nodiscard]] static at::Tensor no_values(const GradientSlot& slot);
   void close_round(Closing::Status status);
   void require_same_model();
   void open_or_give_up();

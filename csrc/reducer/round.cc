@@ -143,7 +143,7 @@ void Reducer::launch(Closing::Status status) {
   round_.times->buckets[number].launched = now_ns();
   const at::Tensor memory = is_lost ? at::empty_like(bucket.memory) : bucket.travelling;
   const at::Tensor shard = is_lost ? at::empty_like(bucket.shard) : bucket.shard;
-  const DepartingBucket departing{number, bucket.label, memory, shard};
+  const DepartingBucket departing{number, bucket_count(), bucket.label, memory, shard};
   try {
     if (status == Closing::Status::kFine) {
       policy_->prepare(departing, *round_.combination);
@@ -236,6 +236,25 @@ void Reducer::launch_rest(Closing::Status status) {
   }
 }
 
+// How many buckets a hook sees in a round.
+std::size_t Reducer::bucket_count() const {
+  return arena_.buckets().size() + static_cast<std::size_t>(std::count_if(
+                                       arena_.slots().begin(), arena_.slots().end(),
+                                       [](const GradientSlot& slot) { return slot.is_sparse; }));
+}
+
+// The same for what travels only after the closing.
+void Reducer::fill_unplaced() {
+  for (GradientSlot& slot : arena_.slots()) {
+    if (!has_place(slot)) {
+      check_aside(slot);
+      const bool counts =
+          is_present_ && holds_gradient(slot) && (slot.is_pending || is_by_hand(slot));
+      slot.sends = counts ? GradientSlot::Sends::kOwn : GradientSlot::Sends::kNothing;
+    }
+  }
+}
+
 void Reducer::close_round(Closing::Status status) {
   Closing closing{status};
   note_capture();
@@ -258,13 +277,7 @@ void Reducer::close_round(Closing::Status status) {
     closings_.emplace(communicator_->rank(), communicator_->size(), arena_.slots().size());
   }
   closings_->write(closing);
-  for (GradientSlot& slot : arena_.slots()) {
-    if (!has_place(slot) && status == Closing::Status::kFine) {
-      check_aside(slot);
-      const bool counts =
-          is_present_ && holds_gradient(slot) && (slot.is_pending || is_by_hand(slot));
-      slot.sends = counts ? GradientSlot::Sends::kOwn : GradientSlot::Sends::kNothing;
-    }
+  for (const GradientSlot& slot : arena_.slots()) {
     if (slot.sends == GradientSlot::Sends::kOwn) {
       closings_->set_used(slot.index);
     }
@@ -317,6 +330,8 @@ void Reducer::close_or_give_up() {
   try {
     decide_combination();
     launch_rest(Closing::Status::kFine);
+    fill_unplaced();
+    hand_over_sparse(Closing::Status::kFine);
     close_round(Closing::Status::kFine);
   } catch (...) {
     give_up();

@@ -1,7 +1,6 @@
-// What follows the closing of a round, see Note [Rounds]: late and sparse gradients, new and
+// What follows the closing of a round, see Note [Rounds]: late gradients, new and
 // unused parameters, the next plan.
 
-#include <ATen/ops/_sparse_coo_tensor_with_dims.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -13,7 +12,6 @@
 
 #include "base/error.h"
 #include "base/log.h"
-#include "c10d/sparse_all_reduce.h"
 #include "reducer/reducer.h"
 
 namespace pydist {
@@ -95,38 +93,6 @@ void Reducer::send_late() {
   }
 }
 
-void Reducer::send_sparse() {
-  const bool is_weighted = round_.combination->op == ReduceOp::kPremulSum;
-  std::vector<at::Tensor> gradients;
-  for (GradientSlot& slot : arena_.slots()) {
-    if (!slot.is_sparse || closings_->used(slot.index) == 0) {
-      continue;
-    }
-    const bool has_gradient = slot.parameter.grad().defined();
-    if (slot.sends == GradientSlot::Sends::kOwn) {
-      slot.late = slot.parameter.grad();
-    } else if (has_gradient && is_present_ && keeps_averages()) {
-      slot.late = slot.parameter.grad().clone();  // as in fill()
-    } else {
-      if (has_gradient && is_present_) {
-        set_aside(slot);
-      }
-      slot.late = at::_sparse_coo_tensor_with_dims(
-          /*sparse_dim=*/1, slot.parameter.dim() - 1, slot.parameter.sizes(),
-          slot.parameter.options().layout(at::kSparse));
-    }
-    if (is_weighted) {
-      slot.late = scaled(slot.late, round_.combination->factor);
-    }
-    gradients.push_back(slot.late);
-  }
-  const ReduceOp op = is_weighted ? ReduceOp::kSum : round_.combination->op;
-  for (WorkPtr& work :
-       sparse_all_reduce(*communicator_, gradients, op, /*deadline=*/std::nullopt)) {
-    operations_.add(std::move(work));
-  }
-}
-
 // Lets rank 0 plan the buckets of the next round, and takes over its plan. Returns the error if
 // planning failed, on every rank.
 std::exception_ptr Reducer::exchange_plan() {
@@ -192,6 +158,8 @@ void Reducer::settle(bool learns) {
         slot.segment.add_(segment_of(slot, slot.late));
       } else if (has_place(slot)) {
         slot.view.add_(slot.late);
+      } else if (slot.is_sparse && slot.parameter.grad().defined()) {
+        slot.parameter.mutable_grad().copy_(slot.late);  // whoever holds it sees the average
       } else {
         slot.parameter.mutable_grad() = slot.late;
       }

@@ -50,6 +50,7 @@ void Reducer::give_up() noexcept {
     }
     launch_rest(Closing::Status::kThrew);
     if (!round_.is_closed) {
+      hand_over_sparse(Closing::Status::kThrew);
       close_round(Closing::Status::kThrew);
     }
   } catch (const std::exception& error) {

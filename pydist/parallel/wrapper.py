@@ -755,9 +755,12 @@ class DataParallel(TorchIdioms, StandsForModule):
 
         Torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unmodified. All ranks
         register the same one, once, before the first backward. The buckets then follow the order of
-        the first backward and no later one, because hooks may keep state for each. Sparse gradients
-        do not pass through it. `bucket.buffer()` has zeros between gradients, which start on cache
-        lines; `bucket.gradients()` has none. Complex ones arrive as pairs of real numbers.
+        the first backward and no later one, because hooks may keep state for each.
+        `bucket.buffer()` has zeros between gradients, which start on cache lines;
+        `bucket.gradients()` has none. Complex ones arrive as pairs of real numbers. The sparse
+        gradient of an embedding is a bucket of its own, as in torch: `bucket.buffer()` is sparse,
+        and `bucket.gradients()` empty. These buckets are the last, and come in every step, also
+        where no rank has used the embedding.
 
         Args:
             state: The first argument of every call.

@@ -22,6 +22,7 @@ namespace pydist {
 
 struct DepartingBucket {
   std::size_t number;
+  std::size_t count;  // of all buckets, with one for each sparse gradient
   const std::string& label;
   const at::Tensor& memory;  // what travels
   const at::Tensor& shard;  // where this rank's part of the result goes; undefined: all to `memory`
@@ -43,6 +44,11 @@ class BucketPolicy {
   [[nodiscard]] virtual WorkPtr reduce(const DepartingBucket& bucket,
                                        const Combination& combination,
                                        Work::Callback on_completion) = 0;
+
+  // The same for the sparse gradient of `parameter`, which is its own bucket and becomes the result
+  // in finish(). Called only where is_of_program(), after all other buckets.
+  virtual void reduce_sparse(std::size_t /*number*/, std::size_t /*count*/,
+                             const at::Tensor& /*gradient*/, const at::Tensor& /*parameter*/) {}
 
   // Waits for what has no operation, and writes what comes of it into the buckets' memory.
   virtual void finish() {}

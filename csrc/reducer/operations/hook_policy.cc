@@ -59,15 +59,26 @@ WorkPtr HookPolicy::reduce(const DepartingBucket& bucket, const Combination& /*c
     return nullptr;
   }
   const View& view = views_[bucket.number];
-  c10d::GradBucket grad_bucket(bucket.number, views_.size(), bucket.memory, view.offsets,
-                               view.lengths, {view.sizes.begin(), view.sizes.end()},
-                               view.parameters, std::nullopt);
-  has_raised_ = true;  // unless it returns
-  promises_.push_back({bucket.number, bucket.memory, hook_->runHook(grad_bucket)});
-  has_raised_ = false;
+  c10d::GradBucket seen(bucket.number, bucket.count, bucket.memory, view.offsets, view.lengths,
+                        {view.sizes.begin(), view.sizes.end()}, view.parameters, std::nullopt);
+  run(seen, view.label, bucket.memory);
   promises_.back().future->addCallback(
       [on_completion = std::move(on_completion)](const auto& /*future*/) { on_completion({}); });
   return nullptr;
+}
+
+void HookPolicy::reduce_sparse(std::size_t number, std::size_t count, const at::Tensor& gradient,
+                               const at::Tensor& parameter) {
+  if (!has_raised_) {
+    c10d::GradBucket seen(number, count, gradient, {}, {}, {}, {parameter}, std::nullopt);
+    run(seen, "a sparse gradient", gradient);
+  }
+}
+
+void HookPolicy::run(c10d::GradBucket& bucket, std::string label, const at::Tensor& memory) {
+  has_raised_ = true;  // unless it returns
+  promises_.push_back({std::move(label), memory, hook_->runHook(bucket)});
+  has_raised_ = false;
 }
 
 void HookPolicy::finish() {
@@ -75,13 +86,18 @@ void HookPolicy::finish() {
     promise.future->wait();
     const at::Tensor averaged = hook_->parseHookResult(promise.future->value());
     const at::Tensor& memory = promise.memory;
+    if (memory.is_sparse()) {
+      if (!averaged.is_same(memory)) {
+        at::Tensor(memory).copy_(averaged);
+      }
+      continue;
+    }
     if (averaged.const_data_ptr() == memory.const_data_ptr()) {
       continue;
     }
     if (averaged.numel() != memory.numel()) {
       throw InvalidUsage(join("the communication hook returned ", averaged.numel(),
-                              " elements for ", views_[promise.bucket].label, ", which has ",
-                              memory.numel()));
+                              " elements for ", promise.label, ", which has ", memory.numel()));
     }
     memory.copy_(averaged.reshape(memory.sizes()));
   }

@@ -21,7 +21,8 @@
 
 namespace c10d {
 class CommHookInterface;
-}
+class GradBucket;
+}  // namespace c10d
 
 namespace pydist {
 
@@ -35,6 +36,8 @@ class HookPolicy final : public BucketPolicy {
   // Throws what the hook throws.
   [[nodiscard]] WorkPtr reduce(const DepartingBucket& bucket, const Combination& combination,
                                Work::Callback on_completion) override;
+  void reduce_sparse(std::size_t number, std::size_t count, const at::Tensor& gradient,
+                     const at::Tensor& parameter) override;
   void finish() override;
   void forget() noexcept override { promises_.clear(); }
   [[nodiscard]] bool is_idle() const noexcept override { return promises_.empty(); }
@@ -53,10 +56,12 @@ class HookPolicy final : public BucketPolicy {
     std::vector<std::pair<std::int64_t, std::int64_t>> padding;  // between gradients: from, count
   };
   struct Promise {
-    std::size_t bucket;
-    at::Tensor memory;
+    std::string label;
+    at::Tensor memory;  // sparse, or of a bucket
     c10::intrusive_ptr<c10::ivalue::Future> future;
   };
+
+  void run(c10d::GradBucket& bucket, std::string label, const at::Tensor& memory);
 
   const std::shared_ptr<c10d::CommHookInterface> hook_;
   const int divisor_;

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Library, Record, program
-from nets import batch, mlp
+from nets import CLASSES, ROWS, batch, mlp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
@@ -207,3 +207,36 @@ def optimizers_that_torch_puts_into_backward(lib: Library, record: Record) -> No
         loss = functional.cross_entropy(model(inputs), targets)
         loss.backward()
         record(model, None, loss)
+
+
+@program("torch DDP", on_gpu=False)
+def sparse_embeddings_and_a_communication_hook(lib: Library, record: Record) -> None:
+    def halved(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        return default_hooks.allreduce_hook(group, bucket).then(lambda mean: mean.value() * 0.5)
+
+    train_with_hook(lib, record, halved)
+
+
+@program("torch DDP", on_gpu=False)
+def sparse_embeddings_and_gradients_left_local_by_a_hook(lib: Library, record: Record) -> None:
+    def local(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    train_with_hook(lib, record, local)
+
+
+def train_with_hook(lib: Library, record: Record, hook: Any) -> None:
+    table = nn.Embedding(20, 4, sparse=True)
+    module = nn.Sequential(table, nn.Flatten(), nn.Linear(5 * 4, CLASSES))
+    model = lib.DataParallel(module.to(lib.device))
+    model.register_comm_hook(None, hook)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        words = lib.share(torch.randint(20, (ROWS, 5), generator=generator))
+        loss = functional.cross_entropy(model(words), lib.share(torch.arange(ROWS) % 3))
+        model.zero_grad()
+        loss.backward()
+        gradients = [parameter.grad.to_dense().clone() for parameter in model.parameters()]
+        record(local={"gradients": gradients})

@@ -1,5 +1,6 @@
 """Embeddings with sparse gradients."""
 
+import contextlib
 import copy
 
 import pytest
@@ -92,3 +93,54 @@ def average_twice() -> None:
 
 def test_averaged_gradients_may_be_added_to(run: Runner) -> None:
     run(average_twice)
+
+
+def hold_across_steps() -> None:
+    rank, size = joined()
+    torch.manual_seed(0)
+    model = pydist.DataParallel(Tables(with_head=True))
+    reference = copy.deepcopy(model.module)
+    words = torch.tensor([rank])
+    model(words, torch.tensor([1])).backward()
+    held = model.module.rare.weight.grad
+    assert held is not None
+    # No gradients are zeroed, and rank 0 alone uses the table again.
+    model(words, torch.tensor([2]) if rank == 0 else None).backward()
+    assert model.module.rare.weight.grad is held
+    for r in range(size):
+        (reference(torch.tensor([r]), torch.tensor([1])) / size).backward()
+        rare = torch.tensor([2]) if r == 0 else None
+        (reference(torch.tensor([r]), rare) / size).backward()
+    assert_near(held.to_dense(), reference.rare.weight.grad.to_dense())
+
+
+def test_a_held_gradient_stays_the_parameters(ranks: Ranks) -> None:
+    ranks.run(hold_across_steps, timeout=LIMIT_S)
+
+
+def round_once(dtype: torch.dtype, weighted: bool) -> None:
+    rank, size = joined()
+    weights = [1.0 + r / 3 for r in range(size)] if weighted else [1.0] * size
+    model = pydist.DataParallel(nn.Embedding(2, 64, sparse=True, dtype=dtype))
+    for step in range(5):
+        slopes = [
+            torch.randn(64, generator=torch.Generator().manual_seed(10 * step + r)).to(dtype)
+            for r in range(size)
+        ]
+        model.zero_grad()
+        with contextlib.ExitStack() as stack:
+            if weighted:
+                stack.enter_context(model.weighted(weights[rank]))
+            (model(torch.tensor([1]))[0] * slopes[rank]).sum().backward()
+        exact = sum(w * s.double() for w, s in zip(weights, slopes, strict=True)) / sum(weights)
+        assert isinstance(exact, Tensor)
+        ours = model.module.weight.grad.to_dense()[1]
+        # Half a unit in the last place, and what float32 adds to it.
+        half = torch.finfo(dtype).eps / 2 * (1 + 1e-3)
+        torch.testing.assert_close(ours.double(), exact, rtol=half, atol=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_16_bits_are_rounded_once(ranks: Ranks, dtype: torch.dtype, weighted: bool) -> None:
+    ranks.run(round_once, dtype, weighted, timeout=LIMIT_S)

@@ -1,0 +1,88 @@
+// Sparse gradients of a round, which have no place in a bucket's memory: what any rank has used is
+// gathered from all after the closing; or a hook of the program gets each before it.
+
+#include <ATen/ops/_sparse_coo_tensor_with_dims.h>
+
+#include <cstddef>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "c10d/sparse_all_reduce.h"
+#include "reducer/reducer.h"
+
+namespace pydist {
+
+at::Tensor Reducer::no_values(const GradientSlot& slot) {
+  return at::_sparse_coo_tensor_with_dims(/*sparse_dim=*/1, slot.parameter.dim() - 1,
+                                          slot.parameter.sizes(),
+                                          slot.parameter.options().layout(at::kSparse));
+}
+
+at::Tensor Reducer::sparse_to_send(const GradientSlot& slot) const {
+  if (slot.sends == GradientSlot::Sends::kOwn) {
+    return slot.parameter.grad();
+  }
+  const bool sends_again = slot.parameter.grad().defined() && is_present_ && keeps_averages();
+  return sends_again ? slot.parameter.grad().clone() : no_values(slot);  // as in fill()
+}
+
+// Hands the sparse gradients to the program, if it averages: before the closing, which tells
+// whether it has raised. So it gets those, too, that no rank has used.
+void Reducer::hand_over_sparse(Closing::Status status) {
+  if (!policy_->is_of_program() || round_.is_bare) {
+    return;
+  }
+  std::size_t number = 0;  // among the sparse ones
+  for (const GradientSlot& slot : arena_.slots()) {
+    if (!slot.is_sparse || number++ < round_.handed_over.size()) {
+      continue;
+    }
+    at::Tensor gradient = status == Closing::Status::kFine ? sparse_to_send(slot) : no_values(slot);
+    if (round_.combination->op == ReduceOp::kPremulSum) {
+      // The program divides by the number of ranks again.
+      gradient = scaled(gradient,
+                        round_.combination->factor * (options_.sums ? 1 : communicator_->size()));
+    }
+    try {
+      policy_->reduce_sparse(arena_.buckets().size() + number - 1, bucket_count(), gradient,
+                             slot.parameter);
+    } catch (...) {
+      if (status == Closing::Status::kFine || !policy_->has_raised()) {
+        throw;
+      }
+    }
+    round_.handed_over.push_back(std::move(gradient));
+  }
+}
+
+void Reducer::send_sparse() {
+  std::vector<at::Tensor> gradients;
+  const bool hook_averages = !round_.handed_over.empty();
+  auto averaged = round_.handed_over.begin();
+  for (GradientSlot& slot : arena_.slots()) {
+    if (!slot.is_sparse) {
+      continue;
+    }
+    const at::Tensor by_hook = hook_averages ? *averaged++ : at::Tensor();
+    if (closings_->used(slot.index) == 0) {
+      continue;
+    }
+    slot.late = hook_averages ? by_hook : sparse_to_send(slot);
+    if (slot.sends != GradientSlot::Sends::kOwn && slot.parameter.grad().defined() && is_present_ &&
+        !keeps_averages()) {
+      set_aside(slot);
+    }
+    gradients.push_back(slot.late);
+  }
+  if (hook_averages) {
+    return;
+  }
+  const auto [op, factor] = *round_.combination;
+  for (WorkPtr& work : sparse_all_reduce(*communicator_, gradients, op, factor,
+                                         /*deadline=*/std::nullopt)) {
+    operations_.add(std::move(work));
+  }
+}
+
+}  // namespace pydist
