@@ -200,3 +200,8 @@ def require_ordinary(kind: str, name: str, tensor: Tensor) -> None:
         raise InvalidUsage(
             f"{kind} {name} is {tensor.layout}; pydist.DataParallel needs dense tensors"
         )
+    if tensor.is_conj() or tensor.is_neg():
+        raise InvalidUsage(
+            f"{kind} {name} is a conjugate or negative view, whose memory holds other values than "
+            "it has: make it of `tensor.resolve_conj().resolve_neg()` before wrapping the module"
+        )

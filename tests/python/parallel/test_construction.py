@@ -102,6 +102,15 @@ def wrap_wrongly() -> None:
     ):
         with pytest.raises(pydist.InvalidUsage):
             wrong()
+    for kind, view in (
+        ("parameter", nn.Parameter(torch.ones(3, dtype=torch.complex64).conj())),
+        ("buffer", torch.ones(3, dtype=torch.complex64).conj().imag),
+    ):
+        module = nn.Linear(2, 2)
+        register = module.register_parameter if kind == "parameter" else module.register_buffer
+        register("turned", view)  # type: ignore[operator]
+        with pytest.raises(pydist.InvalidUsage, match=f"^{kind} turned is a conjugate or negative"):
+            pydist.DataParallel(module)
     with pytest.raises(pydist.InvalidUsage, match="no parameter of the module requires a gradient"):
         pydist.DataParallel(nn.Linear(2, 2).requires_grad_(False))
 
