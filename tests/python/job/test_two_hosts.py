@@ -153,7 +153,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 SCRIPT = """
-import datetime, json, os, sys
+import datetime, json, os, sys, time
 import psutil
 import torch
 import torch.distributed as dist
@@ -185,6 +185,11 @@ except Exception as error:
     said["error"] = f"{type(error).__name__}: {error}"
 with open(f"{out}/{rank}", "w") as file:
     json.dump(said, file)
+# A rank that ends at once may be what another one hears of, instead of the error.
+end = time.monotonic() + 20
+size = int(os.environ["WORLD_SIZE"])
+while time.monotonic() < end and not all(os.path.exists(f"{out}/{r}") for r in range(size)):
+    time.sleep(0.01)
 """
 
 # Two ranks on the host of the meeting place, one on the other.
