@@ -32,7 +32,7 @@ WARM_CALLS = 10
 # A turn is long enough to wake the job that slept.
 TURN_S = 0.1
 # glibc keeps the memory that is freed. By its defaults it gives some back and asks for it again, or
-# not, by what happens to lie at the end of the heap: 0 or 120 page faults in a step of one model.
+# not, by what happens to lie at the end of the heap: 15 or 120 page faults in a step of one model.
 KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "MALLOC_MMAP_THRESHOLD_": str(2**32),

@@ -335,12 +335,10 @@ WorkRef TorchProcessGroup::allreduce_sparse(Tensors& tensors,
       throw InvalidUsage("all_reduce of a sparse tensor cannot be part of a coalescing block.");
     }
     const ReduceOp op = reduce_op_of(options.reduceOp);
-    if (op == ReduceOp::kPremulSum) {
-      throw InvalidUsage("all_reduce of sparse tensors has sum and mean: use dense tensors.");
-    }
+    const double factor = op == ReduceOp::kPremulSum ? factor_of(options.reduceOp) : 1.0;
     ++sequence_;
     const std::vector<WorkPtr> works =
-        sparse_all_reduce(*communicator_, {tensor}, op, 1.0, deadline_of(options.timeout));
+        sparse_all_reduce(*communicator_, {tensor}, op, factor, deadline_of(options.timeout));
     return wrap(c10d::OpType::_ALLREDUCE_SPARSE, works.front(), tensors);
   });
 }

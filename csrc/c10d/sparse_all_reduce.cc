@@ -1,5 +1,6 @@
 #include "c10d/sparse_all_reduce.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors.h>
 #include <ATen/ops/cat.h>
@@ -129,8 +130,8 @@ void require_reducible(const at::Tensor& tensor, ReduceOp op) {
         "all_reduce takes dense tensors and sparse COO tensors, on the CPU or a CUDA device.");
   }
   if (op != ReduceOp::kSum && op != ReduceOp::kMean && op != ReduceOp::kPremulSum) {
-    throw InvalidUsage(join("all_reduce of sparse tensors has sum and mean, not '", to_string(op),
-                            "': use dense tensors."));
+    throw InvalidUsage(join("all_reduce of sparse tensors has sum, mean and premul_sum, not '",
+                            to_string(op), "': use dense tensors."));
   }
   require_arithmetic(tensor, OpKind::kAllReduce, op);
   if (const DType dtype = *dtype_of(tensor.scalar_type()); !is_supported(op, dtype)) {
@@ -141,9 +142,7 @@ void require_reducible(const at::Tensor& tensor, ReduceOp op) {
 
 // What a rank adds to the sum: few values, which go through host memory whatever the backend moves.
 at::Tensor contribution(const at::Tensor& tensor, double factor) {
-  const at::ScalarType type = tensor.scalar_type();
-  const bool is_widened = type == at::kHalf || type == at::kBFloat16;
-  const at::Tensor own = (is_widened ? tensor.cpu().to(at::kFloat) : tensor.cpu()).coalesce();
+  const at::Tensor own = tensor.cpu().to(at::toOpMathType(tensor.scalar_type())).coalesce();
   return factor == 1.0 ? own : own.mul(factor);
 }
 
@@ -204,7 +203,7 @@ std::vector<WorkPtr> sparse_all_reduce(Communicator& communicator,
   std::vector<at::Tensor> own;
   std::vector<Facts> own_facts;
   for (const at::Tensor& tensor : tensors) {
-    own.push_back(contribution(tensor, op == ReduceOp::kPremulSum ? factor : 1.0));
+    own.push_back(contribution(tensor, factor));
     own_facts.push_back(facts_of(tensor, own.back()._nnz()));
   }
   const std::vector<std::vector<Facts>> facts =

@@ -22,7 +22,8 @@ namespace pydist {
 
 // Collective. Blocks for step 1; the rest is under way when it returns. Each of `tensors` holds the
 // coalesced result when its work, which has the same place in the returned vector, has finished.
-// `op` is a sum, a mean, or kPremulSum: the sum of each rank's tensors times its own `factor`.
+// `op` is a sum, a mean, or kPremulSum, the sum of each rank's tensors times its own `factor`,
+// which is 1 otherwise.
 [[nodiscard]] std::vector<WorkPtr> sparse_all_reduce(Communicator& communicator,
                                                      const std::vector<at::Tensor>& tensors,
                                                      ReduceOp op, double factor,

@@ -31,8 +31,9 @@
 //      that use different parameters never wait for each other;
 //   3. a closing: whether backward threw anywhere, who used which parameter, and what else there is
 //      to do. All of it is decided here, from all ranks' words, never from a rank's own;
-//   4. that, if any: gradients that came after their bucket was sent, sparse ones, buffers, memory
-//      for new parameters, a new plan.
+//   4. that, if any: gradients that came after their bucket was sent, sparse ones (a hook of the
+//      program gets them before 3, which tells whether it has raised), buffers, memory for new
+//      parameters, a new plan.
 // A parameter that no rank used keeps the gradient that it had. A backward that throws on one rank
 // ends on all of them with an error after step 3.
 //
@@ -280,7 +281,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::optional<Combination> combination;  // once it is known
     std::shared_ptr<RoundTimes> times;
     double launching_s = 0.0;
-    std::vector<at::Tensor> handed_over;  // sparse gradients, to a hook
+    // Of all sparse gradients, what a hook of the program makes the results of.
+    std::vector<at::Tensor> handed_over;
   };
   // The weights of the backwards since the last round. They are forgotten together with the
   // gradients.
@@ -337,12 +339,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void launch_what_is_ready();
   void launch_what_has_memory();
   void launch_rest(Closing::Status status);
-  [[nodiscard]] std::size_t bucket_count() const;
   void fill_unplaced();
   void hand_over_sparse(Closing::Status status);
-  // What this rank sends for a sparse gradient.
   [[nodiscard]] at::Tensor sparse_to_send(const GradientSlot& slot) const;
-  [[nodiscard]] static at::Tensor no_values(const GradientSlot& slot);
   void close_round(Closing::Status status);
   void require_same_model();
   void open_or_give_up();

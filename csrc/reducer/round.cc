@@ -143,7 +143,7 @@ void Reducer::launch(Closing::Status status) {
   round_.times->buckets[number].launched = now_ns();
   const at::Tensor memory = is_lost ? at::empty_like(bucket.memory) : bucket.travelling;
   const at::Tensor shard = is_lost ? at::empty_like(bucket.shard) : bucket.shard;
-  const DepartingBucket departing{number, bucket_count(), bucket.label, memory, shard};
+  const DepartingBucket departing{number, bucket.label, memory, shard};
   try {
     if (status == Closing::Status::kFine) {
       policy_->prepare(departing, *round_.combination);
@@ -236,14 +236,7 @@ void Reducer::launch_rest(Closing::Status status) {
   }
 }
 
-// How many buckets a hook sees in a round.
-std::size_t Reducer::bucket_count() const {
-  return arena_.buckets().size() + static_cast<std::size_t>(std::count_if(
-                                       arena_.slots().begin(), arena_.slots().end(),
-                                       [](const GradientSlot& slot) { return slot.is_sparse; }));
-}
-
-// The same for what travels only after the closing.
+// Decides what this rank sends of the gradients that have no place in a bucket.
 void Reducer::fill_unplaced() {
   for (GradientSlot& slot : arena_.slots()) {
     if (!has_place(slot)) {

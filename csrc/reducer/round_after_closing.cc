@@ -1,5 +1,5 @@
-// What follows the closing of a round, see Note [Rounds]: late gradients, new and
-// unused parameters, the next plan.
+// What follows the closing of a round, see Note [Rounds]: late gradients, new and unused
+// parameters, the next plan.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>

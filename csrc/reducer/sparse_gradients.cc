@@ -13,18 +13,23 @@
 
 namespace pydist {
 
-at::Tensor Reducer::no_values(const GradientSlot& slot) {
+namespace {
+
+at::Tensor no_values(const GradientSlot& slot) {
   return at::_sparse_coo_tensor_with_dims(/*sparse_dim=*/1, slot.parameter.dim() - 1,
                                           slot.parameter.sizes(),
                                           slot.parameter.options().layout(at::kSparse));
 }
 
+}  // namespace
+
+// What this rank sends, as fill() decides it for gradients that have a place.
 at::Tensor Reducer::sparse_to_send(const GradientSlot& slot) const {
   if (slot.sends == GradientSlot::Sends::kOwn) {
     return slot.parameter.grad();
   }
   const bool sends_again = slot.parameter.grad().defined() && is_present_ && keeps_averages();
-  return sends_again ? slot.parameter.grad().clone() : no_values(slot);  // as in fill()
+  return sends_again ? slot.parameter.grad().clone() : no_values(slot);
 }
 
 // Hands the sparse gradients to the program, if it averages: before the closing, which tells
@@ -33,26 +38,21 @@ void Reducer::hand_over_sparse(Closing::Status status) {
   if (!policy_->is_of_program() || round_.is_bare) {
     return;
   }
-  std::size_t number = 0;  // among the sparse ones
+  std::size_t number = 0;
   for (const GradientSlot& slot : arena_.slots()) {
     if (!slot.is_sparse || number++ < round_.handed_over.size()) {
-      continue;
-    }
-    at::Tensor gradient = status == Closing::Status::kFine ? sparse_to_send(slot) : no_values(slot);
-    if (round_.combination->op == ReduceOp::kPremulSum) {
-      // The program divides by the number of ranks again.
-      gradient = scaled(gradient,
-                        round_.combination->factor * (options_.sums ? 1 : communicator_->size()));
+      continue;  // dense, or handed over before the round was given up
     }
     try {
-      policy_->reduce_sparse(arena_.buckets().size() + number - 1, bucket_count(), gradient,
-                             slot.parameter);
+      round_.handed_over.push_back(policy_->reduce_sparse(
+          status == Closing::Status::kFine ? sparse_to_send(slot) : no_values(slot), slot.parameter,
+          *round_.combination));
     } catch (...) {
+      // As in launch().
       if (status == Closing::Status::kFine || !policy_->has_raised()) {
         throw;
       }
     }
-    round_.handed_over.push_back(std::move(gradient));
   }
 }
 

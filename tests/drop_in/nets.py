@@ -25,6 +25,13 @@ def batch(lib: Library, number: int) -> tuple[Tensor, Tensor]:
     return lib.share(inputs), lib.share(classes)
 
 
+def words(lib: Library, number: int) -> tuple[Tensor, Tensor]:
+    """This rank's rows of five words of twenty, and their classes."""
+    generator = torch.Generator().manual_seed(number)
+    rows = torch.randint(20, (ROWS, 5), generator=generator)
+    return lib.share(rows), lib.share(torch.arange(ROWS) % CLASSES)
+
+
 def dataset(rows: int = 2 * ROWS) -> torch.utils.data.TensorDataset:
     """All rows of a small data set, on every rank, and their classes."""
     generator = torch.Generator().manual_seed(99)

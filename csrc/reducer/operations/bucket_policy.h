@@ -22,7 +22,6 @@ namespace pydist {
 
 struct DepartingBucket {
   std::size_t number;
-  std::size_t count;  // of all buckets, with one for each sparse gradient
   const std::string& label;
   const at::Tensor& memory;  // what travels
   const at::Tensor& shard;  // where this rank's part of the result goes; undefined: all to `memory`
@@ -45,10 +44,14 @@ class BucketPolicy {
                                        const Combination& combination,
                                        Work::Callback on_completion) = 0;
 
-  // The same for the sparse gradient of `parameter`, which is its own bucket and becomes the result
-  // in finish(). Called only where is_of_program(), after all other buckets.
-  virtual void reduce_sparse(std::size_t /*number*/, std::size_t /*count*/,
-                             const at::Tensor& /*gradient*/, const at::Tensor& /*parameter*/) {}
+  // Both for a sparse gradient, which is a bucket of its own: the one after as many as came before
+  // it in this round. Returns the tensor that finish() writes the result into, `gradient` or a
+  // copy. Called only where is_of_program(), when all dense buckets have left.
+  [[nodiscard]] virtual at::Tensor reduce_sparse(const at::Tensor& gradient,
+                                                 const at::Tensor& /*parameter*/,
+                                                 const Combination& /*combination*/) {
+    return gradient;
+  }
 
   // Waits for what has no operation, and writes what comes of it into the buckets' memory.
   virtual void finish() {}

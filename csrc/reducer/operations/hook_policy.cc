@@ -12,7 +12,7 @@ namespace pydist {
 
 HookPolicy::HookPolicy(std::shared_ptr<c10d::CommHookInterface> hook, int divisor,
                        const GradientArena& arena)
-    : hook_(std::move(hook)), divisor_(divisor) {
+    : arena_(arena), hook_(std::move(hook)), divisor_(divisor) {
   HookPolicy::adapt(arena);
 }
 
@@ -59,7 +59,7 @@ WorkPtr HookPolicy::reduce(const DepartingBucket& bucket, const Combination& /*c
     return nullptr;
   }
   const View& view = views_[bucket.number];
-  c10d::GradBucket seen(bucket.number, bucket.count, bucket.memory, view.offsets, view.lengths,
+  c10d::GradBucket seen(bucket.number, bucket_count(), bucket.memory, view.offsets, view.lengths,
                         {view.sizes.begin(), view.sizes.end()}, view.parameters, std::nullopt);
   run(seen, view.label, bucket.memory);
   promises_.back().future->addCallback(
@@ -67,12 +67,26 @@ WorkPtr HookPolicy::reduce(const DepartingBucket& bucket, const Combination& /*c
   return nullptr;
 }
 
-void HookPolicy::reduce_sparse(std::size_t number, std::size_t count, const at::Tensor& gradient,
-                               const at::Tensor& parameter) {
-  if (!has_raised_) {
-    c10d::GradBucket seen(number, count, gradient, {}, {}, {}, {parameter}, std::nullopt);
-    run(seen, "a sparse gradient", gradient);
+at::Tensor HookPolicy::reduce_sparse(const at::Tensor& gradient, const at::Tensor& parameter,
+                                     const Combination& combination) {
+  if (has_raised_) {
+    return gradient;
   }
+  const at::Tensor memory = combination.op == ReduceOp::kPremulSum
+                                ? scaled(gradient, combination.factor * divisor_)
+                                : gradient;
+  // Every bucket that has left before has made a promise.
+  c10d::GradBucket seen(promises_.size(), bucket_count(), memory, {}, {}, {}, {parameter},
+                        std::nullopt);
+  run(seen, "a sparse gradient", memory);
+  return memory;
+}
+
+std::size_t HookPolicy::bucket_count() const {
+  const std::vector<GradientSlot>& slots = arena_.slots();
+  return views_.size() +
+         static_cast<std::size_t>(std::count_if(
+             slots.begin(), slots.end(), [](const GradientSlot& slot) { return slot.is_sparse; }));
 }
 
 void HookPolicy::run(c10d::GradBucket& bucket, std::string label, const at::Tensor& memory) {

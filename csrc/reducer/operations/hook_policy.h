@@ -28,7 +28,8 @@ namespace pydist {
 
 class HookPolicy final : public BucketPolicy {
  public:
-  // `divisor` is what the hook divides the sum over the ranks by: their number, or 1.
+  // `arena` stays. `divisor` is what the hook divides the sum over the ranks by: their number,
+  // or 1.
   HookPolicy(std::shared_ptr<c10d::CommHookInterface> hook, int divisor,
              const GradientArena& arena);
 
@@ -36,8 +37,8 @@ class HookPolicy final : public BucketPolicy {
   // Throws what the hook throws.
   [[nodiscard]] WorkPtr reduce(const DepartingBucket& bucket, const Combination& combination,
                                Work::Callback on_completion) override;
-  void reduce_sparse(std::size_t number, std::size_t count, const at::Tensor& gradient,
-                     const at::Tensor& parameter) override;
+  [[nodiscard]] at::Tensor reduce_sparse(const at::Tensor& gradient, const at::Tensor& parameter,
+                                         const Combination& combination) override;
   void finish() override;
   void forget() noexcept override { promises_.clear(); }
   [[nodiscard]] bool is_idle() const noexcept override { return promises_.empty(); }
@@ -61,8 +62,11 @@ class HookPolicy final : public BucketPolicy {
     c10::intrusive_ptr<c10::ivalue::Future> future;
   };
 
+  // The last ones are those of sparse gradients.
+  [[nodiscard]] std::size_t bucket_count() const;
   void run(c10d::GradBucket& bucket, std::string label, const at::Tensor& memory);
 
+  const GradientArena& arena_;
   const std::shared_ptr<c10d::CommHookInterface> hook_;
   const int divisor_;
   std::vector<View> views_;

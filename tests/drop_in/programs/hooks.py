@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Library, Record, program
-from nets import CLASSES, ROWS, batch, mlp
+from nets import CLASSES, batch, mlp, words
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
@@ -233,9 +233,8 @@ def train_with_hook(lib: Library, record: Record, hook: Any) -> None:
     model = lib.DataParallel(module.to(lib.device))
     model.register_comm_hook(None, hook)
     for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        words = lib.share(torch.randint(20, (ROWS, 5), generator=generator))
-        loss = functional.cross_entropy(model(words), lib.share(torch.arange(ROWS) % 3))
+        inputs, targets = words(lib, step)
+        loss = functional.cross_entropy(model(inputs), targets)
         model.zero_grad()
         loss.backward()
         gradients = [parameter.grad.to_dense().clone() for parameter in model.parameters()]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.ao.quantization as quantization
 from harness import Library, Record, program
-from nets import CLASSES, FEATURES, ROWS, batch, mlp
+from nets import CLASSES, FEATURES, ROWS, batch, mlp, words
 from plain_loop import train
 from torch import Tensor, nn
 from torch.nn import functional
@@ -233,9 +233,8 @@ def sparse_embeddings(lib: Library, record: Record) -> None:
     table, rest = list(model.module.table.parameters()), list(model.module.out.parameters())
     sparse, dense = torch.optim.SparseAdam(table, lr=0.1), torch.optim.AdamW(rest, lr=0.01)
     for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        words = lib.share(torch.randint(20, (ROWS, 5), generator=generator))
-        loss = functional.cross_entropy(model(words), lib.share(torch.arange(ROWS) % 3))
+        inputs, targets = words(lib, step)
+        loss = functional.cross_entropy(model(inputs), targets)
         sparse.zero_grad()
         dense.zero_grad()
         loss.backward()

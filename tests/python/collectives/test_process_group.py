@@ -256,6 +256,11 @@ def sparse_sum() -> None:
     )
     dist.all_reduce(nothing)
     assert torch.equal(nothing.to_dense(), torch.zeros(4))
+    ones = torch.ones(2, 3).to_sparse()
+    dist.all_reduce(ones, dist._make_nccl_premul_sum(rank + 0.5))
+    assert torch.equal(ones.to_dense(), torch.full((2, 3), sum(r + 0.5 for r in range(size))))
+    with pytest.raises(pydist.InvalidUsage, match="has sum, mean and premul_sum, not 'max'"):
+        dist.all_reduce(ones, dist.ReduceOp.MAX)
 
 
 def test_sparse_all_reduce(run: Runner) -> None:

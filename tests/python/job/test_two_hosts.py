@@ -34,7 +34,7 @@ NAMES = ("hosta", "hostb")
 # A process of a host. For each line, a list of environments, it forks a rank in each of them,
 # which runs the script, and says when all have ended.
 FORKS = """
-import json, os, runpy, sys
+import json, os, runpy, sys, traceback
 import pydist
 
 script, out = sys.argv[1:]
@@ -47,6 +47,8 @@ for line in sys.stdin:
             sys.argv[:] = [script, out]
             try:
                 runpy.run_path(script, run_name="__main__")
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(0)
     for pid in pids:
@@ -71,7 +73,10 @@ class Hosts:
         for server in self.servers:
             assert server.stdout is not None
             ready, _, _ = select.select([server.stdout], [], [], timeout * PATIENCE)
-            assert ready, f"the ranks of a host have not ended in {timeout * PATIENCE} s"
+            if not ready:
+                for each in self.servers:
+                    os.killpg(each.pid, signal.SIGABRT)  # they print their stacks
+                pytest.fail(f"the ranks of a host have not ended in {timeout * PATIENCE} s")
             assert server.stdout.readline() == "all have ended\n"
 
 

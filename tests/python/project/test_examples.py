@@ -7,6 +7,7 @@ torch in each process.
 import json
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,6 @@ def run_example(name: str, processes: int, *arguments: str, backend: str = "auto
 
 def as_a_script(*argv: str) -> None:
     sys.argv[:] = argv
-    sys.path.insert(0, str(EXAMPLES))
     runpy.run_path(argv[0], run_name="__main__")
 
 
@@ -121,8 +121,10 @@ def digits_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return learn_digits(tmp_path_factory.mktemp("digits"), 1)
 
 
-def learn_digits(folder: Path, processes: int, *arguments: str) -> dict[str, Any]:
-    run_example("digits.py", processes, "--output", str(folder / "digits.json"), *arguments)
+def learn_digits(
+    folder: Path, processes: int, *arguments: str, run: Callable[..., None] = run_example
+) -> dict[str, Any]:
+    run("digits.py", processes, "--output", str(folder / "digits.json"), *arguments)
     result: dict[str, Any] = json.loads((folder / "digits.json").read_text())
     return result
 
@@ -134,9 +136,7 @@ def test_digits_are_read(digits_alone: dict[str, Any]) -> None:
 def test_digits_train_the_same_on_several_processes(
     digits_alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    results = tmp_path / "digits.json"
-    run_by_command("digits.py", 4, "--output", str(results))
-    result = json.loads(results.read_text())
+    result = learn_digits(tmp_path, 4, run=run_by_command)
     assert result["losses"][:20] == near(digits_alone["losses"], 20)
     assert result["accuracy"] >= 0.97
     # Hundreds of steps later too it is the same training, if not to the last digit.
