@@ -45,7 +45,7 @@ void Reducer::hand_over_sparse(Closing::Status status) {
     }
     try {
       round_.handed_over.push_back(policy_->reduce_sparse(
-          status == Closing::Status::kFine ? sparse_to_send(slot) : no_values(slot), slot.parameter,
+          slot, status == Closing::Status::kFine ? sparse_to_send(slot) : no_values(slot),
           *round_.combination));
     } catch (...) {
       // As in launch().

@@ -47,8 +47,8 @@ class BucketPolicy {
   // Both for a sparse gradient, which is a bucket of its own: the one after as many as came before
   // it in this round. Returns the tensor that finish() writes the result into, `gradient` or a
   // copy. Called only where is_of_program(), when all dense buckets have left.
-  [[nodiscard]] virtual at::Tensor reduce_sparse(const at::Tensor& gradient,
-                                                 const at::Tensor& /*parameter*/,
+  [[nodiscard]] virtual at::Tensor reduce_sparse(const GradientSlot& /*slot*/,
+                                                 const at::Tensor& gradient,
                                                  const Combination& /*combination*/) {
     return gradient;
   }

@@ -67,7 +67,7 @@ WorkPtr HookPolicy::reduce(const DepartingBucket& bucket, const Combination& /*c
   return nullptr;
 }
 
-at::Tensor HookPolicy::reduce_sparse(const at::Tensor& gradient, const at::Tensor& parameter,
+at::Tensor HookPolicy::reduce_sparse(const GradientSlot& slot, const at::Tensor& gradient,
                                      const Combination& combination) {
   if (has_raised_) {
     return gradient;
@@ -76,9 +76,9 @@ at::Tensor HookPolicy::reduce_sparse(const at::Tensor& gradient, const at::Tenso
                                 ? scaled(gradient, combination.factor * divisor_)
                                 : gradient;
   // Every bucket that has left before has made a promise.
-  c10d::GradBucket seen(promises_.size(), bucket_count(), memory, {}, {}, {}, {parameter},
+  c10d::GradBucket seen(promises_.size(), bucket_count(), memory, {}, {}, {}, {slot.parameter},
                         std::nullopt);
-  run(seen, "a sparse gradient", memory);
+  run(seen, join("the gradient of ", slot.name), memory);
   return memory;
 }
 
@@ -101,6 +101,12 @@ void HookPolicy::finish() {
     const at::Tensor averaged = hook_->parseHookResult(promise.future->value());
     const at::Tensor& memory = promise.memory;
     if (memory.is_sparse()) {
+      if (!averaged.is_sparse() || averaged.sizes() != memory.sizes()) {
+        throw InvalidUsage(join("the communication hook returned a ",
+                                averaged.is_sparse() ? "sparse" : "dense", " tensor of shape ",
+                                averaged.sizes(), " for ", promise.label,
+                                ", which is sparse, of shape ", memory.sizes()));
+      }
       if (!averaged.is_same(memory)) {
         at::Tensor(memory).copy_(averaged);
       }

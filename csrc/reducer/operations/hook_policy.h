@@ -37,7 +37,7 @@ class HookPolicy final : public BucketPolicy {
   // Throws what the hook throws.
   [[nodiscard]] WorkPtr reduce(const DepartingBucket& bucket, const Combination& combination,
                                Work::Callback on_completion) override;
-  [[nodiscard]] at::Tensor reduce_sparse(const at::Tensor& gradient, const at::Tensor& parameter,
+  [[nodiscard]] at::Tensor reduce_sparse(const GradientSlot& slot, const at::Tensor& gradient,
                                          const Combination& combination) override;
   void finish() override;
   void forget() noexcept override { promises_.clear(); }

@@ -191,6 +191,26 @@ def test_a_hook_that_returns_no_future(backend: str) -> None:
         ranks.run(return_no_future, timeout=LIMIT_S)
 
 
+def return_dense_for_sparse() -> None:
+    joined()
+    model = pydist.DataParallel(nn.Embedding(4, 3, sparse=True))
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer().to_dense())
+        return future
+
+    model.register_comm_hook(None, hook)
+    message = r"a dense tensor of shape \[4, 3\] for the gradient of weight, which is sparse"
+    with pytest.raises(pydist.InvalidUsage, match=message):
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_a_hook_that_returns_a_dense_tensor_for_a_sparse_one(backend: str) -> None:
+    with Ranks(2, {"PYDIST_BACKEND": backend}) as ranks:
+        ranks.run(return_dense_for_sparse, timeout=LIMIT_S)
+
+
 def raise_in_hook() -> None:
     rank, _ = joined()
 
