@@ -3,7 +3,6 @@
 #include <ATen/OpMathType.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/StreamGuard.h>
 
@@ -79,23 +78,22 @@ void require_agreement(const std::vector<Facts>& facts) {
   }
 }
 
-struct Parts {
-  at::Tensor own_indices;
-  at::Tensor own_values;
-  std::vector<at::Tensor> indices;
-  std::vector<at::Tensor> values;
+// One kind of what a sparse tensor holds, a row a value.
+struct Gathered {
+  at::Tensor own;
+  at::Tensor whole;                 // of all ranks, in rank order
+  std::vector<at::Tensor> of_rank;  // parts of it
 };
 
-Operation gather_parts(const Communicator& communicator, const at::Tensor& own,
-                       const std::vector<at::Tensor>& parts, std::optional<Deadline> deadline,
-                       const char* label) {
+Operation gather(const Communicator& communicator, const Gathered& gathered,
+                 std::optional<Deadline> deadline, const char* label) {
   DenseTensors dense(communicator, DenseTensors::Lifetime::kBorrowed);
   Operation operation;
   operation.kind = OpKind::kAllGather;
   operation.deadline = deadline;
   operation.label = label;
-  operation.inputs = {dense.input(own)};
-  operation.outputs = dense.outputs(parts);
+  operation.inputs = {dense.input(gathered.own)};
+  operation.outputs = dense.outputs(gathered.of_rank);
   dense.attach_to(operation);
   return operation;
 }
@@ -106,18 +104,19 @@ struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   int size = 1;
   std::optional<c10::Stream> stream;  // the caller's, of a target on a device
-  Parts parts;
+  Gathered indices;
+  Gathered values;
 };
 
-// target = the sum of all parts, coalesced.
+// target = the sum of what was gathered, coalesced.
 void add_up(const Reduction& reduction) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const at::Tensor& target = reduction.target;
-  at::Tensor sum = at::_sparse_coo_tensor_with_dims_and_tensors(
-                       target.sparse_dim(), target.dense_dim(), target.sizes(),
-                       at::cat(reduction.parts.indices, 1), at::cat(reduction.parts.values, 0),
-                       reduction.parts.own_values.options().layout(at::kSparse))
-                       .coalesce();
+  at::Tensor sum =
+      at::_sparse_coo_tensor_with_dims_and_tensors(
+          target.sparse_dim(), target.dense_dim(), target.sizes(), reduction.indices.whole.t(),
+          reduction.values.whole, reduction.values.own.options().layout(at::kSparse))
+          .coalesce();
   if (reduction.op == ReduceOp::kMean) {
     sum.div_(reduction.size);
   }
@@ -146,18 +145,20 @@ at::Tensor contribution(const at::Tensor& tensor, double factor) {
   return factor == 1.0 ? own : own.mul(factor);
 }
 
-Parts room_for(const at::Tensor& own, const std::vector<Facts>& facts) {
-  Parts parts{.own_indices = own._indices().contiguous(),
-              .own_values = own._values().contiguous(),
-              .indices = {},
-              .values = {}};
-  std::vector<std::int64_t> shape = parts.own_values.sizes().vec();
+Gathered room_for(const at::Tensor& own, const std::vector<Facts>& facts) {
+  Gathered gathered{.own = own.contiguous(), .whole = {}, .of_rank = {}};
+  std::vector<std::int64_t> shape = own.sizes().vec();
+  shape[0] = 0;
   for (const Facts& fact : facts) {
-    parts.indices.push_back(at::empty({own.sparse_dim(), fact[0]}, parts.own_indices.options()));
-    shape[0] = fact[0];
-    parts.values.push_back(at::empty(shape, parts.own_values.options()));
+    shape[0] += fact[0];
   }
-  return parts;
+  gathered.whole = at::empty(shape, own.options());
+  std::int64_t begin = 0;
+  for (const Facts& fact : facts) {
+    gathered.of_rank.push_back(gathered.whole.narrow(0, begin, fact[0]));
+    begin += fact[0];
+  }
+  return gathered;
 }
 
 // The work of adding up, which begins when all parts have been `gathered`.
@@ -220,11 +221,10 @@ std::vector<WorkPtr> sparse_all_reduce(Communicator& communicator,
     if (tensors[i].is_cuda()) {
       reduction.stream = current_stream(device_of(tensors[i].device()));
     }
-    Parts& parts = reduction.parts = room_for(own[i], facts[i]);
-    operations.push_back(
-        gather_parts(communicator, parts.own_indices, parts.indices, deadline, "sparse indices"));
-    operations.push_back(
-        gather_parts(communicator, parts.own_values, parts.values, deadline, "sparse values"));
+    reduction.indices = room_for(own[i]._indices().t(), facts[i]);
+    reduction.values = room_for(own[i]._values(), facts[i]);
+    operations.push_back(gather(communicator, reduction.indices, deadline, "sparse indices"));
+    operations.push_back(gather(communicator, reduction.values, deadline, "sparse values"));
   }
   const std::vector<WorkPtr> gathered = communicator.submit_grouped(std::move(operations));
   std::vector<WorkPtr> works;
