@@ -21,8 +21,8 @@ TEST(DeadlineTest, NeverNeverPasses) {
 
 TEST(DeadlineTest, DurationsTooLongForTheClockMeanNever) {
   EXPECT_TRUE(Deadline::in(nanoseconds::max()).is_never());
-  EXPECT_TRUE(Deadline::in(Deadline::Clock::time_point::max() - Deadline::Clock::now() + hours(1))
-                  .is_never());
+  EXPECT_TRUE(
+      Deadline::in(nanoseconds::max() - Deadline::Clock::now().time_since_epoch() / 2).is_never());
   EXPECT_FALSE(Deadline::in(hours(24 * 365 * 100)).is_never());
 }
 

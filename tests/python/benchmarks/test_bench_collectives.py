@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -26,8 +27,19 @@ COMMAND = [sys.executable, "-m", "pydist", "bench"]
 QUICK = ["--seconds", "0", "-n", "3", "-w", "1"]
 
 
-def bench(*arguments: str, env: dict[str, str] | None = None) -> CompletedProcess[str]:
-    return run_command([*COMMAND, *arguments], timeout=90, env=env)
+Bench = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture
+def bench(capfd: pytest.CaptureFixture[str]) -> Bench:
+    """`pydist bench` in this process, which has torch loaded: its ranks are others anyway."""
+
+    def run(*arguments: str) -> CompletedProcess[str]:
+        status = main(["bench", *arguments])
+        printed = capfd.readouterr()
+        return CompletedProcess(arguments, status, printed.out, printed.err)
+
+    return run
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -40,7 +52,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 # -- what comes out
 
 
-def test_every_collective_on_two_ranks(tmp_path: Path) -> None:
+def test_every_collective_on_two_ranks(bench: Bench, tmp_path: Path) -> None:
     results, table, picture = (tmp_path / name for name in ("r.json", "r.csv", "r.svg"))
     done = bench(
         *("all", "-p", "2", "-b", "1000", "-e", "100000", "-f", "100", *QUICK),
@@ -70,7 +82,7 @@ def test_every_collective_on_two_ranks(tmp_path: Path) -> None:
     assert picture.read_text().rstrip().endswith("</svg>")
 
 
-def test_the_columns_are_those_of_nccl_tests() -> None:
+def test_the_columns_are_those_of_nccl_tests(bench: Bench) -> None:
     done = bench("all_reduce", "-b", "64", "-e", "256", "-f", "2", *QUICK)
     assert done.returncode == 0, done.stderr
     titles = re.findall(r"[#%]?\w+", next(x for x in done.stdout.splitlines() if " redop" in x))
@@ -83,7 +95,7 @@ def test_the_columns_are_those_of_nccl_tests() -> None:
     assert all(len(x) == 5 + 2 * len(columns) for x in lines)
 
 
-def test_sums_over_three_ranks_on_symmetric_memory(tmp_path: Path) -> None:
+def test_sums_over_three_ranks_on_symmetric_memory(bench: Bench, tmp_path: Path) -> None:
     results = tmp_path / "r.json"
     done = bench(
         *("all_reduce", "-p", "3", "-b", "998", "-e", "998", "-d", "bf16,float64", "-o", "max,avg"),
@@ -96,7 +108,7 @@ def test_sums_over_three_ranks_on_symmetric_memory(tmp_path: Path) -> None:
     assert json.loads(results.read_text())["pinned"] is False
 
 
-def test_on_gloo_there_is_no_roofline(tmp_path: Path) -> None:
+def test_on_gloo_there_is_no_roofline(bench: Bench, tmp_path: Path) -> None:
     results = tmp_path / "r.json"
     done = bench(
         "all_reduce", "-b", "64", "-e", "64", *QUICK, "--backend", "gloo", "-J", str(results)
@@ -125,7 +137,7 @@ def test_under_a_launcher_the_ranks_are_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", list(peers.PEERS))
-def test_beside_an_mpi(name: str, tmp_path: Path) -> None:
+def test_beside_an_mpi(bench: Bench, name: str, tmp_path: Path) -> None:
     folder = Path(__file__).resolve().parents[3] / "build" / "peers"
     try:
         peers.find(name, folder)
@@ -151,7 +163,7 @@ def test_a_reader_that_has_seen_enough() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_full_disk_ends_no_measurement(tmp_path: Path) -> None:
+def test_a_full_disk_ends_no_measurement(bench: Bench, tmp_path: Path) -> None:
     table = tmp_path / "r.csv"
     flags = ["-b", "8", "-e", "64", "-f", "2", *QUICK, "--json", "/dev/full", "--csv", str(table)]
     done = bench("all_reduce", *flags)
@@ -294,7 +306,7 @@ def test_in_a_checkout_its_script_installs_a_peer(
     assert f"{script} impi --into /nowhere" in capsys.readouterr().err
 
 
-def test_ranks_that_cannot_start_say_why() -> None:
+def test_ranks_that_cannot_start_say_why(bench: Bench) -> None:
     done = bench("all_reduce", "-e", "8", "--backend", "nccl")
     assert done.returncode == 2
     assert done.stderr.startswith("pydist bench: the ranks of pydist could not start: ")

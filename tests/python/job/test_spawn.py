@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def place_and_sum(offset: float) -> tuple[int, int, float, str]:
     return pydist.rank(), pydist.world_size(), float(total), pydist.backend()
 
 
-@pytest.mark.parametrize("nprocs", everyday(1, 4, thorough=(2,)))
+@pytest.mark.parametrize("nprocs", everyday(4, thorough=(1,)))
 def test_results_come_back_in_rank_order(nprocs: int) -> None:
     total = sum(range(nprocs)) + 10.0 * nprocs
     expected = [(rank, nprocs, total, "native") for rank in range(nprocs)]
@@ -51,6 +52,18 @@ def fail_on(rank: int) -> None:
     pydist.barrier()
 
 
+@pytest.fixture
+def left_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The test's temporary files have a folder of their own, which is empty afterwards."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.usefixtures("left_no_files")
 def test_the_first_culprit_is_raised_with_its_traceback() -> None:
     with pytest.raises(KeyError, match="no such sample") as caught:
         pydist.spawn(fail_on, (1,), nprocs=3, timeout=90)
@@ -60,18 +73,6 @@ def test_the_first_culprit_is_raised_with_its_traceback() -> None:
     assert not psutil.Process().children(recursive=True) or all(
         "spawn_main" not in " ".join(child.cmdline()) for child in psutil.Process().children()
     )
-
-
-@pytest.mark.parametrize("how", ["raises", "is killed"])
-def test_a_spawn_that_fails_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    function, args = {"raises": (fail_on, (1,)), "is killed": (kill_rank_1, ())}[how]
-    with pytest.raises((KeyError, pydist.PeerLost)):
-        pydist.spawn(function, args, nprocs=2, timeout=90)
-    assert list(tmp_path.iterdir()) == []
 
 
 class TwoPartsError(Exception):
@@ -97,6 +98,7 @@ def kill_rank_1() -> None:
     time.sleep(60)
 
 
+@pytest.mark.usefixtures("left_no_files")
 def test_a_killed_rank_ends_the_others_within_seconds() -> None:
     started = time.monotonic()
     with pytest.raises(pydist.PeerLost, match=r"rank 1 of 2 \(pid \d+\) was killed by signal 9"):
@@ -211,17 +213,13 @@ def sleep_long() -> None:
     time.sleep(100)
 
 
-def test_a_timeout_ends_all_and_shows_the_stacks(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
+@pytest.mark.usefixtures("left_no_files")
+def test_a_timeout_ends_all_and_shows_the_stacks(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(pydist.Timeout, match=r"ranks \[0, 1\] of 2 still ran after \d+ s"):
         pydist.spawn(sleep_long, nprocs=2, timeout=10 * PATIENCE)  # ranks need a while to start
     _, of_0, of_1 = re.split(r"rank \d \(pid \d+\) still runs\.\n", capfd.readouterr().err)
     assert "in sleep_long" in of_0
     assert "in sleep_long" in of_1
-    assert list(tmp_path.iterdir()) == []
 
 
 class Model:
@@ -267,7 +265,6 @@ def work(x):
     pydist.all_reduce(t)
     return float(t) * x * FACTOR
 print(pydist.spawn(work, (2,), nprocs=2, timeout=60))
-print(pydist.spawn(lambda: pydist.init() or pydist.world_size(), nprocs=2, timeout=60))
 """
 
 WITHOUT_CLOUDPICKLE = "import sys\nsys.modules['cloudpickle'] = None\n"
@@ -276,15 +273,16 @@ WITHOUT_CLOUDPICKLE = "import sys\nsys.modules['cloudpickle'] = None\n"
 def test_a_script_without_a_guard(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")
     script = tmp_path / "unguarded.py"
-    script.write_text(UNGUARDED)
+    of_lambda = "print(pydist.spawn(lambda: 2, nprocs=1, timeout=60))"
+    script.write_text(UNGUARDED + of_lambda)
     done = run_command([sys.executable, str(script)], timeout=100)
-    assert (done.returncode, done.stdout) == (0, "[18.0, 18.0]\n[2, 2]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[18.0, 18.0]\n[2]\n"), done.stderr
 
 
 def test_an_interactive_session() -> None:
     pytest.importorskip("cloudpickle")
     done = run_command([sys.executable, "-c", UNGUARDED], timeout=100)
-    assert (done.returncode, done.stdout) == (0, "[18.0, 18.0]\n[2, 2]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[18.0, 18.0]\n"), done.stderr
 
 
 def test_without_cloudpickle_a_missing_guard_is_explained(tmp_path: Path) -> None:
@@ -302,10 +300,9 @@ def test_without_cloudpickle_an_interactive_function_is_explained() -> None:
 
 
 def test_without_cloudpickle_a_guarded_script_works(tmp_path: Path) -> None:
-    body, calls = UNGUARDED.split("print(", 1)
-    first_call = "print(" + calls.splitlines()[0]
+    body, call = UNGUARDED.split("print(")
     script = tmp_path / "guarded.py"
-    script.write_text(f'{WITHOUT_CLOUDPICKLE}{body}if __name__ == "__main__":\n    {first_call}\n')
+    script.write_text(f'{WITHOUT_CLOUDPICKLE}{body}if __name__ == "__main__":\n    print({call}')
     done = run_command([sys.executable, str(script)], timeout=100)
     assert (done.returncode, done.stdout) == (0, "[18.0, 18.0]\n"), done.stderr
 
