@@ -7,8 +7,10 @@
 #include <c10/core/StreamGuard.h>
 
 #include <array>
+#include <exception>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -22,6 +24,7 @@ namespace pydist {
 namespace {
 
 // What ranks must agree on, but for the first word.
+constexpr std::size_t kDType = 3;
 constexpr std::size_t kShapeHash = 4;
 constexpr std::size_t kWords = 5;
 using Facts = std::array<std::int64_t, kWords>;
@@ -58,6 +61,10 @@ std::vector<std::vector<Facts>> exchange_facts(Communicator& communicator, std::
   return facts;
 }
 
+std::string text_of(std::size_t word, std::int64_t value) {
+  return word == kDType ? c10::toString(static_cast<at::ScalarType>(value)) : std::to_string(value);
+}
+
 void require_agreement(const std::vector<Facts>& facts) {
   constexpr std::array kNames{"values", "sparse dimensions", "dense dimensions", "dtypes"};
   for (std::size_t rank = 1; rank < facts.size(); ++rank) {
@@ -70,10 +77,10 @@ void require_agreement(const std::vector<Facts>& facts) {
                             " have tensors of different shapes."),
                        Blame{.ranks = {0, static_cast<int>(rank)}});
       }
-      throw Mismatch(
-          join("all_reduce of sparse tensors: ranks disagree about ", kNames[word], ": rank 0 has ",
-               facts[0][word], ", rank ", rank, " has ", facts[rank][word], "."),
-          Blame{.ranks = {0, static_cast<int>(rank)}});
+      throw Mismatch(join("all_reduce of sparse tensors: ranks disagree about ", kNames[word],
+                          ": rank 0 has ", text_of(word, facts[0][word]), ", rank ", rank, " has ",
+                          text_of(word, facts[rank][word]), "."),
+                     Blame{.ranks = {0, static_cast<int>(rank)}});
     }
   }
 }
@@ -227,12 +234,16 @@ std::vector<WorkPtr> sparse_all_reduce(Communicator& communicator,
     operations.push_back(gather(communicator, reduction.values, deadline, "sparse values"));
   }
   const std::vector<WorkPtr> gathered = communicator.submit_grouped(std::move(operations));
-  std::vector<WorkPtr> works;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const WorkPtr both = combine({gathered[2 * i], gathered[2 * i + 1]});
-    works.push_back(when_gathered(*both, std::move(reductions[i])));
+  try {
+    std::vector<WorkPtr> works;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const WorkPtr both = combine({gathered[2 * i], gathered[2 * i + 1]});
+      works.push_back(when_gathered(*both, reductions[i]));
+    }
+    return works;
+  } catch (...) {
+    std::rethrow_exception(communicator.fail_started(gathered));
   }
-  return works;
 }
 
 }  // namespace pydist

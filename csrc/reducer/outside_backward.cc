@@ -43,9 +43,14 @@ void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
     throw InvalidUsage("a communication hook is registered already; there can be one only");
   }
   require_combinable(/*has_hook=*/true, arena_.shardings() != 0);
-  if (round_.number != kFirstRound) {
+  if (round_.number != kFirstRound || !current_.expired()) {
     throw InvalidUsage("a communication hook is registered before the first backward");
   }
+  arena_.pack();
+  if (!next_plan_) {
+    next_plan_ = arena_.plan();  // the same buckets, in other places
+  }
+  apply_plan();
   policy_ = std::make_unique<HookPolicy>(std::move(hook), options_.sums ? 1 : communicator_->size(),
                                          arena_);
 }
@@ -161,6 +166,9 @@ void Reducer::set_joining(Joining joining, bool throws_on_first) noexcept {
   throws_on_first_ = throws_on_first;
   is_present_ = true;
   joined_before_ = round_.number;
+  if (joining == Joining::kNot) {
+    buffers_root_.reset();  // all have the model of one rank now, which torch copied, too
+  }
 }
 
 bool Reducer::join_round() {

@@ -180,8 +180,8 @@ std::shared_ptr<Reducer::Backward> Reducer::require_backward() {
   if (auto backward = current_.lock(); backward != nullptr) {
     return backward;
   }
-  has_bypassed_ = has_bypassed_ || !last_forward_averages_;
-  return begin(last_forward_averages_.value_or(false), /*accumulates=*/true);
+  has_bypassed_ = has_bypassed_ || !a_forward_averages_;
+  return begin(a_forward_averages_.value_or(false), /*accumulates=*/true);
 }
 
 at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
@@ -326,7 +326,7 @@ bool Reducer::finish(Backward& backward) {
   if (!begins_round(backward)) {
     return false;
   }
-  last_forward_averages_.reset();
+  a_forward_averages_.reset();
   round_.times->computed = now_ns();
   open_or_give_up();
   return true;
@@ -340,7 +340,7 @@ void Reducer::abandon(Backward& backward) noexcept {
   end_landings();
   const bool was_given_up = backward.round && *backward.round != round_.number;
   if (backward.synchronizes) {
-    last_forward_averages_.reset();
+    a_forward_averages_.reset();
   }
   if (was_given_up || !begins_round(backward)) {
     return;

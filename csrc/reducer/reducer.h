@@ -19,9 +19,9 @@
 // Note [Whether it averages]
 // As in torch's DDP, that is decided in forward, where its outputs are watched: a backward that
 // comes from any output of an averaging forward averages, and one that comes from outputs of others
-// alone accumulates. A backward that nothing announced does what the last forward wanted, if no
-// averaged backward came since; without such a forward (the loss came from the module itself, past
-// the wrapper) it accumulates.
+// alone accumulates. A backward that nothing announced averages if any forward since the last
+// averaged backward wanted that; where there was no forward (the loss came from the module itself,
+// past the wrapper) it accumulates.
 //
 // Note [Rounds]
 // What one synchronisation does, on every rank in the same order:
@@ -151,7 +151,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void await_thrown();
 
   // After a forward whose outputs may go backward; see Note [Whether it averages].
-  void note_forward() noexcept { last_forward_averages_ = is_enabled_; }
+  void note_forward() noexcept {
+    a_forward_averages_ = is_enabled_ || a_forward_averages_.value_or(false);
+  }
 
   // Before a forward: waits for what a backward that threw has left under way, and throws
   // InvalidUsage where a parameter has changed its type. Ranks that run different numbers of
@@ -230,7 +232,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // theirs or when they leave as well.
   void leave_join() noexcept;
 
-  // The lowest rank that had a batch in the last round in which any had.
+  // The highest rank that had a batch in the last round of join() in which any had.
   [[nodiscard]] int last_root() const noexcept { return last_root_; }
 
   // Ends this reducer for good, on this rank alone, because another reducer averages some of its
@@ -355,6 +357,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finish_buckets();
   [[nodiscard]] bool has_hook_thrown() const;
   void warn_of_skipped_steps();
+  void warn_of_buffers_root(int root);
   [[nodiscard]] ErrorDescription why_worthless() const;
   // See Note [Capture].
   [[nodiscard]] bool is_capturing() const;
@@ -403,8 +406,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Set from outside.
   bool is_enabled_ = true;
-  // Whether the last forward asked for averaging; empty once a backward has been averaged.
-  std::optional<bool> last_forward_averages_;
+  // Whether a forward since the last averaged backward asked for averaging; empty: there was none.
+  std::optional<bool> a_forward_averages_;
   bool has_bypassed_ = false;
   std::optional<double> weight_;
   Joining joining_ = Joining::kNot;
@@ -432,6 +435,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::size_t forwards_ = 0;  // since the last round
   bool has_warned_ = false;
   int last_root_ = 0;
+  std::optional<int> buffers_root_;  // whose buffers all ranks took over last; see set_joining()
+  bool has_warned_of_root_ = false;
   int stepping_ = 0;                      // see Opening::stepping
   std::uint64_t joined_before_ = 0;       // the first round since join() began
   std::uint64_t changed_buffers_ = 0;     // a digest; 0: none changed since the last round

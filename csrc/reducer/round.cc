@@ -240,6 +240,9 @@ void Reducer::launch_rest(Closing::Status status) {
 void Reducer::fill_unplaced() {
   for (GradientSlot& slot : arena_.slots()) {
     if (!has_place(slot)) {
+      if (!is_present_) {
+        slot.parameter.mutable_grad().reset();  // as in fill()
+      }
       check_aside(slot);
       const bool counts =
           is_present_ && holds_gradient(slot) && (slot.is_pending || is_by_hand(slot));

@@ -40,15 +40,31 @@ void Reducer::warn_of_skipped_steps() {
   }
 }
 
+// In join(), torch copies buffers before a forward, from the last rank that has a batch then. Here
+// they were copied at the end of the step before, when that rank may have been another one.
+void Reducer::warn_of_buffers_root(int root) {
+  if (joining_ == Joining::kNot || !buffers_root_ || root == *buffers_root_ ||
+      root != communicator_->rank() || has_warned_of_root_) {
+    return;
+  }
+  has_warned_of_root_ = true;
+  log_line(LogLevel::kWarning, join("this step has begun with the buffers of rank ", *buffers_root_,
+                                    "; torch's join() would have copied those of rank ", root,
+                                    ", the last one that has a batch, before the forward"));
+}
+
 // Does what the closing of any rank asks for.
 void Reducer::do_the_rest() {
   warn_of_skipped_steps();
   send_late();
   send_sparse();
-  const int root = openings_.lowest_present();
+  // As in torch's DDP.
+  const int root = joining_ == Joining::kNot ? 0 : openings_.highest_present();
   last_root_ = root >= 0 ? root : last_root_;
+  warn_of_buffers_root(root);
   if (closings_->any(&Closing::wants_buffers)) {
     exchange_buffers(root);
+    buffers_root_ = root;
   }
   operations_.wait();
 }

@@ -47,13 +47,12 @@ int Openings::present() const {
   return count;
 }
 
-int Openings::lowest_present() const {
-  for (int rank = 0; rank < size_; ++rank) {
-    if (of(rank).is_present) {
-      return rank;
-    }
+int Openings::highest_present() const {
+  int rank = size_ - 1;
+  while (rank >= 0 && !of(rank).is_present) {
+    --rank;
   }
-  return -1;
+  return rank;
 }
 
 std::vector<int> Openings::ranks_with(Opening::Purpose purpose) const {
@@ -67,15 +66,15 @@ std::vector<int> Openings::ranks_with(Opening::Purpose purpose) const {
 }
 
 std::size_t Openings::first_differing_buffer() const {
-  const int first = lowest_present();
+  const int root = highest_present();
   bool differ = false;
   std::size_t lowest = 0;
-  for (int rank = std::max(first, 0); rank < size_; ++rank) {
+  for (int rank = 0; rank <= root; ++rank) {
     const Opening opening = of(rank);
     if (!opening.is_present) {
       continue;
     }
-    differ = differ || opening.changed_buffers != of(first).changed_buffers;
+    differ = differ || opening.changed_buffers != of(root).changed_buffers;
     const std::size_t changed = opening.first_changed_buffer;
     lowest = lowest == 0 || (changed != 0 && changed < lowest) ? changed : lowest;
   }

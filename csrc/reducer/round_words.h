@@ -55,8 +55,8 @@ class Openings {
   void write(const Opening& own);
   [[nodiscard]] Opening of(int rank) const;
   [[nodiscard]] double total_share() const;
-  [[nodiscard]] int present() const;         // how many
-  [[nodiscard]] int lowest_present() const;  // -1: none
+  [[nodiscard]] int present() const;          // how many
+  [[nodiscard]] int highest_present() const;  // -1: none
   [[nodiscard]] std::vector<int> ranks_with(Opening::Purpose purpose) const;
   // The number, from 1, of the first buffer that some ranks changed and others did not, or to other
   // values; 0: there is none.

@@ -587,9 +587,10 @@ class DataParallel(TorchIdioms, StandsForModule):
 
         Around the training loop, on all ranks. A rank that leaves it goes on taking part in the
         others' steps, with gradients of zero, until all have left; then every rank has the model of
-        the rank that had the most batches. Gradients are those of its own last step. It takes no
-        part in the others' steps of the optimizer, whose state so misses them. Backwards under
-        `no_sync()` are nobody else's concern.
+        the rank that had the most batches, the last one if several had. Buffers come from the last
+        rank that has a batch, as in torch; outside of `join()`, from rank 0. A rank's gradients are
+        those of its own last step. It takes no part in the others' steps of the optimizer, whose
+        state so misses them. Backwards under `no_sync()` are nobody else's concern.
 
         Args:
             divide_by_initial_world_size: Whether ranks without a batch count as zeros in the mean,
@@ -641,10 +642,12 @@ class DataParallel(TorchIdioms, StandsForModule):
                 for _, parameter, _ in self._trained.known
                 if (gradient := parameter.grad) is not None
             ]
-            while self._reducer.join_round():
-                pass
-            for parameter, gradient in kept:
-                parameter.grad = gradient
+            try:
+                while self._reducer.join_round():
+                    pass
+            finally:
+                for parameter, gradient in kept:
+                    parameter.grad = gradient
         except BaseException:
             if not self.is_retired:
                 self._reducer.leave_join()
@@ -756,11 +759,10 @@ class DataParallel(TorchIdioms, StandsForModule):
         Torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unmodified. All ranks
         register the same one, once, before the first backward. The buckets then follow the order of
         the first backward and no later one, because hooks may keep state for each.
-        `bucket.buffer()` has zeros between gradients, which start on cache lines;
-        `bucket.gradients()` has none. Complex ones arrive as pairs of real numbers. The sparse
-        gradient of an embedding is a bucket of its own, as in torch: `bucket.buffer()` is sparse,
-        and `bucket.gradients()` empty. These buckets are the last, and come in every step, also
-        where no rank has used the embedding.
+        Complex gradients arrive as pairs of real numbers. The sparse gradient of an embedding is a
+        bucket of its own, as in torch: `bucket.buffer()` is sparse, and `bucket.gradients()` empty.
+        These buckets are the last, and come in every step, also where no rank has used the
+        embedding.
 
         Args:
             state: The first argument of every call.

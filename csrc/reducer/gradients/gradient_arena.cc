@@ -199,9 +199,11 @@ void GradientArena::arrange(const BucketPlan& plan) {
         slot.home = home_for(slot, block, filled[number]);
         slot.view = has_place(slot) ? slot.view : slot.home;
       }
-      filled[number] += padded(real_count(slot.parameter), block.scalar_type());
+      const std::int64_t count = real_count(slot.parameter);
+      filled[number] += is_packed_ ? count : padded(count, block.scalar_type());
     }
     bucket.memory = block.narrow(0, begin, filled[number] - begin);
+    filled[number] = padded(filled[number], block.scalar_type());
   }
   for (const auto& [number, buckets] : uncut) {
     cut(buckets, slots_[buckets.front()->slots.front()].parameter);

@@ -69,6 +69,9 @@ class GradientArena {
   void shard(int owner, int stage, const std::vector<std::size_t>& slots,
              const std::vector<at::Tensor>& shown);
 
+  // From the next arrange() on, the gradients of a bucket lie without gaps, as a hook expects them.
+  void pack() noexcept { is_packed_ = true; }
+
   // Cuts the blocks anew, after allocate(). Gradients that lie there move along, unless somebody
   // holds them. Throws InvalidUsage if the plan does not fit; nothing has changed then. Collective
   // if slots of a sharded optimizer have no place yet.
@@ -115,6 +118,7 @@ class GradientArena {
 
   const CommunicatorPtr communicator_;
   const bool lends_;
+  bool is_packed_ = false;
   LentMemory lent_;
   std::vector<GradientSlot> slots_;
   std::vector<std::size_t> block_of_;

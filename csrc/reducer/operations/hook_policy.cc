@@ -21,7 +21,6 @@ void HookPolicy::adapt(const GradientArena& arena) {
   for (const GradientBucket& bucket : arena.buckets()) {
     View& view = views_.emplace_back();
     view.label = bucket.label;
-    std::vector<std::int64_t> ends;
     for (const std::size_t index : bucket.slots) {
       const GradientSlot& slot = arena.slots()[index];
       view.offsets.push_back(static_cast<std::size_t>(slot.offset));
@@ -31,22 +30,11 @@ void HookPolicy::adapt(const GradientArena& arena) {
         view.sizes.back().push_back(2);
       }
       view.parameters.push_back(slot.parameter);
-      ends.push_back(slot.offset + static_cast<std::int64_t>(view.lengths.back()));
-    }
-    for (std::size_t i = 0; i < ends.size(); ++i) {
-      const std::int64_t next = i + 1 < ends.size() ? static_cast<std::int64_t>(view.offsets[i + 1])
-                                                    : bucket.memory.numel();
-      if (next > ends[i]) {
-        view.padding.emplace_back(ends[i], next - ends[i]);
-      }
     }
   }
 }
 
 void HookPolicy::prepare(const DepartingBucket& bucket, const Combination& combination) {
-  for (const auto& [begin, count] : views_[bucket.number].padding) {
-    bucket.memory.narrow(0, begin, count).zero_();  // a hook has written there, or may take a norm
-  }
   if (combination.op == ReduceOp::kPremulSum) {
     at::Tensor memory = bucket.memory;
     memory.mul_(combination.factor * divisor_);

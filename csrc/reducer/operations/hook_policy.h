@@ -1,9 +1,9 @@
 // The policy of a reducer with one of torch's communication hooks, which makes what a bucket's
 // gradients become.
 //
-// A hook sees complex gradients as pairs of real numbers, and zeros between gradients. It returns
-// the mean over the ranks, or, where the reducer sums, the sum. Where ranks count by share, each
-// rank's gradients are multiplied first, so that this mean or sum is the weighted one.
+// A hook sees complex gradients as pairs of real numbers. It returns the mean over the ranks, or,
+// where the reducer sums, the sum. Where ranks count by share, each rank's gradients are multiplied
+// first, so that this mean or sum is the weighted one.
 
 #pragma once
 
@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "reducer/operations/bucket_policy.h"
@@ -28,8 +27,8 @@ namespace pydist {
 
 class HookPolicy final : public BucketPolicy {
  public:
-  // `arena` stays. `divisor` is what the hook divides the sum over the ranks by: their number,
-  // or 1.
+  // `arena` stays, and is packed. `divisor` is what the hook divides the sum over the ranks by:
+  // their number, or 1.
   HookPolicy(std::shared_ptr<c10d::CommHookInterface> hook, int divisor,
              const GradientArena& arena);
 
@@ -54,7 +53,6 @@ class HookPolicy final : public BucketPolicy {
     std::vector<std::size_t> lengths;
     std::vector<std::vector<std::int64_t>> sizes;
     std::vector<at::Tensor> parameters;
-    std::vector<std::pair<std::int64_t, std::int64_t>> padding;  // between gradients: from, count
   };
   struct Promise {
     std::string label;

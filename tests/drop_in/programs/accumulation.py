@@ -1,9 +1,12 @@
 """Gradients of several backwards in one step."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 from harness import Library, Record, program
 from nets import batch, mlp
+from torch import Tensor, nn
 from torch.nn import functional
 
 MICRO_BATCHES = 3
@@ -132,6 +135,33 @@ def forward_outside_and_backward_in_no_sync(lib: Library, record: Record) -> Non
         loss = functional.cross_entropy(model(inputs), targets)
         with model.no_sync():
             loss.backward()
+        optimizer.step()
+        record(model, optimizer, loss)
+
+
+class Hidden(nn.Module):
+    """Returns what is not searched for tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, inputs: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(scores=self.net(inputs))
+
+
+@program("torch DDP")
+def backward_after_another_forward_in_no_sync(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(Hidden().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs, targets = batch(lib, step)
+        first = model(inputs)
+        with model.no_sync():
+            model(inputs)
+        loss = functional.cross_entropy(first.scores, targets)
+        loss.backward()
         optimizer.step()
         record(model, optimizer, loss)
 

@@ -181,6 +181,21 @@ def power_sgd(lib: Library, record: Record) -> None:
     train(lib, record, model, steps=5)
 
 
+@program("torch DDP", on_gpu=False)
+def a_hook_that_counts_what_a_bucket_holds(lib: Library, record: Record) -> None:
+    """The signs of gradients, and the mean of their sizes."""
+    model = lib.DataParallel(mlp().to(lib.device))
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        exact = bucket.buffer()
+        sent = exact.abs().mean() * exact.sign()
+        done = dist.all_reduce(sent, async_op=True).get_future()
+        return done.then(lambda future: future.value()[0] / lib.world_size)
+
+    model.register_comm_hook(None, hook)
+    train(lib, record, model)
+
+
 @program("torch DDP")
 def hooks_on_several_gradients(lib: Library, record: Record) -> None:
     model = lib.DataParallel(mlp().to(lib.device))

@@ -274,6 +274,43 @@ def gradients_after_join_in_views(lib: Library, record: Record) -> None:
     record(model)
 
 
+@program("torch DDP")
+def buffers_after_join(lib: Library, record: Record) -> None:
+    """The last rank has most batches; all have one in the first two steps."""
+    net = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+    model = lib.DataParallel(net.to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for more in (0, lib.rank):
+        with model.join():
+            for step in range(2 + more):
+                inputs, targets = batch(lib, step)
+                optimizer.zero_grad()
+                functional.cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+        record(parameters=dict(model.module.named_parameters()))
+        record(local={"buffers": list(model.module.buffers())})
+
+
+@program("torch DDP", on_gpu=False)
+def sparse_gradients_after_join(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(nn.Embedding(5, 3, sparse=True).to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held: list[Tensor] = []
+    with model.join():
+        for step in range(2 + 2 * lib.rank):
+            optimizer.zero_grad()
+            rows = torch.tensor([step % 5, lib.rank, 4], device=lib.device)
+            model(rows).square().mean().backward()
+            gradient = model.module.weight.grad
+            assert gradient is not None
+            held.append(gradient)
+            optimizer.step()
+    own = model.module.weight.grad
+    assert own is not None
+    record(parameters=dict(model.module.named_parameters()))
+    record(local={"held": [gradient.to_dense() for gradient in held], "own": own.to_dense()})
+
+
 @program("torch DDP", refused="Join can't join a pydist.DataParallel")
 def uneven_batches_joined_by_context(lib: Library, record: Record) -> None:
     model = lib.DataParallel(mlp().to(lib.device))

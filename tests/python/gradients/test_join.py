@@ -63,10 +63,10 @@ def train_unevenly(by_world_size: bool, reduction: str) -> None:
             with torch.no_grad():
                 for parameter in parameters:
                     parameter -= 0.1 * total / divisor
-        # At the end of a step everybody has the buffers of the lowest rank that took part in it.
+        # At the end of a step everybody has the buffers of the last rank that took part in it.
         for r in range(size):
             for ours, theirs in zip(
-                references[r].buffers(), references[present[0]].buffers(), strict=True
+                references[r].buffers(), references[present[-1]].buffers(), strict=True
             ):
                 ours.copy_(theirs)
     for ours, theirs in zip(model.parameters(), references[0].parameters(), strict=True):
@@ -355,3 +355,20 @@ def compare_within_join() -> None:
 def test_gradients_are_compared_among_those_with_batches(backend: str) -> None:
     with Ranks(3, {"PYDIST_BACKEND": backend, "PYDIST_DEBUG": "1"}) as ranks:
         ranks.run(compare_within_join, timeout=LIMIT_S)
+
+
+def end_with_the_first_rank() -> None:
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    for _ in range(2):
+        with model.join():
+            for _ in range(2 if rank else 4):
+                model(torch.randn(4, 3)).sum().backward()
+
+
+def test_buffers_of_a_rank_without_another_batch_are_warned_of(backend: str) -> None:
+    with Ranks(2, {"PYDIST_BACKEND": backend}) as ranks:
+        for outcome in ranks.outcomes(end_with_the_first_rank, timeout=LIMIT_S):
+            assert outcome.ok, outcome.describe()
+            said = "this step has begun with the buffers of rank 1; torch's join() would have"
+            assert outcome.output.count(said) == (1 if outcome.rank == 0 else 0)
