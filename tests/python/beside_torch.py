@@ -19,9 +19,7 @@ import pydist
 STEPS = 9  # plans change after the 1st, 2nd, 4th and 8th
 
 
-@pytest.fixture(
-    scope="module", params=everyday("native-3", thorough=("native-2", "gloo-2", "gloo-3"))
-)
+@pytest.fixture(scope="module", params=everyday("native-3", thorough=("gloo-2",)))
 def some_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     backend, count = request.param.split("-")
     with Ranks(int(count), {"PYDIST_BACKEND": backend}) as ranks:

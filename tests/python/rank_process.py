@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import pickle
 import resource
@@ -81,6 +82,9 @@ def serve(
     _stacks.file = os.fdopen(descriptor, "w")
     faulthandler.enable(_stacks.file, all_threads=True)
     faulthandler.register(signal.SIGUSR1, _stacks.file, all_threads=True)
+    # multiprocessing hands down how this process was started, and workers of a loader would each
+    # load torch anew.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     connection.send("ready")
     while True:
         try:

@@ -25,7 +25,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=everyday(3, thorough=(2, 4)))
+@pytest.fixture(scope="module", params=everyday(3, thorough=(4,)))
 def ranks(request: pytest.FixtureRequest, backend: str) -> Iterator[Ranks]:
     with Ranks(request.param, {"PYDIST_BACKEND": backend}) as ranks:
         yield ranks
@@ -44,7 +44,7 @@ def run(three: Ranks) -> Runner:
 
 @pytest.fixture
 def run_on_each(ranks: Ranks) -> Runner:
-    """On 2, 3 and 4 ranks."""
+    """On 3 and 4 ranks."""
     return lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from launch import clean_environment, run_command
-from thorough import everyday
 
 import pydist
+from pydist.benchmarks.interruption import interruptible
 from pydist.benchmarks.processes import peers
 from pydist.cli import main
 
@@ -124,14 +124,14 @@ def test_under_a_launcher_the_ranks_are_its_own(tmp_path: Path) -> None:
     results = tmp_path / "r.json"
     done = run_command(
         [
-            *(sys.executable, "-m", "pydist", "run", "-n", "3", "-m", "pydist", "bench"),
+            *(sys.executable, "-m", "pydist", "run", "-n", "2", "-m", "pydist", "bench"),
             *("all_gather", "-b", "96", "-e", "96", *QUICK, "--compare", "gloo"),
             *("-J", str(results)),
         ],
         timeout=90,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(results.read_text())["ranks"] == 3
+    assert json.loads(results.read_text())["ranks"] == 2
     assert done.stdout.count("# Avg bus bandwidth") == 1
     assert {row["arm"] for row in rows_of(results)} == {"pydist", "roofline", "gloo"}
 
@@ -208,8 +208,15 @@ def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", everyday(signal.SIGINT, thorough=(signal.SIGTERM,)))
-def test_interruption_leaves_what_was_measured(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_signal_that_ends_programs_interrupts(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) == before
+
+
+def test_interruption_leaves_what_was_measured(tmp_path: Path) -> None:
     results, table = tmp_path / "r.json", tmp_path / "r.csv"
     process = start(
         *("all_reduce", "-b", "8", "-e", "64K", "-i", "4", *QUICK),
@@ -218,7 +225,7 @@ def test_interruption_leaves_what_was_measured(number: signal.Signals, tmp_path:
     wait_for_rows(results, 4, process)
     ranks = ranks_of(process)
     assert len(ranks) == 2
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130, err
     assert "Traceback" not in err

@@ -30,6 +30,12 @@ pytestmark = TIME_LIMIT
 BACKEND = "aot_eager"
 
 
+@pytest.fixture(scope="module")
+def backend() -> str:
+    """Compiled code is the same whatever carries the gradients: one backend is enough."""
+    return "native"
+
+
 def wrap_compiled(module: nn.Module, how: str, backend: str, **options: Any) -> Any:
     if how == "compiled, then wrapped":
         return pydist.DataParallel(torch.compile(module, backend=backend), **options)  # type: ignore[arg-type]
