@@ -324,7 +324,7 @@ def test_mutations_of_metadata(place: Path) -> None:
     files = read_manifest(place)
     generator = random.Random(1)
     refused = []
-    count = int(os.environ.get("PYDIST_TEST_FUZZ", "4000"))
+    count = int(os.environ.get("PYDIST_TEST_FUZZ", "1500"))
     for _ in range(count):
         mutated = bytearray(content)
         for _ in range(generator.choice((1, 1, 2, 8))):

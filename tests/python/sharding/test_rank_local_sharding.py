@@ -278,7 +278,7 @@ def keep_one_copy() -> None:
         model(batch(rank, 6, 10, step=number, dtype=torch.float32)).backward()
         gradient = model.module.experts[0].weight.grad.clone()
         optimizer.step()
-        before -= 0.1 * gradient
+        before.add_(gradient, alpha=-0.1)  # as SGD does: where multiply and add round once, too
         assert torch.equal(model.module.experts[0].weight, before)
 
 

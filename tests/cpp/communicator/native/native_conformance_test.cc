@@ -388,7 +388,7 @@ class NativeSoak : public ::testing::TestWithParam<std::tuple<int, AlgorithmChoi
 
 TEST_P(NativeSoak, RandomOperationsBackToBack) {
   for (int turn = 0; turn < soak_factor() && !HasFailure(); ++turn) {
-    soak(std::get<0>(GetParam()), std::get<1>(GetParam()), 4000,
+    soak(std::get<0>(GetParam()), std::get<1>(GetParam()), 2000,
          1'000'000 * static_cast<std::uint64_t>(turn + 1));
   }
 }
