@@ -129,11 +129,14 @@ def find(pid: int) -> list[LocalRank]:
         raise InvalidUsage(f"there is no process {pid} on this host.")
     pages: dict[int, dict[str, Any]] = {}
     ranks: dict[int, LocalRank] = {}
-    for each in (pid, *_descendants(pid)):
+    for each, above in ((pid, ()), *_descendants(pid, ())):
         for page in _pages_of(each, must=each == pid):
             # A process that has left a job and joined again has a new one; peers may hold the old.
             pages[page["pid"]] = min(page, pages.get(page["pid"], page), key=_age)
-        if each not in pages and _rank_of(each) is not None and _has_loaded_pydist(each):
+        # What a rank has forked, such as the workers of a loader, is no rank.
+        if each in pages or any(parent in pages or parent in ranks for parent in above):
+            continue
+        if _rank_of(each) is not None and _has_loaded_pydist(each):
             ranks[each] = LocalRank(each, _rank_of(each), state_of(each))
     for owner, page in pages.items():
         ranks[owner] = LocalRank(
@@ -179,12 +182,14 @@ def _pages_of(pid: int, *, must: bool) -> Iterator[dict[str, Any]]:
                 os.close(descriptor)
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def _descendants(pid: int, above: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Each with the processes above it, which come before it."""
+    above = (*above, pid)
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
-                yield int(child)
-                yield from _descendants(int(child))
+                yield int(child), above
+                yield from _descendants(int(child), above)
 
 
 def environment_of(pid: int) -> dict[str, str]:

@@ -163,14 +163,19 @@ class GlooCommunicator : public Communicator, public PeerNews {
     require_not_forked();
     group_->require_sound();
     const StorePtr asked = adapt_store(store_, std::min<milliseconds>(kStorePatience, timeout()));
+    // The new group keeps it, and may live longer.
+    const CheckHope check_hope = [group = std::weak_ptr(group_), ranks] {
+      if (const auto parent = group.lock()) {
+        parent->require_hope(ranks);
+      }
+    };
     return splits_.next(
-        ranks, rank_, size_, *asked, name_, Deadline::in(timeout()),
-        [this] { group_->require_sound(); },
+        ranks, rank_, size_, *asked, name_, Deadline::in(timeout()), check_hope,
         [&](int rank, const std::string& split) {
           std::string name = join(name_, "/", split);
           auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
           return create_gloo_communicator(store, rank, static_cast<int>(ranks.size()),
-                                          std::move(name), timeout(), factory_, nullptr,
+                                          std::move(name), timeout(), factory_, check_hope,
                                           long_wait_);
         },
         [](int /*rank*/, const std::string& /*split*/) {});
@@ -387,6 +392,10 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
       communicator->meet();
     } catch (const std::exception& error) {
       const auto* const ours = dynamic_cast<const Error*>(&error);
+      if ((ours == nullptr || ours->kind() == ErrorKind::kTransport) && check_hope) {
+        // Torch's gloo passes on no more than the text of what it has thrown.
+        check_hope();
+      }
       const auto told = GlooGroup::told_failure(*asked);
       if (told && ours != nullptr) {
         std::rethrow_exception(make_error(ours->kind(), ours->what(), told->error.blame));

@@ -1,5 +1,6 @@
 #include "c10d/gloo/gloo_group.h"
 
+#include <algorithm>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -33,6 +34,23 @@ void GlooGroup::require_sound() const {
     throw InvalidUsage(join("The group '", name_, "' has been shut down."));
   }
   rethrow_if_any(failure());
+}
+
+void GlooGroup::require_hope(const std::vector<int>& ranks) {
+  require_sound();
+  const std::optional<Absence> found = absence();
+  if (!found) {
+    return;
+  }
+  const std::vector<int>& blamed = found->blame.ranks;
+  const bool is_of_these =
+      std::find_first_of(blamed.begin(), blamed.end(), ranks.begin(), ranks.end()) != blamed.end();
+  if (is_of_these || found->kind == ErrorKind::kAborted) {
+    std::rethrow_exception(make_error(found->kind,
+                                      join(found->what, ". Rank ", channel.rank(), " of group '",
+                                           name_, "' waited for it to make a group."),
+                                      found->blame));
+  }
 }
 
 std::exception_ptr GlooGroup::fail(const std::exception_ptr& error,

@@ -57,6 +57,9 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   GlooChannel channel;
 
   void require_sound() const;
+  // For a group of these ranks that is to be made: throws also what is heard of their ends, and
+  // that the group was aborted elsewhere.
+  void require_hope(const std::vector<int>& ranks);
 
   [[nodiscard]] std::exception_ptr failure() const { return failure_.error(); }
 

@@ -197,6 +197,7 @@ class NativeCommunicator final : public Communicator,
     NativeOptions options = options_;
     options.environment.timeout = timeout();
     options.check_hope = [this, &ranks] {
+      require_not_aborted();
       for (const int rank : ranks) {
         if (rank == rank_) {
           continue;
@@ -209,6 +210,7 @@ class NativeCommunicator final : public Communicator,
       }
     };
     options.secret = secret_;
+    require_not_aborted();
     return splits_.next(
         ranks, rank_, size_, *store_, "pydist/" + name(), Deadline::in(timeout()),
         options.check_hope,
@@ -322,6 +324,15 @@ class NativeCommunicator final : public Communicator,
   }
 
   // Throws where the group has been shut down.
+  // For what takes no part in the group's operations. What has failed otherwise may go on in groups
+  // of its own.
+  void require_not_aborted() const {
+    if (const std::exception_ptr error = failure();
+        error != nullptr && describe(error).kind == ErrorKind::kAborted) {
+      std::rethrow_exception(error);
+    }
+  }
+
   void require_open(std::string_view what) const {
     if (is_closed_.load(std::memory_order_relaxed)) {
       throw InvalidUsage(join(what, " on the group '", name(), "', which has been shut down."));

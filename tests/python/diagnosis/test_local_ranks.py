@@ -108,12 +108,14 @@ def test_a_process_that_is_no_rank() -> None:
 def wait_for_the_other() -> str:
     pydist.init(timeout=20)
     pydist.barrier()
+    worker = os.fork()  # as a data loader does
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
     if pydist.rank() == 1:
         time.sleep(5)
-    else:
-        pydist.all_reduce(torch.ones(2))
-        return "done"
     pydist.all_reduce(torch.ones(2))
+    os.kill(worker, signal.SIGKILL)
     return "done"
 
 
@@ -133,7 +135,11 @@ def in_background(ranks: Ranks) -> threading.Thread:
     raise AssertionError("the ranks never waited for each other")
 
 
-def test_a_job_that_waits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_waits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The variables of these ranks are not those that their processes began with.
+    monkeypatch.setattr(local_ranks, "_rank_of", lambda _: 0)
     with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
         thread = in_background(ranks)
         try:

@@ -99,6 +99,44 @@ def test_abort_ends_all_groups_on_all_ranks(backend: str) -> None:
     assert run_ranks(hear_of_an_abort, 3, backend) == [("Aborted", "Aborted")] * 3
 
 
+def make_a_group_after_an_abort(backend: str) -> str:
+    pydist.init(backend, timeout=20)
+    pydist.barrier()
+    if pydist.rank() == 0:
+        pydist.abort("the loss is not finite")
+    began = time.monotonic()
+    with pytest.raises(Error, match="the loss is not finite") as caught:
+        pydist.new_group([0, 1])
+    assert time.monotonic() - began < 10
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_an_abort_is_heard_where_groups_are_made(backend: str) -> None:
+    assert run_ranks(make_a_group_after_an_abort, 2, backend) == ["Aborted", "Aborted"]
+
+
+def make_a_group_without_a_rank(backend: str) -> tuple[str, tuple[int, ...]]:
+    pydist.init(backend, timeout=20)
+    pydist.barrier()
+    if pydist.rank() == 1:
+        time.sleep(0.3)  # until the other one waits
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(Error, match="has died") as caught:
+        pydist.new_group([0, 1])
+    assert time.monotonic() - began < 10
+    return type(caught.value).__name__, caught.value.ranks
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_a_death_is_heard_where_groups_are_made(backend: str) -> None:
+    first, dead = rank_outcomes(make_a_group_without_a_rank, 2, backend)
+    assert first.ok, first.describe()
+    assert first.value == ("PeerLost", (1,))
+    assert dead.exit_code == -signal.SIGKILL
+
+
 def keep_meeting() -> None:
     while True:
         pydist.barrier()
