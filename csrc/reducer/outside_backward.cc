@@ -167,7 +167,7 @@ void Reducer::set_joining(Joining joining, bool throws_on_first) noexcept {
   is_present_ = true;
   joined_before_ = round_.number;
   if (joining == Joining::kNot) {
-    buffers_root_.reset();  // all have the model of one rank now, which torch copied, too
+    buffers_root_.reset();  // after join() all ranks take over one's whole model
   }
 }
 

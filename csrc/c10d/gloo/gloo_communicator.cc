@@ -360,6 +360,21 @@ class GlooCommunicator : public Communicator, public PeerNews {
   std::unique_ptr<DeathWatch> watch_;  // null: none is to be had, or not yet, or not any more
 };
 
+// For the handler of what has kept a group from standing. Torch's gloo passes on no more than the
+// text of what `check_hope` has thrown within it.
+std::exception_ptr why_it_does_not_stand(const CheckHope& check_hope) {
+  std::exception_ptr error = std::current_exception();
+  const ErrorKind kind = describe(error).kind;
+  if (check_hope && (kind == ErrorKind::kTransport || kind == ErrorKind::kError)) {
+    try {
+      check_hope();
+    } catch (const std::exception&) {
+      return std::current_exception();
+    }
+  }
+  return error;
+}
+
 }  // namespace
 
 CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -390,25 +405,22 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
       (void)asked->get(key, Deadline::in(timeout));
       connect();
       communicator->meet();
-    } catch (const std::exception& error) {
-      const auto* const ours = dynamic_cast<const Error*>(&error);
-      if ((ours == nullptr || ours->kind() == ErrorKind::kTransport) && check_hope) {
-        // Torch's gloo passes on no more than the text of what it has thrown.
-        check_hope();
-      }
+    } catch (const std::exception&) {
+      const std::exception_ptr error = why_it_does_not_stand(check_hope);
+      const auto [kind, what, blame] = describe(error);
       const auto told = GlooGroup::told_failure(*asked);
-      if (told && ours != nullptr) {
-        std::rethrow_exception(make_error(ours->kind(), ours->what(), told->error.blame));
+      if (told && kind != ErrorKind::kError) {
+        std::rethrow_exception(make_error(kind, what, told->error.blame));
       }
-      const bool is_late = ours != nullptr && (ours->kind() == ErrorKind::kTimeout ||
-                                               ours->kind() == ErrorKind::kPeerLost);
+      const bool is_of_others = kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerLost ||
+                                kind == ErrorKind::kAborted;
       // The others wait for this rank, which will not come.
       GlooGroup::tell_of_failure(
           *asked, {rank,
                    {ErrorKind::kTransport,
-                    join("rank ", rank, " could not join the group '", name, "': ", error.what()),
-                    is_late ? ours->blame() : own_blame(rank, error.what())}});
-      throw;
+                    join("rank ", rank, " could not join the group '", name, "': ", what),
+                    is_of_others ? blame : own_blame(rank, what)}});
+      std::rethrow_exception(error);
     }
   }
   note_open(communicator);

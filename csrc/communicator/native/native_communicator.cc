@@ -194,6 +194,7 @@ class NativeCommunicator final : public Communicator,
   [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
     require_not_forked();
     require_open("split");
+    require_not_aborted();
     NativeOptions options = options_;
     options.environment.timeout = timeout();
     options.check_hope = [this, &ranks] {
@@ -210,7 +211,6 @@ class NativeCommunicator final : public Communicator,
       }
     };
     options.secret = secret_;
-    require_not_aborted();
     return splits_.next(
         ranks, rank_, size_, *store_, "pydist/" + name(), Deadline::in(timeout()),
         options.check_hope,
@@ -323,7 +323,6 @@ class NativeCommunicator final : public Communicator,
     return operation.deadline ? *operation.deadline : Deadline::in(timeout());
   }
 
-  // Throws where the group has been shut down.
   // For what takes no part in the group's operations. What has failed otherwise may go on in groups
   // of its own.
   void require_not_aborted() const {
@@ -333,6 +332,7 @@ class NativeCommunicator final : public Communicator,
     }
   }
 
+  // Throws where the group has been shut down.
   void require_open(std::string_view what) const {
     if (is_closed_.load(std::memory_order_relaxed)) {
       throw InvalidUsage(join(what, " on the group '", name(), "', which has been shut down."));
