@@ -122,6 +122,10 @@ void GlooGroup::explain(const std::exception_ptr& error) {
     std::rethrow_exception(make_error(told->kind, told->message, told->blame));
   }
   if (called.sentence.empty() && called.missing.empty()) {
+    // All have come, this rank perhaps when another had given it up.
+    if ((told = confession(/*of_others=*/true))) {
+      std::rethrow_exception(make_error(told->kind, told->message, told->blame));
+    }
     std::rethrow_exception(error);
   }
   if (!called.lost.empty()) {

@@ -77,6 +77,22 @@ def test_blame_comes_out_of_backward() -> None:
     assert run_ranks(fail_in_backward, 2) == [((1,), True), ((1,), True)]
 
 
+def come_late(backend: str) -> tuple[object, ...]:
+    pydist.init(backend, timeout=1.5)
+    pydist.barrier()
+    if pydist.rank() == 1:
+        time.sleep(4.0)
+    with pytest.raises(Error) as caught:
+        pydist.barrier()
+    return type(caught.value), caught.value.ranks, "timed out" in str(caught.value).lower()
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_a_rank_that_comes_too_late_reads_what_the_others_read(backend: str) -> None:
+    for said in run_ranks(come_late, 3, backend):
+        assert said == (Timeout, (1,), True)
+
+
 def hear_of_an_abort(backend: str) -> tuple[object, ...]:
     pydist.init(backend)
     group = pydist.new_group(range(pydist.world_size()))
