@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from torch.distributed.elastic.utils import macros
 
 from pydist.job.meeting.local_store import serve_local_store
+from pydist.job.recovery.last_ones import LastOnes
 from pydist.job.recovery.left_behind import is_left_behind
 from pydist.job.spawn import job_variables
 from pydist.job.spawn_results import how_it_ended
@@ -66,7 +67,7 @@ def run_and_continue(options: argparse.Namespace, count: int) -> int:
             signal.signal(number, _tell_to_end)
         return _supervise({r: h.proc for r, h in processes.subprocess_handlers.items()}, store)
     except _ToldToEnd as told:
-        print(f"pydist run: ends all ranks ({_name(told.number)})", file=sys.stderr, flush=True)
+        _say(f"ends all ranks ({_name(told.number)})")
         for number in numbers:
             signal.signal(number, _kill_at_once(processes))
         if processes is not None:
@@ -123,7 +124,7 @@ def _supervise(running: dict[int, Any], store: dist.Store) -> int:
     pids = {rank: process.pid for rank, process in running.items()}
     well: list[int] = []
     failed_later: list[int] = []
-    alone_since_s: float | None = None  # when none but those that were left behind ran any more
+    last_ones = LastOnes(store, _LATE_END_S, _say)
     while running:
         ended = [
             (code, rank) for rank, each in running.items() if (code := each.poll()) is not None
@@ -141,26 +142,18 @@ def _supervise(running: dict[int, Any], store: dist.Store) -> int:
                 failed_later.append(rank)
                 fate = "others had ended well before"
             if code != 0:
-                print(
-                    f"pydist run: rank {rank} (pid {pids[rank]}) {how_it_ended(code)} after "
-                    f"{time.monotonic() - start_s:.1f} s; {fate}",
-                    file=sys.stderr,
-                    flush=True,
+                _say(
+                    f"rank {rank} (pid {pids[rank]}) {how_it_ended(code)} after "
+                    f"{time.monotonic() - start_s:.1f} s; {fate}"
                 )
-        if not all(is_left_behind(store, pids[rank]) for rank in running):
-            alone_since_s = None
-        elif alone_since_s is None:
-            alone_since_s = time.monotonic()
-        if alone_since_s is not None and time.monotonic() - alone_since_s > _LATE_END_S:
+        still = {rank: pids[rank] for rank in running}
+        if why := last_ones.why_to_end(still, has_any_ended=len(still) < len(pids)):
             for rank, process in running.items():
-                print(
-                    f"pydist run: ends rank {rank} (pid {pids[rank]}), without which the others "
-                    "had gone on; they have ended",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _say(f"ends rank {rank} (pid {pids[rank]}): {why}, and no other runs any more")
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+                if well and not is_left_behind(store, pids[rank]):
+                    failed_later.append(rank)
             break
         _sleep_until_one_ends(running)
     return 0 if well and not failed_later else 1
@@ -178,6 +171,10 @@ def _sleep_until_one_ends(running: dict[int, Any]) -> None:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _say(text: str) -> None:
+    print(f"pydist run: {text}", file=sys.stderr, flush=True)
 
 
 def _name(number: int) -> str:

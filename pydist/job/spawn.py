@@ -33,10 +33,11 @@ import torch.multiprocessing as torch_multiprocessing
 
 from pydist.errors import InvalidUsage, Timeout
 from pydist.job import last_words
+from pydist.job.log import logger
 from pydist.job.meeting.local_store import serve_local_store
 from pydist.job.pickling import find_unpicklable
 from pydist.job.processes import end_with
-from pydist.job.recovery.left_behind import is_left_behind
+from pydist.job.recovery.last_ones import LastOnes
 from pydist.job.settings import parse_backend
 from pydist.job.spawn_results import (
     Course,
@@ -59,6 +60,9 @@ R = TypeVar("R")
 
 # How long the other ranks get to end by themselves once one has failed, and again after SIGTERM.
 _GRACE_S = 2.0
+
+# How often the ranks are looked at that may have been stopped.
+_LOOK_S = 1.0
 
 _lock = threading.Lock()
 
@@ -276,6 +280,7 @@ def _run(
         )
     processes = context.processes
     ended_s: dict[int, float] = {}
+    last_ones = None if survived_by is None else LastOnes(survived_by, 0.0, logger.warning)
     try:
         while len(ended_s) < count:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
@@ -291,13 +296,13 @@ def _run(
                     ranks=waiting,
                     cause="still ran",
                 )
-            running = [process for rank, process in enumerate(processes) if rank not in ended_s]
-            if survived_by is not None and all(
-                is_left_behind(survived_by, process.pid) for process in running
-            ):
-                for process in running:
-                    process.kill()
-                break
+            if last_ones is not None:
+                running = {r: each.pid for r, each in enumerate(processes) if r not in ended_s}
+                if last_ones.why_to_end(running, has_any_ended=bool(ended_s)):
+                    for rank in running:
+                        processes[rank].kill()
+                    break
+                left_s = min(_LOOK_S, _LOOK_S if left_s is None else left_s)
             _note_ends(processes, ended_s, left_s)
             if survived_by is None and any(processes[rank].exitcode for rank in ended_s):
                 until_s = time.monotonic() + _GRACE_S
