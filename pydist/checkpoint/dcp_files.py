@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import io
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,7 @@ class Contents:
     """A checkpoint to read from."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._reader = FileSystemReader(folder)
         self._metadata = read_metadata(folder, read_manifest(folder))
         self._reader.set_up_storage_reader(self._metadata, True)
@@ -218,8 +220,9 @@ class Contents:
             )
             for name in names
         ]
-        self._reader.read_data(LoadPlan(items), destination).wait()
-        return {name: unpack(packed) for name, packed in destination.objects.items()}
+        with self._naming_files({item.dest_index.fqn for item in items}):
+            self._reader.read_data(LoadPlan(items), destination).wait()
+            return {name: unpack(packed) for name, packed in destination.objects.items()}
 
     def read_tensors(self, wanted: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> None:
         """Reads boxes: of the tensor of a name, at these offsets, into a tensor of the box's size.
@@ -240,6 +243,23 @@ class Contents:
                 raise CheckpointError(f"the checkpoint lacks elements of {name}")
             destination.tensors[MetadataIndex(name, offsets)] = tensor
             items += found
-        with warnings.catch_warnings(), torch.no_grad():
+        names = {item.storage_index.fqn for item in items}
+        with warnings.catch_warnings(), torch.no_grad(), self._naming_files(names):
             warnings.simplefilter("ignore", FutureWarning)
             self._reader.read_data(LoadPlan(items), destination).wait()
+
+    @contextmanager
+    def _naming_files(self, names: set[str]) -> Iterator[None]:
+        """For what reads these entries; torch's reader fails without saying where."""
+        try:
+            yield
+        except Exception as error:
+            places = {
+                str(self._folder / place.relative_path)
+                for index, place in self._metadata.storage_data.items()
+                if index.fqn in names
+            }
+            raise CheckpointError(
+                f"{', '.join(sorted(places))}: what .metadata says is there can't be read "
+                f"({type(error).__name__}: {error})"
+            ) from error

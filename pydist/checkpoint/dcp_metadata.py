@@ -13,6 +13,10 @@ are there. It makes only bytearrays beforehand, so `_Unpickler` refuses them. It
 other than texts and records: to hash tuples that lie in each other, some hundred thousand deep,
 overruns the stack and ends the process.
 
+By its memo a pickle can also name one object many times: a list of a thousand pieces that a
+thousand entries share is a million pieces. So an entry that names share is made once, and entries
+that share pieces are refused, as are tensors of more dimensions than anybody has.
+
 Only functions import this module: torch's takes half a second to import.
 """
 
@@ -77,6 +81,8 @@ _RECORDS: dict[tuple[str, str], type[_Record]] = {
     for name in names
 }
 
+
+_MOST_DIMENSIONS = 1024
 
 # What Python's unpickler does, by opcode.
 _LOADS: dict[int, Any] = dict(pickle._Unpickler.dispatch)
@@ -155,22 +161,31 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
 def _metadata_of(record: Any, files: Collection[str]) -> Metadata:
     fields = _fields(record, "Metadata")
     known: dict[str, Any] = {}
+    made: dict[int, Any] = {}  # by the identity of the record; names of tied tensors share one
+    lists: set[int] = set()
     for name, entry in _checked(fields.get("state_dict_metadata"), dict).items():
-        known[_checked(name, str)] = _entry_of(entry)
+        if id(entry) not in made:
+            made[id(entry)] = _entry_of(entry, lists)
+        known[_checked(name, str)] = made[id(entry)]
     places: dict[MetadataIndex, _Place] = {}
     for index, place in _checked(fields.get("storage_data"), dict).items():
         places[_index_of(index)] = _place_of(place, files)
     return Metadata(known, storage_data=places)
 
 
-def _entry_of(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _entry_of(record: Any, lists: set[int]) -> TensorStorageMetadata | BytesStorageMetadata:
+    """An entry; `lists` has the identities of the lists of pieces of others."""
     if _is_a(record, "BytesStorageMetadata"):
         return BytesStorageMetadata()
     fields = _fields(record, "TensorStorageMetadata")
     properties = _record(fields.get("properties"), "TensorProperties").state
     dtype = _checked(_checked(properties, tuple)[0], torch.dtype)
     size = _size_of(fields.get("size"))
-    chunks = [_chunk_of(chunk, size) for chunk in _checked(fields.get("chunks"), list)]
+    pieces = _checked(fields.get("chunks"), list)
+    if id(pieces) in lists:
+        _refuse("pieces that belong to two entries")
+    lists.add(id(pieces))
+    chunks = [_chunk_of(piece, size) for piece in pieces]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
@@ -204,7 +219,9 @@ def _place_of(record: Any, files: Collection[str]) -> _Place:
 
 def _size_of(record: Any) -> torch.Size:
     (numbers,) = _record(record, "Size").arguments
-    return torch.Size([_count(number) for number in _checked(numbers, tuple)])
+    if len(_checked(numbers, tuple)) > _MOST_DIMENSIONS:
+        _refuse(f"{len(numbers)} dimensions")
+    return torch.Size([_count(number) for number in numbers])
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:

@@ -295,7 +295,10 @@ def forgeries(metadata: Metadata) -> Iterator[str]:
         tensor.chunks[0] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         yield "a piece"
     tensor.chunks[0] = chunk
-    for value in (None, [], (2, 3), torch.Size([])):
+    known["twin"] = TensorStorageMetadata(tensor.properties, tensor.size, tensor.chunks)
+    yield "two entries"
+    del known["twin"]
+    for value in (None, [], (2, 3), torch.Size([]), torch.Size([1] * 2000)):
         before, tensor.size = tensor.size, value
         yield "it has"
         tensor.size = before
@@ -315,6 +318,26 @@ def test_metadata_that_does_not_fit(place: Path) -> None:
     for other in (None, 5, {}, [metadata]):
         forge(place, other)
         assert "it has" in refuse(place, METADATA)
+
+
+def test_what_many_names_share_is_made_once(place: Path) -> None:
+    metadata = metadata_of(place)
+    known = metadata.state_dict_metadata
+    entry = next(of for of in known.values() if isinstance(of, TensorStorageMetadata))
+    entry.chunks = entry.chunks * 1000
+    known.update({f"alias {number}": entry for number in range(1000)})
+    forge(place, metadata)
+    read = read_metadata(place, read_manifest(place)).state_dict_metadata
+    assert read["alias 0"] is read["alias 999"]
+
+
+def test_files_that_end_before_what_is_in_them(place: Path) -> None:
+    file = place / "__0_0.distcp"
+    content = file.read_bytes()
+    for end in (0, 100, len(content) // 2, len(content) - 100):
+        file.write_bytes(content[:end])
+        sign(place)
+        refuse(place, str(file))
 
 
 def test_mutations_of_metadata(place: Path) -> None:
