@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'set_log_rank', 'sgd_step', 'step_traffic', 'usable_cpu_isas']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'step_traffic', 'usable_cpu_isas']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -548,15 +548,19 @@ def read_environment() -> Environment:
     """
 def read_page(fd: typing.SupportsInt | typing.SupportsIndex) -> dict:
     """
-    The page of a process of pydist, behind a descriptor: its pid, whether the process has left in good order, the seconds since its last sign of life, and its last operations, the newest first, each with the seconds since it began and ended. Raises pydist.InvalidUsage where the file is no such page.
+    The page of a process of pydist, behind a descriptor: its pid, its rank (None before it has joined a job), whether the process has left in good order, the seconds since its last sign of life, and its last operations, the newest first, each with the seconds since it began and ended. Raises pydist.InvalidUsage where the file is no such page.
     """
 def release_process() -> None:
     """
     Lets go of what this process keeps between its groups: its threads, segments and sockets end with the last group. Waits for what is left of groups that have ended.
     """
-def set_log_rank(rank: typing.SupportsInt | typing.SupportsIndex) -> None:
+def require_not_forked() -> None:
     """
-    The rank that this process's log lines carry; -1 leaves it out.
+    Raises pydist.InvalidUsage where this process was forked while a group was at work.
+    """
+def set_rank(rank: typing.SupportsInt | typing.SupportsIndex) -> None:
+    """
+    This process's rank in its job, for its log lines and `pydist doctor`; -1: it is in none.
     """
 def sgd_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, momentum_buffers: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, *, begins: bool | collections.abc.Sequence[bool], lr: typing.SupportsFloat | typing.SupportsIndex, momentum: typing.SupportsFloat | typing.SupportsIndex, dampening: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, nesterov: bool, maximize: bool = False, gradient_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
     """

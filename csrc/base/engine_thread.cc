@@ -3,24 +3,40 @@
 #include <pthread.h>
 
 #include <csignal>
+#include <system_error>
 #include <utility>
 
+#include "base/error.h"
+
 namespace pydist {
+namespace {
+
+// Of this thread, and of those that it starts meanwhile.
+class AllSignalsBlocked {
+ public:
+  AllSignalsBlocked() {
+    sigset_t all;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  AllSignalsBlocked(const AllSignalsBlocked&) = delete;
+  AllSignalsBlocked& operator=(const AllSignalsBlocked&) = delete;
+  ~AllSignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_{};
+};
+
+}  // namespace
 
 EngineThread::EngineThread(const char* name, std::function<void()> run) {
-  // A new thread inherits the mask.
-  sigset_t all;
-  sigset_t before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  const AllSignalsBlocked blocked;
   try {
     thread_ = std::thread(std::move(run));
-  } catch (...) {
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
+  } catch (const std::system_error&) {
+    throw TransportError(pydist::join("The thread ", name, " could not be started. ", kNoThread));
   }
   ::pthread_setname_np(thread_.native_handle(), name);
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 EngineThread& EngineThread::operator=(EngineThread&& other) noexcept {

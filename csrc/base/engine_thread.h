@@ -16,11 +16,16 @@
 
 namespace pydist {
 
+// What a rank says that gets no thread.
+inline constexpr const char* kNoThread =
+    "The system gives this process no more threads (`ulimit -u`, or pids.max of its cgroup): raise "
+    "the limit, or start fewer threads and processes.";
+
 class EngineThread {
  public:
   // None yet.
   EngineThread() = default;
-  // `name` has at most 15 characters. Throws where no thread is to be had.
+  // `name` has at most 15 characters. Throws TransportError where no thread is to be had.
   EngineThread(const char* name, std::function<void()> run);
   EngineThread(EngineThread&& other) noexcept = default;
   EngineThread& operator=(EngineThread&& other) noexcept;

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/log.h"
 #include "bindings/arguments.h"
 #include "bindings/bindings.h"
 #include "c10d/device_streams.h"
@@ -497,6 +498,14 @@ void bind_communicator(py::module_& module) {
     Endpoint::depart_all();
     release_process();
   }));
+  module.def(
+      "set_rank",
+      [](int rank) {
+        set_log_rank(rank);
+        Endpoint::show_rank(rank);
+      },
+      py::arg("rank"), py::call_guard<ReleasedGil>(),
+      "This process's rank in its job, for its log lines and `pydist doctor`; -1: it is in none.");
   module.def("release_process", &release_process, py::call_guard<ReleasedGil>(),
              "Lets go of what this process keeps between its groups: its threads, segments and "
              "sockets end with the last group. Waits for what is left of groups that have ended.");

@@ -49,6 +49,7 @@ py::dict read(int fd) {
   }
   py::dict result;
   result["pid"] = reading.pid;
+  result["rank"] = reading.rank < 0 ? py::object(py::none()) : py::object(py::int_(reading.rank));
   result["has_departed"] = reading.has_departed;
   result["silent_s"] = reading.silent_s;
   result["entries"] = entries;
@@ -59,8 +60,9 @@ py::dict read(int fd) {
 
 void bind_diagnosis(py::module_& module) {
   module.def("read_page", &read, py::arg("fd"),
-             "The page of a process of pydist, behind a descriptor: its pid, whether the process "
-             "has left in good order, the seconds since its last sign of life, and its last "
+             "The page of a process of pydist, behind a descriptor: its pid, its rank (None before "
+             "it has joined a job), whether the process has left in good order, the seconds since "
+             "its last sign of life, and its last "
              "operations, the newest first, each with the seconds since it began and ended. Raises "
              "pydist.InvalidUsage where the file is no such page.");
 }

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "base/env.h"
+#include "base/fork.h"
 #include "base/log.h"
 #include "bindings/bindings.h"
 #include "kernels/cpu/reduce.h"
@@ -94,8 +95,8 @@ void bind_info(py::module_& module) {
   module.def(
       "processor_quota", [] { return processor_quota(); },
       "The processors' worth of time that the cgroups grant; None without a limit.");
-  module.def("set_log_rank", &set_log_rank, py::arg("rank"),
-             "The rank that this process's log lines carry; -1 leaves it out.");
+  module.def("require_not_forked", &require_not_forked,
+             "Raises pydist.InvalidUsage where this process was forked while a group was at work.");
 }
 
 }  // namespace pydist

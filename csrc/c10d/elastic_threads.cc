@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/engine_thread.h"
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/log.h"
@@ -19,10 +21,6 @@ namespace pydist {
 namespace {
 
 constexpr std::chrono::seconds kIdleLife{10};
-
-constexpr const char* kNoThread =
-    "The system gives this process no more threads (`ulimit -u`, or pids.max of its cgroup): raise "
-    "the limit, or start fewer threads and processes.";
 
 }  // namespace
 
@@ -49,7 +47,10 @@ void ElasticThreads::post_or_run(std::function<void()> job) noexcept {
   if (try_post(job)) {
     return;
   }
-  log_line(LogLevel::kWarning, join(kNoThread, " What would run there holds up other work now."));
+  static std::atomic<bool> has_warned{false};
+  if (!has_warned.exchange(true)) {
+    log_line(LogLevel::kWarning, join(kNoThread, " What would run there holds up other work now."));
+  }
   job();
 }
 

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <memory>
 
@@ -38,6 +39,8 @@ PageReading read_page(int fd) {
   const auto& page = *static_cast<const ProcessPage*>(memory);
   PageReading reading;
   reading.pid = page.pid.load(std::memory_order_relaxed);
+  // Somebody else's memory, which may hold anything.
+  reading.rank = std::max(0, page.rank_plus_one.load(std::memory_order_relaxed)) - 1;
   reading.has_departed = page.has_departed.load(std::memory_order_acquire) != 0;
   reading.entries = page.journal.read();
   reading.now_ns = monotonic_ns();

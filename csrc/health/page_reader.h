@@ -11,7 +11,8 @@
 namespace pydist {
 
 struct PageReading {
-  std::int32_t pid = 0;  // of the owner, as the owner sees it
+  std::int32_t pid = 0;    // of the owner, as the owner sees it
+  std::int32_t rank = -1;  // of the owner in its job; -1 before it has joined
   bool has_departed = false;
   // Since the owner's last sign of life.
   double silent_s = 0.0;

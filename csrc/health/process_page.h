@@ -21,6 +21,8 @@ struct ProcessPage {
   std::atomic<std::int32_t> pid;
   // Tells this page from all others.
   std::atomic<std::uint64_t> number;
+  // One more than the owner's rank in its job; 0 before it has joined.
+  std::atomic<std::int32_t> rank_plus_one;
   AwaitedRank awaited;
   Journal journal;
 };

@@ -15,7 +15,8 @@ namespace pydist {
 // What a text ends with that was cut.
 inline constexpr std::string_view kEllipsis = "\u2026";
 
-// Ended by a zero; cut to fit, between two characters of UTF-8, with an ellipsis for the rest.
+// Ended by a zero, of which the text has none then; cut to fit, between two characters of UTF-8,
+// with an ellipsis for the rest.
 template <std::size_t Size>
 void write_text(std::array<char, Size>& field, std::string_view text) noexcept {
   static_assert(Size > kEllipsis.size());
@@ -27,7 +28,7 @@ void write_text(std::array<char, Size>& field, std::string_view text) noexcept {
   while (!fits && length != 0 && is_inside()) {
     --length;
   }
-  char* end = std::copy_n(text.begin(), length, field.data());
+  char* end = std::replace_copy(text.begin(), text.begin() + length, field.data(), '\0', ' ');
   end = fits ? end : std::copy(kEllipsis.begin(), kEllipsis.end(), end);
   *end = '\0';
 }

@@ -38,6 +38,8 @@ std::vector<std::string> possible_folders() {
   std::error_code error;
   const std::filesystem::path temporary = std::filesystem::temp_directory_path(error);
   folders.push_back(own_folder_in(error ? "/tmp" : temporary.string()));
+  // Everybody may make folders there, also one of that name.
+  folders.push_back(join(folders.back(), "-", random_token()));
   return folders;
 }
 

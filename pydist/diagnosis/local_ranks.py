@@ -80,7 +80,7 @@ class LocalRank:
 
     Attributes:
         pid: Its process id.
-        rank: Its number in the job, if its environment tells.
+        rank: Its number in the job, if its page tells, or the environment that it began with.
         state: What the system says of the process: "running", "stopped", "dead" and the like.
         silent_s: Seconds since its last sign of life.
         has_departed: Whether it has left the job in good order.
@@ -141,7 +141,7 @@ def find(pid: int) -> list[LocalRank]:
     for owner, page in pages.items():
         ranks[owner] = LocalRank(
             owner,
-            _rank_of(owner),
+            _rank_of(owner) if page["rank"] is None else page["rank"],
             state_of(owner),
             silent_s=page["silent_s"],
             has_departed=page["has_departed"],

@@ -67,7 +67,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             that of the running job, or of a default group on backend "pydist", or the time-out is;
             the environment describes half a job (the message names what is missing), or shows a
             launcher of several processes that is not understood; NCCL was asked for and a rank has
-            no GPU, or shares one (the message names the ranks and the GPU).
+            no GPU, or shares one (the message names the ranks and the GPU); the process was forked
+            from a rank amid its job.
         Mismatch: the ranks were asked for different backends, or run different versions.
         PeerLost: the process has been in a job whose ranks would meet again here, and can see that
             one of them has died: `pydist.reform` goes on with those that are left.
@@ -81,6 +82,7 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         True
     """
     wait = None if timeout is None else parse_timeout(timeout)
+    _native.require_not_forked()
     with lock:
         if is_initialized():
             _check_same(backend, wait)
@@ -115,7 +117,7 @@ def entering() -> Iterator[None]:
 def become(member: Membership) -> None:
     """Makes a membership this process's."""
     current.job.membership, current.job.world = member, member.communicator
-    _native.set_log_rank(member.rank)
+    _native.set_rank(member.rank)
     atexit.register(_leave_at_exit)
     last_words.listen()
 
@@ -318,7 +320,8 @@ def shutdown() -> None:
 
     Runs at exit by itself. Destroys torch.distributed's default group if pydist made it; one that
     the script made stays. Operations under way fail with Aborted; ranks that still wait for this
-    one fail with PeerLost. May be called twice, and before `init`.
+    one fail with PeerLost. May be called twice, and before `init`. In a process that was forked
+    from a rank amid its job it ends nothing: that is the rank's.
 
     Example:
         >>> import pydist
@@ -347,7 +350,7 @@ def shutdown() -> None:
             member.communicator.shutdown()
         del member
         _native.release_process()
-        _native.set_log_rank(-1)
+        _native.set_rank(-1)
         log.stop()
 
 

@@ -7,7 +7,6 @@
 
 #include <cerrno>
 #include <exception>
-#include <system_error>
 #include <utility>
 
 #include "base/error.h"
@@ -38,11 +37,7 @@ DeathWatch::DeathWatch(const std::vector<ProcessIdentity>& processes, const Proc
     watched_.push_back({index, std::move(pidfd)});
   }
   if (!watched_.empty()) {
-    try {
-      thread_ = EngineThread("pydist-deaths", [this] { run(); });
-    } catch (const std::system_error& error) {
-      throw system_error("Cannot start the thread that watches processes", error.code().value());
-    }
+    thread_ = EngineThread("pydist-deaths", [this] { run(); });
   }
 }
 

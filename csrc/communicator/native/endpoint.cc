@@ -55,6 +55,7 @@ class Stranger {
 };
 
 std::mutex process_mutex;
+int process_rank = -1;  // guarded by process_mutex; in the job
 std::shared_ptr<Endpoint>& process_endpoint() {
   // Never destroyed: at exit the threads of a process that forgot to shut down must not be joined
   // from a static destructor.
@@ -162,8 +163,18 @@ std::shared_ptr<Endpoint> Endpoint::of_process(const Environment& environment) {
   }
   if (!endpoint) {
     endpoint = std::make_shared<Endpoint>(environment);
+    endpoint->page_->rank_plus_one.store(process_rank + 1, std::memory_order_relaxed);
   }
   return endpoint;
+}
+
+void Endpoint::show_rank(int rank) noexcept {
+  const std::lock_guard lock(process_mutex);
+  process_rank = rank;
+  const std::shared_ptr<Endpoint>& endpoint = process_endpoint();
+  if (endpoint && !endpoint->birth_.is_inherited()) {
+    endpoint->page_->rank_plus_one.store(rank + 1, std::memory_order_relaxed);
+  }
 }
 
 void Endpoint::release_process() noexcept {

@@ -86,6 +86,8 @@ class Endpoint {
   [[nodiscard]] static std::shared_ptr<Endpoint> of_process(const Environment& environment);
   // Lets go of it: once the last group is gone, so are its threads and segments.
   static void release_process() noexcept;
+  // Shows this process's rank in its job, also on the page that is made later; -1: it is in none.
+  static void show_rank(int rank) noexcept;
   // Tells the peers of every endpoint of this process that the process now ends in good order, also
   // where something keeps the endpoint alive to the very end.
   static void depart_all() noexcept;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <system_error>
 #include <utility>
 
 #include "base/error.h"
@@ -76,12 +75,8 @@ void Progress::start() {
   if (thread_.has_started() || is_stopping_) {
     return;
   }
-  try {
-    thread_ = EngineThread("pydist-progress", [self = shared_from_this()] { self->run(); });
-    has_thread_.store(true, std::memory_order_relaxed);
-  } catch (const std::system_error& error) {
-    throw system_error("Cannot start the thread that moves operations along", error.code().value());
-  }
+  thread_ = EngineThread("pydist-progress", [self = shared_from_this()] { self->run(); });
+  has_thread_.store(true, std::memory_order_relaxed);
 }
 
 void Progress::hand_over(const std::shared_ptr<Drivable>& drivable) {

@@ -1,5 +1,6 @@
 """Where the ranks of a job find each other: a key-value store that rank 0, or torchrun, serves."""
 
+import encodings.idna  # noqa: F401  socket looks it up by its name, when there may be no memory left
 import os
 import socket
 import time

@@ -46,6 +46,14 @@ TEST(FailureRecordTest, ALongMessageIsCutAndSaysSo) {
   EXPECT_EQ(message, std::string(message.size() - kEllipsisBytes, 'x') + "…");
 }
 
+TEST(FailureRecordTest, AZeroInATextEndsItNot) {
+  using std::string_literals::operator""s;
+  FailureRecord record;
+  EXPECT_TRUE(record.set(ErrorKind::kAborted, "loss\0nan"s, 0, {.cause = "\0x"s}));
+  EXPECT_EQ(describe(record.error()).message, "loss nan");
+  EXPECT_EQ(describe(record.error()).blame.cause, " x");
+}
+
 TEST(FailureRecordTest, ATextThatJustFitsIsWhole) {
   const auto kept_of = [](const std::string& cause) {
     FailureRecord record;

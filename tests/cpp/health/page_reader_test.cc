@@ -27,6 +27,7 @@ class PageReaderTest : public ::testing::Test {
 TEST_F(PageReaderTest, AnEmptyPageHasNothingToTell) {
   const PageReading reading = read_page(segment_.fd());
   EXPECT_FALSE(reading.has_departed);
+  EXPECT_EQ(reading.rank, -1);
   EXPECT_TRUE(reading.entries.empty());
   EXPECT_EQ(reading.silent_s, 0.0);
 }
@@ -35,12 +36,14 @@ TEST_F(PageReaderTest, ReadsWhatTheOwnerWrote) {
   page_->heartbeat_ns = monotonic_ns() - 3'000'000'000;
   page_->has_departed = 1;
   page_->pid = 4711;
+  page_->rank_plus_one = 4;
   const Journal::Ticket first = page_->journal.begin(7, 41, 0, 8, "");
   page_->journal.finish(first, JournalState::kSucceeded);
   static_cast<void>(page_->journal.begin(7, 42, 2, 16, "bucket 1"));
   const PageReading reading = read_page(segment_.fd());
   EXPECT_TRUE(reading.has_departed);
   EXPECT_EQ(reading.pid, 4711);
+  EXPECT_EQ(reading.rank, 3);
   EXPECT_GE(reading.silent_s, 3.0);
   ASSERT_EQ(reading.entries.size(), 2u);
   EXPECT_EQ(reading.entries[0].sequence, 42u);

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <thread>
@@ -157,6 +158,24 @@ TEST_F(SecretFileTest, AnotherPlaceIsTakenWhereOneIsNotPrivate) {
   fs::permissions(own_folder(), fs::perms::all);
   const SecretFile file("0123", JobSecret::random());
   EXPECT_NE(file.folder(), own_folder());
+}
+
+TEST_F(SecretFileTest, NobodyCanTakeTheFoldersNameAway) {
+  const char* const before = std::getenv("TMPDIR");
+  const std::optional<std::string> kept =
+      before ? std::optional<std::string>(before) : std::nullopt;
+  ::setenv("TMPDIR", top_.c_str(), 1);
+  fs::create_directory(own_folder());
+  fs::permissions(own_folder(), fs::perms::all);
+  {
+    const JobSecret secret = JobSecret::random();
+    const SecretFile file("0123", secret);
+    EXPECT_TRUE(file.folder().starts_with(own_folder() + "-")) << file.folder();
+    EXPECT_EQ(read_secret(file.folder(), "0123").key(), secret.key());
+    EXPECT_TRUE(fs::exists(file.folder()));
+  }
+  EXPECT_EQ(std::distance(fs::directory_iterator(top_), fs::directory_iterator()), 1);
+  kept ? ::setenv("TMPDIR", kept->c_str(), 1) : ::unsetenv("TMPDIR");
 }
 
 }  // namespace

@@ -72,7 +72,8 @@ def test_what_a_group_did_before_it_was_made_anew_does_not_count() -> None:
 
 
 def test_a_process_is_known_by_the_page_that_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {"pid": os.getpid(), "silent_s": 50.0, "has_departed": True, "entries": []}
+    before: dict[str, Any] = {"pid": os.getpid(), "rank": 3, "silent_s": 50.0, "entries": []}
+    before["has_departed"] = True
     now = {**before, "silent_s": 0.1, "has_departed": False}
     for pages in ([before, now], [now, before]):
         monkeypatch.setattr(local_ranks, "_pages_of", lambda *_, pages=pages, **__: iter(pages))
@@ -138,15 +139,15 @@ def in_background(ranks: Ranks) -> threading.Thread:
 def test_a_job_that_waits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The variables of these ranks are not those that their processes began with.
-    monkeypatch.setattr(local_ranks, "_rank_of", lambda _: 0)
+    # The variables of these ranks are not those that their processes began with: pages count.
+    monkeypatch.setattr(local_ranks, "_rank_of", lambda _: 5)
     with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
         thread = in_background(ranks)
         try:
             # Either leads to both.
             for pid in ranks.pids:
                 found = local_ranks.find(pid)
-                assert {each.pid for each in found} == set(ranks.pids)
+                assert {each.rank: each.pid for each in found} == dict(enumerate(ranks.pids))
             verdict, odd = first_disagreement(found)
             assert "never entered all_reduce" in verdict
             assert odd == {ranks.pids[1]}

@@ -337,7 +337,8 @@ def fork_after_leaving(backend: str) -> list[Any]:
         net(torch.ones(2, 3)).sum().backward()
         pydist.shutdown()
 
-    told.append(child_says(alone))  # amid the job
+    told += [child_says(alone), child_says(pydist.init)]  # amid the job
+    assert child_says(pydist.shutdown) == 0
     pydist.barrier()
     pydist.shutdown()
     told.append(child_says(alone))
@@ -351,8 +352,8 @@ def fork_after_leaving(backend: str) -> list[Any]:
 
 @pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_only_a_fork_amid_the_job_is_refused(backend: str) -> None:
-    for amid, after, inherited, total in run_ranks(fork_after_leaving, 2, backend):
-        assert (amid, after, total) == (7, 0, 1.0)
+    for amid, joining, after, inherited, total in run_ranks(fork_after_leaving, 2, backend):
+        assert (amid, joining, after, total) == (7, 7, 0, 1.0)
         assert inherited in (1, 7)
 
 
