@@ -1,13 +1,16 @@
-"""What pytest finds for all tests: their time limits, SIGINT, and that no file leaves a job behind.
+"""What pytest finds for all tests: time limits, SIGINT, what processes that they start run first
+(started_processes/sitecustomize.py), and that no file leaves a job behind.
 
 A shell without job control starts `make test &` with SIGINT ignored, and so is it then in every
 process that comes of it. The tests send SIGINT to some of these, so it gets Python's own handler
 here, and with it wherever a process starts from here.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from time_limit import pytest_configure, pytest_timeout_cancel_timer, pytest_timeout_set_timer
@@ -20,6 +23,11 @@ __all__ = [
 ]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_FIRST = str(Path(__file__).with_name("started_processes"))
+_PATH = os.environ.get("PYTHONPATH", "")
+if _FIRST not in _PATH.split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join([_FIRST, *([_PATH] if _PATH else [])])
 
 
 @pytest.fixture(scope="module", autouse=True)
