@@ -363,9 +363,9 @@ class Reducer:
         """
         Waits for what a backward that raised left under way; raises pydist.InvalidUsage where a parameter has changed its type.
         """
-    def register_comm_hook(self, state: typing.Any, hook: typing.Any) -> None:
+    def register_comm_hook(self, state: typing.Any, hook: typing.Any, plans_anew: bool) -> None:
         """
-        Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. Called once, before the first backward.
+        Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. Called once, before the first backward. `plans_anew`: each rank asks the planner, which has the same buckets on all.
         """
     def require_shardable(self) -> None:
         """
@@ -439,11 +439,6 @@ class Reducer:
     def is_in_backward(self) -> bool:
         """
         Whether a backward that synchronises is under way.
-        """
-    @property
-    def last_root(self) -> int:
-        """
-        The lowest rank that had a batch in the last round with any.
         """
     @property
     def parameters(self) -> list[torch.Tensor]:

@@ -307,13 +307,14 @@ void bind_reducer(py::module_& module) {
           "How often buckets were given to optimizers; more than before: there are new ones.")
       .def(
           "register_comm_hook",
-          [](Reducer& self, py::object state, py::object hook) {
-            self.set_hook(
-                std::make_shared<c10d::PythonCommHook>(std::move(state), std::move(hook)));
+          [](Reducer& self, py::object state, py::object hook, bool plans_anew) {
+            self.set_hook(std::make_shared<c10d::PythonCommHook>(std::move(state), std::move(hook)),
+                          plans_anew);
           },
-          py::arg("state"), py::arg("hook"),
+          py::arg("state"), py::arg("hook"), py::arg("plans_anew"),
           "Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. "
-          "Called once, before the first backward.")
+          "Called once, before the first backward. `plans_anew`: each rank asks the planner, which "
+          "has the same buckets on all.")
       .def("require_shardable", &Reducer::require_shardable,
            "Raises pydist.InvalidUsage where no optimizer can have shards of the average.")
       .def_property("enabled", &Reducer::is_enabled, &Reducer::set_enabled,
@@ -341,8 +342,6 @@ void bind_reducer(py::module_& module) {
       .def("retire", &Reducer::retire, py::arg("reason"), py::call_guard<ReleasedGil>(),
            "Takes the hooks away for good, because another one averages some of the parameters. A "
            "backward from an earlier forward then raises pydist.InvalidUsage with the reason.")
-      .def_property_readonly("last_root", &Reducer::last_root,
-                             "The lowest rank that had a batch in the last round with any.")
       .def_property_readonly("round", &Reducer::round,
                              "Grows with every round; the same on all ranks.")
       .def_property_readonly("is_in_backward", &Reducer::is_in_backward,

@@ -38,7 +38,7 @@ void Reducer::shard(int owner, int stage, const std::vector<std::size_t>& slots,
   apply_plan();
 }
 
-void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
+void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook, bool plans_anew) {
   if (policy_->is_of_program()) {
     throw InvalidUsage("a communication hook is registered already; there can be one only");
   }
@@ -47,7 +47,9 @@ void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook) {
     throw InvalidUsage("a communication hook is registered before the first backward");
   }
   arena_.pack();
-  if (!next_plan_) {
+  if (plans_anew) {
+    next_plan_ = planner_(order_.expected(), arena_.blocks(), speed_);
+  } else if (!next_plan_) {
     next_plan_ = arena_.plan();  // the same buckets, in other places
   }
   apply_plan();
@@ -168,6 +170,8 @@ void Reducer::set_joining(Joining joining, bool throws_on_first) noexcept {
   joined_before_ = round_.number;
   if (joining == Joining::kNot) {
     buffers_root_.reset();  // after join() all ranks take over one's whole model
+    // Torch's DDP goes on as if it were in join(): with the buffers of the last of all ranks.
+    root_outside_join_ = communicator_->size() - 1;
   }
 }
 

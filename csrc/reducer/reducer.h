@@ -203,7 +203,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // do not travel in buckets still go through the communicator. Called at most once, before the
   // first backward. With a hook, buckets follow the order of the first backward and are never
   // planned again, because a hook may keep state for each of them.
-  void set_hook(std::shared_ptr<c10d::CommHookInterface> hook);
+  // `plans_anew`: the planner is asked on every rank, and has the same plan for all.
+  void set_hook(std::shared_ptr<c10d::CommHookInterface> hook, bool plans_anew);
   // Throws InvalidUsage where no optimizer can have shards of the average.
   void require_shardable() const { require_combinable(policy_->is_of_program(), true); }
 
@@ -231,9 +232,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // For a rank that leaves join() because of an exception: tells the other ranks, in a round of
   // theirs or when they leave as well.
   void leave_join() noexcept;
-
-  // The highest rank that had a batch in the last round of join() in which any had.
-  [[nodiscard]] int last_root() const noexcept { return last_root_; }
 
   // Ends this reducer for good, on this rank alone, because another reducer averages some of its
   // parameters from now on. Gives up what is under way, and removes the hooks. A graph of an
@@ -357,6 +355,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finish_buckets();
   [[nodiscard]] bool has_hook_thrown() const;
   void warn_of_skipped_steps();
+  void warn_of_earlier_forward(const Backward& backward);
+  void warn_of_averages_kept();
   void warn_of_buffers_root(int root);
   [[nodiscard]] ErrorDescription why_worthless() const;
   // See Note [Capture].
@@ -434,7 +434,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   std::size_t forwards_ = 0;  // since the last round
   bool has_warned_ = false;
-  int last_root_ = 0;
+  int root_outside_join_ = 0;  // whose buffers all ranks take over
+  bool has_warned_of_forward_ = false;
+  bool has_warned_of_averages_ = false;
   std::optional<int> buffers_root_;  // whose buffers all ranks took over last; see set_joining()
   bool has_warned_of_root_ = false;
   int stepping_ = 0;                      // see Opening::stepping

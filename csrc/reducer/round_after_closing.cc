@@ -53,15 +53,32 @@ void Reducer::warn_of_buffers_root(int root) {
                                     ", the last one that has a batch, before the forward"));
 }
 
+// In join(), torch adds up what ranks have accumulated onto an average, and divides by all of them;
+// a rank without a batch has nothing to add, so the average itself is made smaller.
+void Reducer::warn_of_averages_kept() {
+  const bool keeps = std::any_of(arena_.slots().begin(), arena_.slots().end(),
+                                 [](const GradientSlot& slot) { return slot.aside.defined(); });
+  if (!keeps || joining_ != Joining::kAsZeros || openings_.present() == communicator_->size() ||
+      has_warned_of_averages_) {
+    return;
+  }
+  has_warned_of_averages_ = true;
+  log_line(
+      LogLevel::kWarning,
+      "in join() some ranks have no more batches, and gradients accumulate onto averaged ones: "
+      "torch's DistributedDataParallel would make the averaged ones smaller by the share of "
+      "those ranks; here they stay as they are. Zero gradients after each averaged backward");
+}
+
 // Does what the closing of any rank asks for.
 void Reducer::do_the_rest() {
   warn_of_skipped_steps();
   send_late();
   send_sparse();
   // As in torch's DDP.
-  const int root = joining_ == Joining::kNot ? 0 : openings_.highest_present();
-  last_root_ = root >= 0 ? root : last_root_;
+  const int root = joining_ == Joining::kNot ? root_outside_join_ : openings_.highest_present();
   warn_of_buffers_root(root);
+  warn_of_averages_kept();
   if (closings_->any(&Closing::wants_buffers)) {
     exchange_buffers(root);
     buffers_root_ = root;

@@ -69,6 +69,7 @@ from pydist.parallel.torch_arguments import (
     refuse_unsupported,
     warn_of_check_reduction,
 )
+from pydist.parallel.torch_buckets import TorchBuckets
 from pydist.parallel.torch_idioms import TorchIdioms, refuse_zero_hook
 from pydist.parallel.trained_parameters import TrainedParameters, require_trainable
 from pydist.parallel.watched_methods import WatchedMethods
@@ -356,6 +357,8 @@ class DataParallel(TorchIdioms, StandsForModule):
         self._watched_methods = WatchedMethods(lambda outputs: _watch(itself, outputs))
         self._why_retired = ""
         self._working_reducer: _native.Reducer | None = None
+        self._torch_buckets: TorchBuckets | None = None  # with a communication hook
+        self._forwards = 0
         # What becomes the reducer's `enabled`.
         self._averages_when_joined = True
         self._take_torch_attributes(input_device, settings.process_group, **settings.of_torch)
@@ -404,7 +407,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         if buffer_sync is not None:
             buffer_sync.changes.reducer = weakref.ref(reducer)
         if averages_itself:
-            reducer.register_comm_hook(itself, _returning_future(_average_bucket))
+            self._let_hook_average(reducer, itself, _average_bucket)
         self._take_up(trained.known, "wrapped anew")
         self._communicator, self._input_device = communicator, input_device
         self._trained, self._buffer_sync = trained, buffer_sync
@@ -452,6 +455,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         """Runs the module's forward. Talks to no other rank, but for `check_every=`."""
         self.require_working()
         refuse_active_torch(self)
+        self._forwards += 1
         # Not in an evaluation, which one rank may do alone.
         trains = torch.is_grad_enabled()
         if trains and (joining := self._trained.joined()):
@@ -587,9 +591,10 @@ class DataParallel(TorchIdioms, StandsForModule):
 
         Around the training loop, on all ranks. A rank that leaves it goes on taking part in the
         others' steps, with gradients of zero, until all have left; then every rank has the model of
-        the rank that had the most batches, the last one if several had. Buffers come from the last
-        rank that has a batch, as in torch; outside of `join()`, from rank 0. A rank's gradients are
-        those of its own last step. It takes no part in the others' steps of the optimizer, whose
+        the rank that ran the most forwards, also under `no_sync()`, the last one if several did.
+        Buffers come from the last rank that has a batch, and in all steps after the first `join()`
+        from the last rank, as in torch; before it, from rank 0. A rank's gradients are those of its
+        own last step. It takes no part in the others' steps of the optimizer, whose
         state so misses them. Backwards under `no_sync()` are nobody else's concern.
 
         Args:
@@ -628,6 +633,7 @@ class DataParallel(TorchIdioms, StandsForModule):
                 "have to take part in the steps of both, in an order that they can't know"
             )
         _joining = weakref.ref(self)
+        forwards_before = self._forwards
         self._reducer.set_joining(
             "zeros" if divide_by_initial_world_size else "absent", throw_on_early_termination
         )
@@ -655,8 +661,15 @@ class DataParallel(TorchIdioms, StandsForModule):
         finally:
             _joining = None
             self._reducer.set_joining("", False)
-        root = self._reducer.last_root
+        root = self._last_of_most(self._forwards - forwards_before)
         copy_from(self._communicator, root, self._local, with_buffers=self.forward_sync_buffers)
+
+    def _last_of_most(self, forwards: int) -> int:
+        """The rank that has run most forwards, the last one if several have. All ranks call it."""
+        rank, size = self._communicator.rank, self._communicator.size
+        last = torch.tensor([forwards * size + rank], device="cpu")
+        self._communicator.all_reduce(last, last, "max", label="who left join() last")
+        return int(last.item()) % size
 
     # -- measuring
 
@@ -757,8 +770,10 @@ class DataParallel(TorchIdioms, StandsForModule):
         """Lets a communication hook of torch's kind average the gradients, bucket by bucket.
 
         Torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unmodified. All ranks
-        register the same one, once, before the first backward. The buckets then follow the order of
-        the first backward and no later one, because hooks may keep state for each.
+        register the same one, once, before the first backward. The buckets are then those of
+        torch's DistributedDataParallel, with its sizes: some hooks treat a bucket as one thing. The
+        first backward has one for each dtype (of the sizes asked for, with
+        `find_unused_parameters=True`); later ones have buckets in the order of the first.
         Complex gradients arrive as pairs of real numbers. The sparse gradient of an embedding is a
         bucket of its own, as in torch: `bucket.buffer()` is sparse, and `bucket.gradients()` empty.
         These buckets are the last, and come in every step, also where no rank has used the
@@ -792,7 +807,25 @@ class DataParallel(TorchIdioms, StandsForModule):
         except ValueError:
             pass  # a builtin without a signature
         self.require_joined()
-        self._reducer.register_comm_hook(state, _returning_future(hook))
+        self._let_hook_average(self._reducer, state, hook)
+
+    def _let_hook_average(
+        self, reducer: _native.Reducer, state: object, hook: Callable[..., Any]
+    ) -> None:
+        plans_anew = type(self).plan_buckets is DataParallel.plan_buckets
+        before = self._torch_buckets
+        if plans_anew:
+            told = {**self._settings.of_torch, **self._torch_attributes}
+            is_static = self.__dict__.get("static_graph", told["static_graph"])
+            self._torch_buckets = TorchBuckets(
+                self._settings.caps_bytes,
+                keeps_first=told["find_unused_parameters"] and not is_static,
+            )
+        try:
+            reducer.register_comm_hook(state, _returning_future(hook), plans_anew)
+        except BaseException:
+            self._torch_buckets = before
+            raise
 
     # -- which wrapper trains a parameter
 
@@ -1000,6 +1033,8 @@ def _plan(
     latency_s: float,
     seconds_per_byte: float,
 ) -> list[list[int]]:
+    if wrapper is not None and wrapper._torch_buckets is not None:
+        return wrapper._torch_buckets.plan(parameters)
     if not caps_bytes:
         total_bytes = sum(parameter.size_bytes for parameter in parameters)
         if wrapper is not None and any(wrapper.shard_owners()):

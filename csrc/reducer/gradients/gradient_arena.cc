@@ -83,19 +83,21 @@ void GradientArena::allocate() {
     if (slot.is_sparse || block_of_[slot.index] != kNoBlock) {
       continue;
     }
-    const at::ScalarType dtype = real_type(slot.parameter);
-    const Kind kind(slot.owner, dtype, slot.parameter.device());
+    // By its own dtype: a complex number that lay behind an odd number of reals would lie between
+    // two places of its size.
+    const Kind kind(slot.owner, slot.parameter.scalar_type(), slot.parameter.device());
     auto found = std::find_if(added.begin(), added.end(),
                               [&kind](const auto& each) { return each.first == kind; });
     if (found == added.end()) {
       found = added.insert(added.end(), {kind, 0});
     }
     block_of_[slot.index] = blocks_.size() + static_cast<std::size_t>(found - added.begin());
-    found->second += padded(real_count(slot.parameter), dtype);
+    found->second += padded(real_count(slot.parameter), real_type(slot.parameter));
   }
   for (const auto& [kind, count] : added) {
     const auto& [owner, dtype, device] = kind;
-    blocks_.push_back(owner == 0 ? allocate_zeros(*communicator_, count, dtype, device_of(device))
+    blocks_.push_back(owner == 0 ? allocate_zeros(*communicator_, count,
+                                                  c10::toRealValueType(dtype), device_of(device))
                                  : at::Tensor());
   }
 }

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Library, Record, program
-from nets import CLASSES, batch, mlp, words
+from nets import CLASSES, FEATURES, batch, mlp, words
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
@@ -194,6 +194,53 @@ def a_hook_that_counts_what_a_bucket_holds(lib: Library, record: Record) -> None
 
     model.register_comm_hook(None, hook)
     train(lib, record, model)
+
+
+def averaged(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    done = dist.all_reduce(tensor.div_(dist.get_world_size()), async_op=True).get_future()
+    return done.then(lambda future: future.value()[0])
+
+
+@program("torch DDP", on_gpu=False)
+def a_hook_that_treats_a_bucket_as_one_thing(lib: Library, record: Record) -> None:
+    """By its norm, and by where a gradient lies in it; 4.6 MB of gradients."""
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        whole = bucket.buffer()
+        places = torch.arange(whole.numel(), device=whole.device).remainder(7)
+        return averaged(whole * (1 + places) / (whole.norm() + 1e-3) * (2 + bucket.index()))
+
+    for options in ({}, {"bucket_cap_mb": 1}, {"find_unused_parameters": True}):
+        torch.manual_seed(5)
+        layers = [layer for _ in range(9) for layer in (nn.Linear(256, 256), nn.Tanh())]
+        net = nn.Sequential(nn.Linear(FEATURES, 256), *layers, nn.Linear(256, CLASSES))
+        model = lib.DataParallel(net.to(lib.device), **options)
+        model.register_comm_hook(None, hook)
+        train(lib, record, model)
+
+
+@program("torch DDP", on_gpu=False)
+def a_hook_and_complex_numbers_beside_an_odd_count_of_reals(lib: Library, record: Record) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spectrum = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+            self.weights = nn.Parameter(torch.randn(5))
+            self.phase = nn.Parameter(torch.randn(1, dtype=torch.complex128))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            waves = (self.spectrum * self.phase * inputs[:, :3]).abs().square().sum()
+            return waves + (self.weights * inputs[:, :5]).square().sum()
+
+    model = lib.DataParallel(Net().to(lib.device))
+    model.register_comm_hook(None, lambda _, bucket: averaged(bucket.buffer()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(batch(lib, step)[0])
+        loss.backward()
+        optimizer.step()
+        record(model, optimizer, loss)
 
 
 @program("torch DDP")

@@ -372,3 +372,20 @@ def test_buffers_of_a_rank_without_another_batch_are_warned_of(backend: str) -> 
             assert outcome.ok, outcome.describe()
             said = "this step has begun with the buffers of rank 1; torch's join() would have"
             assert outcome.output.count(said) == (1 if outcome.rank == 0 else 0)
+
+
+def accumulate_onto_averages() -> None:
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(3, 2))
+    with model.join():
+        for _ in range(3 - rank):
+            model(torch.ones(1, 3)).sum().backward()
+    torch.testing.assert_close(model.weight.grad, torch.full((2, 3), 2.5 if rank == 0 else 2.0))
+
+
+def test_averages_that_torch_would_make_smaller_are_warned_of(backend: str) -> None:
+    with Ranks(2, {"PYDIST_BACKEND": backend}) as ranks:
+        for outcome in ranks.outcomes(accumulate_onto_averages, timeout=LIMIT_S):
+            assert outcome.ok, outcome.describe()
+            said = "gradients accumulate onto averaged ones"
+            assert outcome.output.count(said) == (1 if outcome.rank == 0 else 0)

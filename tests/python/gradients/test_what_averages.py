@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launch import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import TIME_LIMIT, Runner, assert_near, batch, joined
+from training import LIMIT_S, TIME_LIMIT, Runner, assert_near, batch, joined
 
 import pydist
 
@@ -227,6 +228,24 @@ class Early(nn.Module):
     def forward(self, x: Tensor, which: int) -> Tensor:
         out: Tensor = self.layers[which](x).tanh()
         return out
+
+
+def leave_a_forward_out() -> None:
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(3, 1))
+    for _ in range(2):
+        model(torch.ones(1, 3))
+        with model.no_sync():
+            model(torch.full((1, 3), float(rank))).sum().backward()
+        torch.testing.assert_close(model.weight.grad, torch.full((1, 3), float(rank)))
+        model.zero_grad()
+
+
+def test_a_forward_without_backward_is_warned_of() -> None:
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        for outcome in ranks.outcomes(leave_a_forward_out, timeout=LIMIT_S):
+            assert outcome.ok, outcome.describe()
+            assert outcome.output.count("earlier forward outside of no_sync()") == 1
 
 
 def decide_within_a_backward() -> None:
