@@ -18,8 +18,8 @@ namespace pydist {
 
 // What a rank says that gets no thread.
 inline constexpr const char* kNoThread =
-    "The system gives this process no more threads (`ulimit -u`, or pids.max of its cgroup): raise "
-    "the limit, or start fewer threads and processes.";
+    "The system gives this process no more threads (`ulimit -u`, or pids.max of its cgroup) or no "
+    "memory for another (`ulimit -v`): raise the limit, or start fewer threads and processes.";
 
 class EngineThread {
  public:

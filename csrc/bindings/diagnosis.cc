@@ -9,6 +9,7 @@
 #include "base/op_kind.h"
 #include "bindings/bindings.h"
 #include "health/page_reader.h"
+#include "topology/cgroup.h"
 
 namespace pydist {
 namespace {
@@ -59,6 +60,9 @@ py::dict read(int fd) {
 }  // namespace
 
 void bind_diagnosis(py::module_& module) {
+  module.def(
+      "is_frozen", [](pid_t pid) { return is_frozen(pid); }, py::arg("pid"),
+      "Whether a process of this host is stopped by the freezer of its cgroup.");
   module.def("read_page", &read, py::arg("fd"),
              "The page of a process of pydist, behind a descriptor: its pid, its rank (None before "
              "it has joined a job), whether the process has left in good order, the seconds since "

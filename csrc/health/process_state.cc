@@ -70,7 +70,7 @@ std::string_view in_words(ProcessState state) noexcept {
     case ProcessState::kStopped:
       return "is stopped (SIGSTOP or a debugger)";
     case ProcessState::kInKernel:
-      return "is in an uninterruptible system call";
+      return "is in an uninterruptible system call, or frozen (by its cgroup, as by docker pause)";
     case ProcessState::kDead:
       return "has died";
     case ProcessState::kUnknown:

@@ -43,4 +43,19 @@ std::vector<Cgroup> cgroups_limiting(std::string_view controller, const std::str
   return found;
 }
 
+bool is_frozen(pid_t pid, const std::string& mount, const std::string& processes) {
+  for (const Cgroup& cgroup :
+       cgroups_limiting("freezer", mount, join(processes, "/", pid, "/cgroup"))) {
+    const std::vector<std::string> words =
+        cgroup.words_in(cgroup.is_unified ? "cgroup.events" : "freezer.state");
+    for (std::size_t i = 0; i < words.size(); ++i) {
+      if (words[i] == "FROZEN" ||
+          (words[i] == "frozen" && i + 1 < words.size() && words[i + 1] == "1")) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
 }  // namespace pydist

@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <sys/types.h>
+
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,5 +30,10 @@ struct Cgroup {
 [[nodiscard]] std::vector<Cgroup> cgroups_limiting(
     std::string_view controller, const std::string& mount = "/sys/fs/cgroup",
     const std::string& memberships = "/proc/self/cgroup");
+
+// Whether a process of this host is stopped by the freezer of its cgroup, as by `docker pause`.
+// False where nobody can tell.
+[[nodiscard]] bool is_frozen(pid_t pid, const std::string& mount = "/sys/fs/cgroup",
+                             const std::string& processes = "/proc");
 
 }  // namespace pydist

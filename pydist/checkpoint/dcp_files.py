@@ -54,6 +54,7 @@ from pydist.checkpoint.packing import unpack
 from pydist.checkpoint.several_by_name import PARTS
 from pydist.checkpoint.who_writes_what import Piece
 from pydist.errors import CheckpointError
+from pydist.job.outcome import is_of_signal_handler
 
 
 @dataclass
@@ -254,6 +255,8 @@ class Contents:
         try:
             yield
         except Exception as error:
+            if is_of_signal_handler(error):
+                raise
             places = {
                 str(self._folder / place.relative_path)
                 for index, place in self._metadata.storage_data.items()

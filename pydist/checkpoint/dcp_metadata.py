@@ -14,8 +14,8 @@ other than texts and records: to hash tuples that lie in each other, some hundre
 overruns the stack and ends the process.
 
 By its memo a pickle can also name one object many times: a list of a thousand pieces that a
-thousand entries share is a million pieces. So an entry that names share is made once, and entries
-that share pieces are refused, as are tensors of more dimensions than anybody has.
+thousand entries share is a million pieces. So every record is converted once, whoever names it,
+entries that share pieces are refused, and so are tensors of more dimensions than anybody has.
 
 Only functions import this module: torch's takes half a second to import.
 """
@@ -49,6 +49,7 @@ class _Record:
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
+    made: Any = None  # of it, once it was converted
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -82,7 +83,7 @@ _RECORDS: dict[tuple[str, str], type[_Record]] = {
 }
 
 
-_MOST_DIMENSIONS = 1024
+_MOST_DIMENSIONS = 64
 
 # What Python's unpickler does, by opcode.
 _LOADS: dict[int, Any] = dict(pickle._Unpickler.dispatch)
@@ -161,12 +162,9 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
 def _metadata_of(record: Any, files: Collection[str]) -> Metadata:
     fields = _fields(record, "Metadata")
     known: dict[str, Any] = {}
-    made: dict[int, Any] = {}  # by the identity of the record; names of tied tensors share one
     lists: set[int] = set()
     for name, entry in _checked(fields.get("state_dict_metadata"), dict).items():
-        if id(entry) not in made:
-            made[id(entry)] = _entry_of(entry, lists)
-        known[_checked(name, str)] = made[id(entry)]
+        known[_checked(name, str)] = _entry_of(entry, lists)
     places: dict[MetadataIndex, _Place] = {}
     for index, place in _checked(fields.get("storage_data"), dict).items():
         places[_index_of(index)] = _place_of(place, files)
@@ -178,6 +176,9 @@ def _entry_of(record: Any, lists: set[int]) -> TensorStorageMetadata | BytesStor
     if _is_a(record, "BytesStorageMetadata"):
         return BytesStorageMetadata()
     fields = _fields(record, "TensorStorageMetadata")
+    if record.made is not None:  # names of tied tensors share one
+        entry: TensorStorageMetadata = record.made
+        return entry
     properties = _record(fields.get("properties"), "TensorProperties").state
     dtype = _checked(_checked(properties, tuple)[0], torch.dtype)
     size = _size_of(fields.get("size"))
@@ -186,17 +187,23 @@ def _entry_of(record: Any, lists: set[int]) -> TensorStorageMetadata | BytesStor
         _refuse("pieces that belong to two entries")
     lists.add(id(pieces))
     chunks = [_chunk_of(piece, size) for piece in pieces]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    record.made = made = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    return made
 
 
 def _chunk_of(record: Any, whole: torch.Size) -> ChunkStorageMetadata:
     fields = _fields(record, "ChunkStorageMetadata")
+    if record.made is not None and record.made[0] is whole:
+        chunk: ChunkStorageMetadata = record.made[1]
+        return chunk
     offsets, sizes = _size_of(fields.get("offsets")), _size_of(fields.get("sizes"))
     if not len(offsets) == len(sizes) == len(whole) or any(
         first + count > end for first, count, end in zip(offsets, sizes, whole, strict=True)
     ):
         _refuse(f"a piece of {tuple(sizes)} at {tuple(offsets)} of {tuple(whole)}")
-    return ChunkStorageMetadata(offsets, sizes)
+    made = ChunkStorageMetadata(offsets, sizes)
+    record.made = whole, made
+    return made
 
 
 def _index_of(record: Any) -> MetadataIndex:
@@ -218,10 +225,14 @@ def _place_of(record: Any, files: Collection[str]) -> _Place:
 
 
 def _size_of(record: Any) -> torch.Size:
+    if _is_a(record, "Size") and record.made is not None:
+        size: torch.Size = record.made
+        return size
     (numbers,) = _record(record, "Size").arguments
     if len(_checked(numbers, tuple)) > _MOST_DIMENSIONS:
         _refuse(f"{len(numbers)} dimensions")
-    return torch.Size([_count(number) for number in numbers])
+    record.made = made = torch.Size([_count(number) for number in numbers])
+    return made
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pydist.errors import CheckpointError, InvalidUsage, Mismatch
-from pydist.job.outcome import Outcome, failed, outcomes
+from pydist.job.outcome import Outcome, failed, is_of_signal_handler, outcomes
 from pydist.job.rank_names import culprits, name_ranks
 
 if TYPE_CHECKING:
@@ -29,11 +29,14 @@ def agree(
         facts: What must be the same on all ranks.
 
     Raises:
+        Exception: A handler of signals has raised it, on this rank.
         InvalidUsage: The call itself was wrong, on some rank.
         CheckpointError: Something else went wrong on some rank.
         Mismatch: `facts` differ.
     """
     everybody = outcomes(communicator, call, error, facts)
+    if error is not None and is_of_signal_handler(error):
+        raise error
     if wrong := failed(everybody):
         ranks_of: dict[str, list[int]] = {}
         for rank in wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,7 @@ from pydist.errors import InvalidUsage
 if TYPE_CHECKING:
     from pydist._native import Communicator
 
-__all__ = ["Outcome", "exchange", "failed", "outcomes"]
+__all__ = ["Outcome", "exchange", "failed", "is_of_signal_handler", "outcomes"]
 
 
 class Outcome(NamedTuple):
@@ -88,3 +89,20 @@ def outcomes(
 def failed(everybody: Sequence[Outcome]) -> list[int]:
     """The ranks that have raised something."""
     return [rank for rank, outcome in enumerate(everybody) if outcome.error]
+
+
+def is_of_signal_handler(error: BaseException) -> bool:
+    """Whether an exception comes out of a handler of signals, and not from what was under way."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    # A function, a method or an object.
+    functions = [getattr(each, "__func__", each) for each in handlers if callable(each)]
+    codes = [
+        getattr(each, "__code__", None) or getattr(type(each).__call__, "__code__", None)
+        for each in functions
+    ]
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False

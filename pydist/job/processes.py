@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -113,18 +114,20 @@ def _process(pid: int) -> Process:
         return Process("", socket.gethostname(), pid, 0)
 
 
-def end_with(parent: int, grace_s: float = 0.0) -> None:
+def end_with(parent: int, grace_s: float = 0.0, before: Callable[[], None] = lambda: None) -> None:
     """Has this process end, by SIGKILL, some time after another one. A thread waits for that.
 
     Args:
         parent: The number of a process of this machine that is known to live.
         grace_s: How much later.
+        before: What is to be done at that time, at the latest.
     """
     process = _process(parent)
 
     def wait() -> None:
         _wait_for_end(process)
         time.sleep(grace_s)
+        before()
         os.kill(os.getpid(), signal.SIGKILL)
 
     with suppress(RuntimeError):  # no thread is to be had

@@ -9,6 +9,7 @@ others) functions of the main script travel by value, so the children need no ma
 has it: the function must be importable, and a script needs the guard.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import importlib
@@ -16,6 +17,7 @@ import multiprocessing.connection
 import os
 import pickle
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -280,6 +282,7 @@ def _run(
         )
     processes = context.processes
     ended_s: dict[int, float] = {}
+    why: str | None = None
     last_ones = None if survived_by is None else LastOnes(survived_by, 0.0, logger.warning)
     try:
         while len(ended_s) < count:
@@ -298,7 +301,7 @@ def _run(
                 )
             if last_ones is not None:
                 running = {r: each.pid for r, each in enumerate(processes) if r not in ended_s}
-                if last_ones.why_to_end(running, has_any_ended=bool(ended_s)):
+                if why := last_ones.why_to_end(running, has_any_ended=bool(ended_s)):
                     for rank in running:
                         processes[rank].kill()
                     break
@@ -316,7 +319,7 @@ def _run(
         for file in context.error_files:
             Path(file).unlink(missing_ok=True)
     exit_codes = [process.exitcode for process in processes]
-    return Course(exit_codes, context.pids(), ended_s, stopped_s)
+    return Course(exit_codes, context.pids(), ended_s, stopped_s, why or "")
 
 
 def _note_ends(processes: Sequence[Any], ended_s: dict[int, float], left_s: float | None) -> None:
@@ -347,7 +350,7 @@ def _end(processes: Sequence[Any]) -> None:
 def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
     """The life of a spawned process."""
     folder = Path(folder_name)
-    _end_after_parent()
+    _end_after_parent(folder)
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     if deadline_s is not None:
         # The monotonic clock is the same in all processes of a host.
@@ -367,8 +370,8 @@ def _run_rank(rank: int, folder_name: str, deadline_s: float | None) -> None:
         raise RuntimeError(f"rank {rank} failed") from error
 
 
-def _end_after_parent() -> None:
-    """Has this process end when the one is gone that has called `spawn`.
+def _end_after_parent(folder: Path) -> None:
+    """Has this process end when the one is gone that has called `spawn`, which leaves its folder.
 
     torch has the kernel send SIGINT at that moment, so that a rank can end by itself. A program
     that was started in the background ignores SIGINT, and so do its ranks.
@@ -376,8 +379,15 @@ def _end_after_parent() -> None:
     parent = multiprocessing_process.parent_process()
     assert parent is not None
     assert parent.pid is not None
-    end_with(parent.pid, _GRACE_S)
+
+    def clear() -> None:
+        if os.getppid() != parent.pid:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(clear)
+    end_with(parent.pid, _GRACE_S, clear)
     if os.getppid() != parent.pid:  # it had gone before it could be watched
+        clear()
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -36,6 +36,8 @@ class Course:
     ended_s: dict[int, float]
     # When this process began to end the others.
     stopped_s: float
+    # Why it has ended those that did not end by themselves; empty: they were told to, or none was.
+    why_ended: str = ""
 
 
 class _RemoteTraceback(Exception):  # noqa: N818
@@ -106,8 +108,11 @@ def result_or_error(folder: Path, rank: int, course: Course) -> Any:
     file = failure_file(folder, rank)
     if not file.exists():
         how = how_it_ended(code) + (" without a result" if code == 0 else "")
+        said = f"{how}, and others went on"
+        if course.why_ended and rank not in course.ended_s:
+            said = how = f"was ended by pydist.spawn: {course.why_ended}, and no other ran any more"
         return PeerLost(
-            f"rank {rank} (pid {pid}) {how}, and others went on.",
+            f"rank {rank} (pid {pid}) {said}.",
             ranks=(rank,),
             host=socket.gethostname(),
             pid=pid,

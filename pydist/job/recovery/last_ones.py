@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
+from pydist import _native
 from pydist.job.processes import status_of
 from pydist.job.recovery.left_behind import is_left_behind
 from pydist.job.settings import default_timeout
@@ -67,14 +68,15 @@ class LastOnes:
             self._has_warned = True
             names = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in stopped.items())
             self._warn(
-                f"no other rank runs any more, and {names} is stopped: SIGCONT lets it go on; "
-                f"otherwise it is ended after {limit_s:g} s (PYDIST_TIMEOUT)"
+                f"no other rank runs any more, and {names} is stopped or frozen: let it go on "
+                "(SIGCONT, or thaw its cgroup); otherwise it is ended after "
+                f"{limit_s:g} s (PYDIST_TIMEOUT)"
             )
         return f"it was stopped for {limit_s:g} s" if now_s - since_s > limit_s else None
 
 
 def _is_stopped(pid: int) -> bool:
     try:
-        return status_of(pid).state == "T"
+        return status_of(pid).state == "T" or _native.is_frozen(pid)
     except OSError:
         return False

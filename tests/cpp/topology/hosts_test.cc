@@ -11,6 +11,8 @@
 #include <string>
 #include <thread>
 
+#include "topology/cgroup.h"
+
 namespace pydist {
 namespace {
 
@@ -74,6 +76,27 @@ TEST(HostsTest, TheTightestQuotaOfTheCgroupsAboveHolds) {
   write("cpuset/job/cpu.cfs_quota_us", "1000");
   write("cpuset/job/cpu.cfs_period_us", "100000");
   EXPECT_EQ(quota(), 3.0);
+  std::filesystem::remove_all(root);
+}
+
+TEST(HostsTest, TheFreezerOfAProcess) {
+  const std::filesystem::path root = std::filesystem::path(::testing::TempDir()) /
+                                     ("pydist-freezer-" + std::to_string(::getpid()));
+  const auto write = [&](const std::string& name, const std::string& text) {
+    std::filesystem::create_directories((root / name).parent_path());
+    std::ofstream(root / name) << text << '\n';
+  };
+  const auto is_seven_frozen = [&] { return is_frozen(7, root.string(), root.string()); };
+  EXPECT_FALSE(is_seven_frozen());
+  write("7/cgroup", "6:freezer:/job\n0::/job");
+  write("freezer/job/freezer.state", "THAWED");
+  write("job/cgroup.events", "populated 1\nfrozen 0");
+  EXPECT_FALSE(is_seven_frozen());
+  write("job/cgroup.events", "populated 1\nfrozen 1");
+  EXPECT_TRUE(is_seven_frozen());
+  write("job/cgroup.events", "populated 1\nfrozen 0");
+  write("freezer/job/freezer.state", "FROZEN");
+  EXPECT_TRUE(is_seven_frozen());
   std::filesystem::remove_all(root);
 }
 

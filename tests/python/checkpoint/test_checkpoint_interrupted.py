@@ -10,13 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
-from launch import Ranks
+from launch import Ranks, run_ranks
 from thorough import everyday
 from torch import nn
 from training import joined
 
 import pydist
 import pydist.checkpoint.saving as saving
+from pydist.checkpoint import loading
 from pydist.checkpoint.manifest import MANIFEST
 
 LIMIT_S = 50.0
@@ -220,3 +221,38 @@ def test_a_rank_alone_is_told_what_it_waits_in(tmp_path: Path, act: Any) -> None
         told, _ = ranks.run(call_alone, str(tmp_path), act, timeout=LIMIT_S)
     assert f"(pydist.{act.__name__}())" in told
     assert "rank 1" in told
+
+
+class PreemptedError(Exception):
+    """What a program raises where the machine is to be taken away."""
+
+
+def be_preempted(_number: int, _frame: object) -> None:
+    raise PreemptedError("now")
+
+
+def load_amid_a_signal(folder: str) -> tuple[str, str]:
+    pydist.init()
+    model = pydist.DataParallel(nn.Linear(2, 2))
+    pydist.save(folder, model=model)
+    before = signal.signal(signal.SIGUSR1, be_preempted)
+
+    def interrupted(_folder: Path) -> None:
+        if pydist.rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    try:
+        with mock.patch.object(loading, "saved_after", interrupted):
+            pydist.load(folder, model=model)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    raise AssertionError("nothing was raised")
+
+
+def test_an_exception_of_a_signal_handler_stays_what_it_is(tmp_path: Path) -> None:
+    other, own = run_ranks(load_amid_a_signal, 2, str(tmp_path / "checkpoint"))
+    assert own == ("PreemptedError", "now")
+    assert other[0] == "CheckpointError"
+    assert "rank 1: PreemptedError: now" in other[1]

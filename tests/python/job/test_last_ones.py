@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from pydist import _native
 from pydist.job.processes import own_process, status_of
 from pydist.job.recovery import last_ones
 from pydist.job.recovery.last_ones import LastOnes
@@ -84,3 +85,12 @@ def test_one_that_was_left_behind_gets_a_grace(
     mark_left_behind(store, [replace(own_process(), pid=process.pid)])
     assert look_for(last, clock, 5, process.pid) is None
     assert look_for(last, clock, 2, process.pid) == "the others have gone on without it"
+
+
+def test_one_that_is_frozen_counts_as_stopped(
+    clock: Clock, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = LastOnes(dist.HashStore(), 5.0, lambda said: None)
+    monkeypatch.setattr(_native, "is_frozen", lambda pid: pid == process.pid)
+    assert look_for(last, clock, 55, process.pid) is None
+    assert look_for(last, clock, 10, process.pid) == "it was stopped for 60 s"

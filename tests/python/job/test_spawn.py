@@ -188,8 +188,12 @@ def test_ranks_that_ignore_interrupts_end_with_the_process_that_spawned_them(
     pids = tmp_path / "pids"
     pids.mkdir()
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     done = run_command(
-        [sys.executable, str(script), str(pids), caller], timeout=60, env={"PYTHONPATH": path}
+        [sys.executable, str(script), str(pids), caller],
+        timeout=60,
+        env={"PYTHONPATH": path, "TMPDIR": str(temporary)},
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     ranks = [int(file.read_text()) for file in pids.iterdir()]
@@ -198,6 +202,7 @@ def test_ranks_that_ignore_interrupts_end_with_the_process_that_spawned_them(
     while any(map(runs, ranks)):
         assert time.monotonic() < gone_by
         time.sleep(0.1)
+    assert not list(temporary.glob("pydist*"))
 
 
 def leave(status: int) -> None:
