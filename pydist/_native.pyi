@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'step_traffic', 'usable_cpu_isas']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'is_frozen', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'step_traffic', 'usable_cpu_isas']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -524,6 +524,10 @@ def environment_variables() -> list[tuple[str, str, str, str, str | None]]:
 def is_capturing(device: torch.device) -> bool:
     """
     Whether the current stream of a device records a CUDA graph.
+    """
+def is_frozen(pid: typing.SupportsInt | typing.SupportsIndex) -> bool:
+    """
+    Whether a process of this host is stopped by the freezer of its cgroup.
     """
 def multiset_digest(indices: torch.Tensor) -> tuple[int, int]:
     """

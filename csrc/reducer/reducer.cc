@@ -12,7 +12,6 @@
 
 #include "base/digest.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "c10d/device_streams.h"
 #include "c10d/errors.h"
 #include "reducer/end_of_several_reducers.h"
@@ -324,7 +323,9 @@ bool Reducer::finish(Backward& backward) {
   if (backward.accumulates) {
     enter(backward);
   }
-  warn_of_earlier_forward(backward);
+  if (backward.accumulates && !backward.synchronizes) {
+    warn_of_earlier_forward();
+  }
   if (!begins_round(backward)) {
     return false;
   }
@@ -332,21 +333,6 @@ bool Reducer::finish(Backward& backward) {
   round_.times->computed = now_ns();
   open_or_give_up();
   return true;
-}
-
-// In torch's DDP a forward outside of no_sync() lets the next backward average, whichever it is.
-void Reducer::warn_of_earlier_forward(const Backward& backward) {
-  if (backward.synchronizes || !backward.accumulates || !a_forward_averages_.value_or(false) ||
-      has_warned_of_forward_) {
-    return;
-  }
-  has_warned_of_forward_ = true;
-  log_line(
-      LogLevel::kWarning,
-      "a backward of a forward under no_sync() is not averaged, and an earlier forward outside "
-      "of no_sync() has had no backward yet. torch's DistributedDataParallel would average "
-      "this one instead of that one's; here each backward goes by its own forward. Run "
-      "forwards that have no backward in torch.no_grad()");
 }
 
 // Keeps the ranks in step after a backward that threw here. The peers are in the same round or will

@@ -355,7 +355,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finish_buckets();
   [[nodiscard]] bool has_hook_thrown() const;
   void warn_of_skipped_steps();
-  void warn_of_earlier_forward(const Backward& backward);
+  void warn_of_earlier_forward();
   void warn_of_averages_kept();
   void warn_of_buffers_root(int root);
   [[nodiscard]] ErrorDescription why_worthless() const;

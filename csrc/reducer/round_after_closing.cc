@@ -1,4 +1,4 @@
-// What follows the closing of a round, see Note [Rounds]: late gradients, new and unused
+// What follows the closing of a round, see Note [Rounds]: warnings, late gradients, new and unused
 // parameters, the next plan.
 
 #include <ATen/ops/empty.h>
@@ -38,6 +38,20 @@ void Reducer::warn_of_skipped_steps() {
                "wrap forwards that are for nothing else in torch.no_grad()"));
     }
   }
+}
+
+// In torch's DDP a forward outside of no_sync() lets the next backward average, whichever it is.
+void Reducer::warn_of_earlier_forward() {
+  if (!a_forward_averages_.value_or(false) || has_warned_of_forward_) {
+    return;
+  }
+  has_warned_of_forward_ = true;
+  log_line(
+      LogLevel::kWarning,
+      "a backward of a forward under no_sync() is not averaged, and an earlier forward outside "
+      "of no_sync() has had no backward yet. torch's DistributedDataParallel would average "
+      "this one instead of that one's; here each backward goes by its own forward. Run "
+      "forwards that have no backward in torch.no_grad()");
 }
 
 // In join(), torch copies buffers before a forward, from the last rank that has a batch then. Here
