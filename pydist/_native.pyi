@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'is_capturing', 'is_frozen', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'step_traffic', 'usable_cpu_isas']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'is_capturing', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'usable_cpu_isas']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -363,9 +363,9 @@ class Reducer:
         """
         Waits for what a backward that raised left under way; raises pydist.InvalidUsage where a parameter has changed its type.
         """
-    def register_comm_hook(self, state: typing.Any, hook: typing.Any, plans_anew: bool) -> None:
+    def register_comm_hook(self, state: typing.Any, hook: typing.Any) -> None:
         """
-        Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. Called once, before the first backward. `plans_anew`: each rank asks the planner, which has the same buckets on all.
+        Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. Called once, before the first backward.
         """
     def require_shardable(self) -> None:
         """
@@ -441,6 +441,11 @@ class Reducer:
         Whether a backward that synchronises is under way.
         """
     @property
+    def last_root(self) -> int:
+        """
+        The lowest rank that had a batch in the last round with any.
+        """
+    @property
     def parameters(self) -> list[torch.Tensor]:
         """
         All that it averages.
@@ -501,13 +506,13 @@ def adam_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor],
     """
     One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on torch's threads, or on the current stream of the tensors' CUDA device. Contiguous tensors of one shape for each segment; masters only and always for 16-bit parameters, whose values count where they are not the master's, rounded; max_exp_avg_sqs means amsgrad; step counts from 1, this one included, or is CPU tensors of one element each that count the steps before and are counted on; the gradients are multiplied by gradient_scale first.
     """
-def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] = [], long_wait: typing.SupportsFloat | typing.SupportsIndex = 60.0) -> Communicator:
+def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = [], long_wait: typing.SupportsFloat | typing.SupportsIndex = 60.0) -> Communicator:
     """
     Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta; `processes` as for create_native. The log tells of an operation that lasts for `long_wait` seconds.
     """
-def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]] = []) -> Communicator:
+def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = []) -> Communicator:
     """
-    Joins a group on the native backend; all its ranks call. `store` is a torch store; `timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by default; `processes` are those of the other ranks that run on this machine, as far as they are known: its rank, host, number and start in ticks.
+    Joins a group on the native backend; all its ranks call. `store` is a torch store; `timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by default; `processes` are those of all ranks, where they are known: the number of the rank in the group that this one is made of, its host, pid, start in ticks, and whether it runs on this machine.
     """
 def create_nccl(host: Communicator, device: typing.SupportsInt | typing.SupportsIndex, library: str) -> Communicator:
     """
@@ -521,13 +526,13 @@ def environment_variables() -> list[tuple[str, str, str, str, str | None]]:
     """
     Every PYDIST_ variable of the engine: (name, values, default, meaning, current value or None).
     """
+def error_of_lateness(processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]], group: str, missing: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> typing.Any:
+    """
+    The Timeout of a rank that has waited for others to make a group; `processes` as for create_native, `missing` as they are numbered in the new group.
+    """
 def is_capturing(device: torch.device) -> bool:
     """
     Whether the current stream of a device records a CUDA graph.
-    """
-def is_frozen(pid: typing.SupportsInt | typing.SupportsIndex) -> bool:
-    """
-    Whether a process of this host is stopped by the freezer of its cgroup.
     """
 def multiset_digest(indices: torch.Tensor) -> tuple[int, int]:
     """
@@ -564,6 +569,14 @@ def set_rank(rank: typing.SupportsInt | typing.SupportsIndex) -> None:
 def sgd_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, momentum_buffers: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, *, begins: bool | collections.abc.Sequence[bool], lr: typing.SupportsFloat | typing.SupportsIndex, momentum: typing.SupportsFloat | typing.SupportsIndex, dampening: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, nesterov: bool, maximize: bool = False, gradient_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
     """
     One step of torch.optim.SGD, as adam_step. begins: the momentum buffers hold nothing yet, and get the gradients.
+    """
+def show_awaited(group: str, rank: typing.SupportsInt | typing.SupportsIndex, host: str, pid: typing.SupportsInt | typing.SupportsIndex) -> None:
+    """
+    Shows the other processes of this host that this one waits for a rank, so that those who wait for this one find out who keeps all waiting.
+    """
+def show_awaiting_nobody() -> None:
+    """
+    Takes back what show_awaited() shows.
     """
 def step_traffic(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, states: collections.abc.Sequence[torch.Tensor | collections.abc.Sequence[torch.Tensor]]) -> None:
     """

@@ -47,8 +47,9 @@ class Error(RuntimeError):
 
     Attributes:
         ranks: The ranks that are to blame, as far as they are known, numbered as in the group whose
-            operation failed: those that died, left, were stopped or never came, both sides of a
-            Mismatch, the one that aborted. `()` where nobody knows.
+            operation failed, or that a group was to be made of: those that died, left, were
+            stopped or never came, both sides of a Mismatch, the one that aborted. `()` where nobody
+            knows.
         host: The name of the host of the first of them; None if unknown.
         pid: The process of the first of them, on its host; None if unknown.
         operation: What failed, such as `"all_reduce #812 of group 'world'"`; None if nothing was

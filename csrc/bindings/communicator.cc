@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -31,7 +32,7 @@
 #include "communicator/nccl/nccl_communicator.h"
 #include "communicator/open_communicators.h"
 #include "cuda/device_memory.h"
-#include "health/process_identity.h"
+#include "health/known_processes.h"
 
 namespace pydist {
 namespace {
@@ -295,13 +296,48 @@ std::optional<py::object> failure(const Communicator& self) {
   return std::nullopt;
 }
 
+// Of each rank: its number in the group that a new one is made of, its host, its pid, when it has
+// started, and whether this process sees it in /proc.
+using ProcessTuples = std::vector<std::tuple<int, std::string, int, std::uint64_t, bool>>;
+
+KnownProcesses known_processes(const ProcessTuples& tuples) {
+  KnownProcesses known;
+  for (const auto& [rank, host, pid, started, is_visible] : tuples) {
+    known.push_back({.rank = rank,
+                     .host = host,
+                     .pid = pid,
+                     .local_pid = is_visible ? pid : 0,
+                     .started = started});
+  }
+  return known;
+}
+
+void show_awaited(const std::string& group, int rank, const std::string& host, int pid) {
+  if (const std::shared_ptr<Endpoint> endpoint = Endpoint::of_process_if_any()) {
+    endpoint->show_awaited(group, rank, host, pid);
+  }
+}
+
+void show_awaiting_nobody() {
+  if (const std::shared_ptr<Endpoint> endpoint = Endpoint::of_process_if_any()) {
+    endpoint->show_awaiting_nobody();
+  }
+}
+
+py::object error_of_lateness(const ProcessTuples& processes, const std::string& name,
+                             const std::vector<int>& missing) {
+  const ErrorDescription late = lateness(known_processes(processes), name, missing);
+  return python_exception(make_error(late.kind, late.message, late.blame));
+}
+
 CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                               std::string name, std::optional<double> timeout_s,
-                              KnownProcesses processes) {
+                              const ProcessTuples& processes) {
   const ReleasedGil released;
   NativeOptions options;
   options.name = std::move(name);
-  options.check_hope = hope_that_live(std::move(processes));
+  options.processes = known_processes(processes);
+  options.check_hope = hope_that_live(options.processes);
   if (timeout_s) {
     options.environment.timeout = milliseconds_in(*timeout_s);
   }
@@ -323,12 +359,13 @@ GlooFactory adapt_factory(py::function factory) {
           .cast<c10::intrusive_ptr<c10d::Backend>>();
     } catch (py::error_already_set& error) {
       const std::string what = error.what();
+      const std::string line = what.substr(0, what.find('\n'));
       const bool is_late =
           what.find("imed out") != std::string::npos || what.find("imeout") != std::string::npos;
       std::rethrow_exception(
           make_error(kind_of(error, is_late ? ErrorKind::kTimeout : ErrorKind::kTransport),
                      join("gloo could not connect rank ", rank, " with the other ", size - 1, ": ",
-                          what.substr(0, what.find('\n')))));
+                          line)));
     } catch (const py::cast_error&) {
       throw InvalidUsage("The factory of gloo backends must return a torch.distributed backend.");
     }
@@ -337,14 +374,16 @@ GlooFactory adapt_factory(py::function factory) {
 
 CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                             std::string name, double timeout, py::function factory,
-                            KnownProcesses processes, double long_wait) {
+                            const ProcessTuples& processes, double long_wait) {
   const std::chrono::milliseconds limit = milliseconds_in(timeout);
   const std::chrono::milliseconds long_limit = milliseconds_in(long_wait);
   GlooFactory adapted = adapt_factory(std::move(factory));
   const ReleasedGil released;
-  return for_python(with_staging(create_gloo_communicator(
-      std::move(store), rank, size, std::move(name), limit, std::move(adapted),
-      hope_that_live(std::move(processes)), long_limit)));
+  KnownProcesses known = known_processes(processes);
+  CheckHope hope = hope_that_live(known);
+  return for_python(with_staging(
+      create_gloo_communicator(std::move(store), rank, size, std::move(name), limit,
+                               std::move(adapted), std::move(hope), long_limit, std::move(known))));
 }
 
 CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string& library) {
@@ -475,11 +514,22 @@ void bind_communicator(py::module_& module) {
              "Whether the current stream of a device records a CUDA graph.");
   module.def("create_native", &create_native, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("name"), py::arg("timeout") = py::none(),
-             py::arg("processes") = KnownProcesses(),
+             py::arg("processes") = ProcessTuples(),
              "Joins a group on the native backend; all its ranks call. `store` is a torch store; "
              "`timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by "
-             "default; `processes` are those of the other ranks that run on this machine, as far "
-             "as they are known: its rank, host, number and start in ticks.");
+             "default; `processes` are those of all ranks, where they are known: the number of "
+             "the rank in the group that this one is made of, its host, pid, start in ticks, and "
+             "whether it runs on this machine.");
+  module.def("show_awaited", &show_awaited, py::arg("group"), py::arg("rank"), py::arg("host"),
+             py::arg("pid"),
+             "Shows the other processes of this host that this one waits for a rank, so that those "
+             "who wait for this one find out who keeps all waiting.");
+  module.def("show_awaiting_nobody", &show_awaiting_nobody,
+             "Takes back what show_awaited() shows.");
+  module.def("error_of_lateness", &error_of_lateness, py::arg("processes"), py::arg("group"),
+             py::arg("missing"),
+             "The Timeout of a rank that has waited for others to make a group; `processes` as for "
+             "create_native, `missing` as they are numbered in the new group.");
   module.def(
       "create_nccl", &create_nccl, py::arg("host"), py::arg("device"), py::arg("library"),
       "Joins the ranks of `host`, a communicator on native or gloo that then belongs to the new "
@@ -512,7 +562,7 @@ void bind_communicator(py::module_& module) {
   module.def(
       "create_gloo", &create_gloo, py::arg("store"), py::arg("rank"), py::arg("size"),
       py::arg("name"), py::arg("timeout"), py::arg("factory"),
-      py::arg("processes") = KnownProcesses(),
+      py::arg("processes") = ProcessTuples(),
       py::arg("long_wait") = std::chrono::duration<double>(kLongWait).count(),
       "Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; "
       "`factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a "

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <exception>
+#include <utility>
 
 #include "base/error.h"
 
@@ -61,22 +62,26 @@ void Splits::put_back(const std::string& members, int number) {
 
 CommunicatorPtr Splits::next(const std::vector<int>& ranks, int rank, int size,
                              KeyValueStore& store, const std::string& topic, Deadline deadline,
-                             const CheckHope& check_hope, const Make& make,
+                             const CheckHope& check_hope, const KnownOf& known_of, const Make& make,
                              const Decline& decline) {
   const std::string members = text_of(ranks, rank, size);
+  KnownProcesses processes;
+  for (const int member : ranks) {
+    processes.push_back(known_of(member));
+  }
   const auto own = std::find(ranks.begin(), ranks.end(), rank);
   const int own_rank = static_cast<int>(own - ranks.begin());
   const auto name_of = [&](int number) { return join(members, "#", number); };
   const auto open_key = [&](int number) { return join(topic, "/", name_of(number), "/open"); };
   const auto over_key = [&](int number) { return join(topic, "/", name_of(number), "/over"); };
   if (ranks.size() == 1) {
-    return make(own_rank, name_of(take(members)));
+    return make(own_rank, name_of(take(members)), processes);
   }
   if (own_rank == 0) {
     const int number = take(members);
     store.set(open_key(number), "");
     try {
-      return make(own_rank, name_of(number));
+      return make(own_rank, name_of(number), processes);
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       try {
@@ -93,10 +98,8 @@ CommunicatorPtr Splits::next(const std::vector<int>& ranks, int rank, int size,
       static_cast<void>(get_while_hoping(store, open_key(number), deadline, check_hope));
     } catch (const Timeout&) {
       put_back(members, number);
-      throw Timeout(
-          join("Rank ", rank, " came to make a group of the ranks ", members, ", but rank ",
-               ranks[0], " did not: it never called, has died, or has ", "given up."),
-          Blame{.ranks = {ranks[0]}, .cause = "did not come in time"});
+      ErrorDescription late = lateness(processes, join(topic, "/", members), {0});
+      throw Timeout(late.message, std::move(late.blame));
     } catch (const TransportError&) {
       put_back(members, number);
       throw;  // the store is gone
@@ -105,7 +108,7 @@ CommunicatorPtr Splits::next(const std::vector<int>& ranks, int rank, int size,
       throw;
     }
     if (!is_there(store, over_key(number))) {
-      return make(own_rank, name_of(number));
+      return make(own_rank, name_of(number), processes);
     }
   }
 }

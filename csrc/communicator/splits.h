@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "communicator/communicator.h"
+#include "health/known_processes.h"
 #include "topology/key_value_store.h"
 #include "topology/rendezvous.h"
 
@@ -27,8 +28,11 @@ namespace pydist {
 
 class Splits {
  public:
+  // A member, by its rank in the group that is split.
+  using KnownOf = std::function<KnownProcess(int rank)>;
   // Makes a group, under a name that is unique among the splits and the same on all its members.
-  using Make = std::function<CommunicatorPtr(int rank, const std::string& name)>;
+  using Make = std::function<CommunicatorPtr(int rank, const std::string& name,
+                                             const KnownProcesses& members)>;
   // Tells the member that opens the meeting that this one will not be there.
   using Decline = std::function<void(int rank, const std::string& name)>;
 
@@ -40,7 +44,8 @@ class Splits {
   [[nodiscard]] CommunicatorPtr next(const std::vector<int>& ranks, int rank, int size,
                                      KeyValueStore& store, const std::string& topic,
                                      Deadline deadline, const CheckHope& check_hope,
-                                     const Make& make, const Decline& decline);
+                                     const KnownOf& known_of, const Make& make,
+                                     const Decline& decline);
 
  private:
   // The meetings of one set of members that this process has not been to: `skipped`, and all from

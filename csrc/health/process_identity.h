@@ -6,10 +6,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <tuple>
-#include <vector>
-
-#include "topology/rendezvous.h"
 
 namespace pydist {
 
@@ -31,13 +27,5 @@ struct ProcessIdentity {
 // Whether the process with this number that had started then has ended, as far as /proc tells.
 // False where it does not: no descriptor is left, say.
 [[nodiscard]] bool has_ended(std::int64_t pid, std::uint64_t started);
-
-// Processes of this machine: the rank of each, its host's name, its number, and when it has
-// started.
-using KnownProcesses = std::vector<std::tuple<int, std::string, std::int64_t, std::uint64_t>>;
-
-// For ranks that wait for such processes to make a group: throws PeerLost where one of them is
-// found to have ended. They are looked at now and then. Null where there are none.
-[[nodiscard]] CheckHope hope_that_live(KnownProcesses processes);
 
 }  // namespace pydist

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/error.h"
+#include "topology/told_error.h"
 
 namespace pydist {
 namespace {
@@ -23,8 +23,6 @@ constexpr std::chrono::milliseconds kLook{200};
 
 // What a rank says in place of its part when it gives up, so that nobody waits for it.
 constexpr std::string_view kGivenUp = "given up";
-
-constexpr const char* kDidNotCome = "did not come in time";
 
 // Waits with get_while_hoping(). If an exception (of an interrupting user, say) cuts the wait
 // short, tells the ranks that wait for this one.
@@ -47,17 +45,41 @@ std::string get_or_give_up(KeyValueStore& store, const std::string& key, Deadlin
   }
 }
 
-// What rank 0 answers when an exception, which is being handled, ends its wait for the others.
-std::vector<std::string> why_rank_0_gave_up(const std::string& topic) {
-  const ErrorDescription why = describe(std::current_exception());
-  const bool is_loss = why.kind == ErrorKind::kPeerLost && !why.blame.ranks.empty();
-  std::vector<std::string> told{
-      "missing",
-      join("Rank 0 gave up on '", topic, "': ", is_loss ? why.message : "it was interrupted.")};
-  for (const int rank : is_loss ? why.blame.ranks : std::vector<int>{0}) {
-    told.push_back(std::to_string(rank));
+// What rank 0 answers in place of what all have said.
+std::string answer_of_failure(ErrorDescription error) {
+  error.kind = ErrorKind::kTimeout;
+  return pack({"missing", ToldError{0, std::move(error)}.to_text()});
+}
+
+// The error with which rank 0 answers when an exception, which is being handled, ends its wait for
+// the others.
+ErrorDescription why_rank_0_gave_up(const std::string& topic, const LatenessOf& lateness) {
+  ErrorDescription why = describe(std::current_exception());
+  if (why.kind == ErrorKind::kPeerLost && !why.blame.ranks.empty()) {
+    return why;
   }
-  return told;
+  why.blame = lateness({0}).blame;  // as which rank this one is known
+  why.blame.cause = "was interrupted";
+  why.message =
+      join("rank ", why.blame.ranks.at(0), " gave up on '", topic, "': it was interrupted.");
+  return why;
+}
+
+ErrorDescription lateness_by_number(const std::string& topic, int size,
+                                    const std::vector<int>& missing) {
+  std::string numbers;
+  for (const int rank : missing) {
+    numbers += (numbers.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  return {ErrorKind::kTimeout,
+          join("Of ", size, " ranks, these did not come to '", topic, "' in time: ", numbers,
+               ". They never started, have died, were interrupted, or are elsewhere; look at their "
+               "output first."),
+          Blame{.ranks = missing, .cause = "did not come in time"}};
+}
+
+[[noreturn]] void throw_described(const ErrorDescription& error) {
+  std::rethrow_exception(make_error(error.kind, error.message, error.blame));
 }
 
 std::string said(const std::string& topic, int rank) { return join(topic, "/", rank); }
@@ -111,9 +133,13 @@ std::vector<std::string> unpack(const std::string& text) {
 
 std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic, int rank,
                                   int size, const std::string& mine, Deadline deadline,
-                                  const CheckHopeOf& check_hope) {
+                                  const CheckHopeOf& check_hope, const LatenessOf& lateness) {
   if (size == 1) {
     return {mine};
+  }
+  if (!lateness) {
+    return exchange(store, topic, rank, size, mine, deadline, check_hope,
+                    [&](const auto& missing) { return lateness_by_number(topic, size, missing); });
   }
   const auto hope_of = [&check_hope](int awaited) {
     return check_hope ? CheckHope([&check_hope, awaited] { check_hope(awaited); }) : nullptr;
@@ -128,18 +154,12 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
       answer = get_or_give_up(store, answer_key, patient, hope_of(0),
                               [&] { store.set(said(topic, rank), std::string(kGivenUp)); });
     } catch (const Timeout&) {
-      throw Timeout(join("Rank ", rank, " of ", size, " came to '", topic,
-                         "', but rank 0 did not: it never started, has died, or is elsewhere."),
-                    Blame{.ranks = {0}, .cause = kDidNotCome});
+      throw_described(lateness({0}));
     }
     std::vector<std::string> parts = unpack(answer);
     PYDIST_CHECK(!parts.empty());
     if (parts[0] == "missing") {
-      Blame blame{.cause = kDidNotCome};
-      for (std::size_t i = 2; i < parts.size(); ++i) {
-        blame.ranks.push_back(std::stoi(parts[i]));
-      }
-      throw Timeout(parts.at(1), std::move(blame));
+      throw_described(ToldError::from_text(parts.at(1)).error);
     }
     parts.erase(parts.begin());
     PYDIST_CHECK(parts.size() == static_cast<std::size_t>(size));
@@ -147,14 +167,16 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
   }
 
   std::vector<std::string> parts{mine};
-  std::string missing;
-  Blame blame{.cause = kDidNotCome};
+  std::vector<int> missing;
   for (int peer = 1; peer < size; ++peer) {
     try {
       const std::string part =
           missing.empty()
               ? get_or_give_up(store, said(topic, peer), deadline, hope_of(peer),
-                               [&] { store.set(answer_key, pack(why_rank_0_gave_up(topic))); })
+                               [&] {
+                                 store.set(answer_key,
+                                           answer_of_failure(why_rank_0_gave_up(topic, lateness)));
+                               })
               : store.get(said(topic, peer), Deadline::in(kLastLook));
       store.erase(said(topic, peer));
       if (part == kGivenUp) {
@@ -162,21 +184,13 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
       }
       parts.push_back(part);
     } catch (const Timeout&) {
-      missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
-      blame.ranks.push_back(peer);
+      missing.push_back(peer);
     }
   }
   if (!missing.empty()) {
-    const std::string message =
-        join("Of ", size, " ranks, these did not come to '", topic, "' in time: ", missing,
-             ". They never started, have died, were interrupted, or are elsewhere; look at their "
-             "output first.");
-    std::vector<std::string> answer{"missing", message};
-    for (const int peer : blame.ranks) {
-      answer.push_back(std::to_string(peer));
-    }
-    store.set(answer_key, pack(answer));
-    throw Timeout(message, std::move(blame));
+    const ErrorDescription late = lateness(missing);
+    store.set(answer_key, answer_of_failure(late));
+    throw_described(late);
   }
   std::vector<std::string> answer{"all"};
   answer.insert(answer.end(), parts.begin(), parts.end());

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/error.h"
 #include "topology/key_value_store.h"
 
 namespace pydist {
@@ -15,6 +16,8 @@ namespace pydist {
 using CheckHope = std::function<void()>;
 // The same with the rank that is waited for.
 using CheckHopeOf = std::function<void(int)>;
+// What all throw who have waited for these ranks until the deadline.
+using LatenessOf = std::function<ErrorDescription(const std::vector<int>&)>;
 
 // What the store has under `key`, once it is there. Throws Timeout where that is not before the
 // deadline, and what `check_hope` throws, unless the key is there by then.
@@ -24,11 +27,13 @@ using CheckHopeOf = std::function<void(int)>;
 // Returns what all ranks said, in rank order. Collective; `topic` is fresh each time and the same
 // on every rank. Rank 0 gathers and hands out, so the store sees O(size) requests, not O(size^2).
 //
-// When ranks are missing at the deadline, every rank that came throws a Timeout that names them.
+// When ranks are missing at the deadline, every rank that came throws a Timeout that names them:
+// what `lateness` says, where it is given.
 [[nodiscard]] std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic,
                                                 int rank, int size, const std::string& mine,
                                                 Deadline deadline,
-                                                const CheckHopeOf& check_hope = nullptr);
+                                                const CheckHopeOf& check_hope = nullptr,
+                                                const LatenessOf& lateness = nullptr);
 
 // For a rank that will not take part in an exchange(): nobody waits for it, and all others throw
 // Timeout. Not for rank 0.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist._load import __version__
-from pydist.errors import InvalidUsage, Timeout, TransportError
+from pydist.errors import InvalidUsage, PeerLost, Timeout, TransportError
 from pydist.gpu.nccl import connect_at_joining, find_nccl
 from pydist.job import current
 from pydist.job.log import logger
@@ -119,6 +119,17 @@ def gloo_factory(
     return create
 
 
+def _known(
+    processes: Sequence[Process], members: Sequence[int]
+) -> list[tuple[int, str, int, int, bool]]:
+    """What the ranks of a group are, for the engine: with their numbers in the job."""
+    machine = own_process().machine
+    return [
+        (member, each.host, each.pid, each.started, bool(machine) and each.machine == machine)
+        for member, each in zip(members, processes, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class _Meeting:
     """The ranks of one group, as they meet to make its communicators."""
@@ -131,31 +142,23 @@ class _Meeting:
     network: GlooNetwork
     # Of each rank, in rank order.
     processes: tuple[Process, ...]
+    # The number of each rank in the job, which errors name.
+    members: Sequence[int]
 
     def create(self, backend: str) -> _native.Communicator:
         """A communicator on native or gloo."""
         store, timeout_s = dist.PrefixStore(backend, self.store), self.timeout.total_seconds()
+        known = _known(self.processes, self.members)
         if backend == "native":
-            made = _native.create_native(
-                store, self.rank, self.size, self.name, timeout_s, self._visible()
-            )
+            made = _native.create_native(store, self.rank, self.size, self.name, timeout_s, known)
         else:
             self.network.require_usable()
             factory = gloo_factory(self.network)
             made = _native.create_gloo(
-                store, self.rank, self.size, self.name, timeout_s, factory, self._visible()
+                store, self.rank, self.size, self.name, timeout_s, factory, known
             )
         made.timeout = timeout_s
         return made
-
-    def _visible(self) -> list[tuple[int, str, int, int]]:
-        """Other ranks' processes of which this one can see whether they still run."""
-        own = own_process()
-        return [
-            (rank, each.host, each.pid, each.started)
-            for rank, each in enumerate(self.processes)
-            if each != own and each.machine and each.machine == own.machine
-        ]
 
     def create_nccl(self, host: _native.Communicator, gpu: int) -> _native.Communicator:
         """A communicator on NCCL that leaves tensors on the CPU to `host`, and owns it."""
@@ -201,9 +204,30 @@ def create_communicator(
     # After destroy_process_group torch begins its names anew, on the same store.
     met_by = f"{name} of {','.join(map(str, members)) if members is not None else size}"
     numbers = dist.PrefixStore(met_by, store)
-    number = next_number(numbers, rank, timeout)
+    known = None if is_world else current.job.agreement
+    ranks = range(size) if members is None else members
+    first = None if known is None else known.processes[ranks[0]]
+
+    def look() -> None:
+        if first is None:
+            return
+        if first.is_known_dead:
+            _native.show_awaiting_nobody()
+            raise PeerLost(
+                f"rank {ranks[0]} ({first}) has died before {name} was made.",
+                ranks=(ranks[0],),
+                host=first.host,
+                pid=first.pid,
+                cause="has died",
+            )
+        _native.show_awaited(name, 0, first.host, first.pid)
+
+    number = next_number(numbers, rank, timeout, look)
     if number is None:
         require_only_process(numbers, rank)
+        if known is not None:
+            tuples = _known([known.processes[member] for member in ranks], ranks)
+            raise _native.error_of_lateness(tuples, name, [0])
         raise Timeout(
             f"rank 0 did not join {name} within {timeout.total_seconds():g} s: look at what it "
             "prints.",
@@ -211,11 +235,10 @@ def create_communicator(
             cause="did not join",
         )
     store = dist.PrefixStore(f"{met_by}#{number}", store)
-    known = current.job.agreement
-    if known is not None and not is_world:
-        ranks = range(size) if members is None else members
+    if known is not None:
+        _native.show_awaiting_nobody()
         processes = tuple(known.processes[member] for member in ranks)
-        meeting = _Meeting(store, rank, size, name, timeout, known.network, processes)
+        meeting = _Meeting(store, rank, size, name, timeout, known.network, processes, ranks)
         gpu = known.gpus[rank if members is None else members[rank]]
         return _create(meeting, known, gpu)
     start_s = time.monotonic()
@@ -229,7 +252,7 @@ def create_communicator(
     )
     gpu = agreed.gpus[rank]
     network = join_network(rank, agreed.hosts, agreed.networks)
-    meeting = _Meeting(store, rank, size, name, timeout, network, agreed.processes)
+    meeting = _Meeting(store, rank, size, name, timeout, network, agreed.processes, ranks)
     job, communicator = _choose(meeting, agreed, gpu)
     if is_world:
         if gpu is not None:

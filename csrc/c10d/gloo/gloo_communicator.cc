@@ -171,12 +171,13 @@ class GlooCommunicator : public Communicator, public PeerNews {
     };
     return splits_.next(
         ranks, rank_, size_, *asked, name_, Deadline::in(timeout()), check_hope,
-        [&](int rank, const std::string& split) {
+        [this](int rank) { return group_->known(rank); },
+        [&](int rank, const std::string& split, const KnownProcesses& members) {
           std::string name = join(name_, "/", split);
           auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
           return create_gloo_communicator(store, rank, static_cast<int>(ranks.size()),
                                           std::move(name), timeout(), factory_, check_hope,
-                                          long_wait_);
+                                          long_wait_, members);
         },
         [](int /*rank*/, const std::string& /*split*/) {});
   }
@@ -375,12 +376,36 @@ std::exception_ptr why_it_does_not_stand(const CheckHope& check_hope) {
   return error;
 }
 
+// Those that have not come to a meeting whose time is up; where all have, those that do not run.
+std::vector<int> missing_at(KeyValueStore& store, int rank, const KnownProcesses& processes) {
+  std::vector<int> missing;
+  std::vector<int> stuck;
+  for (int peer = 0; peer < static_cast<int>(processes.size()); ++peer) {
+    if (peer == rank) {
+      continue;
+    }
+    try {
+      const Deadline at_once = Deadline::in(std::chrono::nanoseconds::zero());
+      static_cast<void>(store.get(GlooGroup::place_key(peer), at_once));
+    } catch (const Timeout&) {
+      missing.push_back(peer);
+    } catch (const std::exception&) {
+      break;  // the store is gone
+    }
+    if (!in_words(processes[static_cast<std::size_t>(peer)].state()).empty()) {
+      stuck.push_back(peer);
+    }
+  }
+  return missing.empty() ? stuck : missing;
+}
+
 }  // namespace
 
 CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                          std::string name, std::chrono::milliseconds timeout,
                                          GlooFactory factory, CheckHope check_hope,
-                                         std::chrono::milliseconds long_wait) {
+                                         std::chrono::milliseconds long_wait,
+                                         KnownProcesses processes) {
   if (size < 1 || rank < 0 || rank >= size) {
     throw InvalidUsage(join("Rank ", rank, " of ", size, " is not a rank of a group."));
   }
@@ -388,6 +413,10 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     throw InvalidUsage("A group needs a store for its ranks to meet at, and got None.");
   }
   require_not_forked();
+  if (processes.empty()) {
+    processes = strangers(size);
+  }
+  PYDIST_CHECK(processes.size() == static_cast<std::size_t>(size));
   std::shared_ptr<GlooCommunicator> communicator;
   const auto connect = [&] {
     communicator = std::make_shared<GlooCommunicator>(store, rank, size, name, timeout, factory,
@@ -407,20 +436,34 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
       communicator->meet();
     } catch (const std::exception&) {
       const std::exception_ptr error = why_it_does_not_stand(check_hope);
-      const auto [kind, what, blame] = describe(error);
-      const auto told = GlooGroup::told_failure(*asked);
-      if (told && kind != ErrorKind::kError) {
-        std::rethrow_exception(make_error(kind, what, told->error.blame));
+      ErrorDescription why = describe(error);
+      if (const auto told = GlooGroup::told_failure(*asked);
+          told && why.kind != ErrorKind::kError) {
+        std::rethrow_exception(
+            make_error(told->error.kind, told->error.message, told->error.blame));
       }
-      const bool is_of_others = kind == ErrorKind::kTimeout || kind == ErrorKind::kPeerLost ||
-                                kind == ErrorKind::kAborted;
+      if (why.kind == ErrorKind::kTimeout && why.blame.ranks.empty()) {
+        if (const std::vector<int> missing = missing_at(*asked, rank, processes);
+            !missing.empty()) {
+          why = lateness(processes, name, missing);
+        }
+      }
+      const bool is_of_others = why.kind == ErrorKind::kTimeout ||
+                                why.kind == ErrorKind::kPeerLost ||
+                                (why.kind == ErrorKind::kAborted && !why.blame.ranks.empty());
+      ErrorDescription told = why;
+      if (!is_of_others) {
+        const KnownProcess& self = processes[static_cast<std::size_t>(rank)];
+        why.blame = self.blame(why.message);
+        told = {ErrorKind::kTransport,
+                join(self.who(), " could not join the group '", name, "': ", why.message,
+                     on_numbers(processes)),
+                why.blame};
+      }
       // The others wait for this rank, which will not come.
-      GlooGroup::tell_of_failure(
-          *asked, {rank,
-                   {ErrorKind::kTransport,
-                    join("rank ", rank, " could not join the group '", name, "': ", what),
-                    is_of_others ? blame : own_blame(rank, what)}});
-      std::rethrow_exception(error);
+      GlooGroup::tell_of_failure(*asked, {rank, std::move(told)});
+      std::rethrow_exception(
+          why.kind == ErrorKind::kError ? error : make_error(why.kind, why.message, why.blame));
     }
   }
   note_open(communicator);

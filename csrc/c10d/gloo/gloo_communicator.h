@@ -16,6 +16,7 @@
 #include <string>
 
 #include "communicator/communicator.h"
+#include "health/known_processes.h"
 #include "health/long_wait.h"
 #include "topology/rendezvous.h"
 
@@ -33,11 +34,11 @@ using GlooFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
 
 // Joins a group of `size` ranks as `rank`. Collective over the group. `name` is unique among the
 // groups that share the store, and the same on every rank. `check_hope` is called now and then
-// while the ranks meet, and throws where somebody will never come. `long_wait`: as in
-// NativeOptions.
+// while the ranks meet, and throws where somebody will never come. `long_wait` and `processes`: as
+// in NativeOptions.
 [[nodiscard]] CommunicatorPtr create_gloo_communicator(
     c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
     std::chrono::milliseconds timeout, GlooFactory factory, CheckHope check_hope = nullptr,
-    std::chrono::milliseconds long_wait = kLongWait);
+    std::chrono::milliseconds long_wait = kLongWait, KnownProcesses processes = {});
 
 }  // namespace pydist

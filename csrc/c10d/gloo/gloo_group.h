@@ -27,6 +27,7 @@
 #include "communicator/operation.h"
 #include "communicator/peer_news.h"
 #include "health/failure_record.h"
+#include "health/known_processes.h"
 #include "health/long_wait.h"
 #include "health/process_identity.h"
 #include "health/process_state.h"
@@ -71,6 +72,8 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
 
   // The processes of all ranks, once they are known, and this one as one of them.
   void know_processes(std::vector<ProcessIdentity> processes);
+  // For those who make a group with it.
+  [[nodiscard]] KnownProcess known(int rank) const;
   // A rank of the group as a culprit: of another one, the store knows the process.
   [[nodiscard]] Blame culprit(int rank, std::string cause) const;
 
@@ -174,9 +177,9 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   [[nodiscard]] std::string why_long(std::uint64_t number, int peer) const;
 
   // "rank 3 (pid 71 on host b)"; without the process before it is known.
-  [[nodiscard]] std::string who(int rank) const;
+  [[nodiscard]] std::string who(int rank) const { return known(rank).who(); }
   // Of a process of this host; kUnknown for others.
-  [[nodiscard]] ProcessState state_of(int rank) const;
+  [[nodiscard]] ProcessState state_of(int rank) const { return known(rank).state(); }
   // What is known of ranks that have not answered, as sentences, and whom to blame for it: those of
   // which is known that they cannot answer, otherwise all.
   [[nodiscard]] std::string silence_of(const std::vector<int>& missing, Blame& blame) const;

@@ -8,6 +8,7 @@
 #include "base/engine_thread.h"
 #include "base/log.h"
 #include "c10d/gloo/gloo_group.h"
+#include "health/text_field.h"
 
 namespace pydist {
 namespace {
@@ -22,28 +23,19 @@ void GlooGroup::know_processes(std::vector<ProcessIdentity> processes) {
   processes_ = std::move(processes);
 }
 
-std::string GlooGroup::who(int rank) const {
+KnownProcess GlooGroup::known(int rank) const {
   const std::lock_guard lock(mutex_);
-  return processes_.empty() ? join("rank ", rank)
-                            : join("rank ", rank, " (",
-                                   processes_[static_cast<std::size_t>(rank)].description(), ")");
-}
-
-ProcessState GlooGroup::state_of(int rank) const {
-  ProcessIdentity its;
-  {
-    const std::lock_guard lock(mutex_);
-    if (processes_.empty()) {
-      return ProcessState::kUnknown;
-    }
-    its = processes_[static_cast<std::size_t>(rank)];
-    if (its.machine != processes_[static_cast<std::size_t>(channel.rank())].machine) {
-      return ProcessState::kUnknown;
-    }
+  if (processes_.empty()) {
+    return {.rank = rank};
   }
-  const ProcessStatus status = process_status(static_cast<pid_t>(its.pid));
-  const bool is_another = status.started != 0 && its.started != 0 && status.started != its.started;
-  return is_another ? ProcessState::kDead : status.state;
+  const ProcessIdentity& its = processes_[static_cast<std::size_t>(rank)];
+  const ProcessIdentity& own = processes_[static_cast<std::size_t>(channel.rank())];
+  const int pid = static_cast<int>(its.pid);
+  return {.rank = rank,
+          .host = read_text(its.host),
+          .pid = pid,
+          .local_pid = its.machine == own.machine ? pid : 0,
+          .started = its.started};
 }
 
 std::string GlooGroup::silence_of(const std::vector<int>& missing, Blame& blame) const {

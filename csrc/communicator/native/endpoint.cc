@@ -168,6 +168,12 @@ std::shared_ptr<Endpoint> Endpoint::of_process(const Environment& environment) {
   return endpoint;
 }
 
+std::shared_ptr<Endpoint> Endpoint::of_process_if_any() {
+  const std::lock_guard lock(process_mutex);
+  const std::shared_ptr<Endpoint>& endpoint = process_endpoint();
+  return endpoint && !endpoint->birth_.is_inherited() ? endpoint : nullptr;
+}
+
 void Endpoint::show_rank(int rank) noexcept {
   const std::lock_guard lock(process_mutex);
   process_rank = rank;
@@ -278,6 +284,17 @@ PeerPtr Endpoint::meet(const Card& card, const Trust& trust, Deadline deadline,
   }
   const std::lock_guard lock(mutex_);
   return peers_.try_emplace(card.address, std::move(peer)).first->second;
+}
+
+void Endpoint::show_awaited(const std::string& group, int rank, std::string_view host, int pid) {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [address, peer] : peers_) {
+    if (peer->pid == pid && peer->host == host && !peer->is_dead.load(std::memory_order_relaxed)) {
+      page_->awaited.set(fingerprint_on_host(group), rank,
+                         peer->page->number.load(std::memory_order_relaxed));
+      return;
+    }
+  }
 }
 
 }  // namespace pydist

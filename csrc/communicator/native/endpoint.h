@@ -15,6 +15,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/deadline.h"
@@ -84,6 +85,8 @@ class Endpoint {
 
   // The one of this process; made at the first call.
   [[nodiscard]] static std::shared_ptr<Endpoint> of_process(const Environment& environment);
+  // The same; null where there is none yet.
+  [[nodiscard]] static std::shared_ptr<Endpoint> of_process_if_any();
   // Lets go of it: once the last group is gone, so are its threads and segments.
   static void release_process() noexcept;
   // Shows this process's rank in its job, also on the page that is made later; -1: it is in none.
@@ -112,6 +115,11 @@ class Endpoint {
   // once. Throws TransportError where they are not on one host, and PeerLost where it has died.
   [[nodiscard]] PeerPtr meet(const Card& card, const Trust& trust, Deadline deadline,
                              const CheckHope& check_hope = nullptr);
+
+  // Shows the peers that this process waits for rank `rank` of `group`, before it has met it there.
+  // Not where it does not know it from another group.
+  void show_awaited(const std::string& group, int rank, std::string_view host, int pid);
+  void show_awaiting_nobody() noexcept { page_->awaited.clear(); }
 
   // Grows whenever a peer is found dead.
   [[nodiscard]] std::uint64_t deaths() const noexcept {

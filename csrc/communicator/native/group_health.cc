@@ -160,6 +160,11 @@ std::string GroupHealth::who(int rank) const {
   return join("rank ", rank, " (", peers_[static_cast<std::size_t>(rank)]->description, ")");
 }
 
+KnownProcess GroupHealth::known(int rank) const {
+  const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
+  return {.rank = rank, .host = peer.host, .pid = peer.pid, .local_pid = peer.local_pid};
+}
+
 Blame GroupHealth::blame(int rank, std::string cause) const {
   const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
   return {.ranks = {rank},
@@ -292,21 +297,40 @@ std::string GroupHealth::plight(int rank) const {
 GroupHealth::Keeper GroupHealth::keeper_behind(int rank) const {
   std::vector<bool> seen(static_cast<std::size_t>(size()));
   std::string way;
+  std::optional<Keeper> first_elsewhere;
   for (int here = rank; !seen[static_cast<std::size_t>(here)];) {
     seen[static_cast<std::size_t>(here)] = true;
-    const std::optional<int> next =
-        here == rank_ ? rank
-                      : peers_[static_cast<std::size_t>(here)]->page->awaited.in(fingerprint_);
-    if (!next || *next < 0 || *next >= size() || is_frozen(here)) {
+    const std::optional<int> next = here == rank_ ? rank : awaited_by(here);
+    const bool is_end = !next || is_frozen(here);
+    const bool is_elsewhere =
+        here != rank_ && !peers_[static_cast<std::size_t>(here)]->page->awaited.is_in(fingerprint_);
+    if (is_end || (is_elsewhere && !first_elsewhere)) {
       std::string its_plight = plight(here);
-      return {here,
-              here == rank ? "" : join("it waits for ", way, ", which waits for rank ", here, ". "),
-              its_plight.empty() ? activity(here) : std::move(its_plight)};
+      first_elsewhere = Keeper{
+          here,
+          here == rank ? "" : join("it waits for ", way, ", which waits for rank ", here, ". "),
+          its_plight.empty() ? activity(here) : std::move(its_plight)};
+      if (is_end) {
+        return *std::move(first_elsewhere);
+      }
     }
     way += join(way.empty() ? "" : ", which waits for ", "rank ", here);
     here = *next;
   }
-  return {rank, "", activity(rank)};
+  return first_elsewhere ? *std::move(first_elsewhere) : Keeper{rank, "", activity(rank)};
+}
+
+std::optional<int> GroupHealth::awaited_by(int rank) const {
+  const AwaitedRank& awaited = peers_[static_cast<std::size_t>(rank)]->page->awaited;
+  if (const std::optional<int> here = awaited.in(fingerprint_)) {
+    return *here >= 0 && *here < size() ? here : std::nullopt;
+  }
+  const std::optional<std::uint64_t> page = awaited.page();
+  const auto found = std::find_if(peers_.begin(), peers_.end(), [&page](const PeerPtr& peer) {
+    return page == peer->page->number.load(std::memory_order_relaxed);
+  });
+  return found == peers_.end() ? std::nullopt
+                               : std::optional(static_cast<int>(found - peers_.begin()));
 }
 
 bool GroupHealth::leads_into_circle(int rank) const {
@@ -329,18 +353,12 @@ bool GroupHealth::leads_into_circle(int rank) const {
       return entry.state == JournalState::kRunning && entry.started_ns <= long_since &&
              page.awaited.is_in(entry.group);
     });
-    const std::optional<std::uint64_t> awaited = page.awaited.page();
-    if (!has_waited || !awaited) {
+    const std::optional<int> next = awaited_by(here);
+    if (!has_waited || !next) {
       return false;
     }
     way.push_back({here, !page.awaited.is_in(fingerprint_)});
-    const auto next = std::find_if(peers_.begin(), peers_.end(), [&](const PeerPtr& peer) {
-      return peer->page->number.load(std::memory_order_relaxed) == *awaited;
-    });
-    if (next == peers_.end()) {
-      return false;
-    }
-    here = static_cast<int>(next - peers_.begin());
+    here = *next;
   }
 }
 

@@ -22,6 +22,7 @@
 #include "collectives/group_segment.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/peer_news.h"
+#include "health/known_processes.h"
 #include "health/long_wait.h"
 
 namespace pydist {
@@ -62,6 +63,8 @@ class GroupHealth {
   [[nodiscard]] std::vector<int> not_begun(std::uint64_t fingerprint, std::uint64_t number) const;
   // "rank 3 (pid 71 on host b)".
   [[nodiscard]] std::string who(int rank) const;
+  // For those who make a group with it.
+  [[nodiscard]] KnownProcess known(int rank) const;
   // Once the group has failed: waits until no other rank writes into symmetric memory. False where
   // one does not end that, because it is stopped, or within `patience`.
   [[nodiscard]] bool wait_for_heap_writers(std::chrono::nanoseconds patience);
@@ -71,10 +74,11 @@ class GroupHealth {
 
   // Note [Who keeps all waiting]
   // A rank that is waited for may itself only wait for another one, as the neighbours in a ring do.
-  // Every process shows on its page whom it waits for. From there the way leads on, to a rank that
-  // waits for nobody in this group, or that is stopped or shows no sign of life, whatever it waited
-  // for then. Where the way leads back to where it has been and all are well, nobody in particular
-  // is to blame, and the rank stays that it began with.
+  // Every process shows on its page whom it waits for, in an operation of any group or to make one.
+  // From there the way leads on, to a rank that waits for nobody of this group, or that is stopped
+  // or shows no sign of life, whatever it waited for then. Where the way leads back to where it has
+  // been and all are well, nobody in particular is to blame: it ends at the first rank that waits
+  // elsewhere, or stays at the rank that it began with.
   struct Keeper {
     int rank;
     std::string way;    // "it waits for rank 1, which waits for rank 2. "; empty where it is direct
@@ -130,6 +134,8 @@ class GroupHealth {
   [[nodiscard]] std::optional<Loss> death() const;
   // Whether it is known that the rank does not run, so that it waits for nobody.
   [[nodiscard]] bool is_frozen(int rank) const;
+  // The rank of this group that a rank waits for, in whatever group; nothing where there is none.
+  [[nodiscard]] std::optional<int> awaited_by(int rank) const;
   // "is stopped (SIGSTOP or a debugger)", or for how long it has shown no sign of life; empty where
   // there is nothing to tell.
   [[nodiscard]] std::string plight(int rank) const;

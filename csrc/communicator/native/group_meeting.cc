@@ -12,8 +12,8 @@
 #include "base/interruption.h"
 #include "base/log.h"
 #include "communicator/native/introduction.h"
+#include "health/known_processes.h"
 #include "health/long_wait.h"
-#include "health/process_state.h"
 #include "memory/memory_room.h"
 #include "memory/segment_exchange.h"
 #include "topology/hosts.h"
@@ -55,18 +55,23 @@ class Meeting {
         rank_(rank),
         size_(size),
         options_(options),
+        processes_(options.processes.empty() ? strangers(size) : options.processes),
         topic_(topic_of(options.name)),
         chunk_bytes_(round_up(options.environment.chunk_bytes, page_bytes())),
         deadline_(Deadline::in(options.environment.timeout)) {
+    PYDIST_CHECK(processes_.size() == static_cast<std::size_t>(size));
+    KnownProcess& own = processes_[static_cast<std::size_t>(rank)];
+    own.host = host_name();
+    own.pid = own.local_pid = ::getpid();
     membership_.endpoint = std::move(endpoint);
   }
-
+  Meeting(const Meeting&) = delete;
+  Meeting& operator=(const Meeting&) = delete;
   NativeMembership hold() {
     if (size_ == 1) {
       stay_alone();
     } else {
-      introduce();
-      share_or_fail();
+      meet();
       membership_.endpoint->limit_spin(spin_time(options_.environment, introductions_));
     }
     membership_.group_segment = GroupSegment(std::move(segments_.group), size_, chunk_bytes_);
@@ -76,6 +81,25 @@ class Meeting {
   }
 
  private:
+  void meet() {
+    const auto show_awaiting_nobody = [endpoint = &membership_.endpoint] {
+      if (*endpoint) {
+        (*endpoint)->show_awaiting_nobody();
+      }
+    };
+    try {
+      introduce();
+      share_or_fail();
+    } catch (const Timeout&) {
+      // Goes on to show it: ranks that wait for this one come to their own deadlines about now.
+      throw;
+    } catch (...) {
+      show_awaiting_nobody();
+      throw;
+    }
+    show_awaiting_nobody();
+  }
+
   // Note [One verdict]
   // Whether the group stands is settled once, under one key in the store: by rank 0, when it has
   // heard of all ranks that they share memory, or before that by the first rank that fails. A rank
@@ -99,13 +123,15 @@ class Meeting {
     }
   }
 
-  [[nodiscard]] Blame blame_of_rank(int rank) const {
-    const Card& card = introductions_[static_cast<std::size_t>(rank)].card;
-    return {.ranks = {rank},
-            .host = card.host_name,
-            .pid = card.pid,
-            .operation = {},
-            .cause = "did not share memory in time"};
+  [[nodiscard]] const KnownProcess& process(int rank) const {
+    return processes_[static_cast<std::size_t>(rank)];
+  }
+  [[nodiscard]] ErrorDescription lateness_of(const std::vector<int>& ranks) const {
+    return lateness(processes_, options_.name, ranks);
+  }
+  [[noreturn]] void throw_lateness_of(int rank) const {
+    ErrorDescription late = lateness_of({rank});
+    throw Timeout(late.message, std::move(late.blame));
   }
 
   void wait_for_verdict() {
@@ -114,10 +140,7 @@ class Meeting {
       try {
         return get_while_hoping(store_, key, deadline, [this, awaited] { check_hope(awaited); });
       } catch (const Timeout&) {
-        throw Timeout(
-            join("rank ", awaited, " did not share memory in time: it is stopped or slow, ",
-                 "or has died where this rank cannot see it."),
-            blame_of_rank(awaited));
+        throw_lateness_of(awaited);
       }
     };
     if (rank_ != 0) {
@@ -160,15 +183,22 @@ class Meeting {
     if (interruption_ != nullptr) {
       what.kind = ErrorKind::kAborted;
       what.message = join("it was interrupted (", kWhatInterrupts, ").");
-      what.blame = own_blame(rank_, "was interrupted");
+      what.blame = process(rank_).blame("was interrupted");
     } else if (what.kind != ErrorKind::kPeerLost && what.kind != ErrorKind::kTimeout) {
       what.kind = ErrorKind::kTransport;
       if (what.blame.ranks.empty()) {
-        what.blame = own_blame(rank_, what.message);
+        what.blame = process(rank_).blame(what.message);
       }
     }
-    what.message =
-        join("The ranks cannot share memory: rank ", rank_, ": ", words_of(what.message));
+    // A lateness says all of that itself.
+    if (what.kind != ErrorKind::kTimeout) {
+      // The number of the rank that tells it would be taken for the culprit's.
+      const std::vector<int>& guilty = what.blame.ranks;
+      const bool is_own = guilty.empty() || guilty == std::vector<int>{process(rank_).rank};
+      what.message = join("The ranks of group '", options_.name,
+                          "' cannot share memory: ", is_own ? process(rank_).who() + ": " : "",
+                          words_of(what.message), on_numbers(processes_));
+    }
     return ToldError{rank_, what}.to_text();
   }
   static std::exception_ptr error_of(const std::string& complaint) {
@@ -179,6 +209,7 @@ class Meeting {
   // Of a wait for that rank: ends it where it is in vain, or where the user interrupts it. One that
   // lasts is told of.
   void check_hope(int awaited) {
+    show_awaited(awaited);
     warn_if_long(awaited);
     if (next_look_.has_passed()) {
       next_look_ = Deadline::in(kNewsInterval);
@@ -190,11 +221,8 @@ class Meeting {
     for (std::size_t rank = 0; rank < membership_.peers.size(); ++rank) {
       const Peer& peer = *membership_.peers[rank];
       if (peer.has_crashed()) {
-        throw PeerLost(peer.description + " died before the group was made.",
-                       Blame{.ranks = {static_cast<int>(rank)},
-                             .host = peer.host,
-                             .pid = peer.pid,
-                             .cause = "has died"});
+        const KnownProcess& lost = process(static_cast<int>(rank));
+        throw PeerLost(lost.who() + " has died before the group was made.", lost.blame("has died"));
       }
     }
     noting_interruption(&check_interruption);
@@ -203,25 +231,25 @@ class Meeting {
     if (!long_wait_.is_due(options_.long_wait)) {
       return;
     }
-    const auto index = static_cast<std::size_t>(awaited);
-    std::string why = join("it waits for rank ", awaited);
-    if (introductions_.empty()) {
-      why += awaited == 0 ? ", which has not come, or waits itself for one that has not"
-                          : ", which has not come";
+    const std::string_view plight = in_words(process(awaited).state());
+    std::string why = join("it waits for ", process(awaited).who(), ", which ");
+    if (!plight.empty()) {
+      why += plight;
+    } else if (!introductions_.empty()) {
+      why += "has not shared memory yet, or waits itself for one that has not";
     } else {
-      const Card& card = introductions_[index].card;
-      why += join(" (", name_of_process(card.pid, card.host_name), "), which ");
-      const std::string_view plight =
-          index < membership_.peers.size()
-              ? in_words(process_state(membership_.peers[index]->local_pid))
-              : "";
-      why += plight.empty() ? "has not shared memory yet, or waits itself for one that has not"
-                            : plight;
+      why += awaited == 0 ? "has not come, or waits itself for one that has not" : "has not come";
     }
-    log_line(LogLevel::kWarning,
-             long_wait_text(
-                 join("rank ", rank_, " (", name_of_process(::getpid(), host_name()), ")"),
-                 join("the meeting of group '", options_.name, "'"), options_.long_wait, why));
+    log_line(LogLevel::kWarning, long_wait_text(process(rank_).who(),
+                                                join("the meeting of group '", options_.name, "'"),
+                                                options_.long_wait, why + on_numbers(processes_)));
+  }
+  // For peers that wait for this rank in another group.
+  void show_awaited(int rank) {
+    if (membership_.endpoint) {  // it could be made
+      const KnownProcess& its = process(rank);
+      membership_.endpoint->show_awaited(options_.name, rank, its.host, its.pid);
+    }
   }
   // A wait for the store can be interrupted, too. It throws the handler's exception then, which is
   // none of the engine's errors.
@@ -294,16 +322,22 @@ class Meeting {
       secret_file_.reset();
     }
     const auto hope = [this](int awaited) {
+      show_awaited(awaited);
       warn_if_long(awaited);
       if (options_.check_hope) {
         options_.check_hope();
       }
     };
-    for (const std::string& text : exchange(store_, introduction_topic(options_.name), rank_, size_,
-                                            mine.to_text(), deadline_, hope)) {
+    for (const std::string& text :
+         exchange(store_, introduction_topic(options_.name), rank_, size_, mine.to_text(),
+                  deadline_, hope, [this](const auto& ranks) { return lateness_of(ranks); })) {
       introductions_.push_back(Introduction::from_text(text));
+      const Card& card = introductions_.back().card;
+      KnownProcess& its = processes_[introductions_.size() - 1];
+      its.host = card.host_name;
+      its.pid = card.pid;
     }
-    check_introductions(introductions_);
+    check_introductions(introductions_, processes_, options_.name);
   }
 
   [[nodiscard]] JobSecret secret() const {
@@ -335,24 +369,18 @@ class Meeting {
     for (int peer = 0; peer < size_; ++peer) {
       const Card& card = introductions_[static_cast<std::size_t>(peer)].card;
       membership_.memory_limits.push_back(card.memory_limits);
-      try {
+      with(peer, [&] {
         membership_.peers.push_back(
             endpoint.meet(card, trust, deadline_, [this, peer] { check_hope(peer); }));
-      } catch (const Error& error) {
-        Blame blame = error.blame();
-        if (blame.ranks.empty() && error.kind() == ErrorKind::kTimeout) {
-          blame = blame_of_rank(peer);
-        } else if (blame.ranks.empty() && blame.pid != 0) {
-          blame.ranks = {peer};  // meet() does not know the ranks
-        }
-        std::rethrow_exception(
-            make_error(error.kind(), join("with rank ", peer, ": ", error.what()), blame));
-      }
+      });
+      processes_[static_cast<std::size_t>(peer)].local_pid = membership_.peers.back()->local_pid;
     }
     const auto fetch = [&](const char* name) {
-      return std::move(fetch_segment(introductions_[0].card.address, token + name, trust.secret,
-                                     deadline_, [this] { check_hope(0); })
-                           .fd);
+      return with(0, [&] {
+        return std::move(fetch_segment(introductions_[0].card.address, token + name, trust.secret,
+                                       deadline_, [this] { check_hope(0); })
+                             .fd);
+      });
     };
     if (rank_ != 0) {
       segments_.group = SharedSegment::map(
@@ -362,6 +390,27 @@ class Meeting {
       segments_.heap = SharedFile(fetch("/heap"));
     }
     reserve_own();
+  }
+
+  // What does not know the ranks, and deals with one.
+  template <typename Function>
+  auto with(int peer, const Function& function) -> decltype(function()) {
+    try {
+      return function();
+    } catch (const Error& error) {
+      if (!error.blame().ranks.empty()) {
+        throw;
+      }
+      if (error.kind() == ErrorKind::kTimeout) {
+        throw_lateness_of(peer);
+      }
+      Blame blame = error.blame();
+      if (blame.pid != 0) {
+        blame.ranks = {process(peer).rank};
+      }
+      std::rethrow_exception(
+          make_error(error.kind(), join("with ", process(peer).who(), ": ", error.what()), blame));
+    }
   }
 
   void create_segments() {
@@ -379,6 +428,7 @@ class Meeting {
   const int rank_;
   const int size_;
   const NativeOptions& options_;
+  KnownProcesses processes_;  // by rank; more of them from their introductions on
   const std::string topic_;
   const std::size_t chunk_bytes_;
   const Deadline deadline_;

@@ -35,31 +35,29 @@ std::string settings_text(const Environment& environment) {
               " PYDIST_CHUNK_BYTES=", environment.chunk_bytes);
 }
 
-void check_introductions(const std::vector<Introduction>& ranks) {
+void check_introductions(const std::vector<Introduction>& ranks, const KnownProcesses& processes,
+                         const std::string& name) {
   for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
     const Introduction& each = ranks[rank];
-    const auto blame = [&](std::string cause) {
-      return Blame{.ranks = {static_cast<int>(rank)},
-                   .host = each.card.host_name,
-                   .pid = each.card.pid,
-                   .cause = std::move(cause)};
-    };
+    const KnownProcess& process = processes[rank];
     if (!each.complaint.empty()) {
-      throw TransportError(join("rank ", rank, ": ", each.complaint), blame(each.complaint));
+      throw TransportError(join(process.who(), " cannot take part in group '", name,
+                                "': ", each.complaint, on_numbers(processes)),
+                           process.blame(each.complaint));
     }
     if (each.card.host_identity != ranks[0].card.host_identity) {
       throw TransportError(
-          join("The native backend joins the ranks of one host, but rank 0 is on "
-               "host ",
-               ranks[0].card.host_name, " (", ranks[0].card.host_identity, ") and rank ", rank,
-               " on host ", each.card.host_name, " (", each.card.host_identity,
-               "). Use PYDIST_BACKEND=gloo or auto across hosts."),
-          blame("is on another host than rank 0"));
+          join("The native backend joins the ranks of one host, but rank ", processes[0].rank,
+               " is on host ", ranks[0].card.host_name, " (", ranks[0].card.host_identity,
+               ") and rank ", process.rank, " on host ", each.card.host_name, " (",
+               each.card.host_identity, "). Use PYDIST_BACKEND=gloo or auto across hosts."),
+          process.blame(join("is on another host than rank ", processes[0].rank)));
     }
     if (each.settings != ranks[0].settings) {
-      throw TransportError(join("Rank 0 runs with ", ranks[0].settings, ", but rank ", rank,
-                                " with ", each.settings, "; set them alike on all ranks."),
-                           blame("has other settings than rank 0"));
+      throw TransportError(
+          join("Rank ", processes[0].rank, " runs with ", ranks[0].settings, ", but rank ",
+               process.rank, " with ", each.settings, "; set them alike on all ranks."),
+          process.blame(join("has other settings than rank ", processes[0].rank)));
     }
   }
 }

@@ -8,6 +8,7 @@
 
 #include "base/env.h"
 #include "communicator/native/endpoint.h"
+#include "health/known_processes.h"
 
 namespace pydist {
 
@@ -26,8 +27,10 @@ struct Introduction {
 // What all ranks must have set alike, in words.
 [[nodiscard]] std::string settings_text(const Environment& environment);
 
-// Throws where the ranks cannot make up a group; every rank comes to the same conclusion.
-void check_introductions(const std::vector<Introduction>& ranks);
+// Throws where the ranks cannot make up the group `name`; every rank comes to the same conclusion.
+// `processes` are theirs.
+void check_introductions(const std::vector<Introduction>& ranks, const KnownProcesses& processes,
+                         const std::string& name);
 
 // How long a rank that waits spins before it sleeps: not at all where ranks share cores.
 [[nodiscard]] std::chrono::nanoseconds spin_time(const Environment& environment,

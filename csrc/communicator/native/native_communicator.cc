@@ -47,9 +47,10 @@ class HeapMemory final : public Memory {
   const std::size_t bytes_;
 };
 
-// The group does not keep check_hope of its meeting, which refers to objects of the caller.
-NativeOptions without_hope(NativeOptions options) {
+// The group does not keep what its meeting alone needs; check_hope refers to objects of the caller.
+NativeOptions after_meeting(NativeOptions options) {
   options.check_hope = nullptr;
+  options.processes.clear();
   return options;
 }
 
@@ -62,7 +63,7 @@ class NativeCommunicator final : public Communicator,
       : store_(std::move(store)),
         rank_(rank),
         size_(size),
-        options_(without_hope(std::move(options))),
+        options_(after_meeting(std::move(options))),
         endpoint_(std::move(membership.endpoint)),
         secret_(std::move(membership.secret)),
         timeout_ms_(options_.environment.timeout.count()),
@@ -211,11 +212,23 @@ class NativeCommunicator final : public Communicator,
       }
     };
     options.secret = secret_;
+    // Before the meeting it is the lowest member that is waited for.
+    const CheckHope hope_of_first = [&] {
+      health_->show_awaited(ranks[0]);
+      try {
+        options.check_hope();
+      } catch (...) {
+        health_->show_awaiting_nobody();
+        throw;
+      }
+    };
     return splits_.next(
-        ranks, rank_, size_, *store_, "pydist/" + name(), Deadline::in(timeout()),
-        options.check_hope,
-        [&](int rank, const std::string& split) {
+        ranks, rank_, size_, *store_, "pydist/" + name(), Deadline::in(timeout()), hope_of_first,
+        [this](int rank) { return health_->known(rank); },
+        [&](int rank, const std::string& split, const KnownProcesses& processes) {
+          health_->show_awaiting_nobody();
           options.name = join(name(), "/", split);
+          options.processes = processes;
           return create_native_communicator(store_, rank, static_cast<int>(ranks.size()), options,
                                             endpoint_);
         },

@@ -8,6 +8,7 @@
 
 #include "base/env.h"
 #include "communicator/communicator.h"
+#include "health/known_processes.h"
 #include "health/long_wait.h"
 #include "topology/key_value_store.h"
 #include "topology/rendezvous.h"
@@ -26,6 +27,8 @@ struct NativeOptions {
   // Called now and then while the ranks meet; throws where somebody will never come. split() asks
   // the parent group's health.
   CheckHope check_hope = nullptr;
+  // By rank, what is known of them before they meet; empty: nothing.
+  KnownProcesses processes = {};
   // For operations, and for the meeting of the ranks; tests take less.
   std::chrono::milliseconds long_wait = kLongWait;
 };

@@ -2,13 +2,15 @@
 
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ from torch import nn
 import pydist
 from pydist.errors import Aborted, Error, PeerLost, Timeout
 from pydist.job import current, last_words, processes
+from pydist.testing.exhaustion import exhausted
 
 
 def blame_of(error: Error) -> tuple[object, ...]:
@@ -371,3 +374,100 @@ def test_the_launcher_reports_the_cause_and_not_its_echoes(tmp_path: Path, launc
     # The echoes say whose they are.
     assert "Aborted: rank 1 (pid " in done.stderr
     assert "has ended with ValueError: no such sample" in done.stderr
+
+
+def pids_of_ranks() -> list[int]:
+    return [int(pid) for pid in pydist.all_gather(torch.tensor([os.getpid()])).flatten()]
+
+
+def make_a_group_by(maker: str, ranks: list[int]) -> object:
+    if maker == "pydist":
+        return pydist.new_group(ranks)
+    patience = timedelta(seconds=2)
+    return dist.new_group(ranks, timeout=patience, use_local_synchronization=True)
+
+
+def join_the_others(maker: str) -> None:
+    if pydist.rank() == 0:
+        pydist.barrier()
+    else:
+        make_a_group_by(maker, [1, 2])
+
+
+def name_the_stopped(backend: str, maker: str, stopped: int) -> tuple[object, ...]:
+    pydist.init(backend, timeout=2.0)
+    make_a_group_by(maker, [0, 1, 2])
+    pids = pids_of_ranks()
+    rank = pydist.rank()
+    pydist.barrier()
+    if rank == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ()
+    try:
+        with pytest.raises(Timeout) as caught:
+            join_the_others(maker)
+    finally:
+        if rank == 0:
+            time.sleep(0.5)  # until the other one has given up, too
+            os.kill(pids[stopped], signal.SIGCONT)
+    error = caught.value
+    assert f"rank {stopped} (pid {pids[stopped]} on host {socket.gethostname()})" in str(error)
+    assert "is stopped" in str(error), error
+    return error.ranks, error.pid == pids[stopped], error.host == socket.gethostname()
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("maker", ["pydist", "torch"])
+@pytest.mark.parametrize("stopped", [1, 2])
+def test_who_is_stopped_while_a_group_is_made_is_named(
+    backend: str, maker: str, stopped: int
+) -> None:
+    told = run_ranks(name_the_stopped, 3, backend, maker, stopped, timeout=10)
+    told[stopped] = ((stopped,), True, True)
+    assert told == [((stopped,), True, True)] * 3
+
+
+def keep_joining_the_others(maker: str) -> None:
+    while True:
+        join_the_others(maker)
+
+
+def lose_a_member(maker: str) -> tuple[object, ...]:
+    pydist.init("native", timeout=20.0)
+    make_a_group_by(maker, [0, 1, 2])
+    pids = pids_of_ranks()
+    if pydist.rank() == 2:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with pytest.raises(PeerLost) as caught:
+        keep_joining_the_others(maker)
+    error = caught.value
+    # By the number that it has in the new group, where an operation there has failed already.
+    dead = f"rank {error.ranks[0]} (pid {pids[2]} on host"
+    assert error.ranks in ((1,), (2,))
+    return error.pid == pids[2], dead in str(error), re.findall(r"rank \d+: ", str(error))
+
+
+@pytest.mark.parametrize("maker", ["pydist", "torch"])
+def test_who_dies_while_a_group_is_made_is_named_and_nobody_else(maker: str) -> None:
+    outcomes = rank_outcomes(lose_a_member, 3, maker)
+    assert [each.value for each in outcomes[:2]] == [(True, True, [])] * 2
+
+
+def make_a_group_without_memory(maker: str) -> tuple[object, ...]:
+    pydist.init("native", timeout=20.0)
+    make_a_group_by(maker, [0, 1, 2])
+    pids = pids_of_ranks()
+    if pydist.rank() == 0:
+        return ()
+    starved = exhausted("memory", spare=1 << 19) if pydist.rank() == 2 else nullcontext()
+    with pytest.raises(pydist.TransportError) as caught, starved:
+        make_a_group_by(maker, [1, 2])
+    error = caught.value
+    named = f"rank 2 (pid {pids[2]} on host {socket.gethostname()})" in str(error)
+    return error.ranks, error.pid == pids[2], named, "group '" in str(error)
+
+
+@pytest.mark.parametrize("maker", ["pydist", "torch"])
+def test_who_cannot_take_part_in_a_group_is_named_by_its_number_in_the_job(maker: str) -> None:
+    told = run_ranks(make_a_group_without_memory, 3, maker)
+    assert told[1:] == [((2,), True, True, True)] * 2

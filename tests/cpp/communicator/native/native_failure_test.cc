@@ -383,7 +383,7 @@ TEST(NativeFailureTest, RankThatNeverComesIsNamedOnAll) {
     const auto& error = errors[static_cast<std::size_t>(rank)];
     ASSERT_NE(error, nullptr);
     EXPECT_EQ(describe(error).kind, ErrorKind::kTimeout) << describe(error).message;
-    EXPECT_PRED2(contains, describe(error).message, "in time: 2.");
+    EXPECT_PRED2(contains, describe(error).message, "in time: rank 2.");
   }
 }
 

@@ -85,7 +85,7 @@ TEST(NativeRetriesTest, ARankWithoutThreadsIsHeardOf) {
                 self.rank == culprit ? std::make_unique<NoThreads>() : nullptr;
             expect_failure_of(
                 culprit, [&] { static_cast<void>(join_group(self, "first")); },
-                "Resource temporarily unavailable");
+                "gives this process no more threads");
           }
           wait_for_all(failed);
           expect_sum(join_group(self, "second"));
