@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/engine_thread.h"
 #include "base/log.h"
 #include "bindings/arguments.h"
 #include "bindings/bindings.h"
@@ -360,12 +361,14 @@ GlooFactory adapt_factory(py::function factory) {
     } catch (py::error_already_set& error) {
       const std::string what = error.what();
       const std::string line = what.substr(0, what.find('\n'));
+      // The bare word of the system for EAGAIN, which gloo's threads come to.
+      const bool lacks_thread = line.ends_with("Error: Resource temporarily unavailable");
       const bool is_late =
           what.find("imed out") != std::string::npos || what.find("imeout") != std::string::npos;
       std::rethrow_exception(
           make_error(kind_of(error, is_late ? ErrorKind::kTimeout : ErrorKind::kTransport),
                      join("gloo could not connect rank ", rank, " with the other ", size - 1, ": ",
-                          line)));
+                          line, lacks_thread ? join(". ", kNoThread) : "")));
     } catch (const py::cast_error&) {
       throw InvalidUsage("The factory of gloo backends must return a torch.distributed backend.");
     }

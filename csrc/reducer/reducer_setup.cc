@@ -5,15 +5,37 @@
 #include <utility>
 
 #include "base/digest.h"
+#include "base/error.h"
 #include "c10d/errors.h"
 #include "reducer/operations/communicator_policy.h"
 #include "reducer/reducer.h"
+#include "topology/hosts.h"
+#include "topology/told_error.h"
 
 namespace pydist {
 namespace {
 
 // Reducers are made in the same order on all of their ranks.
 std::atomic<std::uint64_t> next_place = 0;
+
+// Calls collectives that the other ranks have come to, or will. Where the system keeps this rank
+// from starting one (no thread is left), that ends the group: nobody can go on, or is to wait.
+template <typename Function>
+auto telling_all(Communicator& communicator, const Function& function) -> decltype(function()) {
+  try {
+    return function();
+  } catch (const TransportError& error) {
+    if (communicator.failure() == nullptr) {
+      const Blame own = own_blame(communicator.rank(), error.what());
+      communicator.abort(TransportError(
+          join("rank ", own.ranks[0], " (", name_of_process(own.pid, own.host), ") of group '",
+               communicator.name(), "' could not make its part of a reducer: ", error.what()),
+          own));
+    }
+    rethrow_if_any(communicator.failure());
+    throw;
+  }
+}
 
 }  // namespace
 
@@ -28,12 +50,14 @@ std::shared_ptr<Reducer> Reducer::create(CommunicatorPtr communicator,
   }
   reducer->arena_.allocate();
   reducer->admitted_ = parameters.size();
-  if (reducer->options_.measures_link) {
-    if (const at::Tensor block = reducer->arena_.largest_block(); block.defined()) {
-      reducer->speed_ = measure_link(*reducer->communicator_, block);
+  const std::exception_ptr error = telling_all(*reducer->communicator_, [&reducer] {
+    if (reducer->options_.measures_link) {
+      if (const at::Tensor block = reducer->arena_.largest_block(); block.defined()) {
+        reducer->speed_ = measure_link(*reducer->communicator_, block);
+      }
     }
-  }
-  const std::exception_ptr error = reducer->exchange_plan();
+    return reducer->exchange_plan();
+  });
   reducer->forget();
   rethrow_if_any(error);
   reducer->apply_plan();

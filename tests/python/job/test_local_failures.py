@@ -5,6 +5,7 @@ import resource
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from pydist.testing.exhaustion import exhausted
 # Far below the time-outs of the tests, and above what gloo takes to give up.
 SOON_S = 15.0
 NOBODY = 65534
+NO_THREAD = "gives this process no more threads"
 
 
 def add_up() -> float:
@@ -124,6 +126,53 @@ def test_a_rank_without_threads_goes_the_way_of_all(nprocs: int) -> None:
     env = {"PYDIST_BACKEND": "native"}
     outcomes = run_ranks(join_without_threads, nprocs, timeout=90, env=env)
     assert check_alike(outcomes) == "TransportError"
+
+
+def wrap_without_threads() -> tuple[object, ...]:
+    pydist.init("native", timeout=40.0)
+    pids = [int(pid) for pid in pydist.all_gather(torch.tensor([os.getpid()])).flatten()]
+    starved = exhausted("threads") if pydist.rank() == 1 else nullcontext()
+    begin_s = time.monotonic()
+    with pytest.raises(pydist.TransportError, match=NO_THREAD) as caught, starved:
+        pydist.DataParallel(torch.nn.Linear(4, 4))
+    assert time.monotonic() - begin_s < SOON_S
+    error = caught.value
+    named = f"rank 1 (pid {pids[1]} on host " in str(error)
+    return error.ranks, error.pid == pids[1], named
+
+
+def test_a_rank_that_gets_no_thread_for_a_model_is_named_by_all_at_once() -> None:
+    assert run_ranks(wrap_without_threads, 2) == [((1,), True, True)] * 2
+
+
+def make_a_group_on_gloo_without_threads() -> tuple[object, ...]:
+    pydist.init("gloo", timeout=40.0)
+    pids = [int(pid) for pid in pydist.all_gather(torch.tensor([os.getpid()])).flatten()]
+    if pydist.rank() == 0:
+        return ()
+    starved = exhausted("threads") if pydist.rank() == 2 else nullcontext()
+    begin_s = time.monotonic()
+    with pytest.raises(pydist.TransportError, match=NO_THREAD) as caught, starved:
+        pydist.new_group([1, 2])
+    assert time.monotonic() - begin_s < SOON_S
+    return caught.value.ranks, caught.value.pid == pids[2]
+
+
+def test_a_rank_that_gets_no_thread_for_gloo_is_named_by_all() -> None:
+    told = run_ranks(make_a_group_on_gloo_without_threads, 3)
+    assert told[1:] == [((2,), True)] * 2
+
+
+def join_gloo_without_threads() -> tuple[object, ...]:
+    starved = exhausted("threads") if os.environ["RANK"] == "1" else nullcontext()
+    with pytest.raises(pydist.TransportError, match=NO_THREAD) as caught, starved:
+        pydist.init("gloo", timeout=20.0)
+    return caught.value.ranks, caught.value.pid
+
+
+def test_a_rank_that_gets_no_thread_joins_no_job_on_gloo() -> None:
+    with Ranks(2) as ranks:
+        assert ranks.run(join_gloo_without_threads) == [((1,), ranks.pids[1])] * 2
 
 
 def fail_alone_then_join() -> list[str]:
