@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'is_capturing', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'usable_cpu_isas']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'is_capturing', 'is_frozen', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'usable_cpu_isas']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -363,9 +363,9 @@ class Reducer:
         """
         Waits for what a backward that raised left under way; raises pydist.InvalidUsage where a parameter has changed its type.
         """
-    def register_comm_hook(self, state: typing.Any, hook: typing.Any) -> None:
+    def register_comm_hook(self, state: typing.Any, hook: typing.Any, plans_anew: bool) -> None:
         """
-        Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. Called once, before the first backward.
+        Lets `hook(state, bucket)` average the buckets: it returns a future of the tensor. Called once, before the first backward. `plans_anew`: each rank asks the planner, which has the same buckets on all.
         """
     def require_shardable(self) -> None:
         """
@@ -439,11 +439,6 @@ class Reducer:
     def is_in_backward(self) -> bool:
         """
         Whether a backward that synchronises is under way.
-        """
-    @property
-    def last_root(self) -> int:
-        """
-        The lowest rank that had a batch in the last round with any.
         """
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -533,6 +528,10 @@ def error_of_lateness(processes: collections.abc.Sequence[tuple[typing.SupportsI
 def is_capturing(device: torch.device) -> bool:
     """
     Whether the current stream of a device records a CUDA graph.
+    """
+def is_frozen(pid: typing.SupportsInt | typing.SupportsIndex) -> bool:
+    """
+    Whether a process of this host is stopped by the freezer of its cgroup.
     """
 def multiset_digest(indices: torch.Tensor) -> tuple[int, int]:
     """

@@ -437,8 +437,9 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     } catch (const std::exception&) {
       const std::exception_ptr error = why_it_does_not_stand(check_hope);
       ErrorDescription why = describe(error);
-      if (const auto told = GlooGroup::told_failure(*asked);
-          told && why.kind != ErrorKind::kError) {
+      // A mistake of the caller's stays this rank's own error, whatever another one has told.
+      const bool is_mistake = why.kind == ErrorKind::kError || why.kind == ErrorKind::kInvalidUsage;
+      if (const auto told = GlooGroup::told_failure(*asked); told && !is_mistake) {
         std::rethrow_exception(
             make_error(told->error.kind, told->error.message, told->error.blame));
       }
