@@ -242,6 +242,9 @@ void bind_reducer(py::module_& module) {
            py::call_guard<ReleasedGil>(),
            "Waits for what a backward that raised left under way; raises pydist.InvalidUsage where "
            "a parameter has changed its type.")
+      .def_property_readonly("has_left_out_average", &Reducer::has_left_out_average,
+                             "Whether the last backward came from a forward that averages, and "
+                             "accumulated nothing, as that of torch.autograd.grad.")
       .def("note_forward", &Reducer::note_forward,
            "After a forward whose outputs may go backward: one that no output of a forward "
            "announces "

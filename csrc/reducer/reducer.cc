@@ -322,10 +322,11 @@ bool Reducer::finish(Backward& backward) {
   end_landings();
   if (backward.accumulates) {
     enter(backward);
+    if (!backward.synchronizes) {
+      warn_of_earlier_forward();
+    }
   }
-  if (backward.accumulates && !backward.synchronizes) {
-    warn_of_earlier_forward();
-  }
+  has_left_out_average_ = backward.synchronizes && !backward.accumulates;
   if (!begins_round(backward)) {
     return false;
   }

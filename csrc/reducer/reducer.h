@@ -150,6 +150,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Outside of backward: waits until autograd has let go of a backward that has thrown.
   void await_thrown();
 
+  // Whether the last backward came from a forward that averages, and accumulated nothing, as that of
+  // torch.autograd.grad: so there was no round.
+  [[nodiscard]] bool has_left_out_average() const noexcept { return has_left_out_average_; }
+
   // After a forward whose outputs may go backward; see Note [Whether it averages].
   void note_forward() noexcept {
     a_forward_averages_ = is_enabled_ || a_forward_averages_.value_or(false);
@@ -409,6 +413,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Whether a forward since the last averaged backward asked for averaging; empty: there was none.
   std::optional<bool> a_forward_averages_;
   bool has_bypassed_ = false;
+  bool has_left_out_average_ = false;
   std::optional<double> weight_;
   Joining joining_ = Joining::kNot;
   bool throws_on_first_ = false;

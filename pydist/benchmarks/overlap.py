@@ -39,6 +39,7 @@ from pydist.benchmarks.progress import Progress
 from pydist.benchmarks.slow_link import Link, Round, read_trace, send
 from pydist.errors import InvalidUsage
 from pydist.job.launchers import read_placement
+from pydist.parallel.bucket_planner import PlannedParameter
 
 __all__ = ["add_arguments", "main", "summarize"]
 
@@ -142,13 +143,22 @@ def _seen(model: pydist.DataParallel) -> Buckets:
     ]
 
 
+class _WithOwnBuckets(pydist.DataParallel):
+    """Has no buckets of torch's, though a hook stands for its link."""
+
+    def plan_buckets(
+        self, parameters: Sequence[PlannedParameter], bucket_cap_bytes: int
+    ) -> list[list[int]]:
+        return super().plan_buckets(parameters, bucket_cap_bytes)
+
+
 def _run_on_link(name: str, seconds: float, bytes_per_s: float, trace: str) -> list[Round]:
     """On each rank: what it did in each step past warming up."""
     module, inputs = _make(name)
     before = os.environ.get("PYDIST_TIMELINE")
     os.environ["PYDIST_TIMELINE"] = trace
     try:
-        model = pydist.DataParallel(module)
+        model = _WithOwnBuckets(module)
     finally:
         if before is None:
             del os.environ["PYDIST_TIMELINE"]

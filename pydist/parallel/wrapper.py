@@ -770,10 +770,10 @@ class DataParallel(TorchIdioms, StandsForModule):
         """Lets a communication hook of torch's kind average the gradients, bucket by bucket.
 
         Torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unmodified. All ranks
-        register the same one, once, before the first backward. The buckets are then those of
-        torch's DistributedDataParallel, with its sizes: some hooks treat a bucket as one thing. The
-        first backward has one for each dtype (of the sizes asked for, with
-        `find_unused_parameters=True`); later ones have buckets in the order of the first.
+        register the same one, once, before the first backward. Unless `plan_buckets` is overridden,
+        the buckets are then those of torch's DistributedDataParallel, with its sizes: some hooks
+        treat a bucket as one thing. The first backward has one for each dtype (of the sizes asked
+        for, with `find_unused_parameters=True`); later ones have buckets in the order of the first.
         Complex gradients arrive as pairs of real numbers. The sparse gradient of an embedding is a
         bucket of its own, as in torch: `bucket.buffer()` is sparse, and `bucket.gradients()` empty.
         These buckets are the last, and come in every step, also where no rank has used the

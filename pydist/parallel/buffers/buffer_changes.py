@@ -64,6 +64,7 @@ class BufferChanges:
         self._told: dict[int, bytes] = {}
         self._follows_averaging = True
         self._has_warned = False
+        self._has_warned_of_grad = False
 
     def note(self, buffers: Sequence[Tensor]) -> None:
         """Remembers what there is: all ranks have it."""
@@ -143,6 +144,30 @@ class BufferChanges:
         else:
             self._noted = [weakref.ref(buffer) for buffer in buffers]
         self._marks = [_mark_of(buffer) for buffer in buffers]
+
+    def warn_where_none_is_exchanged(self, names: Sequence[str]) -> None:
+        """Warns once of what was changed since a backward that averages nothing. After
+        `before_forward`.
+
+        Args:
+            names: Of the buffers, in the order of `note`.
+        """
+        reducer = None if self.reducer is None else self.reducer()
+        if not self._told or self._has_warned_of_grad or reducer is None:
+            return
+        if not reducer.has_left_out_average:
+            return
+        self._has_warned_of_grad = True
+        named = ", ".join(names[number] for number in sorted(self._told)[:_MOST_NAMES])
+        warnings.warn(
+            f"buffers of the model ({named}) have changed, and no backward since has averaged: "
+            "torch.autograd.grad accumulates nothing. torch's DistributedDataParallel copies rank "
+            "0's buffers at the beginning of a forward, and pydist.DataParallel at the end of an "
+            "averaged backward: call pydist.broadcast(buffer, root=0) on all ranks, or "
+            "model.sync_gradients(); if forward does not compute with them, ignore this",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def warn_where_ranks_differ(self, names: Sequence[str]) -> None:
         """Warns once, on all ranks, of what the present round has found. Called in its closing."""

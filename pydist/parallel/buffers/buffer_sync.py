@@ -85,6 +85,7 @@ class BufferSync:
             place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)
             self._places.append(place)
         self._watched_places = [self._places[number] for number in self._watched]
+        self._watched_names = [self._owners[number][0] for number in self._watched]
         self.statistics = RunningStatistics(
             {
                 name.rpartition(".")[0] or type(owner).__name__: owner
@@ -118,6 +119,7 @@ class BufferSync:
             self.changes.before_forward(
                 self._watched_now(), self._watched_places, averages=averages
             )
+            self.changes.warn_where_none_is_exchanged(self._watched_names)
 
     @runs_uncompiled
     def during_forward_without_gradients(self) -> contextlib.AbstractContextManager[None]:
@@ -138,7 +140,7 @@ class BufferSync:
         """
         if not (self.is_enabled and self._owners):
             return False
-        self.changes.warn_where_ranks_differ([self._owners[n][0] for n in self._watched])
+        self.changes.warn_where_ranks_differ(self._watched_names)
         self.statistics.note_exchange()
         buffers = list(self._present())  # all of them must be as they were wrapped
         self.changes.note(self._watched_now())

@@ -302,3 +302,27 @@ def change_inside_transforms() -> None:
 
 def test_buffers_of_transforms(run: Runner) -> None:
     run(change_inside_transforms)
+
+
+def take_gradients_alone(averages_between: bool) -> list[str]:
+    rank, _ = joined()
+    module = Tempered()
+    model = pydist.DataParallel(module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            loss = model(batch(rank, 3, 4, step=step))
+            torch.autograd.grad(loss, list(module.parameters()), retain_graph=averages_between)
+            if averages_between:
+                loss.backward()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("averages_between", [False, True])
+def test_buffers_that_no_backward_exchanges(three: Ranks, averages_between: bool) -> None:
+    for told in three.run(take_gradients_alone, averages_between, timeout=LIMIT_S):
+        if averages_between:
+            assert not told
+        else:
+            [said] = told
+            assert "buffers of the model (calls) have changed" in said
