@@ -431,6 +431,11 @@ class Reducer:
         Whether a backward has accumulated since the last round because it came from no forward.
         """
     @property
+    def has_left_out_average(self) -> bool:
+        """
+        Whether the last backward came from a forward that averages, and accumulated nothing, as that of torch.autograd.grad.
+        """
+    @property
     def has_pending(self) -> bool:
         """
         Whether a gradient was accumulated and not averaged.

@@ -9,10 +9,10 @@
 #include <chrono>
 #include <future>
 #include <memory>
-#include <system_error>
 #include <thread>
 #include <vector>
 
+#include "base/error.h"
 #include "ranks.h"
 
 namespace pydist::testing {
@@ -90,7 +90,7 @@ TEST(SerialQueueTest, WhatIsPostedWithoutAThreadIsNotKept) {
   const auto held = std::make_shared<std::atomic<int>>(0);
   {
     const NoThreads no_threads;
-    EXPECT_THROW(static_cast<void>(queue.post([held] { ++*held; })), std::system_error);
+    EXPECT_THROW(static_cast<void>(queue.post([held] { ++*held; })), TransportError);
     EXPECT_EQ(held.use_count(), 1);
     EXPECT_TRUE(queue.is_idle());
   }

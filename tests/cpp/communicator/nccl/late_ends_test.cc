@@ -5,9 +5,9 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <system_error>
 #include <thread>
 
+#include "base/error.h"
 #include "ranks.h"
 
 namespace pydist::testing {
@@ -56,7 +56,7 @@ TEST(LateEnds, LoseNothingWhereNoThreadIsToBeHad) {
   {
     const NoThreads no_threads;
     const auto held = std::make_shared<int>();
-    EXPECT_THROW(ends.start("second", [held] {}, Deadline::never(), ""), std::system_error);
+    EXPECT_THROW(ends.start("second", [held] {}, Deadline::never(), ""), TransportError);
     EXPECT_EQ(held.use_count(), 1);
     ends.join();
   }
