@@ -31,6 +31,7 @@ class Settings:
         output_device: That GPU again, or None.
         process_group: The ranks to average over; None: all.
         caps_bytes: The sizes at which buckets are closed; empty: chosen by measurements.
+        has_list_of_caps: Whether they were given as a list.
         caps_as_given: What the caps were made of, to be compared with other ranks'.
         init_sync: Whether construction copies rank 0's parameters.
         copies_buffers: Whether training copies rank 0's buffers.
@@ -47,6 +48,7 @@ class Settings:
     output_device: object
     process_group: ProcessGroup | None
     caps_bytes: tuple[int, ...]
+    has_list_of_caps: bool
     caps_as_given: tuple[str, ...]
     init_sync: bool
     copies_buffers: bool
@@ -127,6 +129,7 @@ def settings_of(
         output_device=output_device,
         process_group=process_group,
         caps_bytes=caps_bytes,
+        has_list_of_caps=bool(bucket_cap_mb_list),
         caps_as_given=(
             f"bucket_cap_mb={bucket_cap_mb}",
             f"bucket_cap_mb_list={bucket_cap_mb_list}",

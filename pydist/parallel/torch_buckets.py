@@ -27,11 +27,14 @@ class TorchBuckets:
     Args:
         caps_bytes: The sizes at which buckets are closed, as the program has asked for them; empty:
             torch's own.
+        cuts_first: Whether the first plan has buckets of these sizes, too; otherwise it has one for
+            each dtype.
         keeps_first: Whether the first plan stays, as in torch where parameters may be unused.
     """
 
-    def __init__(self, caps_bytes: tuple[int, ...], *, keeps_first: bool) -> None:
+    def __init__(self, caps_bytes: tuple[int, ...], *, cuts_first: bool, keeps_first: bool) -> None:
         self._caps_bytes = caps_bytes or _CAPS_BYTES
+        self._cuts_first = cuts_first
         self._keeps_first = keeps_first
         self._has_planned = False
 
@@ -47,5 +50,5 @@ class TorchBuckets:
             return plan_buckets(alike, self._caps_bytes)
         self._has_planned = True
         alike.sort(key=lambda parameter: parameter.index)
-        caps_bytes = self._caps_bytes if self._keeps_first else (sys.maxsize,)
+        caps_bytes = self._caps_bytes if self._cuts_first else (sys.maxsize,)
         return sorted(plan_buckets(alike, caps_bytes), key=min, reverse=True)

@@ -817,9 +817,11 @@ class DataParallel(TorchIdioms, StandsForModule):
         if plans_anew:
             told = {**self._settings.of_torch, **self._torch_attributes}
             is_static = self.__dict__.get("static_graph", told["static_graph"])
+            may_be_unused = told["find_unused_parameters"] and not is_static
             self._torch_buckets = TorchBuckets(
                 self._settings.caps_bytes,
-                keeps_first=told["find_unused_parameters"] and not is_static,
+                cuts_first=may_be_unused or self._settings.has_list_of_caps,
+                keeps_first=may_be_unused,
             )
         try:
             reducer.register_comm_hook(state, _returning_future(hook), plans_anew)

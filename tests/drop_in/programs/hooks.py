@@ -210,7 +210,13 @@ def a_hook_that_treats_a_bucket_as_one_thing(lib: Library, record: Record) -> No
         places = torch.arange(whole.numel(), device=whole.device).remainder(7)
         return averaged(whole * (1 + places) / (whole.norm() + 1e-3) * (2 + bucket.index()))
 
-    for options in ({}, {"bucket_cap_mb": 1}, {"find_unused_parameters": True}):
+    ways: list[dict[str, Any]] = [
+        {},
+        {"bucket_cap_mb": 1},
+        {"bucket_cap_mb_list": [1, 2]},
+        {"find_unused_parameters": True},
+    ]
+    for options in ways:
         torch.manual_seed(5)
         layers = [layer for _ in range(9) for layer in (nn.Linear(256, 256), nn.Tanh())]
         net = nn.Sequential(nn.Linear(FEATURES, 256), *layers, nn.Linear(256, CLASSES))
