@@ -66,9 +66,9 @@ void bind_diagnosis(py::module_& module) {
   module.def("read_page", &read, py::arg("fd"),
              "The page of a process of pydist, behind a descriptor: its pid, its rank (None before "
              "it has joined a job), whether the process has left in good order, the seconds since "
-             "its last sign of life, and its last "
-             "operations, the newest first, each with the seconds since it began and ended. Raises "
-             "pydist.InvalidUsage where the file is no such page.");
+             "its last sign of life, and its last operations, the newest first, each with the "
+             "seconds since it began and ended. Raises pydist.InvalidUsage where the file is no "
+             "such page.");
 }
 
 }  // namespace pydist

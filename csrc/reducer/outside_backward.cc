@@ -46,12 +46,12 @@ void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook, bool plans
   if (round_.number != kFirstRound || !current_.expired()) {
     throw InvalidUsage("a communication hook is registered before the first backward");
   }
-  arena_.pack();
   if (plans_anew) {
     next_plan_ = planner_(order_.expected(), arena_.blocks(), speed_);
   } else if (!next_plan_) {
     next_plan_ = arena_.plan();  // the same buckets, in other places
   }
+  arena_.pack();
   apply_plan();
   policy_ = std::make_unique<HookPolicy>(std::move(hook), options_.sums ? 1 : communicator_->size(),
                                          arena_);

@@ -70,10 +70,10 @@ void Reducer::warn_of_buffers_root(int root) {
 // In join(), torch adds up what ranks have accumulated onto an average, and divides by all of them;
 // a rank without a batch has nothing to add, so the average itself is made smaller.
 void Reducer::warn_of_averages_kept() {
-  const bool keeps = std::any_of(arena_.slots().begin(), arena_.slots().end(),
-                                 [](const GradientSlot& slot) { return slot.aside.defined(); });
-  if (!keeps || joining_ != Joining::kAsZeros || openings_.present() == communicator_->size() ||
-      has_warned_of_averages_) {
+  if (joining_ != Joining::kAsZeros || openings_.present() == communicator_->size() ||
+      has_warned_of_averages_ ||
+      std::none_of(arena_.slots().begin(), arena_.slots().end(),
+                   [](const GradientSlot& slot) { return slot.aside.defined(); })) {
     return;
   }
   has_warned_of_averages_ = true;

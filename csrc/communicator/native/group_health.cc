@@ -297,6 +297,12 @@ std::string GroupHealth::plight(int rank) const {
 GroupHealth::Keeper GroupHealth::keeper_behind(int rank) const {
   std::vector<bool> seen(static_cast<std::size_t>(size()));
   std::string way;
+  const auto keeper_at = [&](int here) {
+    std::string its_plight = plight(here);
+    return Keeper{
+        here, here == rank ? "" : join("it waits for ", way, ", which waits for rank ", here, ". "),
+        its_plight.empty() ? activity(here) : std::move(its_plight)};
+  };
   std::optional<Keeper> first_elsewhere;
   for (int here = rank; !seen[static_cast<std::size_t>(here)];) {
     seen[static_cast<std::size_t>(here)] = true;
@@ -304,15 +310,11 @@ GroupHealth::Keeper GroupHealth::keeper_behind(int rank) const {
     const bool is_end = !next || is_frozen(here);
     const bool is_elsewhere =
         here != rank_ && !peers_[static_cast<std::size_t>(here)]->page->awaited.is_in(fingerprint_);
-    if (is_end || (is_elsewhere && !first_elsewhere)) {
-      std::string its_plight = plight(here);
-      first_elsewhere = Keeper{
-          here,
-          here == rank ? "" : join("it waits for ", way, ", which waits for rank ", here, ". "),
-          its_plight.empty() ? activity(here) : std::move(its_plight)};
-      if (is_end) {
-        return *std::move(first_elsewhere);
-      }
+    if (is_end) {
+      return keeper_at(here);
+    }
+    if (is_elsewhere && !first_elsewhere) {
+      first_elsewhere = keeper_at(here);
     }
     way += join(way.empty() ? "" : ", which waits for ", "rank ", here);
     here = *next;

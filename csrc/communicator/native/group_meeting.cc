@@ -67,6 +67,7 @@ class Meeting {
   }
   Meeting(const Meeting&) = delete;
   Meeting& operator=(const Meeting&) = delete;
+
   NativeMembership hold() {
     if (size_ == 1) {
       stay_alone();

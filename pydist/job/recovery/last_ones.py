@@ -19,10 +19,10 @@ _MOST_BETWEEN_LOOKS_S = 3.0
 
 
 class LastOnes:
-    """Looks at the processes that still run.
+    """Looks at the processes that still run, and tells when none of them goes on.
 
-    None of them may be a rank that goes on: those that the others have left behind are ended after
-    a grace, and a stopped one, which no rank is left to miss, after the time-out of operations.
+    Those that the others have left behind are ended after a grace. One that is stopped may yet be
+    let go on; as no other rank is left to miss it, it is ended after the time-out of operations.
 
     Args:
         store: The one that this process serves.
@@ -50,15 +50,14 @@ class LastOnes:
         if now_s - self._looked_s > _MOST_BETWEEN_LOOKS_S:
             self._alone_since_s.clear()
         self._looked_s = now_s
-        left_behind = {rank for rank, pid in running.items() if is_left_behind(self._store, pid)}
-        stopped = {
-            rank: pid
-            for rank, pid in running.items()
-            if rank not in left_behind and has_any_ended and _is_stopped(pid)
-        }
-        if len(left_behind) + len(stopped) < len(running):
-            self._alone_since_s.clear()
-            return None
+        stopped: dict[int, int] = {}
+        for rank, pid in running.items():
+            if is_left_behind(self._store, pid):
+                continue
+            if not (has_any_ended and _is_stopped(pid)):
+                self._alone_since_s.clear()
+                return None
+            stopped[rank] = pid
         since_s = self._alone_since_s.setdefault(bool(stopped), now_s)
         if not stopped:
             is_over = now_s - since_s >= self._grace_s

@@ -152,10 +152,10 @@ class BufferChanges:
         Args:
             names: Of the buffers, in the order of `note`.
         """
-        reducer = None if self.reducer is None else self.reducer()
-        if not self._told or self._has_warned_of_grad or reducer is None:
+        if not self._told or self._has_warned_of_grad:
             return
-        if not reducer.has_left_out_average:
+        reducer = None if self.reducer is None else self.reducer()
+        if reducer is None or not reducer.has_left_out_average:
             return
         self._has_warned_of_grad = True
         named = ", ".join(names[number] for number in sorted(self._told)[:_MOST_NAMES])

@@ -1,6 +1,7 @@
 """Ranks with different numbers of batches, in join() and after it."""
 
 import contextlib
+from typing import Any
 
 import torch
 from harness import Library, Record, program
@@ -10,17 +11,25 @@ from torch.distributed.algorithms.join import Join
 from torch.nn import functional
 
 
+def normalized(lib: Library) -> nn.Module:
+    net = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+    return net.to(lib.device)
+
+
+def train(lib: Library, model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        inputs, targets = batch(lib, step)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+
 @program("torch DDP")
 def uneven_batches_joined(lib: Library, record: Record) -> None:
     model = lib.DataParallel(mlp().to(lib.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.join():
-        for step in range(2 + lib.rank):
-            inputs, targets = batch(lib, step)
-            loss = functional.cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        train(lib, model, optimizer, range(2 + lib.rank))
     record(parameters=dict(model.module.named_parameters()))
 
 
@@ -61,16 +70,11 @@ def gradients_after_join_in_views(lib: Library, record: Record) -> None:
 @program("torch DDP")
 def buffers_after_join(lib: Library, record: Record) -> None:
     """The last rank has most batches; all have one in the first two steps."""
-    net = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
-    model = lib.DataParallel(net.to(lib.device))
+    model = lib.DataParallel(normalized(lib))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for more in (0, lib.rank):
         with model.join():
-            for step in range(2 + more):
-                inputs, targets = batch(lib, step)
-                optimizer.zero_grad()
-                functional.cross_entropy(model(inputs), targets).backward()
-                optimizer.step()
+            train(lib, model, optimizer, range(2 + more))
         record(parameters=dict(model.module.named_parameters()))
         record(local={"buffers": list(model.module.buffers())})
 
@@ -100,18 +104,8 @@ def uneven_batches_joined_by_context(lib: Library, record: Record) -> None:
     model = lib.DataParallel(mlp().to(lib.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Join([model]):
-        for step in range(2 + lib.rank):
-            inputs, targets = batch(lib, step)
-            loss = functional.cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        train(lib, model, optimizer, range(2 + lib.rank))
     record(parameters=dict(model.module.named_parameters()))
-
-
-def normalized(lib: Library) -> nn.Module:
-    net = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
-    return net.to(lib.device)
 
 
 @program("torch DDP")
@@ -140,16 +134,8 @@ def steps_after_join(lib: Library, record: Record) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         with model.join():
-            for step in range(2):
-                inputs, targets = batch(lib, step)
-                optimizer.zero_grad()
-                functional.cross_entropy(model(inputs), targets).backward()
-                optimizer.step()
-        for step in range(2, 4):
-            inputs, targets = batch(lib, step)
-            optimizer.zero_grad()
-            functional.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
+            train(lib, model, optimizer, range(2))
+        train(lib, model, optimizer, range(2, 4))
         model.eval()
         # In torch, a forward with gradients copies the buffers.
         record(local={"outputs": model(torch.ones(2, FEATURES, device=lib.device)).detach()})

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -366,12 +367,16 @@ def end_with_the_first_rank() -> None:
                 model(torch.randn(4, 3)).sum().backward()
 
 
-def test_buffers_of_a_rank_without_another_batch_are_warned_of(backend: str) -> None:
+def require_warning_of_rank_0(backend: str, function: Callable[[], None], said: str) -> None:
     with Ranks(2, {"PYDIST_BACKEND": backend}) as ranks:
-        for outcome in ranks.outcomes(end_with_the_first_rank, timeout=LIMIT_S):
+        for outcome in ranks.outcomes(function, timeout=LIMIT_S):
             assert outcome.ok, outcome.describe()
-            said = "this step has begun with the buffers of rank 1; torch's join() would have"
             assert outcome.output.count(said) == (1 if outcome.rank == 0 else 0)
+
+
+def test_buffers_of_a_rank_without_another_batch_are_warned_of(backend: str) -> None:
+    said = "this step has begun with the buffers of rank 1; torch's join() would have"
+    require_warning_of_rank_0(backend, end_with_the_first_rank, said)
 
 
 def accumulate_onto_averages() -> None:
@@ -384,8 +389,5 @@ def accumulate_onto_averages() -> None:
 
 
 def test_averages_that_torch_would_make_smaller_are_warned_of(backend: str) -> None:
-    with Ranks(2, {"PYDIST_BACKEND": backend}) as ranks:
-        for outcome in ranks.outcomes(accumulate_onto_averages, timeout=LIMIT_S):
-            assert outcome.ok, outcome.describe()
-            said = "gradients accumulate onto averaged ones"
-            assert outcome.output.count(said) == (1 if outcome.rank == 0 else 0)
+    said = "gradients accumulate onto averaged ones"
+    require_warning_of_rank_0(backend, accumulate_onto_averages, said)
