@@ -150,8 +150,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Outside of backward: waits until autograd has let go of a backward that has thrown.
   void await_thrown();
 
-  // Whether the last backward came from a forward that averages, and accumulated nothing, as that of
-  // torch.autograd.grad: so there was no round.
+  // Whether the last backward came from a forward that averages, and accumulated nothing, as that
+  // of torch.autograd.grad: so there was no round.
   [[nodiscard]] bool has_left_out_average() const noexcept { return has_left_out_average_; }
 
   // After a forward whose outputs may go backward; see Note [Whether it averages].
