@@ -65,6 +65,30 @@ if(PYDIST_WERROR)
   target_compile_options(pydist_options INTERFACE -Werror)
 endif()
 
+# torch brings the shared libstdc++. A compiler that finds the archive alone would put a second copy
+# into the module, and what the two share by name does not fit: the first number that is written to
+# a stream ends the process.
+function(libstdcxx file result)
+  execute_process(COMMAND "${CMAKE_CXX_COMPILER}" "-print-file-name=${file}"
+    OUTPUT_VARIABLE path OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(NOT IS_ABSOLUTE "${path}")
+    set(path "")
+  endif()
+  set(${result} "${path}" PARENT_SCOPE)
+endfunction()
+libstdcxx(libstdc++.a libstdcxx_archive)
+libstdcxx(libstdc++.so libstdcxx_shared)
+if(libstdcxx_archive AND NOT libstdcxx_shared)
+  libstdcxx(libstdc++.so.6 libstdcxx_shared)
+  if(NOT libstdcxx_shared)
+    message(FATAL_ERROR
+      "${CMAKE_CXX_COMPILER} finds ${libstdcxx_archive} and no shared libstdc++, which torch uses: "
+      "install it (`apt-get install libstdc++6`) or point the environment variable CXX at a "
+      "compiler that finds one.")
+  endif()
+  target_link_libraries(pydist_options INTERFACE "${libstdcxx_shared}")
+endif()
+
 if(PYDIST_SANITIZE)
   string(REPLACE "," ";" sanitizers "${PYDIST_SANITIZE}")
   foreach(sanitizer IN LISTS sanitizers)

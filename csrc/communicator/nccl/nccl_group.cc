@@ -153,8 +153,8 @@ void NcclGroup::connect(Deadline deadline) {
   operation.kind = OpKind::kBroadcast;
   operation.peer = 0;
   operation.label = "NCCL's id";
-  (rank() == 0 ? operation.inputs
-               : operation.outputs) = {Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
+  Buffers& told = rank() == 0 ? operation.inputs : operation.outputs;
+  told = {Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
   control_->run(std::move(operation));
   if (invitation.complaint[0] != '\0') {
     const std::string complaint = read_text(invitation.complaint);
