@@ -239,7 +239,7 @@ int pydist_cuda_adam(const PydistCudaAdam* adam, void* stream) {
   rule.beta2 = static_cast<float>(adam->beta2);
   rule.new_in_avg_sq = static_cast<float>(1.0 - adam->beta2);
   rule.bias_correction2_sqrt =
-      static_cast<float>(std::sqrt(1.0 - std::pow(adam->beta2, step_number)));
+      static_cast<float>(std::pow(1.0 - std::pow(adam->beta2, step_number), 0.5));
   rule.eps = static_cast<float>(adam->eps);
   rule.negative_step_size =
       static_cast<float>(-(common.lr / (1.0 - std::pow(adam->beta1, step_number))));

@@ -1,5 +1,5 @@
-// One element of an optimizer step, as torch.optim's single-tensor implementations compute it, each
-// operation rounded to float32.
+// One element of an optimizer step, to the bits of the CPU's kernels: see Note [Torch's rounding]
+// in kernels/cpu/optimizer_step_kernels.inc.h.
 
 #pragma once
 
@@ -12,6 +12,15 @@ PYDIST_DEVICE float square_root(float value) {
   return __fsqrt_rn(value);
 #else
   return __builtin_sqrtf(value);
+#endif
+}
+
+// a * b + c with one rounding.
+PYDIST_DEVICE float fused(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
 #endif
 }
 
@@ -32,25 +41,22 @@ struct AdamRule {
   PYDIST_DEVICE void update(float gradient, float& master, float& exp_avg, float& exp_avg_sq,
                             float& max_exp_avg_sq) const {
     gradient = maximize ? -gradient : gradient;
-    if (decays) {
-      if (decoupled) {
-        master = master * keep;
-      } else {
-        gradient = gradient + weight_decay * master;
-      }
+    if (decays && decoupled) {
+      master = master * keep;
+    } else if (decays) {
+      gradient = fused(master, weight_decay, gradient);
     }
     const float difference = gradient - exp_avg;
-    // torch.lerp, which is exact at either end.
-    exp_avg = new_in_avg < 0.5f ? exp_avg + new_in_avg * difference
-                                : gradient - difference * (1.0f - new_in_avg);
-    exp_avg_sq = exp_avg_sq * beta2 + new_in_avg_sq * gradient * gradient;
+    exp_avg = canonical(new_in_avg < 0.5f ? fused(difference, new_in_avg, exp_avg)
+                                          : fused(difference, new_in_avg - 1.0f, gradient));
+    exp_avg_sq = canonical(fused(gradient * new_in_avg_sq, gradient, exp_avg_sq * beta2));
     float second = exp_avg_sq;
     if (amsgrad) {
       max_exp_avg_sq = Maximum<float>::combine(max_exp_avg_sq, exp_avg_sq);
       second = max_exp_avg_sq;
     }
     const float denominator = square_root(second) / bias_correction2_sqrt + eps;
-    master = master + negative_step_size * exp_avg / denominator;
+    master = canonical(master + exp_avg * negative_step_size / denominator);
   }
 };
 
@@ -68,13 +74,15 @@ struct SgdRule {
   PYDIST_DEVICE void update(float gradient, float& master, float& buffer) const {
     gradient = maximize ? -gradient : gradient;
     if (decays) {
-      gradient = gradient + weight_decay * master;
+      gradient = fused(master, weight_decay, gradient);
     }
     if (has_momentum) {
-      buffer = first_step ? gradient : buffer * momentum + new_in_momentum * gradient;
-      gradient = nesterov ? gradient + momentum * buffer : buffer;
+      const float next =
+          first_step ? gradient : fused(gradient, new_in_momentum, buffer * momentum);
+      buffer = canonical(next);
+      gradient = nesterov ? fused(next, momentum, gradient) : next;
     }
-    master = master + negative_lr * gradient;
+    master = canonical(fused(gradient, negative_lr, master));
   }
 };
 

@@ -5,6 +5,7 @@ with the kernels of the CPU.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 from cuda_library import CudaLibrary
 from torch import Tensor
+
+from pydist import _native
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,6 +43,12 @@ def at(tensor: Tensor, device: str, skew: int = 0) -> Tensor:
     return copied
 
 
+def assert_same_bits(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine.dtype == its.dtype
+        assert torch.equal(mine.view(torch.uint8), its.view(torch.uint8))
+
+
 def on(
     device: str, call: Call, tensors: Sequence[Tensor], skews: Sequence[int] = (0,)
 ) -> list[Tensor]:
@@ -55,9 +64,7 @@ def on(
         return run(emulated, "cpu")
     results = run(cuda_library.real(), "cuda")
     if emulated is not None:
-        for result, expected in zip(results, run(emulated, "cpu"), strict=True):
-            assert result.dtype == expected.dtype
-            assert torch.equal(result.view(torch.uint8), expected.view(torch.uint8))
+        assert_same_bits(results, run(emulated, "cpu"))
     return results
 
 
@@ -227,12 +234,99 @@ def test_pack_and_unpack_with_scale(device: str) -> None:
 
 # ---- optimizer steps ----------------------------------------------------------------------
 
-ADAM = [
+ADAM: list[dict[str, Any]] = [
     {},
     {"weight_decay": 0.1},
     {"weight_decay": 0.1, "decoupled": True},
     {"amsgrad": True, "maximize": True, "betas": (0.3, 0.7), "eps": 1e-4},
 ]
+
+
+def awkward(count: int, seed: int) -> Tensor:
+    """With zeros, subnormals, infinities and NaN among the values."""
+    values = random(torch.float32, count, seed)
+    special = torch.tensor([0.0, -0.0, 1e-40, -3e-39, 1e-20, 3e38, math.inf, -math.inf, math.nan])
+    places = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: count // 4]
+    values[places] = special[torch.arange(len(places)) % len(special)]
+    return values
+
+
+@pytest.mark.parametrize("options", ADAM, ids=str)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_adam_has_the_bits_of_the_cpus_kernels(
+    device: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    gradients = [awkward(5001, 10 + step).to(dtype) for step in range(4)]
+    start = [awkward(5001, 1), *(torch.zeros(5001) for _ in range(3))]
+
+    def train(library: CudaLibrary, tensors: list[Tensor]) -> list[Tensor]:
+        names = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        entry: dict[str, Tensor | None] = dict(zip(names, tensors, strict=True))
+        for number, gradient in enumerate(gradients, 1):
+            entry["gradient"] = gradient.to(tensors[0].device)
+            library.adam([entry], step=number, lr=0.01, gradient_scale=0.3, **options)
+        return tensors
+
+    master, *states = (tensor.clone() for tensor in start)
+    beta1, beta2 = options.get("betas", (0.9, 0.999))
+    for number, gradient in enumerate(gradients, 1):
+        _native.adam_step(
+            [master],
+            [gradient],
+            None,
+            [states[0]],
+            [states[1]],
+            [states[2]] if options.get("amsgrad") else None,
+            step=number,
+            lr=0.01,
+            beta1=beta1,
+            beta2=beta2,
+            eps=options.get("eps", 1e-8),
+            weight_decay=options.get("weight_decay", 0.0),
+            decoupled=options.get("decoupled", False),
+            maximize=options.get("maximize", False),
+            gradient_scale=0.3,
+        )
+    assert_same_bits(on(device, train, start, (0, 1)), [master, *states])
+
+
+SGD: list[dict[str, Any]] = [
+    {},
+    {"weight_decay": 0.1, "maximize": True},
+    {"momentum": 0.9, "dampening": 0.2},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+]
+
+
+@pytest.mark.parametrize("options", SGD, ids=str)
+def test_sgd_has_the_bits_of_the_cpus_kernels(device: str, options: dict[str, Any]) -> None:
+    gradients = [awkward(5001, 10 + step).bfloat16() for step in range(4)]
+    start = [awkward(5001, 1), torch.zeros(5001)]
+
+    def train(library: CudaLibrary, tensors: list[Tensor]) -> list[Tensor]:
+        entry: dict[str, Tensor | None] = {"master": tensors[0], "momentum": tensors[1]}
+        for number, gradient in enumerate(gradients):
+            entry["gradient"] = gradient.to(tensors[0].device)
+            library.sgd([entry], first_step=number == 0, lr=30.0, gradient_scale=0.3, **options)
+        return tensors
+
+    master, momentum = (tensor.clone() for tensor in start)
+    for number, gradient in enumerate(gradients):
+        _native.sgd_step(
+            [master],
+            [gradient],
+            None,
+            [momentum] if "momentum" in options else None,
+            begins=number == 0,
+            lr=30.0,
+            momentum=options.get("momentum", 0.0),
+            dampening=options.get("dampening", 0.0),
+            weight_decay=options.get("weight_decay", 0.0),
+            nesterov=options.get("nesterov", False),
+            maximize=options.get("maximize", False),
+            gradient_scale=0.3,
+        )
+    assert_same_bits(on(device, train, start, (0, 1)), [master, momentum])
 
 
 @pytest.mark.parametrize("options", ADAM, ids=str)
@@ -282,16 +376,7 @@ def test_adam_is_torchs(device: str, dtype: torch.dtype, options: dict[str, obje
         assert torch.equal(parameter, master.to(dtype))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"weight_decay": 0.1, "maximize": True},
-        {"momentum": 0.9, "dampening": 0.2},
-        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", SGD, ids=str)
 def test_sgd_is_torchs(device: str, options: dict[str, object]) -> None:
     starts = [random(torch.float32, count, count) for count in (3, 5001)]
     gradients = [

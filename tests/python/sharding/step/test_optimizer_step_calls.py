@@ -175,15 +175,18 @@ def moved(arrays: Arrays, device: str) -> Arrays:
 
 
 def assert_as_on_the_cpu(device: Arrays, host: Arrays, what: str) -> None:
-    """The fakes compute with the CPU's kernels; a GPU rounds products and sums apart."""
     for mine, its in zip(
         [device.values, device.parameter, *device.states],
         [host.values, host.parameter, *host.states],
         strict=True,
     ):
-        tolerance = {} if gpu_ranks.IS_REAL else {"rtol": 0.0, "atol": 0.0}
         torch.testing.assert_close(
-            mine.cpu(), its, equal_nan=True, msg=lambda text: f"{what}: {text}", **tolerance
+            mine.cpu(),
+            its,
+            rtol=0.0,
+            atol=0.0,
+            equal_nan=True,
+            msg=lambda text: f"{what}: {text}",
         )
 
 
