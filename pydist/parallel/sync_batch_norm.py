@@ -278,6 +278,9 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, variance = ctx.saved_tensors
+        dtype = input.dtype
+        # Before the sums: CUDA's kernel takes those of contiguous 16-bit tensors in 16 bits.
+        input, grad_output = input.to(mean.dtype), grad_output.to(mean.dtype)
         inverse_std = (variance + ctx.eps).rsqrt()
         sum_dy, sum_dy_x = torch.zeros_like(mean), torch.zeros_like(mean)
         if input.numel() > 0:
@@ -302,15 +305,10 @@ class _Normalize(torch.autograd.Function):
             scale = inverse_std if weight is None else inverse_std * weight
             # The terms without dy are a normalisation too: x^ with another weight and bias.
             rest = F.batch_norm(
-                input.to(mean.dtype),
-                mean,
-                variance,
-                -scale * mean_dy_x,
-                -scale * mean_dy,
-                eps=ctx.eps,
+                input, mean, variance, -scale * mean_dy_x, -scale * mean_dy, eps=ctx.eps
             )
             scale = scale.view(1, -1, *[1] * (input.dim() - 2))
-            grad_input = rest.addcmul_(grad_output.to(mean.dtype), scale).to(input.dtype)
+            grad_input = rest.addcmul_(grad_output, scale).to(dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
