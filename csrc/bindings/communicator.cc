@@ -398,6 +398,7 @@ CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string&
   } catch (const TransportError& error) {
     options.why_no_api = error.what();
   }
+  prepare_copies({DeviceType::kCuda, device});
   options.host = std::move(host);
   options.device = device;
   return for_python(create_nccl_communicator(std::move(options)));

@@ -15,6 +15,8 @@
 #include <array>
 #include <chrono>
 #include <exception>
+#include <mutex>
+#include <set>
 #include <thread>
 
 #include "base/error.h"
@@ -156,6 +158,30 @@ void copy_async(void* target, Device target_device, const void* source, Device s
   const c10::StreamGuard on_stream(stream);
   at::Tensor to = borrow_bytes(target, bytes, target_device);
   to.copy_(borrow_bytes(const_cast<void*>(source), bytes, source_device), /*non_blocking=*/true);
+}
+
+void prepare_copies(Device device) noexcept {
+  static std::mutex mutex;
+  static std::set<int> prepared;
+  const std::lock_guard lock(mutex);
+  if (!prepared.insert(device.index).second) {
+    return;
+  }
+  try {
+    constexpr std::size_t kBytes = 8;
+    const OutsideCaptures outside;
+    const c10::DataPtr on_host = allocate_pinned(kBytes);
+    const c10::DataPtr on_device = allocate_on_device(kBytes, device);
+    const c10::Stream stream = high_priority_stream(device);
+    copy_async(on_device.get(), device, on_host.get(), Device{}, kBytes, stream);
+    copy_async(on_host.get(), Device{}, on_device.get(), device, kBytes, stream);
+    const EventPtr copied = record_event(stream);
+    wait_on_device(high_priority_stream(device), *copied);
+    static_cast<void>(wait_on_host(*copied, Deadline::in(std::chrono::seconds(10))));
+  } catch (const std::exception& error) {
+    // The first copy will say so.
+    log_line(LogLevel::kInfo, join("copies between host and GPU: ", error.what()));
+  }
 }
 
 cuda::Framework torch_as_framework() noexcept {

@@ -78,6 +78,11 @@ void wait_on_device(const c10::Stream& stream, const c10::Stream& other);
 void copy_async(void* target, Device target_device, const void* source, Device source_device,
                 std::size_t bytes, const c10::Stream& stream);
 
+// Makes what copies need first, once for each device: streams, pinned memory, the copies of a word.
+// CUDA may let such first times wait for kernels that run, and those of NCCL may wait for a rank
+// that waits for this one's message: so call it before there are any.
+void prepare_copies(Device device) noexcept;
+
 // What the engine asks of torch (cuda/device_memory.h).
 [[nodiscard]] cuda::Framework torch_as_framework() noexcept;
 
