@@ -242,9 +242,11 @@ def raise_in_a_capture(who_raises: set[int], who_captures: set[int], is_early: b
     def inputs(of: int) -> Tensor:
         return torch.full((4, 8), 1.0 + of)
 
+    on_gpu = inputs(rank).to("cuda")  # which no capture takes
+
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        loss = model(inputs(rank).to("cuda")).sum()
+        loss = model(on_gpu).sum()
         if fails_early:
             loss.grad_fn.next_functions[0][0].register_prehook(fail)
         loss.backward()
@@ -362,6 +364,7 @@ def staged() -> None:
         for work in works:
             work.wait()
         graph.replay()
+        del graph  # its end would break the next capture
     gpu_ranks.synchronize()
     assert counter.item() == 3
     assert bool((there == 3.0 * size**2).all())

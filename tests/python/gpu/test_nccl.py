@@ -186,7 +186,9 @@ def crossed_in_a_backward() -> None:
 
 
 def test_launches_wait_for_no_rank_on_an_nvswitch() -> None:
-    run_ranks(crossed_in_a_backward, 2, env={**NCCL, "FAKE_NVSWITCH": "1"}, timeout=35)
+    # What CUDA would load behind NCCL's kernel: see "First uses behind NCCL" in docs/gpu.md.
+    env = {**NCCL, "FAKE_NVSWITCH": "1", "CUDA_MODULE_LOADING": "EAGER"}
+    run_ranks(crossed_in_a_backward, 2, env=env, timeout=35)
 
 
 def late_for_the_first_call() -> None:
