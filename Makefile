@@ -114,7 +114,7 @@ bench-engine: $(OUT)/.tools  ## the C++ part of bench
 .PHONY: test-cpp
 test-cpp: build  ## the C++ tests
 ifeq ($(GTEST),ON)
-	ctest --test-dir $(BUILD) --output-on-failure --no-tests=error --parallel $$(nproc)
+	ctest --test-dir $(BUILD) --output-on-failure --no-tests=error --parallel $$((2 * $$(nproc)))
 else
 	@echo "SKIPPED: all C++ tests (tests/cpp). $(GTEST_HINT)"
 endif
@@ -187,7 +187,7 @@ $(SANITIZERS:%=sanitize-%): sanitize-%: $(OUT)/.tools
 	cmake -S . -B $(SANITIZED) -G Ninja -DPYDIST_SANITIZE=$* -DPYDIST_BUILD_TESTS=ON -DPYDIST_WERROR=$(WERROR)
 	cmake --build $(SANITIZED)
 	$(FIXED_LAYOUT) ctest --test-dir $(SANITIZED) --output-on-failure --no-tests=error \
-	  --parallel $$(nproc)
+	  --parallel $$((2 * $$(nproc)))
 
 ##@ House-keeping
 .PHONY: lint
