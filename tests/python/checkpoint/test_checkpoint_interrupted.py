@@ -239,7 +239,7 @@ def load_amid_a_signal(folder: str) -> tuple[str, str]:
 
     def interrupted(_folder: Path) -> None:
         if pydist.rank() == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)  # to this thread, so now
 
     try:
         with mock.patch.object(loading, "saved_after", interrupted):
