@@ -47,6 +47,7 @@ void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook, bool plans
     throw InvalidUsage("a communication hook is registered before the first backward");
   }
   if (plans_anew) {
+    rounds_before_hook_keeps_plan_ = 2;
     next_plan_ = planner_(order_.expected(), arena_.blocks(), speed_);
   } else if (!next_plan_) {
     next_plan_ = arena_.plan();  // the same buckets, in other places

@@ -207,7 +207,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // do not travel in buckets still go through the communicator. Called at most once, before the
   // first backward. With a hook, buckets follow the order of the first backward and are never
   // planned again, because a hook may keep state for each of them.
-  // `plans_anew`: the planner is asked on every rank, and has the same plan for all.
+  // `plans_anew`: the planner is asked now, on every rank, and has the same plan for all; then on
+  // rank 0 after each of the first two backwards.
   void set_hook(std::shared_ptr<c10d::CommHookInterface> hook, bool plans_anew);
   // Throws InvalidUsage where no optimizer can have shards of the average.
   void require_shardable() const { require_combinable(policy_->is_of_program(), true); }
@@ -400,7 +401,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   OperationsUnderWay operations_;
   std::unique_ptr<BucketPolicy> policy_;
   std::optional<BucketPlan> next_plan_;  // agreed, for the next round
-  bool has_learned_ = false;             // the order of a backward
+  int rounds_learned_ = 0;               // of whose backwards the order is known
+  int rounds_before_hook_keeps_plan_ = 1;
   // In the last backward, no parameter was used on some ranks and unused on others.
   bool all_use_alike_ = true;
   bool ends_alone_ = true;               // no backward ever came through another reducer as well

@@ -262,10 +262,10 @@ void Reducer::close_round(Closing::Status status) {
     const bool has_unplaced =
         std::any_of(arena_.slots().begin(), arena_.slots().end(),
                     [](const GradientSlot& slot) { return !slot.is_sparse && !has_place(slot); });
-    closing.wants_plan =
-        communicator_->rank() == 0 && !closing.is_captured && !is_plan_fixed_ &&
-        (has_unplaced ||
-         (policy_->is_of_program() ? !has_learned_ : order_.wants_plan(arena_.plan())));
+    closing.wants_plan = communicator_->rank() == 0 && !closing.is_captured && !is_plan_fixed_ &&
+                         (has_unplaced || (policy_->is_of_program()
+                                               ? rounds_learned_ < rounds_before_hook_keeps_plan_
+                                               : order_.wants_plan(arena_.plan())));
   } else if (policy_->has_raised()) {
     closing.status = Closing::Status::kHookThrew;
     out_of_step_ = kHooksOutOfStep;

@@ -228,7 +228,7 @@ void Reducer::settle(bool learns) {
   if (learns) {
     all_use_alike_ = all_use_alike;
     order_.close_round(is_used_by_all);
-    has_learned_ = true;
+    ++rounds_learned_;
   }
 }
 

@@ -171,6 +171,19 @@ class TorchIdioms(StandIn):
         group = self._torch_attributes.get("process_group", dist.group.WORLD)
         self.register_comm_hook(group, hooks[comm_hook_type])
 
+    def _register_fused_optim(self, *_: Any, **__: Any) -> None:
+        """Refuses to step an optimizer within backward.
+
+        Raises:
+            InvalidUsage: Always.
+        """
+        raise InvalidUsage(
+            "_register_fused_optim() steps an optimizer bucket by bucket within backward, and the "
+            "averages of pydist.DataParallel are there at its end: call optimizer.step() after it, "
+            "with pydist.ShardedOptimizer(model, torch.optim.AdamW, fused=True) if time or memory "
+            "is short"
+        )
+
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What is known here of torch's logging data, under torch's names."""
         reducer = self._reducer

@@ -252,6 +252,8 @@ class DataParallel(TorchIdioms, StandsForModule):
             "_sentinel",
             "_torch_attributes",
             "_watched_methods",
+            "_torch_buckets",
+            "_has_comm_hook",
         }
     )
 
@@ -358,6 +360,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         self._why_retired = ""
         self._working_reducer: _native.Reducer | None = None
         self._torch_buckets: TorchBuckets | None = None  # with a communication hook
+        self._has_comm_hook = False
         self._forwards = 0
         # What becomes the reducer's `enabled`.
         self._averages_when_joined = True
@@ -633,6 +636,15 @@ class DataParallel(TorchIdioms, StandsForModule):
                 "have to take part in the steps of both, in an order that they can't know"
             )
         _joining = weakref.ref(self)
+        if not divide_by_initial_world_size and self._has_comm_hook:
+            warnings.warn(
+                "with a communication hook, torch's join() leaves what the hook returns as it is: "
+                "a hook that divides by the number of ranks goes on counting those without a "
+                "batch. Here its buckets are multiplied beforehand, so that the mean is over the "
+                "ranks that have a batch, as divide_by_initial_world_size=False asks for",
+                UserWarning,
+                stacklevel=3,
+            )
         forwards_before = self._forwards
         self._reducer.set_joining(
             "zeros" if divide_by_initial_world_size else "absent", throw_on_early_termination
@@ -774,8 +786,9 @@ class DataParallel(TorchIdioms, StandsForModule):
         the buckets are then those of torch's DistributedDataParallel, with its sizes: some hooks
         treat a bucket as one thing. The first backward has one for each dtype (of the sizes asked
         for, with `find_unused_parameters=True`); later ones have buckets in the order of the first.
-        Complex gradients arrive as pairs of real numbers. The sparse gradient of an embedding is a
-        bucket of its own, as in torch: `bucket.buffer()` is sparse, and `bucket.gradients()` empty.
+        With `static_graph=True` the first two have, and later ones follow the second. Complex
+        gradients arrive as pairs of real numbers. The sparse gradient of an embedding is a bucket
+        of its own, as in torch: `bucket.buffer()` is sparse, and `bucket.gradients()` empty.
         These buckets are the last, and come in every step, also where no rank has used the
         embedding.
 
@@ -808,6 +821,7 @@ class DataParallel(TorchIdioms, StandsForModule):
             pass  # a builtin without a signature
         self.require_joined()
         self._let_hook_average(self._reducer, state, hook)
+        self._has_comm_hook = True
 
     def _let_hook_average(
         self, reducer: _native.Reducer, state: object, hook: Callable[..., Any]
@@ -816,12 +830,20 @@ class DataParallel(TorchIdioms, StandsForModule):
         before = self._torch_buckets
         if plans_anew:
             told = {**self._settings.of_torch, **self._torch_attributes}
-            is_static = self.__dict__.get("static_graph", told["static_graph"])
-            may_be_unused = told["find_unused_parameters"] and not is_static
+            may_be_unused = told["find_unused_parameters"]
+            of_self = weakref.ref(self)
+
+            def is_static() -> bool:  # _set_static_graph() may come after the hook
+                attributes = {} if (wrapper := of_self()) is None else wrapper.__dict__
+                return bool(attributes.get("static_graph", told["static_graph"]))
+
             self._torch_buckets = TorchBuckets(
                 self._settings.caps_bytes,
-                cuts_first=may_be_unused or self._settings.has_list_of_caps,
-                keeps_first=may_be_unused,
+                cuts_first=(
+                    (may_be_unused and not told["static_graph"]) or self._settings.has_list_of_caps
+                ),
+                may_be_unused=may_be_unused,
+                is_static=is_static,
             )
         try:
             reducer.register_comm_hook(state, _returning_future(hook), plans_anew)

@@ -215,6 +215,8 @@ def a_hook_that_treats_a_bucket_as_one_thing(lib: Library, record: Record) -> No
         {"bucket_cap_mb": 1},
         {"bucket_cap_mb_list": [1, 2]},
         {"find_unused_parameters": True},
+        {"bucket_cap_mb": 1, "static_graph": True},
+        {"bucket_cap_mb": 1, "static_graph": True, "find_unused_parameters": True},
     ]
     for options in ways:
         torch.manual_seed(5)
@@ -223,6 +225,36 @@ def a_hook_that_treats_a_bucket_as_one_thing(lib: Library, record: Record) -> No
         model = lib.DataParallel(net.to(lib.device), **options)
         model.register_comm_hook(None, hook)
         train(lib, record, model)
+
+
+@program("torch DDP", on_gpu=False)
+def a_hook_and_a_static_graph_with_a_layer_that_nothing_uses(lib: Library, record: Record) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(FEATURES, 5)
+            self.unused = nn.Linear(5, 5)
+            self.last = nn.Linear(5, CLASSES)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.last(self.first(inputs).tanh())
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        whole = bucket.buffer()
+        seen.append(torch.tensor([bucket.index(), bucket.is_last(), whole.numel()]))
+        return averaged(whole * (2 + bucket.index()))
+
+    for find_unused_parameters in (False, True):
+        seen: list[Tensor] = []
+        model = lib.DataParallel(
+            Net().to(lib.device),
+            bucket_cap_mb=0.0001,
+            static_graph=True,
+            find_unused_parameters=find_unused_parameters,
+        )
+        model.register_comm_hook(None, hook)
+        train(lib, record, model, steps=4)
+        record(local={"seen": seen})
 
 
 @program("torch DDP", on_gpu=False)
