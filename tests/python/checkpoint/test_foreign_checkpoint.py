@@ -184,15 +184,20 @@ def test_metadata_that_is_not_listed(place: Path, kind: str) -> None:
 READS_WITH_LITTLE_MEMORY = """
 import resource, sys
 from pathlib import Path
+import psutil
 import pydist
 from pydist.checkpoint.dcp_metadata import read_metadata
 
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+# The highest that was is forgotten: a process takes it over from the one that starts it.
+Path("/proc/self/clear_refs").write_text("5")
+before = psutil.Process().memory_info().rss
 try:
     read_metadata(Path(sys.argv[1]), set())
 except pydist.CheckpointError as error:
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    print(used, type(error.__cause__).__name__, error)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    highest = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    print(highest // 1024 - before // 2**20, type(error.__cause__).__name__, error)
 """
 LONG = (6 << 30).to_bytes(8, "little")
 
@@ -227,10 +232,10 @@ def test_metadata_that_takes_more_than_there_is(place: Path, content: bytes) -> 
     """In a process of its own, which must neither grow nor end."""
     (place / METADATA).write_bytes(b"\x80\x04" + content)
     done = run_command([sys.executable, "-c", READS_WITH_LITTLE_MEMORY, str(place)], timeout=50)
-    used, cause, said = done.stdout.split(" ", 2)
+    grown, cause, said = done.stdout.split(" ", 2)
     assert str(place / METADATA) in said
     assert cause != "MemoryError"
-    assert int(used) < 1500
+    assert int(grown) < 1000, "MiB"
 
 
 def test_metadata_that_changes_classes(place: Path) -> None:
