@@ -8,7 +8,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from pydist import _native
 from pydist.errors import InvalidUsage
@@ -17,18 +20,23 @@ from pydist.parallel.ownership import newest_first
 _lock = threading.Lock()
 _is_hooked = False
 
+# An attribute of the closures that are checked.
+_HAS_RUN = "_pydist_has_run"
+
 
 def guard_steps() -> None:
     """Checks, before every step of any optimizer, that what it uses of wrapped models is averaged.
 
     A step inside `no_sync()` is left alone: there, ranks train apart on purpose. So is an optimizer
     with `refuses_pending_gradients`, whose ranks can't. Where the step is given a closure, which
-    may run the backward that averages, the check follows each run of the closure.
+    may run the backward that averages, the check follows each run of the closure, and a step that
+    has not run it.
     """
     global _is_hooked
     with _lock:
         if not _is_hooked:
             register_optimizer_step_pre_hook(_before_step)
+            register_optimizer_step_post_hook(_after_step)
             _is_hooked = True
 
 
@@ -39,20 +47,32 @@ def _before_step(
     if not reducers:
         return None
     _require_outside_backward(optimizer, reducers)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    closure = _closure_of(args, kwargs)
     if not callable(closure):
         _require_averaged(optimizer, reducers)
         return None
 
     @functools.wraps(closure)
     def checked(*of_closure: Any, **named: Any) -> Any:
+        checked.__dict__[_HAS_RUN] = True
         loss = closure(*of_closure, **named)
         _require_averaged(optimizer, _concerned(optimizer))
         return loss
 
+    checked.__dict__[_HAS_RUN] = False
     if "closure" in kwargs:
         return args, {**kwargs, "closure": checked}
     return (args[0], checked, *args[2:]), kwargs
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    closure = _closure_of(args, kwargs)
+    if getattr(closure, _HAS_RUN, True) is False:
+        _require_averaged(optimizer, _concerned(optimizer))
+
+
+def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
 def _require_outside_backward(optimizer: Optimizer, reducers: list[_native.Reducer]) -> None:

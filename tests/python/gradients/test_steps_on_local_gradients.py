@@ -150,6 +150,31 @@ def test_a_closure_that_averages_nothing_is_refused(run: Runner) -> None:
     run(leave_gradients_in_a_closure)
 
 
+class Deaf(torch.optim.SGD):
+    """Takes a closure, and does not call it."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step()
+
+
+def step_without_the_closure() -> None:
+    joined()
+    model = pydist.DataParallel(nn.Linear(2, 1))
+    optimizer = Deaf(model.parameters(), lr=0.1)
+    with model.no_sync():
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step(lambda: 0.0)
+    for closure in (None, lambda: 0.0):
+        with pytest.raises(pydist.InvalidUsage, match="never averaged"):
+            optimizer.step(closure)
+    model.sync_gradients()
+    optimizer.step(lambda: 0.0)
+
+
+def test_a_closure_that_is_not_called_hides_nothing(run: Runner) -> None:
+    run(step_without_the_closure)
+
+
 def update_by_hand() -> None:
     """What was accumulated once, and thrown away, is no part of what is put there later."""
     rank, _ = joined()
