@@ -52,6 +52,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 # -- what comes out
 
 
+@pytest.mark.thorough
 def test_every_collective_on_two_ranks(bench: Bench, tmp_path: Path) -> None:
     results, table, picture = (tmp_path / name for name in ("r.json", "r.csv", "r.svg"))
     done = bench(

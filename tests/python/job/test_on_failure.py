@@ -235,6 +235,7 @@ def test_nohup_is_for_the_launcher_and_its_ranks(tmp_path: Path, launcher: list[
         process.wait()
 
 
+@pytest.mark.thorough
 def test_the_example_of_the_docs_goes_on(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs/failure.md").read_text()
     [example] = re.findall(r"```python\n(import sys\n.*?pydist\.reform.*?)```", page, re.DOTALL)

@@ -179,7 +179,7 @@ def runs(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("caller", ["main", "thread"])
+@pytest.mark.parametrize("caller", ["main", pytest.param("thread", marks=pytest.mark.thorough)])
 def test_ranks_that_ignore_interrupts_end_with_the_process_that_spawned_them(
     tmp_path: Path, caller: str
 ) -> None:

@@ -161,6 +161,7 @@ def test_compiled_steps_of_sharded_optimizers(run: Runner, how: str, stage: int)
 
 
 # Generates C++ and compiles it, on both ranks.
+@pytest.mark.thorough
 @pytest.mark.timeout(100)
 def test_inductor(tmp_path: Path) -> None:
     env = {

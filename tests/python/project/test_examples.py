@@ -133,6 +133,7 @@ def test_digits_are_read(digits_alone: dict[str, Any]) -> None:
     assert digits_alone["accuracy"] >= 0.97
 
 
+@pytest.mark.thorough
 def test_digits_train_the_same_on_several_processes(
     digits_alone: dict[str, Any], tmp_path: Path
 ) -> None:
