@@ -111,10 +111,13 @@ bench-engine: $(OUT)/.tools  ## the C++ part of bench
 	build/bench/bench/bench_engine 2 67108864 0.2 bfloat16
 
 ##@ Tests
+# More at a time than there are cores: most of these tests wait.
+CTEST = ctest --output-on-failure --no-tests=error --parallel $$((2 * $$(nproc)))
+
 .PHONY: test-cpp
 test-cpp: build  ## the C++ tests
 ifeq ($(GTEST),ON)
-	ctest --test-dir $(BUILD) --output-on-failure --no-tests=error --parallel $$((2 * $$(nproc)))
+	$(CTEST) --test-dir $(BUILD)
 else
 	@echo "SKIPPED: all C++ tests (tests/cpp). $(GTEST_HINT)"
 endif
@@ -186,8 +189,7 @@ $(SANITIZERS:%=sanitize-%): sanitize-%: $(OUT)/.tools
 	@[ $(GTEST) = ON ] || { echo "make sanitize runs the C++ tests. $(GTEST_HINT)" >&2; exit 1; }
 	cmake -S . -B $(SANITIZED) -G Ninja -DPYDIST_SANITIZE=$* -DPYDIST_BUILD_TESTS=ON -DPYDIST_WERROR=$(WERROR)
 	cmake --build $(SANITIZED)
-	$(FIXED_LAYOUT) ctest --test-dir $(SANITIZED) --output-on-failure --no-tests=error \
-	  --parallel $$((2 * $$(nproc)))
+	$(FIXED_LAYOUT) $(CTEST) --test-dir $(SANITIZED)
 
 ##@ House-keeping
 .PHONY: lint

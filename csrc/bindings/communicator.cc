@@ -395,10 +395,10 @@ CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string&
   NcclOptions options;
   try {
     options.api = nccl::Api::open(library);
+    prepare_copies({DeviceType::kCuda, device});
   } catch (const TransportError& error) {
     options.why_no_api = error.what();
   }
-  prepare_copies({DeviceType::kCuda, device});
   options.host = std::move(host);
   options.device = device;
   return for_python(create_nccl_communicator(std::move(options)));

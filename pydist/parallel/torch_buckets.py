@@ -10,7 +10,7 @@ Source: `_ddp_init_helper` and `Reducer::rebuild_buckets` of torch 2.11 to 2.14.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pydist.parallel.bucket_planner import PlannedParameter, plan_buckets
@@ -30,36 +30,31 @@ class TorchBuckets:
         cuts_first: Whether the first plan has buckets of these sizes, too; otherwise it has one for
             each dtype.
         may_be_unused: Whether parameters may be unused (`find_unused_parameters=True`): then the
-            first plan stays.
-        is_static: Tells whether torch would take the graph for static. Then it learns the order in
-            the second backward, not in the first, and which parameters may be unused is known.
+            first plan stays, unless the graph is static.
     """
 
     def __init__(
-        self,
-        caps_bytes: tuple[int, ...],
-        *,
-        cuts_first: bool,
-        may_be_unused: bool,
-        is_static: Callable[[], bool],
+        self, caps_bytes: tuple[int, ...], *, cuts_first: bool, may_be_unused: bool
     ) -> None:
         self._caps_bytes = caps_bytes or _CAPS_BYTES
         self._cuts_first = cuts_first
         self._may_be_unused = may_be_unused
-        self._is_static = is_static
         self._backwards = -1  # that have been, when a plan is asked for
         self._learned: list[list[int]] = []
 
-    def plan(self, parameters: Sequence[PlannedParameter]) -> list[list[int]]:
+    def plan(self, parameters: Sequence[PlannedParameter], *, is_static: bool) -> list[list[int]]:
         """The plan for the first backward; in later calls, that after one more backward.
 
         Args:
             parameters: In the order in which backward is expected to complete them.
+            is_static: Whether torch would take the graph for static. Then it learns the order in
+                the second backward, not in the first.
         """
         self._backwards += 1
         # Torch does not part those that some rank does without from the others.
         alike = [replace(parameter, is_regular=True) for parameter in parameters]
-        if self._keeps_first():
+        keeps_first = self._backwards < (2 if is_static else 1)
+        if keeps_first or (self._may_be_unused and not is_static):
             alike.sort(key=lambda parameter: parameter.index)
             caps_bytes = self._caps_bytes if self._cuts_first else (sys.maxsize,)
             return sorted(plan_buckets(alike, caps_bytes), key=min, reverse=True)
@@ -70,8 +65,3 @@ class TorchBuckets:
             unused.sort(key=lambda parameter: parameter.index)
             self._learned = plan_buckets([*used, *unused], self._caps_bytes)
         return self._learned
-
-    def _keeps_first(self) -> bool:
-        if self._is_static():
-            return self._backwards < 2
-        return self._backwards < 1 or self._may_be_unused

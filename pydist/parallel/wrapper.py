@@ -635,8 +635,8 @@ class DataParallel(TorchIdioms, StandsForModule):
                 "another pydist.DataParallel is in join() already: ranks without batches would "
                 "have to take part in the steps of both, in an order that they can't know"
             )
-        _joining = weakref.ref(self)
-        if not divide_by_initial_world_size and self._has_comm_hook:
+        is_mean = self._settings.reduction == "mean"
+        if not divide_by_initial_world_size and self._has_comm_hook and is_mean:
             warnings.warn(
                 "with a communication hook, torch's join() leaves what the hook returns as it is: "
                 "a hook that divides by the number of ranks goes on counting those without a "
@@ -645,6 +645,7 @@ class DataParallel(TorchIdioms, StandsForModule):
                 UserWarning,
                 stacklevel=3,
             )
+        _joining = weakref.ref(self)
         forwards_before = self._forwards
         self._reducer.set_joining(
             "zeros" if divide_by_initial_world_size else "absent", throw_on_early_termination
@@ -831,25 +832,24 @@ class DataParallel(TorchIdioms, StandsForModule):
         if plans_anew:
             told = {**self._settings.of_torch, **self._torch_attributes}
             may_be_unused = told["find_unused_parameters"]
-            of_self = weakref.ref(self)
-
-            def is_static() -> bool:  # _set_static_graph() may come after the hook
-                attributes = {} if (wrapper := of_self()) is None else wrapper.__dict__
-                return bool(attributes.get("static_graph", told["static_graph"]))
-
             self._torch_buckets = TorchBuckets(
                 self._settings.caps_bytes,
                 cuts_first=(
                     (may_be_unused and not told["static_graph"]) or self._settings.has_list_of_caps
                 ),
                 may_be_unused=may_be_unused,
-                is_static=is_static,
             )
         try:
             reducer.register_comm_hook(state, _returning_future(hook), plans_anew)
         except BaseException:
             self._torch_buckets = before
             raise
+
+    @property
+    def _is_static(self) -> bool:
+        """Whether torch would take the graph for static: `_set_static_graph()` may come late."""
+        told = {**self._settings.of_torch, **self._torch_attributes, **self.__dict__}
+        return bool(told["static_graph"])
 
     # -- which wrapper trains a parameter
 
@@ -1058,7 +1058,7 @@ def _plan(
     seconds_per_byte: float,
 ) -> list[list[int]]:
     if wrapper is not None and wrapper._torch_buckets is not None:
-        return wrapper._torch_buckets.plan(parameters)
+        return wrapper._torch_buckets.plan(parameters, is_static=wrapper._is_static)
     if not caps_bytes:
         total_bytes = sum(parameter.size_bytes for parameter in parameters)
         if wrapper is not None and any(wrapper.shard_owners()):

@@ -1,6 +1,8 @@
 """What goes together on a bucket's way: weights, sums, joining, a wire type, hooks."""
 
+import contextlib
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -155,7 +157,14 @@ def run_out_of_batches(by_world_size: bool, reduction: str) -> None:
     model = wrap("hook", net, reduction)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
-    with model.join(divide_by_initial_world_size=by_world_size):
+    is_told = contextlib.nullcontext()
+    if reduction == "mean" and not by_world_size:
+        is_told = pytest.warns(UserWarning, match="over the ranks that have a batch")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning), model.join(divide_by_initial_world_size=False):
+                pass
+    with is_told, model.join(divide_by_initial_world_size=by_world_size):
         for step in range(1 + rank):
             optimizer.zero_grad()
             model(batch(rank, 5, 3, step=step)).square().mean().backward()

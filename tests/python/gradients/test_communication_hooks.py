@@ -263,6 +263,8 @@ def register_wrongly() -> None:
     ):
         with pytest.raises(pydist.InvalidUsage, match=r"use pydist\.ShardedOptimizer"):
             model.register_comm_hook(None, hook)
+    with pytest.raises(pydist.InvalidUsage, match=r"call optimizer\.step\(\) after it"):
+        model._register_fused_optim(torch.optim.SGD, lr=0.1)
     model.register_comm_hook(None, halve)
     with pytest.raises(pydist.InvalidUsage, match="already"):
         model.register_comm_hook(None, halve)
