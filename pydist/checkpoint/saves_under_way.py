@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pydist._torch import uncompiled
 from pydist.checkpoint.replacement import real
+from pydist.checkpoint.verdict import KnownToAll
 from pydist.errors import CheckpointError, InvalidUsage, Mismatch
 from pydist.job import current, groups, membership
 from pydist.parallel.wrapper import DataParallel
@@ -120,8 +121,11 @@ class Lane:
     @contextmanager
     def turn(self, doing: str) -> Iterator[None]:
         """Around all that a rank says in a save or a load; see Note [Turns]."""
+        own: BaseException | None = None
         try:
             yield
+        except KnownToAll as carrier:
+            own = carrier.error
         except (CheckpointError, InvalidUsage, Mismatch):
             raise
         except BaseException as error:
@@ -130,6 +134,8 @@ class Lane:
                 f"{type(error).__name__}: {error}"
             )
             raise
+        if own is not None:
+            raise own
 
 
 _lanes: WeakKeyDictionary[Communicator, Lane] = WeakKeyDictionary()

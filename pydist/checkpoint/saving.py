@@ -43,7 +43,7 @@ from pydist.checkpoint.several_by_name import (
     stateful_parts,
     values_of,
 )
-from pydist.checkpoint.verdict import agree
+from pydist.checkpoint.verdict import KnownToAll, agree
 from pydist.checkpoint.who_writes_what import Piece
 from pydist.errors import CheckpointError, InvalidUsage
 from pydist.job import phases
@@ -259,7 +259,7 @@ def _write(
             complete = functools.partial(_complete, place, told, part.aliases, step)
             _agreed(communicator, place, complete if leads else None)
             _agreed(communicator, place, forget if leads else None)
-        except (CheckpointError, InvalidUsage):
+        except (CheckpointError, InvalidUsage, KnownToAll):
             if leads:
                 shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -12,6 +12,17 @@ if TYPE_CHECKING:
     from pydist._native import Communicator
 
 
+class KnownToAll(BaseException):  # noqa: N818
+    """Carries what a handler of signals has raised on this rank out of a call that all ranks leave.
+
+    `Lane.turn` raises `error` itself, and goes on using the lane.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 def agree(
     communicator: Communicator,
     call: str,
@@ -29,14 +40,14 @@ def agree(
         facts: What must be the same on all ranks.
 
     Raises:
-        Exception: A handler of signals has raised it, on this rank.
+        KnownToAll: A handler of signals has raised something on this rank.
         InvalidUsage: The call itself was wrong, on some rank.
         CheckpointError: Something else went wrong on some rank.
         Mismatch: `facts` differ.
     """
     everybody = outcomes(communicator, call, error, facts)
     if error is not None and is_of_signal_handler(error):
-        raise error
+        raise KnownToAll(error)
     if wrong := failed(everybody):
         ranks_of: dict[str, list[int]] = {}
         for rank in wrong:
