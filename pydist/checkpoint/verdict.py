@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pydist._native import Communicator
 
 
-class KnownToAll(BaseException):  # noqa: N818
+class KnownToAll(BaseException):
     """Carries what a handler of signals has raised on this rank out of a call that all ranks leave.
 
     `Lane.turn` raises `error` itself, and goes on using the lane.

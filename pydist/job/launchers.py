@@ -13,11 +13,12 @@ Launchers and what they set, in the order in which they are asked:
     other PMI launchers               PMI_RANK, PMI_SIZE
     horovodrun                        HOROVOD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
     SkyPilot, a process on each node  SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES
+    Kubeflow, a process on each node  PET_NODE_RANK, PET_NNODES, PET_MASTER_ADDR, PET_MASTER_PORT
 
 Hydra stands before srun because inside a Slurm allocation it starts its own proxies by srun; the
-bare PMI variables stand after srun, flux and PALS because those set them too. SkyPilot stands last
-because a task of SkyPilot's may call any of the others. A Slurm shell (salloc, the batch script
-itself) carries SLURM_* variables but is no rank: only a job step counts.
+bare PMI variables stand after srun, flux and PALS because those set them too. SkyPilot and Kubeflow
+stand last because a task of theirs may call any of the others. A Slurm shell (salloc, the batch
+script itself) carries SLURM_* variables but is no rank: only a job step counts.
 
 RANK=0 WORLD_SIZE=1 says that a process trains alone, whatever else is set. MASTER_ADDR and
 MASTER_PORT name a place, and no rank: where nothing else is set, the process is alone.
@@ -26,10 +27,12 @@ Note [Signs of other processes]
 A process that takes itself for the only one, and is not, trains a model of its own and overwrites
 the others' checkpoint. So variables that show a launcher which started several processes, or may
 have, and which do not suffice to tell the ranks, are an error. That holds for PMIX_RANK, which
-comes without a number of ranks, and for PET_NNODES: torchrun's arguments take their defaults from
-PET_* variables, so these are meant for torchrun or `pydist run`, which then set RANK. What shows
-only that more processes were planned for (a Slurm shell of several tasks, PET_NPROC_PER_NODE) is
-told in a sentence, since one process in such a place is common.
+comes without a number of ranks, and for a local rank of an MPI's alone. torchrun's arguments take
+their defaults from PET_* variables: where these say all that torchrun needs, and one process on
+each node, the script without torchrun is that process; otherwise they are an error as well. What
+shows only that more processes were planned for (a Slurm shell of several tasks,
+PET_NPROC_PER_NODE), or that there are more which may have nothing to do with each other (an index
+of Kubernetes or Volcano), is told in a sentence, since one process in such a place is common.
 
 The ranks meet at MASTER_ADDR and MASTER_PORT. Most launchers set neither: ranks of one host then
 meet on the loopback device, those of a job step on the step's first host, those of SkyPilot on its
@@ -181,6 +184,12 @@ _SKYPILOT = _Launcher(
     host_count=("SKYPILOT_NUM_NODES",),
     job=("skypilot {SKYPILOT_TASK_ID}",),
 )
+_KUBEFLOW = _Launcher(
+    "PET_* variables, with a process on each node,",
+    "PET_NODE_RANK",
+    "PET_NNODES",
+    host_count=("PET_NNODES",),
+)
 
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
@@ -199,8 +208,10 @@ class _Sign:
 
 
 _FOR_TORCHRUN = (
-    "PET_* variables are arguments for torchrun: start the script by `torchrun` or `pydist run`, "
-    "which read them, on every node."
+    "PET_* variables are arguments for torchrun, and suffice without it only for one process on "
+    "each node (PET_NPROC_PER_NODE=1, PET_NNODES a number, PET_NODE_RANK, PET_MASTER_ADDR and "
+    "PET_MASTER_PORT): start the script by `torchrun` or `pydist run`, which read them, on every "
+    "node."
 )
 
 # What is asked once no launcher was understood. See Note [Signs of other processes].
@@ -212,6 +223,10 @@ _SIGNS = (
     _Sign("MPIRUN_RANK", "MPIRUN_NPROCS"),
     _Sign("MP_CHILD", "MP_PROCS"),
     _Sign("PMIX_RANK"),
+    _Sign("OMPI_COMM_WORLD_LOCAL_RANK"),
+    _Sign("MV2_COMM_WORLD_LOCAL_RANK"),
+    _Sign("MPI_LOCALRANKID"),
+    _Sign("PMI_LOCAL_RANK"),
     _Sign("HOROVOD_RANK", "HOROVOD_SIZE"),
     _Sign("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
     _Sign("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"),
@@ -294,7 +309,20 @@ def _launcher(env: dict[str, str]) -> _Launcher | None:
     for launcher in (_HOROVODRUN, _SKYPILOT):
         if sets(launcher):
             return launcher
+    if sets(_KUBEFLOW) and _is_process_of_node(env):
+        env["MASTER_ADDR"] = env["PET_MASTER_ADDR"]
+        env["MASTER_PORT"] = env.get("PET_MASTER_PORT", "29500")  # torchrun's default
+        return _KUBEFLOW
     return None
+
+
+def _is_process_of_node(env: Mapping[str, str]) -> bool:
+    """Whether PET_* variables say all that torchrun needs, and one process on each node."""
+    return (
+        env.get("PET_NPROC_PER_NODE", "1") == "1"
+        and env.get("PET_NNODES", "").isdecimal()
+        and "PET_MASTER_ADDR" in env
+    )
 
 
 def _incomplete(found: list[str], missing: list[str]) -> InvalidUsage:
@@ -360,6 +388,13 @@ def _doubt(env: Mapping[str, str]) -> str:
                 f"{planned}={env[planned]} is set, but {start} has not started this process, so it "
                 f"trains alone: start the script by {start} if several processes are meant, or "
                 "set RANK=0 WORLD_SIZE=1 if this one is."
+            )
+    for index, manager in (("JOB_COMPLETION_INDEX", "Kubernetes"), ("VC_TASK_INDEX", "Volcano")):
+        if index in env:
+            return (
+                f"{index}={env[index]} is set by {manager}, which may have started more processes, "
+                "but no rank, so this one trains alone: set RANK, WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT if they are to train together, or RANK=0 WORLD_SIZE=1 if not."
             )
     return ""
 

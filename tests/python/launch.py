@@ -97,6 +97,8 @@ _LAUNCHER_PREFIXES = (
     "PET_",
     "SM_HOSTS",
     "AWS_BATCH_JOB_",
+    "JOB_COMPLETION_",
+    "VC_TASK_",
 )
 _LAUNCHER_NAMES = (
     "RANK",

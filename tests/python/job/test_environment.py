@@ -87,6 +87,13 @@ SKYPILOT = {
     "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
     "SKYPILOT_TASK_ID": "sky-2026-11-01-03-30-45-123456_cluster_id-1",
 }
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
 TORCHRUN = {
     "RANK": "2",
     "WORLD_SIZE": "4",
@@ -160,6 +167,22 @@ def test_skypilot_is_a_process_on_each_node() -> None:
     assert place(read_placement({**alone, "SKYPILOT_NUM_NODES": "1"})) == (0, 1, 0, 1)
 
 
+def test_kubeflow_is_a_process_on_each_node() -> None:
+    placement = read_placement(KUBEFLOW)
+    assert place(placement) == (1, 2, None, None)
+    assert placement.rendezvous == Rendezvous("job-node-0-0.job", 29400)
+    defaults = {
+        n: v for n, v in KUBEFLOW.items() if n not in ("PET_NPROC_PER_NODE", "PET_MASTER_PORT")
+    }
+    assert place(read_placement(defaults)) == (1, 2, None, None)
+    assert read_placement(defaults).rendezvous == Rendezvous("job-node-0-0.job", 29500)
+    # A task may call another launcher; torchrun reads these variables itself.
+    assert place(read_placement({**KUBEFLOW, **TORCHRUN})) == (2, 4, 0, 2)
+    assert place(read_placement({**KUBEFLOW, **OPEN_MPI})) == (1, 2, 1, 2)
+    with pytest.raises(InvalidUsage, match="PET_NODE_RANK=2 and PET_NNODES=2"):
+        read_placement({**KUBEFLOW, "PET_NODE_RANK": "2"})
+
+
 @pytest.mark.parametrize("launcher", [MVAPICH, FLUX, HOROVODRUN], ids=["mvapich", "flux", "hvd"])
 def test_launchers_of_several_hosts_ask_for_a_meeting_place(launcher: dict[str, str]) -> None:
     names = [name for name in launcher if name.endswith("_SIZE") and "LOCAL" not in name]
@@ -182,7 +205,14 @@ def test_launchers_of_several_hosts_ask_for_a_meeting_place(launcher: dict[str, 
         {"SKYPILOT_NODE_RANK": "0"},
         {"AWS_BATCH_JOB_NODE_INDEX": "0", "AWS_BATCH_JOB_NUM_NODES": "2"},
         {"SM_HOSTS": '["algo-1", "algo-2"]'},
-        {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"},
+        {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        {"MV2_COMM_WORLD_LOCAL_RANK": "0"},
+        {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+        {"PMI_LOCAL_RANK": "1"},
+        {**KUBEFLOW, "PET_NPROC_PER_NODE": "2"},
+        {**KUBEFLOW, "PET_NPROC_PER_NODE": "auto"},
+        {**KUBEFLOW, "PET_NNODES": "1:2"},
+        {"PET_NNODES": "2", "PET_NODE_RANK": "1"},
         {"PET_NNODES": "1:4"},
         {"PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"},
         {"NODE_RANK": "1", "MASTER_ADDR": "a"},
@@ -307,6 +337,8 @@ def test_a_slurm_shell_is_no_rank(change: dict[str, str]) -> None:
         ({**SRUN, "SLURM_STEP_ID": ""}, "SLURM_NTASKS=8"),
         ({"SLURM_JOB_ID": "77", "SLURM_NNODES": "4"}, "SLURM_NNODES=4"),
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "JOB_COMPLETION_INDEX=3"),
+        ({"VC_TASK_INDEX": "0"}, "VC_TASK_INDEX=0"),
     ],
 )
 def test_planned_processes_that_nobody_started_are_a_doubt(
