@@ -6,17 +6,21 @@ state. Under the wrapped module's own names the first selects nothing and the se
 neither with an error. Names have to be plain strings all the same, because they become keys of
 files that are read elsewhere. So the code that asks for them is looked at instead, once for each
 place: the loop or the comprehension over the names, what follows in the same function, and the
-functions that the loop calls.
+functions that the loop calls or that are handed the names. Variables, attributes and items count by
+what they hold at that time, be it a string, strings, or a compiled pattern.
 """
 
 from __future__ import annotations
 
 import dis
+import re
 import sys
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,7 +72,7 @@ def warn_of_prefix(method: str) -> None:
     if frame.f_lasti in places:
         return
     places.add(frame.f_lasti)
-    line = _line_of_use(frame, cuts=method == "state_dict")
+    line = _line_of_use(frame, is_state=method == "state_dict")
     if line is None:
         return
     warnings.warn(
@@ -82,22 +86,43 @@ def warn_of_prefix(method: str) -> None:
     )
 
 
-def _line_of_use(frame: types.FrameType, *, cuts: bool) -> int | None:
+def _line_of_use(frame: types.FrameType, *, is_state: bool) -> int | None:
     """The line that looks for the prefix, in what follows the call at which a frame stands."""
     code, last, line = frame.f_code, frame.f_lasti, frame.f_lineno
-    instructions = [i for i in dis.get_instructions(code) if i.opname not in _NOTHING]
+    instructions = _of(code)
     after = [i for i in instructions if i.offset > last]
-    if (found := _search(after, frame, cuts=cuts)) is not None:
-        return found or line
     inside = _loop(after)
     end = max([line, *(n for i in inside if (n := _line(i)) is not None)])
-    for inner in _inline(code, line - _LINES_BEFORE, end):
-        if (found := _search(_of(inner), frame, cuts=cuts)) is not None:
-            return found or line
-    for function in _called(frame, inside):
-        if (found := _search(_of(function.__code__), frame, cuts=cuts)) is not None:
+    # What comes after the loop may be about anything, but what is cut off is keys of a state.
+    own = ChainMap(frame.f_locals, frame.f_globals)
+    places = [_Place(after, own, cuts=is_state), _Place(inside, own, is_of_names=True)]
+    places += [
+        _Place(_of(inner), own, is_of_names=True)
+        for inner in _inline(code, line - _LINES_BEFORE, end)
+    ]
+    handed = _of_statement(instructions, last) + _handed(after)
+    for function in _called(own, inside + handed):
+        called = function.__code__
+        lines = [number for _, _, number in called.co_lines() if number]
+        places += [
+            _Place(_of(each), function.__globals__, is_of_names=True)
+            for each in (called, *_inline(called, min(lines, default=0), max(lines, default=0)))
+        ]
+    for place in places:
+        if (found := _search(place)) is not None:
             return found or line
     return None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Instructions that may use the names."""
+
+    instructions: list[dis.Instruction]
+    variables: Mapping[str, Any]
+    # Whether that is what they are there for: a prefix among several strings counts, too.
+    is_of_names: bool = False
+    cuts: bool = True
 
 
 _NOTHING = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME", "NOT_TAKEN"}
@@ -122,6 +147,27 @@ def _loop(after: list[dis.Instruction]) -> list[dis.Instruction]:
     return []
 
 
+def _of_statement(instructions: list[dis.Instruction], last: int) -> list[dis.Instruction]:
+    """What a statement does before the call at which it stands: it may hand the names on."""
+    begun: list[dis.Instruction] = []
+    for instruction in instructions:
+        if instruction.offset >= last:
+            break
+        ends = instruction.opname.startswith(("STORE_", "POP_", "RETURN_", "FOR_ITER"))
+        begun = [] if ends else [*begun, instruction]
+    return begun
+
+
+def _handed(after: list[dis.Instruction]) -> list[dis.Instruction]:
+    """What stands before the variable that has the names, where that is used again."""
+    stored = next((i.argval for i in after[:8] if i.opname.startswith("STORE_")), None)
+    found: list[dis.Instruction] = []
+    for position, instruction in enumerate(after):
+        if instruction.opname.startswith("LOAD_") and instruction.argval == stored:
+            found += after[max(0, position - 6) : position]
+    return found
+
+
 def _inline(code: types.CodeType, first: int, last: int) -> Iterator[types.CodeType]:
     """Comprehensions and lambdas between two lines."""
     for constant in code.co_consts:
@@ -131,30 +177,35 @@ def _inline(code: types.CodeType, first: int, last: int) -> Iterator[types.CodeT
             yield from _inline(constant, first, last)
 
 
-def _called(frame: types.FrameType, body: list[dis.Instruction]) -> Iterator[types.FunctionType]:
-    """The functions of Python that a loop's body has names of."""
+def _called(
+    variables: Mapping[str, Any], body: list[dis.Instruction]
+) -> Iterator[types.FunctionType]:
+    """The functions of Python that some instructions have names of."""
     for name in dict.fromkeys(i.argval for i in body if i.opname.startswith(("LOAD_", "CALL_"))):
         if not isinstance(name, str):
             continue
-        value: Any = frame.f_locals.get(name, frame.f_globals.get(name))
+        value: Any = variables.get(name)
         if value is None:  # a method
-            value = getattr(type(frame.f_locals.get("self")), name, None)
+            value = getattr(type(variables.get("self")), name, None)
         if isinstance(value, types.FunctionType):
             yield value
 
 
-def _search(
-    instructions: list[dis.Instruction], frame: types.FrameType, *, cuts: bool
-) -> int | None:
+def _search(place: _Place) -> int | None:
     """The line of the first instruction that selects by the prefix; 0 where that is not known."""
+    instructions, variables, cuts = place.instructions, place.variables, place.cuts
+    held: Any = None
     line = 0
     for position, instruction in enumerate(instructions):
         line = _line(instruction) or line
         before = instructions[position - 1] if position else None
         behind = instructions[position + 1 : position + 4]
-        if _has_prefix(instruction, frame) and _selects(before, behind, instructions):
+        if _has_prefix(instruction, variables) and _selects(before, behind, instructions):
             return line
-        if cuts and _is_cut(instruction, before, behind, frame):
+        held = _held(instruction, before, held, variables)
+        if place.is_of_names and _is_of_prefixes(held):
+            return line
+        if cuts and _is_cut(instruction, before, behind, variables):
             return line
         if cuts and _is_cut_at_dot(instruction, instructions[position + 1 : position + 8]):
             return line
@@ -164,15 +215,56 @@ def _search(
 _VARIABLES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL")
 
 
-def _has_prefix(instruction: dis.Instruction, frame: types.FrameType) -> bool:
-    """Whether a constant, or a variable of the caller's with its value of now, has the prefix."""
+def _has_prefix(instruction: dis.Instruction, variables: Mapping[str, Any]) -> bool:
+    """Whether a constant, or a variable with its value of now, has the prefix."""
     value = instruction.argval
-    if instruction.opname.startswith(_VARIABLES) and isinstance(value, str):
-        value = frame.f_locals.get(value, frame.f_globals.get(value))
+    if instruction.opname.startswith(_VARIABLES):
+        value = variables.get(value)
     elif not instruction.opname.startswith("LOAD_CONST"):
         return False
     items = value if isinstance(value, (tuple, frozenset)) else (value,)
-    return any(isinstance(item, str) and item.startswith(_BEGINNINGS) for item in items)
+    return any(_begins_with_prefix(item) for item in items)
+
+
+def _begins_with_prefix(item: object) -> bool:
+    return isinstance(item, str) and item.startswith(_BEGINNINGS)
+
+
+def _held(
+    instruction: dis.Instruction,
+    before: dis.Instruction | None,
+    held: Any,
+    variables: Mapping[str, Any],
+) -> Any:
+    """What an instruction loads, where that is a variable, or in one: `cfg.frozen["names"]`.
+
+    Args:
+        held: What the instruction before has loaded.
+    """
+    name = instruction.argval
+    if instruction.opname.startswith(_VARIABLES):
+        return variables.get(name)
+    if instruction.opname.startswith("LOAD_ATTR") and isinstance(name, str):
+        # Nothing of the program's is run for this.
+        return getattr(held, "__dict__", {}).get(name)
+    if instruction.opname.startswith("LOAD_CONST"):
+        return held  # the key
+    if instruction.opname.startswith("BINARY_") and before is not None and type(held) is dict:
+        return held.get(before.argval) if isinstance(before.argval, str) else None
+    return None
+
+
+# Longer ones are data, and not what somebody has written down to select by.
+_MOST_PREFIXES = 1000
+
+
+def _is_of_prefixes(held: object) -> bool:
+    """Whether something is a list of strings with the prefix, or a pattern that begins with it."""
+    if isinstance(held, re.Pattern):
+        return _begins_with_prefix(held.pattern)
+    if type(held) not in (list, tuple, set, frozenset, dict) or len(held) > _MOST_PREFIXES:  # type: ignore[arg-type]
+        return False
+    return any(map(_begins_with_prefix, held))  # type: ignore[call-overload]
 
 
 def _selects(
@@ -196,7 +288,7 @@ def _is_cut(
     instruction: dis.Instruction,
     before: dis.Instruction | None,
     behind: list[dis.Instruction],
-    frame: types.FrameType,
+    variables: Mapping[str, Any],
 ) -> bool:
     """Whether the first seven characters of something are cut off: `key[7:]`."""
     length = len(_PREFIX)
@@ -205,7 +297,7 @@ def _is_cut(
     is_length = instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
     is_length = is_length and instruction.argval == length
     if not is_length and instruction.opname.startswith("CALL") and before is not None:
-        is_length = _has_prefix(before, frame)  # len("module.")
+        is_length = _has_prefix(before, variables)  # len("module.")
     ends = [i.opname for i in behind[:2]]
     return (
         is_length
@@ -232,5 +324,8 @@ def _is_cut_at_dot(instruction: dis.Instruction, behind: list[dis.Instruction]) 
         if following.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
             constants.append(following.argval)
         elif following.opname.startswith(("BINARY_", "BUILD_SLICE")):
+            is_part = instruction.argval == "split" and constants[:1] == ["."]
+            if is_part and len(constants) == 2 and type(constants[1]) is int:
+                return constants[1] > 0
             return constants in _CUTS_AT_DOT.get(instruction.argval, [])
     return False

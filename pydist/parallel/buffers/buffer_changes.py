@@ -39,20 +39,24 @@ from torch import Tensor
 from pydist import _native
 from pydist._torch import is_of_functorch, runs_uncompiled_throughout, version_of
 from pydist.job import membership
+from pydist.parallel.buffers.buffer_values import BufferValues
 
 # Of the buffers that a warning names, with their digests.
 _MOST_NAMES = 16
 
 
 class BufferChanges:
-    """Compares the versions of one rank's buffers with what they were after the last exchange.
+    """Compares one rank's buffers with what they were after the last exchange.
 
-    What is written past torch's version counters is not seen: by `buffer.data.fill_(...)`, NumPy,
-    and what the kernels of BatchNorm write into running statistics (see `running_statistics`).
+    By the versions that torch counts and, where something is written past those, by values. Of
+    running statistics, see `running_statistics`.
 
     Attributes:
         reducer: It has the next round; None before there is any.
+        values: Of the buffers; set before they are noted.
     """
+
+    values: BufferValues
 
     def __init__(self) -> None:
         self.reducer: weakref.ref[_native.Reducer] | None = None
@@ -71,6 +75,7 @@ class BufferChanges:
         if not self._has_warned:
             self._untold.clear()
             self._told.clear()
+            self.values.note_exchanged()
             self._note_marks(buffers)
 
     def before_forward(
@@ -110,6 +115,7 @@ class BufferChanges:
         finally:
             left = buffers()
             if has_looked and all(isinstance(buffer, Tensor) for buffer in left):
+                self.values.note(left)
                 self._note_marks(left)
 
     def _look(self, buffers: Sequence[Tensor], exchanged: Sequence[Tensor]) -> bool:
@@ -121,7 +127,9 @@ class BufferChanges:
             for number, (buffer, known, mark) in enumerate(
                 zip(buffers, self._noted, self._marks, strict=True)
             )
-            if known() is not buffer or _mark_of(buffer) != mark
+            if known() is not buffer
+            or _mark_of(buffer) != mark
+            or self.values.has_changed(number, buffer)
         ]
         if not changed:
             return True
@@ -133,6 +141,7 @@ class BufferChanges:
                 self._untold.pop(number, None)  # no forward that trains has seen it otherwise
             else:
                 self._untold[number] = _digest(value)
+        self.values.note(buffers)
         self._note_marks(buffers)
         return True
 

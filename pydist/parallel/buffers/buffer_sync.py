@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pydist._torch import NormBase, buffers_of, runs_uncompiled, runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
 from pydist.parallel.buffers.buffer_changes import BufferChanges
+from pydist.parallel.buffers.buffer_values import BufferValues
 from pydist.parallel.buffers.running_statistics import RunningStatistics
 from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.sync_batch_norm import SyncBatchNorm
@@ -86,6 +87,11 @@ class BufferSync:
             self._places.append(place)
         self._watched_places = [self._places[number] for number in self._watched]
         self._watched_names = [self._owners[number][0] for number in self._watched]
+        owners = [self._owners[number] for number in self._watched]
+        self.changes.values = BufferValues(
+            self._watched_places,
+            [not _is_statistic(owner, attribute) for _, owner, attribute in owners],
+        )
         self.statistics = RunningStatistics(
             {
                 name.rpartition(".")[0] or type(owner).__name__: owner
@@ -101,6 +107,7 @@ class BufferSync:
     def forget(self) -> None:
         """Lets the next averaged backward copy the buffers, whether they change or not."""
         self.memory.fill_(255)  # what hardly any buffer is: not a number, and no truth value
+        self.changes.values.forget()
 
     def _watched_now(self) -> list[Any]:
         """The buffers that the module has now in the places whose changes count."""

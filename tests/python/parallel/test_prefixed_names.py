@@ -140,7 +140,81 @@ def cut_by_a_length(model: Any) -> None:
         state[key[len("module.") :]] = value
 
 
+def select_by_a_list(model: Any) -> None:
+    frozen = ["module.0", "module.1"]
+    for name, parameter in model.named_parameters():
+        if any(name.startswith(prefix) for prefix in frozen):
+            parameter.requires_grad_(False)
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.frozen = {"module.0.weight"}
+        self.table = {"rates": {"module.2.head": 0.1, "other": 1.0}}
+
+
+def select_by_a_setting(model: Any) -> None:
+    settings = Settings()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in settings.frozen)
+
+
+def select_by_a_table(model: Any) -> None:
+    settings = Settings()
+    rates = []
+    for name, _ in model.named_parameters():
+        for prefix, rate in settings.table["rates"].items():
+            if name.startswith(prefix):
+                rates.append(rate)
+
+
+HEADS = re.compile(r"^module\.2\.head")
+
+
+def select_by_a_pattern(model: Any) -> None:
+    _ = [parameter for name, parameter in model.named_parameters() if HEADS.match(name)]
+
+
+def select_by_names_of_the_module(model: Any) -> None:
+    _ = [parameter for name, parameter in model.named_parameters() if name in NAMES]
+
+
+NAMES = {"module.0.weight": 1.0}
+
+
+def groups_of(named: Any) -> list[Any]:
+    return [parameter for name, parameter in named if name.startswith("module.0.")]
+
+
+def hand_names_on(model: Any) -> None:
+    _ = groups_of(model.named_parameters())
+
+
+def hand_names_on_later(model: Any) -> None:
+    named = list(model.named_parameters())
+    print(len(named))
+    _ = groups_of(named)
+
+
+def take_the_second_part(model: Any) -> None:
+    _ = {name.split(".")[1] for name, _ in model.named_parameters()}
+
+
+def cut_names(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.label = name[7:]
+
+
 SELECTING = [
+    select_by_a_list,
+    select_by_a_setting,
+    select_by_a_table,
+    select_by_a_pattern,
+    select_by_names_of_the_module,
+    hand_names_on,
+    hand_names_on_later,
+    take_the_second_part,
+    cut_names,
     freeze_in_a_loop,
     select_in_a_comprehension,
     select_in_a_generator,
@@ -181,7 +255,8 @@ def test_selecting_by_the_prefix_warns_once(one: Ranks, function: Callable[[Any]
     found = re.match(r"line (\d+) of (\S+) looks for names that begin with 'module\.'", message)
     assert found is not None
     line = Path(__file__).read_text().splitlines()[int(found[1]) - 1]
-    assert any(sign in line for sign in ("module", "prefixes", "[7:]", "split", "partition")), line
+    signs = ("module", "prefix", "[7:]", "split", "partition", "frozen", "table", "HEADS", "NAMES")
+    assert any(sign in line for sign in signs), line
 
 
 # --- what does not -------------------------------------------------------------------------------
@@ -216,6 +291,15 @@ def speak_of_modules(model: Any) -> None:
     _ = [str(v)[7:] for v in model.parameters()]
 
 
+def use_lists_without_a_prefix(model: Any) -> None:
+    names, pattern = ["0.", "a module.x"], re.compile(r"\d+\.weight")
+    for name, parameter in model.named_parameters():
+        if name in names or pattern.match(name) or name.split(".")[0] == "2":
+            parameter.requires_grad_(False)
+    loaded = {"module.0.weight": torch.ones(2)}
+    _ = load_what_torch_has_saved(loaded)
+
+
 def ask_for_no_names(model: Any) -> None:
     torch.optim.SGD(model.parameters(), lr=0.1)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -225,7 +309,14 @@ def ask_for_no_names(model: Any) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [use_plain_names, take_a_prefix_off, put_a_prefix_on, speak_of_modules, ask_for_no_names],
+    [
+        use_plain_names,
+        take_a_prefix_off,
+        put_a_prefix_on,
+        speak_of_modules,
+        use_lists_without_a_prefix,
+        ask_for_no_names,
+    ],
     ids=lambda function: function.__name__,
 )
 def test_other_uses_of_names_do_not_warn(one: Ranks, function: Callable[[Any], None]) -> None:

@@ -57,12 +57,28 @@ def load_state(module: Tempered, value: float) -> None:
     module.load_state_dict({**state, "temperature": torch.full_like(module.temperature, value)})
 
 
+def set_past_autograd(module: Tempered, value: float) -> None:
+    module.temperature.data.fill_(value)
+
+
+def set_by_numpy(module: Tempered, value: float) -> None:
+    module.temperature.numpy()[:] = value
+
+
 def reset_statistics(module: Tempered, value: float) -> None:
     if value:
         module.norm.reset_running_stats()
 
 
-WAYS = {f.__name__: f for f in (set_in_place, set_by_assignment, load_state, reset_statistics)}
+ALL_WAYS = (
+    set_in_place,
+    set_by_assignment,
+    load_state,
+    reset_statistics,
+    set_past_autograd,
+    set_by_numpy,
+)
+WAYS = {f.__name__: f for f in ALL_WAYS}
 
 
 def change_between_steps(way: str, who: str, when: int) -> list[str]:
@@ -99,7 +115,9 @@ def named_by(told: list[list[str]]) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("when", [0, 2])
-@pytest.mark.parametrize("way", ["set_in_place", "set_by_assignment", "load_state"])
+@pytest.mark.parametrize(
+    "way", ["set_in_place", "set_by_assignment", "load_state", "set_past_autograd", "set_by_numpy"]
+)
 @pytest.mark.parametrize("who", ["first", "last"])
 def test_a_buffer_changed_on_one_rank_warns_all(
     three: Ranks, way: str, who: str, when: int
@@ -204,6 +222,8 @@ def test_a_buffer_changed_alike_on_all_ranks_warns_nobody(three: Ranks, way: str
 OTHER_THAN_IN_TORCH = (
     "plainly",
     "by other memory",
+    "by .data",
+    "by .data before one without gradients",
     "two forwards",
     "under no_sync",
     "before one without gradients",
@@ -225,6 +245,8 @@ def change_before_a_forward(kind: str) -> tuple[list[float], list[float], int]:
             for step in range(3):
                 if step == 1 and rank == 0 and kind == "by other memory":
                     module.temperature.data = torch.full((1,), 2.0, dtype=torch.float64)
+                elif step == 1 and rank == 0 and "by .data" in kind:
+                    module.temperature.data.fill_(2.0)
                 elif step == 1 and rank == 0 and kind not in SAME_AS_IN_TORCH:
                     module.temperature.fill_(2.0)
                 if kind == "two forwards":
@@ -233,7 +255,7 @@ def change_before_a_forward(kind: str) -> tuple[list[float], list[float], int]:
                     net(batch(rank, 5, 4, step=step))
                 elif kind == "update_bn":
                     update_bn([batch(rank, 5, 4, step=step + i) for i in range(2)], net)
-                elif kind in ("in eval", "in training", "before one without gradients"):
+                elif kind.endswith(("in eval", "in training", "before one without gradients")):
                     net.train(kind != "in eval")
                     with torch.no_grad():
                         net(batch(rank, 5, 4, step=step))
@@ -257,6 +279,43 @@ def test_where_forwards_differ_from_torch_a_warning_says_so(three: Ranks, kind: 
     differ = any(ours != pytest.approx(theirs, rel=1e-9) for ours, theirs, _ in found)
     assert {warned for _, _, warned in found} == {int(differ)}
     assert differ == (kind not in SAME_AS_IN_TORCH)
+
+
+class Quantized(nn.Module):
+    """Moves codes in each forward, as codebooks do, past torch's version counters."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4, dtype=torch.float64)
+        self.register_buffer("codes", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("large", torch.zeros(300_000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.codes.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        out: Tensor = self.fc(x) - self.codes.clone()
+        return out.square().mean()
+
+
+def move_codes_in_forward() -> list[str]:
+    rank, size = joined()
+    model = pydist.DataParallel(Quantized())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if rank == 0:
+                with torch.no_grad():
+                    model(batch(rank, 5, 4, step=step + 1))
+            if step == 3 and rank == size - 1:
+                model.module.large.data[0] += 1
+            model(batch(rank, 5, 4, step=step)).backward()
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_a_forward_writes_past_version_counters_is_no_change(three: Ranks) -> None:
+    told = three.run(move_codes_in_forward, timeout=LIMIT_S)
+    assert [list(names) for names in named_by(told)] == [[], [], ["large"]]
 
 
 def run_forward_twice() -> None:
