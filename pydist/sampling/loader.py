@@ -403,6 +403,7 @@ def _prepared(
     made: type[PreparedLoader[T]] = PreparedLoader
     if kind is not DataLoader:
         made = type(f"Prepared{kind.__name__}", (PreparedLoader, kind), {"_kind": kind})
+    _sampler_of(source).keep_attendance()
     prepared: PreparedLoader[T] = made.__new__(made)
     prepared.__dict__.update(loader.__dict__)
     batch_size = loader.batch_size

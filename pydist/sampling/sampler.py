@@ -14,6 +14,7 @@ from pydist.job import membership
 from pydist.job.arguments import a_type
 from pydist.job.launchers import read_placement
 from pydist.sampling.agreed_seed import SeedChoice
+from pydist.sampling.attendance import Attendance
 from pydist.sampling.audit import Ledger
 from pydist.sampling.epoch_pass import EpochPass
 from pydist.sampling.order import Order, Sequential, Shuffled, sample_count
@@ -114,6 +115,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         self.shuffle = shuffle
         self.seed = whole_number("seed", seed, -(2**63), 2**64)
         self._choice: SeedChoice | None = None
+        self._attendance: Attendance | None = None
         if order is None:
             make = Shuffled if shuffle else Sequential
             order = make(self._dataset_length)
@@ -297,6 +299,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         )
         if is_counted:
             self._open.append(self._pass)
+        if self._attendance is not None:
+            self._attendance.begin()
         return self._pass
 
     def begin_epoch(self, *, is_counted: bool = False) -> EpochPass:
@@ -315,6 +319,11 @@ class DistributedSampler(distributed.DistributedSampler[int]):
     def seed_by(self, choice: SeedChoice) -> None:
         """Leaves the seed to the first iteration."""
         self.seed, self._choice = None, choice
+
+    def keep_attendance(self) -> None:
+        """Warns from now on where other ranks leave their share out. Every rank calls it."""
+        if self.num_replicas > 1 and self._attendance is None:
+            self._attendance = Attendance(self.rank, self.num_replicas)
 
     def settle_seed(self) -> int:
         """The seed, which the ranks agree on if they have not yet; see `SeedChoice.settle`."""
@@ -419,6 +428,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         # Of two iterators over the same epoch only one moves on.
         if self._epoch == finished.epoch:
             self._epoch, self._start, self._start_batch = finished.epoch + 1, 0, 0
+        if self._attendance is not None:
+            self._attendance.end()
 
     def _check_unchanged(self) -> None:
         length = sample_count(self.dataset)

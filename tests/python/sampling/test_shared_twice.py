@@ -1,17 +1,19 @@
 """Libraries that share out samples meet what is shared out already: they are refused, or leave it.
 
 The libraries' ways are written out by hand, as far as they touch loaders. Accelerate wraps the
-batch sampler. Lightning and Ray put in a DistributedSampler, unless they find one. Some wrap the
-sampler into a data set, so as to put a DistributedSampler over that.
+batch sampler, or reads on one rank and sends each a part. Lightning and Ray put in a
+DistributedSampler, unless they find one. Some wrap the sampler into a data set, so as to put a
+DistributedSampler over that.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from launch import run_ranks
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from launch import Ranks, run_ranks
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 from torch.utils.data import DistributedSampler as TorchSampler
 
 import pydist
@@ -319,3 +321,44 @@ def test_shares_of_shares_may_be_what_is_meant() -> None:
     results = run_ranks(share_by_hosts, 4)
     assert results[0] == results[1] == [[0, 2], [8, 10], [16, 18]]
     assert results[2] == results[3] == [[1, 3], [9, 11], [17, 19]]
+
+
+# --- one rank reads for all ----------------------------------------------------------------------
+
+
+def dispatch(how: str) -> tuple[int, list[str]]:
+    """What rank 0 has read, where it reads for all as a library does that dispatches batches."""
+    pydist.init()
+    rank = pydist.rank()
+    plain = DataLoader(TensorDataset(torch.arange(24)), batch_size=4)
+    loader: Any = pydist.prepare(plain, seed=3 if "seed" in how else None)
+    made = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
+    read = made if how == "of its sampler" else loader
+    count = 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if rank == 0 or how == "all":
+                count += sum(len(batch) for (batch,) in read)
+            pydist.barrier()
+    return count, [str(warning.message) for warning in caught]
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("how", ["of its sampler", "of the loader", "with a seed", "all"])
+def test_ranks_that_never_begin_are_told_of(three: Ranks, how: str) -> None:
+    found = three.run(dispatch, how, timeout=30)
+    assert found[0][0] == 2 * 8
+    told = [messages for _, messages in found]
+    if how == "all":
+        assert told == [[], [], []]
+        return
+    assert told[1:] == [[], []]
+    assert len(told[0]) == 1
+    assert "ranks 1, 2 of 3 did not begin" in told[0][0]
+    assert "dispatch_batches=True" in told[0][0]
