@@ -74,6 +74,27 @@ def shuffled_epochs_share_all_samples(lib: Library, record: Record) -> None:
 
 
 @program()
+def an_epoch_that_is_set_after_the_iterator(lib: Library, record: Record) -> None:
+    # As Lightning's loops: iter, set_epoch, next. The first batch decides.
+    data = dataset(2 * ROWS)
+    sampler = lib.DistributedSampler(data, shuffle=True, seed=3)
+    loader = DataLoader(data, ROWS // lib.world_size, sampler=sampler)
+    orders: dict[int, list[Any]] = {}
+    for epoch in (0, 1, 0):
+        batches = iter(loader)
+        sampler.set_epoch(epoch)
+        inputs = torch.cat([inputs for inputs, _ in batches])
+        whole = [torch.empty_like(inputs) for _ in range(dist.get_world_size())]
+        dist.all_gather(whole, inputs)
+        orders.setdefault(epoch, []).append(torch.cat(whole))
+    first, again = orders[0]
+    other = orders[1][0]
+    record(rows=len(other), again=torch.equal(first, again), anew=not torch.equal(first, other))
+    everything = [torch.sort(rows.flatten()).values for rows in (first, other)]
+    record(samples=everything)
+
+
+@program()
 def a_loader_with_workers(lib: Library, record: Record) -> None:
     data = dataset(2 * ROWS)
     sampler = lib.DistributedSampler(data, shuffle=False)

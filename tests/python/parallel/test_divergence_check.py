@@ -131,6 +131,35 @@ def test_buffers_that_each_rank_has_alone_are_not_compared() -> None:
     assert run_ranks(buffers_of_each, 2) == ["trained", "trained"]
 
 
+def ignore_some() -> tuple[list[float], str]:
+    """Trains with a parameter and a buffer of this rank's own; says what the comparison found."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    pydist.init()
+    with torch.no_grad():
+        net[0].bias.fill_(pydist.rank())
+        net[1].running_mean.fill_(pydist.rank())
+    own = ["0.bias", "1.running_mean"]
+    pydist.DataParallel._set_params_and_buffers_to_ignore_for_model(net, own)
+    model = pydist.DataParallel(net, check_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, optimizer, 3)
+    kept = net[0].bias.tolist()
+    with torch.no_grad():
+        net[2].bias += pydist.rank()  # which is compared
+    with pytest.raises(pydist.Mismatch) as raised:
+        train(model, optimizer, 1)
+    return kept, str(raised.value)
+
+
+def test_what_is_ignored_is_not_compared() -> None:
+    (first, told), (second, also_told) = run_ranks(ignore_some, 2)
+    assert first != second
+    assert told == also_told
+    assert "parameter 2.bias of rank 1" in told
+    assert "1 of 7 tensors" in told
+
+
 def evaluate_alone() -> str:
     model = model_of(check_every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
