@@ -96,6 +96,7 @@ def test_the_columns_are_those_of_nccl_tests(bench: Bench) -> None:
     assert all(len(x) == 5 + 2 * len(columns) for x in lines)
 
 
+@pytest.mark.thorough
 def test_sums_over_three_ranks_on_symmetric_memory(bench: Bench, tmp_path: Path) -> None:
     results = tmp_path / "r.json"
     done = bench(
@@ -240,6 +241,7 @@ def test_interruption_leaves_what_was_measured(tmp_path: Path) -> None:
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     results = tmp_path / "r.json"
     process = start(*("all_reduce", "-b", "8", "-e", "64K", "-i", "4", *QUICK, "-J", str(results)))

@@ -15,6 +15,7 @@ from saved_training import (
     Training,
     assert_same,
 )
+from thorough import everyday
 from torch import Tensor
 from training import joined
 
@@ -91,7 +92,7 @@ def test_resume_in_16_bits_keeps_masters(four: Ranks, tmp_path: Path) -> None:
     four.run(resume, str(tmp_path), pairs, "bfloat16", 10, timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("is_from_eight", [True, False])
+@pytest.mark.parametrize("is_from_eight", everyday(True, thorough=(False,)))
 def test_resume_from_and_on_eight(tmp_path: Path, is_from_eight: bool) -> None:
     if is_from_eight:
         pairs = [(8, STAGE_2, 8, STAGE_2), (8, STAGE_2, 4, WHOLE), (8, STAGE_2, 4, STAGE_1)]

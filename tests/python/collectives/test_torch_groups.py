@@ -82,7 +82,7 @@ sys.stdout.write(f"ended {rank}\\n")
 
 
 @pytest.mark.parametrize("life", everyday("ends with the script", thorough=("held to the end",)))
-@pytest.mark.parametrize("what", ["broadcast", "work under way"])
+@pytest.mark.parametrize("what", everyday("broadcast", thorough=("work under way",)))
 def test_a_script_may_end_without_destroying_its_group(
     tmp_path: Path, what: str, life: str
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from evaluated import CLASSES, SAMPLES, Job, data, measure, measures, network
 from launch import Ranks
+from thorough import everyday
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -202,7 +203,11 @@ def test_one_rank_computes_what_torch_does(alone: dict[str, Job]) -> None:
     assert repr(alone["evaluate_in_every_way"]["0 samples"]["accuracy"]) == "nan"
 
 
-@pytest.fixture(scope="module", params=[(2, "native"), (3, "gloo"), (4, "native")], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=everyday((3, "native"), thorough=((2, "native"), (3, "gloo"), (4, "native"))),
+    ids=str,
+)
 def everybody(request: pytest.FixtureRequest) -> list[dict[str, Job]]:
     nprocs, backend = request.param
     with Ranks(nprocs, {"PYDIST_BACKEND": backend}) as ranks:

@@ -428,7 +428,7 @@ def train_compiled(is_wrapped_first: bool, backend: str) -> None:
 
 
 # A first compilation imports much, on all ranks at once.
-@pytest.mark.parametrize("is_wrapped_first", [True, False])
+@pytest.mark.parametrize("is_wrapped_first", everyday(False, thorough=(True,)))
 @pytest.mark.timeout(100)
 def test_compiled_models(ranks: Ranks, is_wrapped_first: bool) -> None:
     ranks.run(train_compiled, is_wrapped_first, "aot_eager", timeout=90)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import rank_outcomes, run_command, run_ranks
+from thorough import everyday
 from torch import nn
 
 import pydist
@@ -360,7 +361,7 @@ pydist.barrier()
 """
 
 
-@pytest.mark.parametrize("launcher", ["pydist", "torch.distributed.run"])
+@pytest.mark.parametrize("launcher", everyday("pydist", thorough=("torch.distributed.run",)))
 def test_the_launcher_reports_the_cause_and_not_its_echoes(tmp_path: Path, launcher: str) -> None:
     script = tmp_path / "fails.py"
     script.write_text(SCRIPT)

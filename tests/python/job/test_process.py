@@ -301,7 +301,7 @@ print("parent", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["shutdown", "destroy"])
+@pytest.mark.parametrize("how", everyday("shutdown", thorough=("destroy",)))
 @pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_a_process_that_has_left_its_job_may_fork_ranks(
     tmp_path: Path, backend: str, how: str

@@ -31,7 +31,7 @@ def place_and_sum(offset: float) -> tuple[int, int, float, str]:
     return pydist.rank(), pydist.world_size(), float(total), pydist.backend()
 
 
-@pytest.mark.parametrize("nprocs", everyday(4, thorough=(1,)))
+@pytest.mark.parametrize("nprocs", everyday(2, thorough=(1, 4)))
 def test_results_come_back_in_rank_order(nprocs: int) -> None:
     total = sum(range(nprocs)) + 10.0 * nprocs
     expected = [(rank, nprocs, total, "native") for rank in range(nprocs)]
@@ -121,7 +121,7 @@ def kill_rank_1_before_rank_0_is_ended(at_sigterm: str) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("at_sigterm", ["goes on", "raises"])
+@pytest.mark.parametrize("at_sigterm", everyday("goes on", thorough=("raises",)))
 def test_who_is_ended_after_another_is_not_to_blame(at_sigterm: str) -> None:
     with pytest.raises(pydist.PeerLost, match=r"rank 1 of 2 .* was killed by signal 9") as caught:
         pydist.spawn(kill_rank_1_before_rank_0_is_ended, (at_sigterm,), nprocs=2, timeout=90)
@@ -304,6 +304,7 @@ def test_without_cloudpickle_an_interactive_function_is_explained() -> None:
     assert "install cloudpickle" in done.stderr
 
 
+@pytest.mark.thorough
 def test_without_cloudpickle_a_guarded_script_works(tmp_path: Path) -> None:
     body, call = UNGUARDED.split("print(")
     script = tmp_path / "guarded.py"

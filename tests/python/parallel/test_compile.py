@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from launch import Ranks
+from thorough import everyday
 from torch import Tensor, nn
 from training import (
     TIME_LIMIT,
@@ -73,7 +74,8 @@ def train_compiled(how: str, backend: str) -> None:
     assert counters["stats"]["calls_captured"] > 6, counters
 
 
-@pytest.mark.parametrize("how", WAYS)
+# tests/drop_in has the first two as well.
+@pytest.mark.parametrize("how", everyday(*WAYS[1:], thorough=(WAYS[0],)))
 def test_compiled_models(run: Runner, how: str) -> None:
     run(train_compiled, how, BACKEND)
 
@@ -288,7 +290,9 @@ def order_of_backward(how: str) -> list[str]:
     return list(_events)
 
 
-@pytest.mark.parametrize("how", ["eager", *WAYS])
+@pytest.mark.parametrize(
+    "how", everyday("eager", "wrapped, then compiled", thorough=(WAYS[0], *WAYS[2:]))
+)
 def test_gradients_come_during_backward(run: Runner, how: str) -> None:
     for events in run(order_of_backward, how):
         assert sorted(events) == ["first layer", *(f"layers.{i}.weight" for i in range(3))]

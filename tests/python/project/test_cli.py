@@ -51,19 +51,13 @@ def test_run_starts_ranks_and_passes_arguments_on(script: Path) -> None:
     assert "Setting OMP_NUM_THREADS" not in done.stderr
 
 
-def test_run_of_a_module_with_torchruns_flags(script: Path) -> None:
-    flags = ["--nnodes=1:1", "--max-restarts=0", "--nproc-per-node=2", "-m", "train"]
+def test_run_of_a_module_with_torchruns_flags_and_meeting_place(script: Path) -> None:
+    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    flags = [*meeting, "--nnodes=1:1", "--max-restarts=0", "--nproc-per-node=2", "-m", "train"]
     # The number of threads is one that the user has chosen.
     done = run("run", *flags, cwd=script.parent, env={"OMP_NUM_THREADS": "3"})
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0/2 1.0 3 []", "1/2 1.0 3 []"]
-
-
-def test_run_with_a_meeting_place_of_its_own(script: Path) -> None:
-    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    done = run("run", *meeting, "--nproc_per_node", "2", str(script))
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2
 
 
 def test_plain_torchrun_works(script: Path) -> None:

@@ -131,7 +131,7 @@ def account() -> Account:
     return results
 
 
-@pytest.mark.parametrize("nprocs", everyday(4, thorough=(2,)))
+@pytest.mark.parametrize("nprocs", everyday(2, thorough=(4,)))
 def test_bytes_per_parameter(nprocs: int) -> None:
     """Those of the literature, and those that `pydist.plan` predicts."""
     for results in run_ranks(account, nprocs, timeout=60, env={"PYDIST_BACKEND": "native"}):

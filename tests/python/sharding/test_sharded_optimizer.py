@@ -99,6 +99,7 @@ def train_long() -> None:
             )
 
 
+@pytest.mark.thorough
 def test_fifty_steps_of_every_class() -> None:
     """On gloo; on native, steps are compared to the bit."""
     with Ranks(2, {"PYDIST_BACKEND": "gloo"}) as ranks:
