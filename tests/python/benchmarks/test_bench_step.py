@@ -254,6 +254,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_an_interruption_leaves_the_rounds_so_far(tmp_path: Path) -> None:
     script, report, errors = tmp_path / "bench.py", tmp_path / "r.json", tmp_path / "errors"
     script.write_text(INTERRUPTED)
@@ -289,6 +290,7 @@ def test_an_interruption_leaves_the_rounds_so_far(tmp_path: Path) -> None:
     assert "memory" not in written["results"]["tiny"]
 
 
+@pytest.mark.thorough
 def test_start_up_is_measured_in_new_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,9 @@ from pydist import metrics
 pytestmark = [needs_gpu_ranks, TIME_LIMIT]
 
 
-@pytest.fixture(scope="module", params=everyday("nccl-2", "native-3", thorough=("gloo-2",)))
+@pytest.fixture(
+    scope="module", params=everyday("nccl-2", "native-2", thorough=("native-3", "gloo-2"))
+)
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranks]:

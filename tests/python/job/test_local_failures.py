@@ -318,7 +318,7 @@ def show_secret() -> tuple[str, list[str]]:
 
 
 def test_spawn_makes_a_secret_for_each_job() -> None:
-    jobs = [pydist.spawn(_secret, nprocs=2) for _ in range(2)]
+    jobs = [pydist.spawn(_secret, nprocs=nprocs) for nprocs in (2, 1)]
     assert len({secret for job in jobs for secret in job}) == 2
     assert all(len(secret) == 64 for job in jobs for secret in job)
 

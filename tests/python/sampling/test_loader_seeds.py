@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import rank_outcomes, run_ranks
+from thorough import everyday
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import pydist
@@ -426,7 +427,7 @@ def test_worker_init_fn_that_seeds_nothing_changes_nothing() -> None:
     assert prepared.worker_init_fn is nothing
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", everyday("forkserver", thorough=("spawn",)))
 @pytest.mark.timeout(120)
 def test_workers_that_are_started_afresh(method: str) -> None:
     function = Seeding("numpy", 1)

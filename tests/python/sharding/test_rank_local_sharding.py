@@ -396,7 +396,7 @@ def load_elsewhere(folder: str, what: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["model", "optimizer", "both"])
+@pytest.mark.parametrize("what", everyday("both", thorough=("model", "optimizer")))
 def test_another_number_of_ranks_is_refused(tmp_path: Path, what: str) -> None:
     path = str(tmp_path / "checkpoint")
     run_ranks(save_and_go_on, 2, path, "stage 1", env={"PYDIST_BACKEND": "native"})

@@ -32,7 +32,7 @@ pytestmark = [needs_gpu_ranks, pytest.mark.timeout(60)]
 
 
 @pytest.fixture(
-    scope="module", params=everyday("nccl-2", "native-3", thorough=("native-2", "gloo-2", "gloo-3"))
+    scope="module", params=everyday("nccl-2", "native-2", thorough=("native-3", "gloo-2", "gloo-3"))
 )
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     backend, count = request.param.split("-")
