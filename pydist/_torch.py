@@ -93,6 +93,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "torch.utils._pytree": {
         "tree_map_only": "torch.utils.pytree is not in 2.11",
         "tree_leaves": "the same",
+        "register_pytree_node": "the same",
     },
     "torch.utils._python_dispatch": {
         "TorchDispatchMode": "torch's own notes tell to take it from there",
@@ -406,6 +407,7 @@ Future = torch._C.Future
 
 tree_map_only = torch.utils._pytree.tree_map_only
 tree_leaves = torch.utils._pytree.tree_leaves
+register_pytree_node = torch.utils._pytree.register_pytree_node
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 # What torch calls an operation on many tensors at once.

@@ -260,9 +260,7 @@ void Reducer::accumulated(std::size_t index) {
   if (slot.has_arrived) {
     if (!slot.parameter.grad().defined()) {
       if (backward->synchronizes) {
-        throw InvalidUsage(join("the gradient of parameter ", slot.name,
-                                " was taken away by a hook before it could be averaged: step the "
-                                "optimizer after backward(), not in a hook of the parameter"));
+        throw_taken_away(slot);
       }
       return;
     }

@@ -19,8 +19,8 @@ from pydist.checkpoint.several_by_name import Part, what_it_has
 from pydist.checkpoint.who_writes_what import Piece, of_rows, share_out
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import a_type
+from pydist.parallel.names.state_names import matched, plain_names
 from pydist.parallel.ownership import owners_within
-from pydist.parallel.state_names import matched, plain_names
 from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.buckets import SHORT
 

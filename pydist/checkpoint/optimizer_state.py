@@ -13,7 +13,7 @@ from pydist.checkpoint.own_names import is_own, own_name, owner_in
 from pydist.checkpoint.who_writes_what import Piece, of_range, share_out
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import a_type
-from pydist.parallel.state_names import distinct_names, plain_name
+from pydist.parallel.names.state_names import distinct_names, plain_name
 from pydist.sharding.optimizer import ShardedOptimizer
 from pydist.sharding.state.ranges import (
     MASTER,

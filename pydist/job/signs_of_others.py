@@ -59,6 +59,9 @@ _SIGNS = (
     _Sign("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
     _Sign("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"),
     _Sign("SM_HOSTS", "SM_HOSTS"),
+    _Sign("LSF_PM_TASKID"),
+    _Sign("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
+    _Sign("MLP_ROLE_INDEX", "MLP_WORKER_NUM", counts_from_1=True),
     _Sign("NODE_RANK", "NNODES", counts_from_1=True),
     _Sign("PET_NODE_RANK", "PET_NNODES", _FOR_TORCHRUN, counts_from_1=True),
     _Sign("PET_NNODES", "PET_NNODES", _FOR_TORCHRUN),
@@ -104,6 +107,7 @@ def doubt(env: Mapping[str, str]) -> str:
         ("SLURM_NTASKS", "srun"),
         ("SLURM_NNODES", "srun"),
         ("PET_NPROC_PER_NODE", "torchrun or `pydist run`"),
+        ("PET_RDZV_ENDPOINT", "torchrun or `pydist run`"),
     ):
         if planned in env and _largest_size(env[planned]) != 1:
             return (

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from pydist._torch import StandIn
 from pydist.errors import InvalidUsage
 from pydist.parallel.additions import can_be_kept_beside, refuse_addition, refuse_another_module
+from pydist.parallel.names.plain_state import PlainState
+from pydist.parallel.names.prefixed_names import warn_of_prefix
+from pydist.parallel.names.state_hooks import HookedLoading, has_loading_hooks, taken_with_hooks
+from pydist.parallel.names.state_names import matched
 from pydist.parallel.nested_wrappers import refuse_copying_and_sharding
-from pydist.parallel.prefixed_names import warn_of_prefix
-from pydist.parallel.state_hooks import HookedLoading, has_loading_hooks, taken_with_hooks
-from pydist.parallel.state_names import matched
 from pydist.parallel.watched_methods import WatchedMethods
 
 _Wrapper = TypeVar("_Wrapper", bound="StandsForModule")
@@ -92,7 +93,7 @@ class StandsForModule(StandIn):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state, under the module's own names."""
         warn_of_prefix("state_dict")
-        return taken_with_hooks(self, self.module, *args, **kwargs)
+        return PlainState.of(taken_with_hooks(self, self.module, *args, **kwargs))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -44,6 +44,7 @@ from pydist.parallel.bucket_planner import (
 from pydist.parallel.buffers.buffer_sync import BufferSync
 from pydist.parallel.compiled_graphs import graphs_cut_at
 from pydist.parallel.divergence_check import Sentinel
+from pydist.parallel.names.state_hooks import run_hooks_of_module
 from pydist.parallel.nested_wrappers import (
     look_at_torchs_wrappers,
     refuse_active_torch,
@@ -61,7 +62,6 @@ from pydist.parallel.reducer import (
 from pydist.parallel.replica_check import check_same, copy_from, facts_of
 from pydist.parallel.settings import Settings, settings_of
 from pydist.parallel.stands_for_module import StandsForModule
-from pydist.parallel.state_hooks import run_hooks_of_module
 from pydist.parallel.step_guard import guard_steps
 from pydist.parallel.sync_batch_norm import refuse_under_join, talk_apart
 from pydist.parallel.torch_arguments import (

@@ -11,12 +11,14 @@ The ranks may have been seeded differently, so the seed of rank 0 counts. Rank 0
 job's store when its first iteration begins, and waits for nobody: a loader that rank 0 alone
 iterates over works. Any other rank waits, when its own first iteration begins, until the seed is
 there. Loaders are told apart by the order in which a thread has prepared them. Where ranks prepare
-different loaders, what they say about their loaders differs, which raises Mismatch.
+different loaders, or one prepares more than another, what they say about their loaders differs, the
+lines that have prepared them included. That raises Mismatch.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -30,7 +32,10 @@ from pydist.job import groups, membership
 from pydist.job.launchers import read_placement
 from pydist.job.meeting.store_waits import wait_for_keys
 
-__all__ = ["SeedChoice"]
+__all__ = ["SeedChoice", "place_of_caller"]
+
+# A function that makes all of a program's loaders, and what calls it.
+_MOST_CALLERS = 2
 
 # How many loaders each thread has prepared that ranks agree about.
 _prepared: Counter[str] = Counter()
@@ -43,19 +48,33 @@ def _draw(generator: torch.Generator) -> int:
     return int(number.random_(generator=generator))
 
 
+def place_of_caller() -> str:
+    """Lines of the program, that which calls our caller first. Files may differ between hosts."""
+    places = []
+    frame = sys._getframe(2)
+    for _ in range(_MOST_CALLERS):
+        places.append(f"line {frame.f_lineno} of {frame.f_code.co_name}")
+        if frame.f_back is None or frame.f_code.co_name == "<module>":
+            break
+        frame = frame.f_back
+    return ", called by ".join(places)
+
+
 class SeedChoice:
     """A seed that is not chosen yet. Making one draws a number; not collective.
 
     Args:
         generator: what the seed is drawn from; by default torch's for the CPU.
         ranks: how many ranks share the samples; 1 agrees with nobody.
+        place: what has prepared the loader; see `place_of_caller`.
     """
 
-    def __init__(self, generator: torch.Generator | None, ranks: int) -> None:
+    def __init__(self, generator: torch.Generator | None, ranks: int, place: str) -> None:
         self._given = generator
         self._seeded_with = self._generator.initial_seed()
         self._drawn = _draw(self._generator)
         self._ranks = ranks
+        self._place = place
         self._thread = threading.current_thread().name
         self._number = 0
         if ranks > 1:
@@ -88,6 +107,7 @@ class SeedChoice:
             return seed
         if known is not None and not self._is_job():
             return seed  # nobody asks
+        facts = {**facts, "prepared at": self._place}
         store, timeout = self._store()
         key = f"{self._thread}/{self._number}"
         if rank == 0:

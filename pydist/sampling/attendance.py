@@ -23,10 +23,10 @@ from pydist.job.rank_names import name_ranks
 
 __all__ = ["Attendance"]
 
-_PATIENCE_S = 2.0
+_PATIENCE_S = 5.0
 _BETWEEN_LOOKS_S = 0.02
 
-# How many loaders each thread has prepared, which is how ranks tell them apart.
+# How many loaders a thread has prepared of each description, which is how ranks tell them apart.
 _prepared: Counter[str] = Counter()
 _lock = threading.Lock()
 
@@ -37,15 +37,16 @@ class Attendance:
     Args:
         rank: this process's.
         ranks: how many share the samples, 2 or more.
+        what: the loader, in words that are the same on every rank.
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, what: str) -> None:
         self._rank = rank
         self._ranks = ranks
-        thread = threading.current_thread().name
+        name = f"{threading.current_thread().name}/{what}"
         with _lock:
-            _prepared[thread] += 1
-            self._name = f"{thread}/{_prepared[thread]}"
+            _prepared[name] += 1
+            self._name = f"{name}/{_prepared[name]}"
         self._has_begun = False
         self._has_ended = False
 
@@ -75,9 +76,8 @@ class Attendance:
                 f"rank {self._rank} has come to the end of its share of a prepared loader, and "
                 f"{name_ranks(missing)} of {self._ranks} did not begin: the share of each is left "
                 "out. A library that reads batches on one rank and hands them to all (Accelerate: "
-                "dispatch_batches=True) needs the plain DataLoader; a loader that one rank alone "
-                "is to go through whole needs no pydist.prepare. If those ranks begin later, "
-                "ignore this",
+                "dispatch_batches=True) needs the plain DataLoader; so does a loader that one rank "
+                "alone prepares or goes through. If those ranks begin later, ignore this",
                 UserWarning,
                 stacklevel=2,
             )

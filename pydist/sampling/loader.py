@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from pydist._torch import FedLoader, take_attributes
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import a_type, flag
-from pydist.sampling.agreed_seed import SeedChoice
+from pydist.sampling.agreed_seed import SeedChoice, place_of_caller
 from pydist.sampling.audit import Ledger
 from pydist.sampling.batch_sampler import BatchSampler
 from pydist.sampling.epoch_pass import EpochPass
@@ -159,7 +159,7 @@ def prepare(
     if sampler is not single and seed is None:
         generator = getattr(single, "generator", None)
         generator = loader.generator if generator is None else generator
-        sampler.seed_by(SeedChoice(generator, sampler.num_replicas))
+        sampler.seed_by(SeedChoice(generator, sampler.num_replicas, place_of_caller()))
     return prepared
 
 

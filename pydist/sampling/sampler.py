@@ -323,7 +323,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
     def keep_attendance(self) -> None:
         """Warns from now on where other ranks leave their share out. Every rank calls it."""
         if self.num_replicas > 1 and self._attendance is None:
-            self._attendance = Attendance(self.rank, self.num_replicas)
+            what = f"{len(self.order)} {self.order.name}"
+            self._attendance = Attendance(self.rank, self.num_replicas, what)
 
     def settle_seed(self) -> int:
         """The seed, which the ranks agree on if they have not yet; see `SeedChoice.settle`."""

@@ -99,6 +99,9 @@ _LAUNCHER_PREFIXES = (
     "AWS_BATCH_JOB_",
     "JOB_COMPLETION_",
     "VC_TASK_",
+    "LSF_PM_",
+    "PADDLE_",
+    "MLP_",
 )
 _LAUNCHER_NAMES = (
     "RANK",

@@ -13,6 +13,12 @@
 namespace pydist {
 namespace {
 
+void throw_failure(const Group& group) {
+  if (group.segment().failure().is_set()) {
+    std::rethrow_exception(group.segment().failure().error());
+  }
+}
+
 // Says for as long as it exists that this rank writes into the symmetric memory of others. Throws
 // the group's failure: a rank that fails relies on it that nobody begins to write any more. The two
 // sequentially consistent pairs, this rank's word and the failure's, make that sure: either this
@@ -22,9 +28,11 @@ class HeapWriting {
   explicit HeapWriting(const Group& group)
       : word_(group.segment().control(group.rank()).writes_heap) {
     word_.store(1);
-    if (group.segment().failure().is_set()) {
+    try {
+      throw_failure(group);
+    } catch (...) {
       word_.store(0, std::memory_order_release);
-      std::rethrow_exception(group.segment().failure().error());
+      throw;
     }
   }
   HeapWriting(const HeapWriting&) = delete;
@@ -89,6 +97,11 @@ Task run_on_symmetric_heap(Collective& run) {
       break;
   }
   writing.reset();
+  // A rank that has raised meanwhile has its memory to itself again, and may have changed what was
+  // read here: it raises after it has set the failure. So what was read before the failure is seen
+  // not to be set is right. The fence keeps the reads before that look.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  throw_failure(group);
   group.publish(&RankControl::consumed, round);
   // Peers write into this rank's buffers, or read them, until they are done.
   if (call.kind != OpKind::kBroadcast || run.is_root()) {

@@ -100,6 +100,17 @@ void require_fitting(const GradientSlot& slot) {
   }
 }
 
+void throw_taken_away(const GradientSlot& slot) {
+  if (!slot.parameter.requires_grad()) {
+    throw InvalidUsage(join("parameter ", slot.name,
+                            " was frozen (requires_grad_(False)) between a forward and its "
+                            "backward: freeze it before the forward, or after the backward"));
+  }
+  throw InvalidUsage(join("the gradient of parameter ", slot.name,
+                          " was taken away by a hook before it could be averaged: step the "
+                          "optimizer after backward(), not in a hook of the parameter"));
+}
+
 void adopt(const GradientSlot& slot) {
   require_fitting(slot);
   const at::Tensor& gradient = slot.parameter.grad();

@@ -102,6 +102,9 @@ void expose(const GradientSlot& slot);
 // Whether `parameter.grad`, which is there, has the type, shape and device of the slot's.
 [[nodiscard]] bool fits(const GradientSlot& slot);
 
+// Throws InvalidUsage: a gradient that has come is not in `parameter.grad`.
+[[noreturn]] void throw_taken_away(const GradientSlot& slot);
+
 // Throws InvalidUsage where `parameter.grad` cannot lie in the slot.
 void require_fitting(const GradientSlot& slot);
 

@@ -76,8 +76,10 @@ class BufferValues:
             return None
         if buffer.device.type != "cpu" or buffer.layout != torch.strided:
             return None
-        if not buffer.is_contiguous() or buffer.is_conj():
-            return None
+        if not buffer.is_contiguous() or buffer.is_conj() or buffer.is_neg():
+            if buffer.numel() > _MOST_COMPARED:
+                return None
+            buffer = buffer.resolve_conj().resolve_neg().contiguous()
         integers = _INTEGERS[min(buffer.element_size(), 8)]
         return buffer.detach().view(-1).view(integers)[:: self._stride]
 

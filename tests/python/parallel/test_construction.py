@@ -160,6 +160,16 @@ def update_in_a_hook() -> None:
         model(torch.ones(1, 2)).sum().backward()
 
 
+def freeze_before_backward() -> None:
+    joined()
+    module = nn.Linear(2, 1)
+    model = pydist.DataParallel(module)
+    loss = model(torch.ones(1, 2)).sum()
+    module.weight.requires_grad_(False)
+    with until_all_have_raised():
+        loss.backward()
+
+
 def differentiate_twice() -> None:
     joined()
     model = pydist.DataParallel(nn.Linear(2, 1))
@@ -180,6 +190,7 @@ def convert_afterwards() -> None:
         (tie_sparsely, "the gradient of parameter table.weight is dense"),
         (differentiate_twice, "create_graph=True"),
         (update_in_a_hook, "parameter weight was taken away by a hook"),
+        (freeze_before_backward, "parameter weight was frozen (requires_grad_(False)) between"),
         (convert_afterwards, "parameter head.weight was (1, 2) torch.float32"),
     ],
 )

@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from training import LIMIT_S, batch, joined
 
 import pydist
-from pydist.parallel.state_names import distinct_names
+from pydist.parallel.names.state_names import distinct_names
 
 pytestmark = pytest.mark.timeout(60)
 

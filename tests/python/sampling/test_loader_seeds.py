@@ -326,9 +326,11 @@ def never_begin_on_rank_0(ends: bool) -> None:
 def test_ranks_that_prepare_different_loaders_are_told() -> None:
     _, one = rank_outcomes(prepare_other_loaders, 2)
     assert one.error == "Mismatch"
-    assert "rank 1 begins with (samples 23, order shuffled, ranks 2)" in one.message
+    assert (
+        "rank 1 begins with (samples 23, order shuffled, ranks 2, prepared at line " in one.message
+    )
     assert "the 1st that it has prepared without seed=" in one.message
-    assert "rank 0 is another (samples 7, order shuffled, ranks 2)" in one.message
+    assert "rank 0 is another (samples 7, order shuffled, ranks 2, " in one.message
     assert "prepare(seed=)" in one.message
 
 

@@ -6,6 +6,7 @@ DistributedSampler, unless they find one. Some wrap the sampler into a data set,
 DistributedSampler over that.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -362,3 +363,34 @@ def test_ranks_that_never_begin_are_told_of(three: Ranks, how: str) -> None:
     assert len(told[0]) == 1
     assert "ranks 1, 2 of 3 did not begin" in told[0][0]
     assert "dispatch_batches=True" in told[0][0]
+
+
+def prepare_one_more_on_rank_0(what: str) -> tuple[str, list[str]]:
+    pydist.init()
+    if pydist.rank() == 0:
+        for _ in pydist.prepare(DataLoader(range(30), batch_size=4), seed=1):  # type: ignore[arg-type]
+            pass
+        if what == "of the same kind":
+            other: Any = DataLoader(range(24), batch_size=4, shuffle=True)
+            next(iter(pydist.prepare(other)))
+    loader: Any = DataLoader(range(24), batch_size=4, shuffle=True)
+    loader = pydist.prepare(loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for _ in loader:
+                if what == "of the same kind":
+                    break  # the other rank comes no further
+                pydist.barrier()
+        except pydist.Mismatch as error:
+            return "Mismatch", [str(error)]
+    return "", [str(warning.message) for warning in caught]
+
+
+def test_a_loader_that_one_rank_alone_prepares_is_not_taken_for_anothers() -> None:
+    # Of another kind, and with a seed: the others' loaders are still told apart.
+    assert run_ranks(prepare_one_more_on_rank_0, 2, "of another kind") == [("", [])] * 2
+    _, (error, told) = run_ranks(prepare_one_more_on_rank_0, 2, "of the same kind")
+    assert error == "Mismatch"
+    lines = re.findall(r"prepared at line (\d+) of prepare_one_more_on_rank_0", told[0])
+    assert len(set(lines)) == 2

@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstring>
@@ -147,6 +148,62 @@ TEST(NativeStoppedRankTest, MemoryOfAFailedOperationIsTheRanksOwn) {
     }
   }
   EXPECT_GT(raised, 0) << "rank 1 was never stopped amid its copies";
+}
+
+// Rank 0 broadcasts out of symmetric memory; rank 1 is stopped amid its reading, and goes on after
+// rank 0 has raised and written something else there.
+const RankProgram reads_in_time("reads_in_time", [](RankOfTest& self, const std::string&) {
+  constexpr std::size_t kBytes = (std::size_t{96} << 20) / kSlowdown;
+  const MemoryPtr memory = self.communicator->allocate(kBytes, Device{});
+  auto* const bytes = static_cast<std::byte*>(memory->data());
+  Operation broadcast;
+  broadcast.kind = OpKind::kBroadcast;
+  auto& ends = self.rank == 0 ? broadcast.inputs : broadcast.outputs;
+  ends = {{bytes, kBytes, DType::kUInt8}};
+  self.communicator->run(broadcast);
+  const auto start = std::chrono::steady_clock::now();
+  self.communicator->run(broadcast);
+  const auto whole = std::chrono::steady_clock::now() - start;
+  std::memset(bytes, self.rank == 0 ? 5 : 1, kBytes);
+  self.communicator->run(barrier());
+  if (self.rank == 1) {
+    const std::string parts = self.store->get("parts", Deadline::in(std::chrono::seconds(30)));
+    stop_soon(std::chrono::duration_cast<std::chrono::microseconds>(whole * std::stoi(parts) / 16));
+  }
+  bool has_raised = false;
+  try {
+    self.communicator->run(with_timeout(broadcast, milliseconds(1000)));
+  } catch (const Error&) {
+    has_raised = true;
+  }
+  if (self.rank == 0) {
+    std::memset(bytes, 9, kBytes);
+    self.store->set("raised/0", has_raised ? "yes" : "no");
+    static_cast<void>(self.store->get("went_on", Deadline::in(std::chrono::seconds(30))));
+    return;
+  }
+  if (!has_raised) {
+    EXPECT_EQ(std::count(bytes, bytes + kBytes, std::byte{5}), static_cast<std::ptrdiff_t>(kBytes))
+        << "returned what rank 0 has written after its error";
+  }
+  self.store->set("went_on", "");
+});
+
+TEST(NativeStoppedRankTest, WhatItReadsAfterTheOthersHaveRaisedIsNoResult) {
+  int raised = 0;
+  for (const int parts : {1, 4, 8}) {
+    RankProcesses ranks("reads_in_time", 2);
+    ranks.store().set("parts", std::to_string(parts));
+    const Deadline deadline = Deadline::in(std::chrono::seconds(30));
+    raised += ranks.store().get("raised/0", deadline) == "yes" ? 1 : 0;
+    ranks.signal(1, SIGCONT);
+    for (const int rank : {0, 1}) {
+      const RankOutcome outcome = ranks.wait(rank);
+      EXPECT_TRUE(outcome.has_ended_by_itself);
+      EXPECT_FALSE(outcome.error) << outcome.error->message;
+    }
+  }
+  EXPECT_GT(raised, 0) << "rank 1 was never stopped amid its reading";
 }
 
 }  // namespace

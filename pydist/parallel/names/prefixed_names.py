@@ -7,12 +7,14 @@ neither with an error. Names have to be plain strings all the same, because they
 files that are read elsewhere. So the code that asks for them is looked at instead, once for each
 place: the loop or the comprehension over the names, what follows in the same function, and the
 functions that the loop calls or that are handed the names. Variables, attributes and items count by
-what they hold at that time, be it a string, strings, or a compiled pattern.
+what they hold at that time, be it a string, strings, a checkpoint, or a compiled pattern. What asks
+a state for a name is told by `plain_state`.
 """
 
 from __future__ import annotations
 
 import dis
+import inspect
 import re
 import sys
 import types
@@ -21,7 +23,8 @@ import weakref
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,7 +66,10 @@ def warn_of_prefix(method: str) -> None:
     Args:
         method: The name of the method, which calls this directly.
     """
-    frame = sys._getframe(2)
+    try:
+        frame = sys._getframe(2)
+    except ValueError:
+        return  # a thread was started with the method itself
     if frame.f_globals is _OF_MODULES:
         return  # `parameters()`, `zero_grad()` and the like, in each step
     if torch.compiler.is_compiling():
@@ -72,7 +78,10 @@ def warn_of_prefix(method: str) -> None:
     if frame.f_lasti in places:
         return
     places.add(frame.f_lasti)
-    line = _line_of_use(frame, is_state=method == "state_dict")
+    try:
+        line = _line_of_use(frame)
+    except Exception:
+        return  # what the program's own objects say may be anything, and is no reason to end it
     if line is None:
         return
     warnings.warn(
@@ -86,21 +95,29 @@ def warn_of_prefix(method: str) -> None:
     )
 
 
-def _line_of_use(frame: types.FrameType, *, is_state: bool) -> int | None:
+def _line_of_use(frame: types.FrameType) -> int | None:
     """The line that looks for the prefix, in what follows the call at which a frame stands."""
     code, last, line = frame.f_code, frame.f_lasti, frame.f_lineno
     instructions = _of(code)
     after = [i for i in instructions if i.offset > last]
-    inside = _loop(after)
+    uses = _uses_of_stored(after)
+    inside = _loop(after[:12], after)
     end = max([line, *(n for i in inside if (n := _line(i)) is not None)])
-    # What comes after the loop may be about anything, but what is cut off is keys of a state.
     own = ChainMap(frame.f_locals, frame.f_globals)
-    places = [_Place(after, own, cuts=is_state), _Place(inside, own, is_of_names=True)]
+    places = [_Place(after, own), _Place(inside, own, is_of_names=True)]
+    spans = [(line - _LINES_BEFORE, end)]
+    for use in uses:
+        places.append(_Place(_loop(after[use : use + 8], after), own, is_of_names=True))
+        at = _line(after[use]) or line
+        spans.append((at, at))
     places += [
         _Place(_of(inner), own, is_of_names=True)
-        for inner in _inline(code, line - _LINES_BEFORE, end)
+        for span in spans
+        for inner in _inline(code, *span)
     ]
-    handed = _of_statement(instructions, last) + _handed(after)
+    handed = _of_statement(instructions, last)
+    for use in uses:
+        handed += after[max(0, use - 6) : use]
     for function in _called(own, inside + handed):
         called = function.__code__
         lines = [number for _, _, number in called.co_lines() if number]
@@ -120,9 +137,9 @@ class _Place:
 
     instructions: list[dis.Instruction]
     variables: Mapping[str, Any]
-    # Whether that is what they are there for: a prefix among several strings counts, too.
+    # Whether that is what they are there for. Others may cut something else, or hold names that are
+    # not compared with these.
     is_of_names: bool = False
-    cuts: bool = True
 
 
 _NOTHING = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME", "NOT_TAKEN"}
@@ -138,12 +155,12 @@ def _line(instruction: dis.Instruction) -> int | None:
     return int(number) if number else None
 
 
-def _loop(after: list[dis.Instruction]) -> list[dis.Instruction]:
-    """The body of the loop over what the call has returned; empty if there is none."""
-    for position, instruction in enumerate(after[:12]):
+def _loop(first: list[dis.Instruction], after: list[dis.Instruction]) -> list[dis.Instruction]:
+    """The body of the loop that begins among the first of some instructions; empty if none does."""
+    for instruction in first:
         if instruction.opname == "FOR_ITER":
-            end = instruction.argval
-            return [i for i in after[position:] if i.offset < end]
+            begin, end = instruction.offset, instruction.argval
+            return [i for i in after if begin <= i.offset < end]
     return []
 
 
@@ -158,14 +175,16 @@ def _of_statement(instructions: list[dis.Instruction], last: int) -> list[dis.In
     return begun
 
 
-def _handed(after: list[dis.Instruction]) -> list[dis.Instruction]:
-    """What stands before the variable that has the names, where that is used again."""
+def _uses_of_stored(after: list[dis.Instruction]) -> list[int]:
+    """Where the variable is used that the names are put into, if they are."""
     stored = next((i.argval for i in after[:8] if i.opname.startswith("STORE_")), None)
-    found: list[dis.Instruction] = []
-    for position, instruction in enumerate(after):
-        if instruction.opname.startswith("LOAD_") and instruction.argval == stored:
-            found += after[max(0, position - 6) : position]
-    return found
+    return [
+        position
+        for position, instruction in enumerate(after)
+        if stored is not None
+        and instruction.opname.startswith("LOAD_")
+        and instruction.argval == stored
+    ]
 
 
 def _inline(code: types.CodeType, first: int, last: int) -> Iterator[types.CodeType]:
@@ -186,30 +205,84 @@ def _called(
             continue
         value: Any = variables.get(name)
         if value is None:  # a method
-            value = getattr(type(variables.get("self")), name, None)
+            value = inspect.getattr_static(type(variables.get("self")), name, None)
         if isinstance(value, types.FunctionType):
             yield value
 
 
 def _search(place: _Place) -> int | None:
     """The line of the first instruction that selects by the prefix; 0 where that is not known."""
-    instructions, variables, cuts = place.instructions, place.variables, place.cuts
+    instructions, variables = place.instructions, place.variables
+    harmless = _conversions(instructions, variables)
     held: Any = None
+    asked: dis.Instruction | None = None  # what stands before the variable in which that is held
     line = 0
     for position, instruction in enumerate(instructions):
         line = _line(instruction) or line
-        before = instructions[position - 1] if position else None
+        earlier = instructions[max(0, position - 2) : position]
+        before = earlier[-1] if earlier else None
         behind = instructions[position + 1 : position + 4]
-        if _has_prefix(instruction, variables) and _selects(before, behind, instructions):
-            return line
+        if instruction.opname.startswith(_VARIABLES):
+            asked = before
         held = _held(instruction, before, held, variables)
-        if place.is_of_names and _is_of_prefixes(held):
+        if position in harmless:
+            continue
+        if _has_prefix(instruction, variables) and _selects(earlier, behind, instructions):
             return line
-        if cuts and _is_cut(instruction, before, behind, variables):
+        if not place.is_of_names:
+            continue
+        if _is_of_prefixes(held) or _is_setting(instruction, held, asked, behind):
             return line
-        if cuts and _is_cut_at_dot(instruction, instructions[position + 1 : position + 8]):
+        if _is_cut(instruction, before, behind, variables):
+            return line
+        # `int(name.split(".")[1])`: under torch's names that would be no number.
+        is_number = earlier[:1] != [] and earlier[0].argval == "int"
+        following = instructions[position + 1 : position + 8]
+        if not is_number and _is_cut_at_dot(instruction, following):
             return line
     return None
+
+
+def _conversions(instructions: list[dis.Instruction], variables: Mapping[str, Any]) -> set[int]:
+    """What belongs to a prefix that is cut off where it is there: `k[7:] if k.startswith(...)`.
+
+    Such code is right with and without it: what has none goes on as it is, which is no jump back.
+    """
+    found: set[int] = set()
+    for position in range(len(instructions)):
+        jumps = instructions[position : position + 8]
+        asks = [i.argval for i in jumps[:2]] == ["startswith", _PREFIX]
+        jump = next((i for i in jumps if i.opname.startswith("POP_JUMP")), None)
+        if not asks or jump is None or not jump.opname.endswith("IF_FALSE"):
+            continue
+        branch = [
+            number
+            for number, each in enumerate(instructions)
+            if jump.offset < each.offset < jump.argval
+        ]
+        if any(
+            _is_cut(instructions[n], instructions[n - 1], instructions[n + 1 : n + 4], variables)
+            for n in branch
+        ):
+            found |= {*range(position, branch[-1] + 1)}
+    return found
+
+
+def _is_setting(
+    instruction: dis.Instruction,
+    held: object,
+    asked: dis.Instruction | None,
+    behind: list[dis.Instruction],
+) -> bool:
+    """Whether a string with the prefix, held by an object, decides: `n.startswith(args.freeze)`."""
+    if instruction.opname.startswith(_VARIABLES) or not _begins_with_prefix(held):
+        return False  # variables themselves were looked at
+    following = behind[0] if behind else None
+    if following is not None and (
+        following.opname in _COMPARING or following.argval in ("split", "strip")
+    ):
+        return True
+    return asked is not None and asked.argval in _SELECTING
 
 
 _VARIABLES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL")
@@ -244,17 +317,29 @@ def _held(
     name = instruction.argval
     if instruction.opname.startswith(_VARIABLES):
         return variables.get(name)
-    if instruction.opname.startswith("LOAD_ATTR") and isinstance(name, str):
-        # Nothing of the program's is run for this.
-        return getattr(held, "__dict__", {}).get(name)
     if instruction.opname.startswith("LOAD_CONST"):
-        return held  # the key
-    if instruction.opname.startswith("BINARY_") and before is not None and type(held) is dict:
-        return held.get(before.argval) if isinstance(before.argval, str) else None
+        if isinstance(held, _Asked) and held.key is None:
+            return _Asked(held.table, name)
+        return held  # the key of `table[key]`, or a default
+    if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and isinstance(name, str):
+        if name == "get" and isinstance(held, dict):
+            return _Asked(held)
+        return getattr(held, "__dict__", {}).get(name)
+    if instruction.opname.startswith("CALL") and isinstance(held, _Asked):
+        return held.table.get(held.key)
+    if instruction.opname.startswith("BINARY_") and before is not None and isinstance(held, dict):
+        return held.get(before.argval)
     return None
 
 
-# Longer ones are data, and not what somebody has written down to select by.
+class _Asked(NamedTuple):
+    """A dictionary whose `get` is about to be called, with the key once that is known."""
+
+    table: dict[Any, Any]
+    key: Any = None
+
+
+# How many of its names are looked at.
 _MOST_PREFIXES = 1000
 
 
@@ -262,18 +347,18 @@ def _is_of_prefixes(held: object) -> bool:
     """Whether something is a list of strings with the prefix, or a pattern that begins with it."""
     if isinstance(held, re.Pattern):
         return _begins_with_prefix(held.pattern)
-    if type(held) not in (list, tuple, set, frozenset, dict) or len(held) > _MOST_PREFIXES:  # type: ignore[arg-type]
+    if not isinstance(held, (list, tuple, set, frozenset, dict)):
         return False
-    return any(map(_begins_with_prefix, held))  # type: ignore[call-overload]
+    return any(map(_begins_with_prefix, islice(held, _MOST_PREFIXES)))
 
 
 def _selects(
-    before: dis.Instruction | None, behind: list[dis.Instruction], all_: list[dis.Instruction]
+    earlier: list[dis.Instruction], behind: list[dis.Instruction], all_: list[dis.Instruction]
 ) -> bool:
     """Whether a constant with the prefix decides about names."""
-    is_argument = before is not None and before.opname in ("LOAD_ATTR", "LOAD_METHOD")
-    if before is not None and is_argument:
-        return before.argval in _SELECTING
+    if earlier and earlier[-1].opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        is_of_constant = len(earlier) > 1 and earlier[-2].opname.startswith("LOAD_CONST")
+        return earlier[-1].argval in _SELECTING and not is_of_constant
     # `name == "module.x"`, `name in (...)`; and with the operands in the other order.
     names_first = bool(behind) and behind[0].opname in _COMPARING
     names_last = len(behind) > 1 and behind[1].opname in _COMPARING

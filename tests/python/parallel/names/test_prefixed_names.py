@@ -1,38 +1,29 @@
 """Programs that look for torch's prefix `module.` in names are told that there is none."""
 
+import _thread
+import argparse
 import json
 import pickle
 import re
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from launch import Ranks
+from named_model import build, one, warned_twice
 from torch import nn
 from training import LIMIT_S, TIME_LIMIT
 
-import pydist
+__all__ = ["one"]
 
 pytestmark = TIME_LIMIT
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    with Ranks(1) as ranks:
-        yield ranks
-
-
-def build() -> Any:
-    torch.manual_seed(0)
-    pydist.init()
-    return pydist.DataParallel(
-        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ModuleDict({"head": nn.Linear(2, 1)}))
-    )
 
 
 # --- what selects by the prefix ------------------------------------------------------------------
@@ -171,6 +162,50 @@ def select_by_a_table(model: Any) -> None:
 HEADS = re.compile(r"^module\.2\.head")
 
 
+def select_by_a_string_of_a_setting(model: Any) -> None:
+    arguments = argparse.Namespace(frozen="module.2")
+    for name, parameter in model.named_parameters():
+        if name.startswith(arguments.frozen):
+            parameter.requires_grad_(False)
+
+
+def select_by_several_in_a_string(model: Any) -> None:
+    settings = {"frozen": "module.0,module.1"}
+    for name, parameter in model.named_parameters():
+        if any(name.startswith(prefix) for prefix in settings["frozen"].split(",")):
+            parameter.requires_grad_(False)
+
+
+def select_by_what_a_table_gives(model: Any) -> None:
+    table = {"frozen": ["module.0", "module.1"]}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(table.get("frozen", ()))))
+
+
+def take_what_a_checkpoint_has(model: Any) -> None:
+    table = {"model": OrderedDict((f"module.{n}", p) for n, p in model.module.named_parameters())}
+    for name, parameter in model.named_parameters():
+        if name in table["model"]:
+            parameter.data.copy_(table["model"][name])
+
+
+class Awkward(Selector):
+    """What reads its attributes, or those of its class, raises."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__dict__":
+            raise RuntimeError("not now")
+        return super().__getattribute__(name)
+
+
+def select_among_awkward_objects(model: Any) -> None:
+    awkward = Awkward()
+    prefix = "module.2."
+    for name, parameter in model.named_parameters():
+        if name.startswith(prefix):
+            parameter.requires_grad_(awkward is None)
+
+
 def select_by_a_pattern(model: Any) -> None:
     _ = [parameter for name, parameter in model.named_parameters() if HEADS.match(name)]
 
@@ -206,6 +241,11 @@ def cut_names(model: Any) -> None:
 
 
 SELECTING = [
+    select_by_a_string_of_a_setting,
+    select_by_several_in_a_string,
+    select_by_what_a_table_gives,
+    take_what_a_checkpoint_has,
+    select_among_awkward_objects,
     select_by_a_list,
     select_by_a_setting,
     select_by_a_table,
@@ -237,13 +277,7 @@ SELECTING = [
 
 
 def run_twice(name: str) -> list[tuple[str, str]]:
-    model = build()
-    function: Callable[[Any], None] = globals()[name]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        function(model)
-        function(model)
-    return [(str(warning.message), warning.filename) for warning in caught]
+    return warned_twice(globals()[name])
 
 
 @pytest.mark.parametrize("function", SELECTING, ids=lambda function: function.__name__)
@@ -291,6 +325,55 @@ def speak_of_modules(model: Any) -> None:
     _ = [str(v)[7:] for v in model.parameters()]
 
 
+def cut_where_it_is_there(model: Any) -> None:
+    state = model.state_dict()
+    print([7] * len(state))
+    _ = {(key[7:] if key.startswith("module.") else key): v for key, v in state.items()}
+    for key in list(state):
+        plain = key
+        if plain.startswith("module."):
+            plain = plain[len("module.") :]
+        state[plain] = state.pop(key)
+    print("module.x".startswith("module."))
+
+
+def take_a_part_of_something_else(model: Any) -> None:
+    lines = [str(number) for number in range(9)]
+    state = model.state_dict()
+    print(lines[7:], len(state))
+
+
+def read_the_number_of_a_layer(model: Any) -> None:
+    for name, _ in model.named_parameters():
+        with suppress(ValueError):
+            print(int(name.split(".")[1]))
+
+
+class Property(type):
+    @property
+    def is_thorny(cls) -> bool:
+        raise RuntimeError("not now")
+
+
+class WithProperty(metaclass=Property):
+    def use(self, model: Any) -> None:
+        for name, _ in model.named_parameters():
+            print(name, hasattr(self, "is_thorny"))
+
+
+def meet_a_property_that_raises(model: Any) -> None:
+    WithProperty().use(model)
+
+
+def ask_in_a_thread(model: Any) -> None:
+    thread = threading.Thread(target=model.state_dict)
+    thread.start()
+    thread.join()
+    done = threading.Event()
+    _thread.start_new_thread(model.state_dict, ())
+    done.wait(0.2)
+
+
 def use_lists_without_a_prefix(model: Any) -> None:
     names, pattern = ["0.", "a module.x"], re.compile(r"\d+\.weight")
     for name, parameter in model.named_parameters():
@@ -315,6 +398,11 @@ def ask_for_no_names(model: Any) -> None:
         put_a_prefix_on,
         speak_of_modules,
         use_lists_without_a_prefix,
+        cut_where_it_is_there,
+        take_a_part_of_something_else,
+        read_the_number_of_a_layer,
+        meet_a_property_that_raises,
+        ask_in_a_thread,
         ask_for_no_names,
     ],
     ids=lambda function: function.__name__,

@@ -81,16 +81,16 @@ def _uncompiled(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """Takes `module.` off all names, unless it is the module that has them."""
+    """Takes `module.` off the names that have it, unless it is the module that has them."""
     prefix = "module."
-    if not state_dict or not all(name.startswith(prefix) for name in state_dict):
-        return state_dict
     own = module.state_dict()
-    if own and all(name.startswith(prefix) for name in own):
+    if any(name.startswith(prefix) for name in own):
         stripped = all(name.removeprefix(prefix) in own for name in state_dict)
-        if not stripped:
+        if not stripped or not all(name.startswith(prefix) for name in state_dict):
             return state_dict
     plain = OrderedDict((name.removeprefix(prefix), value) for name, value in state_dict.items())
+    if len(plain) < len(state_dict):  # some names are there with it and without it
+        return state_dict
     metadata = metadata_of(state_dict)
     if metadata is not None:
         notes = {

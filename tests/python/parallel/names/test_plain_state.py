@@ -1,0 +1,101 @@
+"""A state of a wrapper tells those who ask it for torch's prefix, and is plain otherwise."""
+
+import copy
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import Ranks
+from named_model import build, one, warned_twice
+from torch.utils._pytree import tree_map
+from training import LIMIT_S, TIME_LIMIT
+
+__all__ = ["one"]
+
+pytestmark = TIME_LIMIT
+
+# --- states are asked for names ------------------------------------------------------------------
+
+
+def saved_with_prefix(model: Any) -> OrderedDict[str, Any]:
+    """As a run under torch's wrapper has saved it."""
+    state = model.module.state_dict()
+    return OrderedDict((f"module.{name}", torch.ones_like(value)) for name, value in state.items())
+
+
+def load_what_fits(model: Any) -> None:
+    own, saved = model.state_dict(), saved_with_prefix(model)
+    own.update({name: value for name, value in saved.items() if name in own})
+    model.load_state_dict(own)
+
+
+def copy_what_fits(model: Any) -> None:
+    own = model.state_dict()
+    for name, value in saved_with_prefix(model).items():
+        if own.get(name) is not None:
+            own[name].copy_(value)
+
+
+def ask_for_a_name(model: Any) -> None:
+    assert "module.0.weight" not in model.state_dict()
+    assert model.state_dict().pop("module.0.weight", None) is None
+
+
+def run_twice(name: str) -> list[tuple[str, str]]:
+    return warned_twice(globals()[name])
+
+
+ASKING = [load_what_fits, copy_what_fits, ask_for_a_name]
+
+
+@pytest.mark.parametrize("function", ASKING, ids=lambda function: function.__name__)
+def test_asking_a_state_for_the_prefix_warns(one: Ranks, function: Callable[[Any], None]) -> None:
+    [told] = one.run(run_twice, function.__name__, timeout=LIMIT_S)
+    asked = r"asked for 'module\.\S+', and has it as '\d\S+'"
+    found = [filename for message, filename in told if re.search(asked, message)]
+    assert found
+    assert {Path(filename) for filename in found} == {Path(__file__)}
+
+
+def load_partly() -> None:
+    model = build()
+    saved = saved_with_prefix(model)
+    saved["epoch"] = torch.tensor(3)
+    saved["2.head.bias"] = saved.pop("module.2.head.bias")
+    result = model.load_state_dict(saved, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == ([], ["epoch"])
+    assert all(bool((value == 1).all()) for value in model.state_dict().values())
+    with pytest.raises(RuntimeError, match="epoch"):
+        model.load_state_dict(saved)
+
+
+def test_names_with_and_without_the_prefix_load_together(one: Ranks) -> None:
+    one.run(load_partly, timeout=LIMIT_S)
+
+
+def use_state_in_every_way() -> None:
+    model = build()
+    state = model.state_dict()
+    assert isinstance(state, OrderedDict)
+    assert list(state) == list(model.module.state_dict())
+    assert state._metadata == model.module.state_dict()._metadata
+    for copied in (copy.copy(state), copy.deepcopy(state), state.copy()):
+        assert type(copied) is OrderedDict
+    assert type(pickle.loads(pickle.dumps(state))) is OrderedDict
+    doubled = tree_map(lambda value: 2 * value, state)
+    assert torch.equal(doubled["0.weight"], 2 * model.module[0].weight)
+    assert "0.weight" in state
+    unknown = "module.unknown"
+    assert unknown not in state
+    with pytest.raises(KeyError):
+        state["module.0.weight"]
+    model.load_state_dict(state)
+
+
+def test_a_state_is_what_torch_returns(one: Ranks) -> None:
+    one.run(use_state_in_every_way, timeout=LIMIT_S)
