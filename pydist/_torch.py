@@ -641,6 +641,12 @@ def gloo_options(devices: list[Any], timeout: timedelta) -> Any:
     return options
 
 
+def threads_of(options: Any) -> int:
+    """How many threads a group on gloo starts that is made with such options."""
+    count: int = options._threads
+    return count
+
+
 def when_cuda_starts(call: Callable[[], None]) -> None:
     """Calls a function once this process first uses CUDA; at once, if it has already."""
     torch.cuda._lazy_call(call)

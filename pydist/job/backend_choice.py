@@ -5,9 +5,11 @@ The ranks of a job agree on one backend when they meet (Note [One choice for the
 communicator on native or gloo beside it, for tensors on the CPU.
 """
 
+import errno
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist._load import __version__
+from pydist._torch import threads_of
 from pydist.errors import InvalidUsage, PeerLost, Timeout, TransportError
 from pydist.gpu.nccl import connect_at_joining, find_nccl
 from pydist.job import current
@@ -111,12 +114,37 @@ def gloo_factory(
             raise TransportError("this torch was built without gloo.")
         wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         options = network.options(wait)
+        _require_threads(threads_of(options))
         # Any: torch's stubs leave out its options.
         gloo: Any = dist.ProcessGroupGloo
         group: dist.ProcessGroup = gloo(store, rank, size, options)
         return group
 
     return create
+
+
+def _require_threads(count: int) -> None:
+    """Raises where this process can't start so many threads more.
+
+    gloo starts its own one by one, and ends the process where it gets only some of them.
+    """
+    may_end = threading.Event()
+    threads = [threading.Thread(target=may_end.wait, daemon=True) for _ in range(count)]
+    started = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        # What gloo says where it gets none; what can be done about it is added to that.
+        raise TransportError(os.strerror(errno.EAGAIN)) from error
+    finally:
+        may_end.set()
+        for thread in started:
+            thread.join()
+            # The system counts it until it is gone.
+            while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+                time.sleep(1e-4)
 
 
 def _known(

@@ -115,7 +115,8 @@ def tell(error: BaseException) -> None:
 def abort_all(message: str, cause: str) -> None:
     """Fails all groups of this process, on all ranks, with texts that may hold any character."""
     message, cause = (
-        text.encode("utf-8", "backslashreplace").decode() for text in (message, cause)
+        text.replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
+        for text in (message, cause)
     )
     _native.abort_all(message, cause)
 

@@ -85,7 +85,8 @@ Blame GlooGroup::culprit(int rank, std::string cause) const {
   if (rank == channel.rank()) {
     return own_blame(rank, std::move(cause));
   }
-  Blame blame{.ranks = {rank}, .cause = std::move(cause)};
+  Blame blame{
+      .ranks = {rank}, .host = known(rank).host, .pid = known(rank).pid, .cause = std::move(cause)};
   try {
     const Deadline at_once = Deadline::in(std::chrono::nanoseconds::zero());
     set_place(blame, store_->get(place_key(rank), at_once));
@@ -133,8 +134,17 @@ void GlooGroup::explain(const std::exception_ptr& error) {
     std::rethrow_exception(make_error(ErrorKind::kPeerLost, called.sentence,
                                       culprit(called.missing[0], std::string(called.lost))));
   }
+  if (called.missing.empty()) {
+    // The store is silent, too. Its host may be one of those that this rank sees.
+    for (int rank = 0; rank < channel.size(); ++rank) {
+      if (rank != channel.rank() && !in_words(state_of(rank)).empty()) {
+        called.missing.push_back(rank);
+      }
+    }
+    called.sentence += called.missing.empty() ? "" : " ";
+  }
   if (!called.missing.empty()) {
-    called.sentence = silence_of(called.missing, blame);
+    called.sentence += silence_of(called.missing, blame);
   }
   std::rethrow_exception(
       make_error(kind, join(what, what.ends_with('.') ? " " : ". ", called.sentence), blame));

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_groups import gloo, make
-from launch import Ranks
+from launch import Ranks, free_port
 from survivors_of import die, survivors_of
 from thorough import everyday
 from torch_groups import bridge, join
@@ -403,3 +403,37 @@ def test_where_no_thread_is_left_for_a_block_all_of_it_fails() -> None:
         for message in ranks.run(block_without_threads, timeout=LIMIT_S):
             assert "rank 1 of group" in message, message
             assert "no more threads" in message, message
+
+
+def lose_the_host_of_the_store(port: int, number: int) -> tuple[Any, ...]:
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    os.environ["MASTER_PORT"] = str(port)
+    pydist.init("gloo", timeout=2)
+    pids = [int(pid) for pid in pydist.all_gather(torch.tensor([os.getpid()])).flatten()]
+    if pydist.rank() == 0:
+        os.kill(os.getpid(), number)
+        return ()
+    with pytest.raises(pydist.Error) as caught:
+        pydist.all_reduce(torch.ones(2))
+    error = caught.value
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pids[0], signal.SIGCONT)
+    return type(error).__name__, error.ranks, error.pid == pids[0], str(error)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "how"),
+    [
+        pytest.param(signal.SIGKILL, "PeerLost", "it has died", id="killed"),
+        pytest.param(
+            signal.SIGSTOP, "Timeout", "it is stopped (SIGSTOP or a debugger)", id="stopped"
+        ),
+    ],
+)
+def test_the_rank_that_hosts_the_store_is_named(number: int, kind: str, how: str) -> None:
+    with Ranks(2) as ranks:
+        outcomes = ranks.outcomes(lose_the_host_of_the_store, free_port(), number, timeout=LIMIT_S)
+    name, culprits, is_rank_0, said = outcomes[1].value
+    assert (name, culprits, is_rank_0) == (kind, (0,), True), said
+    assert "The job's store does not answer either" in said
+    assert how in said

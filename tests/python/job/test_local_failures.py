@@ -2,12 +2,14 @@
 
 import os
 import resource
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -173,6 +175,33 @@ def join_gloo_without_threads() -> tuple[object, ...]:
 def test_a_rank_that_gets_no_thread_joins_no_job_on_gloo() -> None:
     with Ranks(2) as ranks:
         assert ranks.run(join_gloo_without_threads) == [((1,), ranks.pids[1])] * 2
+
+
+def make_a_group_with_one_thread_less() -> tuple[object, ...]:
+    """Rank 1 gets one of the threads of gloo's, and no second one."""
+    pydist.init("gloo", timeout=40.0)
+    start, count = threading.Thread.start, 0
+
+    def start_one(thread: threading.Thread) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    few = mock.patch.object(threading.Thread, "start", start_one)
+    before = threading.active_count()
+    with (
+        pytest.raises(pydist.TransportError, match=NO_THREAD) as caught,
+        few if pydist.rank() == 1 else nullcontext(),
+    ):
+        pydist.new_group([0, 1])
+    assert threading.active_count() == before
+    return caught.value.ranks
+
+
+def test_a_rank_that_gets_too_few_threads_for_gloo_does_not_end() -> None:
+    assert run_ranks(make_a_group_with_one_thread_less, 2) == [(1,)] * 2
 
 
 def fail_alone_then_join() -> list[str]:
