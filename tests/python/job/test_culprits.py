@@ -167,7 +167,7 @@ def attributes_of_an_abort(backend: str) -> tuple[object, ...]:
     pydist.init(backend)
     pydist.barrier()
     if pydist.rank() == 0:
-        threading.Timer(0.2, pydist.abort, ("genug für heute \udc80",)).start()
+        threading.Timer(0.2, pydist.abort, ("genug für \0 heute \udc80",)).start()
     with pytest.raises(Aborted) as caught:
         keep_meeting()
     error = caught.value
@@ -178,7 +178,7 @@ def attributes_of_an_abort(backend: str) -> tuple[object, ...]:
 @pytest.mark.parametrize("backend", ["native", "gloo"])
 def test_an_abort_names_its_rank_and_reason(backend: str) -> None:
     outcomes = run_ranks(attributes_of_an_abort, 2, backend)
-    assert outcomes == [((0,), True, "genug für heute \\udc80")] * 2
+    assert outcomes == [((0,), True, "genug für \\0 heute \\udc80")] * 2
 
 
 def abort_for_an_exception() -> tuple[object, ...]:
