@@ -94,6 +94,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "tree_map_only": "torch.utils.pytree is not in 2.11",
         "tree_leaves": "the same",
         "register_pytree_node": "the same",
+        "MappingKey": "the same",
     },
     "torch.utils._python_dispatch": {
         "TorchDispatchMode": "torch's own notes tell to take it from there",
@@ -408,6 +409,7 @@ Future = torch._C.Future
 tree_map_only = torch.utils._pytree.tree_map_only
 tree_leaves = torch.utils._pytree.tree_leaves
 register_pytree_node = torch.utils._pytree.register_pytree_node
+MappingKey: Any = torch.utils._pytree.MappingKey
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 # What torch calls an operation on many tensors at once.

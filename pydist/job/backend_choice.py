@@ -142,9 +142,12 @@ def _require_threads(count: int) -> None:
         may_end.set()
         for thread in started:
             thread.join()
-            # The system counts it until it is gone.
-            while os.path.exists(f"/proc/self/task/{thread.native_id}"):
-                time.sleep(1e-4)
+        # The system counts a thread until it is gone, which is soon.
+        patience_s = time.monotonic() + 1.0
+        while time.monotonic() < patience_s and any(
+            os.path.exists(f"/proc/self/task/{thread.native_id}") for thread in started
+        ):
+            time.sleep(1e-4)
 
 
 def _known(

@@ -93,7 +93,9 @@ class StandsForModule(StandIn):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state, under the module's own names."""
         warn_of_prefix("state_dict")
-        return PlainState.of(taken_with_hooks(self, self.module, *args, **kwargs))
+        state = taken_with_hooks(self, self.module, *args, **kwargs)
+        is_given = bool(args) or kwargs.get("destination") is not None
+        return state if is_given else PlainState.of(state)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

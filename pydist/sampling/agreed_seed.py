@@ -34,9 +34,6 @@ from pydist.job.meeting.store_waits import wait_for_keys
 
 __all__ = ["SeedChoice", "place_of_caller"]
 
-# A function that makes all of a program's loaders, and what calls it.
-_MOST_CALLERS = 2
-
 # How many loaders each thread has prepared that ranks agree about.
 _prepared: Counter[str] = Counter()
 _lock = threading.Lock()
@@ -49,15 +46,9 @@ def _draw(generator: torch.Generator) -> int:
 
 
 def place_of_caller() -> str:
-    """Lines of the program, that which calls our caller first. Files may differ between hosts."""
-    places = []
+    """The line that calls our caller. Files may differ between hosts."""
     frame = sys._getframe(2)
-    for _ in range(_MOST_CALLERS):
-        places.append(f"line {frame.f_lineno} of {frame.f_code.co_name}")
-        if frame.f_back is None or frame.f_code.co_name == "<module>":
-            break
-        frame = frame.f_back
-    return ", called by ".join(places)
+    return f"line {frame.f_lineno} of {frame.f_code.co_name}"
 
 
 class SeedChoice:

@@ -18,6 +18,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from pydist.errors import InvalidUsage
 from pydist.job import groups
 from pydist.job.rank_names import name_ranks
 
@@ -26,9 +27,9 @@ __all__ = ["Attendance"]
 _PATIENCE_S = 5.0
 _BETWEEN_LOOKS_S = 0.02
 
-# How many loaders a thread has prepared of each description, which is how ranks tell them apart.
+# How many loaders of each description the main thread has prepared, which is how ranks tell them
+# apart.
 _prepared: Counter[str] = Counter()
-_lock = threading.Lock()
 
 
 class Attendance:
@@ -43,16 +44,17 @@ class Attendance:
     def __init__(self, rank: int, ranks: int, what: str) -> None:
         self._rank = rank
         self._ranks = ranks
-        name = f"{threading.current_thread().name}/{what}"
-        with _lock:
-            _prepared[name] += 1
-            self._name = f"{name}/{_prepared[name]}"
+        # Other threads may have other names on each rank.
+        self._is_kept = threading.current_thread() is threading.main_thread()
+        if self._is_kept:
+            _prepared[what] += 1
+        self._name = f"{what}/{_prepared[what]}"
         self._has_begun = False
         self._has_ended = False
 
     def begin(self) -> None:
         """Notes that this rank has begun."""
-        if not self._has_begun and (store := self._store()) is not None:
+        if self._is_kept and not self._has_begun and (store := self._store()) is not None:
             self._has_begun = True
             # A store that has gone costs the warning, and not the epoch.
             with suppress(RuntimeError):
@@ -90,4 +92,6 @@ class Attendance:
         world = dist.group.WORLD if dist.is_initialized() else None
         if world is None or dist.get_world_size() != self._ranks:
             return None
-        return dist.PrefixStore("pydist loaders begun", groups.store_of(world))
+        with suppress(InvalidUsage):  # torch does not tell the store of every group
+            return dist.PrefixStore("pydist loaders begun", groups.store_of(world))
+        return None

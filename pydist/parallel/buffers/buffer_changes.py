@@ -76,6 +76,7 @@ class BufferChanges:
             self._untold.clear()
             self._told.clear()
             self.values.note_exchanged()
+            self.values.note(buffers)  # a -0.0 was not exchanged where all ranks have 0.0
             self._note_marks(buffers)
 
     def before_forward(

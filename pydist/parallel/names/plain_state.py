@@ -12,11 +12,12 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from pydist._torch import metadata_of, register_pytree_node, set_metadata
+from pydist._torch import MappingKey, metadata_of, register_pytree_node, set_metadata
 
 __all__ = ["PlainState"]
 
 _PREFIX = "module."
+_NOTHING = object()
 
 
 class PlainState(OrderedDict[str, Any]):
@@ -41,10 +42,12 @@ class PlainState(OrderedDict[str, Any]):
             self._lacks(key)
         return super().get(key, default)
 
-    def pop(self, key: str, *default: Any) -> Any:
-        if default and not super().__contains__(key):
+    def pop(self, key: str, default: Any = _NOTHING) -> Any:
+        if default is _NOTHING:
+            return super().pop(key)
+        if not super().__contains__(key):
             self._lacks(key)
-        return super().pop(key, *default)
+        return super().pop(key, default)
 
     def __reduce__(self) -> Any:
         return OrderedDict, (), vars(self) or None, None, iter(self.items())
@@ -77,4 +80,14 @@ def _unflattened(values: Iterable[Any], names: list[str]) -> PlainState:
     return PlainState(zip(names, values, strict=True))
 
 
-register_pytree_node(PlainState, _flattened, _unflattened)
+def _flattened_with_names(state: PlainState) -> tuple[list[tuple[Any, Any]], list[str]]:
+    return [(MappingKey(name), value) for name, value in state.items()], list(state)
+
+
+register_pytree_node(
+    PlainState,
+    _flattened,
+    _unflattened,
+    serialized_type_name="pydist.PlainState",
+    flatten_with_keys_fn=_flattened_with_names,
+)

@@ -326,9 +326,9 @@ def _held(
             return _Asked(held)
         return getattr(held, "__dict__", {}).get(name)
     if instruction.opname.startswith("CALL") and isinstance(held, _Asked):
-        return held.table.get(held.key)
+        return dict.get(held.table, held.key)
     if instruction.opname.startswith("BINARY_") and before is not None and isinstance(held, dict):
-        return held.get(before.argval)
+        return dict.get(held, before.argval)
     return None
 
 

@@ -83,6 +83,8 @@ def _uncompiled(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """Takes `module.` off the names that have it, unless it is the module that has them."""
     prefix = "module."
+    if not any(name.startswith(prefix) for name in state_dict):
+        return state_dict
     own = module.state_dict()
     if any(name.startswith(prefix) for name in own):
         stripped = all(name.removeprefix(prefix) in own for name in state_dict)
@@ -93,10 +95,10 @@ def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping
         return state_dict
     metadata = metadata_of(state_dict)
     if metadata is not None:
+        # The wrapper's own note, under no name, makes room for that of the module.
         notes = {
-            name.removeprefix("module").removeprefix("."): value
+            "" if name == "module" else name.removeprefix(prefix): value
             for name, value in metadata.items()
-            if name.startswith("module")
         }
         set_metadata(plain, OrderedDict(notes))
     return plain

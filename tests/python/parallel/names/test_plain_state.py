@@ -12,7 +12,7 @@ import pytest
 import torch
 from launch import Ranks
 from named_model import build, one, warned_twice
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_map
 from training import LIMIT_S, TIME_LIMIT
 
 __all__ = ["one"]
@@ -74,6 +74,23 @@ def load_partly() -> None:
         model.load_state_dict(saved)
 
 
+def load_without_a_count() -> None:
+    # Of a version of BatchNorm that had none: its note says so.
+    model = build()
+    for prefix in ("", "module."):
+        saved = OrderedDict((f"{prefix}{n}", v) for n, v in model.module.state_dict().items())
+        del saved[f"{prefix}1.num_batches_tracked"]
+        saved._metadata = OrderedDict({f"{prefix}1": {"version": 2}})  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="num_batches_tracked"):
+            model.load_state_dict(saved)
+        saved._metadata = OrderedDict({f"{prefix}1": {"version": 1}})  # type: ignore[attr-defined]
+        model.load_state_dict(saved)
+
+
+def test_notes_of_versions_are_kept(one: Ranks) -> None:
+    one.run(load_without_a_count, timeout=LIMIT_S)
+
+
 def test_names_with_and_without_the_prefix_load_together(one: Ranks) -> None:
     one.run(load_partly, timeout=LIMIT_S)
 
@@ -89,6 +106,11 @@ def use_state_in_every_way() -> None:
     assert type(pickle.loads(pickle.dumps(state))) is OrderedDict
     doubled = tree_map(lambda value: 2 * value, state)
     assert torch.equal(doubled["0.weight"], 2 * model.module[0].weight)
+    [(path, _), *_] = tree_flatten_with_path(state)[0]
+    assert path[0].key == "0.weight"
+    kept: OrderedDict[str, Any] = OrderedDict(before=1)
+    assert model.state_dict(destination=kept) is kept
+    assert state.pop("nothing", default=None) is None
     assert "0.weight" in state
     unknown = "module.unknown"
     assert unknown not in state
