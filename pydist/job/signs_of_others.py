@@ -71,6 +71,7 @@ _ALONE = "If this process is to train alone, set RANK=0 WORLD_SIZE=1."
 
 
 def refuse_signs_of_others(env: Mapping[str, str]) -> None:
+    """Raises InvalidUsage where a launcher may have started more processes; names the variable."""
     for sign in _SIGNS:
         if sign.variable not in env or _largest_size(env.get(sign.size, "")) == 1:
             continue

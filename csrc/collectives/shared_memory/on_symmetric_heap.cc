@@ -97,9 +97,9 @@ Task run_on_symmetric_heap(Collective& run) {
       break;
   }
   writing.reset();
-  // A rank that has raised meanwhile has its memory to itself again, and may have changed what was
-  // read here: it raises after it has set the failure. So what was read before the failure is seen
-  // not to be set is right. The fence keeps the reads before that look.
+  // A rank that has raised has its memory to itself again, and may write there what is no input. It
+  // sets the failure before it raises: as long as that is not set, what was read is right. The
+  // fence keeps the reads before this look at it.
   std::atomic_thread_fence(std::memory_order_acquire);
   throw_failure(group);
   group.publish(&RankControl::consumed, round);

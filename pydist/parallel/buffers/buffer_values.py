@@ -19,7 +19,7 @@ from pydist._torch import is_of_functorch
 
 __all__ = ["BufferValues"]
 
-# Takes some 30 µs.
+# Of all buffers together.
 _MOST_COMPARED = 32_768
 # What elements are compared as, by their size.
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}

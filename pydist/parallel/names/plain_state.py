@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from pydist._torch import MappingKey, metadata_of, register_pytree_node, set_metadata
+from pydist.parallel.names.state_names import PREFIX
 
 __all__ = ["PlainState"]
 
-_PREFIX = "module."
 _NOTHING = object()
 
 
@@ -57,8 +57,8 @@ class PlainState(OrderedDict[str, Any]):
 
     def _lacks(self, key: object) -> bool:
         """Warns where a name is here without the prefix; False."""
-        if isinstance(key, str) and key.startswith(_PREFIX):
-            plain = key[len(_PREFIX) :]
+        if isinstance(key, str) and key.startswith(PREFIX):
+            plain = key[len(PREFIX) :]
             if super().__contains__(plain):
                 warnings.warn(
                     f"a state of pydist.DataParallel was asked for {key!r}, and has it as "

@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-_PREFIX = "module."
+from pydist.parallel.names.state_names import PREFIX
+
 # What patterns and regular expressions with the prefix begin with.
-_BEGINNINGS = (_PREFIX, "module\\.", "^module.", "^module\\.", "module[.]", "^module[.]")
+_BEGINNINGS = (PREFIX, "module\\.", "^module.", "^module\\.", "module[.]", "^module[.]")
 # Calls that select by their argument. Other calls may rename; without the prefix, these change
 # nothing.
 _SELECTING = {
@@ -85,7 +86,7 @@ def warn_of_prefix(method: str) -> None:
     if line is None:
         return
     warnings.warn(
-        f"line {line} of {frame.f_code.co_filename} looks for names that begin with {_PREFIX!r}, "
+        f"line {line} of {frame.f_code.co_filename} looks for names that begin with {PREFIX!r}, "
         f"or cuts that off, in what {method}() of a pydist.DataParallel gives. There are none: "
         "names are those of the wrapped module, without the prefix that torch's "
         "DistributedDataParallel puts before them. Leave the prefix out; if the code is right "
@@ -251,7 +252,7 @@ def _conversions(instructions: list[dis.Instruction], variables: Mapping[str, An
     found: set[int] = set()
     for position in range(len(instructions)):
         jumps = instructions[position : position + 8]
-        asks = [i.argval for i in jumps[:2]] == ["startswith", _PREFIX]
+        asks = [i.argval for i in jumps[:2]] == ["startswith", PREFIX]
         jump = next((i for i in jumps if i.opname.startswith("POP_JUMP")), None)
         if not asks or jump is None or not jump.opname.endswith("IF_FALSE"):
             continue
@@ -376,7 +377,7 @@ def _is_cut(
     variables: Mapping[str, Any],
 ) -> bool:
     """Whether the first seven characters of something are cut off: `key[7:]`."""
-    length = len(_PREFIX)
+    length = len(PREFIX)
     if instruction.opname.startswith("LOAD_CONST") and instruction.argval == slice(length, None):
         return True
     is_length = instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT")

@@ -11,6 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pydist._torch import COMPILED, metadata_of, set_metadata, uncompiled
 
+# What torch's DistributedDataParallel puts before every name.
+PREFIX = "module."
+
 
 def plain_name(name: str) -> str:
     """A name without what `torch.compile` has put into it."""
@@ -82,22 +85,21 @@ def _uncompiled(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """Takes `module.` off the names that have it, unless it is the module that has them."""
-    prefix = "module."
-    if not any(name.startswith(prefix) for name in state_dict):
+    if not any(name.startswith(PREFIX) for name in state_dict):
         return state_dict
     own = module.state_dict()
-    if any(name.startswith(prefix) for name in own):
-        stripped = all(name.removeprefix(prefix) in own for name in state_dict)
-        if not stripped or not all(name.startswith(prefix) for name in state_dict):
+    if any(name.startswith(PREFIX) for name in own):
+        stripped = all(name.removeprefix(PREFIX) in own for name in state_dict)
+        if not stripped or not all(name.startswith(PREFIX) for name in state_dict):
             return state_dict
-    plain = OrderedDict((name.removeprefix(prefix), value) for name, value in state_dict.items())
+    plain = OrderedDict((name.removeprefix(PREFIX), value) for name, value in state_dict.items())
     if len(plain) < len(state_dict):  # some names are there with it and without it
         return state_dict
     metadata = metadata_of(state_dict)
     if metadata is not None:
         # The wrapper's own note, under no name, makes room for that of the module.
         notes = {
-            "" if name == "module" else name.removeprefix(prefix): value
+            "" if name == "module" else name.removeprefix(PREFIX): value
             for name, value in metadata.items()
         }
         set_metadata(plain, OrderedDict(notes))
