@@ -255,7 +255,8 @@ def _launcher(env: dict[str, str]) -> _Launcher | None:
             return launcher
     if sets(_KUBEFLOW) and _is_process_of_node(env):
         env["MASTER_ADDR"] = env["PET_MASTER_ADDR"]
-        env["MASTER_PORT"] = env.get("PET_MASTER_PORT", "29500")  # torchrun's default
+        env.setdefault("PET_MASTER_PORT", "29500")  # torchrun's default
+        env["MASTER_PORT"] = str(_integer(env, "PET_MASTER_PORT"))
         return _KUBEFLOW
     return None
 

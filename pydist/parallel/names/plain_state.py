@@ -21,7 +21,12 @@ _NOTHING = object()
 
 
 class PlainState(OrderedDict[str, Any]):
-    """What `state_dict()` of a wrapper returns. Copies and pickles of it are plain dictionaries."""
+    """What `state_dict()` of a wrapper returns. Copies and pickles of it are plain dictionaries.
+
+    It warns once.
+    """
+
+    _has_warned = False
 
     @classmethod
     def of(cls, state: Any) -> Any:
@@ -50,16 +55,18 @@ class PlainState(OrderedDict[str, Any]):
         return super().pop(key, default)
 
     def __reduce__(self) -> Any:
-        return OrderedDict, (), vars(self) or None, None, iter(self.items())
+        attributes = {name: value for name, value in vars(self).items() if name != "_has_warned"}
+        return OrderedDict, (), attributes or None, None, iter(self.items())
 
     def copy(self) -> Any:
         return OrderedDict(self)
 
     def _lacks(self, key: object) -> bool:
         """Warns where a name is here without the prefix; False."""
-        if isinstance(key, str) and key.startswith(PREFIX):
+        if not self._has_warned and isinstance(key, str) and key.startswith(PREFIX):
             plain = key[len(PREFIX) :]
             if super().__contains__(plain):
+                self._has_warned = True
                 warnings.warn(
                     f"a state of pydist.DataParallel was asked for {key!r}, and has it as "
                     f"{plain!r}: names are those of the wrapped module, without the prefix that "

@@ -179,6 +179,8 @@ def test_kubeflow_is_a_process_on_each_node() -> None:
     # A task may call another launcher; torchrun reads these variables itself.
     assert place(read_placement({**KUBEFLOW, **TORCHRUN})) == (2, 4, 0, 2)
     assert place(read_placement({**KUBEFLOW, **OPEN_MPI})) == (1, 2, 1, 2)
+    with pytest.raises(InvalidUsage, match="PET_MASTER_PORT='x' is not valid"):
+        read_placement({**KUBEFLOW, "PET_MASTER_PORT": "x"})
     with pytest.raises(InvalidUsage, match="PET_NODE_RANK=2 and PET_NNODES=2"):
         read_placement({**KUBEFLOW, "PET_NODE_RANK": "2"})
 
