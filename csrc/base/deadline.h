@@ -15,8 +15,8 @@ class Deadline {
   [[nodiscard]] static Deadline never() noexcept { return Deadline(Clock::time_point::max()); }
   [[nodiscard]] static Deadline at(Clock::time_point when) noexcept { return Deadline(when); }
   // A duration too long to add to the clock means never.
-  [[nodiscard]] static Deadline in(std::chrono::nanoseconds duration) noexcept {
-    const auto now = Clock::now();
+  [[nodiscard]] static Deadline in(std::chrono::nanoseconds duration,
+                                   Clock::time_point now = Clock::now()) noexcept {
     if (duration >= Clock::time_point::max() - now) {
       return never();
     }
@@ -24,7 +24,10 @@ class Deadline {
   }
 
   [[nodiscard]] bool is_never() const noexcept { return when_ == Clock::time_point::max(); }
-  [[nodiscard]] bool has_passed() const noexcept { return !is_never() && Clock::now() >= when_; }
+  [[nodiscard]] bool has_passed() const noexcept { return !is_never() && has_passed(Clock::now()); }
+  [[nodiscard]] bool has_passed(Clock::time_point now) const noexcept {
+    return !is_never() && now >= when_;
+  }
   [[nodiscard]] Clock::time_point when() const noexcept { return when_; }
 
   // What is left, between zero and `cap`.

@@ -6,11 +6,12 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
 
-#include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 
 #include "base/error.h"
 #include "c10d/device_streams.h"
@@ -26,6 +27,17 @@ constexpr std::array<at::ScalarType, kDTypeCount> kScalarTypes = {
     at::kDouble, at::kFloat,        at::kHalf,          at::kBFloat16, at::kChar,   at::kShort,
     at::kInt,    at::kLong,         at::kByte,          at::kUInt16,   at::kUInt32, at::kUInt64,
     at::kBool,   at::kComplexFloat, at::kComplexDouble, at::kByte};
+
+constexpr auto kScalarTypeCount = static_cast<std::size_t>(at::ScalarType::NumOptions);
+
+// The same from the other side, by torch's number of the type. Every operation looks here.
+constexpr std::array<std::optional<DType>, kScalarTypeCount> kDTypes = [] {
+  std::array<std::optional<DType>, kScalarTypeCount> dtypes{};
+  for (std::size_t i = kScalarTypes.size(); i-- > 0;) {  // so that bytes are kUInt8
+    dtypes.at(static_cast<std::size_t>(kScalarTypes.at(i))) = static_cast<DType>(i);
+  }
+  return dtypes;
+}();
 
 bool is_dense(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
@@ -81,10 +93,8 @@ void divide(const at::Tensor& dense, std::int64_t divisor) {
 }  // namespace
 
 std::optional<DType> dtype_of(at::ScalarType type) noexcept {
-  const auto* const found = std::find(kScalarTypes.begin(), kScalarTypes.end(), type);
-  return found == kScalarTypes.end()
-             ? std::nullopt
-             : std::optional(static_cast<DType>(found - kScalarTypes.begin()));
+  const auto number = static_cast<std::size_t>(type);
+  return number < kDTypes.size() ? kDTypes[number] : std::nullopt;
 }
 
 at::ScalarType scalar_type_of(DType dtype) noexcept {

@@ -18,20 +18,23 @@ inline constexpr std::chrono::seconds kLongWait{60};
 inline constexpr std::chrono::seconds kCircleWait{1};
 inline constexpr std::chrono::milliseconds kCircleLooks{250};
 
-// Of one wait. For one thread at a time.
+// Of one wait. For one thread at a time. Who asks several questions at once reads the clock once.
 class LongWait {
  public:
+  using Clock = Deadline::Clock;
+
   // Of a wait that begins with the first question.
   LongWait() = default;
   // Of one that begins now.
   explicit LongWait(std::chrono::nanoseconds patience) : due_(Deadline::in(patience)) {}
 
   // Whether it is time to tell of it, which it is once.
-  [[nodiscard]] bool is_due(std::chrono::nanoseconds patience) noexcept {
+  [[nodiscard]] bool is_due(std::chrono::nanoseconds patience,
+                            Clock::time_point now = Clock::now()) noexcept {
     if (!due_) {
-      due_ = Deadline::in(patience);
+      due_ = Deadline::in(patience, now);
     }
-    if (!due_->has_passed()) {
+    if (!due_->has_passed(now)) {
       return false;
     }
     set_told();
@@ -44,14 +47,14 @@ class LongWait {
   }
 
   // Whether it is time to look for a circle of waits, as long as nothing has been told.
-  [[nodiscard]] bool is_time_to_look() noexcept {
+  [[nodiscard]] bool is_time_to_look(Clock::time_point now) noexcept {
     if (!look_) {
-      look_ = Deadline::in(kCircleWait);
+      look_ = Deadline::in(kCircleWait, now);
     }
-    if (!look_->has_passed()) {
+    if (!look_->has_passed(now)) {
       return false;
     }
-    look_ = Deadline::in(kCircleLooks);
+    look_ = Deadline::in(kCircleLooks, now);
     return true;
   }
   // Until when it is not.

@@ -256,7 +256,7 @@ def _launcher(env: dict[str, str]) -> _Launcher | None:
     if sets(_KUBEFLOW) and _is_process_of_node(env):
         env["MASTER_ADDR"] = env["PET_MASTER_ADDR"]
         env.setdefault("PET_MASTER_PORT", "29500")  # torchrun's default
-        env["MASTER_PORT"] = str(_integer(env, "PET_MASTER_PORT"))
+        env["MASTER_PORT"] = str(_port_in(env, "PET_MASTER_PORT"))
         return _KUBEFLOW
     return None
 
@@ -300,6 +300,13 @@ def _integer(env: Mapping[str, str], name: str) -> int:
     return value
 
 
+def _port_in(env: Mapping[str, str], name: str) -> int:
+    port = _integer(env, name)
+    if not 0 < port < 2**16:
+        raise InvalidUsage(f"{name}={port} is not valid; use a port from 1 to 65535.")
+    return port
+
+
 def _read(launcher: _Launcher, env: Mapping[str, str]) -> Placement:
     if launcher.world_size not in env:
         raise _incomplete([launcher.rank], [launcher.world_size])
@@ -337,10 +344,7 @@ def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 def _rendezvous(launcher: _Launcher, env: Mapping[str, str], one_host: bool) -> Rendezvous:
     if all(name in env for name in _MASTER):
-        port = _integer(env, "MASTER_PORT")
-        if not 0 < port < 2**16:
-            raise InvalidUsage(f"MASTER_PORT={port} is not valid; use a port from 1 to 65535.")
-        return Rendezvous(env["MASTER_ADDR"], port)
+        return Rendezvous(env["MASTER_ADDR"], _port_in(env, "MASTER_PORT"))
     if launcher is _TORCHRUN:
         found = [name for name in (launcher.rank, launcher.world_size, *_MASTER) if name in env]
         raise _incomplete(found, [name for name in _MASTER if name not in env])
@@ -357,7 +361,7 @@ def _rendezvous(launcher: _Launcher, env: Mapping[str, str], one_host: bool) -> 
             "can be reached, the same on all ranks "
             "(for example `mpirun -n 2 env MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python …`)."
         )
-    port = _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else _port(job or "")
+    port = _port_in(env, "MASTER_PORT") if "MASTER_PORT" in env else _port(job or "")
     return Rendezvous(address, port, job or "")
 
 

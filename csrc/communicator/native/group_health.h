@@ -111,7 +111,9 @@ class GroupHealth {
   [[nodiscard]] std::vector<std::string> whereabouts() const;
 
   // -- operations that last ------------------------------------------------------------------
-  [[nodiscard]] bool is_due(LongWait& notice) const noexcept { return notice.is_due(long_wait_); }
+  [[nodiscard]] bool is_due(LongWait& notice, LongWait::Clock::time_point now) const noexcept {
+    return notice.is_due(long_wait_, now);
+  }
   // Logs that this rank has been in `operation` for so long, and why. Does not wait for the log.
   void warn_of_wait(const std::string& operation, std::chrono::nanoseconds lasting,
                     const std::string& why);

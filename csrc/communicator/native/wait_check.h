@@ -41,7 +41,7 @@ class WaitCheck {
   GroupHealth& health_;
   const int rank_;
   std::optional<GroupHealth::Loss> loss_;
-  const bool is_late_;
+  bool is_late_ = false;
   bool is_circle_ = false;
   bool is_long_ = false;
 };

@@ -179,8 +179,9 @@ def test_kubeflow_is_a_process_on_each_node() -> None:
     # A task may call another launcher; torchrun reads these variables itself.
     assert place(read_placement({**KUBEFLOW, **TORCHRUN})) == (2, 4, 0, 2)
     assert place(read_placement({**KUBEFLOW, **OPEN_MPI})) == (1, 2, 1, 2)
-    with pytest.raises(InvalidUsage, match="PET_MASTER_PORT='x' is not valid"):
-        read_placement({**KUBEFLOW, "PET_MASTER_PORT": "x"})
+    for value in ("x", "0", "70000"):
+        with pytest.raises(InvalidUsage, match=f"^PET_MASTER_PORT='?{value}'? is not valid"):
+            read_placement({**KUBEFLOW, "PET_MASTER_PORT": value})
     with pytest.raises(InvalidUsage, match="PET_NODE_RANK=2 and PET_NNODES=2"):
         read_placement({**KUBEFLOW, "PET_NODE_RANK": "2"})
 
@@ -417,6 +418,11 @@ def test_half_a_job_names_what_is_missing(variables: dict[str, str], missing: st
 def test_values_that_make_no_sense(change: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidUsage, match=message):
         read_placement({**TORCHRUN, **change})
+
+
+def test_a_port_without_an_address_is_checked_too() -> None:
+    with pytest.raises(InvalidUsage, match="MASTER_PORT=70000 is not valid"):
+        read_placement({**SRUN, "MASTER_PORT": "70000"})
 
 
 @pytest.mark.parametrize(
