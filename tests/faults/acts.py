@@ -67,6 +67,23 @@ def killed_in_a_collective(scene: Scene) -> None:
         pydist.all_reduce(large)
 
 
+def killed_before_all_have_come(scene: Scene) -> None:
+    """Rank 1 comes to the collective once the others have given it up."""
+    small(3)
+    given_up = scene.folder / "given-up"
+    if scene.is_victim:
+        scene.die_soon(0.2)
+    if scene.rank == 1:
+        end = time.monotonic() + 30.0
+        while not given_up.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+    try:
+        small()
+    except pydist.Error:
+        given_up.touch()
+        raise
+
+
 def killed_after_a_collective(scene: Scene) -> None:
     small(3)
     if scene.is_victim:

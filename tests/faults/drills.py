@@ -105,6 +105,13 @@ DRILLS = [
     ),
     Drill("SIGKILL before a collective", acts.killed_before_a_collective, LOST, victim="killed"),
     Drill("SIGKILL in a collective of 4 MiB", acts.killed_in_a_collective, LOST, victim="killed"),
+    Drill(
+        "SIGKILL in a collective to which a rank has not come",
+        acts.killed_before_all_have_come,
+        LOST,
+        victim="killed",
+        sizes=(4,),
+    ),
     Drill("SIGKILL after a collective", acts.killed_after_a_collective, LOST, victim="killed"),
     Drill(
         "SIGKILL with live workers of a data loader",

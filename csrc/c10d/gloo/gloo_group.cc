@@ -118,9 +118,13 @@ void GlooGroup::explain(const std::exception_ptr& error) {
   std::optional<ErrorDescription> told;
   const auto is_told = [&] { return (told = confession()).has_value(); };
   RollCall called = call_roll(*store_, collectives_, channel.rank(), channel.size(),
-                              /*counts_leavers=*/kind != ErrorKind::kTimeout, is_told);
+                              /*counts_leavers=*/kind != ErrorKind::kTimeout,
+                              [&] { return death().has_value() || is_told(); });
   if (told || is_told()) {
     std::rethrow_exception(make_error(told->kind, told->message, told->blame));
+  }
+  if (death()) {
+    std::rethrow_exception(error);  // fail_in() says who has died
   }
   if (called.sentence.empty() && called.missing.empty()) {
     // All have come, this rank perhaps when another had given it up.
