@@ -117,9 +117,11 @@ void GlooGroup::explain(const std::exception_ptr& error) {
   channel.close();
   std::optional<ErrorDescription> told;
   const auto is_told = [&] { return (told = confession()).has_value(); };
+  const Lookout lookout{
+      .has_news = [&] { return death().has_value() || is_told(); },
+      .is_disabled = [&](int rank) { return state_of(rank) == ProcessState::kStopped; }};
   RollCall called = call_roll(*store_, collectives_, channel.rank(), channel.size(),
-                              /*counts_leavers=*/kind != ErrorKind::kTimeout,
-                              [&] { return death().has_value() || is_told(); });
+                              /*counts_leavers=*/kind != ErrorKind::kTimeout, lookout);
   if (told || is_told()) {
     std::rethrow_exception(make_error(told->kind, told->message, told->blame));
   }

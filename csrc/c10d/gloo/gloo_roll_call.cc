@@ -53,7 +53,7 @@ std::optional<std::string> how_gone(KeyValueStore& store, int rank) {
 }
 
 RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int size,
-                   bool counts_leavers, const std::function<bool()>& has_news) noexcept {
+                   bool counts_leavers, const Lookout& lookout) noexcept {
   try {
     store.set(answer_key(sequence, rank), "here");
     const Deadline deadline = Deadline::in(kRollCallPatience);
@@ -64,10 +64,10 @@ RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int s
         if (how && (counts_leavers || how->ends_with(kHasDied))) {
           return name_gone(store, peer, *how, size);
         }
-        if (has_news()) {
+        if (lookout.has_news()) {
           return {};
         }
-        if (deadline.has_passed()) {
+        if (deadline.has_passed() || lookout.is_disabled(peer)) {
           called.missing.push_back(peer);
           break;
         }

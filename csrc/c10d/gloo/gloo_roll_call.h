@@ -5,7 +5,7 @@
 // and of one that has died those say so that can see it, see Note [Deaths on gloo]. One that has
 // not been heard of soon afterwards is late, stopped or dead, or waits only for ranks that are. So
 // the last ranks to give up name exactly the culprits. Of those on its own host a rank also sees
-// which are stopped.
+// which are stopped, and does not wait for their answer.
 
 #pragma once
 
@@ -31,14 +31,18 @@ struct RollCall {
   std::string_view lost;     // how the one that is missing has gone, if that is known: a literal
 };
 
+// What the caller of a roll learns elsewhere meanwhile; asked now and then.
+struct Lookout {
+  std::function<bool()> has_news;        // that it does not matter any more who is missing
+  std::function<bool(int)> is_disabled;  // that a rank cannot answer, as it is stopped
+};
+
 // For a rank on which collective number `sequence` of the group has failed; call after its
 // connections have been cut. Takes up to kRollCallPatience while ranks are missing of which nobody
-// knows that they are gone, unless `has_news`, which is asked now and then, says that it does not
-// matter any more. `counts_leavers`: whether a rank that has left may be the reason. Not where the
-// time was up: others then leave because this rank has cut its connections.
+// knows why. `counts_leavers`: whether a rank that has left may be the reason. Not where the time
+// was up: others then leave because this rank has cut its connections.
 [[nodiscard]] RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int size,
-                                 bool counts_leavers,
-                                 const std::function<bool()>& has_news) noexcept;
+                                 bool counts_leavers, const Lookout& lookout) noexcept;
 
 // Tells all that a rank is gone, and how: a text that ends with kHasDied or the words of a
 // Departure. Throws where the store does not answer.
