@@ -144,7 +144,7 @@ DRILLS = [
         victim="stopped",
         backends=("gloo",),
         timeout_s=3.0,
-        within_s=5.0,
+        within_s=3.5,
     ),
     Drill(
         "SIGSTOP in a ring, with a time-out of 3 s",
