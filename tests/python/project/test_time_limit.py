@@ -89,9 +89,12 @@ def sleep_long() -> None:
 
 
 def test_the_limit_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "PATIENCE", 0.25)
-    with pytest.raises(launch.ExpiredError, match=r"ranks \[0\] of 1 took more than 0.5 s") as said:
-        launch.run_ranks(sleep_long, 1, timeout=2.0)
+    with launch.Ranks(1) as ranks:
+        ranks.run(os.getpid)  # it has started by then, however slow the machine
+        monkeypatch.setattr(launch, "PATIENCE", 0.25)
+        late = r"ranks \[0\] of 1 took more than 0.5 s"
+        with pytest.raises(launch.ExpiredError, match=late) as said:
+            ranks.run(sleep_long, timeout=2.0)
     assert "in sleep_long" in str(said.value)
 
 
