@@ -76,7 +76,7 @@ def names_in(parts: Iterable[Part], rank: int) -> optimizer_state.Names:
         wrapper = uncompiled(part.value)
         named = dict(module.named_parameters())
         plain = plain_names(module, named)
-        own = own_tensors_of(module, wrapper)
+        own = own_tensors_of(module)
         for name, parameter in named.items():
             known = f"{part.entry}.{plain[name]}".removeprefix(PREFIX)
             # Several models may share a parameter.
@@ -92,6 +92,12 @@ def arrive(model: nn.Module) -> None:
     """Waits for parameters that are on their way."""
     for owner in owners_within(inner(model)):
         owner.finish()
+
+
+def own_writes(models: Iterable[Part]) -> str:
+    """What this rank's program has written into parameters of which all ranks have one copy."""
+    owners = [owner for part in models for owner in owners_within(inner(part.value))]
+    return "; ".join(written for owner in owners if (written := owner.own_writes()))
 
 
 def take(part: Part, rank: int, size: int, seen: dict[_Place, str]) -> Taken:
@@ -152,7 +158,7 @@ def _entries(part: Part, state: dict[str, Any], rank: int) -> dict[str, str]:
 def _own_names(model: nn.Module) -> set[str]:
     """The names in a model's state of what each rank has alone."""
     module = inner(model)
-    own = own_tensors_of(module, uncompiled(model))
+    own = own_tensors_of(module)
     named: list[tuple[str, Tensor]] = list(module.named_parameters(remove_duplicate=False))
     named += module.named_buffers(remove_duplicate=False)
     return {name for name, tensor in named if id(tensor) in own}

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from pydist._torch import is_marked_as_ignored
+from pydist._torch import ignored_names, is_marked_as_ignored
 from pydist.errors import CheckpointError, InvalidUsage
 from pydist.parallel.ownership import newest_first
 from pydist.parallel.rank_local import RankLocal
-from pydist.parallel.wrapper import DataParallel
 
 _OWN = re.compile(r"(.*)@rank(\d+)")
 
@@ -47,15 +46,15 @@ def require_unambiguous(names: Iterable[str]) -> None:
         )
 
 
-def own_tensors_of(module: nn.Module, wrapper: nn.Module) -> set[int]:
-    """The parameters and buffers of a model that each rank has alone, by id.
+def own_tensors_of(module: nn.Module) -> set[int]:
+    """The parameters and buffers that each rank has alone, by id.
 
-    Args:
-        module: The one whose names are saved.
-        wrapper: What it was passed in.
+    Those of the module, by the lists in it and in what it consists of, and those of all wrappers:
+    a model may hold wrappers, or be within one.
     """
-    local = wrapper._local if isinstance(wrapper, DataParallel) else RankLocal(module)
-    return {id(tensor) for _, tensor in (*local.parameters(), *local.buffers())}
+    known = [wrapper._local for wrapper in newest_first()]
+    known += [RankLocal(part) for part in module.modules() if ignored_names(part)]
+    return {id(tensor) for local in known for _, tensor in (*local.parameters(), *local.buffers())}
 
 
 def is_own(parameter: Tensor) -> bool:

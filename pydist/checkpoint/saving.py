@@ -152,6 +152,7 @@ def save(
             "stateful": stateful,
         }
         named = top = Path()
+        written = ""
         part = _Part()
         parts: list[Part] = []
         states: list[tuple[Part, Any]] = []
@@ -166,13 +167,16 @@ def save(
             parts = [*models, *optimizers, *of_all, *of_each]
             states = [(p, state_of(p)) for p in of_all]
             part = _collect(lane.communicator, models, optimizers, states, of_each, extra)
+            # Each rank saves a part of the parameters, so all must have the same values.
+            if own := model_state.own_writes(models):
+                written = f", {own}"
             if several := names_of(given):
                 part.objects |= {PARTS: pack("names", several)}
             if asynchronous:
                 part.pieces = [piece.copy() for piece in part.pieces]
         except Exception as raised:
             error = raised
-        facts = f"path={str(named)!r}, {step=}, {keep=}, {asynchronous=}"
+        facts = f"path={str(named)!r}, {step=}, {keep=}, {asynchronous=}{written}"
         present = ", ".join(p.entry for p in parts)
         agree(lane.communicator, _CALL, _CALL, error, f"{facts}, with {present}")
         for p, state in states:

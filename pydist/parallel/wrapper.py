@@ -110,6 +110,9 @@ class ShardOwner(Protocol):
     def finish(self) -> None:
         """Returns once all parameters have arrived that the last step has updated."""
 
+    def own_writes(self) -> str:
+        """What the program has written into parameters that all ranks share, in words; or ""."""
+
 
 class DataParallel(TorchIdioms, StandsForModule):
     """Wraps a module so that every backward leaves the mean of all ranks' gradients.

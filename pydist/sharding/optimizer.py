@@ -707,6 +707,13 @@ class ShardedOptimizer(Optimizer):
         for bucket in self._layout.buckets:
             bucket.wait()
 
+    def own_writes(self) -> str:
+        """What the program has written into parameters of one copy since the last step, in words.
+
+        Empty if nothing. Talks to nobody; the same on all ranks if they have written the same.
+        """
+        return self._writes.described() if self._is_one_copy else ""
+
     @runs_uncompiled_throughout
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, as any optimizer does. Waits for nobody.

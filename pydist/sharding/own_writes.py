@@ -79,12 +79,7 @@ class OwnWrites:
                 is raised on every rank, names the parameter, and has changed nothing.
         """
         writes, written = self._written()
-        digest = 0
-        if writes:
-            # In the order of shared parameters, because the numbers of rank-local ones differ
-            # between ranks.
-            digests = {write.member.index: write.digest for write in writes}
-            digest = _digest_of([digests.get(member.index) for member in self._members()])
+        digest = self._digest(writes)
         told = torch.tensor([digest, -digest])
         self._communicator.all_reduce(told, told, "max", label="before parameters are written")
         highest, lowest = told.tolist()
@@ -96,6 +91,15 @@ class OwnWrites:
         self._forget(written)
         # Counts up their versions, so that a backward that has saved one of them notices.
         torch.autograd.graph.increment_version([write.member.parameter for write in writes])
+
+    def described(self) -> str:
+        """What this rank has written since all met: names, and a digest of the values, or nothing.
+
+        Talks to nobody. The same on all ranks that have written the same.
+        """
+        writes, _ = self._written()
+        names = ", ".join(write.member.name for write in writes)
+        return f"{names} written by the program ({self._digest(writes):x})" if writes else ""
 
     @contextmanager
     def of_one_rank(self, writer: int, apart: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
@@ -193,6 +197,15 @@ class OwnWrites:
                 elif is_stray:
                     self._put_back(write)
         return found, written
+
+    def _digest(self, writes: Sequence[_Write]) -> int:
+        """Of the values written; 0 where there are none."""
+        if not writes:
+            return 0
+        # In the order of shared parameters, because the numbers of rank-local ones differ between
+        # ranks.
+        digests = {write.member.index: write.digest for write in writes}
+        return _digest_of([digests.get(member.index) for member in self._members()])
 
     def _members(self) -> list[Member]:
         members = [member for bucket in self._shared() for member in bucket.members]

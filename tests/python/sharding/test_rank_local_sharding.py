@@ -379,6 +379,38 @@ def test_checkpoints_keep_what_ranks_have_alone(
             assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
 
 
+def holders(rank: int) -> list[nn.Module]:
+    """Models with a wrapper, or with a module that has a list, somewhere within."""
+    model = pydist.DataParallel(Mixed(rank))
+    plain = pydist.DataParallel(nn.Linear(2, 2))
+    return [
+        nn.ModuleDict({"g": model, "d": plain}),
+        nn.Sequential(nn.Sequential(model)),
+        torch.optim.swa_utils.AveragedModel(model),
+        nn.ModuleDict({"copy": copy.deepcopy(model.module)}),
+    ]
+
+
+def save_and_load_within(folder: str) -> None:
+    rank, _ = joined()
+    for number, holder in enumerate(holders(rank)):
+        path = f"{folder}/{number}"
+        before = {name: value.clone() for name, value in holder.state_dict().items()}
+        pydist.save(path, model=holder)
+        with torch.no_grad():
+            for tensor in (*holder.parameters(), *holder.buffers()):
+                tensor.zero_()
+        pydist.load(path, model=holder)
+        for name, value in holder.state_dict().items():
+            assert torch.equal(value, before[name]), (number, name)
+
+
+def test_checkpoints_keep_what_ranks_have_alone_in_modules_within(
+    run: Runner, tmp_path: Path
+) -> None:
+    run(save_and_load_within, str(tmp_path))
+
+
 def load_elsewhere(folder: str, what: str) -> str:
     rank, _ = joined()
     model = pydist.DataParallel(Mixed(rank))

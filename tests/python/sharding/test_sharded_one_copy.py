@@ -1,7 +1,9 @@
 """`share_parameters=True`: one copy of the parameters for all ranks of a host."""
 
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -280,6 +282,27 @@ def write_apart() -> None:
         twins.check("put right")
 
 
+def save_what_is_written(folder: str) -> None:
+    """Each rank saves a part of the parameters: a checkpoint of different ones would be torn."""
+    rank, _ = joined()
+    model = pydist.DataParallel(small_model())
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, share_parameters=True)
+    name, parameter = next(iter(model.named_parameters()))
+    if rank == 0:
+        with torch.no_grad():
+            parameter.mul_(0.5)
+    with pytest.raises(pydist.Mismatch, match=f"{re.escape(name)} written by the program"):
+        pydist.save(folder, model=model, optimizer=optimizer)
+    if rank != 0:
+        with torch.no_grad():
+            parameter.mul_(0.5)
+    halved = parameter.detach().clone()
+    pydist.save(folder, model=model, optimizer=optimizer)
+    optimizer.step()
+    pydist.load(folder, model=model, optimizer=optimizer)
+    assert torch.equal(parameter, halved)
+
+
 def write_without_sharing() -> None:
     """The same program: every rank has parameters of its own, and writes them."""
     twins = Twins(small_model(), torch.optim.SGD, options={"lr": 0.1})
@@ -324,6 +347,10 @@ def test_what_is_written_beside_parameters_of_ranks_alone(run_shared: Any) -> No
 
 def test_what_ranks_write_apart_is_refused(run_shared: Any) -> None:
     run_shared(write_apart)
+
+
+def test_what_ranks_write_apart_is_not_saved(run_shared: Any, tmp_path: Path) -> None:
+    run_shared(save_what_is_written, str(tmp_path / "checkpoint"))
 
 
 def test_writing_for_all_where_nothing_is_shared(run_shared: Any) -> None:
