@@ -256,13 +256,28 @@ def _batches(
         if hasattr(own, "num_replicas"):
             _check_shares(own, data.dataset, communicator)
             _check_batches(data, own)
-            return data, None
+            return _with_own_workers(data), None
     share = _Share(sampler, communicator.rank, communicator.size)
     # A copy and not a new one, so that it keeps all else: workers, collation, a subclass.
     loader = copy.copy(data)
     attribute = "sampler" if data.batch_sampler is None else "batch_sampler"
     take_attributes(loader, **{attribute: share})
     return loader, share
+
+
+def _with_own_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader whose iterator does not end another one that the training loop is amid.
+
+    Those of a loader whose workers persist share the workers.
+    """
+    sampler = getattr(loader, "distributed_sampler", None)
+    if not loader.persistent_workers or not (
+        isinstance(sampler, DistributedSampler) and sampler.is_amid_epoch
+    ):
+        return loader
+    own = copy.copy(loader)
+    take_attributes(own)
+    return own
 
 
 def _check_shares(sampler: Any, dataset: Any, communicator: Communicator) -> None:

@@ -95,6 +95,8 @@ class BatchSampler(torch_samplers.BatchSampler):
             )
 
     def __iter__(self) -> Iterator[Any]:
+        # Now and with the first batch: whoever asks may return an iterator of these, or be one.
+        self.sampler.refuse_sharing_again(self)
         # Python runs for the first batch only: the chain does the rest.
         return chain.from_iterable(self._begun_when_asked())
 

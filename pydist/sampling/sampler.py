@@ -372,6 +372,11 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             if self._pass is dropped and around:
                 self._pass = self._latest = around[-1]
 
+    @property
+    def is_amid_epoch(self) -> bool:
+        """Whether an iterator is in the middle of this rank's samples."""
+        return self._pass is not None
+
     @contextmanager
     def place_kept(self) -> Iterator[None]:
         """Whatever is iterated over inside moves neither the epoch nor the state."""

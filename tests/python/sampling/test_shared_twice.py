@@ -6,6 +6,7 @@ DistributedSampler, unless they find one. Some wrap the sampler into a data set,
 DistributedSampler over that.
 """
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -238,6 +239,30 @@ def test_a_sampler_over_a_sampler_is_refused() -> None:
             pydist.DistributedSampler(over, RANKS, 0)
     with pytest.raises(pydist.InvalidUsage, match="got a PreparedLoader: give it the data set"):
         pydist.DistributedSampler(prepared(), RANKS, 0)
+
+
+class LazyShard(BatchSampler):
+    """Returns an iterator that asks when this sampler's method is over."""
+
+    def __init__(self, inner: Any, shard: int, num_shards: int) -> None:
+        self.inner = inner
+        self.shard, self.num_shards = shard, num_shards
+
+    def __iter__(self) -> Any:
+        return itertools.islice(self.inner, self.shard, None, self.num_shards)
+
+
+class LazyExpression(LazyShard):
+    def __iter__(self) -> Any:
+        pairs = enumerate(self.inner)
+        return (batch for at, batch in pairs if at % self.num_shards == self.shard)
+
+
+@pytest.mark.parametrize("kind", [LazyShard, LazyExpression])
+def test_who_returns_an_iterator_of_our_batches_is_refused(kind: type[LazyShard]) -> None:
+    for inner in (pydist.BatchSampler(share(), 4), share()):
+        with pytest.raises(pydist.InvalidUsage, match=f"a {kind.__name__} .* is about to share"):
+            iter(kind(inner, 0, RANKS))
 
 
 def test_another_sampler_in_our_batches_is_refused() -> None:
