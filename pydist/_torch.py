@@ -227,11 +227,15 @@ class StandIn(nn.Module):
         self.module._apply(fn, recurse)
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """For where a module above it loads: runs its own hooks, then the module's part."""
         for hook in load_state_dict_pre_hooks(self).values():
-            hook(*args)
-        self.module._load_from_state_dict(*args)
+            hook(state_dict, prefix, *args)
+        self._match_names(state_dict, prefix)
+        self.module._load_from_state_dict(state_dict, prefix, *args)
+
+    def _match_names(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Gives what is to be loaded below `prefix` the module's names, in place."""
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None] | None:

@@ -15,7 +15,7 @@ from pydist.parallel.additions import can_be_kept_beside, refuse_addition, refus
 from pydist.parallel.names.plain_state import PlainState
 from pydist.parallel.names.prefixed_names import warn_of_prefix
 from pydist.parallel.names.state_hooks import HookedLoading, has_loading_hooks, taken_with_hooks
-from pydist.parallel.names.state_names import matched
+from pydist.parallel.names.state_names import matched, take_prefix_off
 from pydist.parallel.nested_wrappers import refuse_copying_and_sharding
 from pydist.parallel.watched_methods import WatchedMethods
 
@@ -121,6 +121,9 @@ class StandsForModule(StandIn):
             hooked = HookedLoading(self, self.module, state_dict)
             return hooked.load(matched(hooked.state_dict, self.module), strict)
         return self.module.load_state_dict(matched(state_dict, self.module), strict)
+
+    def _match_names(self, state_dict: dict[str, Any], prefix: str) -> None:
+        take_prefix_off(state_dict, prefix, self.module)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The module and those within it, under the module's own names."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from typing import Any
 
 from pydist._torch import MappingKey, metadata_of, register_pytree_node, set_metadata
@@ -41,6 +41,9 @@ class PlainState(OrderedDict[str, Any]):
 
     def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or self._lacks(key)
+
+    def keys(self) -> Any:
+        return _Names(self)
 
     def get(self, key: str, default: Any = None) -> Any:
         if not super().__contains__(key):
@@ -77,6 +80,15 @@ class PlainState(OrderedDict[str, Any]):
                     stacklevel=3,
                 )
         return False
+
+
+class _Names(KeysView[str]):
+    """Of a state: whoever looks for a name with the prefix there is warned, too."""
+
+    _mapping: PlainState
+
+    def __contains__(self, key: object) -> bool:
+        return OrderedDict.__contains__(self._mapping, key) or self._mapping._lacks(key)
 
 
 def _flattened(state: PlainState) -> tuple[list[Any], list[str]]:

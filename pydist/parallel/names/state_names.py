@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -83,6 +84,22 @@ def _uncompiled(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     return plain
 
 
+def take_prefix_off(state_dict: dict[str, Any], place: str, module: nn.Module) -> None:
+    """Takes torch's prefix off what is to be loaded into a wrapped module, in place.
+
+    Args:
+        state_dict: Of a module above.
+        place: Where the wrapper is in it: "net.".
+        module: The one that is wrapped.
+    """
+    given = {n[len(place) :]: value for n, value in state_dict.items() if n.startswith(place)}
+    plain = _without_prefix(given, module)
+    if plain is not given:
+        for name in given:
+            del state_dict[place + name]
+        state_dict.update({place + name: value for name, value in plain.items()})
+
+
 def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """Takes `module.` off the names that have it, unless it is the module that has them."""
     if not any(name.startswith(PREFIX) for name in state_dict):
@@ -93,7 +110,16 @@ def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping
         if not stripped or not all(name.startswith(PREFIX) for name in state_dict):
             return state_dict
     plain = OrderedDict((name.removeprefix(PREFIX), value) for name, value in state_dict.items())
-    if len(plain) < len(state_dict):  # some names are there with it and without it
+    if len(plain) < len(state_dict):
+        both = next(name for name in state_dict if PREFIX + name in state_dict)
+        warnings.warn(
+            f"the state to load has both {both} and {PREFIX + both}, as where a checkpoint of "
+            "torch's DistributedDataParallel was put into a state of pydist.DataParallel: what is "
+            f"loaded is {both}. Cut the prefix off before (key.removeprefix('{PREFIX}')), or load "
+            "the checkpoint as it is",
+            UserWarning,
+            stacklevel=4,
+        )
         return state_dict
     metadata = metadata_of(state_dict)
     if metadata is not None:

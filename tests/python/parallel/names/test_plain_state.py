@@ -12,6 +12,7 @@ import pytest
 import torch
 from launch import Ranks
 from named_model import build, one, warned_twice
+from torch import nn
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 from training import LIMIT_S, TIME_LIMIT
 
@@ -46,11 +47,19 @@ def ask_for_a_name(model: Any) -> None:
     assert model.state_dict().pop("module.0.weight", None) is None
 
 
+def look_among_the_names(model: Any) -> None:
+    names = model.state_dict().keys()
+    assert not any(name in names for name in saved_with_prefix(model))
+    assert "0.weight" in names
+    assert names == model.module.state_dict().keys()
+    assert not names & saved_with_prefix(model).keys()
+
+
 def run_twice(name: str) -> list[tuple[str, str]]:
     return warned_twice(globals()[name])
 
 
-ASKING = [load_what_fits, copy_what_fits, ask_for_a_name]
+ASKING = [load_what_fits, copy_what_fits, ask_for_a_name, look_among_the_names]
 
 
 @pytest.mark.parametrize("function", ASKING, ids=lambda function: function.__name__)
@@ -75,6 +84,34 @@ def load_partly() -> None:
         model.load_state_dict(saved)
 
 
+def load_both_spellings() -> None:
+    model = build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = model.state_dict()
+    state.update(saved_with_prefix(model))
+    with pytest.warns(UserWarning, match=r"has both 0\.weight and module\.0\.weight") as told:
+        model.load_state_dict(state, strict=False)
+    assert told[0].filename == __file__
+    assert all(torch.equal(value, before[n]) for n, value in model.state_dict().items())
+
+
+def load_in_a_module_above() -> None:
+    model = build()
+    holder = nn.ModuleDict({"net": model, "other": nn.Linear(1, 1)})
+    saved = OrderedDict((f"net.{name}", value) for name, value in saved_with_prefix(model).items())
+    saved |= {name: value for name, value in holder.state_dict().items() if "other" in name}
+    given = list(saved)
+    holder.load_state_dict(saved)
+    assert list(saved) == given
+    assert all(bool((value == 1).all()) for value in model.state_dict().values())
+    average = torch.optim.swa_utils.AveragedModel(model)
+    ones = saved_with_prefix(model).items()
+    average.load_state_dict(
+        OrderedDict((f"module.{name}", 2 * value) for name, value in ones), strict=False
+    )
+    assert all(bool((value == 2).all()) for value in average.module.state_dict().values())
+
+
 def load_without_a_count() -> None:
     # Of a version of BatchNorm that had none: its note says so.
     model = build()
@@ -94,6 +131,14 @@ def test_notes_of_versions_are_kept(one: Ranks) -> None:
 
 def test_names_with_and_without_the_prefix_load_together(one: Ranks) -> None:
     one.run(load_partly, timeout=LIMIT_S)
+
+
+def test_a_state_with_both_spellings_warns(one: Ranks) -> None:
+    one.run(load_both_spellings, timeout=LIMIT_S)
+
+
+def test_the_prefix_is_taken_off_where_a_module_above_loads(one: Ranks) -> None:
+    one.run(load_in_a_module_above, timeout=LIMIT_S)
 
 
 def use_state_in_every_way() -> None:
