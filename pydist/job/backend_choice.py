@@ -5,6 +5,7 @@ The ranks of a job agree on one backend when they meet (Note [One choice for the
 communicator on native or gloo beside it, for tensors on the CPU.
 """
 
+import _thread
 import errno
 import logging
 import os
@@ -102,6 +103,10 @@ def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
     return hello
 
 
+# How long a thread that the system has granted may take to run.
+_STARTING_S = 3.0
+
+
 def gloo_factory(
     network: GlooNetwork,
 ) -> Callable[[dist.Store, int, int, float | timedelta], dist.ProcessGroup]:
@@ -129,23 +134,33 @@ def _require_threads(count: int) -> None:
     gloo starts its own one by one, and ends the process where it gets only some of them.
     """
     may_end = threading.Event()
-    threads = [threading.Thread(target=may_end.wait, daemon=True) for _ in range(count)]
-    started = []
+    running: list[int] = []
+    started = 0
+
+    def hold() -> None:
+        running.append(threading.get_native_id())
+        may_end.wait()
+
     try:
-        for thread in threads:
-            thread.start()
-            started.append(thread)
+        for _ in range(count):
+            # Not threading's, which waits for ever for a thread that has no memory to begin.
+            _thread.start_new_thread(hold, ())
+            started += 1
+        patience_s = time.monotonic() + _STARTING_S
+        while len(running) < count:
+            if time.monotonic() > patience_s:
+                raise RuntimeError(f"{count - len(running)} of {count} threads did not start")
+            time.sleep(1e-4)
     except RuntimeError as error:
         # What gloo says where it gets none; what can be done about it is added to that.
         raise TransportError(os.strerror(errno.EAGAIN)) from error
     finally:
         may_end.set()
-        for thread in started:
-            thread.join()
         # The system counts a thread until it is gone, which is soon.
         patience_s = time.monotonic() + 1.0
-        while time.monotonic() < patience_s and any(
-            os.path.exists(f"/proc/self/task/{thread.native_id}") for thread in started
+        while time.monotonic() < patience_s and (
+            len(running) < started
+            or any(os.path.exists(f"/proc/self/task/{thread}") for thread in running)
         ):
             time.sleep(1e-4)
 

@@ -259,6 +259,7 @@ void GlooChannel::say_farewell(int peer, std::uint64_t number, Deadline deadline
 }
 
 void GlooChannel::close() noexcept {
+  const std::lock_guard lock(end_mutex_);
   if (size_ == 1 || !backend_) {
     return;
   }
@@ -275,8 +276,14 @@ void GlooChannel::close() noexcept {
   }
 }
 
-void GlooChannel::release() noexcept { backend_.reset(); }
+void GlooChannel::release() noexcept {
+  const std::lock_guard lock(end_mutex_);
+  backend_.reset();
+}
 
-void GlooChannel::abandon() noexcept { (void)backend_.release(); }
+void GlooChannel::abandon() noexcept {
+  const std::lock_guard lock(end_mutex_);
+  (void)backend_.release();
+}
 
 }  // namespace pydist

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -64,7 +65,7 @@ class GlooChannel {
   // Tells it to `peer`, which waits for it in wait_for_farewell().
   void say_farewell(int peer, std::uint64_t number, Deadline deadline) noexcept;
 
-  // Cuts all connections: every wait on them fails, here and on the peers.
+  // Cuts all connections: every wait on them fails, here and on the peers. Any thread, any time.
   void close() noexcept;
 
   // Lets the backend go, which closes the connections; no operation may be under way or follow.
@@ -77,6 +78,8 @@ class GlooChannel {
   void copy_own_block(const void* input, void* output, std::size_t bytes) const;
 
   c10::intrusive_ptr<c10d::Backend> backend_;
+  // close() may be called by whatever fails the group, also while another thread lets it go.
+  std::mutex end_mutex_;
   const int rank_;
   const int size_;
 };

@@ -54,7 +54,7 @@ void check_introductions(const std::vector<Introduction>& ranks, const KnownProc
           process.blame(join("is on another host than rank ", processes[0].rank)));
     }
     if (each.settings != ranks[0].settings) {
-      throw TransportError(
+      throw Mismatch(
           join("Rank ", processes[0].rank, " runs with ", ranks[0].settings, ", but rank ",
                process.rank, " with ", each.settings, "; set them alike on all ranks."),
           process.blame(join("has other settings than rank ", processes[0].rank)));

@@ -1,10 +1,11 @@
 """What fails on one rank while the ranks join is told to all, and all can try again."""
 
+import _thread
 import os
 import resource
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -180,23 +181,28 @@ def test_a_rank_that_gets_no_thread_joins_no_job_on_gloo() -> None:
 def make_a_group_with_one_thread_less() -> tuple[object, ...]:
     """Rank 1 gets one of the threads of gloo's, and no second one."""
     pydist.init("gloo", timeout=40.0)
-    start, count = threading.Thread.start, 0
+    start = _thread.start_new_thread
+    begun: list[int] = []
 
-    def start_one(thread: threading.Thread) -> None:
-        nonlocal count
-        count += 1
-        if count > 1:
+    def start_one(function: Callable[[], None], arguments: tuple[()]) -> None:
+        def noted() -> None:
+            begun.append(threading.get_native_id())
+            function()
+
+        if begun:
             raise RuntimeError("can't start new thread")
-        start(thread)
+        start(noted, arguments)
+        while not begun:
+            time.sleep(1e-4)
 
-    few = mock.patch.object(threading.Thread, "start", start_one)
-    before = threading.active_count()
+    few = mock.patch.object(_thread, "start_new_thread", start_one)
     with (
         pytest.raises(pydist.TransportError, match=NO_THREAD) as caught,
         few if pydist.rank() == 1 else nullcontext(),
     ):
         pydist.new_group([0, 1])
-    assert threading.active_count() == before
+    assert len(begun) == pydist.rank()
+    assert not any(Path(f"/proc/self/task/{thread}").exists() for thread in begun)
     return caught.value.ranks
 
 
@@ -376,6 +382,18 @@ def test_a_secret_that_can_be_guessed_is_refused() -> None:
         outcomes: list[Outcome] = ranks.outcomes(add_up_after_joining)
     assert {outcome.error for outcome in outcomes} == {"InvalidUsage"}
     assert all("can be guessed" in str(outcome.message) for outcome in outcomes)
+
+
+def join_with_a_secret_of_its_own() -> None:
+    os.environ["PYDIST_JOB_SECRET"] = os.environ["RANK"] * 32
+    pydist.init(timeout=20)
+
+
+def test_a_rank_with_another_secret_is_not_let_in_by_another_backend() -> None:
+    with Ranks(2, env={"PYDIST_BACKEND": "auto"}) as ranks:
+        outcomes: list[Outcome] = ranks.outcomes(join_with_a_secret_of_its_own)
+    assert {outcome.error for outcome in outcomes} == {"Mismatch"}
+    assert all("PYDIST_JOB_SECRET" in str(outcome.message) for outcome in outcomes)
 
 
 def add_up_after_joining() -> float:

@@ -417,7 +417,7 @@ TEST(NativeFailureTest, RanksWithOtherSettingsGetTheSameError) {
       test_environment());
   for (const auto& error : errors) {
     ASSERT_NE(error, nullptr);
-    EXPECT_EQ(describe(error).kind, ErrorKind::kTransport);
+    EXPECT_EQ(describe(error).kind, ErrorKind::kMismatch);
     EXPECT_PRED2(contains, describe(error).message, "PYDIST_CHUNK_BYTES=4096");
     EXPECT_PRED2(contains, describe(error).message, "PYDIST_CHUNK_BYTES=8192");
   }

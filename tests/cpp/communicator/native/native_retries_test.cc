@@ -50,12 +50,12 @@ void expect_sum(const CommunicatorPtr& communicator) {
 
 // All ranks call it at the same time; expects that it throws an error that names the rank
 // `culprit`.
-void expect_failure_of(int culprit, const std::function<void()>& action,
-                       const std::string& reason) {
+void expect_failure_of(int culprit, const std::function<void()>& action, const std::string& reason,
+                       ErrorKind kind = ErrorKind::kTransport) {
   const auto before = Clock::now();
   const ErrorDescription error = error_of(action);
   EXPECT_LT(Clock::now() - before, kSoon);
-  EXPECT_EQ(error.kind, ErrorKind::kTransport) << error.message;
+  EXPECT_EQ(error.kind, kind) << error.message;
   EXPECT_PRED2(contains, error.message, reason);
   EXPECT_PRED2(contains, error.message, join("rank ", culprit));
 }
@@ -146,7 +146,7 @@ TEST(NativeRetriesTest, RanksWithDifferentSecretsAreRefusedAtOnce) {
         environment.job_secret = std::string(32, self.rank == 0 ? 'a' : 'b');
         expect_failure_of(
             1, [&] { static_cast<void>(join_group(self, "first", environment)); },
-            "PYDIST_JOB_SECRET");
+            "PYDIST_JOB_SECRET", ErrorKind::kMismatch);
         environment.job_secret = std::string(32, 'c');
         const CommunicatorPtr group = join_group(self, "second", environment);
         expect_sum(group);
