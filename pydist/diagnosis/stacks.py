@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -68,8 +69,9 @@ def _asked_for(pid: int, folder: str) -> str:
         size = grown
     with file.open() as opened:
         opened.seek(before)
-        # The table that may follow is about all ranks, and is shown already.
-        return opened.read().partition("\n\n")[0].strip()
+        # The table that may follow, below a line of its own, is about all ranks, and is shown
+        # already. Blank lines are between threads, too.
+        return re.split(rf"^.* pid {pid}: .*$", opened.read(), maxsplit=1, flags=re.M)[0].strip()
 
 
 def _read_by(tool: str, pid: int) -> str:

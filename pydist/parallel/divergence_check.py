@@ -191,9 +191,11 @@ def _raise_where_different(communicator: Communicator, step: int, found: dict[st
         for rank, theirs in enumerate(everybody):
             by_value.setdefault(theirs[name], []).append(rank)
         if len(by_value) > 1:
-            # The most ranks are right, the first of them where there are as many of each.
+            # The most ranks are right. Of as many of each, nobody can tell.
             groups = sorted(by_value.values(), key=lambda ranks: (-len(ranks), ranks[0]))
             odd = sorted(rank for ranks in groups[1:] for rank in ranks)
+            is_clear = len(groups[0]) > len(groups[1])
+            blamed = odd if is_clear else sorted([*odd, *groups[0]])
             different = sum(len({each[n] for each in everybody}) > 1 for n in common)
             raise Mismatch(
                 f"the model differs between ranks at the beginning of step {step}: {name} of rank "
@@ -201,5 +203,5 @@ def _raise_where_different(communicator: Communicator, step: int, found: dict[st
                 f"{', '.join(map(str, groups[0]))}; {different} of {len(common)} tensors differ. "
                 "Something changed it on some ranks only since the last comparison: code under "
                 "`if rank == 0`, an optimizer with other options or states, memory that is broken",
-                **culprits(communicator, odd, "its model differs"),
+                **culprits(communicator, blamed, "its model differs"),
             )

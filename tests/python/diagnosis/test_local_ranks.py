@@ -18,6 +18,7 @@ import pydist
 from pydist.cli import main
 from pydist.diagnosis import local_ranks, report
 from pydist.diagnosis.local_ranks import LocalRank, Operation, first_disagreement
+from pydist.diagnosis.stacks import stacks_of
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -198,3 +199,31 @@ def test_a_process_that_does_not_handle_the_signal_is_not_sent_it() -> None:
         assert _handles(os.getpid(), signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+WAITING = """
+import threading
+import pydist
+pydist.init()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+def where_the_program_waits():
+    print("ready", flush=True)
+    threading.Event().wait()
+where_the_program_waits()
+"""
+
+
+def test_the_stacks_of_all_threads_are_read(tmp_path: Path) -> None:
+    variables = {**os.environ, "PYDIST_DUMP": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING], env=variables, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        stacks = stacks_of(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+    assert "in where_the_program_waits" in stacks
+    assert "SIGUSR1" not in stacks

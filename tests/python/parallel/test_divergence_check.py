@@ -121,6 +121,24 @@ def test_the_only_tensor_that_differs_is_named() -> None:
     assert "1 of 9 tensors" in first
 
 
+def blamed_where_rank_0_differs() -> tuple[int, ...]:
+    model = model_of(check_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with faults.inject(faults.Fault("corrupt", rank=0, step=2, phase="step")):
+        try:
+            train(model, optimizer, 5)
+        except pydist.Mismatch as error:
+            return error.ranks
+    return ()
+
+
+@pytest.mark.parametrize(("ranks", "blamed"), [(2, (0, 1)), (3, (0,))])
+def test_of_two_models_that_differ_nobody_can_tell_which_is_wrong(
+    ranks: int, blamed: tuple[int, ...]
+) -> None:
+    assert run_ranks(blamed_where_rank_0_differs, ranks) == [blamed] * ranks
+
+
 def buffers_of_each() -> str:
     model = model_of(check_every=1, broadcast_buffers=False)
     train(model, torch.optim.SGD(model.parameters(), lr=0.01), 4)
