@@ -199,10 +199,14 @@ def read_placement(environment: Mapping[str, str] | None = None) -> Placement:
     """
     given = os.environ if environment is None else environment
     env = {name: value for name, value in given.items() if value != ""}
+    if env.get("LOCAL_RANK") == "-1":
+        del env["LOCAL_RANK"]  # "of no job", as many training scripts have it
     launcher = _launcher(env)
     if launcher is not None:
         return _read(launcher, env)
     found = [name for name in _ranks_of(_TORCHRUN) if name in env]
+    if found == [_TORCHRUN.world_size] and env[_TORCHRUN.world_size] == "1":
+        return Placement(0, 1, 0, 1, None, _TORCHRUN.name)
     if found:
         needed = (_TORCHRUN.rank, _TORCHRUN.world_size, *_MASTER)
         found += [name for name in _MASTER if name in env]

@@ -9,7 +9,8 @@ their defaults from PET_* variables: where these say all that torchrun needs, an
 each node, the script without torchrun is that process; otherwise they are an error as well. What
 shows only that more processes were planned for (a Slurm shell of several tasks,
 PET_NPROC_PER_NODE), or that there are more which may have nothing to do with each other (an index
-of Kubernetes or Volcano), is told in a sentence, since one process in such a place is common.
+of Kubernetes, Volcano or Google Cloud Batch), is told in a sentence, since one process in such a
+place is common.
 """
 
 import json
@@ -51,6 +52,8 @@ _SIGNS = (
     _Sign("MPIRUN_RANK", "MPIRUN_NPROCS"),
     _Sign("MP_CHILD", "MP_PROCS"),
     _Sign("PMIX_RANK"),
+    _Sign("PMI_ID", "PMI_SIZE"),
+    _Sign("LWS_WORKER_INDEX", "LWS_GROUP_SIZE"),
     _Sign("OMPI_COMM_WORLD_LOCAL_RANK"),
     _Sign("MV2_COMM_WORLD_LOCAL_RANK"),
     _Sign("MPI_LOCALRANKID"),
@@ -116,8 +119,12 @@ def doubt(env: Mapping[str, str]) -> str:
                 f"trains alone: start the script by {start} if several processes are meant, or "
                 "set RANK=0 WORLD_SIZE=1 if this one is."
             )
-    for index, manager in (("JOB_COMPLETION_INDEX", "Kubernetes"), ("VC_TASK_INDEX", "Volcano")):
-        if index in env:
+    for index, size, manager in (
+        ("JOB_COMPLETION_INDEX", "", "Kubernetes"),
+        ("VC_TASK_INDEX", "", "Volcano"),
+        ("BATCH_TASK_INDEX", "BATCH_TASK_COUNT", "Google Cloud Batch"),
+    ):
+        if index in env and _largest_size(env.get(size, "")) != 1:
             return (
                 f"{index}={env[index]} is set by {manager}, which may have started more processes, "
                 "but no rank, so this one trains alone: set RANK, WORLD_SIZE, MASTER_ADDR and "

@@ -213,6 +213,8 @@ def test_launchers_of_several_hosts_ask_for_a_meeting_place(launcher: dict[str, 
         {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
         {"PMI_LOCAL_RANK": "1"},
         {"LSF_PM_TASKID": "1"},
+        {"PMI_ID": "0", "PMI_SIZE": "2"},
+        {"LWS_WORKER_INDEX": "0", "LWS_GROUP_SIZE": "2"},
         {"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "2"},
         {"MLP_ROLE_INDEX": "0", "MLP_WORKER_NUM": "2"},
         {**KUBEFLOW, "PET_NPROC_PER_NODE": "2"},
@@ -251,6 +253,8 @@ def test_signs_of_other_processes_are_refused_by_name(signs: dict[str, str]) -> 
         {"PET_MASTER_ADDR": "a"},
         {"MASTER_ADDR": "127.0.0.1"},
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        {"WORLD_SIZE": "1"},
+        {"LOCAL_RANK": "-1"},
         # One task of srun, with the PMIx plugin.
         {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMIX_RANK": "0"},
     ],
@@ -346,6 +350,7 @@ def test_a_slurm_shell_is_no_rank(change: dict[str, str]) -> None:
         ({"PET_RDZV_ENDPOINT": "node:29400"}, "PET_RDZV_ENDPOINT=node:29400"),
         ({"JOB_COMPLETION_INDEX": "3"}, "JOB_COMPLETION_INDEX=3"),
         ({"VC_TASK_INDEX": "0"}, "VC_TASK_INDEX=0"),
+        ({"BATCH_TASK_INDEX": "0", "BATCH_TASK_COUNT": "3"}, "BATCH_TASK_INDEX=0"),
     ],
 )
 def test_planned_processes_that_nobody_started_are_a_doubt(
