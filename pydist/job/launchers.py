@@ -199,7 +199,7 @@ def read_placement(environment: Mapping[str, str] | None = None) -> Placement:
     """
     given = os.environ if environment is None else environment
     env = {name: value for name, value in given.items() if value != ""}
-    if env.get("LOCAL_RANK") == "-1":
+    if "RANK" not in env and env.get("LOCAL_RANK") == "-1":
         del env["LOCAL_RANK"]  # "of no job", as many training scripts have it
     launcher = _launcher(env)
     if launcher is not None:

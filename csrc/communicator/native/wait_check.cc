@@ -8,7 +8,7 @@ namespace pydist {
 
 WaitCheck::WaitCheck(GroupHealth& health, int rank, const Deadline& deadline, LongWait& notice)
     : health_(health), rank_(rank), loss_(health.why_vain(rank)) {
-  // Once: to read it takes a tenth of a small collective's microsecond.
+  // Read once for all three questions: a spinning waiter comes here every few looks.
   const auto now = Deadline::Clock::now();
   is_late_ = deadline.has_passed(now);
   if (loss_) {

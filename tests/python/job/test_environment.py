@@ -414,6 +414,7 @@ def test_half_a_job_names_what_is_missing(variables: dict[str, str], missing: st
         ({"RANK": "-1"}, "RANK='-1' is not valid"),
         ({"RANK": "4"}, "RANK=4 and WORLD_SIZE=4 contradict"),
         ({"WORLD_SIZE": "0"}, "contradict"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is not valid"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 contradict"),
         ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 is more than WORLD_SIZE=4"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is not valid"),

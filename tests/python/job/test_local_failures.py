@@ -1,6 +1,7 @@
 """What fails on one rank while the ranks join is told to all, and all can try again."""
 
 import _thread
+import errno
 import os
 import resource
 import threading
@@ -343,6 +344,16 @@ def test_without_descriptors_no_process_is_taken_for_dead() -> None:
     with exhausted("descriptors"):
         assert not living.is_known_dead
         assert own_process() == own
+
+
+def test_a_thread_that_never_runs_is_not_waited_for_without_limit() -> None:
+    """As one for which there is no memory left when it begins."""
+    with (
+        mock.patch.object(_thread, "start_new_thread"),
+        mock.patch.object(backend_choice, "_STARTING_S", 0.1),
+        pytest.raises(pydist.TransportError, match=os.strerror(errno.EAGAIN)),
+    ):
+        backend_choice._require_threads(2)
 
 
 def show_secret() -> tuple[str, list[str]]:

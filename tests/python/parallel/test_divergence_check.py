@@ -103,40 +103,29 @@ def test_values_that_swap_their_places(what: str, named: str, backend: str) -> N
         assert (f"parameter {named} of rank 1" in text) if named else not text
 
 
-def diverge_alone() -> str:
+def diverge_alone(odd: int) -> tuple[str, tuple[int, ...]]:
     model = model_of(check_every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with faults.inject(faults.Fault("corrupt", rank=1, step=2, phase="step")):
+    with faults.inject(faults.Fault("corrupt", rank=odd, step=2, phase="step")):
         try:
             train(model, optimizer, 5)
         except pydist.Mismatch as error:
-            return str(error)
-    return ""
+            return str(error), error.ranks
+    return "", ()
 
 
 def test_the_only_tensor_that_differs_is_named() -> None:
-    first, second = run_ranks(diverge_alone, 2)
+    (first, _), (second, _) = run_ranks(diverge_alone, 2, 1)
     assert first == second
     assert "step 3: parameter 0.weight of rank 1 is not that of rank 0" in first
     assert "1 of 9 tensors" in first
-
-
-def blamed_where_rank_0_differs() -> tuple[int, ...]:
-    model = model_of(check_every=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with faults.inject(faults.Fault("corrupt", rank=0, step=2, phase="step")):
-        try:
-            train(model, optimizer, 5)
-        except pydist.Mismatch as error:
-            return error.ranks
-    return ()
 
 
 @pytest.mark.parametrize(("ranks", "blamed"), [(2, (0, 1)), (3, (0,))])
 def test_of_two_models_that_differ_nobody_can_tell_which_is_wrong(
     ranks: int, blamed: tuple[int, ...]
 ) -> None:
-    assert run_ranks(blamed_where_rank_0_differs, ranks) == [blamed] * ranks
+    assert [who for _, who in run_ranks(diverge_alone, ranks, 0)] == [blamed] * ranks
 
 
 def buffers_of_each() -> str:
