@@ -359,6 +359,9 @@ GlooFactory adapt_factory(py::function factory) {
       return (*held)(std::move(store), rank, size, timeout)
           .cast<c10::intrusive_ptr<c10d::Backend>>();
     } catch (py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) {
+        throw;  // Ctrl-C
+      }
       const std::string what = error.what();
       const std::string line = what.substr(0, what.find('\n'));
       // The bare word of the system for EAGAIN, which gloo's threads come to.

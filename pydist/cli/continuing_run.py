@@ -20,6 +20,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.utils import macros
 
+from pydist.job.meeting.launcher_news import note_end
 from pydist.job.meeting.local_store import serve_local_store
 from pydist.job.recovery.last_ones import LastOnes
 from pydist.job.recovery.left_behind import is_left_behind
@@ -133,6 +134,7 @@ def _supervise(running: dict[int, Any], store: dist.Store) -> int:
         # have failed of that, and who ended well comes after them.
         for code, rank in sorted(ended, key=lambda end: (end[0] == 0, end[0] > 0, end[1])):
             del running[rank]
+            note_end(store, rank, pids[rank], how_it_ended(code))
             fate = "the others go on" if running else "no other runs any more"
             if is_left_behind(store, pids[rank]):
                 pass  # whatever its status, it was no rank any more

@@ -18,7 +18,7 @@ from pydist.benchmarks.machine import processor_name, shared_memory_room
 from pydist.benchmarks.sizes import size_text
 from pydist.errors import Error, InvalidUsage
 from pydist.gpu.nccl import find_nccl
-from pydist.job.backend_choice import gloo_factory
+from pydist.job.gloo_factory import gloo_factory
 from pydist.job.launchers import read_placement
 from pydist.job.meeting.gloo_network import GlooNetwork
 from pydist.job.meeting.gpu_assignment import identify_gpus

@@ -5,14 +5,11 @@ The ranks of a job agree on one backend when they meet (Note [One choice for the
 communicator on native or gloo beside it, for tensors on the CPU.
 """
 
-import _thread
-import errno
 import logging
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -24,10 +21,10 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist._load import __version__
-from pydist._torch import threads_of
 from pydist.errors import InvalidUsage, PeerLost, Timeout, TransportError
 from pydist.gpu.nccl import connect_at_joining, find_nccl
 from pydist.job import current
+from pydist.job.gloo_factory import gloo_factory
 from pydist.job.log import logger
 from pydist.job.meeting.backend_agreement import Verdict, agree
 from pydist.job.meeting.gloo_network import GlooNetwork, describe_network, join_network
@@ -101,68 +98,6 @@ def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
         # No descriptor, no memory: the others must not wait for a rank that raises alone.
         hello["error"], hello["kind"] = f"{type(error).__name__}: {error}", "TransportError"
     return hello
-
-
-# How long a thread that the system has granted may take to run.
-_STARTING_S = 3.0
-
-
-def gloo_factory(
-    network: GlooNetwork,
-) -> Callable[[dist.Store, int, int, float | timedelta], dist.ProcessGroup]:
-    """What makes torch's gloo for `create_gloo`."""
-
-    def create(
-        store: dist.Store, rank: int, size: int, timeout: float | timedelta
-    ) -> dist.ProcessGroup:
-        if not dist.is_gloo_available():
-            raise TransportError("this torch was built without gloo.")
-        wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        options = network.options(wait)
-        _require_threads(threads_of(options))
-        # Any: torch's stubs leave out its options.
-        gloo: Any = dist.ProcessGroupGloo
-        group: dist.ProcessGroup = gloo(store, rank, size, options)
-        return group
-
-    return create
-
-
-def _require_threads(count: int) -> None:
-    """Raises where this process can't start so many threads more.
-
-    gloo starts its own one by one, and ends the process where it gets only some of them.
-    """
-    may_end = threading.Event()
-    running: list[int] = []
-    started = 0
-
-    def hold() -> None:
-        running.append(threading.get_native_id())
-        may_end.wait()
-
-    try:
-        for _ in range(count):
-            # Not threading's, which waits for ever for a thread that has no memory to begin.
-            _thread.start_new_thread(hold, ())
-            started += 1
-        patience_s = time.monotonic() + _STARTING_S
-        while len(running) < count:
-            if time.monotonic() > patience_s:
-                raise RuntimeError(f"{count - len(running)} of {count} threads did not start")
-            time.sleep(1e-4)
-    except RuntimeError as error:
-        # What gloo says where it gets none; what can be done about it is added to that.
-        raise TransportError(os.strerror(errno.EAGAIN)) from error
-    finally:
-        may_end.set()
-        # The system counts a thread until it is gone, which is soon.
-        patience_s = time.monotonic() + 1.0
-        while time.monotonic() < patience_s and (
-            len(running) < started
-            or any(os.path.exists(f"/proc/self/task/{thread}") for thread in running)
-        ):
-            time.sleep(1e-4)
 
 
 def _known(
@@ -294,7 +229,7 @@ def create_communicator(
         size,
         _hello(backend, store, size),
         timeout,
-        current.job.expected,
+        current.job.require_hope,
     )
     gpu = agreed.gpus[rank]
     network = join_network(rank, agreed.hosts, agreed.networks)

@@ -28,7 +28,7 @@ from pydist.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from pydist.job.backend_choice import Agreement
-    from pydist.job.processes import Process
+    from pydist.job.meeting.backend_agreement import HopeOf
 
 __all__ = [
     "Job",
@@ -82,13 +82,13 @@ class Job:
         generation: Its number: how often the ranks of its launcher have met, with this time. The
             same on all ranks; 0 where they have not, or where the program itself has made torch's
             default group.
-        expected: The only processes that can be its ranks, in rank order: those of the generation
-            before, where all of them or its survivors meet again. None if anybody can.
+        require_hope: Raises where some of its ranks can't come to their meeting, as far as that is
+            known; None where nothing is.
         kept_gpu: The number of the GPU that this process keeps from the generation before.
         joining: How long joining may take, where operations may take longer.
 
     Attributes:
-        generation, expected, kept_gpu, joining: As above.
+        generation, require_hope, kept_gpu, joining: As above.
         pid: The process that made it. A forked child has it in memory and can't use or close it.
         agreement: What its ranks have agreed on; None before they have met.
         membership: What this process is in it; None before it has joined.
@@ -105,12 +105,12 @@ class Job:
     def __init__(
         self,
         generation: int = 0,
-        expected: tuple[Process, ...] | None = None,
+        require_hope: HopeOf | None = None,
         kept_gpu: int | None = None,
         joining: timedelta | None = None,
     ) -> None:
         self.generation = generation
-        self.expected = expected
+        self.require_hope = require_hope
         self.kept_gpu = kept_gpu
         self.joining = joining
         self.pid = os.getpid()
@@ -173,7 +173,7 @@ def mine() -> Job:
 
 def replace(
     generation: int = 0,
-    expected: tuple[Process, ...] | None = None,
+    require_hope: HopeOf | None = None,
     kept_gpu: int | None = None,
     joining: timedelta | None = None,
 ) -> None:
@@ -181,12 +181,12 @@ def replace(
 
     Args:
         generation: Of the new one, as in `Job`; and so are the others.
-        expected: As in `Job`.
+        require_hope: As in `Job`.
         kept_gpu: As in `Job`.
         joining: As in `Job`.
     """
     job.close()
-    _take(Job(generation, expected, kept_gpu, joining))
+    _take(Job(generation, require_hope, kept_gpu, joining))
     atexit.unregister(_close_at_exit)
 
 

@@ -3,9 +3,10 @@
 import atexit
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from pydist.job.launchers import Placement, read_placement
 from pydist.job.log import logger
 from pydist.job.meeting.backend_agreement import require_alive
 from pydist.job.meeting.gpu_assignment import gpu_of_local_rank
+from pydist.job.meeting.launcher_news import require_none_ended
 from pydist.job.meeting.rendezvous import meet
 from pydist.job.meeting.store_waits import wait_for_keys
 from pydist.job.settings import default_timeout, parse_backend, parse_timeout, unknown_variables
@@ -160,20 +162,20 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
     wait = timeout or default_timeout()
     # A launcher that starts a process anew starts all of them, and they begin with generation 1.
     before = past.last()
-    expected = None
-    if before is not None and (before.rank, len(before.processes)) == (
+    same = before is not None and (before.rank, len(before.processes)) == (
         placement.rank,
         placement.world_size,
-    ):
-        expected = before.processes
+    )
 
-    def check_host() -> None:
-        if expected is not None:
-            require_alive(expected, [0])
+    def check_hope(store: dist.Store | None, ranks: Sequence[int]) -> None:
+        if before is None and store is not None:
+            require_none_ended(store)
+        elif before is not None and same:
+            require_alive(before.processes, ranks)
 
-    meeting = meet(placement, wait, check_host)
+    meeting = meet(placement, wait, lambda store: check_hope(store, [0]))
     past.begin(meeting.generation)
-    current.replace(meeting.generation, expected)
+    current.replace(meeting.generation, partial(check_hope, meeting.store))
     phases.reach(phases.START_UP)
     return enter(placement, meeting.store, meeting.serves, backend, wait)
 

@@ -36,6 +36,7 @@ import torch.multiprocessing as torch_multiprocessing
 from pydist.errors import InvalidUsage, Timeout
 from pydist.job import last_words
 from pydist.job.log import logger
+from pydist.job.meeting.launcher_news import note_end
 from pydist.job.meeting.local_store import serve_local_store
 from pydist.job.pickling import find_unpicklable
 from pydist.job.processes import end_with
@@ -46,6 +47,7 @@ from pydist.job.spawn_results import (
     Failure,
     failure_file,
     has_returned,
+    how_it_ended,
     print_stacks,
     raise_first,
     result_file,
@@ -306,7 +308,11 @@ def _run(
                         processes[rank].kill()
                     break
                 left_s = min(_LOOK_S, _LOOK_S if left_s is None else left_s)
-            _note_ends(processes, ended_s, left_s)
+            ended = _note_ends(processes, ended_s, left_s)
+            if survived_by is not None:
+                for rank in ended:
+                    how = how_it_ended(processes[rank].exitcode)
+                    note_end(survived_by, rank, processes[rank].pid, how)
             if survived_by is None and any(processes[rank].exitcode for rank in ended_s):
                 until_s = time.monotonic() + _GRACE_S
                 while len(ended_s) < count and (left_s := until_s - time.monotonic()) > 0:
@@ -322,8 +328,10 @@ def _run(
     return Course(exit_codes, context.pids(), ended_s, stopped_s, why or "")
 
 
-def _note_ends(processes: Sequence[Any], ended_s: dict[int, float], left_s: float | None) -> None:
-    """Waits until one more process ends, and notes when which did."""
+def _note_ends(
+    processes: Sequence[Any], ended_s: dict[int, float], left_s: float | None
+) -> list[int]:
+    """Waits until one more process ends, notes when which did, and returns these."""
     running = {
         process.sentinel: rank for rank, process in enumerate(processes) if rank not in ended_s
     }
@@ -333,6 +341,7 @@ def _note_ends(processes: Sequence[Any], ended_s: dict[int, float], left_s: floa
         rank = running[sentinel]
         processes[rank].join()
         ended_s[rank] = now_s
+    return [running[sentinel] for sentinel in ready]
 
 
 def _end(processes: Sequence[Any]) -> None:

@@ -49,6 +49,10 @@ _ERRORS: dict[str, type[Error]] = {
 }
 
 
+# Raises PeerLost where one of these ranks can't come any more.
+HopeOf = Callable[[Sequence[int]], None]
+
+
 class Verdict(NamedTuple):
     """What follows for all ranks."""
 
@@ -176,15 +180,15 @@ def require_alive(expected: Sequence[Process], ranks: Sequence[int]) -> None:
 
 
 def _collect(
-    store: dist.Store, size: int, timeout: timedelta, expected: Sequence[Process] | None
+    store: dist.Store, size: int, timeout: timedelta, require_hope: HopeOf | None
 ) -> dict[str, Any]:
     keys = [f"hello/{rank}" for rank in range(size)]
 
     warn_when_long = _warn_when_long(store, size, timeout)
 
     def look() -> None:
-        if expected is not None:
-            require_alive(expected, range(size))
+        if require_hope is not None:
+            require_hope(range(size))
         warn_when_long()
 
     try:
@@ -204,15 +208,15 @@ def _collect(
 
 
 def _hear(
-    store: dist.Store, size: int, timeout: timedelta, expected: Sequence[Process] | None
+    store: dist.Store, size: int, timeout: timedelta, require_hope: HopeOf | None
 ) -> dict[str, Any]:
     """What rank 0 tells the others."""
     warn_when_long = _warn_when_long(store, size, timeout)
 
     def look() -> None:
         # Rank 0 looks at the others, and tells all.
-        if expected is not None and not store.check(["verdict"]):
-            require_alive(expected, [0])
+        if require_hope is not None and not store.check(["verdict"]):
+            require_hope([0])
         warn_when_long()
 
     patience = timeout + timedelta(seconds=_VERDICT_GRACE_S)
@@ -240,7 +244,7 @@ def agree(
     size: int,
     hello: Mapping[str, Any],
     timeout: timedelta,
-    expected: Sequence[Process] | None = None,
+    require_hope: HopeOf | None = None,
 ) -> Verdict:
     """Tells the other ranks `hello`; see Note [One choice for the whole job].
 
@@ -252,12 +256,13 @@ def agree(
             `source`, what `describe_gpus` tells, and in `network` what `describe_network` does; or
             the `error` that all are to raise, and its `kind` unless that is InvalidUsage.
         timeout: how long to wait for the others.
-        expected: the only processes that can be the ranks, in rank order; None if anybody can.
+        require_hope: called now and then while some ranks are waited for, to raise PeerLost where
+            one of them can't come.
 
     Raises:
         InvalidUsage: a rank said an error, or asks for a backend that can't be.
         Mismatch: the ranks were asked for different backends, or run different versions.
-        PeerLost: a rank can't come: the process that was expected has died.
+        PeerLost: a rank can't come: its process has ended.
         Timeout: a rank did not come.
         TransportError: the store is gone, a rank has come to the end of something (descriptors,
             memory), or NCCL was asked for and some rank has none.
@@ -271,11 +276,11 @@ def agree(
             "blame": _blame([0], hello.get("process"), "was interrupted"),
         }
         try:
-            verdict = _collect(store, size, timeout, expected)
+            verdict = _collect(store, size, timeout, require_hope)
         finally:
             store.set("verdict", json.dumps(verdict))
     else:
-        verdict = _hear(store, size, timeout, expected)
+        verdict = _hear(store, size, timeout, require_hope)
     if "error" in verdict:
         raise _ERRORS[verdict["error"]](verdict["message"], **verdict.get("blame", {}))
     return Verdict(

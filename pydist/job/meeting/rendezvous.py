@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -23,6 +24,10 @@ __all__ = ["Meeting", "meet"]
 _PROOF_S = 2.0
 # How much longer than its time-out a store's client may take to say that it has passed.
 _ANSWER_GRACE_S = 1.0
+
+
+# Raises where rank 0 is waited for in vain; is given the store, once that answers.
+CheckHost = Callable[[dist.Store | None], None]
 
 
 class Meeting(NamedTuple):
@@ -42,7 +47,7 @@ class Meeting(NamedTuple):
 def meet(
     placement: Placement,
     timeout: timedelta,
-    check_host: Callable[[], None] | None = None,
+    check_host: CheckHost | None = None,
     *,
     purpose: str | None = None,
 ) -> Meeting:
@@ -51,7 +56,7 @@ def meet(
     Args:
         placement: this process's, by its launcher.
         timeout: how long to wait for the server, and for rank 0.
-        check_host: called now and then while rank 0 is waited for, to raise where that is in vain.
+        check_host: called now and then while rank 0 is waited for.
         purpose: for a meeting that rank 0 does not count, since it may be gone: names the part of
             the store that is for it. The meeting has no generation then.
 
@@ -72,14 +77,15 @@ def meet(
 
     def join(store: dist.Store, patience: timedelta) -> Meeting | None:
         numbers = dist.PrefixStore(name, store)
+        look = None if check_host is None else partial(check_host, store)
         if purpose is not None:
             part = f"{name} {purpose}"
             if serves:
                 store.set(part, "here")
-            if not agent_serves and not wait_for_keys(store, [part], patience, check_host):
+            if not agent_serves and not wait_for_keys(store, [part], patience, look):
                 return None
             return Meeting(dist.PrefixStore(part, store), serves, 0, numbers)
-        generation = next_number(numbers, placement.rank, patience, check_host)
+        generation = next_number(numbers, placement.rank, patience, look)
         if generation is None:
             return None
         part = f"{name} {generation}"
@@ -139,8 +145,20 @@ def _serve(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> 
         ) from error
 
 
+def _require_descriptor(place: tuple[str, int]) -> None:
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise TransportError(
+            f"this process can open no connection to the job's store, {place[0]}:{place[1]}: "
+            f"{error.strerror}. Raise the limit (ulimit -n), or close files."
+        ) from error
+
+
 def _await_server(
-    rendezvous: Rendezvous, timeout: timedelta, check_host: Callable[[], None] | None
+    rendezvous: Rendezvous,
+    timeout: timedelta,
+    check_host: CheckHost | None,
 ) -> None:
     """Waits until something listens there: torch's client would, too, but deaf to Ctrl-C."""
     deadline_s = time.monotonic() + timeout.total_seconds()
@@ -150,9 +168,10 @@ def _await_server(
         try:
             socket.create_connection(place, min(left_s, 1.0)).close()
         except OSError as error:
+            _require_descriptor(place)
             problem = str(error)
             if check_host is not None:
-                check_host()
+                check_host(None)
             time.sleep(min(left_s, 0.05))
         else:
             return
@@ -167,7 +186,7 @@ def _connect(
     rendezvous: Rendezvous,
     placement: Placement,
     timeout: timedelta,
-    check_host: Callable[[], None] | None,
+    check_host: CheckHost | None,
 ) -> dist.Store:
     start_s = time.monotonic()
     _await_server(rendezvous, timeout, check_host)

@@ -1,22 +1,28 @@
 """Waiting for what other ranks write into the job's store."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch.distributed as dist
 
 from pydist.errors import Error, TransportError
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-__all__ = ["blaming_the_store", "wait_for_keys", "wait_until"]
+__all__ = ["blaming_the_store", "root_of", "wait_for_keys", "wait_until"]
 
 # How often a wait looks whether it is in vain.
 _LOOK_S = 0.5
+
+
+def root_of(store: dist.Store) -> dist.Store:
+    """The store without the prefixes in which a part of it lies."""
+    root: Any = store
+    while isinstance(root, dist.PrefixStore):
+        root = root.underlying_store
+    found: dist.Store = root
+    return found
 
 
 @contextmanager

@@ -5,10 +5,10 @@ nothing of the job, and when all others have ended it has nothing left to do.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch.distributed as dist
 
+from pydist.job.meeting.store_waits import root_of
 from pydist.job.processes import Process, own_process
 
 __all__ = ["is_left_behind", "mark_left_behind"]
@@ -25,9 +25,7 @@ def mark_left_behind(store: dist.Store, processes: Iterable[Process]) -> None:
         store: That store, or one with a prefix in it.
         processes: Those that are no ranks any more.
     """
-    root: Any = store
-    while isinstance(root, dist.PrefixStore):
-        root = root.underlying_store
+    root = root_of(store)
     machine = own_process().machine
     for process in processes:
         if process.machine == machine:  # the launcher's, as it serves one host

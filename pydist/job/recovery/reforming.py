@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ from pydist.job import past as history
 from pydist.job.backend_choice import host_identity
 from pydist.job.launchers import Placement
 from pydist.job.log import logger
+from pydist.job.meeting.backend_agreement import require_alive
 from pydist.job.meeting.bounded_store_calls import STORE_PATIENCE_S, answer_within
 from pydist.job.meeting.meeting_number import go_on_from
 from pydist.job.meeting.rendezvous import meet
@@ -124,7 +126,7 @@ def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) 
     global _served
     host = past.processes[0]
 
-    def check_host() -> None:
+    def check_host(_: dist.Store | None) -> None:
         if host.is_known_dead:
             raise TransportError(
                 f"rank 0 ({host}) served the store of the job and has died, so those that are left "
@@ -162,7 +164,8 @@ def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) 
         _set_environment(placement)
         # All were there a moment ago: whoever does not come now has died, or is frozen.
         limit = min(_left(patience), timedelta(seconds=max(patience.settle_s, _LEAST_JOINING_S)))
-        current.replace(verdict.generation, processes, past.gpu, limit)
+        hope = partial(require_alive, processes)
+        current.replace(verdict.generation, hope, past.gpu, limit)
         try:
             membership.become(
                 membership.enter(

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from launch import Outcome, Ranks, free_port, run_ranks
 
 import pydist
-from pydist.job import backend_choice
-from pydist.job.launchers import read_placement
+from pydist.job import backend_choice, gloo_factory
+from pydist.job.launchers import Placement, Rendezvous, read_placement
 from pydist.job.meeting import meeting_number
 from pydist.job.meeting.meeting_number import go_on_from, next_number, require_only_process
 from pydist.job.meeting.rendezvous import meet
@@ -211,6 +211,38 @@ def test_a_rank_that_gets_too_few_threads_for_gloo_does_not_end() -> None:
     assert run_ranks(make_a_group_with_one_thread_less, 2) == [(1,)] * 2
 
 
+def make_groups_on_gloo_with_few_descriptors() -> list[object]:
+    """Ever more of them, until they are enough."""
+    pydist.init("gloo", timeout=40.0)
+    outcomes: list[object] = []
+    for spare in (0, 2, 4, 5, 6, 7, 8, 12, 40):
+        pydist.barrier()
+        starved = exhausted("descriptors", spare=spare) if pydist.rank() == 1 else nullcontext()
+        try:
+            with starved:
+                group = pydist.new_group([0, 1])
+            outcomes.append(pydist.all_reduce(torch.ones(1), group=group).item())
+        except pydist.TransportError as error:
+            outcomes.append((error.ranks, "Too many open files" in str(error)))
+    return outcomes
+
+
+def test_a_rank_that_gets_too_few_descriptors_for_gloo_does_not_end() -> None:
+    named = ((1,), True)
+    assert run_ranks(make_groups_on_gloo_with_few_descriptors, 2) == [[named] * 8 + [2.0]] * 2
+
+
+def test_a_rank_without_descriptors_for_the_store_says_so() -> None:
+    here = Placement(1, 2, 1, 2, Rendezvous("127.0.0.1", 1), "torchrun")
+    begin_s = time.monotonic()
+    with (
+        pytest.raises(pydist.TransportError, match=r"Too many open files.*ulimit -n"),
+        exhausted("descriptors"),
+    ):
+        meet(here, timedelta(seconds=20))
+    assert time.monotonic() - begin_s < SOON_S
+
+
 def fail_alone_then_join() -> list[str]:
     rank = int(os.environ["RANK"])
     told = []
@@ -307,7 +339,7 @@ def test_the_process_that_an_earlier_store_knows_is_no_second_one(
         patched.setattr(meeting_number, "own_process", lambda: Process("", "b", 4711, 1))
         assert next_number(earlier[1], 1, timedelta(0)) == 1
     with ThreadPoolExecutor(1) as other:
-        meeting = other.submit(meet, placement, timedelta(seconds=15), lambda: None)
+        meeting = other.submit(meet, placement, timedelta(seconds=15), lambda _: None)
         time.sleep(2.5)  # more than it takes to find that nothing begins there
         del earlier
         later = serve()
@@ -350,10 +382,10 @@ def test_a_thread_that_never_runs_is_not_waited_for_without_limit() -> None:
     """As one for which there is no memory left when it begins."""
     with (
         mock.patch.object(_thread, "start_new_thread"),
-        mock.patch.object(backend_choice, "_STARTING_S", 0.1),
+        mock.patch.object(gloo_factory, "_STARTING_S", 0.1),
         pytest.raises(pydist.TransportError, match=os.strerror(errno.EAGAIN)),
     ):
-        backend_choice._require_threads(2)
+        gloo_factory._require_threads(2)
 
 
 def show_secret() -> tuple[str, list[str]]:

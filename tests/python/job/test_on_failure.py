@@ -107,6 +107,43 @@ def test_run_lets_survivors_go_on(
         assert said in lines[0]
 
 
+NEVER_JOINS = """
+import os, sys, time
+if os.environ["RANK"] == sys.argv[1]:
+    time.sleep(0.5)
+    sys.exit(3)
+import pydist
+try:
+    pydist.init(timeout=60)
+except pydist.PeerLost as error:
+    sys.stdout.write(f"{error.ranks} {error.cause} {'exited with status 3' in str(error)}\\n")
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_ends_before_it_joins_is_named_at_once(victim: int, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(NEVER_JOINS)
+    begin_s = time.monotonic()
+    done = run("-n", "3", "--on-failure=continue", str(tmp_path / "ends.py"), str(victim))
+    assert done.stdout == f"({victim},) exited with status 3 True\n" * 2, done.stderr
+    assert time.monotonic() - begin_s < 50.0  # before the time-out
+
+
+def never_join() -> str:
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+    with pytest.raises(pydist.PeerLost) as caught:
+        pydist.init(timeout=60)
+    return f"{caught.value.ranks} {caught.value.cause}"
+
+
+def test_spawn_names_a_rank_that_ends_before_it_joins() -> None:
+    begin_s = time.monotonic()
+    outcomes = pydist.spawn(never_join, nprocs=2, on_failure="continue", timeout=LIMIT_S)
+    assert outcomes[0] == "(1,) exited with status 3"
+    assert time.monotonic() - begin_s < 50.0
+
+
 ENDS = """
 import sys
 import pydist
