@@ -51,13 +51,15 @@ std::string has_not_come(const std::string& key) {
 
 class PolledStore final : public c10d::PrefixStore {
  public:
-  PolledStore(c10::intrusive_ptr<c10d::Store> store, std::string news_key, CheckHope check_hope)
+  PolledStore(c10::intrusive_ptr<c10d::Store> store, std::string news_key, CheckHope check_hope,
+              Deadline deadline)
       : PrefixStore("polled", std::move(store)),
         news_key_(std::move(news_key)),
-        check_hope_(std::move(check_hope)) {}
+        check_hope_(std::move(check_hope)),
+        deadline_(deadline) {}
 
   c10::intrusive_ptr<c10d::Store> clone() override {
-    return poll_store(store_->clone(), news_key_, check_hope_);
+    return poll_store(store_->clone(), news_key_, check_hope_, deadline_);
   }
 
   std::vector<std::uint8_t> get(const std::string& key) override {
@@ -70,11 +72,12 @@ class PolledStore final : public c10d::PrefixStore {
     return PrefixStore::multiGet(keys);
   }
 
-  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
-
   void wait(const std::vector<std::string>& keys,
-            const std::chrono::milliseconds& timeout) override {
-    const Deadline deadline = timeout == kNoTimeout ? Deadline::never() : Deadline::in(timeout);
+            const std::chrono::milliseconds& /*timeout*/) override {
+    wait(keys);
+  }
+
+  void wait(const std::vector<std::string>& keys) override {
     Deadline news = Deadline::in(kNewsInterval);
     Pause pause;
     while (!check(keys)) {
@@ -82,13 +85,13 @@ class PolledStore final : public c10d::PrefixStore {
         require_no_news();
         news = Deadline::in(kNewsInterval);
       }
-      if (deadline.has_passed()) {
+      if (deadline_.has_passed()) {
         const auto missing = std::find_if(keys.begin(), keys.end(),
                                           [this](const auto& key) { return !check({key}); });
         C10_THROW_ERROR(DistStoreError,
                         "Timed out: " + has_not_come(missing != keys.end() ? *missing : keys[0]));
       }
-      pause.sleep_until(deadline);
+      pause.sleep_until(deadline_);
     }
   }
 
@@ -106,6 +109,7 @@ class PolledStore final : public c10d::PrefixStore {
 
   const std::string news_key_;
   const CheckHope check_hope_;
+  const Deadline deadline_;
 };
 
 // What a call on another thread has come to.
@@ -224,9 +228,10 @@ StorePtr adapt_store(c10::intrusive_ptr<c10d::Store> store, std::chrono::millise
 }
 
 c10::intrusive_ptr<c10d::Store> poll_store(c10::intrusive_ptr<c10d::Store> store,
-                                           std::string news_key, CheckHope check_hope) {
+                                           std::string news_key, CheckHope check_hope,
+                                           Deadline deadline) {
   return c10::make_intrusive<PolledStore>(std::move(store), std::move(news_key),
-                                          std::move(check_hope));
+                                          std::move(check_hope), deadline);
 }
 
 }  // namespace pydist

@@ -15,6 +15,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include "base/deadline.h"
 #include "topology/key_value_store.h"
 #include "topology/rendezvous.h"
 
@@ -39,9 +40,10 @@ inline constexpr std::chrono::seconds kStorePatience{30};
 // of the group's own is no way out: a TCPStore looks up the name of whoever connects and answers
 // nobody meanwhile, for 10 s where the name server is silent.
 //
-// A wait ends early with what the store holds under `news_key`, and with what `check_hope` throws.
+// A wait ends early with what the store holds under `news_key`, and with what `check_hope` throws;
+// otherwise at `deadline`, however long whoever waits would do so.
 [[nodiscard]] c10::intrusive_ptr<c10d::Store> poll_store(c10::intrusive_ptr<c10d::Store> store,
-                                                         std::string news_key,
-                                                         CheckHope check_hope = nullptr);
+                                                         std::string news_key, CheckHope check_hope,
+                                                         Deadline deadline);
 
 }  // namespace pydist

@@ -35,15 +35,6 @@ std::string text_of(const std::vector<int>& ranks, int rank, int size) {
   return members;
 }
 
-bool is_there(KeyValueStore& store, const std::string& key) {
-  try {
-    static_cast<void>(store.get(key, Deadline::in(std::chrono::nanoseconds::zero())));
-    return true;
-  } catch (const Timeout&) {
-    return false;
-  }
-}
-
 }  // namespace
 
 int Splits::take(const std::string& members) {
@@ -104,10 +95,16 @@ CommunicatorPtr Splits::next(const std::vector<int>& ranks, int rank, int size,
       put_back(members, number);
       throw;  // the store is gone
     } catch (...) {
-      decline(own_rank, name_of(number));
-      throw;
+      const std::exception_ptr error = std::current_exception();
+      const KnownProcess& self = processes[static_cast<std::size_t>(own_rank)];
+      const ErrorDescription told =
+          decline(name_of(number), why_given_up(join(topic, "/", name_of(number)), self.blame({})));
+      const bool is_interrupted = describe(error).kind == ErrorKind::kError;
+      // Whoever has left may have done so since another one had.
+      std::rethrow_exception(is_interrupted ? error
+                                            : make_error(told.kind, told.message, told.blame));
     }
-    if (!is_there(store, over_key(number))) {
+    if (!look_up(store, over_key(number))) {
       return make(own_rank, name_of(number), processes);
     }
   }

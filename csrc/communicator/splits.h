@@ -33,8 +33,10 @@ class Splits {
   // Makes a group, under a name that is unique among the splits and the same on all its members.
   using Make = std::function<CommunicatorPtr(int rank, const std::string& name,
                                              const KnownProcesses& members)>;
-  // Tells the member that opens the meeting that this one will not be there.
-  using Decline = std::function<void(int rank, const std::string& name)>;
+  // Tells the other members why this one will not be there. Returns what they throw: this, or what
+  // another one has told before.
+  using Decline =
+      std::function<ErrorDescription(const std::string& name, const ErrorDescription& why)>;
 
   // The next split of a group of `size` into `ranks`, for its rank `rank`. Throws InvalidUsage for
   // ranks that do not exist or stand twice, and for a caller that is not among them; what the other

@@ -5,10 +5,13 @@
 
 #pragma once
 
+#include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/deadline.h"
+#include "base/error.h"
 
 namespace pydist {
 
@@ -30,5 +33,15 @@ class KeyValueStore {
 };
 
 using StorePtr = std::shared_ptr<KeyValueStore>;
+
+// What is under the key now; nothing where it is not there. Throws where the store does not answer.
+[[nodiscard]] inline std::optional<std::string> look_up(KeyValueStore& store,
+                                                        const std::string& key) {
+  try {
+    return store.get(key, Deadline::in(std::chrono::nanoseconds::zero()));
+  } catch (const Timeout&) {
+    return std::nullopt;
+  }
+}
 
 }  // namespace pydist

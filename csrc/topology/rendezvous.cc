@@ -2,8 +2,8 @@
 
 #include <chrono>
 #include <exception>
+#include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -21,48 +21,11 @@ constexpr std::chrono::milliseconds kLastLook{20};
 // How long one look into the store waits while there is hope to check.
 constexpr std::chrono::milliseconds kLook{200};
 
-// What a rank says in place of its part when it gives up, so that nobody waits for it.
-constexpr std::string_view kGivenUp = "given up";
+// An answer begins so, or says why there is none.
+constexpr const char* kAll = "all";
 
-// Waits with get_while_hoping(). If an exception (of an interrupting user, say) cuts the wait
-// short, tells the ranks that wait for this one.
-template <typename Tell>
-std::string get_or_give_up(KeyValueStore& store, const std::string& key, Deadline deadline,
-                           const CheckHope& check_hope, const Tell& tell) {
-  try {
-    return get_while_hoping(store, key, deadline, check_hope);
-  } catch (const Timeout&) {
-    throw;
-  } catch (const TransportError&) {
-    throw;  // the store is gone: nobody can be told
-  } catch (...) {
-    try {
-      tell();
-    } catch (const std::exception&) {
-      // What ended the wait counts.
-    }
-    throw;
-  }
-}
-
-// What rank 0 answers in place of what all have said.
 std::string answer_of_failure(ErrorDescription error) {
-  error.kind = ErrorKind::kTimeout;
-  return pack({"missing", ToldError{0, std::move(error)}.to_text()});
-}
-
-// The error with which rank 0 answers when an exception, which is being handled, ends its wait for
-// the others.
-ErrorDescription why_rank_0_gave_up(const std::string& topic, const LatenessOf& lateness) {
-  ErrorDescription why = describe(std::current_exception());
-  if (why.kind == ErrorKind::kPeerLost && !why.blame.ranks.empty()) {
-    return why;
-  }
-  why.blame = lateness({0}).blame;  // as which rank this one is known
-  why.blame.cause = "was interrupted";
-  why.message =
-      join("rank ", why.blame.ranks.at(0), " gave up on '", topic, "': it was interrupted.");
-  return why;
+  return pack({"failed", ToldError{-1, std::move(error)}.to_text()});
 }
 
 ErrorDescription lateness_by_number(const std::string& topic, int size,
@@ -78,11 +41,27 @@ ErrorDescription lateness_by_number(const std::string& topic, int size,
           Blame{.ranks = missing, .cause = "did not come in time"}};
 }
 
-[[noreturn]] void throw_described(const ErrorDescription& error) {
-  std::rethrow_exception(make_error(error.kind, error.message, error.blame));
+std::string said(const std::string& topic, int rank) { return join(topic, "/", rank); }
+
+// What all have said, by an answer; throws where that is a failure.
+std::vector<std::string> parts_of(const std::string& answer, int size) {
+  std::vector<std::string> parts = unpack(answer);
+  PYDIST_CHECK(parts.size() >= 2);
+  if (parts[0] != kAll) {
+    const ErrorDescription error = ToldError::from_text(parts[1]).error;
+    std::rethrow_exception(make_error(error.kind, error.message, error.blame));
+  }
+  parts.erase(parts.begin());
+  PYDIST_CHECK(parts.size() == static_cast<std::size_t>(size));
+  return parts;
 }
 
-std::string said(const std::string& topic, int rank) { return join(topic, "/", rank); }
+std::string answer_key(const std::string& topic) { return topic + "/all"; }
+
+// For rank 0, while it waits for the others: the answer is there before it has answered.
+struct Answered {
+  std::string answer;
+};
 
 }  // namespace
 
@@ -141,68 +120,76 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
     return exchange(store, topic, rank, size, mine, deadline, check_hope,
                     [&](const auto& missing) { return lateness_by_number(topic, size, missing); });
   }
-  const auto hope_of = [&check_hope](int awaited) {
-    return check_hope ? CheckHope([&check_hope, awaited] { check_hope(awaited); }) : nullptr;
-  };
-  const std::string answer_key = topic + "/all";
-  if (rank != 0) {
-    store.set(said(topic, rank), mine);
-    const Deadline patient =
-        deadline.is_never() ? deadline : Deadline::at(deadline.when() + kGrace);
-    std::string answer;
-    try {
-      answer = get_or_give_up(store, answer_key, patient, hope_of(0),
-                              [&] { store.set(said(topic, rank), std::string(kGivenUp)); });
-    } catch (const Timeout&) {
-      throw_described(lateness({0}));
-    }
-    std::vector<std::string> parts = unpack(answer);
-    PYDIST_CHECK(!parts.empty());
-    if (parts[0] == "missing") {
-      throw_described(ToldError::from_text(parts.at(1)).error);
-    }
-    parts.erase(parts.begin());
-    PYDIST_CHECK(parts.size() == static_cast<std::size_t>(size));
-    return parts;
-  }
-
-  std::vector<std::string> parts{mine};
-  std::vector<int> missing;
-  for (int peer = 1; peer < size; ++peer) {
-    try {
-      const std::string part =
-          missing.empty()
-              ? get_or_give_up(store, said(topic, peer), deadline, hope_of(peer),
-                               [&] {
-                                 store.set(answer_key,
-                                           answer_of_failure(why_rank_0_gave_up(topic, lateness)));
-                               })
-              : store.get(said(topic, peer), Deadline::in(kLastLook));
-      store.erase(said(topic, peer));
-      if (part == kGivenUp) {
-        throw Timeout("given up");
+  // Note [One answer]
+  // Under one key in the store stands what all have said, or why that cannot be. Rank 0 writes it,
+  // or before that the first rank whose wait ends otherwise. So all read the same.
+  const auto hope_of = [&](int awaited) -> CheckHope {
+    return [&, awaited] {
+      if (check_hope) {
+        check_hope(awaited);
       }
-      parts.push_back(part);
-    } catch (const Timeout&) {
-      missing.push_back(peer);
+      if (rank == 0) {
+        if (std::optional<std::string> answer = look_up(store, answer_key(topic))) {
+          throw Answered{*std::move(answer)};
+        }
+      }
+    };
+  };
+  try {
+    if (rank != 0) {
+      store.set(said(topic, rank), mine);
+      const Deadline patient =
+          deadline.is_never() ? deadline : Deadline::at(deadline.when() + kGrace);
+      std::string answer;
+      try {
+        answer = get_while_hoping(store, answer_key(topic), patient, hope_of(0));
+      } catch (const Timeout&) {
+        answer = store.settle(answer_key(topic), answer_of_failure(lateness({0})));
+      }
+      return parts_of(answer, size);
     }
+    std::vector<std::string> parts{kAll, mine};
+    std::vector<int> missing;
+    for (int peer = 1; peer < size; ++peer) {
+      try {
+        parts.push_back(missing.empty()
+                            ? get_while_hoping(store, said(topic, peer), deadline, hope_of(peer))
+                            : store.get(said(topic, peer), Deadline::in(kLastLook)));
+        store.erase(said(topic, peer));
+      } catch (const Timeout&) {
+        missing.push_back(peer);
+      }
+    }
+    return parts_of(
+        store.settle(answer_key(topic),
+                     missing.empty() ? pack(parts) : answer_of_failure(lateness(missing))),
+        size);
+  } catch (const Answered& it) {
+    return parts_of(it.answer, size);
+  } catch (...) {
+    decline(store, topic, why_given_up(topic, lateness({rank}).blame));
+    throw;
   }
-  if (!missing.empty()) {
-    const ErrorDescription late = lateness(missing);
-    store.set(answer_key, answer_of_failure(late));
-    throw_described(late);
-  }
-  std::vector<std::string> answer{"all"};
-  answer.insert(answer.end(), parts.begin(), parts.end());
-  store.set(answer_key, pack(answer));
-  return parts;
 }
 
-void decline(KeyValueStore& store, const std::string& topic, int rank) noexcept {
+ErrorDescription why_given_up(const std::string& what, Blame self) {
+  ErrorDescription why = describe(std::current_exception());
+  if (why.kind != ErrorKind::kError && !why.blame.ranks.empty()) {
+    return why;
+  }
+  self.cause = "was interrupted";
+  return {ErrorKind::kAborted,
+          join("rank ", self.ranks.at(0), " gave up on '", what, "': it was interrupted."),
+          std::move(self)};
+}
+
+ErrorDescription decline(KeyValueStore& store, const std::string& topic, ErrorDescription why) {
   try {
-    store.set(said(topic, rank), std::string(kGivenUp));
+    const std::vector<std::string> parts =
+        unpack(store.settle(answer_key(topic), answer_of_failure(why)));
+    return parts.at(0) == kAll ? why : ToldError::from_text(parts.at(1)).error;
   } catch (const std::exception&) {
-    // The store is gone, and with it everybody who waits there.
+    return why;  // the store is gone, and with it everybody who waits there
   }
 }
 

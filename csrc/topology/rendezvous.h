@@ -28,16 +28,22 @@ using LatenessOf = std::function<ErrorDescription(const std::vector<int>&)>;
 // on every rank. Rank 0 gathers and hands out, so the store sees O(size) requests, not O(size^2).
 //
 // When ranks are missing at the deadline, every rank that came throws a Timeout that names them:
-// what `lateness` says, where it is given.
+// what `lateness` says, where it is given. What ends the wait of one rank otherwise, all throw: see
+// why_given_up().
 [[nodiscard]] std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic,
                                                 int rank, int size, const std::string& mine,
                                                 Deadline deadline,
                                                 const CheckHopeOf& check_hope = nullptr,
                                                 const LatenessOf& lateness = nullptr);
 
-// For a rank that will not take part in an exchange(): nobody waits for it, and all others throw
-// Timeout. Not for rank 0.
-void decline(KeyValueStore& store, const std::string& topic, int rank) noexcept;
+// For a rank that will not take part in an exchange(): nobody waits for it. Returns what all others
+// throw: this, or what another rank has said before.
+ErrorDescription decline(KeyValueStore& store, const std::string& topic, ErrorDescription why);
+
+// For the handler of what has ended a rank's wait for others: what these are to throw. An exception
+// that is none of the engine's is an interruption by the user, which they learn as Aborted. `self`
+// is who they know this rank as; `what` it waited for.
+[[nodiscard]] ErrorDescription why_given_up(const std::string& what, Blame self);
 
 // A list of texts as one text, and back.
 [[nodiscard]] std::string pack(const std::vector<std::string>& parts);

@@ -20,6 +20,7 @@
 #include "c10d/gloo/gloo_collectives.h"
 #include "c10d/gloo/gloo_death_watch.h"
 #include "c10d/gloo/gloo_group.h"
+#include "c10d/gloo/gloo_meeting.h"
 #include "c10d/memory_tensor.h"
 #include "c10d/serial_queue.h"
 #include "c10d/store.h"
@@ -54,7 +55,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
  public:
   GlooCommunicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
                    milliseconds timeout, GlooFactory factory, CheckHope check_hope,
-                   milliseconds long_wait)
+                   Deadline meeting, milliseconds long_wait)
       : store_(std::move(store)),
         factory_(std::move(factory)),
         rank_(rank),
@@ -63,8 +64,8 @@ class GlooCommunicator : public Communicator, public PeerNews {
         timeout_(timeout),
         long_wait_(long_wait),
         group_(std::make_shared<GlooGroup>(
-            factory_(poll_store(store_, GlooGroup::kNewsKey, std::move(check_hope)), rank, size,
-                     timeout),
+            factory_(poll_store(store_, GlooGroup::kNewsKey, std::move(check_hope), meeting), rank,
+                     size, timeout),
             adapt_store(store_, kRollCallPatience), rank, size, name_, long_wait)) {}
 
   ~GlooCommunicator() override {
@@ -179,7 +180,14 @@ class GlooCommunicator : public Communicator, public PeerNews {
                                           std::move(name), timeout(), factory_, check_hope,
                                           long_wait_, members);
         },
-        [](int /*rank*/, const std::string& /*split*/) {});
+        [&](const std::string& split, const ErrorDescription& why) {
+          const StorePtr its =
+              adapt_store(c10::make_intrusive<c10d::PrefixStore>(join(name_, "/", split), store_),
+                          kRollCallPatience);
+          GlooGroup::tell_of_failure(*its, {rank_, why});
+          const std::optional<ToldError> told = GlooGroup::told_failure(*its);
+          return told ? told->error : why;
+        });
   }
 
   milliseconds timeout() const override { return timeout_.load(); }
@@ -231,15 +239,19 @@ class GlooCommunicator : public Communicator, public PeerNews {
 
   // Lets this rank know of the others' deaths. Collective; when it returns all ranks are connected:
   // one that leaves before that is lost to those that still connect.
-  void meet() {
+  void meet(Deadline deadline) {
     processes_.resize(static_cast<std::size_t>(size_));
     ProcessIdentity& self = processes_[static_cast<std::size_t>(rank_)];
     self = ProcessIdentity::own(Environment::read().host_id);
-    Operation gather;
-    gather.kind = OpKind::kAllGather;
-    gather.inputs = {Buffer{&self, sizeof self, DType::kUInt8}};
-    gather.outputs = {Buffer{processes_.data(), processes_.size() * sizeof self, DType::kUInt8}};
-    submit(std::move(gather))->wait();
+    // Not as an operation of the group's: whoever makes it says who has not come.
+    const auto work = std::make_shared<Work>();
+    queue_.post([this, work, &self, deadline] {
+      finish_with(*work, [&] {
+        group_->channel.all_gather(&self, processes_.data(), sizeof self, deadline);
+        return -1;
+      });
+    });
+    work->wait();
     group_->know_processes(processes_);
     try {
       watch_ = std::make_unique<DeathWatch>(processes_, self, [this](std::size_t rank) {
@@ -361,44 +373,6 @@ class GlooCommunicator : public Communicator, public PeerNews {
   std::unique_ptr<DeathWatch> watch_;  // null: none is to be had, or not yet, or not any more
 };
 
-// For the handler of what has kept a group from standing. Torch's gloo passes on no more than the
-// text of what `check_hope` has thrown within it.
-std::exception_ptr why_it_does_not_stand(const CheckHope& check_hope) {
-  std::exception_ptr error = std::current_exception();
-  const ErrorKind kind = describe(error).kind;
-  if (check_hope && (kind == ErrorKind::kTransport || kind == ErrorKind::kError)) {
-    try {
-      check_hope();
-    } catch (const std::exception&) {
-      return std::current_exception();
-    }
-  }
-  return error;
-}
-
-// Those that have not come to a meeting whose time is up; where all have, those that do not run.
-std::vector<int> missing_at(KeyValueStore& store, int rank, const KnownProcesses& processes) {
-  std::vector<int> missing;
-  std::vector<int> stuck;
-  for (int peer = 0; peer < static_cast<int>(processes.size()); ++peer) {
-    if (peer == rank) {
-      continue;
-    }
-    try {
-      const Deadline at_once = Deadline::in(std::chrono::nanoseconds::zero());
-      static_cast<void>(store.get(GlooGroup::place_key(peer), at_once));
-    } catch (const Timeout&) {
-      missing.push_back(peer);
-    } catch (const std::exception&) {
-      break;  // the store is gone
-    }
-    if (!in_words(processes[static_cast<std::size_t>(peer)].state()).empty()) {
-      stuck.push_back(peer);
-    }
-  }
-  return missing.empty() ? stuck : missing;
-}
-
 }  // namespace
 
 CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -417,54 +391,26 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     processes = strangers(size);
   }
   PYDIST_CHECK(processes.size() == static_cast<std::size_t>(size));
+  const Deadline deadline = Deadline::in(timeout);
+  // Gloo keeps the store, and with it what is called there.
+  const auto meeting = std::make_shared<GlooMeeting>(
+      adapt_store(store, std::min<std::chrono::milliseconds>(timeout, kStorePatience)), rank, name,
+      std::move(processes), std::move(check_hope));
   std::shared_ptr<GlooCommunicator> communicator;
   const auto connect = [&] {
-    communicator = std::make_shared<GlooCommunicator>(store, rank, size, name, timeout, factory,
-                                                      check_hope, long_wait);
+    communicator = std::make_shared<GlooCommunicator>(
+        store, rank, size, name, timeout, factory, [meeting] { meeting->check_hope(); }, deadline,
+        long_wait);
   };
   if (size == 1) {
     connect();
   } else {
-    const StorePtr asked =
-        adapt_store(store, std::min<std::chrono::milliseconds>(timeout, kStorePatience));
     try {
-      // A store whose host is stopped is to be told here: torch's gloo would ask it without limit.
-      const std::string key = GlooGroup::place_key(rank);
-      asked->set(key, own_place());
-      (void)asked->get(key, Deadline::in(timeout));
+      meeting->say_here(deadline);
       connect();
-      communicator->meet();
+      meeting->noting_interruption([&] { communicator->meet(deadline); });
     } catch (const std::exception&) {
-      const std::exception_ptr error = why_it_does_not_stand(check_hope);
-      ErrorDescription why = describe(error);
-      // A mistake of the caller's stays this rank's own error, whatever another one has told.
-      const bool is_mistake = why.kind == ErrorKind::kError || why.kind == ErrorKind::kInvalidUsage;
-      if (const auto told = GlooGroup::told_failure(*asked); told && !is_mistake) {
-        std::rethrow_exception(
-            make_error(told->error.kind, told->error.message, told->error.blame));
-      }
-      if (why.kind == ErrorKind::kTimeout && why.blame.ranks.empty()) {
-        if (const std::vector<int> missing = missing_at(*asked, rank, processes);
-            !missing.empty()) {
-          why = lateness(processes, name, missing);
-        }
-      }
-      const bool is_of_others = why.kind == ErrorKind::kTimeout ||
-                                why.kind == ErrorKind::kPeerLost ||
-                                (why.kind == ErrorKind::kAborted && !why.blame.ranks.empty());
-      ErrorDescription told = why;
-      if (!is_of_others) {
-        const KnownProcess& self = processes[static_cast<std::size_t>(rank)];
-        why.blame = self.blame(why.message);
-        told = {ErrorKind::kTransport,
-                join(self.who(), " could not join the group '", name, "': ", why.message,
-                     on_numbers(processes)),
-                why.blame};
-      }
-      // The others wait for this rank, which will not come.
-      GlooGroup::tell_of_failure(*asked, {rank, std::move(told)});
-      std::rethrow_exception(
-          why.kind == ErrorKind::kError ? error : make_error(why.kind, why.message, why.blame));
+      meeting->tell_and_throw_why();
     }
   }
   note_open(communicator);

@@ -19,6 +19,8 @@ using std::chrono::milliseconds;
 constexpr std::chrono::seconds kReasonPatience{1};
 // After how many questions without an answer, of a second or so each, the store is gone.
 constexpr int kMostSilences = 20;
+// The same where a process has ended, with which it may have gone.
+constexpr int kMostSilencesAfterAnEnd = 1;
 // How long operations get to end by themselves once a rank has died.
 constexpr milliseconds kGrace{200};
 // How long a farewell may take to be on its way.
@@ -38,18 +40,24 @@ void GlooGroup::require_sound() const {
 
 void GlooGroup::require_hope(const std::vector<int>& ranks) {
   require_sound();
-  const std::optional<Absence> found = absence();
-  if (!found) {
-    return;
+  const auto lose_hope = [this](ErrorKind kind, const std::string& what, const Blame& blame) {
+    std::rethrow_exception(make_error(kind,
+                                      join(what, ". Rank ", channel.rank(), " of group '", name_,
+                                           "' waited for it to make a group."),
+                                      blame));
+  };
+  if (const std::optional<Absence> found = absence()) {
+    const std::vector<int>& blamed = found->blame.ranks;
+    const bool is_of_these = std::find_first_of(blamed.begin(), blamed.end(), ranks.begin(),
+                                                ranks.end()) != blamed.end();
+    if (is_of_these || found->kind == ErrorKind::kAborted) {
+      lose_hope(found->kind, found->what, found->blame);
+    }
   }
-  const std::vector<int>& blamed = found->blame.ranks;
-  const bool is_of_these =
-      std::find_first_of(blamed.begin(), blamed.end(), ranks.begin(), ranks.end()) != blamed.end();
-  if (is_of_these || found->kind == ErrorKind::kAborted) {
-    std::rethrow_exception(make_error(found->kind,
-                                      join(found->what, ". Rank ", channel.rank(), " of group '",
-                                           name_, "' waited for it to make a group."),
-                                      found->blame));
+  // Also of those that are no neighbours, and before anybody watches these.
+  if (const auto gone = first_gone(*store_, ranks)) {
+    lose_hope(ErrorKind::kPeerLost, join("rank ", gone->rank, " ", gone->how),
+              culprit(gone->rank, std::string(cause_in(gone->how))));
   }
 }
 
@@ -88,10 +96,11 @@ Blame GlooGroup::culprit(int rank, std::string cause) const {
   Blame blame{
       .ranks = {rank}, .host = known(rank).host, .pid = known(rank).pid, .cause = std::move(cause)};
   try {
-    const Deadline at_once = Deadline::in(std::chrono::nanoseconds::zero());
-    set_place(blame, store_->get(place_key(rank), at_once));
+    if (const std::optional<std::string> place = look_up(*store_, place_key(rank))) {
+      set_place(blame, *place);
+    }
   } catch (const std::exception&) {
-    // The store is gone, or was not told.
+    // The store is gone.
   }
   return blame;
 }
@@ -111,8 +120,8 @@ std::optional<ErrorDescription> GlooGroup::confession(bool of_others) const {
 
 void GlooGroup::explain(const std::exception_ptr& error) {
   auto [kind, what, blame] = describe(error);
-  if (kind == ErrorKind::kMismatch || failure() != nullptr) {
-    std::rethrow_exception(error);
+  if (kind == ErrorKind::kMismatch || failure() != nullptr || death()) {
+    std::rethrow_exception(error);  // fail_in() says who has died
   }
   channel.close();
   std::optional<ErrorDescription> told;
@@ -126,7 +135,7 @@ void GlooGroup::explain(const std::exception_ptr& error) {
     std::rethrow_exception(make_error(told->kind, told->message, told->blame));
   }
   if (death()) {
-    std::rethrow_exception(error);  // fail_in() says who has died
+    std::rethrow_exception(error);
   }
   if (called.sentence.empty() && called.missing.empty()) {
     // All have come, this rank perhaps when another had given it up.
@@ -180,9 +189,9 @@ void GlooGroup::fail_in(const Operation& operation, const std::exception_ptr& er
       (kind == ErrorKind::kPeerLost || kind == ErrorKind::kTimeout)) {
     blame =
         culprit(operation.peer, kind == ErrorKind::kTimeout ? "did not come in time" : "has gone");
-    if (const std::string_view plight = in_words(state_of(operation.peer)); !plight.empty()) {
+    if (std::string plight = plight_of(operation.peer); !plight.empty()) {
       what += join(what.ends_with('.') ? " " : ". ", who(operation.peer), " ", plight, ".");
-      blame.cause = plight;
+      blame.cause = std::move(plight);
     }
   }
   if (!blame.ranks.empty() && blame.pid == 0) {
@@ -215,27 +224,30 @@ void GlooGroup::note_end_of(int rank, const std::string& process) {
   if (is_over()) {
     return;
   }
-  std::optional<std::string> how;
-  for (int silences = 0; !how; ++silences) {
+  Absence loss;
+  for (int silences = 0; loss.what.empty(); ++silences) {
     try {
-      how = how_gone(*store_, rank);
-      if (!how) {
-        const std::string died = join("(", process, ") ", kHasDied);
-        tell_gone(*store_, rank, died);
-        how = died;
-      }
-    } catch (const std::exception&) {
-      // It may have hosted the store, and have left before it ended.
-      if (is_over() || silences == kMostSilences) {
+      if (const auto how = how_gone(*store_, rank); how && !how->ends_with(kHasDied)) {
         return;
+      }
+      const std::string died = join("(", process, ") ", kHasDied);
+      tell_gone(*store_, rank, died);
+      loss = {.what = join("rank ", rank, " ", died), .blame = culprit(rank, kHasDied)};
+    } catch (const std::exception&) {
+      if (is_over() || has_said_farewell(rank)) {
+        return;
+      }
+      // It may have left in good order, but nobody will ever be able to tell.
+      if (silences == kMostSilencesAfterAnEnd) {
+        loss = {.what = join(who(rank),
+                             " has ended, and since then the job's store does not answer, which it "
+                             "may have hosted"),
+                .blame = known(rank).blame("has ended")};
+        break;
       }
       std::this_thread::sleep_for(kNewsInterval);
     }
   }
-  if (!how->ends_with(kHasDied)) {
-    return;
-  }
-  const Absence loss{.what = join("rank ", rank, " ", *how), .blame = culprit(rank, kHasDied)};
   {
     const std::lock_guard lock(mutex_);
     death_ = loss;
@@ -352,6 +364,11 @@ bool GlooGroup::wait_for_messages(std::chrono::seconds patience) {
   return messages_ == 0;
 }
 
+bool GlooGroup::has_said_farewell(int rank) {
+  const std::lock_guard lock(news_mutex_);
+  return loss_ && loss_->is_orderly && loss_->blame.ranks == std::vector<int>{rank};
+}
+
 std::vector<int> GlooGroup::neighbours() const {
   const int size = channel.size();
   std::vector<int> both{(channel.rank() + 1) % size};
@@ -386,21 +403,14 @@ void GlooGroup::tell_of_failure(KeyValueStore& store, const ToldError& told) noe
 
 std::optional<ToldError> GlooGroup::told_failure(KeyValueStore& store) noexcept {
   try {
-    return ToldError::from_text(
-        store.get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero())));
+    const std::optional<std::string> text = look_up(store, kNewsKey);
+    return text ? std::optional(ToldError::from_text(*text)) : std::nullopt;
   } catch (const std::exception&) {
     return std::nullopt;
   }
 }
 
-bool GlooGroup::is_told(const std::string& key) const {
-  try {
-    static_cast<void>(store_->get(key, Deadline::in(std::chrono::nanoseconds::zero())));
-    return true;
-  } catch (const Timeout&) {
-    return false;
-  }
-}
+bool GlooGroup::is_told(const std::string& key) const { return look_up(*store_, key).has_value(); }
 
 void GlooGroup::explain_loss_of(int peer) {
   const Deadline patience = Deadline::in(kReasonPatience);
@@ -436,13 +446,11 @@ void GlooGroup::ask_for_news() {
   std::optional<Absence> news;
   bool is_silent = false;
   try {
-    ErrorDescription told =
-        ToldError::from_text(store_->get(kNewsKey, Deadline::in(std::chrono::nanoseconds::zero())))
-            .error;
-    news =
-        Absence{.what = std::move(told.message), .kind = told.kind, .blame = std::move(told.blame)};
-  } catch (const Timeout&) {
-    // None.
+    if (const std::optional<std::string> text = look_up(*store_, kNewsKey)) {
+      ErrorDescription told = ToldError::from_text(*text).error;
+      news = Absence{
+          .what = std::move(told.message), .kind = told.kind, .blame = std::move(told.blame)};
+    }
   } catch (const std::exception& error) {
     news = Absence{.what = error.what()};
     is_silent = true;

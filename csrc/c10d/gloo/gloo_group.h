@@ -58,8 +58,8 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   GlooChannel channel;
 
   void require_sound() const;
-  // For a group of these ranks that is to be made: throws also what is heard of their ends, and
-  // that the group was aborted elsewhere.
+  // For a group of these ranks that is to be made: throws also what is heard of their ends and
+  // departures, and that the group was aborted elsewhere. Asks the store.
   void require_hope(const std::vector<int>& ranks);
 
   [[nodiscard]] std::exception_ptr failure() const { return failure_.error(); }
@@ -180,6 +180,9 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   [[nodiscard]] std::string who(int rank) const { return known(rank).who(); }
   // Of a process of this host; kUnknown for others.
   [[nodiscard]] ProcessState state_of(int rank) const { return known(rank).state(); }
+  // What keeps a rank from its part: how it has gone, or that it does not run; empty where nothing
+  // is known. Asks the store.
+  [[nodiscard]] std::string plight_of(int rank) const;
   // What is known of ranks that have not answered, as sentences, and whom to blame for it: those of
   // which is known that they cannot answer, otherwise all.
   [[nodiscard]] std::string silence_of(const std::vector<int>& missing, Blame& blame) const;
@@ -204,6 +207,8 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
 
   // The rank that has died, as far as this rank sees it.
   [[nodiscard]] std::optional<Absence> death() const;
+  // Only of a neighbour.
+  [[nodiscard]] bool has_said_farewell(int rank);
 
   // Throws where the store does not answer.
   [[nodiscard]] bool is_told(const std::string& key) const;

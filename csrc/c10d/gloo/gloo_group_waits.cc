@@ -38,15 +38,26 @@ KnownProcess GlooGroup::known(int rank) const {
           .started = its.started};
 }
 
+std::string GlooGroup::plight_of(int rank) const {
+  try {
+    if (const auto how = how_gone(*store_, rank)) {
+      return std::string(cause_in(*how));
+    }
+  } catch (const std::exception&) {
+    // The store is gone.
+  }
+  return std::string(in_words(state_of(rank)));
+}
+
 std::string GlooGroup::silence_of(const std::vector<int>& missing, Blame& blame) const {
   std::string known;
   std::string living;
   std::string others;
   std::vector<int> stuck;
-  std::string_view cause = "has not answered";
+  std::string cause = "has not answered";
   for (const int rank : missing) {
     const ProcessState state = state_of(rank);
-    if (const std::string_view plight = in_words(state); !plight.empty()) {
+    if (const std::string plight = plight_of(rank); !plight.empty()) {
       known += join("No answer from ", who(rank), ": it ", plight, ". ");
       cause = stuck.empty() ? plight : cause;
       stuck.push_back(rank);
@@ -62,7 +73,7 @@ std::string GlooGroup::silence_of(const std::vector<int>& missing, Blame& blame)
     others += " (late, stopped, dead, or still waiting for one of the others). ";
   }
   const std::vector<int>& guilty = stuck.empty() ? missing : stuck;
-  blame = culprit(guilty[0], std::string(cause));
+  blame = culprit(guilty[0], std::move(cause));
   blame.ranks = guilty;
   std::string sentences = known + living + others;
   sentences.pop_back();
@@ -154,7 +165,7 @@ std::string GlooGroup::why_long(std::uint64_t number, int peer) const {
     if (peer < 0) {
       return {};
     }
-    const std::string_view plight = in_words(state_of(peer));
+    const std::string plight = plight_of(peer);
     return join("it waits for ", who(peer), plight.empty() ? "" : ", which ", plight);
   }
   std::string missing;
@@ -164,7 +175,8 @@ std::string GlooGroup::why_long(std::uint64_t number, int peer) const {
       if (rank != channel.rank() && !is_told(in_key(number, rank))) {
         missing += join(missing.empty() ? "" : ", ", who(rank));
       }
-      if (const std::string_view plight = in_words(state_of(rank)); !plight.empty()) {
+      if (const std::string plight = rank == channel.rank() ? std::string() : plight_of(rank);
+          !plight.empty()) {
         plights += join("; rank ", rank, " ", plight);
       }
     }

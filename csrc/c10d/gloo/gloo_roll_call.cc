@@ -18,14 +18,7 @@ std::string answer_key(std::uint64_t sequence, int rank) {
   return join("failed/", sequence, "/", rank);
 }
 std::string gone_key(int rank) { return join("gone/", rank); }
-
-std::optional<std::string> look_up(KeyValueStore& store, const std::string& key) {
-  try {
-    return store.get(key, Deadline::in(std::chrono::nanoseconds::zero()));
-  } catch (const Timeout&) {
-    return std::nullopt;
-  }
-}
+constexpr const char* kAnyGoneKey = "gone/any";
 
 // Names a rank that is gone, or one after it that has died: that explains more than a departure.
 RollCall name_gone(KeyValueStore& store, int rank, std::string how, int size) {
@@ -35,21 +28,43 @@ RollCall name_gone(KeyValueStore& store, int rank, std::string how, int size) {
       how = std::move(*end);
     }
   }
-  const char* lost = in_words(Departure::kShutdown);
-  for (const char* const each : {kHasDied, in_words(Departure::kProgramEnd)}) {
-    lost = how.ends_with(each) ? each : lost;
-  }
-  return {join("rank ", rank, " ", how, "."), {rank}, lost};
+  return {join("rank ", rank, " ", how, "."), {rank}, cause_in(how)};
 }
 
 }  // namespace
 
 void tell_gone(KeyValueStore& store, int rank, const std::string& how) {
   store.set(gone_key(rank), how);
+  store.set(kAnyGoneKey, "");
 }
 
 std::optional<std::string> how_gone(KeyValueStore& store, int rank) {
   return look_up(store, gone_key(rank));
+}
+
+std::optional<Gone> first_gone(KeyValueStore& store, const std::vector<int>& ranks) noexcept {
+  try {
+    if (!look_up(store, kAnyGoneKey)) {
+      return std::nullopt;
+    }
+    for (const int rank : ranks) {
+      if (auto how = how_gone(store, rank)) {
+        return Gone{rank, std::move(*how)};
+      }
+    }
+  } catch (const std::exception&) {
+    // Others say so.
+  }
+  return std::nullopt;
+}
+
+std::string_view cause_in(std::string_view how) noexcept {
+  for (const char* const each : {kHasDied, in_words(Departure::kProgramEnd)}) {
+    if (how.ends_with(each)) {
+      return each;
+    }
+  }
+  return in_words(Departure::kShutdown);
 }
 
 RollCall call_roll(KeyValueStore& store, std::uint64_t sequence, int rank, int size,

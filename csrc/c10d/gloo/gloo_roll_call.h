@@ -49,5 +49,15 @@ struct Lookout {
 void tell_gone(KeyValueStore& store, int rank, const std::string& how);
 // What has been told; nothing while it has not. Throws where the store does not answer.
 [[nodiscard]] std::optional<std::string> how_gone(KeyValueStore& store, int rank);
+// The first of these ranks of which that has been told; nothing where the store does not answer.
+// One question while all are there.
+struct Gone {
+  int rank;
+  std::string how;
+};
+[[nodiscard]] std::optional<Gone> first_gone(KeyValueStore& store,
+                                             const std::vector<int>& ranks) noexcept;
+// Those words at the end of what has been told. A literal.
+[[nodiscard]] std::string_view cause_in(std::string_view how) noexcept;
 
 }  // namespace pydist

@@ -212,6 +212,7 @@ class Meeting {
   void check_hope(int awaited) {
     show_awaited(awaited);
     warn_if_long(awaited);
+    require_running_in_grace(awaited);
     if (next_look_.has_passed()) {
       next_look_ = Deadline::in(kNewsInterval);
       noting_interruption([this] { look_for_verdict(); });
@@ -227,6 +228,12 @@ class Meeting {
       }
     }
     noting_interruption(&check_interruption);
+  }
+  // Rank 0 gets more time than the others to say who was missing; if it can't, no more.
+  void require_running_in_grace(int awaited) const {
+    if (deadline_.has_passed() && process(awaited).state() == ProcessState::kStopped) {
+      throw_lateness_of(awaited);
+    }
   }
   void warn_if_long(int awaited) {
     if (!long_wait_.is_due(options_.long_wait)) {
@@ -266,13 +273,9 @@ class Meeting {
     }
   }
   void look_for_verdict() {
-    std::string verdict;
-    try {
-      verdict = store_.get(verdict_key(), Deadline::in(std::chrono::nanoseconds::zero()));
-    } catch (const Timeout&) {
-      return;
+    if (const std::optional<std::string> verdict = look_up(store_, verdict_key())) {
+      require_standing(*verdict);
     }
-    require_standing(verdict);
   }
 
   void stay_alone() {
@@ -325,6 +328,7 @@ class Meeting {
     const auto hope = [this](int awaited) {
       show_awaited(awaited);
       warn_if_long(awaited);
+      require_running_in_grace(awaited);
       if (options_.check_hope) {
         options_.check_hope();
       }
@@ -451,8 +455,9 @@ NativeMembership meet_group(KeyValueStore& store, int rank, int size, const Nati
   return Meeting(store, rank, size, options, std::move(endpoint)).hold();
 }
 
-void decline_native_group(KeyValueStore& store, int rank, const std::string& name) noexcept {
-  decline(store, introduction_topic(name), rank);
+ErrorDescription decline_native_group(KeyValueStore& store, const std::string& name,
+                                      const ErrorDescription& why) {
+  return decline(store, introduction_topic(name), why);
 }
 
 }  // namespace pydist

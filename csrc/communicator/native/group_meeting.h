@@ -36,8 +36,8 @@ struct NativeMembership {
                                           const NativeOptions& options,
                                           std::shared_ptr<Endpoint> endpoint);
 
-// For a rank that will not come to a meeting of the group `name`: nobody waits for it. Not for rank
-// 0.
-void decline_native_group(KeyValueStore& store, int rank, const std::string& name) noexcept;
+// For a rank that will not come to a meeting of the group `name`, as decline().
+ErrorDescription decline_native_group(KeyValueStore& store, const std::string& name,
+                                      const ErrorDescription& why);
 
 }  // namespace pydist

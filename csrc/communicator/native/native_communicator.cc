@@ -222,19 +222,23 @@ class NativeCommunicator final : public Communicator,
         throw;
       }
     };
-    return splits_.next(
-        ranks, rank_, size_, *store_, "pydist/" + name(), Deadline::in(timeout()), hope_of_first,
-        [this](int rank) { return health_->known(rank); },
-        [&](int rank, const std::string& split, const KnownProcesses& processes) {
-          health_->show_awaiting_nobody();
-          options.name = join(name(), "/", split);
-          options.processes = processes;
-          return create_native_communicator(store_, rank, static_cast<int>(ranks.size()), options,
-                                            endpoint_);
-        },
-        [&](int rank, const std::string& split) {
-          decline_native_group(*store_, rank, join(name(), "/", split));
-        });
+    try {
+      return splits_.next(
+          ranks, rank_, size_, *store_, "pydist/" + name(), Deadline::in(timeout()), hope_of_first,
+          [this](int rank) { return health_->known(rank); },
+          [&](int rank, const std::string& split, const KnownProcesses& processes) {
+            health_->show_awaiting_nobody();
+            options.name = join(name(), "/", split);
+            options.processes = processes;
+            return create_native_communicator(store_, rank, static_cast<int>(ranks.size()), options,
+                                              endpoint_);
+          },
+          [&](const std::string& split, const ErrorDescription& why) {
+            return decline_native_group(*store_, join(name(), "/", split), why);
+          });
+    } catch (const Timeout& late) {
+      throw with_keeper(late);
+    }
   }
 
   [[nodiscard]] std::chrono::milliseconds timeout() const override {
@@ -315,6 +319,21 @@ class NativeCommunicator final : public Communicator,
     ShmSendChannel to_next;
     ShmReceiveChannel from_previous;
   };
+
+  // Of a rank that has not come to make a group: it may itself wait for another one.
+  [[nodiscard]] Timeout with_keeper(const Timeout& late) const {
+    const std::vector<int>& missing = late.blame().ranks;
+    if (missing.size() != 1 || missing[0] == rank_) {
+      return late;
+    }
+    const GroupHealth::Keeper keeper = health_->keeper_behind(missing[0]);
+    if (keeper.rank == missing[0]) {
+      return late;
+    }
+    return Timeout(join(late.what(), " Seen from rank ", rank_, ": ", keeper.way,
+                        health_->who(keeper.rank), " ", keeper.cause, "."),
+                   health_->blame(keeper.rank, keeper.cause));
+  }
 
   // As check(), for allocate() too.
   void check_any(const Operation& operation) const {

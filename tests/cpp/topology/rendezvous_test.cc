@@ -113,35 +113,75 @@ TEST(RendezvousTest, ManyMissingRanksCostOneDeadline) {
 TEST(RendezvousTest, ARankThatDeclinesIsNotWaitedFor) {
   MemoryStore store;
   const auto before = Deadline::Clock::now();
-  decline(store, "topic", 2);
+  decline(store, "topic", {ErrorKind::kAborted, "rank 2 gave up", Blame{.ranks = {2}}});
   run_ranks(2, [&](int rank) {
     try {
       static_cast<void>(exchange(store, "topic", rank, 3, "", Deadline::in(seconds(30))));
       FAIL() << "rank " << rank;
-    } catch (const Timeout& error) {
-      EXPECT_NE(std::string(error.what()).find("in time: 2."), std::string::npos) << error.what();
+    } catch (const Aborted& error) {
+      EXPECT_STREQ(error.what(), "rank 2 gave up");
+      EXPECT_EQ(error.blame().ranks, std::vector<int>{2});
     }
   });
   EXPECT_LT(Deadline::Clock::now() - before, seconds(10));
 }
 
-TEST(RendezvousTest, WhomRank0HasLostIsNamedToTheOthers) {
+TEST(RendezvousTest, WhomARankHasLostIsNamedToTheOthers) {
+  for (const int finder : {0, 1}) {
+    MemoryStore store;
+    run_ranks(3, [&](int rank) {
+      const CheckHopeOf hope = [rank, finder](int awaited) {
+        EXPECT_EQ(awaited == 0, rank != 0);
+        if (rank == finder) {
+          throw PeerLost("rank 3 has died before the group was made.", Blame{.ranks = {3}});
+        }
+      };
+      try {
+        static_cast<void>(exchange(store, "topic", rank, 4, "", Deadline::in(seconds(30)), hope));
+        FAIL() << "rank " << rank;
+      } catch (const PeerLost& error) {
+        EXPECT_NE(std::string(error.what()).find("rank 3 has died"), std::string::npos);
+        EXPECT_EQ(error.blame().ranks, std::vector<int>{3});
+      }
+    });
+  }
+}
+
+TEST(RendezvousTest, AnInterruptedRankIsNamedToTheOthers) {
+  struct Interruption {};
   MemoryStore store;
-  run_ranks(2, [&](int rank) {
-    const CheckHopeOf hope = [rank](int awaited) {
-      EXPECT_EQ(awaited == 0, rank == 1);
-      if (rank == 0) {
-        throw PeerLost("rank 2 has died before the group was made.", Blame{.ranks = {2}});
+  run_ranks(3, [&](int rank) {
+    const CheckHopeOf hope = [rank](int) {
+      if (rank == 1) {
+        throw Interruption();
       }
     };
     try {
-      static_cast<void>(exchange(store, "topic", rank, 3, "", Deadline::in(seconds(30)), hope));
+      static_cast<void>(exchange(store, "topic", rank, 4, "", Deadline::in(seconds(30)), hope));
       FAIL() << "rank " << rank;
-    } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("rank 2 has died"), std::string::npos);
-      EXPECT_EQ(error.blame().ranks, std::vector<int>{2});
+    } catch (const Aborted& error) {
+      EXPECT_NE(std::string(error.what()).find("rank 1 gave up"), std::string::npos);
+      EXPECT_EQ(error.blame().ranks, std::vector<int>{1});
+      EXPECT_NE(rank, 1);
+    } catch (const Interruption&) {
+      EXPECT_EQ(rank, 1);
     }
   });
+}
+
+TEST(RendezvousTest, ARank0ThatComesTooLateLearnsIt) {
+  MemoryStore store;
+  const CheckHopeOf stopped = [](int) { throw Timeout("rank 0 is stopped"); };
+  const auto come = [&](int rank, const CheckHopeOf& hope) {
+    return exchange(store, "topic", rank, 2, "", Deadline::in(seconds(30)), hope);
+  };
+  EXPECT_THROW(static_cast<void>(come(1, stopped)), Timeout);
+  try {
+    static_cast<void>(come(0, nullptr));
+    FAIL();
+  } catch (const Timeout& error) {
+    EXPECT_EQ(error.blame().ranks, std::vector<int>{0});
+  }
 }
 
 TEST(RendezvousTest, PackedTextsComeBack) {

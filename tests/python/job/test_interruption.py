@@ -195,16 +195,45 @@ def interrupted_group() -> str:
         time.sleep(1.0)
     else:
         signal_soon(signal.SIGINT)
-    with pytest.raises((KeyboardInterrupt, pydist.Timeout), match=r"^$|interrupted"):
+    with pytest.raises((KeyboardInterrupt, pydist.Aborted), match=r"^$|rank 1 .*interrupted"):
         pydist.new_group([0, 1])
     # Both have given up the same attempt, and meet at the next.
     group = pydist.new_group([0, 1])
     return str(pydist.all_reduce(torch.ones(1), group=group).item())
 
 
-def test_ctrl_c_in_new_group_leaves_the_ranks_in_step() -> None:
-    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_ctrl_c_in_new_group_leaves_the_ranks_in_step(backend: str) -> None:
+    with Ranks(2, {"PYDIST_BACKEND": backend}) as ranks:
         assert ranks.run(interrupted_group, timeout=LIMIT_S) == ["2.0", "2.0"]
+
+
+def interrupted_while_gloo_connects() -> tuple[str, tuple[int, ...], float]:
+    pydist.init(timeout=30)
+    if pydist.rank() == 1:
+        signal_soon(signal.SIGINT)
+    elif pydist.rank() == 2:
+        time.sleep(1.5)
+    began = time.monotonic()
+    outcome: tuple[str, tuple[int, ...]] = ("made", ())
+    try:
+        group = pydist.new_group([0, 1, 2])
+    except KeyboardInterrupt:
+        assert time.monotonic() - began < SOON_S
+        outcome = ("interrupted", ())
+    except pydist.Aborted as error:
+        told = re.search("rank 1 .*interrupted", str(error))
+        outcome = ("told" if told else str(error), error.ranks)
+    if outcome[0] != "made":
+        # The rank that has come since takes part in this attempt.
+        group = pydist.new_group([0, 1, 2])
+    return (*outcome, pydist.all_reduce(torch.ones(1), group=group).item())
+
+
+def test_ctrl_c_while_gloo_connects_the_ranks_is_told_to_all() -> None:
+    with Ranks(3, {"PYDIST_BACKEND": "gloo"}) as ranks:
+        outcomes = ranks.run(interrupted_while_gloo_connects, timeout=LIMIT_S)
+    assert outcomes == [("told", (1,), 3.0), ("interrupted", (), 3.0), ("made", (), 3.0)]
 
 
 def interrupted_allocation() -> str:
