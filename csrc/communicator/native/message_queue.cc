@@ -1,5 +1,6 @@
 #include "communicator/native/message_queue.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -84,6 +85,9 @@ void MessageQueue::start_submitted() {
 }
 
 void MessageQueue::finish_done() {
+  if (!done_.empty()) {
+    show_awaiting_nobody();
+  }
   for (const Done& done : done_) {
     const Pending pending = std::move(*done.pending);
     running_.erase(done.pending);
@@ -95,6 +99,7 @@ void MessageQueue::finish_done() {
 }
 
 void MessageQueue::fail_all(const std::exception_ptr& error) {
+  show_awaiting_nobody();
   PendingList all;
   {
     const std::lock_guard lock(mutex_);
@@ -119,7 +124,30 @@ std::string MessageQueue::describe(const Pending& pending) const {
               health_->name(), "'");
 }
 
+void MessageQueue::show_awaited() {
+  // A message that nobody waits for keeps nobody: this rank may be about to do what another one
+  // waits for.
+  const auto awaited = std::find_if(running_.begin(), running_.end(), [](const Pending& pending) {
+    return pending.work->is_waited_for() && pending.operation.peer != kAnySource;
+  });
+  if (awaited == running_.end()) {
+    show_awaiting_nobody();
+    return;
+  }
+  // Again and again: another group of this process may have taken it back.
+  health_->show_awaited(awaited->operation.peer);
+  shows_awaited_ = true;
+}
+
+void MessageQueue::show_awaiting_nobody() noexcept {
+  if (shows_awaited_) {
+    health_->show_awaiting_nobody();
+    shows_awaited_ = false;
+  }
+}
+
 void MessageQueue::check_hope() {
+  show_awaited();
   for (Pending& pending : running_) {
     const int rank = pending.operation.peer;
     waits_for_rank_.store(rank, std::memory_order_relaxed);

@@ -41,7 +41,7 @@ class MessageQueue final : public WaitableDrivable {
   struct Pending {
     Operation operation;
     Deadline deadline;
-    std::shared_ptr<Work> work;
+    std::shared_ptr<NativeWork> work;
     std::uint64_t number = 0;
     Journal::Ticket ticket = 0;
     LongWait notice = {};
@@ -50,6 +50,8 @@ class MessageQueue final : public WaitableDrivable {
 
   void start_submitted();
   void check_hope();
+  void show_awaited();
+  void show_awaiting_nobody() noexcept;
   void finish_done();
   void fail_all(const std::exception_ptr& error);
   [[nodiscard]] std::string describe(const Pending& pending) const;
@@ -68,6 +70,7 @@ class MessageQueue final : public WaitableDrivable {
   std::vector<Done> done_;
   std::uint64_t started_ = 0;
   unsigned looks_ = 0;
+  bool shows_awaited_ = false;  // to the peers, whom this rank waits for
   // For diagnosis(), which has no right to drive.
   std::atomic<int> waits_for_rank_{-1};
 };

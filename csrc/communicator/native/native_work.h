@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -31,8 +32,14 @@ class NativeWork final : public Work {
 
   [[nodiscard]] std::string diagnosis() override { return drivable_->diagnosis(); }
 
+  // Whether a thread waits for it now: until then its program goes on.
+  [[nodiscard]] bool is_waited_for() const noexcept {
+    return waiters_.load(std::memory_order_relaxed) != 0;
+  }
+
  protected:
   void block(Deadline deadline) override {
+    const Waiting waiting(waiters_);
     // How long somebody else is left to drive before this thread tries to take over: ever longer,
     // since the progress thread drives what a waiter leaves.
     std::chrono::microseconds patience{200};
@@ -55,7 +62,21 @@ class NativeWork final : public Work {
   }
 
  private:
+  class Waiting {
+   public:
+    explicit Waiting(std::atomic<int>& waiters) : waiters_(waiters) {
+      waiters_.fetch_add(1, std::memory_order_relaxed);
+    }
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+    ~Waiting() { waiters_.fetch_sub(1, std::memory_order_relaxed); }
+
+   private:
+    std::atomic<int>& waiters_;
+  };
+
   const std::shared_ptr<WaitableDrivable> drivable_;
+  std::atomic<int> waiters_{0};
 };
 
 }  // namespace pydist
