@@ -157,6 +157,9 @@ LATER_NAMES: dict[str, dict[str, str]] = {
         "cached_backends": "whether anything was compiled; torch.compiler tells of this frame only",
         "OptimizedModule": "the class of compiled modules",
     },
+    "torch.distributed.checkpoint.filesystem": {
+        "_StorageInfo": "where a piece of a checkpoint lies, as torch's reader wants it told",
+    },
     "torch.distributed._composable.replicate": {
         "DDP": "the class that a replicated module gets; the module is no wrapper",
     },
@@ -694,6 +697,17 @@ class FedLoader(DataLoader[T]):
     def _get_iterator(self) -> Any:
         with self.starting():
             return super()._get_iterator()
+
+
+# Where bytes lie in a checkpoint of torch.distributed.checkpoint.
+STORAGE_INFO = "_StorageInfo"
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """One of those."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
 
 
 def take_attributes(loader: DataLoader[Any], **attributes: Any) -> None:

@@ -14,9 +14,8 @@ import io
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +46,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from pydist._torch import storage_info
 from pydist.checkpoint.dcp_metadata import read_metadata
 from pydist.checkpoint.manifest import read_manifest
 from pydist.checkpoint.own_names import owner_in
@@ -57,12 +57,22 @@ from pydist.errors import CheckpointError
 from pydist.job.outcome import is_of_signal_handler
 
 
-@dataclass
-class Written:
-    """What a rank has put into its file."""
+class Entry(NamedTuple):
+    """An object, or a piece of a tensor, that a rank has put into its file; in plain values."""
 
-    items: list[WriteItem]
-    results: list[WriteResult]
+    name: str
+    # Of a piece: its offsets, its sizes and those of its tensor, and the dtype; None for an object.
+    piece: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype] | None
+    # Of the values, and where they lie.
+    bytes: int
+    file: str
+    offset: int
+    length: int
+
+    @property
+    def place(self) -> MetadataIndex:
+        """By which torch finds it."""
+        return MetadataIndex(self.name, None if self.piece is None else torch.Size(self.piece[0]))
 
 
 class _Source(DefaultSavePlanner):
@@ -84,7 +94,7 @@ def file_of(rank: int) -> str:
 
 def write_file(
     folder: Path, rank: int, pieces: Iterable[Piece], objects: dict[str, bytes]
-) -> Written:
+) -> list[Entry]:
     """Writes a rank's file to the disk. Talks to nobody."""
     found: dict[MetadataIndex, Piece | bytes] = {}
     items = []
@@ -103,11 +113,20 @@ def write_file(
     writer = FileSystemWriter(folder)
     plans = [*(SavePlan([]) for _ in range(rank)), SavePlan(items)]
     plan = writer.prepare_global_plan(plans)[rank]
-    results = writer.write_data(plan, _Source(found)).wait()
-    return Written(items, list(results))
+    entries = []
+    for result in writer.write_data(plan, _Source(found)).wait():
+        written = found[result.index]
+        described = None
+        if isinstance(written, Piece):
+            box = tuple(written.offsets), tuple(written.sizes), tuple(written.whole)
+            described = (*box, written.source.dtype)
+        at = result.storage_data
+        name, length = result.index.fqn, result.size_in_bytes
+        entries.append(Entry(name, described, length, at.relative_path, at.offset, at.length))
+    return entries
 
 
-def write_metadata(folder: Path, parts: Sequence[Written], aliases: dict[str, str]) -> None:
+def write_metadata(folder: Path, parts: Sequence[Sequence[Entry]], aliases: dict[str, str]) -> None:
     """Writes where everything is. One rank does.
 
     Args:
@@ -116,31 +135,25 @@ def write_metadata(folder: Path, parts: Sequence[Written], aliases: dict[str, st
         aliases: Second names of tensors, with the first.
     """
     known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for item in (item for part in parts for item in part.items):
-        data = item.tensor_data
-        if data is None:
-            known[item.index.fqn] = BytesStorageMetadata()
+    for entry in (entry for part in parts for entry in part):
+        if entry.piece is None:
+            known[entry.name] = BytesStorageMetadata()
             continue
-        entry = known.setdefault(
-            item.index.fqn, TensorStorageMetadata(data.properties, data.size, [])
+        *box, dtype = entry.piece
+        offsets, sizes, whole = map(torch.Size, box)
+        tensor = known.setdefault(
+            entry.name, TensorStorageMetadata(TensorProperties(dtype=dtype), whole, [])
         )
-        assert isinstance(entry, TensorStorageMetadata)
-        entry.chunks.append(data.chunk)
-    results = [list(part.results) for part in parts]
+        assert isinstance(tensor, TensorStorageMetadata)
+        tensor.chunks.append(ChunkStorageMetadata(offsets, sizes))
+    every = list(map(list, parts))
     for alias, first in aliases.items():
         known[alias] = known[first]
-        results.append(
-            [
-                WriteResult(
-                    MetadataIndex(alias, result.index.offset),
-                    result.size_in_bytes,
-                    result.storage_data,
-                )
-                for part in parts
-                for result in part.results
-                if result.index.fqn == first
-            ]
-        )
+        every.append([Entry(alias, *e[1:]) for part in parts for e in part if e.name == first])
+    results = [
+        [WriteResult(e.place, e.bytes, storage_info(e.file, e.offset, e.length)) for e in part]
+        for part in every
+    ]
     FileSystemWriter(folder).finish(Metadata(known), results)
 
 

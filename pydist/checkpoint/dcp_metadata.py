@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from pydist._torch import STORAGE_INFO
 from pydist.checkpoint.manifest import METADATA
 from pydist.errors import CheckpointError
 from pydist.job.arguments import a_type, with_article
@@ -73,7 +74,7 @@ _RECORDS: dict[tuple[str, str], type[_Record]] = {
             "_MEM_FORMAT_ENCODING",
             "StorageMeta",
         ),
-        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "torch.distributed.checkpoint.filesystem": (STORAGE_INFO,),
         "torch": ("Size",),
         "torch.serialization": ("_get_layout",),
         "pathlib": ("PosixPath",),
@@ -215,7 +216,7 @@ def _index_of(record: Any) -> MetadataIndex:
 
 
 def _place_of(record: Any, files: Collection[str]) -> _Place:
-    fields = _fields(record, "_StorageInfo")
+    fields = _fields(record, STORAGE_INFO)
     path = _checked(fields.get("relative_path"), str)
     if path not in files:
         _refuse(f"the file {path!r}, which is none of the checkpoint's")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    import pydist.checkpoint.dcp_files as dcp_files
     from pydist._native import Communicator
     from pydist.job.groups import Group
 
@@ -259,7 +257,7 @@ def _write(
             begin_it = functools.partial(_begin, place, part, outlines)
             _agreed(communicator, place, begin_it if leads else None)
             own = _agreed(communicator, place, lambda: _write_own(partial, rank, part))
-            told = exchange(communicator, pickle.dumps(own), _CALL)
+            told = exchange(communicator, own, _CALL)
             complete = functools.partial(_complete, place, told, part.aliases, step)
             _agreed(communicator, place, complete if leads else None)
             _agreed(communicator, place, forget if leads else None)
@@ -276,7 +274,8 @@ def _begin(place: Path, part: _Part, outlines: dict[str, list[bytes]]) -> None:
     begin(place)
 
 
-def _write_own(partial: Path, rank: int, part: _Part) -> tuple[dcp_files.Written, FileSum]:
+def _write_own(partial: Path, rank: int, part: _Part) -> bytes:
+    """Writes this rank's file; returns what rank 0 has to know of it."""
     import pydist.checkpoint.dcp_files as dcp_files
 
     if not partial.is_dir():
@@ -294,7 +293,9 @@ def _write_own(partial: Path, rank: int, part: _Part) -> tuple[dcp_files.Written
     file = partial / dcp_files.file_of(rank)
     known = sum_of(file)
     phases.reach(phases.CHECKPOINT, file)
-    return written, known
+    return pack(
+        "what was written", ([tuple(entry) for entry in written], known.bytes, known.sha256)
+    )
 
 
 def _complete(
@@ -305,10 +306,11 @@ def _complete(
 ) -> None:
     import pydist.checkpoint.dcp_files as dcp_files
 
-    everybody: list[tuple[dcp_files.Written, FileSum]] = [pickle.loads(each) for each in told]
+    everybody = [unpack(each) for each in told]
     partial = partial_of(place)
-    dcp_files.write_metadata(partial, [written for written, _ in everybody], aliases)
-    files = {dcp_files.file_of(rank): known for rank, (_, known) in enumerate(everybody)}
+    parts = [[dcp_files.Entry(*entry) for entry in written] for written, *_ in everybody]
+    dcp_files.write_metadata(partial, parts, aliases)
+    files = {dcp_files.file_of(rank): FileSum(*known) for rank, (_, *known) in enumerate(everybody)}
     files[METADATA] = sum_of(partial / METADATA)
     facts = {"pydist": __version__, "torch": str(torch.__version__), "ranks": len(everybody)}
     if step is not None:

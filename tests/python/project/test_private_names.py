@@ -154,6 +154,9 @@ MADE: dict[str, Callable[[], object]] = {
     "a compiled module": lambda: torch.compile(nn.Linear(1, 1)),
     "torch._dynamo.eval_frame": compiler,
     "torch.distributed._composable.replicate": replicating,
+    "torch.distributed.checkpoint.filesystem": lambda: importlib.import_module(
+        "torch.distributed.checkpoint.filesystem"
+    ),
     "torch.distributed.fsdp": lambda: importlib.import_module("torch.distributed.fsdp"),
     "an optimizer": lambda: torch.optim.SGD([torch.zeros(1)]),
     "a loader": lambda: DataLoader([]),  # type: ignore[arg-type]
