@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -74,9 +75,7 @@ def killed_before_all_have_come(scene: Scene) -> None:
     if scene.is_victim:
         scene.die_soon(0.2)
     if scene.rank == 1:
-        end = time.monotonic() + 30.0
-        while not given_up.exists() and time.monotonic() < end:
-            time.sleep(0.01)
+        scene.wait_for(given_up)
     try:
         small()
     except pydist.Error:
@@ -140,6 +139,43 @@ def rank_0_killed(scene: Scene) -> None:
     small()
 
 
+def server_of_the_store_killed(scene: Scene) -> None:
+    """Rank 0 serves it, and leaves a child that holds its sockets."""
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    place = scene.folder / "port"
+    if scene.rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        place.with_suffix(".part").write_text(str(port))
+        place.with_suffix(".part").rename(place)
+    scene.wait_for(place)
+    os.environ["MASTER_PORT"] = place.read_text()
+    pydist.init(timeout=scene.timeout_s)
+    small(3)
+    if scene.rank == 0:
+        if (child := os.fork()) == 0:
+            time.sleep(20.0)
+            os._exit(0)
+        (scene.folder / "child").write_text(str(child))
+        time.sleep(0.1)
+        scene.die()
+    try:
+        small(2)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int((scene.folder / "child").read_text()), signal.SIGKILL)
+
+
+def left_before_a_group_is_made(scene: Scene) -> None:
+    small()
+    if scene.is_victim:
+        scene.mark()
+        pydist.shutdown()
+        return
+    pydist.new_group(range(scene.size))
+
+
 def left_without_shutdown(scene: Scene) -> None:
     small()
     if scene.is_victim:
@@ -156,6 +192,35 @@ def stopped_in_a_collective(scene: Scene) -> None:
     if scene.is_victim:
         scene.die(signal.SIGSTOP)
     small()
+
+
+def stopped_behind_receives(scene: Scene) -> None:
+    """Each rank waits for the next one's message, and the first of them waits longest."""
+    small()
+    if scene.is_victim:
+        scene.die(signal.SIGSTOP)
+    time.sleep(0.1 * scene.rank)
+    pydist.recv(torch.empty(2), scene.rank + 1)
+
+
+def rank_0_stopped_before_a_group_is_made(scene: Scene) -> None:
+    small()
+    if scene.rank == 0:
+        scene.die(signal.SIGSTOP)
+    pydist.new_group(range(scene.size))
+
+
+def rank_0_stopped_while_a_group_is_made(scene: Scene) -> None:
+    small()
+    if scene.is_victim:
+        scene.wait_for(scene.folder / "making")
+        time.sleep(0.3)
+        os.kill(int((scene.folder / "making").read_text()), signal.SIGSTOP)
+        scene.mark()
+    elif scene.rank == 0:
+        (scene.folder / "making.part").write_text(str(os.getpid()))
+        (scene.folder / "making.part").rename(scene.folder / "making")
+    pydist.new_group(range(scene.size))
 
 
 def stopped_and_continued(scene: Scene) -> None:

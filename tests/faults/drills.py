@@ -125,6 +125,18 @@ DRILLS = [
     ),
     Drill("SIGKILL of rank 0", acts.rank_0_killed, LOST, names="rank 0", victim="killed"),
     Drill(
+        "SIGKILL of rank 0, which serves the store and leaves a child with its sockets",
+        acts.server_of_the_store_killed,
+        LOST,
+        names="rank 0",
+        victim="killed",
+        sizes=(4,),
+        # On gloo nobody tells whether it has left in good order: the store is asked for a while.
+        within_s=4.0,
+        joins=False,
+    ),
+    Drill("a rank has left before a group is made", acts.left_before_a_group_is_made, LOST),
+    Drill(
         "the end of a process without shutdown", acts.left_without_shutdown, LOST, victim="killed"
     ),
     Drill(
@@ -156,6 +168,31 @@ DRILLS = [
         timeout_s=3.0,
         within_s=5.0,
         env={"PYDIST_ALGORITHM": "ring"},
+    ),
+    Drill(
+        "SIGSTOP behind a chain of receives, with a time-out of 3 s",
+        acts.stopped_behind_receives,
+        ("Timeout",),
+        victim="stopped",
+        backends=("native",),
+        sizes=(4,),
+        timeout_s=3.0,
+        within_s=5.0,
+    ),
+    *(
+        Drill(
+            f"SIGSTOP of rank 0 {when} a group is made, with a time-out of 3 s",
+            act,
+            ("Timeout",),
+            names="rank 0",
+            victim="stopped",
+            timeout_s=3.0,
+            within_s=5.0,
+        )
+        for when, act in (
+            ("before", acts.rank_0_stopped_before_a_group_is_made),
+            ("while", acts.rank_0_stopped_while_a_group_is_made),
+        )
     ),
     Drill("SIGSTOP, and SIGCONT after 0.5 s", acts.stopped_and_continued, (), within_s=3.0),
     Drill(

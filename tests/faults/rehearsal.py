@@ -27,7 +27,7 @@ def rehearse(drill: Drill, backend: str, size: int, *, slack: float = 1.0) -> Re
         beside = drill.beside(folder) if drill.beside is not None else contextlib.nullcontext()
         with _ranks(drill, backend, size) as ranks, beside:
             if drill.victim == "stopped":
-                _end_when_others_are_done(ranks, size - 1, folder)
+                _end_when_others_are_done(ranks, drill.victim_among(size), folder)
             outcomes = ranks.outcomes(
                 perform, drill.act, name, drill.timeout_s * PATIENCE, drill.joins, timeout=LIMIT_S
             )
@@ -71,7 +71,7 @@ def judge(drill: Drill, outcomes: list[Outcome], folder: Path, within_s: float) 
         told = "\n".join(outcome.describe() for outcome in outcomes)
         return FailedDrillError(f"{drill.name}: {why}\n{told}")
 
-    victim = 0 if drill.names == "rank 0" else len(outcomes) - 1
+    victim = drill.victim_among(len(outcomes))
     reports: list[Report] = []
     for outcome in outcomes:
         if drill.victim in ("killed", "stopped") and outcome.rank == victim:
@@ -81,15 +81,19 @@ def judge(drill: Drill, outcomes: list[Outcome], folder: Path, within_s: float) 
         if not outcome.ok:
             raise fail(f"rank {outcome.rank} did not report")
         report: Report = outcome.value
-        is_last = outcome.rank == victim
-        if drill.raises and report.error not in drill.raises and not (is_last and not report.error):
+        is_victim = outcome.rank == victim
+        if (
+            drill.raises
+            and report.error not in drill.raises
+            and not (is_victim and not report.error)
+        ):
             raise fail(f"rank {outcome.rank} got {report.error}, not {drill.raises}")
         if not drill.raises and report.error:
             raise fail(f"rank {outcome.rank} got {report.error}")
         named = drill.names.format(victim=victim)
-        if drill.raises and not is_last and not re.search(rf"\b{named}\b", report.message):
+        if drill.raises and not is_victim and not re.search(rf"\b{named}\b", report.message):
             raise fail(f"rank {outcome.rank} reads nothing of {named!r}")
-        if drill.raises and not is_last and not _blames_rightly(drill, report.ranks, victim):
+        if drill.raises and not is_victim and not _blames_rightly(drill, report.ranks, victim):
             raise fail(f"rank {outcome.rank} blames {report.ranks}; expected: {drill.blames}")
         reports.append(report)
     seconds = max(each.at for each in reports) - float((folder / "fault").read_text())

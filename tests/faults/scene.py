@@ -43,6 +43,12 @@ class Scene:
         """Notes that the fault happens now. The clock is that of all processes of the host."""
         (self.folder / "fault").write_text(repr(time.monotonic()))
 
+    def wait_for(self, file: Path) -> None:
+        """Until another rank has written it."""
+        end = time.monotonic() + 30.0
+        while not file.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+
     def die(self, number: signal.Signals = signal.SIGKILL) -> None:
         self.mark()
         os.kill(os.getpid(), number)
@@ -86,6 +92,10 @@ class Drill:
     obstacle: Callable[[], str] = str
     # How often `make drills` performs it: more seldom what takes long and detects nothing.
     repetitions: int = 20
+
+    def victim_among(self, size: int) -> int:
+        """The rank on which things go wrong."""
+        return 0 if self.names == "rank 0" else size - 1
 
     @property
     def is_idle(self) -> bool:
