@@ -203,6 +203,18 @@ def stopped_behind_receives(scene: Scene) -> None:
     pydist.recv(torch.empty(2), scene.rank + 1)
 
 
+def stopped_behind_makers_of_groups(scene: Scene) -> None:
+    """Rank 0, with which the others make groups, waits for the stopped one."""
+    small()
+    if scene.is_victim:
+        scene.die(signal.SIGSTOP)
+    if scene.rank == 0:
+        time.sleep(0.3)
+        pydist.recv(torch.empty(2), scene.victim)
+    else:
+        pydist.new_group([0, scene.rank])
+
+
 def rank_0_stopped_before_a_group_is_made(scene: Scene) -> None:
     small()
     if scene.rank == 0:

@@ -169,15 +169,21 @@ DRILLS = [
         within_s=5.0,
         env={"PYDIST_ALGORITHM": "ring"},
     ),
-    Drill(
-        "SIGSTOP behind a chain of receives, with a time-out of 3 s",
-        acts.stopped_behind_receives,
-        ("Timeout",),
-        victim="stopped",
-        backends=("native",),
-        sizes=(4,),
-        timeout_s=3.0,
-        within_s=5.0,
+    *(
+        Drill(
+            f"SIGSTOP behind {what}, with a time-out of 3 s",
+            act,
+            ("Timeout",),
+            victim="stopped",
+            backends=("native",),
+            sizes=(4,),
+            timeout_s=3.0,
+            within_s=5.0,
+        )
+        for what, act in (
+            ("a chain of receives", acts.stopped_behind_receives),
+            ("a rank that others make groups with", acts.stopped_behind_makers_of_groups),
+        )
     ),
     *(
         Drill(
