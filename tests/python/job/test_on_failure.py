@@ -120,7 +120,7 @@ except pydist.PeerLost as error:
 """
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_rank_that_ends_before_it_joins_is_named_at_once(victim: int, tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(NEVER_JOINS)
     begin_s = time.monotonic()
