@@ -122,23 +122,30 @@ double parse_number(const char* name, const std::string& value, double lowest, d
   return number;
 }
 
-std::size_t parse_bytes(const char* name, const std::string& value, double lowest, double highest,
-                        std::string_view valid) {
-  const double bytes = parse_number(name, value, lowest, highest, valid);
-  if (bytes != std::floor(bytes)) {
-    reject_text(name, value, valid);
-  }
-  return static_cast<std::size_t>(bytes);
-}
-
-constexpr std::size_t kLeastSecretLength = 32;
-
 // Ten years: longer than any job, short enough for nanoseconds in 64 bits.
 constexpr double kLongestSeconds = 3.2e8;
 
-std::chrono::milliseconds seconds(double value) {
-  return std::chrono::milliseconds(std::llround(value * 1e3));
+// Into `seconds`, where the variable has a value; likewise below.
+void read_seconds(const char* name, std::chrono::milliseconds& seconds) {
+  if (const auto value = lookup(name)) {
+    seconds = std::chrono::milliseconds(std::llround(
+        parse_number(name, *value, 1e-3, kLongestSeconds, "seconds, more than 0") * 1e3));
+  }
 }
+
+void read_bytes(const char* name, std::size_t least, std::size_t most, std::size_t& bytes) {
+  if (const auto value = lookup(name)) {
+    const std::string valid = join("whole bytes from ", least, " to ", most);
+    const double number =
+        parse_number(name, *value, static_cast<double>(least), static_cast<double>(most), valid);
+    if (number != std::floor(number)) {
+      reject_text(name, *value, valid);
+    }
+    bytes = static_cast<std::size_t>(number);
+  }
+}
+
+constexpr std::size_t kLeastSecretLength = 32;
 
 }  // namespace
 
@@ -162,10 +169,7 @@ Environment Environment::read() {
   if (const auto value = lookup("PYDIST_ALGORITHM")) {
     environment.algorithm = parse_name<AlgorithmChoice>(kAlgorithms, *value, "PYDIST_ALGORITHM");
   }
-  if (const auto value = lookup("PYDIST_TIMEOUT")) {
-    environment.timeout = seconds(
-        parse_number("PYDIST_TIMEOUT", *value, 1e-3, kLongestSeconds, "seconds, more than 0"));
-  }
+  read_seconds("PYDIST_TIMEOUT", environment.timeout);
   environment.job_secret = lookup("PYDIST_JOB_SECRET");
   if (environment.job_secret && environment.job_secret->size() < kLeastSecretLength) {
     throw InvalidUsage(join("PYDIST_JOB_SECRET has ", environment.job_secret->size(),
@@ -177,22 +181,10 @@ Environment Environment::read() {
     environment.spin = std::chrono::microseconds(static_cast<std::int64_t>(
         parse_number("PYDIST_SPIN_US", *value, 0, 1e6, "microseconds from 0 to 1000000")));
   }
-  if (const auto value = lookup("PYDIST_CHUNK_BYTES")) {
-    environment.chunk_bytes = parse_bytes("PYDIST_CHUNK_BYTES", *value, 4096, 16777216,
-                                          "whole bytes from 4096 to 16777216");
-  }
-  if (const auto value = lookup("PYDIST_STAGING_BYTES")) {
-    environment.staging_bytes = parse_bytes("PYDIST_STAGING_BYTES", *value, 65536, 1073741824,
-                                            "whole bytes from 65536 to 1073741824");
-  }
-  if (const auto value = lookup("PYDIST_HEARTBEAT_WARNING")) {
-    environment.heartbeat_warning = seconds(parse_number("PYDIST_HEARTBEAT_WARNING", *value, 1e-3,
-                                                         kLongestSeconds, "seconds, more than 0"));
-  }
-  if (const auto value = lookup("PYDIST_HEARTBEAT_TIMEOUT")) {
-    environment.heartbeat_timeout = seconds(parse_number("PYDIST_HEARTBEAT_TIMEOUT", *value, 1e-3,
-                                                         kLongestSeconds, "seconds, more than 0"));
-  }
+  read_bytes("PYDIST_CHUNK_BYTES", 4096, 16777216, environment.chunk_bytes);
+  read_bytes("PYDIST_STAGING_BYTES", 65536, 1073741824, environment.staging_bytes);
+  read_seconds("PYDIST_HEARTBEAT_WARNING", environment.heartbeat_warning);
+  read_seconds("PYDIST_HEARTBEAT_TIMEOUT", environment.heartbeat_timeout);
   if (const auto value = lookup("PYDIST_CPU_ISA")) {
     static_cast<void>(place_of_name(kInstructionSets, *value, "PYDIST_CPU_ISA"));
     environment.cpu_isa = *value;
