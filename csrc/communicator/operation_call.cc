@@ -9,64 +9,38 @@ Call resolve(const Operation& operation, int rank, int size) {
   const std::span<const Buffer> in(operation.inputs);
   const std::span<const Buffer> out(operation.outputs);
   const DType dtype = !in.empty() ? in[0].dtype : !out.empty() ? out[0].dtype : DType::kUInt8;
-  Call call{operation.kind,
-            dtype,
-            operation.wire_dtype.value_or(dtype),
-            operation.op,
-            /*root=*/0,
-            operation.factor,
-            Blocks(),
-            Blocks(),
-            /*count=*/0};
+  const auto call = [&](Blocks inputs, Blocks outputs, std::size_t count) {
+    return Call{operation.kind,
+                dtype,
+                operation.wire_dtype.value_or(dtype),
+                operation.op,
+                has_root(operation.kind) ? operation.peer : 0,
+                operation.factor,
+                inputs,
+                outputs,
+                count};
+  };
   switch (operation.kind) {
     case OpKind::kAllReduce:
-      call.inputs = Blocks(in, 1);
-      call.outputs = Blocks(out, 1);
-      call.count = in[0].count;
-      break;
+      return call(Blocks(in, 1), Blocks(out, 1), in[0].count);
     case OpKind::kReduceScatter:
-      call.inputs = Blocks(in, size);
-      call.outputs = Blocks(out, 1);
-      call.count = out[0].count;
-      break;
+      return call(Blocks(in, size), Blocks(out, 1), out[0].count);
     case OpKind::kAllGather:
-      call.inputs = Blocks(in, 1);
-      call.outputs = Blocks(out, size);
-      call.count = in[0].count;
-      break;
+      return call(Blocks(in, 1), Blocks(out, size), in[0].count);
     case OpKind::kBroadcast:
-      call.root = operation.peer;
-      call.inputs = is_root ? Blocks(in, 1) : Blocks();
-      call.outputs = out.empty() ? Blocks() : Blocks(out, 1);
-      call.count = is_root ? in[0].count : out[0].count;
-      break;
+      return call(is_root ? Blocks(in, 1) : Blocks(), out.empty() ? Blocks() : Blocks(out, 1),
+                  is_root ? in[0].count : out[0].count);
     case OpKind::kReduce:
-      call.root = operation.peer;
-      call.inputs = Blocks(in, 1);
-      call.outputs = is_root ? Blocks(out, 1) : Blocks();
-      call.count = in[0].count;
-      break;
+      return call(Blocks(in, 1), is_root ? Blocks(out, 1) : Blocks(), in[0].count);
     case OpKind::kGather:
-      call.root = operation.peer;
-      call.inputs = Blocks(in, 1);
-      call.outputs = is_root ? Blocks(out, size) : Blocks();
-      call.count = in[0].count;
-      break;
+      return call(Blocks(in, 1), is_root ? Blocks(out, size) : Blocks(), in[0].count);
     case OpKind::kScatter:
-      call.root = operation.peer;
-      call.inputs = is_root ? Blocks(in, size) : Blocks();
-      call.outputs = Blocks(out, 1);
-      call.count = out[0].count;
-      break;
+      return call(is_root ? Blocks(in, size) : Blocks(), Blocks(out, 1), out[0].count);
     case OpKind::kAllToAll:
-      call.inputs = Blocks(in, size);
-      call.outputs = Blocks(out, size);
-      call.count = call.inputs[rank].count;
-      break;
+      return call(Blocks(in, size), Blocks(out, size), Blocks(in, size)[rank].count);
     default:
-      break;
+      return call(Blocks(), Blocks(), 0);
   }
-  return call;
 }
 
 }  // namespace pydist
