@@ -1,5 +1,6 @@
 #include "c10d/tensors.h"
 
+#include <ATen/Dispatch_v2.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -12,6 +13,7 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <type_traits>
 
 #include "base/error.h"
 #include "c10d/device_streams.h"
@@ -48,9 +50,10 @@ bool is_divisible_on_device(at::ScalarType type) noexcept {
   return type != at::kUInt16 && type != at::kUInt32 && type != at::kUInt64;
 }
 
-// `Wide` holds every value of Integer and the divisor.
-template <typename Integer, typename Wide = std::int64_t>
+template <typename Integer>
 void divide_elements(const at::Tensor& dense, std::int64_t divisor) {
+  // Holds every value of Integer and the divisor.
+  using Wide = std::common_type_t<Integer, std::int64_t>;
   Integer* const values = dense.mutable_data_ptr<Integer>();
   const std::int64_t count = dense.numel();
   for (std::int64_t i = 0; i < count; ++i) {
@@ -68,26 +71,9 @@ void divide(const at::Tensor& dense, std::int64_t divisor) {
     }
     return;
   }
-  switch (dense.scalar_type()) {
-    case at::kChar:
-      return divide_elements<std::int8_t>(dense, divisor);
-    case at::kShort:
-      return divide_elements<std::int16_t>(dense, divisor);
-    case at::kInt:
-      return divide_elements<std::int32_t>(dense, divisor);
-    case at::kLong:
-      return divide_elements<std::int64_t>(dense, divisor);
-    case at::kByte:
-      return divide_elements<std::uint8_t>(dense, divisor);
-    case at::kUInt16:
-      return divide_elements<std::uint16_t>(dense, divisor);
-    case at::kUInt32:
-      return divide_elements<std::uint32_t>(dense, divisor);
-    case at::kUInt64:
-      return divide_elements<std::uint64_t, std::uint64_t>(dense, divisor);
-    default:
-      PYDIST_CHECK(false);
-  }
+  AT_DISPATCH_V2(dense.scalar_type(), "divide",
+                 AT_WRAP([&] { divide_elements<scalar_t>(dense, divisor); }),
+                 AT_EXPAND(AT_INTEGRAL_TYPES_V2));
 }
 
 }  // namespace
