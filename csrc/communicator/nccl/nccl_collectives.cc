@@ -24,43 +24,17 @@ struct Reduction {
   std::size_t width = 1;  // of NCCL's elements, in one of ours
 };
 
-std::optional<DataType> type_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-    case DType::kComplex128:
-      return DataType::kFloat64;
-    case DType::kFloat32:
-    case DType::kComplex64:
-      return DataType::kFloat32;
-    case DType::kFloat16:
-      return DataType::kFloat16;
-    case DType::kBFloat16:
-      return DataType::kBfloat16;
-    case DType::kInt8:
-      return DataType::kInt8;
-    case DType::kInt32:
-      return DataType::kInt32;
-    case DType::kInt64:
-      return DataType::kInt64;
-    case DType::kUInt8:
-    case DType::kBool:
-      return DataType::kUint8;
-    case DType::kUInt32:
-      return DataType::kUint32;
-    case DType::kUInt64:
-      return DataType::kUint64;
-    case DType::kInt16:
-    case DType::kUInt16:
-    case DType::kFloat8:
-      break;
-  }
-  return std::nullopt;
-}
+// In the order of DType; NCCL has no integers of 16 bits, and moves float8 as bytes.
+constexpr std::array<std::optional<DataType>, kDTypeCount> kTypes = {
+    DataType::kFloat64, DataType::kFloat32, DataType::kFloat16, DataType::kBfloat16,
+    DataType::kInt8,    std::nullopt,       DataType::kInt32,   DataType::kInt64,
+    DataType::kUint8,   std::nullopt,       DataType::kUint32,  DataType::kUint64,
+    DataType::kUint8,   DataType::kFloat32, DataType::kFloat64, std::nullopt};
 
 // What NCCL calls it; nothing where NCCL has no such thing, or gives other results than the other
 // backends.
 std::optional<Reduction> reduction_of(ReduceOp op, DType dtype) {
-  const std::optional<DataType> type = type_of(dtype);
+  const std::optional<DataType> type = kTypes.at(static_cast<std::size_t>(dtype));
   if (!type) {
     return std::nullopt;
   }
@@ -204,21 +178,23 @@ class Enqueuing {
     count *= reduction.width;
     switch (call_.kind) {
       case OpKind::kAllReduce:
-        group_.check(nccl_.ncclAllReduce(in, out, count, reduction.type, reduction.op,
-                                         group_.comm(), group_.stream()),
-                     "ncclAllReduce");
+        group_.call("ncclAllReduce", nccl_.ncclAllReduce, in, out, count, reduction.type,
+                    reduction.op);
         break;
       case OpKind::kReduceScatter:
-        group_.check(nccl_.ncclReduceScatter(in, out, count, reduction.type, reduction.op,
-                                             group_.comm(), group_.stream()),
-                     "ncclReduceScatter");
+        group_.call("ncclReduceScatter", nccl_.ncclReduceScatter, in, out, count, reduction.type,
+                    reduction.op);
         break;
       default:
-        group_.check(nccl_.ncclReduce(in, out, count, reduction.type, reduction.op, call_.root,
-                                      group_.comm(), group_.stream()),
-                     "ncclReduce");
+        reduce_to(call_.root, reduction, in, out, count);
         break;
     }
+  }
+
+  // `count` in NCCL's elements.
+  void reduce_to(int root, const Reduction& reduction, const void* in, void* out,
+                 std::size_t count) {
+    group_.call("ncclReduce", nccl_.ncclReduce, in, out, count, reduction.type, reduction.op, root);
   }
 
   void reduce_directly(Reduction reduction) {
@@ -243,10 +219,8 @@ class Enqueuing {
       group_.grouped([&] {
         for (int rank = 0; rank < group_.size(); ++rank) {
           const Block block = call_.inputs[rank];
-          group_.check(nccl_.ncclReduce(block.data, rank == group_.rank() ? out.data : nullptr,
-                                        block.count * reduction.width, reduction.type, reduction.op,
-                                        rank, group_.comm(), group_.stream()),
-                       "ncclReduce");
+          reduce_to(rank, reduction, block.data, rank == group_.rank() ? out.data : nullptr,
+                    block.count * reduction.width);
         }
       });
     } else {
@@ -265,7 +239,6 @@ class Enqueuing {
                                 : ScaledMean{.divisor = static_cast<double>(group_.size())};
     const bool scatters = call_.kind == OpKind::kReduceScatter;
     const int blocks = scatters ? group_.size() : 1;
-    const auto block_of = [&](int i) { return call_.inputs[i]; };
     const std::size_t most =
         NcclGroup::kScratchBytes / element_size(type) / static_cast<std::size_t>(blocks) / 64 * 64;
     std::byte* const scratch = group_.scratch();
@@ -273,7 +246,7 @@ class Enqueuing {
       const std::size_t count = std::min(most, call_.count - begin);
       const std::size_t stride = count * element_size(type);
       for (int i = 0; i < blocks; ++i) {
-        convert(block_of(i).data + begin * bytes_, call_.dtype,
+        convert(call_.inputs[i].data + begin * bytes_, call_.dtype,
                 scratch + static_cast<std::size_t>(i) * stride, type, count,
                 mean.factor * (call_.op == ReduceOp::kPremulSum ? call_.factor : 1.0));
       }
@@ -329,17 +302,13 @@ class Enqueuing {
       return;
     }
     if (call_.outputs.is_contiguous()) {
-      group_.check(nccl_.ncclAllGather(in.data, call_.outputs.buffers()[0].data, in.count * bytes_,
-                                       DataType::kUint8, group_.comm(), group_.stream()),
-                   "ncclAllGather");
+      all_gather_bytes(in, call_.outputs.buffers()[0].data);
       return;
     }
     if (fits_as_one(call_.outputs, bytes_)) {
       std::byte* const scratch = group_.scratch();
       const std::size_t bytes = in.count * bytes_;
-      group_.check(nccl_.ncclAllGather(in.data, scratch, bytes, DataType::kUint8, group_.comm(),
-                                       group_.stream()),
-                   "ncclAllGather");
+      all_gather_bytes(in, scratch);
       for (int rank = 0; rank < group_.size(); ++rank) {
         copy(call_.outputs[rank].data, scratch + static_cast<std::size_t>(rank) * bytes, bytes);
       }
@@ -353,6 +322,11 @@ class Enqueuing {
     });
   }
 
+  void all_gather_bytes(Block in, void* out) {
+    group_.call("ncclAllGather", nccl_.ncclAllGather, in.data, out, in.count * bytes_,
+                DataType::kUint8);
+  }
+
   void broadcast() {
     std::byte* const out = call_.outputs.empty() ? call_.inputs[0].data : call_.outputs[0].data;
     broadcast_bytes(is_root() ? call_.inputs[0].data : out, out, call_.count, call_.root);
@@ -360,9 +334,8 @@ class Enqueuing {
 
   void broadcast_bytes(const void* in, void* out, std::size_t count, int root) {
     if (count != 0) {
-      group_.check(nccl_.ncclBroadcast(in, out, count * bytes_, DataType::kUint8, root,
-                                       group_.comm(), group_.stream()),
-                   "ncclBroadcast");
+      group_.call("ncclBroadcast", nccl_.ncclBroadcast, in, out, count * bytes_, DataType::kUint8,
+                  root);
     }
   }
 

@@ -139,6 +139,11 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   }
   // Checks what NCCL has returned, and waits while it is setting up connections.
   void check(nccl::Result result, const char* what);
+  // A function of NCCL's that ends with the communicator and the stream.
+  template <typename Function, typename... Arguments>
+  void call(const char* name, Function* function, Arguments... arguments) {
+    check(function(arguments..., comm(), stream()), name);
+  }
   // Calls of `body` become one launch.
   void grouped(const std::function<void()>& body);
   // Device memory for the time of one launch, reused by the next, and there since the group was

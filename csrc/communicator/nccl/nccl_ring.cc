@@ -244,17 +244,15 @@ DType summing_type(const Call& call) noexcept {
 
 void send_on_nccl(NcclGroup& group, const void* data, std::size_t bytes, int to) {
   if (bytes != 0) {
-    group.check(group.api().functions().ncclSend(data, bytes, nccl::DataType::kUint8, to,
-                                                 group.comm(), group.stream()),
-                "ncclSend");
+    group.call("ncclSend", group.api().functions().ncclSend, data, bytes, nccl::DataType::kUint8,
+               to);
   }
 }
 
 void receive_on_nccl(NcclGroup& group, void* data, std::size_t bytes, int from) {
   if (bytes != 0) {
-    group.check(group.api().functions().ncclRecv(data, bytes, nccl::DataType::kUint8, from,
-                                                 group.comm(), group.stream()),
-                "ncclRecv");
+    group.call("ncclRecv", group.api().functions().ncclRecv, data, bytes, nccl::DataType::kUint8,
+               from);
   }
 }
 
