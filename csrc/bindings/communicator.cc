@@ -256,11 +256,6 @@ bool is_device_capturing(at::Device device) {
   return !device.is_cpu() && is_capturing(current_stream(device_of(device)));
 }
 
-CommunicatorPtr split(Communicator& self, const std::vector<int>& ranks) {
-  const ReleasedGil released;
-  return for_python(self.split(ranks));
-}
-
 py::dict capabilities(const Communicator& self) {
   const Capabilities capabilities = self.capabilities();
   py::list devices;
@@ -291,10 +286,7 @@ std::string why_unsupported(const Communicator& self, KindArgument kind, OpArgum
 }
 
 std::optional<py::object> failure(const Communicator& self) {
-  if (const std::exception_ptr error = self.failure()) {
-    return python_exception(error);
-  }
-  return std::nullopt;
+  return python_exception(self.failure());
 }
 
 // Of each rank: its number in the group that a new one is made of, its host, its pid, when it has
@@ -475,29 +467,22 @@ void bind_communicator(py::module_& module) {
   type.def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"),
            py::arg_v("device", at::Device(at::kCPU), "torch.device('cpu')"),
            "A tensor over memory that the backend allocates; all ranks call, with equal sizes.")
-      .def("split", &split, py::arg("ranks"),
-           "A group of the given ranks of this one, in that order; only they call.")
+      .def(
+          "split",
+          [](Communicator& self, const std::vector<int>& ranks) {
+            return for_python(self.split(ranks));
+          },
+          py::arg("ranks"), py::call_guard<ReleasedGil>(),
+          "A group of the given ranks of this one, in that order; only they call.")
       .def(
           "abort",
-          [](Communicator& self, const std::string& message) {
-            const ReleasedGil released;
-            self.abort(Aborted(message));
-          },
-          py::arg("message"), "Fails the group, here and on every other rank.")
-      .def(
-          "shutdown",
-          [](Communicator& self) {
-            const ReleasedGil released;
-            self.shutdown();
-          },
-          "Lets the group go. Idempotent; never raises.")
-      .def(
-          "whereabouts",
-          [](const Communicator& self) {
-            const ReleasedGil released;
-            return self.whereabouts();
-          },
-          "What every rank of the group is in, a line each; empty where the backend cannot tell.")
+          [](Communicator& self, const std::string& message) { self.abort(Aborted(message)); },
+          py::arg("message"), py::call_guard<ReleasedGil>(),
+          "Fails the group, here and on every other rank.")
+      .def("shutdown", &Communicator::shutdown, py::call_guard<ReleasedGil>(),
+           "Lets the group go. Idempotent; never raises.")
+      .def("whereabouts", &Communicator::whereabouts, py::call_guard<ReleasedGil>(),
+           "What every rank of the group is in, a line each; empty where the backend cannot tell.")
       .def(
           "place_of",
           [](const Communicator& self,

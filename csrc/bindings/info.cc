@@ -85,11 +85,8 @@ void bind_info(py::module_& module) {
              "The instruction sets that the CPU's kernels can use; they use the last one.");
   module.def(
       "cuda_kernels_obstacle",
-      [](int device) {
-        const ReleasedGil released;
-        return CudaLibrary::get().reason_not_to_run_on(device);
-      },
-      py::arg("device"),
+      [](int device) { return CudaLibrary::get().reason_not_to_run_on(device); }, py::arg("device"),
+      py::call_guard<ReleasedGil>(),
       "Why pydist's CUDA kernels cannot run on a device, in a sentence; empty where they can. "
       "Starts the driver, and opens a context on the device.");
   module.def(

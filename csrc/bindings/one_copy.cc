@@ -58,19 +58,12 @@ void bind_one_copy(py::module_& module) {
            "Ranges of bytes, in whole pages, that this rank has written through the view since the "
            "last `forget`; perhaps more than those.")
       .def(
-          "forget",
-          [](PythonOneCopy& self) {
-            const ReleasedGil released;
-            self.copy->view.forget();
-          },
+          "forget", [](PythonOneCopy& self) { self.copy->view.forget(); },
+          py::call_guard<ReleasedGil>(),
           "Lets the view show the copy everywhere again. Nobody may use the view meanwhile.")
       .def(
-          "share",
-          [](PythonOneCopy& self, bool is_shared) {
-            const ReleasedGil released;
-            self.copy->view.share(is_shared);
-          },
-          py::arg("is_shared"),
+          "share", [](PythonOneCopy& self, bool is_shared) { self.copy->view.share(is_shared); },
+          py::arg("is_shared"), py::call_guard<ReleasedGil>(),
           "Whether what is written through the view goes into the copy from now on. Forgets what "
           "was written through it. Nobody may use the view meanwhile.");
 }

@@ -96,11 +96,8 @@ void bind_roofline(py::module_& module) {
            "Tensors as the collective takes them, contiguous and symmetric, at the same place on "
            "every rank. 'send' stands for every rank sending to the next one, all at once.")
       .def(
-          "run",
-          [](const PythonRoofline& self) {
-            const ReleasedGil released;
-            self.roofline.run();
-          },
+          "run", [](const PythonRoofline& self) { self.roofline.run(); },
+          py::call_guard<ReleasedGil>(),
           "This rank's share, once. What the output holds afterwards means nothing while others "
           "are at work on it.");
 }

@@ -51,19 +51,13 @@ void bind_work(py::module_& module) {
            "stream "
            "waits instead.")
       .def(
-          "is_completed",
-          [](const PythonWork& self) {
-            const ReleasedGil released;
-            return is_over(*self.work);
-          },
+          "is_completed", [](const PythonWork& self) { return is_over(*self.work); },
+          py::call_guard<ReleasedGil>(),
           "Whether the operation has finished, with or without an error.")
       .def(
           "exception",
           [](const PythonWork& self) -> std::optional<py::object> {
-            if (const std::exception_ptr error = self.work->exception()) {
-              return python_exception(error);
-            }
-            return std::nullopt;
+            return python_exception(self.work->exception());
           },
           "The operation's error; None while it runs and when it succeeded.")
       .def_property_readonly(
