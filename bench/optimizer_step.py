@@ -54,14 +54,13 @@ def arms_of(elements: int, dtype: torch.dtype) -> Arms:
     step = torch.tensor(0.0)
 
     def ours() -> None:
-        step.add_(1)
         _native.adam_step(
             parameters,
             gradients,
             masters,
             exp_avgs,
             exp_avg_sqs,
-            step=step.item(),
+            step=[step],
             lr=_LR,
             beta1=_BETAS[0],
             beta2=_BETAS[1],

@@ -5,7 +5,6 @@
 
 #include <array>
 #include <map>
-#include <variant>
 #include <vector>
 
 #include "bindings/arguments.h"
@@ -18,57 +17,32 @@
 namespace pydist {
 namespace {
 
-// One for all segments, or one for each.
-template <typename Value>
-using OneOrEach = std::variant<Value, std::vector<Value>>;
-
-template <typename Value>
-Value value_of(const OneOrEach<Value>& values, std::size_t segment) {
-  const auto* const each = std::get_if<std::vector<Value>>(&values);
-  return each != nullptr ? (*each)[segment] : std::get<Value>(values);
-}
-
-template <typename Value>
-void require_count(const char* function, const char* name, const OneOrEach<Value>& values,
-                   std::size_t count) {
-  const auto* const each = std::get_if<std::vector<Value>>(&values);
-  if (each != nullptr && each->size() != count) {
-    throw InvalidUsage(join(function, ": ", name, " holds ", each->size(), " values for ", count,
-                            " parameters; give one for each, or a single one for all."));
+void require_count(const char* function, const char* name, std::size_t values, std::size_t count) {
+  if (values != count) {
+    throw InvalidUsage(join(function, ": ", name, " holds ", values, " values for ", count,
+                            " parameters; give one for each."));
   }
 }
 
-// The number of the step that is taken, counting from 1: of all segments, or of each. Tensors hold
-// the number of those that were taken before, as torch's optimizers keep it.
-using Steps = std::variant<double, std::vector<double>, TensorsArgument>;
-
+// The number of the step that is taken, counting from 1, of each segment. The tensors hold the
+// number of those that were taken before, as torch's optimizers keep it.
 class StepCounts {
  public:
   // Throws InvalidUsage where there is not one for each of `count` segments.
-  StepCounts(const Steps& steps, std::size_t count) {
-    if (const auto* const tensors = std::get_if<TensorsArgument>(&steps)) {
-      tensors_ = &tensors->tensors;
-      for (std::size_t i = 0; i < tensors_->size(); ++i) {
-        require_count_tensor((*tensors_)[i], i);
-        values_.push_back(next((*tensors_)[i]));
-      }
-    } else if (const auto* const each = std::get_if<std::vector<double>>(&steps)) {
-      values_ = *each;
-    } else {
-      values_.assign(count, std::get<double>(steps));
+  StepCounts(const std::vector<at::Tensor>& steps, std::size_t count) : tensors_(steps) {
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+      require_count_tensor(tensors_[i], i);
+      values_.push_back(next(tensors_[i]));
     }
-    if (values_.size() != count) {
-      throw InvalidUsage(join("adam_step: step holds ", values_.size(), " values for ", count,
-                              " parameters; give one for each, or a single one for all."));
-    }
+    require_count("adam_step", "step", values_.size(), count);
   }
 
   double operator[](std::size_t segment) const { return values_[segment]; }
 
   // Leaves the new numbers in the tensors.
   void keep() const {
-    for (std::size_t i = 0; tensors_ != nullptr && i < tensors_->size(); ++i) {
-      const at::Tensor& tensor = (*tensors_)[i];
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+      const at::Tensor& tensor = tensors_[i];
       if (tensor.scalar_type() == at::kFloat) {
         *static_cast<float*>(tensor.mutable_data_ptr()) = static_cast<float>(values_[i]);
       } else {
@@ -97,7 +71,7 @@ class StepCounts {
   }
 
   std::vector<double> values_;
-  const std::vector<at::Tensor>* tensors_ = nullptr;
+  const std::vector<at::Tensor>& tensors_;
 };
 
 // ---- on CUDA devices ----------------------------------------------------------------------
@@ -155,13 +129,13 @@ void launch_adam(const StepSegments& segments, const AdamRule& rule, const StepC
   });
 }
 
-void launch_sgd(const StepSegments& segments, const SgdRule& rule, const OneOrEach<bool>& begins,
+void launch_sgd(const StepSegments& segments, const SgdRule& rule, const std::vector<bool>& begins,
                 double gradient_scale) {
   std::array<std::vector<PydistCudaSgdSegment>, 2> by_begins;
   for (std::size_t i = 0; i < segments.size(); ++i) {
     auto segment = cuda_segment<PydistCudaSgdSegment>(segments[i]);
     segment.momentum = static_cast<float*>(segments[i].states[0]);
-    by_begins[value_of(begins, i) ? 1 : 0].push_back(segment);
+    by_begins[begins[i] ? 1 : 0].push_back(segment);
   }
   on_current_stream(segments.device(), [&](const CudaLibrary& library, void* stream) {
     for (std::size_t first = 0; first < by_begins.size(); ++first) {
@@ -199,12 +173,12 @@ void run_adam(const StepSegments& segments, const AdamRule& rule, const StepCoun
       [&](std::size_t index, const StepSegment& part) { adam_step(factors[index], part); });
 }
 
-void run_sgd(const StepSegments& segments, const SgdRule& rule, const OneOrEach<bool>& begins,
+void run_sgd(const StepSegments& segments, const SgdRule& rule, const std::vector<bool>& begins,
              double gradient_scale) {
   const std::array<SgdFactors, 2> factors = {factors_of(rule, /*begins=*/false, gradient_scale),
                                              factors_of(rule, /*begins=*/true, gradient_scale)};
   segments.for_each_part([&](std::size_t index, const StepSegment& part) {
-    sgd_step(factors[value_of(begins, index) ? 1 : 0], part);
+    sgd_step(factors[begins[index] ? 1 : 0], part);
   });
 }
 
@@ -220,8 +194,8 @@ void run(const StepSegments& segments, const Step& step) {
 void adam_step_on_tensors(const TensorsArgument& parameters, const TensorsArgument& gradients,
                           const OptionalTensors& masters, const TensorsArgument& exp_avgs,
                           const TensorsArgument& exp_avg_sqs,
-                          const OptionalTensors& max_exp_avg_sqs, const Steps& step, double lr,
-                          double beta1, double beta2, double eps, double weight_decay,
+                          const OptionalTensors& max_exp_avg_sqs, const TensorsArgument& step,
+                          double lr, double beta1, double beta2, double eps, double weight_decay,
                           bool decoupled, bool maximize, double gradient_scale) {
   StepSegments segments("adam_step", parameters, gradients, masters);
   segments.add_states("exp_avgs", exp_avgs.tensors);
@@ -229,7 +203,7 @@ void adam_step_on_tensors(const TensorsArgument& parameters, const TensorsArgume
   if (max_exp_avg_sqs) {
     segments.add_states("max_exp_avg_sqs", max_exp_avg_sqs->tensors);
   }
-  const StepCounts counts(step, segments.size());
+  const StepCounts counts(step.tensors, segments.size());
   const AdamRule rule{.lr = lr,
                       .beta1 = beta1,
                       .beta2 = beta2,
@@ -246,7 +220,7 @@ void adam_step_on_tensors(const TensorsArgument& parameters, const TensorsArgume
 
 void sgd_step_on_tensors(const TensorsArgument& parameters, const TensorsArgument& gradients,
                          const OptionalTensors& masters, const OptionalTensors& momentum_buffers,
-                         const OneOrEach<bool>& begins, double lr, double momentum,
+                         const std::vector<bool>& begins, double lr, double momentum,
                          double dampening, double weight_decay, bool nesterov, bool maximize,
                          double gradient_scale) {
   StepSegments segments("sgd_step", parameters, gradients, masters);
@@ -257,7 +231,7 @@ void sgd_step_on_tensors(const TensorsArgument& parameters, const TensorsArgumen
   if (momentum_buffers) {
     segments.add_states("momentum_buffers", momentum_buffers->tensors);
   }
-  require_count("sgd_step", "begins", begins, segments.size());
+  require_count("sgd_step", "begins", begins.size(), segments.size());
   const SgdRule rule{.lr = lr,
                      .momentum = momentum,
                      .dampening = dampening,
@@ -301,15 +275,16 @@ void bind_optimizer_step(py::module_& module) {
              "torch's threads, or on the current stream of the tensors' CUDA device. Contiguous "
              "tensors of one shape for each segment; masters only and always for 16-bit "
              "parameters, whose values count where they are not the master's, rounded; "
-             "max_exp_avg_sqs means amsgrad; step counts from 1, this one included, or is CPU "
-             "tensors of one element each that count the steps before and are counted "
-             "on; the gradients are multiplied by gradient_scale first.");
-  module.def("sgd_step", &sgd_step_on_tensors, py::arg("parameters"), py::arg("gradients"),
-             py::arg("masters"), py::arg("momentum_buffers"), py::kw_only(), py::arg("begins"),
-             py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"),
-             py::arg("nesterov"), py::arg("maximize") = false, py::arg("gradient_scale") = 1.0,
-             "One step of torch.optim.SGD, as adam_step. begins: the momentum buffers hold nothing "
-             "yet, and get the gradients.");
+             "max_exp_avg_sqs means amsgrad; step is CPU tensors of one element each that count "
+             "the steps before and are counted on; the gradients are multiplied by gradient_scale "
+             "first.");
+  module.def(
+      "sgd_step", &sgd_step_on_tensors, py::arg("parameters"), py::arg("gradients"),
+      py::arg("masters"), py::arg("momentum_buffers"), py::kw_only(), py::arg("begins"),
+      py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"),
+      py::arg("nesterov"), py::arg("maximize") = false, py::arg("gradient_scale") = 1.0,
+      "One step of torch.optim.SGD, as adam_step. begins: of each, whether its momentum buffer "
+      "holds nothing yet, and gets the gradient.");
   module.def("step_traffic", &step_traffic_on_tensors, py::arg("parameters"), py::arg("gradients"),
              py::arg("masters"), py::arg("states"),
              "Reads and writes what a step would, and changes nothing, unless a 16-bit parameter "

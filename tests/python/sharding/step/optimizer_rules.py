@@ -112,6 +112,7 @@ class Adam(Rule):
             beta1=beta1,
             beta2=beta2,
             gradient_scale=gradient_scale,
+            step=[torch.tensor(self.step - 1.0)],
             **options,
         )
 
@@ -125,8 +126,8 @@ class Adam(Rule):
         optimizer.step()
 
 
-# The kernel takes two numbers, and sees by the states whether there is a third one.
-_NAMED_OTHERWISE = ("betas", "amsgrad")
+# The kernel takes two numbers, sees by the states whether there is a third one, and counts steps.
+_NAMED_OTHERWISE = ("betas", "amsgrad", "step")
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,9 @@ class Sgd(Rule):
         return torch.optim.SGD([parameter], **self.options(), foreach=False)
 
     def ours(self, arrays: Arrays, gradient_scale: float = 1.0) -> None:
+        options = {**vars(self), "begins": [self.begins]}
         _native.sgd_step(
-            *in_lists(arrays), arrays.states or None, gradient_scale=gradient_scale, **vars(self)
+            *in_lists(arrays), arrays.states or None, gradient_scale=gradient_scale, **options
         )
 
     def torchs(self, arrays: Arrays, parameter: Tensor) -> None:

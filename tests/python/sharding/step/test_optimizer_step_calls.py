@@ -41,13 +41,16 @@ def one_thread() -> Iterator[None]:
 
 
 def step_many(segments: list[Arrays], step: float | list[float] | list[Tensor] = 3.0) -> None:
+    """Takes the step of that number, or those that tensors count."""
+    numbers = step if isinstance(step, list) else [step] * len(segments)
+    steps = [at if isinstance(at, Tensor) else torch.tensor(at - 1) for at in numbers]
     states = list(zip(*[arrays.states for arrays in segments], strict=True)) or [[], []]
     _native.adam_step(
         [arrays.parameter for arrays in segments],
         [arrays.gradient for arrays in segments],
         None,
         *states,
-        step=step,
+        step=steps,
         lr=1e-2,
         beta1=0.9,
         beta2=0.99,
@@ -97,7 +100,7 @@ def test_each_segment_may_be_at_a_step_of_its_own() -> None:
 
 def test_nothing_to_do() -> None:
     _native.adam_step(
-        [], [], None, [], [], step=1, lr=1, beta1=0, beta2=0, eps=0, weight_decay=0, decoupled=True
+        [], [], None, [], [], step=[], lr=1, beta1=0, beta2=0, eps=0, weight_decay=0, decoupled=True
     )
     nothing = Arrays(torch.empty(0), torch.empty(0), [torch.empty(0), torch.empty(0)])
     step_many([nothing, nothing])
@@ -152,7 +155,7 @@ def test_gradients_may_be_one_tensor() -> None:
         [gradient, gradient, gradient],
         None,
         None,
-        begins=False,
+        begins=[False] * 3,
         lr=0.1,
         momentum=0,
         dampening=0,
@@ -319,7 +322,7 @@ def test_lists_of_other_lengths_are_refused() -> None:
             [pieces[0].gradient],
             None,
             None,
-            begins=True,
+            begins=[True] * 2,
             lr=1,
             momentum=0,
             dampening=0,
