@@ -323,9 +323,9 @@ class Reducer:
     """
     Averages gradients over the ranks while backward still runs.
     """
-    def __init__(self, communicator: Communicator, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], planner: collections.abc.Callable, sums: bool, wire_dtype: torch.dtype | None, measures_link: bool, gradients_are_views: bool, rank: typing.SupportsInt | typing.SupportsIndex, buffer_memory: torch.Tensor | None = None, has_changed: collections.abc.Callable | None = None, pack: collections.abc.Callable | None = None, unpack: collections.abc.Callable | None = None, renew: collections.abc.Callable | None = None) -> None:
+    def __init__(self, communicator: Communicator, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], planner: collections.abc.Callable, sums: bool, wire_dtype: torch.dtype | None, measures_link: bool, gradients_are_views: bool, rank: typing.SupportsInt | typing.SupportsIndex, buffers: typing.Any) -> None:
         """
-        All ranks call, with the same parameters: (name, parameter, whether its gradient is sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the buckets as lists of indices, on rank 0. `rank` names this process in traces. At the end of a round in which `has_changed()` on any rank, one rank calls `pack`, `buffer_memory` is broadcast, and the others call `unpack`; after parameters were added all call `renew`, which returns new memory.
+        All ranks call, with the same parameters: (name, parameter, whether its gradient is sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the buckets as lists of indices, on rank 0. `rank` names this process in traces. At the end of a round in which `buffers.has_changed()` on any rank, one rank calls `buffers.pack`, `buffers.memory` is broadcast, and the others call `buffers.unpack`; after parameters were added all call `buffers.renew`, which returns new memory. `buffers` may be None.
         """
     def add(self, name: str, parameter: torch.Tensor, is_sparse: bool, owner: typing.SupportsInt | typing.SupportsIndex = 0, shown: torch.Tensor | None = None) -> None:
         """

@@ -43,38 +43,27 @@ auto calling_python(Function&& function) -> decltype(std::forward<Function>(func
   }
 }
 
-std::optional<BufferExchange> adapt_buffers(std::optional<at::Tensor> memory,
-                                            std::optional<py::function> has_changed,
-                                            std::optional<py::function> pack,
-                                            std::optional<py::function> unpack,
-                                            std::optional<py::function> renew) {
-  if (!memory) {
+std::optional<BufferExchange> adapt_buffers(const py::object& buffers) {
+  if (buffers.is_none()) {
     return std::nullopt;
   }
   return BufferExchange{
-      *std::move(memory),
-      [held = hold_function(std::move(has_changed).value())] { return call_python<bool>(*held); },
-      [held = hold_function(std::move(pack).value())] { call_python<void>(*held); },
-      [held = hold_function(std::move(unpack).value())] { call_python<void>(*held); },
-      [held = hold_function(std::move(renew).value())] { return call_python<at::Tensor>(*held); },
+      buffers.attr("memory").cast<at::Tensor>(),
+      [held = hold_function(buffers.attr("has_changed"))] { return call_python<bool>(*held); },
+      [held = hold_function(buffers.attr("pack"))] { call_python<void>(*held); },
+      [held = hold_function(buffers.attr("unpack"))] { call_python<void>(*held); },
+      [held = hold_function(buffers.attr("renew"))] { return call_python<at::Tensor>(*held); },
   };
-}
-
-NamedParameter named(std::tuple<std::string, at::Tensor, bool> parameter) {
-  auto& [name, tensor, is_sparse] = parameter;
-  return {std::move(name), std::move(tensor), is_sparse, /*owner=*/0, at::Tensor()};
 }
 
 std::shared_ptr<Reducer> create_reducer(
     CommunicatorPtr communicator,
     const std::vector<std::tuple<std::string, at::Tensor, bool>>& parameters, py::function planner,
     bool sums, std::optional<at::ScalarType> wire_dtype, bool measures_link,
-    bool gradients_are_views, int rank, std::optional<at::Tensor> buffer_memory,
-    std::optional<py::function> has_changed, std::optional<py::function> pack,
-    std::optional<py::function> unpack, std::optional<py::function> renew) {
+    bool gradients_are_views, int rank, const py::object& buffers) {
   std::vector<NamedParameter> named_parameters;
-  for (const auto& parameter : parameters) {
-    named_parameters.push_back(named(parameter));
+  for (const auto& [name, tensor, is_sparse] : parameters) {
+    named_parameters.push_back({name, tensor, is_sparse, /*owner=*/0, at::Tensor()});
   }
   Planner plan = [held = hold_function(std::move(planner))](const ArrivalOrder::Expected& expected,
                                                             const std::vector<std::size_t>& blocks,
@@ -108,11 +97,10 @@ std::shared_ptr<Reducer> create_reducer(
     const py::gil_scoped_acquire gil;
     function();
   };
-  auto buffers = adapt_buffers(std::move(buffer_memory), std::move(has_changed), std::move(pack),
-                               std::move(unpack), std::move(renew));
+  std::optional<BufferExchange> exchange = adapt_buffers(buffers);
   return calling_python([&] {
     return Reducer::create(std::move(communicator), std::move(named_parameters), std::move(plan),
-                           std::move(buffers), std::move(options));
+                           std::move(exchange), std::move(options));
   });
 }
 
@@ -228,16 +216,15 @@ void bind_reducer(py::module_& module) {
       module, "Reducer", "Averages gradients over the ranks while backward still runs.")
       .def(py::init(&create_reducer), py::arg("communicator"), py::arg("parameters"),
            py::arg("planner"), py::arg("sums"), py::arg("wire_dtype"), py::arg("measures_link"),
-           py::arg("gradients_are_views"), py::arg("rank"), py::arg("buffer_memory") = py::none(),
-           py::arg("has_changed") = py::none(), py::arg("pack") = py::none(),
-           py::arg("unpack") = py::none(), py::arg("renew") = py::none(),
+           py::arg("gradients_are_views"), py::arg("rank"), py::arg("buffers"),
            "All ranks call, with the same parameters: (name, parameter, whether its gradient is "
            "sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the "
            "buckets as lists of indices, on rank 0. `rank` names this process in traces. At the "
            "end of a round in which "
-           "`has_changed()` on any rank, one rank calls `pack`, `buffer_memory` is broadcast, and "
-           "the others call `unpack`; after "
-           "parameters were added all call `renew`, which returns new memory.")
+           "`buffers.has_changed()` on any rank, one rank calls `buffers.pack`, `buffers.memory` "
+           "is broadcast, and the others call `buffers.unpack`; after "
+           "parameters were added all call `buffers.renew`, which returns new memory. `buffers` "
+           "may be None.")
       .def("prepare_forward", &Reducer::prepare_forward, py::arg("is_for_training"),
            py::call_guard<ReleasedGil>(),
            "Waits for what a backward that raised left under way; raises pydist.InvalidUsage where "

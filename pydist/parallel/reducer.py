@@ -85,11 +85,7 @@ def make_reducer(
         measures_link,
         gradients_are_views,
         rank,
-        *(
-            (buffers.memory, buffers.has_changed, buffers.pack, buffers.unpack, buffers.renew)
-            if buffers is not None
-            else ()
-        ),
+        buffers,
     )
 
 
