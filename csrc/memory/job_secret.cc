@@ -127,13 +127,7 @@ std::string random_token() {
     }
     filled += got > 0 ? static_cast<std::size_t>(got) : 0;
   }
-  constexpr std::string_view kDigits = "0123456789abcdef";
-  std::string token;
-  for (const unsigned char byte : bytes) {
-    token += kDigits[byte >> 4];
-    token += kDigits[byte & 15];
-  }
-  return token;
+  return to_hex(bytes);
 }
 
 JobSecret JobSecret::random() { return JobSecret(random_token() + random_token()); }

@@ -99,10 +99,10 @@ Sha256 hmac_sha256(std::string_view key, std::string_view text) {
   return sha256(outer);
 }
 
-std::string to_hex(const Sha256& digest) {
+std::string to_hex(std::span<const unsigned char> bytes) {
   constexpr std::string_view kDigits = "0123456789abcdef";
   std::string text;
-  for (const unsigned char byte : digest) {
+  for (const unsigned char byte : bytes) {
     text += kDigits[byte >> 4];
     text += kDigits[byte & 15];
   }
