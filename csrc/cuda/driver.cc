@@ -232,12 +232,6 @@ Context Driver::current_context() const {
 
 void Driver::synchronize() const { check(functions_.cuCtxSynchronize(), "finish"); }
 
-void* Driver::allocate(std::size_t bytes) const {
-  void* const data = try_allocate(bytes);
-  check(data == nullptr ? kOutOfMemory : kSuccess, "allocate memory");
-  return data;
-}
-
 void* Driver::try_allocate(std::size_t bytes) const {
   std::size_t data = 0;
   const int code = functions_.cuMemAlloc_v2(&data, bytes == 0 ? 1 : bytes);

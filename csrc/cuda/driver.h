@@ -69,7 +69,6 @@ class Driver {
   // Waits on the host for everything on the current context.
   void synchronize() const;
 
-  [[nodiscard]] void* allocate(std::size_t bytes) const;
   // Null where the device has no room; see cuda/device_memory.h.
   [[nodiscard]] void* try_allocate(std::size_t bytes) const;
   // Of the current context's device.

@@ -83,7 +83,7 @@ TEST(FakeDriver, RefusesWhatIsDestroyedOrOfAnotherContext) {
 TEST(FakeDriver, RefusesToWaitAndToFreeInACapture) {
   const FakeStream stream(0);
   const cuda::DeviceGuard guard(0);
-  void* const memory = cuda::Driver::get().allocate(100);
+  void* const memory = cuda::Driver::get().try_allocate(100);
   const auto is_broken_by = [&](const auto& call) {
     ::fake_driver_begin_capture(stream.get());
     EXPECT_EQ(call(), kCaptureUnsupported);
