@@ -7,7 +7,6 @@
 #include <cstring>
 #include <exception>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -40,9 +39,8 @@ void put(const std::string& text, std::span<char> into) {
 }
 
 void broadcast(Communicator& communicator, Offer& offer) {
-  Operation operation;
-  operation.kind = OpKind::kBroadcast;
-  operation.label = "where the one copy of the parameters is";
+  Operation operation{.kind = OpKind::kBroadcast,
+                      .label = "where the one copy of the parameters is"};
   const Buffer buffer{&offer, sizeof offer, DType::kUInt8, Device{}};
   (communicator.rank() == 0 ? operation.inputs : operation.outputs) = {buffer};
   communicator.run(std::move(operation));

@@ -44,8 +44,8 @@ inline constexpr int kAnySource = -1;
 
 struct Operation {
   OpKind kind = OpKind::kBarrier;
-  Buffers inputs;
-  Buffers outputs;
+  Buffers inputs{};
+  Buffers outputs{};
   ReduceOp op = ReduceOp::kSum;
   // The root of a rooted collective, the destination of a send, the source of a receive.
   int peer = 0;
@@ -54,17 +54,17 @@ struct Operation {
   double factor = 1.0;
   // The type in which the elements travel between ranks, where it differs from the buffers' own:
   // see kWireDTypes. Every rank gives the same.
-  std::optional<DType> wire_dtype;
+  std::optional<DType> wire_dtype{};
   // The stream that produces the inputs and consumes the outputs (CUDA; null on the CPU).
   void* stream = nullptr;
   // Without one, the communicator's timeout counts from the submission.
-  std::optional<Deadline> deadline;
+  std::optional<Deadline> deadline{};
   // What keeps the memory of buffers on a device, for a backend that cannot end what it runs there:
   // that of a failed operation is kept until the device is done with it. Null where the buffers are
   // on the CPU, or are kept by the caller whatever happens.
-  BufferOwnerPtr owner;
+  BufferOwnerPtr owner{};
   // What the journal calls this operation beside its kind: "bucket 7, first parameter fc.weight".
-  std::string label;
+  std::string label{};
 
   // Tells the dtype and the device of all; null where there is none.
   [[nodiscard]] const Buffer* first_buffer() const noexcept {

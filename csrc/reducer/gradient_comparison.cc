@@ -53,9 +53,7 @@ std::exception_ptr Reducer::compare_gradients() {
     own[static_cast<std::int64_t>(slot.index)] =
         is_common ? static_cast<std::int64_t>(digest_of(gradient)) : std::int64_t{0};
   }
-  Operation operation;
-  operation.kind = OpKind::kAllGather;
-  operations_.submit(std::move(operation), own, all, "check of the gradients")->wait();
+  operations_.submit({.kind = OpKind::kAllGather}, own, all, "check of the gradients")->wait();
   for (const GradientSlot& slot : arena_.slots()) {
     for (std::int64_t rank = 1; rank < size; ++rank) {
       const auto index = static_cast<std::int64_t>(slot.index);

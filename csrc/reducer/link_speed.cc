@@ -21,12 +21,10 @@ double seconds_for(Communicator& communicator, const at::Tensor& memory, int tim
   double best_s = std::numeric_limits<double>::infinity();
   for (int i = 0; i < times; ++i) {
     DenseTensors tensors(communicator, DenseTensors::Lifetime::kBorrowed);
-    Operation operation;
-    operation.kind = OpKind::kAllReduce;
+    Operation operation{.kind = OpKind::kAllReduce, .label = "measuring the link"};
     operation.inputs = {tensors.input(memory)};
     operation.outputs = {tensors.output(memory)};
     tensors.attach_to(operation);
-    operation.label = "measuring the link";
     const auto began = std::chrono::steady_clock::now();
     communicator.submit(std::move(operation))->wait();
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;

@@ -126,9 +126,7 @@ void Reducer::say(Opening::Purpose purpose, std::uint64_t options) {
   own.mode = Opening::Mode::kNothing;
   own.share = 0.0;
   votes_.write(own);
-  Operation operation;
-  operation.kind = OpKind::kAllGather;
-  const WorkPtr work = operations_.submit(std::move(operation), votes_.own(), votes_.all(),
+  const WorkPtr work = operations_.submit({.kind = OpKind::kAllGather}, votes_.own(), votes_.all(),
                                           "what ranks say between rounds");
   work->wait_or_end([this] {
     communicator_->abort(Aborted(join("rank ", communicator_->rank(),
@@ -181,10 +179,7 @@ bool Reducer::join_round() {
   const c10::AutoGradMode no_grad(false);
   is_present_ = false;
   // What was accumulated and never averaged is not part of anybody's step.
-  for (GradientSlot& slot : arena_.slots()) {
-    slot.is_pending = false;
-    slot.aside.reset();
-  }
+  forget_pending();
   weights_ = {};
   prepare_round(now_ns());
   run_round();

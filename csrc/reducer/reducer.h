@@ -329,6 +329,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void prepare_round(Instant began);
   void apply_plan();
   void count_missing();
+  void forget_pending();
   void drain();
   void restart();
 

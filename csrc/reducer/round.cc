@@ -34,6 +34,14 @@ void Reducer::restart() {
   count_missing();
 }
 
+// Nothing that was accumulated or set aside counts any more.
+void Reducer::forget_pending() {
+  for (GradientSlot& slot : arena_.slots()) {
+    slot.is_pending = false;
+    slot.aside.reset();
+  }
+}
+
 void Reducer::count_missing() {
   for (GradientBucket& bucket : arena_.buckets()) {
     bucket.missing = 0;
@@ -64,10 +72,8 @@ void Reducer::open_round() {
   own.changed_buffers = std::exchange(changed_buffers_, 0);
   own.first_changed_buffer = std::exchange(first_changed_buffer_, 0);
   openings_.write(own);
-  Operation operation;
-  operation.kind = OpKind::kAllGather;
-  round_.opening = operations_.submit(std::move(operation), openings_.own(), openings_.all(),
-                                      "opening of a round");
+  round_.opening = operations_.submit({.kind = OpKind::kAllGather}, openings_.own(),
+                                      openings_.all(), "opening of a round");
   if (own.mode == Mode::kAsOne) {
     round_.combination = {options_.sums ? ReduceOp::kSum : ReduceOp::kMean, 1.0};
   }
@@ -283,9 +289,7 @@ void Reducer::close_round(Closing::Status status) {
     }
   }
   round_.is_closed = true;
-  Operation operation;
-  operation.kind = OpKind::kAllReduce;
-  operations_.submit(std::move(operation), closings_->memory(), closings_->memory(),
+  operations_.submit({.kind = OpKind::kAllReduce}, closings_->memory(), closings_->memory(),
                      "closing of a round");
 }
 
@@ -355,10 +359,7 @@ void Reducer::conclude_round(bool learns) {
         out_of_step_ = kHooksOutOfStep;
       }
       order_.drop_round();
-      for (GradientSlot& slot : arena_.slots()) {
-        slot.is_pending = false;
-        slot.aside.reset();
-      }
+      forget_pending();
       arena_.release();
       forget();
       restart();

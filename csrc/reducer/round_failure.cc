@@ -92,11 +92,10 @@ void Reducer::break_off() {
 void Reducer::let_all_hear() noexcept {
   try {
     // Not a barrier, which waits for devices too.
-    Operation operation;
-    operation.kind = OpKind::kAllReduce;
     const at::Tensor& memory = closings_->memory();
     operations_
-        .submit(std::move(operation), memory, memory, "all ranks have heard why a round failed")
+        .submit({.kind = OpKind::kAllReduce}, memory, memory,
+                "all ranks have heard why a round failed")
         ->wait();
   } catch (const std::exception&) {
     // A rank that is gone has heard the reason, or never will.
@@ -107,10 +106,7 @@ void Reducer::let_all_hear() noexcept {
 // which are worth nothing, are taken out of it: the next ones land there after drain().
 void Reducer::orphan() {
   restart();
-  for (GradientSlot& slot : arena_.slots()) {
-    slot.is_pending = false;
-    slot.aside.reset();
-  }
+  forget_pending();
   options_.among_users([this] {
     for (const GradientSlot& slot : arena_.slots()) {
       slot.parameter.mutable_grad().reset();

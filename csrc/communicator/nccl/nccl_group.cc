@@ -149,10 +149,7 @@ void NcclGroup::connect(Deadline deadline) {
       write_text(invitation.complaint, api_->describe(result, nullptr));
     }
   }
-  Operation operation;
-  operation.kind = OpKind::kBroadcast;
-  operation.peer = 0;
-  operation.label = "NCCL's id";
+  Operation operation{.kind = OpKind::kBroadcast, .label = "NCCL's id"};
   Buffers& told = rank() == 0 ? operation.inputs : operation.outputs;
   told = {Buffer{&invitation, sizeof invitation, DType::kUInt8, {}}};
   control_->run(std::move(operation));

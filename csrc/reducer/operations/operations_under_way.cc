@@ -40,11 +40,8 @@ WorkPtr OperationsUnderWay::combine(const Combination& combination, const at::Te
 }
 
 WorkPtr OperationsUnderWay::broadcast(const at::Tensor& memory, int root, std::string label) {
-  Operation operation;
-  operation.kind = OpKind::kBroadcast;
-  operation.peer = root;
   const bool is_root = communicator_->rank() == root;
-  return submit(std::move(operation), is_root ? memory : at::Tensor(),
+  return submit({.kind = OpKind::kBroadcast, .peer = root}, is_root ? memory : at::Tensor(),
                 is_root ? at::Tensor() : memory, std::move(label));
 }
 
