@@ -49,16 +49,11 @@ from pydist.job.membership import (
 )
 from pydist.job.recovery.reforming import reform
 from pydist.job.spawn import spawn
+from pydist.parallel.bucket_planner import BucketPlan, PlannedBucket, PlannedParameter
 from pydist.parallel.large_batch import effective_batch_size, scale_lr
+from pydist.parallel.reducer import BucketStats, CommunicationStats
 from pydist.parallel.sync_batch_norm import SyncBatchNorm
-from pydist.parallel.wrapper import (
-    BucketPlan,
-    BucketStats,
-    CommunicationStats,
-    DataParallel,
-    PlannedBucket,
-    PlannedParameter,
-)
+from pydist.parallel.wrapper import DataParallel
 from pydist.planning.memory_estimate import plan
 from pydist.planning.memory_table import MemoryPlan, RankMemory
 from pydist.sampling.audit import Ledger
@@ -66,12 +61,8 @@ from pydist.sampling.batch_sampler import BatchSampler
 from pydist.sampling.loader import PreparedLoader, prepare
 from pydist.sampling.order import Order, Sequential, Shuffled
 from pydist.sampling.sampler import DistributedSampler
-from pydist.sharding.optimizer import (
-    ParameterState,
-    ShardedOptimizer,
-    ShardedState,
-    StateRange,
-)
+from pydist.sharding.optimizer import ShardedOptimizer
+from pydist.sharding.state.ranges import ParameterState, ShardedState, StateRange
 
 __all__ = [
     "Aborted",

@@ -53,7 +53,6 @@ from pydist.parallel.nested_wrappers import (
 from pydist.parallel.ownership import ids_in_any, note_wrapper, trainers_of
 from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.reducer import (
-    BucketStats,
     CommunicationStats,
     Trained,
     make_reducer,
@@ -77,15 +76,6 @@ from pydist.parallel.watched_methods import WatchedMethods
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "BucketPlan",
-    "BucketStats",
-    "CommunicationStats",
-    "DataParallel",
-    "PlannedBucket",
-    "PlannedParameter",
-]
 
 # Of a wrapper's attributes, those that its copies do not take over.
 _NOT_COPIED = OF_MODULE | {"process_group"}

@@ -44,8 +44,6 @@ from pydist.planning.step_memory import StepMemory, step_memory, temporaries
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
 from pydist.sharding.step import FUSED_CLASSES
 
-__all__ = ["MemoryPlan", "RankMemory", "plan"]
-
 _SLOT_ALIGNMENT_BYTES = 64
 _SHARD_ALIGNMENT_BYTES = 128
 # Of buckets on their way in stage 2.

@@ -56,7 +56,7 @@ from pydist.sharding.parameter_groups import (
 )
 from pydist.sharding.placement import ShardedLayout
 from pydist.sharding.sharded_gradient import without_gradients
-from pydist.sharding.state.ranges import ParameterState, ShardedState, StateRange
+from pydist.sharding.state.ranges import ParameterState, ShardedState
 from pydist.sharding.state.refused_saving import RanksPart, refuse_checkpoints
 from pydist.sharding.state.segment_states import (
     ranges_of,
@@ -82,8 +82,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from pydist.parallel.wrapper import DataParallel
-
-__all__ = ["ParameterState", "ShardedOptimizer", "ShardedState", "StateRange"]
 
 # For each optimizer that lives, a finalizer that lets its parameters arrive before their group
 # ends.
