@@ -9,7 +9,6 @@ the first alone, so each rank needs a list of its own (`narrow_to_own_instance`)
 
 import os
 import re
-from collections.abc import Mapping
 
 import torch
 
@@ -27,9 +26,9 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 _ENTRY = re.compile(r"\d+|(GPU|MIG)-\S+")
 
 
-def listed_gpus(environment: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
+def listed_gpus() -> tuple[str, ...] | None:
     """The entries of CUDA_VISIBLE_DEVICES that CUDA takes; None if the variable is not set."""
-    value = (os.environ if environment is None else environment).get(VARIABLE)
+    value = os.environ.get(VARIABLE)
     if value is None:
         return None
     entries: list[str] = []
