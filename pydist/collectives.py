@@ -83,6 +83,14 @@ class _Started(_Options):
     async_op: Literal[True]
 
 
+class _WaitedOp(_Waited, total=False):
+    factor: float | None
+
+
+class _StartedOp(_Started, total=False):
+    factor: float | None
+
+
 def _tensor(value: object, name: str) -> Tensor:
     """`value` as a tensor on the same memory."""
     if isinstance(value, Tensor):
@@ -134,21 +142,11 @@ def _factor(op: str, factor: float | None) -> float:
 
 @overload
 def all_reduce(
-    tensor: T,
-    op: str = ...,
-    *,
-    out: T | None = ...,
-    factor: float | None = ...,
-    **options: Unpack[_Waited],
+    tensor: T, op: str = ..., *, out: T | None = ..., **options: Unpack[_WaitedOp]
 ) -> T: ...
 @overload
 def all_reduce(
-    tensor: T,
-    op: str = ...,
-    *,
-    out: T | None = ...,
-    factor: float | None = ...,
-    **options: Unpack[_Started],
+    tensor: T, op: str = ..., *, out: T | None = ..., **options: Unpack[_StartedOp]
 ) -> Work: ...
 def all_reduce(
     tensor: T,
@@ -225,21 +223,11 @@ def _own_block(blocks: T | Sequence[T], rank: int, size: int) -> T:
 
 @overload
 def reduce_scatter(
-    tensor: T | Sequence[T],
-    op: str = ...,
-    *,
-    out: T | None = ...,
-    factor: float | None = ...,
-    **options: Unpack[_Waited],
+    tensor: T | Sequence[T], op: str = ..., *, out: T | None = ..., **options: Unpack[_WaitedOp]
 ) -> T: ...
 @overload
 def reduce_scatter(
-    tensor: T | Sequence[T],
-    op: str = ...,
-    *,
-    out: T | None = ...,
-    factor: float | None = ...,
-    **options: Unpack[_Started],
+    tensor: T | Sequence[T], op: str = ..., *, out: T | None = ..., **options: Unpack[_StartedOp]
 ) -> Work: ...
 def reduce_scatter(
     tensor: T | Sequence[T],
@@ -388,23 +376,11 @@ def broadcast(
 
 @overload
 def reduce(
-    tensor: T,
-    root: int = ...,
-    op: str = ...,
-    *,
-    out: T | None = ...,
-    factor: float | None = ...,
-    **options: Unpack[_Waited],
+    tensor: T, root: int = ..., op: str = ..., *, out: T | None = ..., **options: Unpack[_WaitedOp]
 ) -> T | None: ...
 @overload
 def reduce(
-    tensor: T,
-    root: int = ...,
-    op: str = ...,
-    *,
-    out: T | None = ...,
-    factor: float | None = ...,
-    **options: Unpack[_Started],
+    tensor: T, root: int = ..., op: str = ..., *, out: T | None = ..., **options: Unpack[_StartedOp]
 ) -> Work: ...
 def reduce(
     tensor: T,
