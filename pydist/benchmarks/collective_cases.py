@@ -14,19 +14,6 @@ from torch import Tensor
 
 from pydist.errors import InvalidUsage
 
-__all__ = [
-    "COLLECTIVES",
-    "DTYPES",
-    "IN_PLACE",
-    "OPS",
-    "OUT_OF_PLACE",
-    "Buffers",
-    "Case",
-    "Collective",
-    "Place",
-    "cases_of",
-]
-
 OPS = ("sum", "prod", "min", "max", "mean")
 _OP_ALIASES = {"avg": "mean"}
 

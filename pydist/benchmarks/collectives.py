@@ -28,8 +28,6 @@ from pydist.benchmarks.subcommand import add_ranks_argument
 from pydist.errors import Error, InvalidUsage
 from pydist.job.launchers import Placement
 
-__all__ = ["COMPARABLE", "add_arguments", "main"]
-
 # By what -R means to nccl-tests: 1, registration with a network card, has no counterpart here.
 _REGISTRATION = {"0": "pydist", "2": "symmetric"}
 # "again": the main arm once more, which shows what the machine does by itself.

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BUCKETS_MB", "DEFAULT", "KNOBS", "USUAL_BEST"]
-
 BUCKETS_MB = (1, 5, 25, 50, 200)
 
 DEFAULT = "DDP"

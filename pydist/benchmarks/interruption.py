@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["INTERRUPTED", "ignore_interruptions", "interruptible"]
-
 # The exit status.
 INTERRUPTED = 130
 

@@ -12,18 +12,6 @@ import torch
 
 from pydist import _build, _native
 
-__all__ = [
-    "Machine",
-    "cgroup_file",
-    "cpu_of",
-    "describe",
-    "keep_freed_blocks",
-    "pin",
-    "processor_name",
-    "shared_memory_room",
-    "unpinned",
-]
-
 # Where this process may run, whatever `pin` does to its main thread.
 _ALLOWED = frozenset(os.sched_getaffinity(0))
 

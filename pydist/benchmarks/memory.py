@@ -40,8 +40,6 @@ from pydist.benchmarks import ddp_knobs
 from pydist.benchmarks.machine import pin
 from pydist.benchmarks.models import MODELS
 
-__all__ = ["PROMISED_MIB", "PROMISED_SHARE", "engine_share", "measure_memory"]
-
 ALONE, OURS = "alone", "pydist"
 
 PROMISED_SHARE = 0.02

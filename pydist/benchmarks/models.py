@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DEFAULT_MODELS", "GPT", "MODELS", "Recommender", "ResNet18", "Training"]
-
 
 class Training(NamedTuple):
     """A model and the batch of one rank."""

@@ -12,16 +12,6 @@ from dataclasses import dataclass
 
 from pydist.errors import InvalidUsage
 
-__all__ = [
-    "Ratio",
-    "bootstrap_interval",
-    "is_noisy",
-    "noise_of_steps",
-    "percentile",
-    "ratio_of",
-    "spread_of",
-]
-
 _RESAMPLES = 1000
 _CONFIDENCE = 0.95
 # Of single times: with quartiles this far apart (as a share of the median), somebody else is using

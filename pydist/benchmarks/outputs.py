@@ -9,8 +9,6 @@ from typing import Any
 
 from pydist.errors import Error, InvalidUsage
 
-__all__ = ["json_text", "require_writable", "write_text_whole", "write_whole"]
-
 
 def _is_stream(path: Path) -> bool:
     """Whether it is there and no regular file: /dev/stdout, /dev/null, a pipe."""

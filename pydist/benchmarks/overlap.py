@@ -41,8 +41,6 @@ from pydist.errors import InvalidUsage
 from pydist.job.launchers import read_placement
 from pydist.parallel.bucket_planner import PlannedParameter
 
-__all__ = ["add_arguments", "main", "summarize"]
-
 # Before measuring: the plan may change after steps 1, 2 and 4, and malloc's heap is full by then.
 _WARM_STEPS = 5
 _LEAST_STEPS = 5

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from pydist.benchmarks.collective_cases import Buffers, Case
 
-__all__ = ["count_wrong", "fill"]
-
 # Elements looked at in one go: what the check itself needs of memory stays small.
 _PIECE = 1 << 20
 # Products of more factors than this would leave the range of float16, or of a byte: later ranks

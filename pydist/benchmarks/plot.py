@@ -16,8 +16,6 @@ from pydist.benchmarks.results import ROOFLINE, Results, Row
 from pydist.benchmarks.sizes import size_text
 from pydist.errors import InvalidUsage
 
-__all__ = ["SUFFIXES", "draw", "require_plots"]
-
 SUFFIXES = (".png", ".svg", ".pdf")
 _STYLES = (("o", "-"), ("s", "-"), ("^", "--"), ("D", "-."), ("v", ":"), ("P", (0, (5, 1))))
 

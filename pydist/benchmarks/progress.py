@@ -5,8 +5,6 @@ import sys
 import time
 from typing import TextIO
 
-__all__ = ["Progress"]
-
 # Between two updates; writing costs more than a small collective.
 _INTERVAL_S = 0.2
 

@@ -10,8 +10,6 @@ from pydist.benchmarks.processes.conductor import Series
 from pydist.benchmarks.results import ROOFLINE, Results, Row
 from pydist.benchmarks.sizes import size_text
 
-__all__ = ["comparison", "comparison_cells", "footer", "header", "line"]
-
 _PLACES = {OUT_OF_PLACE: "out-of-place", IN_PLACE: "in-place"}
 # Name, width and unit of the columns of each place.
 _COLUMNS = (

@@ -10,8 +10,6 @@ from pydist.benchmarks.machine import Machine
 from pydist.benchmarks.outputs import json_text
 from pydist.benchmarks.processes.conductor import Series
 
-__all__ = ["ROOFLINE", "Results", "Row", "rows_of"]
-
 ROOFLINE = "roofline"
 
 

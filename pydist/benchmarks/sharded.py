@@ -45,8 +45,6 @@ from pydist.benchmarks.step_times import (
 )
 from pydist.errors import InvalidUsage
 
-__all__ = ["add_arguments", "main", "summarize"]
-
 WHOLE = "pydist, whole"
 SHARDED = ("pydist, stage 1", "pydist, stage 2", "pydist, one copy")
 # By arm: DDP's knobs. With all but the default ones, ZeRO's parameters are views of its buckets.

@@ -5,8 +5,6 @@ import re
 
 from pydist.errors import InvalidUsage
 
-__all__ = ["parse_size", "size_text", "sweep"]
-
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 

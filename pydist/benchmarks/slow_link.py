@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Bucket", "Link", "Round", "read_trace", "send"]
-
 
 @dataclass
 class _Transfer:

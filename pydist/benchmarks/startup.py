@@ -22,8 +22,6 @@ from pydist.benchmarks.progress import Progress
 from pydist.errors import InvalidUsage
 from pydist.job.launchers import read_placement
 
-__all__ = ["add_arguments", "main", "summarize"]
-
 _ARMS = ("pydist", "gloo")
 _LEAST_ROUNDS = 3
 

@@ -26,8 +26,6 @@ from pydist.benchmarks.processes.job import Job, find_job
 from pydist.benchmarks.progress import Progress
 from pydist.errors import InvalidUsage
 
-__all__ = ["add_arguments", "main", "summarize_first_steps"]
-
 ALONE, OURS, DDP = step_times.ALONE, step_times.OURS, ddp_knobs.DEFAULT
 PARTS = ("times", "memory", "startup")
 

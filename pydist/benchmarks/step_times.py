@@ -31,20 +31,6 @@ from pydist.benchmarks.noise import (
 )
 from pydist.benchmarks.progress import Progress
 
-__all__ = [
-    "ALONE",
-    "OURS",
-    "Rounds",
-    "added_ms",
-    "in_rounds",
-    "in_turns",
-    "plain",
-    "read_rounds",
-    "run_rounds",
-    "share_of_added",
-    "summarize",
-]
-
 T = TypeVar("T")
 
 ALONE, OURS = "alone", "pydist"

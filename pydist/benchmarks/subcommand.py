@@ -15,18 +15,6 @@ from pydist.benchmarks.noise import Ratio
 from pydist.benchmarks.outputs import json_text, require_writable, write_text_whole
 from pydist.errors import InvalidUsage
 
-__all__ = [
-    "add_models_argument",
-    "add_output_arguments",
-    "add_ranks_argument",
-    "check_outputs",
-    "chosen_models",
-    "make_table",
-    "measure_and_report",
-    "print_warnings",
-    "ratio_text",
-]
-
 
 def add_output_arguments(parser: argparse.ArgumentParser, seconds: float, each: str) -> None:
     """Adds the flags of all commands but for the number of ranks."""

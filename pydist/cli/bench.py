@@ -12,8 +12,6 @@ from pydist.benchmarks.collective_cases import COLLECTIVES
 from pydist.benchmarks.interruption import INTERRUPTED, interruptible
 from pydist.errors import Error, InvalidUsage
 
-__all__ = ["main"]
-
 
 class _Parser(argparse.ArgumentParser):
     """One line for what is wrong, as everywhere in this command line."""

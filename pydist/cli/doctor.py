@@ -19,8 +19,6 @@ from pydist.diagnosis.stacks import stacks_of
 from pydist.errors import Error, InvalidUsage
 from pydist.job.launchers import read_placement
 
-__all__ = ["main"]
-
 _MEETING_S = 60.0
 _STYLES = {"fine": "green", "warning": "yellow", "problem": "bold red"}
 

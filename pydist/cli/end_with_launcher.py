@@ -5,8 +5,6 @@ import os
 import signal
 import sys
 
-__all__ = ["signals_to_handle", "tie"]
-
 # What each process does before it becomes the script's: it asks the kernel to end it with the
 # thread that has started it, the launcher's main one. A launcher that is killed tidies up nothing.
 _TIE = """

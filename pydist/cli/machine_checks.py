@@ -25,8 +25,6 @@ from pydist.errors import InvalidUsage
 from pydist.job.launchers import Placement, read_placement
 from pydist.job.settings import unknown_variables
 
-__all__ = ["Finding", "between_ranks", "facts", "on_this_machine"]
-
 Verdict = Literal["fine", "warning", "problem"]
 
 _MIB = 1 << 20

@@ -18,8 +18,6 @@ from pydist.cli.model_source import build_model, find, guarded, load_source
 from pydist.errors import InvalidUsage
 from pydist.planning.memory_estimate import plan
 
-__all__ = ["main"]
-
 _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,

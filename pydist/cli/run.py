@@ -23,8 +23,6 @@ from pydist.cli.end_with_launcher import signals_to_handle, tie
 from pydist.errors import Error
 from pydist.gpu.selection import choose_gpus, from_command_line, gpu_variables, process_count
 
-__all__ = ["main"]
-
 
 class _UsageError(Exception):
     pass

@@ -22,8 +22,6 @@ from typing import IO, Any
 from pydist.diagnosis import local_ranks, report
 from pydist.errors import Error, InvalidUsage
 
-__all__ = ["arm", "file_of"]
-
 _file: IO[str] | None = None
 _pid = 0
 

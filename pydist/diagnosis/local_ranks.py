@@ -20,15 +20,6 @@ from pydist.errors import Error, InvalidUsage
 from pydist.job.launchers import read_placement
 from pydist.job.processes import status_of
 
-__all__ = [
-    "LocalRank",
-    "Operation",
-    "environment_of",
-    "find",
-    "first_disagreement",
-    "state_of",
-]
-
 _PAGE = "/memfd:pydist:process"
 _STATES = {
     "R": "running",

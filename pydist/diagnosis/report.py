@@ -10,8 +10,6 @@ from rich.table import Table
 
 from pydist.diagnosis.local_ranks import LocalRank, first_disagreement
 
-__all__ = ["as_text", "table_of"]
-
 # A heartbeat comes many times a second.
 _SILENT_S = 2.0
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from pydist.diagnosis.dump import file_of
 from pydist.diagnosis.local_ranks import environment_of, state_of
 
-__all__ = ["stacks_of"]
-
 # How long a process gets to write its stacks, and py-spy to read them.
 _WRITING_S = 2.0
 _READING_S = 20.0

@@ -42,8 +42,6 @@ from pydist.sampling.sampler import DistributedSampler
 if TYPE_CHECKING:
     from pydist._native import Communicator
 
-__all__ = ["evaluate"]
-
 Measure = Callable[[Any, Any], Mapping[str, Any]]
 
 

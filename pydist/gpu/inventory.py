@@ -13,8 +13,6 @@ from typing import Any
 
 from pydist.errors import Error
 
-__all__ = ["InstalledGpu", "installed_gpus"]
-
 _MAX_IDLE_BYTES = 2**30
 _TIMEOUT_S = 30.0
 

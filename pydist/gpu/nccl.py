@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["NcclLibrary", "connect_at_joining", "find_nccl"]
-
 _NAME = "libnccl.so.2"
 
 

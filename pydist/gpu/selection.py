@@ -33,8 +33,6 @@ from pydist.errors import InvalidUsage
 from pydist.gpu.inventory import InstalledGpu, installed_gpus
 from pydist.gpu.visible import VARIABLE, are_instances, listed_gpus, visible_gpus, why_none
 
-__all__ = ["Gpus", "choose_gpus", "from_command_line", "gpu_variables", "process_count"]
-
 Gpus = int | str | Sequence[int] | npt.NDArray[Any] | Tensor
 
 _FORMS = "a number (0 for none, -1 for all), a list as in 0,2, or auto:2 for idle ones"

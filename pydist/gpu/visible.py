@@ -12,15 +12,6 @@ import re
 
 import torch
 
-__all__ = [
-    "VARIABLE",
-    "listed_gpus",
-    "names_absent_gpus",
-    "narrow_to_own_instance",
-    "visible_gpus",
-    "why_none",
-]
-
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 _ENTRY = re.compile(r"\d+|(GPU|MIG)-\S+")

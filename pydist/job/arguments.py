@@ -7,8 +7,6 @@ from typing import Any
 
 from pydist.errors import InvalidUsage
 
-__all__ = ["a_type", "flag", "with_article"]
-
 # Names that are spoken with a vowel first: "int", "ndarray", initials such as "SGD"; but not
 # "UniformSampler", "uint8", "UUID" or "OneCycleLR".
 _VOWEL_FIRST = re.compile(r"[AEIaei]|[Oo](?!ne)|[Uu](?!ni|se|i|[A-Z])|[FHLMNRSX](?=[A-Z]|$)|nd")

@@ -37,8 +37,6 @@ from pydist.errors import Mismatch
 if TYPE_CHECKING:
     from pydist._native import Communicator
 
-__all__ = ["note_maker", "refuse_crossed"]
-
 # How much of a thread's name is compared.
 _NAME_BYTES = 128
 

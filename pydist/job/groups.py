@@ -21,8 +21,6 @@ from pydist.job.arguments import a_type
 from pydist.job.backend_choice import create_communicator
 from pydist.job.settings import default_timeout
 
-__all__ = ["Group", "communicator_of", "new_group"]
-
 # A process group of torch.distributed (on any backend), or one of `pydist.new_group`.
 Group = dist.ProcessGroup | _native.Communicator
 

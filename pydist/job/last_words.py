@@ -31,8 +31,6 @@ from pydist.errors import Aborted, Error, InvalidUsage, Mismatch, PeerLost, Time
 from pydist.job import current
 from pydist.job.processes import status_of
 
-__all__ = ["abort_all", "describe", "forget", "is_echo", "listen", "tell"]
-
 # How long an echo waits for its cause to be gone.
 _PATIENCE_S = 2.0
 # By how much the time of an echo is later than any of its cause.

@@ -40,8 +40,6 @@ from pydist.errors import InvalidUsage
 from pydist.job.processes import status_of
 from pydist.job.signs_of_others import doubt, refuse_signs_of_others
 
-__all__ = ["Placement", "Rendezvous", "read_placement"]
-
 # Below the ephemeral ports of Linux (32768 and up), above what services use.
 _FIRST_PORT = 20_000
 _PORT_COUNT = 12_000

@@ -16,8 +16,6 @@ from pydist.errors import InvalidUsage
 from pydist.job import current
 from pydist.job.launchers import read_placement
 
-__all__ = ["logger", "start", "stop"]
-
 logger = logging.getLogger("pydist")
 
 _PACKAGE = Path(__file__).parents[1]

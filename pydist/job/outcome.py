@@ -14,8 +14,6 @@ from pydist.errors import InvalidUsage
 if TYPE_CHECKING:
     from pydist._native import Communicator
 
-__all__ = ["Outcome", "exchange", "failed", "is_of_signal_handler", "outcomes"]
-
 
 class Outcome(NamedTuple):
     """How a call went on one rank.

@@ -13,8 +13,6 @@ from pydist.job.current import Membership
 from pydist.job.launchers import Placement, read_placement
 from pydist.job.processes import Process, own_process
 
-__all__ = ["Past", "begin", "generations", "last", "note", "succeed"]
-
 
 @dataclass(frozen=True)
 class Past:

@@ -6,8 +6,6 @@ faults are armed.
 
 from collections.abc import Callable
 
-__all__ = ["CHECKPOINT", "START_UP", "listener", "reach"]
-
 START_UP = "start-up"
 CHECKPOINT = "checkpoint"
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from pydist._torch import with_parts
 
-__all__ = ["find_unpicklable"]
-
 _DEEPEST = 32
 
 

@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Process", "Status", "end_with", "end_with_torchrun", "own_process", "status_of"]
-
 # How often a process is looked at that can't be watched.
 _LOOK_S = 1.0
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, TypedDict
 if TYPE_CHECKING:
     from pydist._native import Communicator
 
-__all__ = ["Culprits", "culprits", "name_ranks", "who_said_what"]
-
 
 class Culprits(TypedDict):
     """Who is to blame for an error, as `pydist.errors.Error` takes it."""

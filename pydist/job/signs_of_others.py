@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from pydist.errors import InvalidUsage
 
-__all__ = ["doubt", "refuse_signs_of_others"]
-
 
 @dataclass(frozen=True)
 class _Sign:

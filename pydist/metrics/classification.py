@@ -8,8 +8,6 @@ from torch import Tensor
 from pydist.errors import InvalidUsage
 from pydist.metrics.metric import Metric, require_tensor
 
-__all__ = ["Accuracy", "ConfusionMatrix"]
-
 
 def _classes(predictions: Tensor, targets: Tensor) -> Tensor:
     """The class that is predicted for each target, in the shape of `targets`."""

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from pydist.errors import InvalidUsage
 
-__all__ = ["LENGTH", "add_count", "add_up", "as_float64", "quotient", "total"]
-
 _DIGIT_BITS = 32
 _MASK = (1 << _DIGIT_BITS) - 1
 # The exponent of the unit, the smallest float64 above zero.

@@ -9,8 +9,6 @@ from pydist.job.groups import Group
 from pydist.metrics.exact_sum import LENGTH, add_count, add_up, as_float64, quotient, total
 from pydist.metrics.metric import Metric
 
-__all__ = ["Mean", "Sum", "mean"]
-
 
 def _tensor(values: Tensor | float, name: str) -> Tensor:
     if isinstance(values, Tensor):

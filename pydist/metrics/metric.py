@@ -13,8 +13,6 @@ from pydist.job import groups, membership
 from pydist.job.arguments import a_type
 from pydist.job.groups import Group
 
-__all__ = ["Metric", "compute_all", "require_tensor"]
-
 Result = TypeVar("Result", covariant=True)
 
 

@@ -8,8 +8,6 @@ from pydist.job.groups import Group
 from pydist.metrics.metric import require_tensor
 from pydist.metrics.ragged import all_gather_ragged
 
-__all__ = ["Rows"]
-
 
 class Rows:
     """Collects rows of any shape and dtype; the result has those of all ranks, in order.

@@ -13,8 +13,6 @@ from pydist._torch import LossBase
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import a_type
 
-__all__ = ["can_be_kept_beside", "refuse_addition", "refuse_another_module"]
-
 
 def can_be_kept_beside(value: nn.Module) -> bool:
     """Whether it is all the same where a module is: it has no state, and no mode."""

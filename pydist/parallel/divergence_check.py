@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from pydist._native import Communicator
     from pydist.parallel.rank_local import RankLocal
 
-__all__ = ["Sentinel", "checked_every"]
-
 _LABEL = "pydist.DataParallel(check_every=)"
 
 

@@ -21,8 +21,6 @@ import functools
 import torch
 from torch import Tensor
 
-__all__ = ["fingerprints_of"]
-
 _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 _BLOCK_LANES = 1 << 18

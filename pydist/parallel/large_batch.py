@@ -8,8 +8,6 @@ import torch.distributed as dist
 from pydist.errors import InvalidUsage
 from pydist.job import membership
 
-__all__ = ["effective_batch_size", "scale_lr"]
-
 
 def effective_batch_size(per_rank_batch: int, accumulation: int = 1) -> int:
     """The number of samples behind one optimizer step of the whole job.

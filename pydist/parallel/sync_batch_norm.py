@@ -44,8 +44,6 @@ from pydist.job import current, groups, membership
 if TYPE_CHECKING:
     from pydist._native import Communicator
 
-__all__ = ["SyncBatchNorm", "refuse_under_join"]
-
 # The communicator on which each layer talks, and the group that it stands for.
 _in_use: WeakKeyDictionary[SyncBatchNorm, tuple[object, Communicator]] = WeakKeyDictionary()
 # The communicator and the group of the wrapper around each layer, from which the layer's own

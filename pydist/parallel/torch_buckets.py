@@ -15,8 +15,6 @@ from dataclasses import replace
 
 from pydist.parallel.bucket_planner import PlannedParameter, plan_buckets
 
-__all__ = ["TorchBuckets"]
-
 # Of the first bucket, and of those that follow.
 _CAPS_BYTES = (1 << 20, 25 << 20)
 

@@ -6,8 +6,6 @@ import io
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["MemoryPlan", "RankMemory"]
-
 
 @dataclass(frozen=True)
 class RankMemory:

@@ -16,8 +16,6 @@ from pydist._torch import TorchDispatchMode, tree_leaves
 from pydist.errors import InvalidUsage
 from pydist.sharding.eligibility import apart
 
-__all__ = ["StepMemory", "step_memory", "temporaries"]
-
 # Such tensors have no other reason to have as many elements, and all that is for a tensor, not for
 # an element, has fewer bytes.
 _PROBED = 1009

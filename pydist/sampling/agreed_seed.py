@@ -32,8 +32,6 @@ from pydist.job import groups, membership
 from pydist.job.launchers import read_placement
 from pydist.job.meeting.store_waits import wait_for_keys
 
-__all__ = ["SeedChoice", "place_of_caller"]
-
 # How many loaders each thread has prepared that ranks agree about.
 _prepared: Counter[str] = Counter()
 _lock = threading.Lock()

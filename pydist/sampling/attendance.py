@@ -22,8 +22,6 @@ from pydist.errors import InvalidUsage
 from pydist.job import groups
 from pydist.job.rank_names import name_ranks
 
-__all__ = ["Attendance"]
-
 _PATIENCE_S = 5.0
 _BETWEEN_LOOKS_S = 0.02
 

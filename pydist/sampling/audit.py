@@ -11,8 +11,6 @@ from pydist import _native, collectives
 from pydist.errors import InvalidUsage
 from pydist.job import groups, membership
 
-__all__ = ["Ledger"]
-
 _DIGESTS = 2**128
 # A digest travels as words with room for the sums of 2^31 ranks' words.
 _WORD_BITS = 32

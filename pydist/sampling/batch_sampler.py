@@ -14,8 +14,6 @@ from pydist.sampling.audit import Ledger
 from pydist.sampling.epoch_pass import EpochPass
 from pydist.sampling.sampler import DistributedSampler
 
-__all__ = ["BatchSampler"]
-
 
 # It is one of torch's, so that what looks for that finds it; nothing of torch's is used.
 class BatchSampler(torch_samplers.BatchSampler):

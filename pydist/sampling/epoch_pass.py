@@ -20,8 +20,6 @@ from pydist.sampling.audit import Ledger
 from pydist.sampling.order import Order
 from pydist.sampling.rank_shares import Share
 
-__all__ = ["EpochPass"]
-
 # Indices that are computed at once: enough that what a block costs is nothing for each of them, few
 # enough that they stay in the cache, and that an epoch begins within microseconds.
 _BLOCK = 2048

@@ -32,8 +32,6 @@ from pydist.sampling.rank_shares import Pad
 from pydist.sampling.sampler import DistributedSampler, placement
 from pydist.sampling.worker_seeds import Marking, Sent, seed_of
 
-__all__ = ["PreparedLoader", "prepare"]
-
 T = TypeVar("T")
 
 

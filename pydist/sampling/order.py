@@ -34,8 +34,6 @@ from pydist import _native
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import a_type
 
-__all__ = ["Order", "Sequential", "Shuffled", "name_digest", "sample_count"]
-
 # What fits into an index.
 _MOST_SAMPLES = 2**63 - 1
 _SEEDS = 2**64

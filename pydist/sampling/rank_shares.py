@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-__all__ = ["PADS", "Pad", "Share"]
-
 Pad = Literal["repeat", "none", "drop"]
 PADS: tuple[Pad, ...] = get_args(Pad)
 

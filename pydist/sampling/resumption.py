@@ -14,8 +14,6 @@ from typing import Any
 from pydist.errors import InvalidUsage
 from pydist.sampling.order import Order, Sequential, Shuffled, name_digest
 
-__all__ = ["read_state", "require_same_batch", "require_same_order", "state_at", "whole_number"]
-
 _VERSION = 1
 _KEYS = ("version", "length", "order", "seed", "epoch", "position", "batch")
 

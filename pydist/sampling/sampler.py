@@ -28,8 +28,6 @@ from pydist.sampling.resumption import (
 )
 from pydist.sampling.shared_twice import refuse_sharing_again
 
-__all__ = ["DistributedSampler", "placement"]
-
 
 # It is one of torch's, so that what looks for that (and calls set_epoch on it) finds it; nothing of
 # torch's is used.

@@ -21,8 +21,6 @@ from torch.utils.data import Sampler
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import a_type
 
-__all__ = ["refuse_sharing_again"]
-
 # Attributes that hold a number of shares: of torch and Lightning, of Accelerate and Transformers.
 _NUMBERS = ("num_replicas", "num_processes", "num_shards", "world_size")
 # What stands above torch's loader does not ask for indices, but for batches.

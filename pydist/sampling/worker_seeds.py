@@ -39,8 +39,6 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-__all__ = ["Marking", "Sent", "seed_of"]
-
 # Marks in the shared memory: not there yet, and worker_init_fn has changed no generator.
 _PENDING = 0
 _NONE = 1

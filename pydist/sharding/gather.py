@@ -12,8 +12,6 @@ from pydist.errors import Error
 from pydist.sharding.buckets import Bucket
 from pydist.sharding.in_flight import Gather
 
-__all__ = ["gather", "let_arrive"]
-
 
 def gather(bucket: Bucket, communicator: _native.Communicator) -> None:
     """Starts to bring the other ranks' shards. All ranks call it.

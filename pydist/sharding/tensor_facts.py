@@ -13,8 +13,6 @@ from torch import Tensor
 
 from pydist._torch import VERSION
 
-__all__ = ["FACTS", "getters"]
-
 
 def getters(names: Iterable[str]) -> set[Any]:
     """The functions as which torch announces the reading of a tensor's attributes."""

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Action", "corrupt", "pause", "send_to_itself"]
-
 Action = Literal[
     "kill",
     "stop",

@@ -10,8 +10,6 @@ from typing import Literal
 
 from pydist.errors import InvalidUsage
 
-__all__ = ["Resource", "exhausted"]
-
 Resource = Literal["descriptors", "threads", "memory"]
 
 # No address space has room for a stack of this many bytes.

@@ -37,8 +37,6 @@ from pydist.testing.exhaustion import exhausted
 if TYPE_CHECKING:
     from pydist.testing.faults import Fault
 
-__all__ = ["KINDS", "PHASES", "Armed"]
-
 KINDS = (
     "all_reduce",
     "reduce_scatter",

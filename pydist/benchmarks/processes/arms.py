@@ -22,16 +22,6 @@ from pydist.benchmarks.collective_cases import Buffers, Case
 from pydist.errors import InvalidUsage
 from pydist.job import current
 
-__all__ = [
-    "Arm",
-    "GlooArm",
-    "MpiArm",
-    "PydistArm",
-    "RooflineArm",
-    "SymmetricArm",
-    "Unsupported",
-]
-
 Call = Callable[[], object]
 
 # An idle arm waits for the others: longer than any of them takes.

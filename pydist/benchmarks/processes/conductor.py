@@ -16,8 +16,6 @@ from pydist.benchmarks.processes.rank_commands import Check, Failed, Reserve, Ti
 from pydist.benchmarks.processes.ranks import Ranks
 from pydist.errors import Error
 
-__all__ = ["Conductor", "Effort", "Series"]
-
 # A turn takes about this long where calls are short; the clock is read around all of them.
 _TURN_S = 5e-3
 _MOST_CALLS = 2000

@@ -19,8 +19,6 @@ from pydist.benchmarks.processes import fresh_rank
 from pydist.errors import Error
 from pydist.job.meeting.local_store import serve_local_store
 
-__all__ = ["FreshJob", "join_job", "step_job"]
-
 # A job that takes longer hangs.
 _LIMIT_S = 300.0
 

@@ -14,8 +14,6 @@ from pydist.benchmarks.sizes import size_text
 from pydist.errors import InvalidUsage
 from pydist.job.launchers import Placement, read_placement
 
-__all__ = ["Job", "count_ranks", "find_job", "launched_placement", "require_room"]
-
 R = TypeVar("R")
 
 DEFAULT_RANKS = 2

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from pydist.errors import InvalidUsage
 
-__all__ = ["PEERS", "Installation", "Peer", "default_folder", "find"]
-
 
 @dataclass(frozen=True)
 class Peer:

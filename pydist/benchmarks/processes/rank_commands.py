@@ -13,8 +13,6 @@ from pydist.benchmarks.collective_cases import OUT_OF_PLACE, Case
 from pydist.benchmarks.patterns import count_wrong, fill
 from pydist.benchmarks.processes.arms import Arm, Unsupported
 
-__all__ = ["Check", "Command", "Failed", "Reserve", "Stop", "Time", "obey"]
-
 # In one check.
 _CHECKED_CALLS = 3
 

@@ -22,8 +22,6 @@ from pydist.benchmarks.processes.arms import (
 )
 from pydist.benchmarks.processes.rank_commands import Failed, Stop, obey
 
-__all__ = ["make_arms", "prepare"]
-
 _KINDS: dict[str, type[PydistArm] | type[GlooArm]] = {
     "pydist": PydistArm,
     "symmetric": SymmetricArm,

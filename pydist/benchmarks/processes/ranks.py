@@ -29,15 +29,6 @@ from pydist.errors import Error, InvalidUsage, PeerLost, Timeout
 from pydist.job.meeting.local_store import serve_local_store
 from pydist.job.spawn import job_variables
 
-__all__ = [
-    "FoundRanks",
-    "Ranks",
-    "StartedRanks",
-    "start_job",
-    "start_mpi_ranks",
-    "start_torch_ranks",
-]
-
 _RANK_PROCESS = "pydist.benchmarks.processes.rank_process"
 
 _START_S = 120.0

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from pydist._torch import is_of_functorch
 
-__all__ = ["BufferValues"]
-
 # Of all buffers together.
 _MOST_COMPARED = 32_768
 # What elements are compared as, by their size.

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-__all__ = ["RunningStatistics"]
-
 
 class RunningStatistics:
     """What forwards do to the running statistics of one rank's layers.

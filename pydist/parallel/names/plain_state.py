@@ -15,8 +15,6 @@ from typing import Any
 from pydist._torch import MappingKey, metadata_of, register_pytree_node, set_metadata
 from pydist.parallel.names.state_names import PREFIX
 
-__all__ = ["PlainState"]
-
 _NOTHING = object()
 
 
