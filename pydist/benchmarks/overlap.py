@@ -353,19 +353,12 @@ def main(options: argparse.Namespace) -> int:
                 path = trace.with_stem(f"{trace.stem}-{name}")
                 results[name] = _measure_model(name, job, options.seconds, options.bandwidth, path)
 
-    settings = {
-        "ranks": job.ranks,
-        "models": models,
-        "seconds": options.seconds,
-        "bandwidth_mb_per_s": options.bandwidth,
-        "pin": options.pin,
-    }
     return subcommand.measure_and_report(
         "overlap",
-        settings,
+        options,
+        {"ranks": job.ranks, "models": models, "bandwidth_mb_per_s": options.bandwidth},
         results,
         measure,
         lambda: _show(results, job.ranks),
-        options.json,
         leads=job.leads,
     )

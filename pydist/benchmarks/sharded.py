@@ -207,10 +207,10 @@ def main(options: argparse.Namespace) -> int:
 
     return subcommand.measure_and_report(
         "sharded",
-        {"ranks": job.ranks, "models": models, "seconds": options.seconds, "pin": options.pin},
+        options,
+        {"ranks": job.ranks, "models": models},
         results,
         measure,
         lambda: _show(results, job.ranks),
-        options.json,
         leads=job.leads,
     )

@@ -133,10 +133,10 @@ def main(options: argparse.Namespace) -> int:
     results: dict[str, Any] = {}
     return subcommand.measure_and_report(
         "startup",
-        {"ranks": counts, "seconds": options.seconds, "pin": options.pin},
+        options,
+        {"ranks": counts},
         results,
         lambda: _measure(results, counts, options.seconds, options.pin),
         lambda: _show(results),
-        options.json,
         leads=True,
     )

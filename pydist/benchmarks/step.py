@@ -250,17 +250,11 @@ def main(options: argparse.Namespace) -> int:
     results: dict[str, Any] = {}
     status = subcommand.measure_and_report(
         "step",
-        {
-            "ranks": job.ranks,
-            "models": models,
-            "parts": parts,
-            "seconds": options.seconds,
-            "pin": options.pin,
-        },
+        options,
+        {"ranks": job.ranks, "models": models, "parts": parts},
         results,
         lambda: _measure(results, models, parts, job, options.seconds),
         lambda: _show(results, job.ranks),
-        options.json,
         leads=job.leads,
     )
     return status or int(bool(_broken_promises(results)))

@@ -104,11 +104,11 @@ def print_warnings(results: dict[str, Any], what: str = "") -> None:
 
 def measure_and_report(
     command: str,
+    options: argparse.Namespace,
     settings: dict[str, Any],
     results: dict[str, Any],
     measure: Callable[[], None],
     show: Callable[[], None],
-    json_path: Path | None,
     *,
     leads: bool,
 ) -> int:
@@ -116,11 +116,11 @@ def measure_and_report(
 
     Args:
         command: its name, for the file.
-        settings: what the results depend on beside the machine.
+        options: the flags of `add_output_arguments`.
+        settings: what else the results depend on beside the machine.
         results: what `measure` fills as it goes on, so that what is there outlives an interruption.
         measure: measures.
         show: prints the results.
-        json_path: where to write it, too.
         leads: whether this process is the one that says something.
 
     Returns:
@@ -142,13 +142,13 @@ def measure_and_report(
             if not is_complete:
                 print("Not everything was measured; this is what there is.")
             show()
-            if json_path is not None:
+            if options.json is not None:
                 report = {
                     "command": command,
                     "complete": is_complete,
                     "machine": host.to_dict(),
-                    "settings": settings,
+                    "settings": {**settings, "seconds": options.seconds, "pin": options.pin},
                     "results": results,
                 }
-                write_text_whole(json_path, json_text(report))
+                write_text_whole(options.json, json_text(report))
     return 0
