@@ -17,15 +17,9 @@ from pydist.errors import InvalidUsage
 OPS = ("sum", "prod", "min", "max", "mean")
 _OP_ALIASES = {"avg": "mean"}
 
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES: dict[str, torch.dtype] = {
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
+    name: getattr(torch, name) for name in ("int8", "uint8", "int32", "int64", *_FLOATS)
 }
 # As nccl-tests calls them.
 _DTYPE_ALIASES = {
