@@ -28,6 +28,7 @@ from pydist.sharding.state.ranges import (
 from pydist.sharding.state.torch_state_dict import (
     from_unsharded,
     is_sharded,
+    renamed,
     require_form,
     require_options_of,
     without_absent,
@@ -145,10 +146,7 @@ def put_back(
             if own in with_masters:
                 _add_masters(contents, name, parameters[own], dims, ranges)
         back = {name: own for own, name in renaming.items()}
-        groups = [
-            {**group, "params": [back[name] for name in group["params"]]}
-            for group in outline["groups"]
-        ]
+        groups = renamed(outline["groups"], back)
         optimizer.load_sharded_state(ShardedState(parameters, groups))
         return
     named = named_in(optimizer, names, rank)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def to_state_dict(local: ShardedState, part: RanksPart) -> dict[str, Any]:
             for name, state in local.parameters.items()
             if state.ranges
         },
-        "param_groups": _numbered(local.groups, numbers),
+        "param_groups": renamed(local.groups, numbers),
         "parameters": [
             (name, state.shape, state.dims, state.is_part)
             for name, state in local.parameters.items()
@@ -80,14 +80,13 @@ def to_unsharded(local: ShardedState) -> dict[str, Any]:
             for name, state in local.parameters.items()
             if state.ranges and state.ranges[0].values
         },
-        "param_groups": _numbered(local.groups, numbers),
+        "param_groups": renamed(local.groups, numbers),
     }
 
 
-def _numbered(
-    groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, int]
-) -> list[dict[str, Any]]:
-    return [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+def renamed(groups: Iterable[Mapping[str, Any]], names: Any) -> list[dict[str, Any]]:
+    """Parameter groups, with what `names` has for each of the parameters."""
+    return [{**group, "params": [names[known] for known in group["params"]]} for group in groups]
 
 
 def require_form(state_dict: Mapping[str, Any]) -> None:
@@ -117,11 +116,7 @@ def from_state_dict(state_dict: dict[str, Any]) -> ShardedState:
         for number, (name, shape, dims, is_part) in enumerate(state_dict["parameters"])
     }
     names = [name for name, *_ in state_dict["parameters"]]
-    loaded = [
-        {**group, "params": [names[number] for number in group["params"]]}
-        for group in state_dict["param_groups"]
-    ]
-    return ShardedState(parameters, loaded)
+    return ShardedState(parameters, renamed(state_dict["param_groups"], names))
 
 
 def without_absent(
