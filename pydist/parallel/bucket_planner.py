@@ -154,9 +154,6 @@ class BucketPlan:
     buckets: tuple[PlannedBucket, ...]
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         # Only who prints a plan needs it.
         from rich.console import Console
         from rich.table import Table

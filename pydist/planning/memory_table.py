@@ -97,9 +97,6 @@ class MemoryPlan:
         }
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         # Only who prints a plan needs it.
         from rich.console import Console
         from rich.table import Table
