@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,9 +22,6 @@ from pydist.sharding.state.ranges import (
     is_per_element,
     require_divisible,
 )
-
-if TYPE_CHECKING:
-    pass
 
 # Comes between what a checkpoint calls an optimizer ("optimizer", or "optimizer.G" where there are
 # several) and the names of its tensors: `optimizer.state.NAME.KEY`.
