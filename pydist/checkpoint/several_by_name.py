@@ -161,11 +161,8 @@ def what_it_has(contents: Contents, kind: str) -> str:
     names = contents.parts.get(kind)
     if names:
         several = ", ".join(f"{name!r}: ..." for name in names)
-        return f"it was saved with several, {_listed(names)}: pass {kind}={{{several}}}"
+        listed = ", ".join(map(repr, names))
+        return f"it was saved with several, {listed}: pass {kind}={{{several}}}"
     if kind in contents.names or (kind == "model" and contents.of_all_ranks(f"{kind}.")):
         return f"it was saved with one that has no name: pass {kind}= by itself"
     return "it was saved without one"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))

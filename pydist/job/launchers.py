@@ -91,9 +91,8 @@ class _Launcher:
     job: tuple[str, ...] = ()
 
 
-_TORCHRUN = _Launcher(
-    "torchrun's variables", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-)
+_TORCHRUNS_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_TORCHRUN = _Launcher("torchrun's variables", *_TORCHRUNS_NAMES)
 _OPEN_MPI = _Launcher(
     "mpirun (Open MPI)",
     "OMPI_COMM_WORLD_RANK",
@@ -202,27 +201,17 @@ def read_placement(environment: Mapping[str, str] | None = None) -> Placement:
     launcher = _launcher(env)
     if launcher is not None:
         return _read(launcher, env)
-    found = [name for name in _ranks_of(_TORCHRUN) if name in env]
+    found = [name for name in _TORCHRUNS_NAMES if name in env]
     if found == [_TORCHRUN.world_size] and env[_TORCHRUN.world_size] == "1":
         return Placement(0, 1, 0, 1, None, _TORCHRUN.name)
     if found:
         needed = (_TORCHRUN.rank, _TORCHRUN.world_size, *_MASTER)
         found += [name for name in _MASTER if name in env]
         raise _incomplete(found, [name for name in needed if name not in env])
-    if _is_only_task(env):
+    if _is_job_step(env) and env[_SRUN.world_size] == "1":
         return Placement(0, 1, 0, 1, None, "srun")
     refuse_signs_of_others(env)
     return Placement(0, 1, 0, 1, None, "no launcher", doubt(env))
-
-
-def _ranks_of(launcher: _Launcher) -> tuple[str, ...]:
-    names = (
-        launcher.rank,
-        launcher.world_size,
-        launcher.local_rank,
-        launcher.local_world_size,
-    )
-    return tuple(name for name in names if name)
 
 
 def _launcher(env: dict[str, str]) -> _Launcher | None:
@@ -286,10 +275,6 @@ def _is_job_step(env: Mapping[str, str]) -> bool:
     if not all(name in env for name in needed):
         return False
     return _integer(env, "SLURM_STEP_ID") < _FIRST_RESERVED_STEP
-
-
-def _is_only_task(env: Mapping[str, str]) -> bool:
-    return _is_job_step(env) and env[_SRUN.world_size] == "1"
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:

@@ -104,7 +104,7 @@ def result_or_error(folder: Path, rank: int, course: Course) -> Any:
     """What a rank returned, raised, or died of."""
     code, pid = course.exit_codes[rank], course.pids[rank]
     if has_returned(folder, rank, course):
-        return _unpack(folder, rank)
+        return pickle.loads(result_file(folder, rank).read_bytes())
     file = failure_file(folder, rank)
     if not file.exists():
         how = how_it_ended(code) + (" without a result" if code == 0 else "")
@@ -153,7 +153,3 @@ def print_stacks(folder: Path, rank: int, pid: int) -> None:
     except FileNotFoundError:
         stacks = "It has not begun: Python may be importing torch yet.\n"
     print(f"rank {rank} (pid {pid}) still runs.\n{stacks}", file=sys.stderr, flush=True)
-
-
-def _unpack(folder: Path, rank: int) -> Any:
-    return pickle.loads(result_file(folder, rank).read_bytes())

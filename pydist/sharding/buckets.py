@@ -19,13 +19,8 @@ from pydist import _native
 from pydist.errors import InvalidUsage
 from pydist.sharding.in_flight import Gather
 
-# Parameters of these dtypes have float32 copies.
+# Parameters of these dtypes have float32 copies: so little precision loses small updates.
 SHORT = (torch.float16, torch.bfloat16)
-
-
-def needs_master(parameter: Tensor) -> bool:
-    """Whether so little precision loses small updates."""
-    return parameter.dtype in SHORT
 
 
 @dataclass
@@ -279,7 +274,7 @@ def move_in(
     segments = []
     for member, begin, values in cut(shard, layout, members, rank):
         updated = values
-        if with_masters and needs_master(values):
+        if with_masters and values.dtype in SHORT:
             updated = values.float()
         segments.append(Segment(member, begin, values, updated, arriving.get(member.index)))
     is_own = communicator is None

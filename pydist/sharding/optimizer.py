@@ -387,14 +387,12 @@ class ShardedOptimizer(Optimizer):
 
     def _take_up(self, new: list[Bucket]) -> None:
         """Makes new buckets ready to step."""
+        make = functools.partial(self._class, **self._options)
         for bucket in new:
-            self._steps.append(BucketStep(bucket, self.param_groups, self._make))
+            self._steps.append(BucketStep(bucket, self.param_groups, make))
         take_over(self._waiting, new)
         for member in (member for bucket in new for member in bucket.members):
             self._waiting.pop(member.index, None)
-
-    def _make(self, param_groups: list[dict[str, Any]]) -> Optimizer:
-        return self._class(param_groups, **self._options)
 
     # -- stepping
 
@@ -457,7 +455,10 @@ class ShardedOptimizer(Optimizer):
             self._writes.settle()
         with self._giving_up_for_all("step()"):
             if self._is_one_copy:
-                self._step_one_copy()
+                # What all ranks read: none reads it any more, and none does before it is whole.
+                for step in self._steps:
+                    step.run(self.param_groups)
+                self._communicator.barrier(False, "after parameters were written")
             else:
                 # In reverse, because forward needs first what backward completes last.
                 for step in reversed(self._steps):
@@ -620,12 +621,6 @@ class ShardedOptimizer(Optimizer):
         self._communicator.abort(reason)
         if self._wrapper is not None:
             self._wrapper._communicator.abort(reason)
-
-    def _step_one_copy(self) -> None:
-        """Updates what all ranks read: none reads it any more, and none does before it is whole."""
-        for step in self._steps:
-            step.run(self.param_groups)
-        self._communicator.barrier(False, "after parameters were written")
 
     @contextlib.contextmanager
     @runs_uncompiled_throughout

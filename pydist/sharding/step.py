@@ -268,7 +268,7 @@ class FusedStep:
             if gradient is not segment.gradient:  # of something else than pydist's reducer
                 if gradient.dtype not in self._gradient_dtypes:
                     return False
-                gradient = _plain(gradient)
+                gradient = gradient.resolve_neg().contiguous()
             chosen.append(number)
             taken.append(gradient)
         if chosen:
@@ -421,10 +421,6 @@ def _gradient_dtypes(segments: Sequence[Segment]) -> frozenset[torch.dtype]:
 @functools.cache
 def _has_cuda_kernels(device: int) -> bool:
     return not _native.cuda_kernels_obstacle(device)
-
-
-def _plain(gradient: Tensor) -> Tensor:
-    return gradient.resolve_neg().contiguous()
 
 
 def _number(value: float | Tensor) -> float:
