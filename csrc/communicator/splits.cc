@@ -4,9 +4,11 @@
 #include <chrono>
 #include <cstddef>
 #include <exception>
+#include <optional>
 #include <utility>
 
 #include "base/error.h"
+#include "communicator/departure.h"
 
 namespace pydist {
 namespace {
@@ -83,6 +85,7 @@ CommunicatorPtr Splits::next(const std::vector<int>& ranks, int rank, int size,
       std::rethrow_exception(error);
     }
   }
+  std::optional<std::string> last_over;  // of the meetings that this rank came to too late
   for (;;) {
     const int number = take(members);
     try {
@@ -95,18 +98,19 @@ CommunicatorPtr Splits::next(const std::vector<int>& ranks, int rank, int size,
       put_back(members, number);
       throw;  // the store is gone
     } catch (...) {
-      const std::exception_ptr error = std::current_exception();
       const KnownProcess& self = processes[static_cast<std::size_t>(own_rank)];
-      const ErrorDescription told =
+      ErrorDescription told =
           decline(name_of(number), why_given_up(join(topic, "/", name_of(number)), self.blame({})));
-      const bool is_interrupted = describe(error).kind == ErrorKind::kError;
-      // Whoever has left may have done so since another one had.
-      std::rethrow_exception(is_interrupted ? error
-                                            : make_error(told.kind, told.message, told.blame));
+      // Who has left, rather than died, may have done so for what ended that meeting.
+      if (last_over && is_departure(told.blame.cause)) {
+        told = decline(*last_over, told);
+      }
+      throw_told(told);
     }
     if (!look_up(store, over_key(number))) {
       return make(own_rank, name_of(number), processes);
     }
+    last_over = name_of(number);
   }
 }
 

@@ -167,20 +167,26 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
   } catch (const Answered& it) {
     return parts_of(it.answer, size);
   } catch (...) {
-    decline(store, topic, why_given_up(topic, lateness({rank}).blame));
-    throw;
+    throw_told(decline(store, topic, why_given_up(topic, lateness({rank}).blame)));
   }
 }
 
 ErrorDescription why_given_up(const std::string& what, Blame self) {
   ErrorDescription why = describe(std::current_exception());
-  if (why.kind != ErrorKind::kError && !why.blame.ranks.empty()) {
+  if (why.kind != ErrorKind::kError) {
     return why;
   }
   self.cause = "was interrupted";
   return {ErrorKind::kAborted,
           join("rank ", self.ranks.at(0), " gave up on '", what, "': it was interrupted."),
           std::move(self)};
+}
+
+void throw_told(const ErrorDescription& told) {
+  if (describe(std::current_exception()).kind == ErrorKind::kError) {
+    throw;
+  }
+  std::rethrow_exception(make_error(told.kind, told.message, told.blame));
 }
 
 ErrorDescription decline(KeyValueStore& store, const std::string& topic, ErrorDescription why) {

@@ -45,6 +45,11 @@ ErrorDescription decline(KeyValueStore& store, const std::string& topic, ErrorDe
 // is who they know this rank as; `what` it waited for.
 [[nodiscard]] ErrorDescription why_given_up(const std::string& what, Blame self);
 
+// For the same handler: throws what the others do, as decline() returns it, so that nobody takes
+// for the reason that a rank has left, which had read the reason before. An interruption stays what
+// it is.
+[[noreturn]] void throw_told(const ErrorDescription& told);
+
 // A list of texts as one text, and back.
 [[nodiscard]] std::string pack(const std::vector<std::string>& parts);
 [[nodiscard]] std::vector<std::string> unpack(const std::string& text);
