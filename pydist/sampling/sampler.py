@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -137,6 +138,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         # Where the next iterator begins, and the batch of all ranks that the state it comes from
         # was made with (0: unknown).
         self._start = 0
+        self._is_loaded = False  # the epoch: by a state, and nobody has said one since
         self._start_batch = 0
         # What the state depends on: that of the iterator which was begun last, or, of a prepared
         # loader, has delivered last; unless set_epoch has gone elsewhere.
@@ -174,6 +176,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             epoch: from 0.
         """
         epoch = whole_number("epoch", epoch, 0, 2**63)
+        self._is_loaded = False
         if epoch != self._epoch:
             self._epoch, self._start, self._start_batch = epoch, 0, 0
             self._pass, self._open = None, []
@@ -230,6 +233,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         self.seed = values.get("seed", self.seed)
         self._epoch, self._start = values["epoch"], values["position"]
         self._start_batch = values["batch"]
+        self._is_loaded = True
         self._pass = self._latest = None
         self._open = []
 
@@ -295,6 +299,16 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             is_counted=is_counted,
             on_end=self._go_on,
         )
+        if self._is_loaded and self._start >= len(self.order):
+            warnings.warn(
+                f"the state of the sampler was made with the last batch of epoch {self._epoch}, so "
+                "what is left of it has no batches, and the next iteration is of the epoch after: "
+                "that is right for a loop that goes on in this epoch. One that begins with the "
+                "next, or that takes a number of batches (islice, zip, next), calls set_epoch() "
+                "with its epoch before.",
+                stacklevel=3,
+            )
+        self._is_loaded = False
         if is_counted:
             self._open.append(self._pass)
         if self._attendance is not None:

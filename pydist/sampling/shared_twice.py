@@ -4,7 +4,8 @@ Note [Who asks]
 Libraries that share out samples put a sampler of their own around the one that they find, which
 asks it for indices and keeps every n-th. Around a share of pydist's only a part of the data set
 would be left, without any error. What such samplers have in common is no type but a number of
-shares among their attributes (`num_replicas`, as torch's, or `num_processes`). So a sampler of
+shares among their attributes (`num_replicas`, as torch's, or `num_processes`), or among the
+arguments that they are made with. So a sampler of
 pydist's that is asked for something looks at the methods that are running. Where one of them
 belongs to another sampler of several shares, and there would be more shares of shares than ranks,
 the sampler refuses.
@@ -45,7 +46,7 @@ def refuse_sharing_again(own: Sampler[object], shares: int, ranks: Callable[[], 
         if frame is None or frame.f_globals.get("__name__") == _LOADER:
             return
         asking = _self_of(frame)
-        further = _shares_of(asking) if asking is not own else 1
+        further = _shares_of(asking, frame) if asking is not own else 1
         if further > 1 and shares * further > ranks():
             raise InvalidUsage(
                 f"{a_type(own)} of pydist's has shared out the samples among {shares} "
@@ -65,9 +66,14 @@ def _self_of(frame: FrameType) -> object:
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
-def _shares_of(asking: object) -> int:
-    # Attributes of its own only: a sampler that hands on others' has nothing to share out.
-    if not isinstance(asking, Sampler) or type(asking).__module__.startswith("pydist."):
+def _shares_of(asking: object, frame: FrameType) -> int:
+    # What hands out indices is a sampler, whether it inherits from torch's or not.
+    is_sampler = isinstance(asking, Sampler) or frame.f_code.co_name == "__iter__"
+    if not is_sampler or type(asking).__module__.startswith("pydist."):
         return 1
-    values = [vars(asking).get(name) for name in _NUMBERS]
+    # Attributes of its own only: a sampler that hands on others' has nothing to share out.
+    known = dict(getattr(asking, "__dict__", {}))
+    if frame.f_code.co_name == "__init__":
+        known.update(frame.f_locals)  # it may ask before it has set them
+    values = [known.get(name) for name in _NUMBERS]
     return max([1, *(value for value in values if isinstance(value, int))])

@@ -168,6 +168,7 @@ class BufferSync:
     @torch.no_grad()
     def unpack(self) -> None:
         """Sets the buffers to what the message holds."""
+        others = []
         pairs = zip(self._owners, self._places, self._present(), strict=True)
         for (_, owner, attribute), place, buffer in pairs:
             if _is_statistic(owner, attribute):
@@ -176,7 +177,15 @@ class BufferSync:
                 # them.
                 buffer.data.copy_(place)
             else:
-                buffer.copy_(place)
+                others.append((place, buffer))
+        # A graph that has saved one of these computes with it, and may go backward yet: it is left
+        # alone where it is right already. On a device the host waits for that once.
+        if others:
+            changed = [(place != buffer.to(place.device)).any() for place, buffer in others]
+            are_others = torch.stack(changed).tolist()
+            for (place, buffer), is_another in zip(others, are_others, strict=True):
+                if is_another:
+                    buffer.copy_(place)
         self.changes.note(self._watched_now())
 
     def _present(self) -> Iterator[Tensor]:

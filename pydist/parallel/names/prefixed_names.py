@@ -49,6 +49,8 @@ _SELECTING = {
     "fnmatchcase",
     "filter",
 }
+# Those that take the pattern second.
+_PATTERN_SECOND = {"fnmatch", "fnmatchcase", "filter"}
 _COMPARING = {"COMPARE_OP", "CONTAINS_OP"}
 _STORING = ("STORE_", "LIST_EXTEND", "SET_UPDATE")
 _INLINE = {"<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
@@ -360,6 +362,13 @@ def _selects(
     if earlier and earlier[-1].opname in ("LOAD_ATTR", "LOAD_METHOD"):
         is_of_constant = len(earlier) > 1 and earlier[-2].opname.startswith("LOAD_CONST")
         return earlier[-1].argval in _SELECTING and not is_of_constant
+    function = earlier[-2] if len(earlier) > 1 else None
+    if (
+        function is not None
+        and function.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"))
+        and function.argval in _PATTERN_SECOND
+    ):
+        return True
     # `name == "module.x"`, `name in (...)`; and with the operands in the other order.
     names_first = bool(behind) and behind[0].opname in _COMPARING
     names_last = len(behind) > 1 and behind[1].opname in _COMPARING

@@ -186,6 +186,37 @@ def a_backward_for_each_of_two_losses(lib: Library, record: Record) -> None:
 _ONLY_THE_FIRST = "torch's DDP averages only the first backward after a forward"
 
 
+class Annealed(nn.Module):
+    """Computes with a buffer that each forward replaces."""
+
+    temperature: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.register_buffer("temperature", torch.ones(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.temperature = self.temperature * 0.9
+        out: Tensor = self.layers(inputs) * self.temperature
+        return out
+
+
+@program(without_ddp=_ONLY_THE_FIRST)
+def a_buffer_replaced_by_each_of_two_forwards(lib: Library, record: Record) -> None:
+    model = lib.DataParallel(Annealed().to(lib.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        first, targets = batch(lib, 2 * step)
+        second, _ = batch(lib, 2 * step + 1)
+        losses = functional.cross_entropy(model(first), targets), model(second).square().mean()
+        optimizer.zero_grad()
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        record(model, optimizer, losses[0], averaged={"second": losses[1]})
+
+
 @program(without_ddp=_ONLY_THE_FIRST)
 def two_backwards_of_one_graph(lib: Library, record: Record) -> None:
     model = lib.DataParallel(mlp().to(lib.device))

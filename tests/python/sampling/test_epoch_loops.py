@@ -257,6 +257,7 @@ def test_lightnings_loop_resumes_where_it_was(
 
 @EACH
 @pytest.mark.parametrize("sets_epoch", [True, False])
+@pytest.mark.filterwarnings("ignore:the state of the sampler was made with the last")
 def test_a_state_of_an_epochs_last_batch(
     workers: dict[str, Any], sets_epoch: bool, epochs: list[list[list[int]]]
 ) -> None:

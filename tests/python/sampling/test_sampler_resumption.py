@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import warnings
 from collections import Counter
 
 import numpy as np
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 
 import pydist
 from pydist.sampling.rank_shares import PADS, Pad
+
+# Nobody says here which epoch comes next.
+pytestmark = pytest.mark.filterwarnings("ignore:the state of the sampler was made with the last")
 
 LENGTHS = st.integers(1, 70)
 
@@ -165,6 +169,24 @@ def test_set_epoch_keeps_the_place_of_the_epoch_that_was_loaded() -> None:
     second.load_state_dict(state)
     second.set_epoch(2)
     assert len(list(second)) == 20
+
+
+def test_an_epoch_that_was_over_says_so_where_nobody_names_the_next() -> None:
+    first = samplers(20, 1)[0]
+    _ = [index for index, _ in zip(first, range(20), strict=False)]  # never asks for the end
+    state = first.state_dict(samples_seen=20)
+    assert (state["epoch"], state["position"]) == (0, 20)
+    second = samplers(20, 1)[0]
+    second.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"last batch of epoch 0.*calls set_epoch\(\)"):
+        assert list(second) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(second)) == 20
+        for epoch, left in ((0, 0), (1, 20)):
+            second.load_state_dict(state)
+            second.set_epoch(epoch)
+            assert len(list(second)) == left
 
 
 def test_a_bare_sampler_does_not_guess() -> None:

@@ -258,6 +258,33 @@ class LazyExpression(LazyShard):
         return (batch for at, batch in pairs if at % self.num_shards == self.shard)
 
 
+class Uninherited:
+    """Of torch's type no more than the methods."""
+
+    def __init__(self, inner: Any, shard: int, num_shards: int) -> None:
+        self.inner, self.shard, self.num_shards = inner, shard, num_shards
+
+    def __iter__(self) -> Any:
+        yield from itertools.islice(self.inner, self.shard, None, self.num_shards)
+
+
+class Eager(BatchSampler):
+    """Asks before it has any attribute."""
+
+    def __init__(self, inner: Any, shard: int, num_shards: int) -> None:
+        self.all = list(inner)[shard::num_shards]
+
+    def __iter__(self) -> Any:
+        return iter(self.all)
+
+
+@pytest.mark.parametrize("kind", [Uninherited, Eager])
+def test_a_share_of_shares_is_seen_by_what_it_is_made_of(kind: Any) -> None:
+    for inner in (pydist.BatchSampler(share(), 4), share()):
+        with pytest.raises(pydist.InvalidUsage, match=f"an? {kind.__name__} .* about to share"):
+            list(kind(inner, 0, RANKS))
+
+
 @pytest.mark.parametrize("kind", [LazyShard, LazyExpression])
 def test_who_returns_an_iterator_of_our_batches_is_refused(kind: type[LazyShard]) -> None:
     for inner in (pydist.BatchSampler(share(), 4), share()):

@@ -2,6 +2,7 @@
 
 import _thread
 import argparse
+import fnmatch
 import json
 import pickle
 import re
@@ -214,6 +215,10 @@ def select_by_names_of_the_module(model: Any) -> None:
     _ = [parameter for name, parameter in model.named_parameters() if name in NAMES]
 
 
+def select_by_a_shell_pattern(model: Any) -> None:
+    _ = [p for name, p in model.named_parameters() if fnmatch.fnmatch(name, "module.0*")]
+
+
 NAMES = {"module.0.weight": 1.0}
 
 
@@ -250,6 +255,7 @@ SELECTING = [
     select_by_a_setting,
     select_by_a_table,
     select_by_a_pattern,
+    select_by_a_shell_pattern,
     select_by_names_of_the_module,
     hand_names_on,
     hand_names_on_later,
