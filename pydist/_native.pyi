@@ -109,6 +109,10 @@ class Communicator:
         """
         output = this rank's block of the combined inputs.
         """
+    def require_hope(self, ranks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> None:
+        """
+        Raises where one of these ranks will not come to make a group, or where this group was aborted.
+        """
     def scatter(self, inputs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, output: torch.Tensor, root: typing.SupportsInt | typing.SupportsIndex, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
         output = this rank's block of the root's inputs.
@@ -506,13 +510,13 @@ def adam_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor],
     """
     One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on torch's threads, or on the current stream of the tensors' CUDA device. Contiguous tensors of one shape for each segment; masters only and always for 16-bit parameters, whose values count where they are not the master's, rounded; max_exp_avg_sqs means amsgrad; step is CPU tensors of one element each that count the steps before and are counted on; the gradients are multiplied by gradient_scale first.
     """
-def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = [], long_wait: typing.SupportsFloat | typing.SupportsIndex = 60.0) -> Communicator:
+def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = [], long_wait: typing.SupportsFloat | typing.SupportsIndex = 60.0, parent: Communicator | None = None) -> Communicator:
     """
-    Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta; `processes` as for create_native. The log tells of an operation that lasts for `long_wait` seconds.
+    Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta; `processes` and `parent` as for create_native. The log tells of an operation that lasts for `long_wait` seconds.
     """
-def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = []) -> Communicator:
+def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = [], parent: Communicator | None = None) -> Communicator:
     """
-    Joins a group on the native backend; all its ranks call. `store` is a torch store; `timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by default; `processes` are those of all ranks, where they are known: the number of the rank in the group that this one is made of, its host, pid, start in ticks, and whether it runs on this machine.
+    Joins a group on the native backend; all its ranks call. `store` is a torch store; `timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by default; `processes` are those of all ranks, where they are known: the number of the rank in the group that this one is made of, its host, pid, start in ticks, and whether it runs on this machine. `parent` is that group, which knows who has left.
     """
 def create_nccl(host: Communicator, device: typing.SupportsInt | typing.SupportsIndex, library: str) -> Communicator:
     """

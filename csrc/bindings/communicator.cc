@@ -323,14 +323,37 @@ py::object error_of_lateness(const ProcessTuples& processes, const std::string& 
   return python_exception(make_error(late.kind, late.message, late.blame));
 }
 
+// For those that wait for these processes to make a group. `parent`, where there is one, knows of
+// them, too.
+CheckHope hope_of(const KnownProcesses& processes, const std::optional<CommunicatorPtr>& parent) {
+  CheckHope live = hope_that_live(processes);
+  if (!parent) {
+    return live;
+  }
+  std::vector<int> ranks;
+  for (const KnownProcess& each : processes) {
+    ranks.push_back(each.rank);
+  }
+  // The new group may keep it, and live longer.
+  return [live = std::move(live), ranks = std::move(ranks), parent = std::weak_ptr(*parent)] {
+    if (live) {
+      live();
+    }
+    if (const CommunicatorPtr group = parent.lock()) {
+      group->require_hope(ranks);
+    }
+  };
+}
+
 CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                               std::string name, std::optional<double> timeout_s,
-                              const ProcessTuples& processes) {
+                              const ProcessTuples& processes,
+                              const std::optional<CommunicatorPtr>& parent) {
   const ReleasedGil released;
   NativeOptions options;
   options.name = std::move(name);
   options.processes = known_processes(processes);
-  options.check_hope = hope_that_live(options.processes);
+  options.check_hope = hope_of(options.processes, parent);
   if (timeout_s) {
     options.environment.timeout = milliseconds_in(*timeout_s);
   }
@@ -372,13 +395,14 @@ GlooFactory adapt_factory(py::function factory) {
 
 CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                             std::string name, double timeout, py::function factory,
-                            const ProcessTuples& processes, double long_wait) {
+                            const ProcessTuples& processes, double long_wait,
+                            const std::optional<CommunicatorPtr>& parent) {
   const std::chrono::milliseconds limit = milliseconds_in(timeout);
   const std::chrono::milliseconds long_limit = milliseconds_in(long_wait);
   GlooFactory adapted = adapt_factory(std::move(factory));
   const ReleasedGil released;
   KnownProcesses known = known_processes(processes);
-  CheckHope hope = hope_that_live(known);
+  CheckHope hope = hope_of(known, parent);
   return for_python(with_staging(
       create_gloo_communicator(std::move(store), rank, size, std::move(name), limit,
                                std::move(adapted), std::move(hope), long_limit, std::move(known))));
@@ -499,6 +523,10 @@ void bind_communicator(py::module_& module) {
           py::arg("rank"),
           "The host and the process id of a rank of the group; None for both where the backend "
           "does not know them.")
+      .def("require_hope", &Communicator::require_hope, py::arg("ranks"),
+           py::call_guard<ReleasedGil>(),
+           "Raises where one of these ranks will not come to make a group, or where this group was "
+           "aborted.")
       .def("capabilities", &capabilities, "What the backend can do and what it guarantees.")
       .def("why_unsupported", &why_unsupported, py::arg("kind"), py::arg("op"), py::arg("dtype"),
            "An empty text where the backend can run the operation; otherwise why not.");
@@ -506,12 +534,12 @@ void bind_communicator(py::module_& module) {
              "Whether the current stream of a device records a CUDA graph.");
   module.def("create_native", &create_native, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("name"), py::arg("timeout") = py::none(),
-             py::arg("processes") = ProcessTuples(),
+             py::arg("processes") = ProcessTuples(), py::arg("parent") = py::none(),
              "Joins a group on the native backend; all its ranks call. `store` is a torch store; "
              "`timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by "
              "default; `processes` are those of all ranks, where they are known: the number of "
              "the rank in the group that this one is made of, its host, pid, start in ticks, and "
-             "whether it runs on this machine.");
+             "whether it runs on this machine. `parent` is that group, which knows who has left.");
   module.def("show_awaited", &show_awaited, py::arg("group"), py::arg("rank"), py::arg("host"),
              py::arg("pid"),
              "Shows the other processes of this host that this one waits for a rank, so that those "
@@ -556,9 +584,11 @@ void bind_communicator(py::module_& module) {
       py::arg("name"), py::arg("timeout"), py::arg("factory"),
       py::arg("processes") = ProcessTuples(),
       py::arg("long_wait") = std::chrono::duration<double>(kLongWait).count(),
+      py::arg("parent") = py::none(),
       "Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; "
       "`factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a "
-      "datetime.timedelta; `processes` as for create_native. The log tells of an operation that "
+      "datetime.timedelta; `processes` and `parent` as for create_native. The log tells of an "
+      "operation that "
       "lasts for `long_wait` seconds.");
 }
 

@@ -142,6 +142,7 @@ class StagedCommunicator final : public Communicator {
   [[nodiscard]] Blame culprit(int rank, std::string cause) const override {
     return host_->culprit(rank, std::move(cause));
   }
+  void require_hope(const std::vector<int>& ranks) override { host_->require_hope(ranks); }
   [[nodiscard]] std::vector<std::string> whereabouts() const override {
     return host_->whereabouts();
   }

@@ -157,6 +157,11 @@ class Communicator {
   // The news that the backend has of the group's ranks without an operation; null if it has none.
   [[nodiscard]] virtual PeerNews* peer_news() noexcept { return nullptr; }
 
+  // For whoever makes a group of some of its ranks by other means than split(), now and then while
+  // they are waited for: throws where one of them is known not to come (PeerLost), or where this
+  // group was aborted (Aborted).
+  virtual void require_hope(const std::vector<int>& /*ranks*/) {}
+
   // Lets the group go: later calls throw InvalidUsage; peers that still wait for this rank fail
   // with PeerLost. Operations under way fail with Aborted. Idempotent; never throws.
   virtual void shutdown() noexcept = 0;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 
 namespace pydist {
 
@@ -14,7 +13,6 @@ enum class Departure : std::uint32_t {
 
 // "has left the group (shutdown)", "has left the group (its program has ended)".
 [[nodiscard]] const char* in_words(Departure departure) noexcept;
-[[nodiscard]] bool is_departure(std::string_view words) noexcept;
 
 // How this process leaves the groups that it leaves now.
 [[nodiscard]] Departure own_departure() noexcept;

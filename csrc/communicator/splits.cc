@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "communicator/departure.h"
+#include "topology/told_error.h"
 
 namespace pydist {
 namespace {
@@ -41,22 +41,13 @@ std::string text_of(const std::vector<int>& ranks, int rank, int size) {
 
 int Splits::take(const std::string& members) {
   const std::lock_guard lock(mutex_);
-  Numbers& numbers = numbers_[members];
-  if (numbers.skipped.empty()) {
-    return numbers.next++;
-  }
-  return numbers.skipped.extract(numbers.skipped.begin()).value();
-}
-
-void Splits::put_back(const std::string& members, int number) {
-  const std::lock_guard lock(mutex_);
-  numbers_[members].skipped.insert(number);
+  return numbers_[members]++;
 }
 
 CommunicatorPtr Splits::next(const std::vector<int>& ranks, int rank, int size,
                              KeyValueStore& store, const std::string& topic, Deadline deadline,
                              const CheckHope& check_hope, const KnownOf& known_of, const Make& make,
-                             const Decline& decline) {
+                             const ToldOf& told_of, const Decline& decline) {
   const std::string members = text_of(ranks, rank, size);
   KnownProcesses processes;
   for (const int member : ranks) {
@@ -64,54 +55,49 @@ CommunicatorPtr Splits::next(const std::vector<int>& ranks, int rank, int size,
   }
   const auto own = std::find(ranks.begin(), ranks.end(), rank);
   const int own_rank = static_cast<int>(own - ranks.begin());
-  const auto name_of = [&](int number) { return join(members, "#", number); };
-  const auto open_key = [&](int number) { return join(topic, "/", name_of(number), "/open"); };
-  const auto over_key = [&](int number) { return join(topic, "/", name_of(number), "/over"); };
+  const int number = take(members);
+  const std::string name = join(members, "#", number);
+  const std::string open_key = join(topic, "/", name, "/open");
+  const std::string over_key = join(topic, "/", name, "/over");
   if (ranks.size() == 1) {
-    return make(own_rank, name_of(take(members)), processes);
+    return make(own_rank, name, processes);
   }
+  const Blame self = processes[static_cast<std::size_t>(own_rank)].blame({});
   if (own_rank == 0) {
-    const int number = take(members);
-    store.set(open_key(number), "");
+    store.set(open_key, "");
     try {
-      return make(own_rank, name_of(number), processes);
+      return make(own_rank, name, processes);
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       try {
-        store.set(over_key(number), "");
+        store.set(over_key, ToldError{-1, why_given_up(self)}.to_text());
       } catch (const std::exception&) {
         // The store is gone, and with it everybody who waits there.
       }
       std::rethrow_exception(error);
     }
   }
-  std::optional<std::string> last_over;  // of the meetings that this rank came to too late
-  for (;;) {
-    const int number = take(members);
-    try {
-      static_cast<void>(get_while_hoping(store, open_key(number), deadline, check_hope));
-    } catch (const Timeout&) {
-      put_back(members, number);
-      ErrorDescription late = lateness(processes, join(topic, "/", members), {0});
-      throw Timeout(late.message, std::move(late.blame));
-    } catch (const TransportError&) {
-      put_back(members, number);
-      throw;  // the store is gone
-    } catch (...) {
-      const KnownProcess& self = processes[static_cast<std::size_t>(own_rank)];
-      ErrorDescription told =
-          decline(name_of(number), why_given_up(join(topic, "/", name_of(number)), self.blame({})));
-      // Who has left, rather than died, may have done so for what ended that meeting.
-      if (last_over && is_departure(told.blame.cause)) {
-        told = decline(*last_over, told);
+  try {
+    static_cast<void>(get_while_hoping(store, open_key, deadline, [&] {
+      if (const std::optional<ErrorDescription> told = told_of(name)) {
+        throw_described(*told);
       }
-      throw_told(told);
-    }
-    if (!look_up(store, over_key(number))) {
-      return make(own_rank, name_of(number), processes);
-    }
-    last_over = name_of(number);
+      if (check_hope) {
+        check_hope();
+      }
+    }));
+  } catch (const Timeout&) {
+    // Before the deadline it is what has befallen others.
+    throw_told(decline(name, deadline.has_passed()
+                                 ? lateness(processes, join(topic, "/", name), {0})
+                                 : why_given_up(self)));
+  } catch (...) {
+    throw_told(decline(name, why_given_up(self)));
   }
+  if (const std::optional<std::string> over = look_up(store, over_key)) {
+    throw_described(ToldError::from_text(*over).error);
+  }
+  return make(own_rank, name, processes);
 }
 
 }  // namespace pydist

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/interruption.h"
+#include "topology/hosts.h"
 #include "topology/told_error.h"
 
 namespace pydist {
@@ -43,14 +45,18 @@ ErrorDescription lateness_by_number(const std::string& topic, int size,
 
 std::string said(const std::string& topic, int rank) { return join(topic, "/", rank); }
 
+std::optional<ErrorDescription> failure_in(const std::string& answer) {
+  const std::vector<std::string> parts = unpack(answer);
+  PYDIST_CHECK(parts.size() >= 2);
+  return parts[0] == kAll ? std::nullopt : std::optional(ToldError::from_text(parts[1]).error);
+}
+
 // What all have said, by an answer; throws where that is a failure.
 std::vector<std::string> parts_of(const std::string& answer, int size) {
-  std::vector<std::string> parts = unpack(answer);
-  PYDIST_CHECK(parts.size() >= 2);
-  if (parts[0] != kAll) {
-    const ErrorDescription error = ToldError::from_text(parts[1]).error;
-    std::rethrow_exception(make_error(error.kind, error.message, error.blame));
+  if (const std::optional<ErrorDescription> failure = failure_in(answer)) {
+    throw_described(*failure);
   }
+  std::vector<std::string> parts = unpack(answer);
   parts.erase(parts.begin());
   PYDIST_CHECK(parts.size() == static_cast<std::size_t>(size));
   return parts;
@@ -123,12 +129,17 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
   // Note [One answer]
   // Under one key in the store stands what all have said, or why that cannot be. Rank 0 writes it,
   // or before that the first rank whose wait ends otherwise. So all read the same.
+  Deadline next_look = Deadline::in(kLook);
   const auto hope_of = [&](int awaited) -> CheckHope {
+    if (rank != 0 && !check_hope) {
+      return nullptr;
+    }
     return [&, awaited] {
       if (check_hope) {
         check_hope(awaited);
       }
-      if (rank == 0) {
+      if (rank == 0 && next_look.has_passed()) {
+        next_look = Deadline::in(kLook);
         if (std::optional<std::string> answer = look_up(store, answer_key(topic))) {
           throw Answered{*std::move(answer)};
         }
@@ -144,6 +155,9 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
       try {
         answer = get_while_hoping(store, answer_key(topic), patient, hope_of(0));
       } catch (const Timeout&) {
+        if (!deadline.has_passed()) {
+          throw;  // it is what has befallen others
+        }
         answer = store.settle(answer_key(topic), answer_of_failure(lateness({0})));
       }
       return parts_of(answer, size);
@@ -157,6 +171,9 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
                             : store.get(said(topic, peer), Deadline::in(kLastLook)));
         store.erase(said(topic, peer));
       } catch (const Timeout&) {
+        if (!deadline.has_passed()) {
+          throw;  // it is what has befallen others
+        }
         missing.push_back(peer);
       }
     }
@@ -167,36 +184,50 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
   } catch (const Answered& it) {
     return parts_of(it.answer, size);
   } catch (...) {
-    throw_told(decline(store, topic, why_given_up(topic, lateness({rank}).blame)));
+    throw_told(decline(store, topic, why_given_up(lateness({rank}).blame)));
   }
 }
 
-ErrorDescription why_given_up(const std::string& what, Blame self) {
+ErrorDescription why_given_up(Blame self) {
   ErrorDescription why = describe(std::current_exception());
-  if (why.kind != ErrorKind::kError) {
-    return why;
+  if (why.kind == ErrorKind::kError) {
+    self.cause = "was interrupted";
+    const std::string process =
+        self.pid == 0 ? "" : join(" (", name_of_process(self.pid, self.host), ")");
+    return {ErrorKind::kAborted,
+            join("rank ", self.ranks.at(0), process, " was interrupted (", kWhatInterrupts,
+                 ") while the ranks met."),
+            std::move(self)};
   }
-  self.cause = "was interrupted";
-  return {ErrorKind::kAborted,
-          join("rank ", self.ranks.at(0), " gave up on '", what, "': it was interrupted."),
-          std::move(self)};
+  if (why.blame.ranks.empty() && why.kind != ErrorKind::kTransport) {
+    why.message = join("rank ", self.ranks.at(0), ": ", why.message);
+    why.blame = std::move(self);
+  }
+  return why;
 }
 
 void throw_told(const ErrorDescription& told) {
   if (describe(std::current_exception()).kind == ErrorKind::kError) {
     throw;
   }
-  std::rethrow_exception(make_error(told.kind, told.message, told.blame));
+  throw_described(told);
+}
+
+void throw_described(const ErrorDescription& error) {
+  std::rethrow_exception(make_error(error.kind, error.message, error.blame));
 }
 
 ErrorDescription decline(KeyValueStore& store, const std::string& topic, ErrorDescription why) {
   try {
-    const std::vector<std::string> parts =
-        unpack(store.settle(answer_key(topic), answer_of_failure(why)));
-    return parts.at(0) == kAll ? why : ToldError::from_text(parts.at(1)).error;
+    return failure_in(store.settle(answer_key(topic), answer_of_failure(why))).value_or(why);
   } catch (const std::exception&) {
     return why;  // the store is gone, and with it everybody who waits there
   }
+}
+
+std::optional<ErrorDescription> declined(KeyValueStore& store, const std::string& topic) {
+  const std::optional<std::string> answer = look_up(store, answer_key(topic));
+  return answer ? failure_in(*answer) : std::nullopt;
 }
 
 }  // namespace pydist

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,16 +40,21 @@ using LatenessOf = std::function<ErrorDescription(const std::vector<int>&)>;
 // For a rank that will not take part in an exchange(): nobody waits for it. Returns what all others
 // throw: this, or what another rank has said before.
 ErrorDescription decline(KeyValueStore& store, const std::string& topic, ErrorDescription why);
+// Why an exchange() will not be, as a rank has told; nothing while none has.
+[[nodiscard]] std::optional<ErrorDescription> declined(KeyValueStore& store,
+                                                       const std::string& topic);
 
 // For the handler of what has ended a rank's wait for others: what these are to throw. An exception
 // that is none of the engine's is an interruption by the user, which they learn as Aborted. `self`
-// is who they know this rank as; `what` it waited for.
-[[nodiscard]] ErrorDescription why_given_up(const std::string& what, Blame self);
+// is who they know this rank as.
+[[nodiscard]] ErrorDescription why_given_up(Blame self);
 
 // For the same handler: throws what the others do, as decline() returns it, so that nobody takes
 // for the reason that a rank has left, which had read the reason before. An interruption stays what
 // it is.
 [[noreturn]] void throw_told(const ErrorDescription& told);
+
+[[noreturn]] void throw_described(const ErrorDescription& error);
 
 // A list of texts as one text, and back.
 [[nodiscard]] std::string pack(const std::vector<std::string>& parts);

@@ -125,18 +125,22 @@ class _Meeting:
     processes: tuple[Process, ...]
     # The number of each rank in the job, which errors name.
     members: Sequence[int]
+    # All of the job, where they have met before.
+    world: _native.Communicator | None = None
 
     def create(self, backend: str) -> _native.Communicator:
         """A communicator on native or gloo."""
         store, timeout_s = dist.PrefixStore(backend, self.store), self.timeout.total_seconds()
         known = _known(self.processes, self.members)
         if backend == "native":
-            made = _native.create_native(store, self.rank, self.size, self.name, timeout_s, known)
+            made = _native.create_native(
+                store, self.rank, self.size, self.name, timeout_s, known, self.world
+            )
         else:
             self.network.require_usable()
             factory = gloo_factory(self.network)
             made = _native.create_gloo(
-                store, self.rank, self.size, self.name, timeout_s, factory, known
+                store, self.rank, self.size, self.name, timeout_s, factory, known, parent=self.world
             )
         made.timeout = timeout_s
         return made
@@ -188,10 +192,15 @@ def create_communicator(
     known = None if is_world else current.job.agreement
     ranks = range(size) if members is None else members
     first = None if known is None else known.processes[ranks[0]]
+    world = current.job.world if known is not None and current.job.has_world else None
+    if world is not None:
+        world.require_hope(list(ranks))
 
     def look() -> None:
         if first is None:
             return
+        if world is not None:
+            world.require_hope(list(ranks))
         if first.is_known_dead:
             _native.show_awaiting_nobody()
             raise PeerLost(
@@ -219,7 +228,7 @@ def create_communicator(
     if known is not None:
         _native.show_awaiting_nobody()
         processes = tuple(known.processes[member] for member in ranks)
-        meeting = _Meeting(store, rank, size, name, timeout, known.network, processes, ranks)
+        meeting = _Meeting(store, rank, size, name, timeout, known.network, processes, ranks, world)
         gpu = known.gpus[rank if members is None else members[rank]]
         return _create(meeting, known, gpu)
     start_s = time.monotonic()

@@ -180,14 +180,24 @@ class GlooCommunicator : public Communicator, public PeerNews {
                                           std::move(name), timeout(), factory_, check_hope,
                                           long_wait_, members);
         },
+        [&](const std::string& split) {
+          const std::optional<ToldError> told = GlooGroup::told_failure(*store_of(split));
+          return told ? std::optional(told->error) : std::nullopt;
+        },
         [&](const std::string& split, const ErrorDescription& why) {
-          const StorePtr its =
-              adapt_store(c10::make_intrusive<c10d::PrefixStore>(join(name_, "/", split), store_),
-                          kRollCallPatience);
+          const StorePtr its = store_of(split);
           GlooGroup::tell_of_failure(*its, {rank_, why});
           const std::optional<ToldError> told = GlooGroup::told_failure(*its);
           return told ? told->error : why;
         });
+  }
+
+  void require_hope(const std::vector<int>& ranks) override {
+    const std::exception_ptr error = failure();
+    // A group that failed otherwise says nothing of one that is made of its ranks anew.
+    if (!is_shut_down_ && (error == nullptr || describe(error).kind == ErrorKind::kAborted)) {
+      group_->require_hope(ranks);
+    }
   }
 
   milliseconds timeout() const override { return timeout_.load(); }
@@ -275,6 +285,12 @@ class GlooCommunicator : public Communicator, public PeerNews {
   }
 
  private:
+  // That of a group that is split off.
+  [[nodiscard]] StorePtr store_of(const std::string& split) const {
+    return adapt_store(c10::make_intrusive<c10d::PrefixStore>(join(name_, "/", split), store_),
+                       kRollCallPatience);
+  }
+
   // Counts a message as under way.
   class UnderWay {
    public:

@@ -31,6 +31,10 @@ void GlooMeeting::say_here(Deadline deadline) {
   const std::string key = GlooGroup::place_key(rank_);
   store_->set(key, own_place());
   noting_interruption([&] { static_cast<void>(store_->get(key, deadline)); });
+  // Gloo would still find the addresses of those that have given up since.
+  if (const std::optional<ToldError> told = GlooGroup::told_failure(*store_)) {
+    throw_described(told->error);
+  }
 }
 
 void GlooMeeting::check_hope() {
@@ -54,7 +58,7 @@ void GlooMeeting::tell_and_throw_why() {
   // What the caller or the user did stays this rank's own error, whatever another one has told.
   const bool is_mistake = why.kind == ErrorKind::kError || why.kind == ErrorKind::kInvalidUsage;
   if (const auto told = GlooGroup::told_failure(*store_); told && !is_mistake) {
-    std::rethrow_exception(make_error(told->error.kind, told->error.message, told->error.blame));
+    throw_described(told->error);
   }
   if (why.kind == ErrorKind::kTimeout && why.blame.ranks.empty()) {
     if (const std::vector<int> late = missing(); !late.empty()) {

@@ -460,4 +460,9 @@ ErrorDescription decline_native_group(KeyValueStore& store, const std::string& n
   return decline(store, introduction_topic(name), why);
 }
 
+std::optional<ErrorDescription> native_group_declined(KeyValueStore& store,
+                                                      const std::string& name) {
+  return declined(store, introduction_topic(name));
+}
+
 }  // namespace pydist

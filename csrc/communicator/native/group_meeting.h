@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,8 +37,10 @@ struct NativeMembership {
                                           const NativeOptions& options,
                                           std::shared_ptr<Endpoint> endpoint);
 
-// For a rank that will not come to a meeting of the group `name`, as decline().
+// For a rank that will not come to a meeting of the group `name`, as decline() and declined().
 ErrorDescription decline_native_group(KeyValueStore& store, const std::string& name,
                                       const ErrorDescription& why);
+[[nodiscard]] std::optional<ErrorDescription> native_group_declined(KeyValueStore& store,
+                                                                    const std::string& name);
 
 }  // namespace pydist

@@ -198,19 +198,7 @@ class NativeCommunicator final : public Communicator,
     require_not_aborted();
     NativeOptions options = options_;
     options.environment.timeout = timeout();
-    options.check_hope = [this, &ranks] {
-      require_not_aborted();
-      for (const int rank : ranks) {
-        if (rank == rank_) {
-          continue;
-        }
-        if (std::optional<GroupHealth::Loss> loss = health_->why_vain(rank)) {
-          throw PeerLost(
-              join(loss->what, ". ", health_->who(rank_), " waited for it to make a group."),
-              std::move(loss->blame));
-        }
-      }
-    };
+    options.check_hope = [this, &ranks] { require_hope(ranks); };
     options.secret = secret_;
     // Before the meeting it is the lowest member that is waited for.
     const CheckHope hope_of_first = [&] {
@@ -233,11 +221,28 @@ class NativeCommunicator final : public Communicator,
             return create_native_communicator(store_, rank, static_cast<int>(ranks.size()), options,
                                               endpoint_);
           },
+          [&](const std::string& split) {
+            return native_group_declined(*store_, join(name(), "/", split));
+          },
           [&](const std::string& split, const ErrorDescription& why) {
             return decline_native_group(*store_, join(name(), "/", split), why);
           });
     } catch (const Timeout& late) {
       throw with_keeper(late);
+    }
+  }
+
+  void require_hope(const std::vector<int>& ranks) override {
+    require_not_aborted();
+    for (const int rank : ranks) {
+      if (rank == rank_) {
+        continue;
+      }
+      if (std::optional<GroupHealth::Loss> loss = health_->why_vain(rank)) {
+        throw PeerLost(
+            join(loss->what, ". ", health_->who(rank_), " waited for it to make a group."),
+            std::move(loss->blame));
+      }
     }
   }
 

@@ -231,6 +231,7 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] Blame culprit(int rank, std::string cause) const override {
     return host_->culprit(rank, std::move(cause));
   }
+  void require_hope(const std::vector<int>& ranks) override { host_->require_hope(ranks); }
 
   [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
     require_open("split");

@@ -357,7 +357,7 @@ def refused() -> None:
     with pytest.raises(pydist.TransportError, match="no network here"):
         _native.create_gloo(store, rank, size, "broken", 5.0, broken)
     with pytest.raises(pydist.InvalidUsage, match="must return"):
-        _native.create_gloo(store, rank, size, "broken", 5.0, lambda *_: "text")
+        _native.create_gloo(dist.HashStore(), rank, size, "other", 5.0, lambda *_: "text")
     with pytest.raises(pydist.InvalidUsage, match="not a rank"):
         _native.create_gloo(store, size, size, "broken", 5.0, gloo)
     with pytest.raises(pydist.InvalidUsage, match="seconds"):

@@ -208,32 +208,35 @@ def test_ctrl_c_in_new_group_leaves_the_ranks_in_step(backend: str) -> None:
         assert ranks.run(interrupted_group, timeout=LIMIT_S) == ["2.0", "2.0"]
 
 
-def interrupted_while_gloo_connects() -> tuple[str, tuple[int, ...], float]:
+def interrupted_while_a_group_is_made(late: int) -> tuple[str, tuple[int, ...], float]:
     pydist.init(timeout=30)
     if pydist.rank() == 1:
         signal_soon(signal.SIGINT)
-    elif pydist.rank() == 2:
+    elif pydist.rank() == late:
         time.sleep(1.5)
     began = time.monotonic()
-    outcome: tuple[str, tuple[int, ...]] = ("made", ())
+    outcome: tuple[str, tuple[int, ...]] = ("nothing", ())
     try:
-        group = pydist.new_group([0, 1, 2])
+        pydist.new_group([0, 1, 2])
     except KeyboardInterrupt:
-        assert time.monotonic() - began < SOON_S
         outcome = ("interrupted", ())
     except pydist.Aborted as error:
         told = re.search("rank 1 .*interrupted", str(error))
         outcome = ("told" if told else str(error), error.ranks)
-    if outcome[0] != "made":
-        # The rank that has come since takes part in this attempt.
-        group = pydist.new_group([0, 1, 2])
+    assert time.monotonic() - began < SOON_S
+    group = pydist.new_group([0, 1, 2])
     return (*outcome, pydist.all_reduce(torch.ones(1), group=group).item())
 
 
-def test_ctrl_c_while_gloo_connects_the_ranks_is_told_to_all() -> None:
-    with Ranks(3, {"PYDIST_BACKEND": "gloo"}) as ranks:
-        outcomes = ranks.run(interrupted_while_gloo_connects, timeout=LIMIT_S)
-    assert outcomes == [("told", (1,), 3.0), ("interrupted", (), 3.0), ("made", (), 3.0)]
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("late", [0, 2])
+def test_ctrl_c_while_a_group_is_made_is_told_to_all_whenever_they_come(
+    backend: str, late: int
+) -> None:
+    told, interrupted = ("told", (1,), 3.0), ("interrupted", (), 3.0)
+    with Ranks(3, {"PYDIST_BACKEND": backend}) as ranks:
+        outcomes = ranks.run(interrupted_while_a_group_is_made, late, timeout=LIMIT_S)
+    assert outcomes == [told, interrupted, told]
 
 
 def interrupted_allocation() -> str:

@@ -232,6 +232,28 @@ def test_a_rank_that_gets_too_few_descriptors_for_gloo_does_not_end() -> None:
     assert run_ranks(make_groups_on_gloo_with_few_descriptors, 2) == [[named] * 8 + [2.0]] * 2
 
 
+def make_two_groups_of_which_one_fails() -> list[object]:
+    """Rank 0 fails in the first before rank 1 comes to it."""
+    pydist.init("gloo", timeout=20.0)
+    pydist.barrier()
+    outcomes: list[object] = []
+    for number, value in enumerate((1.0, 100.0)):
+        starved = number == 0 and pydist.rank() == 0
+        if pydist.rank() == 1:
+            time.sleep(0.3)
+        try:
+            with exhausted("descriptors") if starved else nullcontext():
+                group = pydist.new_group([0, 1])
+            outcomes.append(pydist.all_reduce(torch.full((1,), value), group=group).item())
+        except pydist.TransportError as error:
+            outcomes.append(error.ranks)
+    return outcomes
+
+
+def test_nobodys_first_group_is_another_ones_second() -> None:
+    assert run_ranks(make_two_groups_of_which_one_fails, 2) == [[(0,), 200.0]] * 2
+
+
 def test_a_rank_without_descriptors_for_the_store_says_so() -> None:
     here = Placement(1, 2, 1, 2, Rendezvous("127.0.0.1", 1), "torchrun")
     begin_s = time.monotonic()

@@ -1,6 +1,7 @@
 """Groups: of the script that pydist adopts, of torch that carry its collectives, and its own."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -277,3 +278,29 @@ def registered_without_init(name: str) -> tuple[float, str]:
 
 def test_torch_runs_on_the_backend_without_init() -> None:
     assert run_ranks(registered_without_init, 2, "pydist") == [(10.0, "pydist")] * 2
+
+
+def leave_torchs_group(how: str) -> tuple[str, tuple[int, ...]]:
+    pydist.init(timeout=20.0)
+    pydist.barrier()
+    if pydist.rank() == 2:
+        time.sleep(0.3)
+        if how == "leaves":
+            pydist.shutdown()
+            time.sleep(3.0)  # its end tells nobody
+            return "", ()
+        pydist.abort("enough")
+    begin_s = time.monotonic()
+    with pytest.raises((pydist.PeerLost, pydist.Aborted)) as caught:
+        dist.new_group([0, 1, 2])
+    assert time.monotonic() - begin_s < 10.0  # before the time-out
+    return type(caught.value).__name__, caught.value.ranks
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize(("how", "error"), [("leaves", "PeerLost"), ("aborts", "Aborted")])
+def test_torchs_new_group_hears_of_ranks_that_will_not_come(
+    backend: str, how: str, error: str
+) -> None:
+    told = run_ranks(leave_torchs_group, 3, how, env={"PYDIST_BACKEND": backend})
+    assert told[:2] == [(error, (2,))] * 2
