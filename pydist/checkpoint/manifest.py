@@ -91,7 +91,7 @@ def is_damaged(folder: Path) -> bool:
 def _content_of(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        text = path.read_text()
+        text = path.read_bytes().decode()  # a text file's other ends of lines would be taken for \n
         content: Any = json.loads(text)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}") from error
