@@ -123,6 +123,7 @@ def make_a_group_after_an_abort(backend: str) -> str:
     pydist.init(backend, timeout=20)
     pydist.barrier()
     if pydist.rank() == 0:
+        time.sleep(0.2)  # until the other one has left the barrier
         pydist.abort("the loss is not finite")
     began = time.monotonic()
     with pytest.raises(Error, match="the loss is not finite") as caught:
