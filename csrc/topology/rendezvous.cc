@@ -65,7 +65,8 @@ std::vector<std::string> parts_of(const std::string& answer, int size) {
 std::string answer_key(const std::string& topic) { return topic + "/all"; }
 
 // For rank 0, while it waits for the others: the answer is there before it has answered.
-struct Answered {
+struct Answered : std::exception {
+  explicit Answered(std::string its_answer) : answer(std::move(its_answer)) {}
   std::string answer;
 };
 
@@ -141,7 +142,7 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
       if (rank == 0 && next_look.has_passed()) {
         next_look = Deadline::in(kLook);
         if (std::optional<std::string> answer = look_up(store, answer_key(topic))) {
-          throw Answered{*std::move(answer)};
+          throw Answered(*std::move(answer));
         }
       }
     };

@@ -255,12 +255,13 @@ class GlooCommunicator : public Communicator, public PeerNews {
     self = ProcessIdentity::own(Environment::read().host_id);
     // Not as an operation of the group's: whoever makes it says who has not come.
     const auto work = std::make_shared<Work>();
-    queue_.post([this, work, &self, deadline] {
+    const bool is_posted = queue_.post([this, work, &self, deadline] {
       finish_with(*work, [&] {
         group_->channel.all_gather(&self, processes_.data(), sizeof self, deadline);
         return -1;
       });
     });
+    PYDIST_CHECK(is_posted);  // nobody else has the group yet
     work->wait();
     group_->know_processes(processes_);
     try {
