@@ -192,6 +192,7 @@ DRILLS = [
             ("Timeout",),
             names="rank 0",
             victim="stopped",
+            sizes=(4,),
             timeout_s=3.0,
             within_s=5.0,
         )

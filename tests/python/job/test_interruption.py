@@ -202,7 +202,7 @@ def interrupted_group() -> str:
     return str(pydist.all_reduce(torch.ones(1), group=group).item())
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
+@pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
 def test_ctrl_c_in_new_group_leaves_the_ranks_in_step(backend: str) -> None:
     with Ranks(2, {"PYDIST_BACKEND": backend}) as ranks:
         assert ranks.run(interrupted_group, timeout=LIMIT_S) == ["2.0", "2.0"]
@@ -228,8 +228,15 @@ def interrupted_while_a_group_is_made(late: int) -> tuple[str, tuple[int, ...], 
     return (*outcome, pydist.all_reduce(torch.ones(1), group=group).item())
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo"])
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize(
+    ("backend", "late"),
+    [
+        ("native", 0),
+        ("gloo", 2),
+        pytest.param("native", 2, marks=pytest.mark.thorough),
+        pytest.param("gloo", 0, marks=pytest.mark.thorough),
+    ],
+)
 def test_ctrl_c_while_a_group_is_made_is_told_to_all_whenever_they_come(
     backend: str, late: int
 ) -> None:

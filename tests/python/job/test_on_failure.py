@@ -137,6 +137,7 @@ def never_join() -> str:
     return f"{caught.value.ranks} {caught.value.cause}"
 
 
+@pytest.mark.thorough
 def test_spawn_names_a_rank_that_ends_before_it_joins() -> None:
     begin_s = time.monotonic()
     outcomes = pydist.spawn(never_join, nprocs=2, on_failure="continue", timeout=LIMIT_S)
