@@ -6,6 +6,9 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
+
+#include "base/error.h"
 
 namespace pydist {
 
@@ -17,6 +20,19 @@ void set_interruption_check(InterruptionCheck check) noexcept;
 // For a thread that waits: every so often, and not before it has waited that long.
 void check_interruption();
 inline constexpr std::chrono::milliseconds kInterruptionInterval{50};
+
+// Runs a wait, and keeps in `interruption` what ends it that is none of the engine's errors.
+template <typename Wait>
+void noting_interruption(std::exception_ptr& interruption, const Wait& wait) {
+  try {
+    wait();
+  } catch (const Error&) {
+    throw;
+  } catch (...) {
+    interruption = std::current_exception();
+    throw;
+  }
+}
 
 // For messages: what an interruption is.
 inline constexpr const char* kWhatInterrupts = "Ctrl-C, or a signal handler that raised";

@@ -588,8 +588,7 @@ void bind_communicator(py::module_& module) {
       "Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; "
       "`factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a "
       "datetime.timedelta; `processes` and `parent` as for create_native. The log tells of an "
-      "operation that "
-      "lasts for `long_wait` seconds.");
+      "operation that lasts for `long_wait` seconds.");
 }
 
 }  // namespace pydist

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pydist._torch import threads_of
 from pydist.errors import TransportError
+from pydist.job.descriptors import require_descriptors
 from pydist.job.meeting.gloo_network import GlooNetwork
 
 __all__ = ["gloo_factory"]
@@ -25,7 +26,7 @@ __all__ = ["gloo_factory"]
 _CONNECTING = 5
 # How long a thread that the system has granted may take to run.
 _STARTING_S = 3.0
-# What a group takes, and each of its ranks: more than gloo does, as other threads may take some.
+# A group takes 3, and 2 for each rank. More are tried, as other threads may take some meanwhile.
 _DESCRIPTORS = 12
 _DESCRIPTORS_A_RANK = 3
 
@@ -41,7 +42,7 @@ def gloo_factory(
         if not dist.is_gloo_available():
             raise TransportError("this torch was built without gloo.")
         wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        _require_descriptors(_DESCRIPTORS + _DESCRIPTORS_A_RANK * size)
+        require_descriptors(_DESCRIPTORS + _DESCRIPTORS_A_RANK * size, "the group")
         options = network.options(wait / _CONNECTING)
         _require_threads(threads_of(options))
         # Any: torch's stubs leave out its options.
@@ -84,19 +85,3 @@ def _require_threads(count: int) -> None:
             or any(os.path.exists(f"/proc/self/task/{thread}") for thread in running)
         ):
             time.sleep(1e-4)
-
-
-def _require_descriptors(count: int) -> None:
-    """Raises where this process can't open so many files more."""
-    opened: list[int] = []
-    try:
-        for _ in range(count):
-            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError as error:
-        raise TransportError(
-            f"the group takes up to {count} descriptors, and this process gets {len(opened)} "
-            f"({error.strerror}): raise the limit (ulimit -n), or close files"
-        ) from error
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)

@@ -393,11 +393,13 @@ class DistributedSampler(distributed.DistributedSampler[int]):
     def place_kept(self) -> Iterator[None]:
         """Whatever is iterated over inside moves neither the epoch nor the state."""
         place = (self._epoch, self._start, self._start_batch, self._pass, self._open)
+        is_loaded, self._is_loaded = self._is_loaded, False
         self._open = []
         try:
             yield
         finally:
             self._epoch, self._start, self._start_batch, self._pass, self._open = place
+            self._is_loaded = is_loaded
 
     def check_batch(self, batch: int, state: Mapping[str, Any] | None = None) -> None:
         """Whether batches of so many samples fit a state in the middle of an epoch.

@@ -171,34 +171,41 @@ DRILLS = [
     ),
     *(
         Drill(
-            f"SIGSTOP behind {what}, with a time-out of 3 s",
+            f"SIGSTOP {where}, with a time-out of 3 s",
             act,
             ("Timeout",),
+            names=names,
             victim="stopped",
-            backends=("native",),
+            backends=backends,
             sizes=(4,),
             timeout_s=3.0,
             within_s=5.0,
         )
-        for what, act in (
-            ("a chain of receives", acts.stopped_behind_receives),
-            ("a rank that others make groups with", acts.stopped_behind_makers_of_groups),
-        )
-    ),
-    *(
-        Drill(
-            f"SIGSTOP of rank 0 {when} a group is made, with a time-out of 3 s",
-            act,
-            ("Timeout",),
-            names="rank 0",
-            victim="stopped",
-            sizes=(4,),
-            timeout_s=3.0,
-            within_s=5.0,
-        )
-        for when, act in (
-            ("before", acts.rank_0_stopped_before_a_group_is_made),
-            ("while", acts.rank_0_stopped_while_a_group_is_made),
+        for where, act, names, backends in (
+            (
+                "behind a chain of receives",
+                acts.stopped_behind_receives,
+                "rank {victim}",
+                ("native",),
+            ),
+            (
+                "behind a rank that others make groups with",
+                acts.stopped_behind_makers_of_groups,
+                "rank {victim}",
+                ("native",),
+            ),
+            (
+                "of rank 0 before a group is made",
+                acts.rank_0_stopped_before_a_group_is_made,
+                "rank 0",
+                ("native", "gloo"),
+            ),
+            (
+                "of rank 0 while a group is made",
+                acts.rank_0_stopped_while_a_group_is_made,
+                "rank 0",
+                ("native", "gloo"),
+            ),
         )
     ),
     Drill("SIGSTOP, and SIGCONT after 0.5 s", acts.stopped_and_continued, (), within_s=3.0),

@@ -425,7 +425,7 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
     try {
       meeting->say_here(deadline);
       connect();
-      meeting->noting_interruption([&] { communicator->meet(deadline); });
+      meeting->run([&] { communicator->meet(deadline); });
     } catch (const std::exception&) {
       meeting->tell_and_throw_why();
     }

@@ -30,7 +30,7 @@ void GlooMeeting::say_here(Deadline deadline) {
   // A store whose host is stopped is to be told here: torch's gloo would ask it without limit.
   const std::string key = GlooGroup::place_key(rank_);
   store_->set(key, own_place());
-  noting_interruption([&] { static_cast<void>(store_->get(key, deadline)); });
+  run([&] { static_cast<void>(store_->get(key, deadline)); });
   // Gloo would still find the addresses of those that have given up since.
   if (const std::optional<ToldError> told = GlooGroup::told_failure(*store_)) {
     throw_described(told->error);
@@ -42,7 +42,7 @@ void GlooMeeting::check_hope() {
     if (check_hope_) {
       check_hope_();
     }
-    noting_interruption(&check_interruption);
+    run(&check_interruption);
   } catch (...) {
     lost_ = std::current_exception();
     throw TransportError("The ranks did not meet.");
@@ -75,7 +75,7 @@ void GlooMeeting::tell_and_throw_why() {
 
 std::exception_ptr GlooMeeting::first_error() const {
   std::exception_ptr error = std::current_exception();
-  if (lost_ != nullptr || is_interrupted_) {
+  if (lost_ != nullptr || interruption_ != nullptr) {
     return lost_ != nullptr ? lost_ : error;
   }
   const ErrorDescription what = describe(error);
@@ -130,11 +130,11 @@ ErrorDescription GlooMeeting::end_of_peer(ErrorDescription otherwise) const {
 
 ErrorDescription GlooMeeting::own_failure(ErrorDescription& why) const {
   const KnownProcess& self = processes_[static_cast<std::size_t>(rank_)];
-  if (is_interrupted_) {
+  if (interruption_ != nullptr) {
     why.message = join("it was interrupted (", kWhatInterrupts, ").");
   }
-  why.blame = self.blame(is_interrupted_ ? "was interrupted" : why.message);
-  return {is_interrupted_ ? ErrorKind::kAborted : ErrorKind::kTransport,
+  why.blame = self.blame(interruption_ != nullptr ? "was interrupted" : why.message);
+  return {interruption_ != nullptr ? ErrorKind::kAborted : ErrorKind::kTransport,
           join(self.who(), " could not join the group '", name_, "': ", why.message,
                on_numbers(processes_)),
           why.blame};

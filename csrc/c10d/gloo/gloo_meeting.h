@@ -11,6 +11,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "base/interruption.h"
 #include "health/known_processes.h"
 #include "topology/key_value_store.h"
 #include "topology/rendezvous.h"
@@ -31,18 +32,10 @@ class GlooMeeting {
   // wait.
   void check_hope();
 
-  // Runs a wait that is not gloo's. The exception of an interruption is none of the engine's
-  // errors.
+  // A wait that is not gloo's.
   template <typename Wait>
-  void noting_interruption(const Wait& wait) {
-    try {
-      wait();
-    } catch (const Error&) {
-      throw;
-    } catch (...) {
-      is_interrupted_ = true;
-      throw;
-    }
+  void run(const Wait& wait) {
+    noting_interruption(interruption_, wait);
   }
 
   // For the handler of what has kept the group from standing: tells the others, and throws the
@@ -66,7 +59,7 @@ class GlooMeeting {
   const KnownProcesses processes_;
   const CheckHope check_hope_;
   std::exception_ptr lost_;
-  bool is_interrupted_ = false;
+  std::exception_ptr interruption_;
 };
 
 }  // namespace pydist

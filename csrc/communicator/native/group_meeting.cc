@@ -110,7 +110,7 @@ class Meeting {
     std::vector<SegmentOffer> offers;  // until everybody has them, or nobody will
     try {
       share(offers);
-      noting_interruption([this] { wait_for_verdict(); });
+      noting_interruption(interruption_, [this] { wait_for_verdict(); });
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       // What has come to its end (descriptors, say) may be needed to tell the others.
@@ -215,7 +215,7 @@ class Meeting {
     require_running_in_grace(awaited);
     if (next_look_.has_passed()) {
       next_look_ = Deadline::in(kNewsInterval);
-      noting_interruption([this] { look_for_verdict(); });
+      noting_interruption(interruption_, [this] { look_for_verdict(); });
     }
     if (options_.check_hope) {
       options_.check_hope();
@@ -227,7 +227,7 @@ class Meeting {
         throw PeerLost(lost.who() + " has died before the group was made.", lost.blame("has died"));
       }
     }
-    noting_interruption(&check_interruption);
+    noting_interruption(interruption_, &check_interruption);
   }
   // Rank 0 gets more time than the others to say who was missing; if it can't, no more.
   void require_running_in_grace(int awaited) const {
@@ -257,19 +257,6 @@ class Meeting {
     if (membership_.endpoint) {  // it could be made
       const KnownProcess& its = process(rank);
       membership_.endpoint->show_awaited(options_.name, rank, its.host, its.pid);
-    }
-  }
-  // A wait for the store can be interrupted, too. It throws the handler's exception then, which is
-  // none of the engine's errors.
-  template <typename Function>
-  void noting_interruption(const Function& wait) {
-    try {
-      wait();
-    } catch (const Error&) {
-      throw;
-    } catch (...) {
-      interruption_ = std::current_exception();
-      throw;
     }
   }
   void look_for_verdict() {

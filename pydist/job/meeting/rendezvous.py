@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from pydist.errors import Timeout, TransportError
+from pydist.job.descriptors import require_descriptors
 from pydist.job.launchers import Placement, Rendezvous
 from pydist.job.meeting.bounded_store_calls import answer_within
 from pydist.job.meeting.meeting_number import next_number, require_only_process
@@ -145,16 +146,6 @@ def _serve(rendezvous: Rendezvous, placement: Placement, timeout: timedelta) -> 
         ) from error
 
 
-def _require_descriptor(place: tuple[str, int]) -> None:
-    try:
-        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError as error:
-        raise TransportError(
-            f"this process can open no connection to the job's store, {place[0]}:{place[1]}: "
-            f"{error.strerror}. Raise the limit (ulimit -n), or close files."
-        ) from error
-
-
 def _await_server(
     rendezvous: Rendezvous,
     timeout: timedelta,
@@ -168,7 +159,7 @@ def _await_server(
         try:
             socket.create_connection(place, min(left_s, 1.0)).close()
         except OSError as error:
-            _require_descriptor(place)
+            require_descriptors(1, f"a connection to the job's store, {place[0]}:{place[1]},")
             problem = str(error)
             if check_host is not None:
                 check_host(None)

@@ -178,6 +178,9 @@ def test_an_epoch_that_was_over_says_so_where_nobody_names_the_next() -> None:
     assert (state["epoch"], state["position"]) == (0, 20)
     second = samplers(20, 1)[0]
     second.load_state_dict(state)
+    with warnings.catch_warnings(), second.place_kept():
+        warnings.simplefilter("error")
+        list(second)  # an evaluation is no iteration of the loop's
     with pytest.warns(UserWarning, match=r"last batch of epoch 0.*calls set_epoch\(\)"):
         assert list(second) == []
     with warnings.catch_warnings():
