@@ -11,7 +11,7 @@
 namespace pydist {
 namespace {
 
-std::string describe(const Post& post) {
+std::string call_text(const Post& post) {
   if (post.kind == OpKind::kBarrier) {
     return "barrier";
   }
@@ -36,8 +36,8 @@ std::string describe(const Post& post) {
   throw Mismatch(
       join("Ranks disagree about collective #", group.sequence(), " of their group: rank ",
            group.rank(), " called ",
-           describe(group.segment().control(group.rank()).posts[group.sequence() % kPostDepth]),
-           ", but rank ", peer, " called ", describe(group.post(peer)), detail,
+           call_text(group.segment().control(group.rank()).posts[group.sequence() % kPostDepth]),
+           ", but rank ", peer, " called ", call_text(group.post(peer)), detail,
            ". Every rank of a group must call the same collectives in the same order "
            "with matching arguments."),
       Blame{.ranks = {std::min(group.rank(), peer), std::max(group.rank(), peer)},
@@ -88,7 +88,7 @@ void check_blocks(const Group& group, const Call& call, int peer) {
 }
 
 // More elements than any buffer has.
-constexpr std::uint64_t kMostElements = std::uint64_t{1} << 48;
+constexpr std::uint64_t kMostElementsOfABuffer = std::uint64_t{1} << 48;
 
 // Elements of all blocks that `peer` sends, by what it has posted.
 std::uint64_t posted_total(const Group& group, const Call& call, int peer) {
@@ -109,7 +109,7 @@ std::uint64_t posted_total(const Group& group, const Call& call, int peer) {
       std::uint64_t total = 0;
       for (int rank = 0; rank < group.size(); ++rank) {
         const bool is_sent = call.kind != OpKind::kScatter || peer == call.root;
-        total += is_sent ? std::min(group.posted_count(peer, rank), kMostElements) : 0;
+        total += is_sent ? std::min(group.posted_count(peer, rank), kMostElementsOfABuffer) : 0;
       }
       return total;
     }
@@ -123,8 +123,9 @@ std::uint64_t posted_total(const Group& group, const Call& call, int peer) {
 void check_way(const Group& group, const Call& call, int peer) {
   const Post& post = group.post(peer);
   const std::uint64_t total = posted_total(group, call, peer);
-  const std::uint64_t bytes = std::min(total, kMostElements) * element_size(call.wire_dtype);
-  bool makes_sense = total < kMostElements;
+  const std::uint64_t bytes =
+      std::min(total, kMostElementsOfABuffer) * element_size(call.wire_dtype);
+  bool makes_sense = total < kMostElementsOfABuffer;
   if ((post.flags & Post::kInline) != 0) {
     makes_sense &= bytes <= ((post.flags & Post::kBehind) != 0 ? kInlineBytes : kFirstLineBytes);
   }
@@ -144,7 +145,7 @@ void check_way(const Group& group, const Call& call, int peer) {
   if (!makes_sense) {
     throw Error(ErrorKind::kError,
                 join("What rank ", peer, " has posted of collective #", group.sequence(),
-                     " of its group makes no sense (", describe(post), ", flags ",
+                     " of its group makes no sense (", call_text(post), ", flags ",
                      static_cast<int>(post.flags),
                      "): its shared memory has been damaged. Look for writes out of bounds in "
                      "that process."),

@@ -81,7 +81,7 @@ Record make_record(const Operation& operation, int size) {
   return record;
 }
 
-std::string describe(const Record& record) {
+std::string call_text(const Record& record) {
   const auto kind = static_cast<OpKind>(record.kind);
   if (kind == OpKind::kBarrier) {
     return "barrier";
@@ -165,8 +165,8 @@ void check_agreement(const Operation& operation, int rank, int size,
   all_gather(&mine, all.data(), sizeof mine);
   for (std::size_t other = 1; other < ranks; ++other) {
     if (all[other] != all[0]) {
-      throw_mismatch(join("rank 0 called ", describe(all[0]), ", but rank ", other, " called ",
-                          describe(all[other]),
+      throw_mismatch(join("rank 0 called ", call_text(all[0]), ", but rank ", other, " called ",
+                          call_text(all[other]),
                           all[other].count == all[0].count && all[other].blocks != all[0].blocks
                               ? " with blocks of other sizes"
                               : ""),
@@ -184,7 +184,7 @@ void check_agreement(const Operation& operation, int rank, int size,
       const std::uint64_t sent = table[from * counts.size() + to];
       const std::uint64_t expected = table[to * counts.size() + ranks + from];
       if (sent != expected) {
-        throw_mismatch(join("in ", describe(mine), " rank ", from, " sends ", sent,
+        throw_mismatch(join("in ", call_text(mine), " rank ", from, " sends ", sent,
                             " elements to rank ", to, ", which expects ", expected),
                        from, to);
       }

@@ -23,7 +23,7 @@
 namespace pydist {
 namespace {
 
-constexpr const char* kPurpose = "the one copy of the parameters";
+constexpr const char* kOneCopy = "the one copy of the parameters";
 
 // What rank 0 tells the others. Not the secret: only where it is.
 struct Offer {
@@ -95,7 +95,7 @@ void reserve_share(const SharedSegment& segment, int rank, int size) {
   const auto begin_of = [&](int part) {
     return pages * static_cast<std::size_t>(part) / static_cast<std::size_t>(size) * page_bytes();
   };
-  segment.reserve(begin_of(rank), begin_of(rank + 1) - begin_of(rank), kPurpose);
+  segment.reserve(begin_of(rank), begin_of(rank + 1) - begin_of(rank), kOneCopy);
 }
 
 }  // namespace
@@ -120,7 +120,7 @@ OneCopy allocate_one_copy(Communicator& communicator, std::size_t bytes) {
   if (is_first) {
     attempt([&] {
       copy.segment = SharedSegment::create("one-copy", bytes);
-      check_memory_room(copy.segment.bytes(), kPurpose);
+      check_memory_room(copy.segment.bytes(), kOneCopy);
       giver.emplace(copy.segment, offer);
     });
   }

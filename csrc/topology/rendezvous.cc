@@ -14,9 +14,6 @@
 namespace pydist {
 namespace {
 
-// How much longer than rank 0 the others wait, so that they hear from it who was missing.
-constexpr std::chrono::seconds kGrace{10};
-
 // Rank 0 has waited its time; a rank that came in the meantime is not missing.
 constexpr std::chrono::milliseconds kLastLook{20};
 
@@ -151,7 +148,7 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
     if (rank != 0) {
       store.set(said(topic, rank), mine);
       const Deadline patient =
-          deadline.is_never() ? deadline : Deadline::at(deadline.when() + kGrace);
+          deadline.is_never() ? deadline : Deadline::at(deadline.when() + kGraceAfterRankZero);
       std::string answer;
       try {
         answer = get_while_hoping(store, answer_key(topic), patient, hope_of(0));

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <optional>
 #include <string>
@@ -19,6 +20,9 @@ using CheckHope = std::function<void()>;
 using CheckHopeOf = std::function<void(int)>;
 // What all throw who have waited for these ranks until the deadline.
 using LatenessOf = std::function<ErrorDescription(const std::vector<int>&)>;
+
+// How much longer than rank 0 the others wait, so that they hear from it who was missing.
+inline constexpr std::chrono::seconds kGraceAfterRankZero{10};
 
 // What the store has under `key`, once it is there. Throws Timeout where that is not before the
 // deadline, and what `check_hope` throws, unless the key is there by then.

@@ -157,5 +157,7 @@ inline constexpr int kSlowdown = 4;
 #else
 inline constexpr int kSlowdown = 1;
 #endif
+// What needs no waiting takes no longer.
+inline constexpr std::chrono::milliseconds kAtOnce{1000 * kSlowdown};
 
 }  // namespace pydist::testing

@@ -15,6 +15,12 @@ constexpr std::size_t kHeapBytes = std::size_t{12} << 20;
 
 }  // namespace
 
+std::string name_of_ranks_and_road(const ::testing::TestParamInfo<RanksAndRoad>& info) {
+  const auto& [size, algorithm, placement] = info.param;
+  return join(size, "Ranks", algorithm == AlgorithmChoice::kRing ? "Ring" : "Auto",
+              to_string(placement));
+}
+
 void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorithm,
                Placement placement, std::size_t chunk_bytes) {
   std::vector<PreparedCase> prepared;

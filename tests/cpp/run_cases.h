@@ -2,7 +2,11 @@
 
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cstddef>
+#include <string>
+#include <tuple>
 #include <vector>
 
 #include "base/env.h"
@@ -14,6 +18,14 @@ namespace pydist::testing {
 [[nodiscard]] constexpr SummationOrder order_of(AlgorithmChoice algorithm) {
   return algorithm == AlgorithmChoice::kRing ? SummationOrder::kRing : SummationOrder::kRanks;
 }
+
+// Of so small chunks that small buffers have several.
+inline constexpr std::size_t kSmallChunkBytes = 4096;
+
+// The number of ranks, the algorithm, and where the buffers are.
+using RanksAndRoad = std::tuple<int, AlgorithmChoice, Placement>;
+[[nodiscard]] std::string name_of_ranks_and_road(
+    const ::testing::TestParamInfo<RanksAndRoad>& info);
 
 // One after the other, in one group; some asynchronously.
 void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorithm,

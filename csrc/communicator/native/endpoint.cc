@@ -64,13 +64,13 @@ std::shared_ptr<Endpoint>& process_endpoint() {
 }
 
 // Those that exist in this process.
-struct Registry {
+struct Endpoints {
   std::mutex mutex;
   std::set<Endpoint*> all;  // guarded by mutex
 };
-Registry& registry() {
-  static auto& the_registry = *new Registry;
-  return the_registry;
+Endpoints& endpoints() {
+  static auto& the_endpoints = *new Endpoints;
+  return the_endpoints;
 }
 
 }  // namespace
@@ -121,14 +121,14 @@ Endpoint::Endpoint(const Environment& environment)
   progress_ = std::make_shared<Progress>(
       std::shared_ptr<Doorbell>(mapping, reinterpret_cast<Doorbell*>(mapping->data())),
       std::chrono::nanoseconds::zero());
-  const std::lock_guard lock(registry().mutex);
-  registry().all.insert(this);
+  const std::lock_guard lock(endpoints().mutex);
+  endpoints().all.insert(this);
 }
 
 Endpoint::~Endpoint() {
   {
-    const std::lock_guard lock(registry().mutex);
-    registry().all.erase(this);
+    const std::lock_guard lock(endpoints().mutex);
+    endpoints().all.erase(this);
   }
   progress_->stop();
   monitor_.reset();
@@ -147,8 +147,8 @@ void Endpoint::depart() noexcept {
 }
 
 void Endpoint::depart_all() noexcept {
-  const std::lock_guard lock(registry().mutex);
-  for (Endpoint* const endpoint : registry().all) {
+  const std::lock_guard lock(endpoints().mutex);
+  for (Endpoint* const endpoint : endpoints().all) {
     endpoint->depart();
   }
 }

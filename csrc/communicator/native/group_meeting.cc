@@ -41,9 +41,6 @@ std::string words_of(const std::string& what) {
 // How often a rank that waits for another one to answer looks whether anybody has failed.
 constexpr std::chrono::milliseconds kNewsInterval{50};
 
-// How much longer than rank 0 the others wait, so that they hear from it who was missing.
-constexpr std::chrono::seconds kGrace{10};
-
 // The verdict on a group that stands. No complaint is like it.
 constexpr const char* kStands = "stands";
 
@@ -147,7 +144,7 @@ class Meeting {
     if (rank_ != 0) {
       store_.set(joined_key(rank_), "");
       const Deadline patient =
-          deadline_.is_never() ? deadline_ : Deadline::at(deadline_.when() + kGrace);
+          deadline_.is_never() ? deadline_ : Deadline::at(deadline_.when() + kGraceAfterRankZero);
       require_standing(hear(verdict_key(), patient, 0));
       return;
     }

@@ -9,7 +9,7 @@
 namespace pydist {
 namespace {
 
-constexpr std::uint64_t kMostElements = std::uint64_t{1} << 40;
+constexpr std::uint64_t kMostElementsOfALaunch = std::uint64_t{1} << 40;
 // Launch geometry counts segments in 32 bits.
 constexpr std::uint64_t kMostSegments = std::uint64_t{1} << 31;
 
@@ -40,9 +40,10 @@ std::string fault_in_buffer(std::string_view what, const void* buffer, std::uint
 }
 
 std::string fault_in_count(std::uint64_t count) {
-  return count <= kMostElements
+  return count <= kMostElementsOfALaunch
              ? ""
-             : join(count, " elements are too many for one buffer; at most ", kMostElements);
+             : join(count, " elements are too many for one buffer; at most ",
+                    kMostElementsOfALaunch);
 }
 
 std::string fault_in_segments(const void* segments, std::uint64_t count) {

@@ -28,15 +28,15 @@ std::vector<std::byte*> addresses(std::vector<Elements>& buffers) {
   return result;
 }
 
-struct Buffers {
+struct BuffersOfRanks {
   std::vector<Elements> inputs;
   std::vector<Elements> outputs;
 };
 
 // Runs every rank's share, one after the other.
-Buffers run_all(OpKind kind, std::size_t count, std::size_t input, std::size_t output,
-                int root = 1) {
-  Buffers buffers;
+BuffersOfRanks run_all(OpKind kind, std::size_t count, std::size_t input, std::size_t output,
+                       int root = 1) {
+  BuffersOfRanks buffers;
   for (int rank = 0; rank < kRanks; ++rank) {
     buffers.inputs.emplace_back();
     for (std::size_t i = 0; i < input; ++i) {
@@ -57,12 +57,12 @@ Buffers run_all(OpKind kind, std::size_t count, std::size_t input, std::size_t o
 }
 
 // 37: neither a multiple of the ranks nor of a cache line.
-class RooflineTest : public testing::TestWithParam<std::size_t> {};
+class RooflineTest : public ::testing::TestWithParam<std::size_t> {};
 
 TEST_P(RooflineTest, AllReduceAndReduce) {
   const std::size_t count = GetParam();
-  const Buffers all = run_all(OpKind::kAllReduce, count, count, count);
-  const Buffers one = run_all(OpKind::kReduce, count, count, count);
+  const BuffersOfRanks all = run_all(OpKind::kAllReduce, count, count, count);
+  const BuffersOfRanks one = run_all(OpKind::kReduce, count, count, count);
   for (std::size_t i = 0; i < count; ++i) {
     const float sum = value(0, i) + value(1, i) + value(2, i);
     for (const Elements& output : all.outputs) {
@@ -76,7 +76,7 @@ TEST_P(RooflineTest, AllReduceAndReduce) {
 
 TEST_P(RooflineTest, ReduceScatter) {
   const std::size_t count = GetParam();
-  const Buffers all = run_all(OpKind::kReduceScatter, count, kRanks * count, count);
+  const BuffersOfRanks all = run_all(OpKind::kReduceScatter, count, kRanks * count, count);
   for (std::size_t rank = 0; rank < kRanks; ++rank) {
     for (std::size_t i = 0; i < count; ++i) {
       const std::size_t at = rank * count + i;
@@ -87,8 +87,8 @@ TEST_P(RooflineTest, ReduceScatter) {
 
 TEST_P(RooflineTest, AllGatherAndGather) {
   const std::size_t count = GetParam();
-  const Buffers all = run_all(OpKind::kAllGather, count, count, kRanks * count);
-  const Buffers one = run_all(OpKind::kGather, count, count, kRanks * count);
+  const BuffersOfRanks all = run_all(OpKind::kAllGather, count, count, kRanks * count);
+  const BuffersOfRanks one = run_all(OpKind::kGather, count, count, kRanks * count);
   for (int rank = 0; rank < kRanks; ++rank) {
     for (std::size_t i = 0; i < count; ++i) {
       const std::size_t at = static_cast<std::size_t>(rank) * count + i;
@@ -103,8 +103,8 @@ TEST_P(RooflineTest, AllGatherAndGather) {
 
 TEST_P(RooflineTest, BroadcastAndScatter) {
   const std::size_t count = GetParam();
-  const Buffers all = run_all(OpKind::kBroadcast, count, count, count);
-  const Buffers parts = run_all(OpKind::kScatter, count, kRanks * count, count);
+  const BuffersOfRanks all = run_all(OpKind::kBroadcast, count, count, count);
+  const BuffersOfRanks parts = run_all(OpKind::kScatter, count, kRanks * count, count);
   for (std::size_t i = 0; i < count; ++i) {
     ASSERT_EQ(all.outputs[0][i], value(1, i));
     ASSERT_EQ(all.outputs[2][i], value(1, i));
@@ -116,8 +116,8 @@ TEST_P(RooflineTest, BroadcastAndScatter) {
 
 TEST_P(RooflineTest, AllToAllAndSend) {
   const std::size_t count = GetParam();
-  const Buffers all = run_all(OpKind::kAllToAll, count, kRanks * count, kRanks * count);
-  const Buffers next = run_all(OpKind::kSend, count, count, count);
+  const BuffersOfRanks all = run_all(OpKind::kAllToAll, count, kRanks * count, kRanks * count);
+  const BuffersOfRanks next = run_all(OpKind::kSend, count, count, count);
   for (std::size_t rank = 0; rank < kRanks; ++rank) {
     for (std::size_t i = 0; i < count; ++i) {
       for (int peer = 0; peer < kRanks; ++peer) {
@@ -129,7 +129,7 @@ TEST_P(RooflineTest, AllToAllAndSend) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Counts, RooflineTest, testing::Values(0, 1, 37, 5000));
+INSTANTIATE_TEST_SUITE_P(Counts, RooflineTest, ::testing::Values(0, 1, 37, 5000));
 
 TEST(Roofline, NeedsABufferOfEveryRank) {
   Roofline::Case all;

@@ -26,15 +26,12 @@
 namespace pydist::testing {
 namespace {
 
-constexpr std::size_t kSmallChunkBytes = 4096;
 constexpr std::size_t kUsualChunkBytes = std::size_t{128} << 10;
 constexpr std::size_t kWireBytes = 2;
 
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kMean, ReduceOp::kPremulSum};
 
-using Parameters = std::tuple<int, AlgorithmChoice, Placement>;
-
-class WireDType : public ::testing::TestWithParam<Parameters> {
+class WireDType : public ::testing::TestWithParam<RanksAndRoad> {
  protected:
   [[nodiscard]] int size() const { return std::get<0>(GetParam()); }
   void run(const std::vector<Case>& cases, std::size_t chunk_bytes) const {
@@ -114,23 +111,17 @@ TEST_P(WireDType, RaggedBlocks) {
   run(cases, kSmallChunkBytes);
 }
 
-std::string parameters_name(const ::testing::TestParamInfo<Parameters>& info) {
-  return join(std::get<0>(info.param), "Ranks",
-              std::get<1>(info.param) == AlgorithmChoice::kRing ? "Ring" : "Auto",
-              to_string(std::get<2>(info.param)));
-}
-
 INSTANTIATE_TEST_SUITE_P(Direct, WireDType,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4),
                                             ::testing::Values(AlgorithmChoice::kAuto),
                                             ::testing::Values(Placement::kOrdinary,
                                                               Placement::kHeap, Placement::kMixed)),
-                         parameters_name);
+                         name_of_ranks_and_road);
 INSTANTIATE_TEST_SUITE_P(Ring, WireDType,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4),
                                             ::testing::Values(AlgorithmChoice::kRing),
                                             ::testing::Values(Placement::kMixed)),
-                         parameters_name);
+                         name_of_ranks_and_road);
 
 // -- values ---------------------------------------------------------------------------------------
 

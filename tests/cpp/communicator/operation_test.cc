@@ -12,7 +12,7 @@
 namespace pydist {
 namespace {
 
-constexpr int kSize = 3;
+constexpr int kGroupSize = 3;
 
 // Each buffer has memory of its own.
 Buffer buffer(std::size_t count, DType dtype = DType::kFloat32) {
@@ -35,7 +35,7 @@ Operation operation(OpKind kind, std::vector<Buffer> inputs, std::vector<Buffer>
 
 void accepts(const Operation& op, int rank = 1) {
   try {
-    validate(op, rank, kSize);
+    validate(op, rank, kGroupSize);
   } catch (const InvalidUsage& error) {
     ADD_FAILURE() << error.what();
   }
@@ -44,7 +44,7 @@ void accepts(const Operation& op, int rank = 1) {
 // The complaint names the kind, the rank and, in it, `about`.
 void refuses(const Operation& op, const std::string& about, int rank = 1) {
   try {
-    validate(op, rank, kSize);
+    validate(op, rank, kGroupSize);
     ADD_FAILURE() << to_string(op.kind) << " was accepted; expected: " << about;
   } catch (const InvalidUsage& error) {
     const std::string text = error.what();

@@ -17,9 +17,9 @@ namespace pydist::test_buffers {
 using Bytes = std::vector<unsigned char>;
 
 // A buffer that begins `skew` bytes past a multiple of 64, between guards.
-class Buffer {
+class GuardedBytes {
  public:
-  explicit Buffer(const Bytes& contents, std::size_t skew = 0)
+  explicit GuardedBytes(const Bytes& contents, std::size_t skew = 0)
       : bytes_(contents.size()), storage_(contents.size() + 256, kGuard) {
     const auto address = reinterpret_cast<std::uintptr_t>(storage_.data()) + 64;
     offset_ = 64 + (64 - address % 64) % 64 + skew;

@@ -23,9 +23,9 @@ namespace {
 
 using std::chrono::seconds;
 
-class Host {
+class HostOfRanks {
  public:
-  explicit Host(int size)
+  explicit HostOfRanks(int size)
       : size_(size),
         memory_(SharedSegment::create("messages", MessageSegment::bytes(size)), size),
         bells_(std::make_unique<Doorbell[]>(static_cast<std::size_t>(size))) {
@@ -92,7 +92,7 @@ TEST(MessagesTest, EverySizeArrives) {
   // Around what rides along (32 bytes), a slot (256 KiB), and all slots of a lane.
   const std::vector<std::size_t> counts = {0,     1,     8,      9,      100,    65535,
                                            65536, 65537, 131072, 262145, 1 << 20};
-  Host host(2);
+  HostOfRanks host(2);
   host.run([&](int rank, Messages& messages) {
     std::vector<std::vector<std::uint32_t>> all;
     for (std::size_t i = 0; i < counts.size(); ++i) {
@@ -115,7 +115,7 @@ TEST(MessagesTest, EverySizeArrives) {
 
 TEST(MessagesTest, TagsMatchInAnyOrder) {
   constexpr std::uint64_t kTags = 40;
-  Host host(2);
+  HostOfRanks host(2);
   host.run([&](int rank, Messages& messages) {
     std::vector<std::vector<std::uint32_t>> all;
     std::vector<std::uint64_t> order(kTags);
@@ -144,7 +144,7 @@ TEST(MessagesTest, TagsMatchInAnyOrder) {
 TEST(MessagesTest, OneTagMatchesInTheOrderOfSending) {
   for (const std::size_t count : {1u, 100u}) {
     constexpr std::uint32_t kMessages = 60;
-    Host host(2);
+    HostOfRanks host(2);
     host.run([&](int rank, Messages& messages) {
       std::vector<std::vector<std::uint32_t>> all;
       for (std::uint32_t i = 0; i < kMessages; ++i) {
@@ -170,7 +170,7 @@ TEST(MessagesTest, OneTagMatchesInTheOrderOfSending) {
 TEST(MessagesTest, CrossedLargeSendsDoNotWaitForEachOther) {
   constexpr int kSize = 3;
   constexpr std::size_t kCount = 2'000'000;
-  Host host(kSize);
+  HostOfRanks host(kSize);
   host.run([&](int rank, Messages& messages) {
     auto mine = text(kCount, static_cast<std::uint32_t>(rank));
     std::vector<std::vector<std::uint32_t>> theirs(kSize, std::vector<std::uint32_t>(kCount));
@@ -189,7 +189,7 @@ TEST(MessagesTest, CrossedLargeSendsDoNotWaitForEachOther) {
 }
 
 TEST(MessagesTest, ALargeMessageNobodyAsksForBlocksNoOther) {
-  Host host(2);
+  HostOfRanks host(2);
   host.run([&](int rank, Messages& messages) {
     auto large = text(1 << 20, 1);
     auto small = text(100, 2);
@@ -216,7 +216,7 @@ TEST(MessagesTest, ALargeMessageNobodyAsksForBlocksNoOther) {
 TEST(MessagesTest, AnySourceTakesFromEverybody) {
   constexpr int kSize = 5;
   for (const std::size_t count : {2u, 5'000u}) {
-    Host host(kSize);
+    HostOfRanks host(kSize);
     host.run([&](int rank, Messages& messages) {
       if (rank != 0) {
         auto mine = text(count, static_cast<std::uint32_t>(rank));
@@ -241,7 +241,7 @@ TEST(MessagesTest, AnySourceTakesFromEverybody) {
 }
 
 TEST(MessagesTest, AnySourceRespectsTheTagAndWaitsItsTurn) {
-  Host host(2);
+  HostOfRanks host(2);
   host.run([&](int rank, Messages& messages) {
     auto first = text(4, 1);
     auto second = text(4, 2);
@@ -265,7 +265,7 @@ TEST(MessagesTest, AnySourceRespectsTheTagAndWaitsItsTurn) {
 TEST(MessagesTest, ManySmallOnesBeforeAnybodyAsks) {
   // More than a lane announces at a time, sent before the receiver posts its first receive.
   constexpr std::uint32_t kMessages = 100;
-  Host host(2);
+  HostOfRanks host(2);
   Messages sender = host.join(0);
   Messages receiver = host.join(1);
   std::vector<std::vector<std::uint32_t>> sent;
@@ -293,7 +293,7 @@ TEST(MessagesTest, ManySmallOnesBeforeAnybodyAsks) {
 
 TEST(MessagesTest, ManyLargeOnesBeforeAnybodyAsks) {
   constexpr std::uint32_t kMessages = 50;
-  Host host(2);
+  HostOfRanks host(2);
   Messages sender = host.join(0);
   Messages receiver = host.join(1);
   std::vector<std::vector<std::uint32_t>> sent;
@@ -316,7 +316,7 @@ TEST(MessagesTest, ManyLargeOnesBeforeAnybodyAsks) {
 }
 
 TEST(MessagesTest, ARankSendsToItself) {
-  Host host(1);
+  HostOfRanks host(1);
   Messages messages = host.join(0);
   for (const std::size_t count : {0u, 3u, 300'000u}) {
     auto sent = text(count, 4);
@@ -334,7 +334,7 @@ TEST(MessagesTest, ARankSendsToItself) {
 }
 
 TEST(MessagesTest, NoElementsNeedNoMemory) {
-  Host host(2);
+  HostOfRanks host(2);
   host.run([&](int rank, Messages& messages) {
     const Buffer nothing{nullptr, 0, DType::kFloat32, {}};
     int done = 0;
@@ -367,7 +367,7 @@ TEST(MessagesTest, ReceiversNameBothSidesOfAMismatch) {
   };
   for (const bool asks_first : {true, false}) {
     for (const MismatchCase& each : cases) {
-      Host host(2);
+      HostOfRanks host(2);
       Messages sender = host.join(0);
       Messages receiver = host.join(1);
       sender.send(1, 77, each.sent, ignore);
@@ -402,7 +402,7 @@ TEST(MessagesTest, ReceiversNameBothSidesOfAMismatch) {
 
 TEST(MessagesTest, TheSameBytesAsAnotherTypeAreAMismatch) {
   // 8 float32 and 4 float64 ride along alike; only the types tell them apart.
-  Host host(2);
+  HostOfRanks host(2);
   Messages sender = host.join(0);
   Messages receiver = host.join(1);
   std::vector<std::byte> memory(32);
@@ -415,7 +415,7 @@ TEST(MessagesTest, TheSameBytesAsAnotherTypeAreAMismatch) {
 TEST(MessagesTest, APingPongOfMessages) {
   // A ping-pong whose next message starts when the last one is through.
   constexpr int kTurns = 500;
-  Host host(2);
+  HostOfRanks host(2);
   host.run([&](int rank, Messages& messages) {
     std::vector<std::uint32_t> ball(20, 0);
     for (int turn = 0; turn < kTurns; ++turn) {
@@ -447,7 +447,7 @@ TEST(MessagesTest, RandomTrafficAmongMoreRanksThanCores) {
                        static_cast<std::uint64_t>(i),
                        random() % 2 == 0 ? random() % 9 : random() % 100'000});
   }
-  Host host(kSize);
+  HostOfRanks host(kSize);
   host.run([&](int rank, Messages& messages) {
     std::mt19937 own(static_cast<unsigned>(rank));
     std::vector<int> order(kMessages);

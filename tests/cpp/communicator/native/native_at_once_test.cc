@@ -22,7 +22,7 @@ namespace {
 using std::chrono::milliseconds;
 
 // In the post, in its first line and behind, in a slot, and too long for any.
-constexpr std::size_t kCounts[] = {0, 1, 10, 11, 64, 65, 500, 20'000, 100'000};
+constexpr std::size_t kCountsOfEachWay[] = {0, 1, 10, 11, 64, 65, 500, 20'000, 100'000};
 
 class NativeAtOnce : public ::testing::TestWithParam<int> {};
 
@@ -32,7 +32,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, NativeAtOnce, ::testing::Values(1, 2, 3, 6));
 TEST_P(NativeAtOnce, LatePeersAreWaitedFor) {
   run_ranks(GetParam(), [](RankOfTest& self) {
     for (int turn = 0; turn < 4 * self.size; ++turn) {
-      for (const std::size_t count : kCounts) {
+      for (const std::size_t count : kCountsOfEachWay) {
         std::vector<int> values(count, self.rank + turn);
         if (turn % self.size == self.rank && count < 1000) {
           std::this_thread::sleep_for(std::chrono::microseconds(turn * 50));
@@ -51,7 +51,7 @@ TEST_P(NativeAtOnce, PeersCannotTellHowAnotherOneRunsIt) {
     std::mt19937 same(7);  // on every rank
     std::mt19937 own(static_cast<unsigned>(self.rank));
     for (int turn = 0; turn < 400; ++turn) {
-      const std::size_t count = kCounts[same() % std::size(kCounts)];
+      const std::size_t count = kCountsOfEachWay[same() % std::size(kCountsOfEachWay)];
       std::vector<int> values(count, self.rank + 1);
       const auto how = own() % 4;
       if (how == 0) {

@@ -19,16 +19,12 @@
 namespace pydist::testing {
 namespace {
 
-constexpr std::size_t kSmallChunkBytes = 4096;
-
 constexpr OpKind kDataKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather,
                                  OpKind::kBroadcast, OpKind::kReduce,        OpKind::kGather,
                                  OpKind::kScatter,   OpKind::kAllToAll};
 constexpr std::size_t kCounts[] = {0, 1, 2, 3, 5, 17, 100, 1023, 4099};
 
-using Parameters = std::tuple<int, AlgorithmChoice, Placement>;
-
-class NativeConformance : public ::testing::TestWithParam<Parameters> {
+class NativeConformance : public ::testing::TestWithParam<RanksAndRoad> {
  protected:
   [[nodiscard]] int size() const { return std::get<0>(GetParam()); }
   [[nodiscard]] AlgorithmChoice algorithm() const { return std::get<1>(GetParam()); }
@@ -166,24 +162,18 @@ TEST_P(NativeConformance, MovesMuch) {
   run(cases, test_environment().chunk_bytes);
 }
 
-std::string parameters_name(const ::testing::TestParamInfo<Parameters>& info) {
-  return join(std::get<0>(info.param), "Ranks",
-              std::get<1>(info.param) == AlgorithmChoice::kRing ? "Ring" : "Auto",
-              to_string(std::get<2>(info.param)));
-}
-
 INSTANTIATE_TEST_SUITE_P(Direct, NativeConformance,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4, 8),
                                             ::testing::Values(AlgorithmChoice::kAuto),
                                             ::testing::Values(Placement::kOrdinary,
                                                               Placement::kHeap, Placement::kMixed)),
-                         parameters_name);
+                         name_of_ranks_and_road);
 // The ring looks at no buffer's place.
 INSTANTIATE_TEST_SUITE_P(Ring, NativeConformance,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4, 8),
                                             ::testing::Values(AlgorithmChoice::kRing),
                                             ::testing::Values(Placement::kMixed)),
-                         parameters_name);
+                         name_of_ranks_and_road);
 
 // -- beyond the matrix ----------------------------------------------------------------------------
 

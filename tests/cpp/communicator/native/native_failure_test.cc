@@ -24,8 +24,6 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-constexpr milliseconds kAtOnce{1000 * kSlowdown};
-
 TEST(NativeFailureTest, FailedGroupRefusesEverythingWithTheSameError) {
   const auto errors = collect_errors(2, [](RankOfTest& self) {
     std::vector<int> values(3, 1);

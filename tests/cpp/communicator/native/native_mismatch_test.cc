@@ -18,8 +18,6 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-constexpr milliseconds kAtOnce{1000 * kSlowdown};
-
 // What rank 1 calls otherwise than the rest.
 struct Disagreement {
   std::string name;

@@ -21,11 +21,11 @@ namespace {
 constexpr OpKind kMoves[] = {OpKind::kAllGather, OpKind::kBroadcast, OpKind::kGather,
                              OpKind::kScatter, OpKind::kAllToAll};
 constexpr OpKind kReductions[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kReduce};
-constexpr std::size_t kCounts[] = {0, 1, 3, 17, 100, 1023, 4099};
+constexpr std::size_t kSomeCounts[] = {0, 1, 3, 17, 100, 1023, 4099};
 
-using Parameters = std::tuple<int, AlgorithmChoice>;
+using RanksAndAlgorithm = std::tuple<int, AlgorithmChoice>;
 
-class NcclConformance : public ::testing::TestWithParam<Parameters> {
+class NcclConformance : public ::testing::TestWithParam<RanksAndAlgorithm> {
  protected:
   [[nodiscard]] int size() const { return std::get<0>(GetParam()); }
   [[nodiscard]] bool is_ring() const { return std::get<1>(GetParam()) == AlgorithmChoice::kRing; }
@@ -92,8 +92,8 @@ TEST_P(NcclConformance, ReducesEveryTypeWithEveryOp) {
         const auto the_dtype = static_cast<DType>(dtype);
         const auto the_op = static_cast<ReduceOp>(op);
         if (is_supported(the_op, the_dtype) && has_promised_bits(kind, the_dtype, the_op)) {
-          cases.push_back(
-              make_case(kind, the_dtype, the_op, kCounts[mix(seed) % std::size(kCounts)], seed));
+          cases.push_back(make_case(kind, the_dtype, the_op,
+                                    kSomeCounts[mix(seed) % std::size(kSomeCounts)], seed));
         }
       }
     }
@@ -107,7 +107,7 @@ TEST_P(NcclConformance, MovesEveryTypeAndLayout) {
   for (const OpKind kind : kMoves) {
     for (int dtype = 0; dtype < kDTypeCount; ++dtype, ++seed) {
       Case what = make_case(kind, static_cast<DType>(dtype), ReduceOp::kSum,
-                            kCounts[mix(seed) % std::size(kCounts)], seed);
+                            kSomeCounts[mix(seed) % std::size(kSomeCounts)], seed);
       cases.push_back(what);
       if (has_blocks(kind) && dtype % 4 == 0) {
         what.counts = ragged_counts(kind, size(), 100, seed);
@@ -176,16 +176,18 @@ TEST_P(NcclConformance, CutsLargeBuffersIntoPieces) {
   run(cases);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Ranks, NcclConformance,
-    ::testing::Values(Parameters{1, AlgorithmChoice::kAuto}, Parameters{2, AlgorithmChoice::kAuto},
-                      Parameters{2, AlgorithmChoice::kRing}, Parameters{3, AlgorithmChoice::kAuto},
-                      Parameters{3, AlgorithmChoice::kRing}, Parameters{4, AlgorithmChoice::kAuto},
-                      Parameters{4, AlgorithmChoice::kRing}),
-    [](const auto& info) {
-      return "p" + std::to_string(std::get<0>(info.param)) + "_" +
-             std::string(to_string(std::get<1>(info.param)));
-    });
+INSTANTIATE_TEST_SUITE_P(Ranks, NcclConformance,
+                         ::testing::Values(RanksAndAlgorithm{1, AlgorithmChoice::kAuto},
+                                           RanksAndAlgorithm{2, AlgorithmChoice::kAuto},
+                                           RanksAndAlgorithm{2, AlgorithmChoice::kRing},
+                                           RanksAndAlgorithm{3, AlgorithmChoice::kAuto},
+                                           RanksAndAlgorithm{3, AlgorithmChoice::kRing},
+                                           RanksAndAlgorithm{4, AlgorithmChoice::kAuto},
+                                           RanksAndAlgorithm{4, AlgorithmChoice::kRing}),
+                         [](const auto& info) {
+                           return "p" + std::to_string(std::get<0>(info.param)) + "_" +
+                                  std::string(to_string(std::get<1>(info.param)));
+                         });
 
 }  // namespace
 }  // namespace pydist::testing

@@ -24,7 +24,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kTimeout{500};
-constexpr Patience kShort{.end = milliseconds(200)};
+constexpr Patience kLittlePatience{.end = milliseconds(200)};
 
 // Values on a device, as a tensor has them.
 struct Values final : BufferOwner {
@@ -54,7 +54,7 @@ class NcclKeptBuffers : public ::testing::Test {
     run_ranks(
         1,
         [&](RankOfTest& self) {
-          NcclRank rank(self, environment, kShort);
+          NcclRank rank(self, environment, kLittlePatience);
           body(rank);
         },
         environment);

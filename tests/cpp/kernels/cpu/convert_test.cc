@@ -43,7 +43,7 @@ double magnitude_of(int bits, const Format& format) {
                                     exponent - format.bias() - format.mantissa_bits);
 }
 
-std::uint32_t widened(std::uint16_t half, const Format& format) {
+std::uint32_t widened_bits(std::uint16_t half, const Format& format) {
   const std::uint32_t sign = (half & 0x8000u) << 16;
   const std::uint16_t bits = half & 0x7fff;
   if (bits > format.infinity()) {
@@ -56,7 +56,7 @@ std::uint32_t widened(std::uint16_t half, const Format& format) {
 }
 
 // By definition: the nearest of the two neighbours that a search finds, the even one of a tie.
-std::uint16_t narrowed(std::uint32_t bits, const Format& format) {
+std::uint16_t narrowed_bits(std::uint32_t bits, const Format& format) {
   const auto value = std::bit_cast<float>(bits);
   if (std::isnan(value)) {
     return format.quiet_nan();
@@ -79,7 +79,7 @@ std::uint16_t narrowed(std::uint32_t bits, const Format& format) {
   return static_cast<std::uint16_t>(sign | (up ? high : low));
 }
 
-class Conversion : public testing::TestWithParam<std::tuple<InstructionSet, DType>> {
+class Conversion : public ::testing::TestWithParam<std::tuple<InstructionSet, DType>> {
  protected:
   [[nodiscard]] const kernels::KernelSet& set() const {
     return kernels::kernel_set(std::get<0>(GetParam()));
@@ -95,7 +95,7 @@ class Conversion : public testing::TestWithParam<std::tuple<InstructionSet, DTyp
     std::vector<std::uint16_t> to(inputs.size());
     set().narrow(format().dtype, from.data(), to.data(), from.size());
     for (std::size_t i = 0; i < inputs.size(); ++i) {
-      ASSERT_EQ(to[i], narrowed(inputs[i], format())) << std::hex << "of bits " << inputs[i];
+      ASSERT_EQ(to[i], narrowed_bits(inputs[i], format())) << std::hex << "of bits " << inputs[i];
     }
   }
 };
@@ -108,7 +108,8 @@ TEST_P(Conversion, WidensEveryValue) {
   std::vector<float> to(from.size());
   set().widen(format().dtype, from.data(), to.data(), from.size());
   for (std::size_t i = 0; i < from.size(); ++i) {
-    ASSERT_EQ(std::bit_cast<std::uint32_t>(to[i]), widened(from[i], format())) << std::hex << i;
+    ASSERT_EQ(std::bit_cast<std::uint32_t>(to[i]), widened_bits(from[i], format()))
+        << std::hex << i;
   }
 }
 
@@ -173,7 +174,7 @@ TEST_P(Conversion, EveryCountAtAnyAlignmentWritesThatMuch) {
       for (std::size_t i = 0; i < wide.size(); ++i) {
         const bool inside = i >= skew + 1 && i < skew + 1 + count;
         const auto expected =
-            inside ? widened(half[i - 1], format()) : std::bit_cast<std::uint32_t>(-77.0f);
+            inside ? widened_bits(half[i - 1], format()) : std::bit_cast<std::uint32_t>(-77.0f);
         ASSERT_EQ(std::bit_cast<std::uint32_t>(wide[i]), expected) << count << " " << i;
       }
       std::vector<std::uint16_t> back(count + 64, 0xa5a5);
@@ -184,8 +185,8 @@ TEST_P(Conversion, EveryCountAtAnyAlignmentWritesThatMuch) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Sets, Conversion,
-                         testing::Combine(testing::ValuesIn(usable_instruction_sets()),
-                                          testing::Values(DType::kFloat16, DType::kBFloat16)),
+                         ::testing::Combine(::testing::ValuesIn(usable_instruction_sets()),
+                                            ::testing::Values(DType::kFloat16, DType::kBFloat16)),
                          [](const auto& param) {
                            return join(to_string(std::get<0>(param.param)), "_",
                                        to_string(std::get<1>(param.param)));

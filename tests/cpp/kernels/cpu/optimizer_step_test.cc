@@ -105,7 +105,7 @@ void fill(Array& array, std::size_t count, std::mt19937_64& random, bool is_squa
 
 // Of a type that widens exactly to T.
 template <typename T>
-std::vector<T> widened(Array& array, std::size_t count) {
+std::vector<T> widened_array(Array& array, std::size_t count) {
   std::vector<T> wide(count);
   if constexpr (std::is_same_v<T, float>) {
     if (array.dtype != DType::kFloat32) {
@@ -202,13 +202,13 @@ struct Arrays {
   template <typename T, typename Update>
   void take_reference_step(const Update& update) {
     Array& values = has_master() ? master : parameter;
-    const std::vector<T> slopes = widened<T>(gradient, count);
-    std::vector<T> next = widened<T>(values, count);
+    const std::vector<T> slopes = widened_array<T>(gradient, count);
+    std::vector<T> next = widened_array<T>(values, count);
     if constexpr (std::is_same_v<T, float>) {
       if (has_master()) {
-        const std::vector<float> given = widened<float>(parameter, count);
+        const std::vector<float> given = widened_array<float>(parameter, count);
         round_master();
-        const std::vector<float> kept = widened<float>(parameter, count);
+        const std::vector<float> kept = widened_array<float>(parameter, count);
         for (std::size_t i = 0; i < count; ++i) {
           next[i] = given[i] == kept[i] ? next[i] : given[i];
         }
@@ -216,7 +216,7 @@ struct Arrays {
     }
     std::vector<std::vector<T>> next_states;
     for (Array& state : states) {
-      next_states.push_back(widened<T>(state, count));
+      next_states.push_back(widened_array<T>(state, count));
     }
     for (std::size_t i = 0; i < count; ++i) {
       T here[3] = {};
@@ -290,7 +290,7 @@ std::vector<SgdFactors> sgd_cases() {
   return cases;
 }
 
-class OptimizerStep : public testing::TestWithParam<InstructionSet> {
+class OptimizerStep : public ::testing::TestWithParam<InstructionSet> {
  protected:
   void expect_as_reference(const AdamFactors& factors, Arrays arrays, const std::string& where) {
     Arrays expected = arrays;
@@ -394,7 +394,7 @@ TEST_P(OptimizerStep, TrafficChangesNothing) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Sets, OptimizerStep, testing::ValuesIn(usable_instruction_sets()),
+INSTANTIATE_TEST_SUITE_P(Sets, OptimizerStep, ::testing::ValuesIn(usable_instruction_sets()),
                          [](const auto& param) { return std::string(to_string(param.param)); });
 
 // The multiplication and addition with one rounding: every kind of cancellation and overflow, by

@@ -35,7 +35,7 @@ T reduce_scalars(const Reduction& reduction, const std::vector<T>& values, Instr
   return result;
 }
 
-class Promise : public testing::TestWithParam<InstructionSet> {};
+class Promise : public ::testing::TestWithParam<InstructionSet> {};
 
 TEST_P(Promise, InputsAreAddedInTheirOrder) {
   const Reduction sum{.dtype = DType::kFloat32, .op = ReduceOp::kSum};
@@ -123,7 +123,7 @@ TEST_P(Promise, AnyByteButZeroIsTrue) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Sets, Promise, testing::ValuesIn(usable_instruction_sets()),
+INSTANTIATE_TEST_SUITE_P(Sets, Promise, ::testing::ValuesIn(usable_instruction_sets()),
                          [](const auto& param) { return std::string(to_string(param.param)); });
 
 // ---- calls that make no sense -------------------------------------------------------------

@@ -201,7 +201,7 @@ void check_layout(InstructionSet set, const Reduction& reduction, const std::vec
 
 // ---- every kernel -------------------------------------------------------------------------
 
-class EveryKernel : public testing::TestWithParam<DType> {};
+class EveryKernel : public ::testing::TestWithParam<DType> {};
 
 TEST_P(EveryKernel, MatchesTheReferenceBitForBit) {
   constexpr std::array<std::size_t, 15> kCounts = {0,  1,  2,  3,   7,    15,   16,  17,
@@ -240,16 +240,16 @@ TEST_P(EveryKernel, MatchesTheReferenceBitForBit) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, EveryKernel,
-                         testing::Values(DType::kFloat64, DType::kFloat32, DType::kFloat16,
-                                         DType::kBFloat16, DType::kInt8, DType::kInt16,
-                                         DType::kInt32, DType::kInt64, DType::kUInt8,
-                                         DType::kUInt16, DType::kUInt32, DType::kUInt64,
-                                         DType::kBool, DType::kComplex64, DType::kComplex128),
+                         ::testing::Values(DType::kFloat64, DType::kFloat32, DType::kFloat16,
+                                           DType::kBFloat16, DType::kInt8, DType::kInt16,
+                                           DType::kInt32, DType::kInt64, DType::kUInt8,
+                                           DType::kUInt16, DType::kUInt32, DType::kUInt64,
+                                           DType::kBool, DType::kComplex64, DType::kComplex128),
                          [](const auto& param) { return std::string(to_string(param.param)); });
 
 // ---- 16-bit conversions, exhaustively -----------------------------------------------------
 
-class EverySixteenBitValue : public testing::TestWithParam<DType> {
+class EverySixteenBitValue : public ::testing::TestWithParam<DType> {
  protected:
   static std::vector<std::uint16_t> all_values() {
     std::vector<std::uint16_t> values(65536);
@@ -336,7 +336,7 @@ TEST_P(EverySixteenBitValue, TiesGoToEvenAndTheirNeighboursDoNot) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, EverySixteenBitValue,
-                         testing::Values(DType::kFloat16, DType::kBFloat16),
+                         ::testing::Values(DType::kFloat16, DType::kBFloat16),
                          [](const auto& param) { return std::string(to_string(param.param)); });
 
 // ---- instruction sets against each other --------------------------------------------------

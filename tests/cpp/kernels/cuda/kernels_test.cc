@@ -86,7 +86,7 @@ void check_reduce(ReduceOp op, DType dtype, std::size_t input_count, std::size_t
                   const std::vector<std::size_t>& skews, int in_place) {
   const std::size_t part = is_complex(dtype) ? element_size(dtype) / 2 : element_size(dtype);
   std::vector<Bytes> inputs;
-  std::vector<Buffer> buffers;
+  std::vector<GuardedBytes> buffers;
   for (std::size_t i = 0; i <= input_count; ++i) {
     const auto seed = static_cast<std::uint32_t>(count * 131 + i);
     inputs.push_back(random_elements(dtype, count, seed));
@@ -97,14 +97,14 @@ void check_reduce(ReduceOp op, DType dtype, std::size_t input_count, std::size_t
   for (std::size_t i = 0; i < input_count; ++i) {
     from.push_back(buffers[i].data());
   }
-  Buffer& output = in_place == kNotInPlace ? buffers.back() : buffers[in_place];
+  GuardedBytes& output = in_place == kNotInPlace ? buffers.back() : buffers[in_place];
   const std::vector<DType> dtypes(input_count, dtype);
   const std::vector<double> factors = some_factors(input_count);
   library().reduce(describe(op, from, dtypes, output.data(), dtype, count, factors), nullptr);
   ASSERT_EQ(output.contents(), reduced_by_cpu(op, dtype, inputs, count))
       << to_string(op) << " " << to_string(dtype) << " inputs " << input_count << " count "
       << count;
-  for (Buffer& buffer : buffers) {
+  for (GuardedBytes& buffer : buffers) {
     ASSERT_TRUE(buffer.guards_intact()) << to_string(op) << " " << to_string(dtype);
   }
 }
@@ -166,7 +166,7 @@ std::vector<float> travelled(DType wire, std::vector<float> values) {
 void check_mixed(ReduceOp op, const std::vector<DType>& dtypes, DType output_dtype, DType wire,
                  std::size_t count, std::size_t skew) {
   std::vector<Bytes> as_float32;
-  std::vector<Buffer> buffers;
+  std::vector<GuardedBytes> buffers;
   std::vector<const void*> from;
   for (std::size_t i = 0; i < dtypes.size(); ++i) {
     const Bytes given =
@@ -175,7 +175,7 @@ void check_mixed(ReduceOp op, const std::vector<DType>& dtypes, DType output_dty
     as_float32.push_back(bytes_of(dtypes[i] == DType::kFloat32 ? travelled(wire, values) : values));
     buffers.emplace_back(given, skew * element_size(dtypes[i]));
   }
-  for (Buffer& buffer : buffers) {
+  for (GuardedBytes& buffer : buffers) {
     from.push_back(buffer.data());
   }
   std::vector<float> expected =
@@ -183,7 +183,7 @@ void check_mixed(ReduceOp op, const std::vector<DType>& dtypes, DType output_dty
   if (output_dtype == DType::kFloat32) {
     expected = travelled(wire, expected);
   }
-  Buffer output(Bytes(count * element_size(output_dtype)), skew * element_size(output_dtype));
+  GuardedBytes output(Bytes(count * element_size(output_dtype)), skew * element_size(output_dtype));
   const std::vector<double> factors = some_factors(dtypes.size());
   PydistCudaReduce reduce = describe(op, from, dtypes, output.data(), output_dtype, count, factors);
   reduce.wire_dtype = wire;
@@ -221,12 +221,12 @@ TEST(CudaKernels, PartialSumsInFloat32AreOneReduction) {
     for (std::uint32_t i = 0; i < 5; ++i) {
       inputs.push_back(random_elements(dtype, kCount, i));
     }
-    std::vector<Buffer> own;
+    std::vector<GuardedBytes> own;
     for (const Bytes& input : inputs) {
       own.emplace_back(input);
     }
-    Buffer partial(bytes_of(std::vector<float>(kCount)));
-    Buffer result(Bytes(kCount * 2));
+    GuardedBytes partial(bytes_of(std::vector<float>(kCount)));
+    GuardedBytes result(Bytes(kCount * 2));
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       const bool is_last = i + 1 == inputs.size();
       std::vector<const void*> from = {partial.data(), own[i].data()};
@@ -254,8 +254,8 @@ struct Pair {
 };
 
 std::vector<Bytes> converted(const std::vector<Pair>& pairs, double scale, std::size_t skew) {
-  std::vector<Buffer> from;
-  std::vector<Buffer> to;
+  std::vector<GuardedBytes> from;
+  std::vector<GuardedBytes> to;
   std::vector<PydistCudaSegment> segments;
   for (const Pair& pair : pairs) {
     const std::size_t count = pair.from.size() / element_size(pair.from_dtype);
@@ -273,7 +273,7 @@ std::vector<Bytes> converted(const std::vector<Pair>& pairs, double scale, std::
   library().convert({.segments = segments.data(), .segment_count = segments.size(), .scale = scale},
                     nullptr);
   std::vector<Bytes> results;
-  for (Buffer& buffer : to) {
+  for (GuardedBytes& buffer : to) {
     EXPECT_TRUE(buffer.guards_intact());
     results.push_back(buffer.contents());
   }
@@ -385,7 +385,7 @@ TEST(CudaKernels, WithoutConversionBitsStay) {
 TEST(CudaKernels, PacksAndUnpacksABucket) {
   constexpr std::size_t kSegments = 500;
   std::vector<std::vector<float>> tensors;
-  std::vector<Buffer> sources;
+  std::vector<GuardedBytes> sources;
   std::vector<DType> dtypes;
   std::vector<float> expected;
   for (std::size_t i = 0; i < kSegments; ++i) {
