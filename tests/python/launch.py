@@ -75,8 +75,13 @@ _DUMP_S = 2.0
 _OWN_GPUS = os.environ.pop("PYDIST_TEST_OWN_GPUS", "0") == "1"
 
 # What the server that ranks are forked off loads before it forks, and they find there. Every
-# optimizer's first step imports torch._dynamo: seconds, in each rank.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "pydist"]
+# optimizer's first step imports torch._dynamo, and every first compilation the compilers: seconds,
+# in each rank.
+PRELOADED = [
+    *("torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo"),
+    *("torch._dynamo.backends.debugging", "torch._inductor.compile_fx"),
+    *("numpy", "pytest", "pydist"),
+]
 
 _LAUNCHER_PREFIXES = (
     "PYDIST_",

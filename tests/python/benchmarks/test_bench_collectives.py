@@ -110,6 +110,7 @@ def test_sums_over_three_ranks_on_symmetric_memory(bench: Bench, tmp_path: Path)
     assert json.loads(results.read_text())["pinned"] is False
 
 
+@pytest.mark.thorough
 def test_on_gloo_there_is_no_roofline(bench: Bench, tmp_path: Path) -> None:
     results = tmp_path / "r.json"
     done = bench(

@@ -77,13 +77,14 @@ def resume(
     return compared
 
 
-def test_resume_on_other_ranks_and_stages(four: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", everyday(10, thorough=(50,)))
+def test_resume_on_other_ranks_and_stages(four: Ranks, tmp_path: Path, steps: int) -> None:
     counts = range(1, 5)
     # For N = M the stage is the same, and the result to the bit.
     pairs = [(n, 1 + n % 2, m, 1 + m % 2) for n in counts for m in counts]
     pairs += [(3, a, 3, b) for a in range(3) for b in range(3)]
     pairs += [(1, WHOLE, 4, STAGE_2), (4, STAGE_2, 1, WHOLE)]
-    compared = four.run(resume, str(tmp_path), pairs, "float64", 50, timeout=LIMIT_S)
+    compared = four.run(resume, str(tmp_path), pairs, "float64", steps, timeout=LIMIT_S)
     assert compared[0] == len(pairs)
 
 
@@ -118,10 +119,12 @@ FEW_PAIRS: Pairs = [
     ("class_name", "options"),
     [
         ("AdamW", {"fused": True, "amsgrad": True}),
-        ("SGD", {"momentum": 0.9, "nesterov": True}),
-        ("SGD", {"momentum": 0.9, "fused": True}),
         ("ASGD", {"t0": 3}),  # whose state has numbers besides `step`
         ("Adagrad", {"initial_accumulator_value": 0.1}),  # which has a state before it steps
+        *(
+            pytest.param("SGD", {"momentum": 0.9, way: True}, marks=pytest.mark.thorough)
+            for way in ("nesterov", "fused")
+        ),
     ],
 )
 def test_resume_of_other_classes(

@@ -63,7 +63,7 @@ class Pool:
 # Of the pools: each way that a collective is made, and three ranks, which divide little evenly.
 EVERYDAY = (
     *("native-1", "native-3", "native, ring-3", "gloo-2", "native, small chunks-3"),
-    *("native, device-3", "nccl, device-2", "nccl, ring, device-3"),
+    *("native, device-3", "nccl, device-2"),
 )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from thorough import everyday
 from torch import Tensor, nn
 from training import Runner, batch
 from twins import TIME_LIMIT, Pausing, Twins
@@ -210,6 +211,6 @@ def run_programs(stage: int, first_seed: int) -> None:
         pydist.barrier()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", everyday(2, thorough=(1,)))
 def test_programs(run_sharded: Runner, stage: int) -> None:
     run_sharded(run_programs, stage, 100 * stage)

@@ -18,6 +18,7 @@ from beside_torch import (
     order_of,
     values_of,
 )
+from thorough import everyday
 from torch import Tensor
 from training import TIME_LIMIT, Runner, batch
 
@@ -209,6 +210,6 @@ def act_at_random(first_seed: int) -> None:
         beside_torch(Acts(seed), Moody())
 
 
-@pytest.mark.parametrize("first_seed", range(0, 8, 4))
+@pytest.mark.parametrize("first_seed", everyday(0, thorough=(4,)))
 def test_random_programs(run_on_some: Runner, first_seed: int) -> None:
     run_on_some(act_at_random, first_seed)

@@ -70,13 +70,14 @@ def script(tmp_path: Path) -> str:
     ("victims", "how", "then", "status", "printed", "said"),
     [
         ("0", "killed", "reform", 0, ["was 1, is 0 of 2: 2", "was 2, is 1 of 2: 2"], "signal 9"),
-        (
+        pytest.param(
             "1",
             "stopped",
             "reform",
             0,
             ["was 0, is 0 of 2: 2", "was 2, is 1 of 2: 2"],
             "ends rank 1",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
             "1,2",
@@ -212,9 +213,13 @@ def wait_for_two(seen: Path, launcher: subprocess.Popen[bytes]) -> None:
     ("launcher", "number", "ranks", "status"),
     [
         (CONTINUES, signal.SIGTERM, "polite", 128 + signal.SIGTERM),
-        (CONTINUES, signal.SIGINT, "polite", 128 + signal.SIGINT),
-        (CONTINUES, signal.SIGKILL, "deaf", -signal.SIGKILL),
         (STOPS, signal.SIGKILL, "deaf", -signal.SIGKILL),
+        pytest.param(
+            *(CONTINUES, signal.SIGINT, "polite", 128 + signal.SIGINT), marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            *(CONTINUES, signal.SIGKILL, "deaf", -signal.SIGKILL), marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_nothing_outlives_the_launcher(
@@ -244,7 +249,7 @@ def test_nothing_outlives_the_launcher(
         process.wait()
 
 
-@pytest.mark.parametrize("launcher", [STOPS, CONTINUES])
+@pytest.mark.parametrize("launcher", everyday(STOPS, thorough=(CONTINUES,)))
 def test_nohup_is_for_the_launcher_and_its_ranks(tmp_path: Path, launcher: list[str]) -> None:
     path = tmp_path / "ends.py"
     path.write_text(

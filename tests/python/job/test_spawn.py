@@ -40,8 +40,8 @@ def test_results_come_back_in_rank_order(nprocs: int) -> None:
 
 def test_the_backend_is_handed_on_and_the_environment_stays() -> None:
     before = dict(os.environ)
-    values = pydist.spawn(place_and_sum, (0.0,), nprocs=2, backend="gloo", timeout=90)
-    assert [value[3] for value in values] == ["gloo", "gloo"]
+    values = pydist.spawn(place_and_sum, (0.0,), nprocs=1, backend="gloo", timeout=90)
+    assert [value[3] for value in values] == ["gloo"]
     assert dict(os.environ) == before
 
 
@@ -66,9 +66,9 @@ def left_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 @pytest.mark.usefixtures("left_no_files")
 def test_the_first_culprit_is_raised_with_its_traceback() -> None:
     with pytest.raises(KeyError, match="no such sample") as caught:
-        pydist.spawn(fail_on, (1,), nprocs=3, timeout=90)
+        pydist.spawn(fail_on, (1,), nprocs=2, timeout=90)
     text = str(caught.value.__cause__)
-    assert "rank 1 of 3" in text
+    assert "rank 1 of 2" in text
     assert "in fail_on" in text
     assert not psutil.Process().children(recursive=True) or all(
         "spawn_main" not in " ".join(child.cmdline()) for child in psutil.Process().children()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from launch import Ranks
+from thorough import everyday
 from torch import Tensor, nn
 from torch.optim import AdamW
 from training import LIMIT_S, batch, joined
@@ -72,7 +73,7 @@ def deleted_layer(net: Net) -> None:
     del net.neck[1]
 
 
-CHANGES: list[Change] = [another_head, head_of_the_same_shape, inserted_layer, deleted_layer]
+CHANGES = everyday(another_head, inserted_layer, thorough=(head_of_the_same_shape, deleted_layer))
 
 
 def changed(model: Any, optimizer: torch.optim.Optimizer, change: Change) -> None:

@@ -108,6 +108,7 @@ def test_gpt_resumes_on_another_number_of_processes(
     assert train_gpt(tmp_path, 3, "--resume") == near(gpt_alone[1], 12)
 
 
+@pytest.mark.thorough
 def test_gpt_refuses_a_checkpoint_of_another_run(gpt_alone: tuple[Path, list[float]]) -> None:
     folder, _ = gpt_alone
     arguments = [str(EXAMPLES / "train_gpt.py"), "--output", str(folder), "--resume", *TINY]

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import pytest
 import torch
+from thorough import everyday
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
@@ -227,7 +228,7 @@ class Trainer:
 
 
 @EACH
-@pytest.mark.parametrize("done", [0, 1, STEPS - 1, STEPS, STEPS + 2, 2 * STEPS])
+@pytest.mark.parametrize("done", everyday(0, 1, STEPS, thorough=(STEPS - 1, STEPS + 2, 2 * STEPS)))
 def test_lightnings_loop_resumes_where_it_was(
     workers: dict[str, Any], epochs: list[list[list[int]]], done: int
 ) -> None:
