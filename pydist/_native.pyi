@@ -530,9 +530,9 @@ def environment_variables() -> list[tuple[str, str, str, str, str | None]]:
     """
     Every PYDIST_ variable of the engine: (name, values, default, meaning, current value or None).
     """
-def error_of_lateness(processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]], group: str, missing: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> typing.Any:
+def error_of_lateness(processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]], group: str, missing: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], parent: Communicator | None = None) -> typing.Any:
     """
-    The Timeout of a rank that has waited for others to make a group; `processes` as for create_native, `missing` as they are numbered in the new group.
+    The Timeout of a rank that has waited for others to make a group; `processes` and `parent` as for create_native, `missing` as they are numbered in the new group.
     """
 def is_capturing(device: torch.device) -> bool:
     """

@@ -318,9 +318,11 @@ void show_awaiting_nobody() {
 }
 
 py::object error_of_lateness(const ProcessTuples& processes, const std::string& name,
-                             const std::vector<int>& missing) {
-  const ErrorDescription late = lateness(known_processes(processes), name, missing);
-  return python_exception(make_error(late.kind, late.message, late.blame));
+                             const std::vector<int>& missing,
+                             const std::optional<CommunicatorPtr>& parent) {
+  const ErrorDescription why = lateness(known_processes(processes), name, missing);
+  const Timeout late(why.message, why.blame);
+  return python_exception(std::make_exception_ptr(parent ? (*parent)->with_keeper(late) : late));
 }
 
 // For those that wait for these processes to make a group. `parent`, where there is one, knows of
@@ -359,8 +361,12 @@ CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, i
   }
   const std::chrono::milliseconds patience =
       std::min<std::chrono::milliseconds>(kStorePatience, options.environment.timeout);
-  return for_python(with_staging(
-      create_native_communicator(adapt_store(std::move(store), patience), rank, size, options)));
+  try {
+    return for_python(with_staging(
+        create_native_communicator(adapt_store(std::move(store), patience), rank, size, options)));
+  } catch (const Timeout& late) {
+    throw parent ? (*parent)->with_keeper(late) : late;
+  }
 }
 
 // Wraps the Python factory as a C++ function that takes the GIL and converts Python's exceptions to
@@ -547,9 +553,9 @@ void bind_communicator(py::module_& module) {
   module.def("show_awaiting_nobody", &show_awaiting_nobody,
              "Takes back what show_awaited() shows.");
   module.def("error_of_lateness", &error_of_lateness, py::arg("processes"), py::arg("group"),
-             py::arg("missing"),
-             "The Timeout of a rank that has waited for others to make a group; `processes` as for "
-             "create_native, `missing` as they are numbered in the new group.");
+             py::arg("missing"), py::arg("parent") = py::none(),
+             "The Timeout of a rank that has waited for others to make a group; `processes` and "
+             "`parent` as for create_native, `missing` as they are numbered in the new group.");
   module.def(
       "create_nccl", &create_nccl, py::arg("host"), py::arg("device"), py::arg("library"),
       "Joins the ranks of `host`, a communicator on native or gloo that then belongs to the new "

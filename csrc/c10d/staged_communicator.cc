@@ -143,6 +143,9 @@ class StagedCommunicator final : public Communicator {
     return host_->culprit(rank, std::move(cause));
   }
   void require_hope(const std::vector<int>& ranks) override { host_->require_hope(ranks); }
+  [[nodiscard]] Timeout with_keeper(const Timeout& late) const override {
+    return host_->with_keeper(late);
+  }
   [[nodiscard]] std::vector<std::string> whereabouts() const override {
     return host_->whereabouts();
   }

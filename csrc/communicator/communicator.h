@@ -162,6 +162,10 @@ class Communicator {
   // group was aborted (Aborted).
   virtual void require_hope(const std::vector<int>& /*ranks*/) {}
 
+  // For the same, where they have waited in vain for a rank of this group, which the blame of
+  // `late` names: the same with the rank that keeps that one waiting, where the backend can tell.
+  [[nodiscard]] virtual Timeout with_keeper(const Timeout& late) const { return late; }
+
   // Lets the group go: later calls throw InvalidUsage; peers that still wait for this rank fail
   // with PeerLost. Operations under way fail with Aborted. Idempotent; never throws.
   virtual void shutdown() noexcept = 0;

@@ -217,7 +217,7 @@ def create_communicator(
         require_only_process(numbers, rank)
         if known is not None:
             tuples = _known([known.processes[member] for member in ranks], ranks)
-            raise _native.error_of_lateness(tuples, name, [0])
+            raise _native.error_of_lateness(tuples, name, [0], parent=world)
         raise Timeout(
             f"rank 0 did not join {name} within {timeout.total_seconds():g} s: look at what it "
             "prints.",

@@ -246,6 +246,20 @@ class NativeCommunicator final : public Communicator,
     }
   }
 
+  [[nodiscard]] Timeout with_keeper(const Timeout& late) const override {
+    const std::vector<int>& missing = late.blame().ranks;
+    if (missing.size() != 1 || missing[0] == rank_) {
+      return late;
+    }
+    const GroupHealth::Keeper keeper = health_->keeper_behind(missing[0]);
+    if (keeper.rank == missing[0]) {
+      return late;
+    }
+    return Timeout(join(late.what(), " Seen from rank ", rank_, ": ", keeper.way,
+                        health_->who(keeper.rank), " ", keeper.cause, "."),
+                   health_->blame(keeper.rank, keeper.cause));
+  }
+
   [[nodiscard]] std::chrono::milliseconds timeout() const override {
     return std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
   }
@@ -324,21 +338,6 @@ class NativeCommunicator final : public Communicator,
     ShmSendChannel to_next;
     ShmReceiveChannel from_previous;
   };
-
-  // Of a rank that has not come to make a group: it may itself wait for another one.
-  [[nodiscard]] Timeout with_keeper(const Timeout& late) const {
-    const std::vector<int>& missing = late.blame().ranks;
-    if (missing.size() != 1 || missing[0] == rank_) {
-      return late;
-    }
-    const GroupHealth::Keeper keeper = health_->keeper_behind(missing[0]);
-    if (keeper.rank == missing[0]) {
-      return late;
-    }
-    return Timeout(join(late.what(), " Seen from rank ", rank_, ": ", keeper.way,
-                        health_->who(keeper.rank), " ", keeper.cause, "."),
-                   health_->blame(keeper.rank, keeper.cause));
-  }
 
   // As check(), for allocate() too.
   void check_any(const Operation& operation) const {

@@ -232,6 +232,9 @@ class NcclCommunicator final : public Communicator {
     return host_->culprit(rank, std::move(cause));
   }
   void require_hope(const std::vector<int>& ranks) override { host_->require_hope(ranks); }
+  [[nodiscard]] Timeout with_keeper(const Timeout& late) const override {
+    return host_->with_keeper(late);
+  }
 
   [[nodiscard]] CommunicatorPtr split(const std::vector<int>& ranks) override {
     require_open("split");

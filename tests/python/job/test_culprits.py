@@ -367,7 +367,7 @@ def test_the_launcher_reports_the_cause_and_not_its_echoes(tmp_path: Path, launc
     script = tmp_path / "fails.py"
     script.write_text(SCRIPT)
     words = ["run"] if launcher == "pydist" else ["--standalone"]
-    count = ["-n", "3"] if launcher == "pydist" else ["--nproc-per-node", "3"]
+    count = ["-n", "2"] if launcher == "pydist" else ["--nproc-per-node", "2"]
     done = run_command([sys.executable, "-m", launcher, *words, *count, str(script)], timeout=120)
     assert done.returncode == 1
     cause = done.stderr.rpartition("Root Cause")[2]
@@ -427,6 +427,30 @@ def test_who_is_stopped_while_a_group_is_made_is_named(
     told = run_ranks(name_the_stopped, 3, backend, maker, stopped, timeout=10)
     told[stopped] = ((stopped,), True, True)
     assert told == [((stopped,), True, True)] * 3
+
+
+def name_who_keeps_the_lowest() -> tuple[object, ...]:
+    pydist.init("native", timeout=20.0)
+    make_a_group_by("torch", [0, 1, 2])
+    pids = pids_of_ranks()
+    met = torch.zeros(1)
+    if pydist.rank() == 0:
+        time.sleep(3.5)
+        pydist.send(met, 1)
+    elif pydist.rank() == 1:
+        pydist.recv(met, 0)
+    else:
+        with pytest.raises(Timeout, match=r"waits for rank 0") as caught:
+            make_a_group_by("torch", [1, 2])
+        assert caught.value.pid == pids[0]
+        return caught.value.ranks, caught.value.cause
+    return ()
+
+
+def test_who_keeps_the_lowest_member_from_coming_is_named() -> None:
+    """Of a group that torch makes: the lowest member opens the meeting, and waits elsewhere."""
+    told = run_ranks(name_who_keeps_the_lowest, 3, timeout=15)
+    assert told[2][0] == (0,)
 
 
 def keep_joining_the_others(maker: str) -> None:
