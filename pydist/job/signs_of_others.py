@@ -7,10 +7,10 @@ have, and which do not suffice to tell the ranks, are an error. That holds for P
 comes without a number of ranks, and for a local rank of an MPI's alone. torchrun's arguments take
 their defaults from PET_* variables: where these say all that torchrun needs, and one process on
 each node, the script without torchrun is that process; otherwise they are an error as well. What
-shows only that more processes were planned for (a Slurm shell of several tasks,
-PET_NPROC_PER_NODE), or that there are more which may have nothing to do with each other (an index
-of Kubernetes, Volcano or Google Cloud Batch), is told in a sentence, since one process in such a
-place is common.
+shows only that more processes were planned for (a Slurm shell of several tasks, PET_NPROC_PER_NODE,
+NNODES, a cluster for TensorFlow), or that there are more which may have nothing to do with each
+other (an index of Kubernetes, Volcano or Google Cloud Batch), is told in a sentence, since one
+process in such a place is common.
 """
 
 import json
@@ -93,9 +93,15 @@ def refuse_signs_of_others(env: Mapping[str, str]) -> None:
 
 
 def _largest_size(value: str) -> int:
-    """The number of processes by such a variable: "4", "1:4", or a JSON list; 0 where unknown."""
-    with suppress(ValueError):
+    """The number of processes by such a variable: "4", "1:4", a JSON list, or TensorFlow's cluster.
+
+    0 where unknown.
+    """
+    with suppress(ValueError, AttributeError, TypeError):
         names = json.loads(value)
+        if isinstance(names, dict):  # without a cluster it is one process
+            cluster = names.get("cluster") or {}
+            return max(1, sum(len(tasks) for tasks in cluster.values()))
         if isinstance(names, list):
             return len(names)
     with suppress(ValueError):
@@ -110,12 +116,16 @@ def doubt(env: Mapping[str, str]) -> str:
         ("SLURM_NNODES", "srun"),
         ("PET_NPROC_PER_NODE", "torchrun or `pydist run`"),
         ("PET_RDZV_ENDPOINT", "torchrun or `pydist run`"),
+        ("NNODES", "torchrun or `pydist run`"),
+        ("AZUREML_NODE_COUNT", "torchrun or `pydist run`"),
+        ("DMLC_NUM_WORKER", "torchrun or `pydist run`"),
+        ("TF_CONFIG", "torchrun or `pydist run`"),
     ):
         if planned in env and _largest_size(env[planned]) != 1:
             return (
-                f"{planned}={env[planned]} is set, but {start} has not started this process, so it "
-                f"trains alone: start the script by {start} if several processes are meant, or "
-                "set RANK=0 WORLD_SIZE=1 if this one is."
+                f"{planned}={env[planned]:.60} is set, but {start} has not started this process, "
+                f"so it trains alone: start the script by {start} if several processes are meant, "
+                "or set RANK=0 WORLD_SIZE=1 if this one is."
             )
     for index, size, manager in (
         ("JOB_COMPLETION_INDEX", "", "Kubernetes"),

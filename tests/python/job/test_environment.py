@@ -348,6 +348,11 @@ def test_a_slurm_shell_is_no_rank(change: dict[str, str]) -> None:
         ({"SLURM_JOB_ID": "77", "SLURM_NNODES": "4"}, "SLURM_NNODES=4"),
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto"),
         ({"PET_RDZV_ENDPOINT": "node:29400"}, "PET_RDZV_ENDPOINT=node:29400"),
+        ({"NNODES": "2"}, "NNODES=2"),
+        ({"AZUREML_NODE_COUNT": "2"}, "AZUREML_NODE_COUNT=2"),
+        ({"DMLC_NUM_WORKER": "4", "DMLC_ROLE": "worker"}, "DMLC_NUM_WORKER=4"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}, "TF_CONFIG={"),
+        ({"TF_CONFIG": '{"cluster": "a:1"}'}, "TF_CONFIG={"),
         ({"JOB_COMPLETION_INDEX": "3"}, "JOB_COMPLETION_INDEX=3"),
         ({"VC_TASK_INDEX": "0"}, "VC_TASK_INDEX=0"),
         ({"BATCH_TASK_INDEX": "0", "BATCH_TASK_COUNT": "3"}, "BATCH_TASK_INDEX=0"),
@@ -360,6 +365,18 @@ def test_planned_processes_that_nobody_started_are_a_doubt(
     assert place(placement) == (0, 1, 0, 1)
     assert variable in placement.doubt
     assert read_placement({**variables, "RANK": "0", "WORLD_SIZE": "1"}).doubt == ""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"NNODES": "1"},
+        {"TF_CONFIG": '{"cluster": {"chief": ["a:1"]}}'},
+        {"AZUREML_NODE_COUNT": "1"},
+    ],
+)
+def test_a_plan_for_one_process_is_no_doubt(variables: dict[str, str]) -> None:
+    assert read_placement(variables).doubt == ""
 
 
 def join_and_count() -> int:
