@@ -365,7 +365,10 @@ CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, i
     return for_python(with_staging(
         create_native_communicator(adapt_store(std::move(store), patience), rank, size, options)));
   } catch (const Timeout& late) {
-    throw parent ? (*parent)->with_keeper(late) : late;
+    if (!parent) {
+      throw;
+    }
+    throw(*parent)->with_keeper(late);
   }
 }
 

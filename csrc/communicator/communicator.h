@@ -162,8 +162,8 @@ class Communicator {
   // group was aborted (Aborted).
   virtual void require_hope(const std::vector<int>& /*ranks*/) {}
 
-  // For the same, where they have waited in vain for a rank of this group, which the blame of
-  // `late` names: the same with the rank that keeps that one waiting, where the backend can tell.
+  // For the same callers, once they have waited for a rank of this group in vain. `late` blames
+  // that rank; what is returned blames the one that keeps it waiting, where the backend can tell.
   [[nodiscard]] virtual Timeout with_keeper(const Timeout& late) const { return late; }
 
   // Lets the group go: later calls throw InvalidUsage; peers that still wait for this rank fail

@@ -68,6 +68,12 @@ _SIGNS = (
     _Sign("PET_NNODES", "PET_NNODES", _FOR_TORCHRUN),
 )
 
+# What shows how many processes were planned for.
+_PLANS = (
+    *("SLURM_NTASKS", "SLURM_NNODES", "PET_NPROC_PER_NODE", "PET_RDZV_ENDPOINT"),
+    *("NNODES", "AZUREML_NODE_COUNT", "DMLC_NUM_WORKER", "TF_CONFIG"),
+)
+
 _ALONE = "If this process is to train alone, set RANK=0 WORLD_SIZE=1."
 
 
@@ -111,17 +117,9 @@ def _largest_size(value: str) -> int:
 
 def doubt(env: Mapping[str, str]) -> str:
     """A sentence where several processes were planned for, and this one was started alone."""
-    for planned, start in (
-        ("SLURM_NTASKS", "srun"),
-        ("SLURM_NNODES", "srun"),
-        ("PET_NPROC_PER_NODE", "torchrun or `pydist run`"),
-        ("PET_RDZV_ENDPOINT", "torchrun or `pydist run`"),
-        ("NNODES", "torchrun or `pydist run`"),
-        ("AZUREML_NODE_COUNT", "torchrun or `pydist run`"),
-        ("DMLC_NUM_WORKER", "torchrun or `pydist run`"),
-        ("TF_CONFIG", "torchrun or `pydist run`"),
-    ):
+    for planned in _PLANS:
         if planned in env and _largest_size(env[planned]) != 1:
+            start = "srun" if planned.startswith("SLURM_") else "torchrun or `pydist run`"
             return (
                 f"{planned}={env[planned]:.60} is set, but {start} has not started this process, "
                 f"so it trains alone: start the script by {start} if several processes are meant, "

@@ -125,7 +125,7 @@ if(PYDIST_SANITIZE)
     $<$<NOT:$<BOOL:$<TARGET_PROPERTY:PYDIST_IS_TEST>>>:-O1>)
   target_link_options(pydist_options INTERFACE -fsanitize=${PYDIST_SANITIZE})
   # Such a build is made to run the tests once: with sources in batches, which read each header once,
-  # it takes a third of the time. g++ takes a source in a batch for a header, and warns of what
+  # it takes at most half of the time. g++ takes a source in a batch for a header, and warns of what
   # headers should not declare.
   set(CMAKE_UNITY_BUILD ON)
   set(CMAKE_UNITY_BUILD_BATCH_SIZE 25)

@@ -111,6 +111,8 @@ def test_planned_processes_that_nobody_started_are_a_doubt(
     [
         {"NNODES": "1"},
         {"TF_CONFIG": '{"cluster": {"chief": ["a:1"]}}'},
+        {"TF_CONFIG": "{}"},
+        {"DMLC_NUM_WORKER": "1"},
         {"AZUREML_NODE_COUNT": "1"},
     ],
 )
