@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'is_capturing', 'is_frozen', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'usable_cpu_isas']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'usable_cpu_isas']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -542,6 +542,10 @@ def is_frozen(pid: typing.SupportsInt | typing.SupportsIndex) -> bool:
     """
     Whether a process of this host is stopped by the freezer of its cgroup.
     """
+def memory_room() -> tuple[int, str]:
+    """
+    How many bytes more this process may take before the machine or a cgroup runs out, and what limits them.
+    """
 def multiset_digest(indices: torch.Tensor) -> tuple[int, int]:
     """
     The upper and the lower 64 bits of the digest of a multiset of int64 indices.
@@ -589,6 +593,10 @@ def show_awaiting_nobody() -> None:
 def step_traffic(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, states: collections.abc.Sequence[torch.Tensor | collections.abc.Sequence[torch.Tensor]]) -> None:
     """
     Reads and writes what a step would, and changes nothing, unless a 16-bit parameter is not its master copy's: what a step takes at least.
+    """
+def tasks_left() -> int | None:
+    """
+    How many processes and threads more the cgroups grant; None without a limit.
     """
 def usable_cpu_isas() -> list[str]:
     """

@@ -1,9 +1,11 @@
-// A thread of the engine's own: it has a name, no signal is handled on it, and whoever started it
-// joins it. Signals are the user's, so a handler must run on one of the user's threads.
+// A thread of the engine's own: it has a name, and no signal is handled on it. Signals are the
+// user's, so a handler must run on one of the user's threads. Whoever started it joins it, or,
+// where that may hang, lets it go.
 //
-// The engine has three kinds of threads: loops that belong to one object (the monitor, the progress
-// thread, NCCL's watchdog) are EngineThreads; jobs that go one after another run on a SerialQueue,
-// which has one; jobs that wait for the program run on ElasticThreads, which nobody joins.
+// The engine has three kinds of threads: a loop or a task that belongs to one object is an
+// EngineThread (the monitor, the progress thread, NCCL's watchdog; LateEnds keeps those that finish
+// the end of something); jobs that go one after another run on a SerialQueue, which has one; jobs
+// that wait for the program run on ElasticThreads, which nobody joins.
 //
 // For one thread at a time.
 

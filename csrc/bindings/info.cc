@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "base/env.h"
 #include "base/fork.h"
@@ -13,6 +14,7 @@
 #include "bindings/bindings.h"
 #include "kernels/cpu/reduce.h"
 #include "kernels/cuda/library.h"
+#include "memory/memory_room.h"
 #include "topology/hosts.h"
 
 namespace pydist {
@@ -92,6 +94,17 @@ void bind_info(py::module_& module) {
   module.def(
       "processor_quota", [] { return processor_quota(); },
       "The processors' worth of time that the cgroups grant; None without a limit.");
+  module.def(
+      "tasks_left", [] { return tasks_left(); },
+      "How many processes and threads more the cgroups grant; None without a limit.");
+  module.def(
+      "memory_room",
+      [] {
+        MemoryRoom room = memory_room();
+        return std::pair(room.bytes, std::move(room.limited_by));
+      },
+      "How many bytes more this process may take before the machine or a cgroup runs out, and what "
+      "limits them.");
   module.def("require_not_forked", &require_not_forked,
              "Raises pydist.InvalidUsage where this process was forked while a group was at work.");
 }

@@ -40,11 +40,12 @@ class Splits {
   using Decline =
       std::function<ErrorDescription(const std::string& name, const ErrorDescription& why)>;
 
-  // The next split of a group of `size` into `ranks`, for its rank `rank`. Throws InvalidUsage for
-  // ranks that do not exist or stand twice, and for a caller that is not among them; what the other
-  // members do not hear of. Otherwise as `make`; the others wait for the lowest member no longer
-  // than `deadline`, and decline where that wait ends otherwise. `topic`: what names in `store`
-  // begin with.
+  // The next split of a group of `size` into `ranks`, for its rank `rank`. `topic`: what names in
+  // `store` begin with.
+  //
+  // Throws InvalidUsage, on this rank alone, for ranks that do not exist or stand twice, and for a
+  // caller that is not among them. All else that it throws, all members throw: what `make` does,
+  // and what ends the wait for the lowest member, which lasts until `deadline` at most.
   [[nodiscard]] CommunicatorPtr next(const std::vector<int>& ranks, int rank, int size,
                                      KeyValueStore& store, const std::string& topic,
                                      Deadline deadline, const CheckHope& check_hope,

@@ -42,7 +42,7 @@ using KnownProcesses = std::vector<KnownProcess>;
 [[nodiscard]] CheckHope hope_that_live(KnownProcesses processes);
 
 // The Timeout of those that wait for `missing`, numbered as in the new group `name`: what the
-// system says of each. Those that do not run are to blame, or all where none is known not to.
+// system says of each. Blames those of them that are known not to run; if none is, all of them.
 [[nodiscard]] ErrorDescription lateness(const KnownProcesses& processes, const std::string& name,
                                         const std::vector<int>& missing);
 

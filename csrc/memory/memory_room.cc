@@ -1,7 +1,6 @@
 #include "memory/memory_room.h"
 
 #include <algorithm>
-#include <charconv>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -22,19 +21,11 @@ constexpr std::size_t kUnlimited = std::numeric_limits<std::size_t>::max();
 // What a reservation must leave free, so that the step after it does not fail.
 constexpr std::size_t kMarginBytes = std::size_t{32} << 20;
 
-// Nothing where `word` is no number, as "max" is.
-std::optional<std::size_t> number(std::string_view word) {
-  std::size_t value = 0;
-  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-  return error == std::errc() && end == word.data() + word.size() ? std::optional(value)
-                                                                  : std::nullopt;
-}
-
 // The number behind the word `key`.
 std::optional<std::size_t> number_after(const std::vector<std::string>& words,
                                         std::string_view key) {
   const auto found = std::find(words.begin(), words.end(), key);
-  return found == words.end() || found + 1 == words.end() ? std::nullopt : number(found[1]);
+  return found == words.end() || found + 1 == words.end() ? std::nullopt : parse_number(found[1]);
 }
 
 std::size_t machine_room() {
@@ -47,12 +38,9 @@ std::size_t machine_room() {
 // The room under one cgroup's limit, if it has one. Clean file pages count as used but can be
 // dropped.
 std::optional<std::size_t> room_in(const Cgroup& cgroup) {
-  const auto number_in = [&cgroup](const char* file) {
-    const std::vector<std::string> words = cgroup.words_in(file);
-    return words.empty() ? std::nullopt : number(words.front());
-  };
-  const auto limit = number_in(cgroup.is_unified ? "memory.max" : "memory.limit_in_bytes");
-  const auto used = number_in(cgroup.is_unified ? "memory.current" : "memory.usage_in_bytes");
+  const auto limit = cgroup.number_in(cgroup.is_unified ? "memory.max" : "memory.limit_in_bytes");
+  const auto used =
+      cgroup.number_in(cgroup.is_unified ? "memory.current" : "memory.usage_in_bytes");
   if (!limit || !used) {
     return std::nullopt;
   }

@@ -47,8 +47,8 @@ class AccumulationHooks {
 [[nodiscard]] std::uint64_t next_node();
 
 // Calls `hook` when a backward reaches the tensor, which is not a leaf. Stays as long as the graph.
-// Of a view also when a backward reaches what it is a view of, if that was made by a node with this
-// number or a later one: who changes a view in place gives it another node.
+// A change in place gives a view a new node, which this hook does not sit on. So for a view it also
+// sits on what it is a view of, if that was made by a node with this number or a later one.
 void on_backward(const at::Tensor& tensor, std::uint64_t first_node, std::function<void()> hook);
 
 // Whether this thread runs a part of a backward.

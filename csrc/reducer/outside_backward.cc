@@ -1,5 +1,4 @@
-// What a program asks of a reducer outside of backward: shards, a hook, a vote, a round of its own,
-// an end.
+// What a program asks of a reducer outside of backward: a vote, a round of its own, an end.
 
 #include <c10/core/GradMode.h>
 
@@ -8,69 +7,9 @@
 #include <utility>
 
 #include "base/error.h"
-#include "reducer/operations/hook_policy.h"
 #include "reducer/reducer.h"
 
 namespace pydist {
-namespace {
-
-constexpr std::uint64_t kFirstRound = 1;
-
-}  // namespace
-
-void Reducer::shard(int owner, int stage, const std::vector<std::size_t>& slots,
-                    const std::vector<at::Tensor>& shown) {
-  if (!current_.expired()) {
-    throw InvalidUsage("an optimizer with shards is made outside of backward");
-  }
-  require_shardable();
-  const c10::AutoGradMode no_grad(false);
-  drain();
-  arena_.shard(owner, stage, slots, shown);
-  communicator_->trim();
-  arena_.allocate();
-  const std::exception_ptr error = exchange_plan();
-  forget();
-  rethrow_if_any(error);
-  if (!next_plan_) {
-    next_plan_ = arena_.plan();  // the same buckets, in other memory
-  }
-  apply_plan();
-}
-
-void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook, bool plans_anew) {
-  if (policy_->is_of_program()) {
-    throw InvalidUsage("a communication hook is registered already; there can be one only");
-  }
-  require_combinable(/*has_hook=*/true, arena_.shardings() != 0);
-  if (round_.number != kFirstRound || !current_.expired()) {
-    throw InvalidUsage("a communication hook is registered before the first backward");
-  }
-  if (plans_anew) {
-    rounds_before_hook_keeps_plan_ = 2;
-    next_plan_ = planner_(order_.expected(), arena_.blocks(), speed_);
-  } else if (!next_plan_) {
-    next_plan_ = arena_.plan();  // the same buckets, in other places
-  }
-  arena_.pack();
-  apply_plan();
-  policy_ = std::make_unique<HookPolicy>(std::move(hook), options_.sums ? 1 : communicator_->size(),
-                                         arena_);
-}
-
-// The only place that says what excludes what. Weights, sums, joining, accumulation, unused and
-// sparse parameters go with any policy.
-void Reducer::require_combinable(bool has_hook, bool has_shards) const {
-  const char* const other = options_.wire_dtype ? "compress="
-                            : has_shards        ? "pydist.ShardedOptimizer"
-                                                : nullptr;
-  if (has_hook && other != nullptr) {
-    throw InvalidUsage(
-        join("a communication hook (or average_bucket) gets whole gradients in their own type and "
-             "returns what they become, so that ",
-             other, " has no say in it: use one of the two"));
-  }
-}
 
 void Reducer::synchronize() {
   if (!current_.expired()) {

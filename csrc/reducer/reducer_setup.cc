@@ -1,4 +1,6 @@
-// How a reducer is made, and what its ranks must have in common.
+// How a reducer is made, given shards or a hook, and what its ranks must have in common.
+
+#include <c10/core/GradMode.h>
 
 #include <atomic>
 #include <exception>
@@ -8,6 +10,7 @@
 #include "base/error.h"
 #include "c10d/errors.h"
 #include "reducer/operations/communicator_policy.h"
+#include "reducer/operations/hook_policy.h"
 #include "reducer/reducer.h"
 #include "topology/hosts.h"
 #include "topology/told_error.h"
@@ -17,6 +20,8 @@ namespace {
 
 // Reducers are made in the same order on all of their ranks.
 std::atomic<std::uint64_t> next_place = 0;
+
+constexpr std::uint64_t kFirstRound = 1;
 
 // Calls collectives that the other ranks have come to, or will. Where the system keeps this rank
 // from starting one (no thread is left), that ends the group: nobody can go on, or is to wait.
@@ -114,6 +119,60 @@ std::unique_ptr<AccumulationHooks> Reducer::make_hooks(const GradientSlot& slot)
           guarded_for_torch([&] { self->accumulated(index); });
         }
       });
+}
+
+void Reducer::shard(int owner, int stage, const std::vector<std::size_t>& slots,
+                    const std::vector<at::Tensor>& shown) {
+  if (!current_.expired()) {
+    throw InvalidUsage("an optimizer with shards is made outside of backward");
+  }
+  require_shardable();
+  const c10::AutoGradMode no_grad(false);
+  drain();
+  arena_.shard(owner, stage, slots, shown);
+  communicator_->trim();
+  arena_.allocate();
+  const std::exception_ptr error = exchange_plan();
+  forget();
+  rethrow_if_any(error);
+  if (!next_plan_) {
+    next_plan_ = arena_.plan();  // the same buckets, in other memory
+  }
+  apply_plan();
+}
+
+void Reducer::set_hook(std::shared_ptr<c10d::CommHookInterface> hook, bool plans_anew) {
+  if (policy_->is_of_program()) {
+    throw InvalidUsage("a communication hook is registered already; there can be one only");
+  }
+  require_combinable(/*has_hook=*/true, arena_.shardings() != 0);
+  if (round_.number != kFirstRound || !current_.expired()) {
+    throw InvalidUsage("a communication hook is registered before the first backward");
+  }
+  if (plans_anew) {
+    rounds_before_hook_keeps_plan_ = 2;
+    next_plan_ = planner_(order_.expected(), arena_.blocks(), speed_);
+  } else if (!next_plan_) {
+    next_plan_ = arena_.plan();  // the same buckets, in other places
+  }
+  arena_.pack();
+  apply_plan();
+  policy_ = std::make_unique<HookPolicy>(std::move(hook), options_.sums ? 1 : communicator_->size(),
+                                         arena_);
+}
+
+// The only place that says what excludes what. Weights, sums, joining, accumulation, unused and
+// sparse parameters go with any policy.
+void Reducer::require_combinable(bool has_hook, bool has_shards) const {
+  const char* const other = options_.wire_dtype ? "compress="
+                            : has_shards        ? "pydist.ShardedOptimizer"
+                                                : nullptr;
+  if (has_hook && other != nullptr) {
+    throw InvalidUsage(
+        join("a communication hook (or average_bucket) gets whole gradients in their own type and "
+             "returns what they become, so that ",
+             other, " has no say in it: use one of the two"));
+  }
 }
 
 // A digest of everything in the model and the plan that must be the same on all ranks.

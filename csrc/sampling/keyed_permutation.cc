@@ -91,7 +91,8 @@ void KeyedPermutation::mix(std::array<std::uint64_t, kPlaces>& left,
   }
 }
 
-// Those of the grid's places that lie beyond the end are sent on.
+// The grid has more places than there are samples: a place beyond the end is permuted again, until
+// it lies before the end.
 std::uint64_t KeyedPermutation::walk(std::uint64_t place) const noexcept {
   while (place >= length_) {
     place = mix_one(place);

@@ -1,17 +1,22 @@
 // The control groups (cgroups) that this process is in, in version 1 and in version 2.
 //
-// What they limit belongs to whoever asks: memory to memory/memory_room, processors to
-// topology/hosts. Thread safe.
+// What they limit belongs to whoever asks: memory to memory/memory_room, processors, processes and
+// threads to topology/hosts. Thread safe.
 
 #pragma once
 
 #include <sys/types.h>
 
+#include <cstddef>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace pydist {
+
+// Nothing where `word` is no number.
+[[nodiscard]] std::optional<std::size_t> parse_number(std::string_view word);
 
 struct Cgroup {
   std::string path;    // "/" is the topmost that this process sees
@@ -20,6 +25,8 @@ struct Cgroup {
 
   // The whitespace-separated words of a file; none where it cannot be read.
   [[nodiscard]] std::vector<std::string> words_in(std::string_view file) const;
+  // The first of them as a number; nothing where it is none, as "max" is.
+  [[nodiscard]] std::optional<std::size_t> number_in(std::string_view file) const;
 };
 
 // The cgroups that limit this process by `controller` ("cpu", "memory"): its own and all above it,

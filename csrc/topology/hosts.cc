@@ -88,6 +88,19 @@ std::optional<double> processor_quota(const std::string& mount, const std::strin
   return least;
 }
 
+std::optional<std::size_t> tasks_left(const std::string& mount, const std::string& memberships) {
+  std::optional<std::size_t> least;
+  for (const Cgroup& cgroup : cgroups_limiting("pids", mount, memberships)) {
+    const auto most = cgroup.number_in("pids.max");
+    const auto current = cgroup.number_in("pids.current");
+    if (most && current) {
+      const std::size_t left = *most > *current ? *most - *current : 0;
+      least = std::min(least.value_or(left), left);
+    }
+  }
+  return least;
+}
+
 bool has_core_for_every_rank(const std::vector<std::vector<int>>& allowed_by_rank,
                              std::optional<double> quota) {
   std::set<int> all;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -26,6 +27,12 @@ namespace pydist {
 // where none sets a limit. Knows both versions of cgroups. `mount` is the folder of cgroups,
 // `memberships` the file that names this process's.
 [[nodiscard]] std::optional<double> processor_quota(
+    const std::string& mount = "/sys/fs/cgroup",
+    const std::string& memberships = "/proc/self/cgroup");
+
+// How many processes and threads more the cgroups of this process grant; nothing where none sets a
+// limit. The arguments are those of processor_quota().
+[[nodiscard]] std::optional<std::size_t> tasks_left(
     const std::string& mount = "/sys/fs/cgroup",
     const std::string& memberships = "/proc/self/cgroup");
 

@@ -11,8 +11,8 @@ namespace pydist {
 // This process, which is `rank`, as the culprit.
 [[nodiscard]] Blame own_blame(int rank, std::string cause);
 
-// Whom an error blames with which `rank`, this process, gives a group up: itself, unless the error
-// names others, or may be of their making.
+// Whom to blame where `rank`, this process, gives up a group because of `reason`: the ranks that
+// the error names, nobody where others may have caused it, and otherwise this rank.
 [[nodiscard]] Blame blame_of(const Error& reason, int rank);
 
 // "4711 a", a process id and a host, as ranks tell it each other; for a blame that lacks both.

@@ -57,30 +57,13 @@ def _cache_bytes(level: int) -> int | None:
     return None
 
 
-def cgroup_file(name: str) -> str:
-    """A file of this process's cgroup (version 2), wherever the hierarchy is mounted."""
-    for line in _read("/proc/self/cgroup").splitlines():
-        if line.startswith("0::"):
-            folder = line[3:].strip("/")
-            return _read(f"/sys/fs/cgroup/{folder}/{name}") or _read(f"/sys/fs/cgroup/{name}")
-    return ""
-
-
-def shared_memory_room() -> dict[str, Any]:
-    """Bytes that shared segments can take, and what bounds them."""
-    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
-    available = int(fields.get("MemAvailable", "0 kB").split()[0]) * 1024
-    room = {"available memory": available}
-    limit, current = cgroup_file("memory.max"), cgroup_file("memory.current")
-    if limit.isdigit() and current.isdigit():
-        room["headroom of the cgroup"] = int(limit) - int(current)
-    report: dict[str, Any] = {**room, "room for shared memory": min(room.values())}
+def free_in_dev_shm() -> int | None:
+    """Bytes; None where there is no /dev/shm."""
     try:
         shm = os.statvfs("/dev/shm")
-        report["free in /dev/shm"] = shm.f_bavail * shm.f_frsize
     except OSError:
-        report["free in /dev/shm"] = None
-    return report
+        return None
+    return shm.f_bavail * shm.f_frsize
 
 
 def _numa_nodes() -> int:

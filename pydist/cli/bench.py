@@ -5,23 +5,16 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from pydist.benchmarks import collectives, overlap, sharded, startup, step
 from pydist.benchmarks.collective_cases import COLLECTIVES
 from pydist.benchmarks.interruption import INTERRUPTED, interruptible
+from pydist.cli.parser import Parser
 from pydist.errors import Error, InvalidUsage
 
 
-class _Parser(argparse.ArgumentParser):
-    """One line for what is wrong, as everywhere in this command line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidUsage(f"{message} (`{self.prog} --help` lists what there is)")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="pydist bench",
         description="Micro-benchmarks. Under torchrun and other launchers: on the ranks it finds.",
     )

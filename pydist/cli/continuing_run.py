@@ -130,8 +130,8 @@ def _supervise(running: dict[int, Any], store: dist.Store) -> int:
         ended = [
             (code, rank) for rank, each in running.items() if (code := each.poll()) is not None
         ]
-        # Of those that have ended since the last look: who was killed is a cause, who failed may
-        # have failed of that, and who ended well comes after them.
+        # Several may have ended since the last look. First those that were killed, then those that
+        # failed, perhaps because of them, and last those that succeeded.
         for code, rank in sorted(ended, key=lambda end: (end[0] == 0, end[0] > 0, end[1])):
             del running[rank]
             note_end(store, rank, pids[rank], how_it_ended(code))

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pydist import _build, _native
-from pydist.benchmarks.machine import processor_name, shared_memory_room
+from pydist.benchmarks.machine import free_in_dev_shm, processor_name
 from pydist.benchmarks.sizes import size_text
 from pydist.errors import Error, InvalidUsage
 from pydist.gpu.nccl import find_nccl
@@ -148,13 +148,18 @@ def collect() -> dict[str, Any]:
     except InvalidUsage as error:
         problem = str(error)
     gpus, no_gpu = _gpus()
+    room, limited_by = _native.memory_room()
     return {
         "versions": _versions(),
         "processor": _processor(),
         "gpus": gpus,
         "no_gpu": no_gpu or None,
         "nccl": _nccl(),
-        "memory": shared_memory_room(),
+        "memory": {
+            "room for shared memory": room,
+            "what limits it": limited_by,
+            "free in /dev/shm": free_in_dev_shm(),
+        },
         "backends": {
             name: {"usable": not why, "why_not": why or None} for name, why in _backends().items()
         },
@@ -188,8 +193,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
     gpus["NCCL"] = nccl["problem"] or f"{nccl['version']}, {nccl['path']}"
     console.print(_pairs("\nGPUs", gpus))
     memory = {
-        name: None if count is None else size_text(count)
-        for name, count in report["memory"].items()
+        name: size_text(value) if isinstance(value, int) else value
+        for name, value in report["memory"].items()
     }
     console.print(_pairs("\nShared memory", memory))
     usable = {

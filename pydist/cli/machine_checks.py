@@ -20,7 +20,7 @@ import numpy
 import torch
 
 from pydist import _build, _native
-from pydist.benchmarks.machine import cgroup_file, shared_memory_room
+from pydist.benchmarks.machine import free_in_dev_shm
 from pydist.errors import InvalidUsage
 from pydist.job.launchers import Placement, read_placement
 from pydist.job.settings import unknown_variables
@@ -61,16 +61,15 @@ def _size(count: int) -> str:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    room = shared_memory_room()
-    bound = room["room for shared memory"]
+    bound, limited_by = _native.memory_room()
     small = bound < _SMALL_MEMORY_BYTES
-    advice = ": free memory, or raise the limit of the cgroup" if small else ""
+    advice = f", by {limited_by}: free memory, or raise the limit" if small else ""
     yield Finding(
         "shared memory",
         "warning" if small else "fine",
         f"room for {_size(bound)} in segments of pydist's{advice}",
     )
-    free = room["free in /dev/shm"]
+    free = free_in_dev_shm()
     if free is None or free < _SMALL_SHM_BYTES:
         has = "is not there" if free is None else f"has {_size(free)} free"
         yield Finding(
@@ -118,9 +117,8 @@ def _processes() -> Finding:
     limit = _limit(resource.RLIMIT_NPROC)
     if limit is not None and os.geteuid() != 0:
         left["ulimit -u"] = limit - _own_threads()
-    most, current = cgroup_file("pids.max"), cgroup_file("pids.current")
-    if most.isdigit() and current.isdigit():
-        left["pids.max of the cgroup"] = int(most) - int(current)
+    if (granted := _native.tasks_left()) is not None:
+        left["pids.max of the cgroup"] = granted
     if not left:
         return Finding("processes and threads", "fine", "no limit")
     name, least = min(left.items(), key=lambda each: each[1])

@@ -9,12 +9,13 @@ import json
 import re
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from pydist.cli.model_source import build_model, find, guarded, load_source
+from pydist.cli.parser import Parser
 from pydist.errors import InvalidUsage
 from pydist.planning.memory_estimate import plan
 
@@ -47,15 +48,8 @@ The file is imported, so training stands behind `if __name__ == "__main__":`.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """One line for what is wrong, as everywhere in this command line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidUsage(f"{message} (`{self.prog} --help` lists what there is)")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="pydist plan",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,

@@ -53,7 +53,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _echoed(error: BaseException) -> Error | None:
     """The error in the chain that only tells of another rank's failure."""
     for each in _chain(error):
-        # Of a time-out, a disagreement or a wrong call no other rank tells any better.
+        # No other rank can explain these any better, so they are never echoes.
         if not isinstance(each, Error) or isinstance(each, (InvalidUsage, Mismatch, Timeout)):
             continue
         if isinstance(each, (PeerLost, Aborted)) or each.ranks:

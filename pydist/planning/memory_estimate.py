@@ -41,8 +41,8 @@ from pydist.parallel.wrapper import DataParallel
 from pydist.planning.activation_memory import saved_activation_bytes
 from pydist.planning.memory_table import MemoryPlan, RankMemory
 from pydist.planning.step_memory import StepMemory, step_memory, temporaries
+from pydist.sharding.bucket_step import FUSED_CLASSES
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
-from pydist.sharding.step import FUSED_CLASSES
 
 _SLOT_ALIGNMENT_BYTES = 64
 _SHARD_ALIGNMENT_BYTES = 128

@@ -144,8 +144,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         # loader, has delivered last; unless set_epoch has gone elsewhere.
         self._pass: EpochPass | None = None
         self._latest: EpochPass | None = None
-        # Those of a prepared loader's iterators that go on, of which one may run within another:
-        # a loop that looks at a batch of its own loader, say. None from before set_epoch.
+        # The unfinished iterators of a prepared loader. One may run within another: a loop may look
+        # at a batch of its own loader. set_epoch() drops them.
         self._open: list[EpochPass] = []
 
     def __iter__(self) -> Iterator[int]:

@@ -37,6 +37,7 @@ from pydist.job.outcome import outcomes
 from pydist.job.rank_names import culprits
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
+from pydist.sharding.bucket_step import BucketStep
 from pydist.sharding.buckets import Bucket
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
 from pydist.sharding.gather import gather, let_arrive
@@ -76,7 +77,6 @@ from pydist.sharding.state.torch_state_dict import (
     to_unsharded,
     without_absent,
 )
-from pydist.sharding.step import BucketStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -119,8 +119,8 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
     }
   }
 
-  // perform() for a collective: the error of a failed one names the missing ranks, or is that of
-  // which another rank has told.
+  // perform() for a collective: where it fails, the error is the one that another rank has
+  // reported, or names the ranks that are missing.
   template <typename Step>
   void perform_collective(const Operation& operation, const Step& step) {
     const auto explained = [&] {

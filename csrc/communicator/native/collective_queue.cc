@@ -34,7 +34,7 @@ std::size_t journaled_bytes(const Operation& operation) {
 
 }  // namespace
 
-CollectiveQueue::CollectiveQueue(std::shared_ptr<Progress> progress,
+CollectiveQueue::CollectiveQueue(std::shared_ptr<ProgressThread> progress,
                                  std::shared_ptr<GroupHealth> health, Group& group,
                                  MakeTask make_task, MakeCall make_call,
                                  std::function<void()> fence_heap, bool runs_at_once)

@@ -36,7 +36,7 @@ class CollectiveQueue final : public WaitableDrivable {
   // Only the holder of the right to drive uses `group`. `runs_at_once` (see Note [At once]) is
   // false where the user has pinned another algorithm than run_shared_memory(). `fence_heap` keeps
   // the other ranks out of this rank's symmetric memory, see Note [Fence].
-  CollectiveQueue(std::shared_ptr<Progress> progress, std::shared_ptr<GroupHealth> health,
+  CollectiveQueue(std::shared_ptr<ProgressThread> progress, std::shared_ptr<GroupHealth> health,
                   Group& group, MakeTask make_task, MakeCall make_call,
                   std::function<void()> fence_heap, bool runs_at_once);
 

@@ -118,7 +118,7 @@ Endpoint::Endpoint(const Environment& environment)
   page_->number.store(std::hash<std::string>()(random_token()), std::memory_order_relaxed);
   // The doorbell lives as long as the mapping, which the progress thread keeps.
   auto mapping = std::make_shared<SharedSegment>(doorbell_segment_);
-  progress_ = std::make_shared<Progress>(
+  progress_ = std::make_shared<ProgressThread>(
       std::shared_ptr<Doorbell>(mapping, reinterpret_cast<Doorbell*>(mapping->data())),
       std::chrono::nanoseconds::zero());
   const std::lock_guard lock(endpoints().mutex);

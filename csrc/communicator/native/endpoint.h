@@ -101,7 +101,7 @@ class Endpoint {
   [[nodiscard]] SegmentServer& server();
   // For lines of those who drive operations, which must not wait for a reader.
   [[nodiscard]] LogQueue& log() noexcept { return log_; }
-  [[nodiscard]] const std::shared_ptr<Progress>& progress() noexcept { return progress_; }
+  [[nodiscard]] const std::shared_ptr<ProgressThread>& progress() noexcept { return progress_; }
 
   // Waiters of this process spin no longer than this before they sleep. The least of all groups
   // counts: where one group has more ranks than cores, nobody can afford to spin.
@@ -138,7 +138,7 @@ class Endpoint {
   SharedSegment doorbell_segment_;
   ProcessPage* page_ = nullptr;
   std::shared_ptr<std::atomic<std::uint64_t>> deaths_;
-  std::shared_ptr<Progress> progress_;
+  std::shared_ptr<ProgressThread> progress_;
   std::mutex mutex_;
   std::unique_ptr<SegmentServer> server_;         // guarded by mutex_
   std::map<std::string, PeerPtr> peers_;          // by address; guarded by mutex_

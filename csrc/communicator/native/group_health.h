@@ -93,10 +93,10 @@ class GroupHealth {
   void show_awaiting_nobody() noexcept { endpoint_->page().awaited.clear(); }
 
   // Note [A circle of waits]
-  // Ranks that call collectives of two groups in different orders wait for each other: one here for
-  // the other, which waits there for the one. As long as both wait nothing goes on, unless another
-  // thread of one of them comes to where the other is. So a circle is told of in the log at once,
-  // and stays a Timeout: nobody can know that no thread will come.
+  // Two ranks that call collectives of groups A and B in opposite orders wait for each other: one
+  // in A, the other in B. Neither goes on, unless another thread of one of them calls what the
+  // other waits for. Nobody can know that no thread will. So a circle is logged at once, but ends
+  // in a Timeout like any other wait.
 
   // Whether the way from `rank`, which this one has waited for, leads to where it has been, at
   // least once through another group since, and all have waited for a while. It is followed among

@@ -9,8 +9,8 @@
 
 namespace pydist {
 
-MessageQueue::MessageQueue(std::shared_ptr<Progress> progress, std::shared_ptr<GroupHealth> health,
-                           Messages messages)
+MessageQueue::MessageQueue(std::shared_ptr<ProgressThread> progress,
+                           std::shared_ptr<GroupHealth> health, Messages messages)
     : WaitableDrivable(std::move(progress)),
       health_(std::move(health)),
       messages_(std::move(messages)) {}

@@ -22,7 +22,7 @@ namespace pydist {
 // Thread safe.
 class MessageQueue final : public WaitableDrivable {
  public:
-  MessageQueue(std::shared_ptr<Progress> progress, std::shared_ptr<GroupHealth> health,
+  MessageQueue(std::shared_ptr<ProgressThread> progress, std::shared_ptr<GroupHealth> health,
                Messages messages);
 
   // Starts a send or a receive. The work of a receive tells the source rank.

@@ -24,7 +24,7 @@ void Drivable::give_back(Right right) {
   }
 }
 
-Drivable::Drivable(std::shared_ptr<Progress> progress) : progress_(std::move(progress)) {
+Drivable::Drivable(std::shared_ptr<ProgressThread> progress) : progress_(std::move(progress)) {
   progress_->enroll();
 }
 
@@ -34,10 +34,10 @@ void Drivable::hand_over() { progress_->hand_over(shared_from_this()); }
 
 void Drivable::prepare() { progress_->start(); }
 
-Progress::Progress(std::shared_ptr<Doorbell> doorbell, std::chrono::nanoseconds spin)
+ProgressThread::ProgressThread(std::shared_ptr<Doorbell> doorbell, std::chrono::nanoseconds spin)
     : doorbell_(std::move(doorbell)), spin_ns_(spin.count()) {}
 
-void Progress::stop() noexcept {
+void ProgressThread::stop() noexcept {
   if (birth_.is_inherited()) {
     return;  // the thread does not exist here, and may have held the lock
   }
@@ -54,20 +54,20 @@ void Progress::stop() noexcept {
   thread.join();
 }
 
-void Progress::enroll() {
+void ProgressThread::enroll() {
   const std::lock_guard lock(mutex_);
   handed_over_.reserve(enrolled_ + 1);
   ++enrolled_;
 }
 
-void Progress::dismiss() noexcept {
+void ProgressThread::dismiss() noexcept {
   if (!birth_.is_inherited()) {
     const std::lock_guard lock(mutex_);
     --enrolled_;
   }
 }
 
-void Progress::start() {
+void ProgressThread::start() {
   if (has_thread_.load(std::memory_order_relaxed)) {
     return;
   }
@@ -79,7 +79,7 @@ void Progress::start() {
   has_thread_.store(true, std::memory_order_relaxed);
 }
 
-void Progress::hand_over(const std::shared_ptr<Drivable>& drivable) {
+void ProgressThread::hand_over(const std::shared_ptr<Drivable>& drivable) {
   const std::lock_guard lock(mutex_);
   if (std::find(handed_over_.begin(), handed_over_.end(), drivable) == handed_over_.end()) {
     handed_over_.push_back(drivable);
@@ -88,7 +88,7 @@ void Progress::hand_over(const std::shared_ptr<Drivable>& drivable) {
   doorbell_->ring();
 }
 
-void Progress::run() {
+void ProgressThread::run() {
   std::vector<std::shared_ptr<Drivable>> drivables;
   while (take_work(drivables)) {
     const auto drive_all = [&drivables] {
@@ -110,7 +110,7 @@ void Progress::run() {
   }
 }
 
-bool Progress::take_work(std::vector<std::shared_ptr<Drivable>>& drivables) {
+bool ProgressThread::take_work(std::vector<std::shared_ptr<Drivable>>& drivables) {
   // The last reference to a Drivable may be the last one to everything that it needs, this object's
   // owner included. So no reference is dropped under the lock.
   drivables.clear();

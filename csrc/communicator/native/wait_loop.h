@@ -27,7 +27,7 @@
 
 namespace pydist {
 
-class Progress;
+class ProgressThread;
 
 class Drivable : public std::enable_shared_from_this<Drivable> {
  public:
@@ -67,7 +67,7 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
   void prepare();
 
  protected:
-  explicit Drivable(std::shared_ptr<Progress> progress);
+  explicit Drivable(std::shared_ptr<ProgressThread> progress);
 
   // Whether a waiter may spin: where every rank has a core of its own.
   [[nodiscard]] bool may_spin() const noexcept;
@@ -84,12 +84,12 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
   void settle(Work& work, std::exception_ptr error, int source_rank = -1);
 
  private:
-  friend class Progress;
+  friend class ProgressThread;
 
   // leave() for the progress thread, which goes on with the unfinished operations.
   void give_back(Right right);
 
-  std::shared_ptr<Progress> progress_;
+  std::shared_ptr<ProgressThread> progress_;
   DriveLock drive_lock_;
   std::vector<Work::Notice> due_;  // guarded by drive_lock_
   // Set while a waiter drives: the progress thread keeps away. A waiter clears this and then looks
@@ -100,12 +100,12 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
 };
 
 // Thread safe. The thread keeps the object alive until stop().
-class Progress : public std::enable_shared_from_this<Progress> {
+class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
  public:
   // `doorbell` is what peers ring. `spin` is how long a waiting caller spins before it sleeps.
-  Progress(std::shared_ptr<Doorbell> doorbell, std::chrono::nanoseconds spin);
-  Progress(const Progress&) = delete;
-  Progress& operator=(const Progress&) = delete;
+  ProgressThread(std::shared_ptr<Doorbell> doorbell, std::chrono::nanoseconds spin);
+  ProgressThread(const ProgressThread&) = delete;
+  ProgressThread& operator=(const ProgressThread&) = delete;
 
   // Ends the thread and drops the operations that were handed over to it. Idempotent.
   void stop() noexcept;

@@ -8,8 +8,8 @@
 
 #include "base/fork.h"
 #include "base/log.h"
-#include "communicator/nccl/group_streams.h"
 #include "communicator/nccl/late_ends.h"
+#include "communicator/nccl/streams_of_process.h"
 #include "communicator/open_communicators.h"
 #include "cuda/driver.h"
 
@@ -46,7 +46,7 @@ bool FreedDeviceMemory::is_empty(int device) const {
 }
 
 bool FreedDeviceMemory::free_now(int device) {
-  if (!GroupStreams::of_process().wait_until_idle(device, kBusyPatience)) {
+  if (!StreamsOfProcess::of_process().wait_until_idle(device, kBusyPatience)) {
     return false;
   }
   // Taken before the wait: memory that is dropped after it may be in use.

@@ -40,8 +40,8 @@ class FreedDeviceMemory {
 
   [[nodiscard]] bool is_empty(int device) const;
   // Waits for the device if there is anything to free, and frees it. If a stream of a group is
-  // stuck (group_streams.h), keeps everything and returns false. Precondition: the caller knows of
-  // no capture.
+  // stuck (streams_of_process.h), keeps everything and returns false. Precondition: the caller
+  // knows of no capture.
   [[nodiscard]] bool free_now(int device);
   // Frees the memory of all devices, on a thread that is given up at `deadline`, because a device
   // may hang.

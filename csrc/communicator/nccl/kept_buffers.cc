@@ -8,8 +8,8 @@
 
 #include "base/fork.h"
 #include "communicator/nccl/freed_device_memory.h"
-#include "communicator/nccl/group_streams.h"
 #include "communicator/nccl/late_ends.h"
+#include "communicator/nccl/streams_of_process.h"
 #include "communicator/open_communicators.h"
 
 namespace pydist {
@@ -67,7 +67,7 @@ void KeptBuffers::release() noexcept {
     return;  // another thread is at it
   }
   try {
-    if (GroupStreams::of_process().are_captured()) {
+    if (StreamsOfProcess::of_process().are_captured()) {
       return;
     }
     std::vector<Holding::iterator> known;
@@ -100,7 +100,7 @@ void KeptBuffers::release() noexcept {
           "pydist-nccl-mem",
           [over] {
             over->clear();
-            GroupStreams::of_process().prune();
+            StreamsOfProcess::of_process().prune();
           },
           Deadline::in(kFreePatience), "");
       count_ -= given_back;

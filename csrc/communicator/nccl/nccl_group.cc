@@ -10,9 +10,9 @@
 #include "base/fork.h"
 #include "base/interruption.h"
 #include "communicator/complaints.h"
-#include "communicator/nccl/group_streams.h"
 #include "communicator/nccl/nccl_launched_work.h"
 #include "communicator/nccl/nccl_watchdog.h"
+#include "communicator/nccl/streams_of_process.h"
 #include "health/text_field.h"
 #include "topology/told_error.h"
 
@@ -92,7 +92,7 @@ NcclGroup::~NcclGroup() {
   }
   end();
   stream_.reset();
-  GroupStreams::of_process().prune();
+  StreamsOfProcess::of_process().prune();
 }
 
 std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
@@ -159,7 +159,7 @@ void NcclGroup::connect(Deadline deadline) {
                          control_->culprit(0, complaint));
   }
   const cuda::DeviceGuard guard(device_);
-  stream_ = GroupStreams::of_process().make(device_);
+  stream_ = StreamsOfProcess::of_process().make(device_);
   nccl::Config config;
   const Result result =
       api_->functions().ncclCommInitRankConfig(&comm_, size(), invitation.id, rank(), &config);

@@ -308,7 +308,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::optional<Deadline> word_until_;     // guarded by mutex_; once something is wrong
   std::uint64_t word_after_ = 0;           // guarded by mutex_; of the times that events were asked
   std::atomic<std::uint64_t> settled_{0};  // times that events were asked
-  CommunicatorLife life_;                  // steps under mutex_
+  CommunicatorLife life_;  // its steps are drawn in communicator_life.h; under mutex_
   Deadline ending_until_ = Deadline::never();  // guarded by mutex_; from kEnding on
   std::atomic<bool> is_shut_down_{false};      // there are no more launches
   std::atomic<bool> is_launching_{false};

@@ -11,12 +11,12 @@
 #include "base/fork.h"
 #include "base/log.h"
 #include "communicator/departure.h"
-#include "communicator/nccl/group_streams.h"
 #include "communicator/nccl/kept_buffers.h"
 #include "communicator/nccl/late_ends.h"
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/nccl/nccl_launched_work.h"
 #include "communicator/nccl/nccl_watchdog.h"
+#include "communicator/nccl/streams_of_process.h"
 #include "topology/told_error.h"
 
 namespace pydist {

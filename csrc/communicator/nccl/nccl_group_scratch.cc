@@ -11,9 +11,9 @@
 #include "base/fork.h"
 #include "base/log.h"
 #include "communicator/nccl/freed_device_memory.h"
-#include "communicator/nccl/group_streams.h"
 #include "communicator/nccl/late_ends.h"
 #include "communicator/nccl/nccl_group.h"
+#include "communicator/nccl/streams_of_process.h"
 #include "communicator/open_communicators.h"
 #include "cuda/device_memory.h"
 #include "cuda/driver.h"
@@ -141,6 +141,6 @@ void NcclGroup::find_capture(const Launch& launch) {
   }
 }
 
-bool NcclGroup::is_any_captured() { return GroupStreams::of_process().are_captured(); }
+bool NcclGroup::is_any_captured() { return StreamsOfProcess::of_process().are_captured(); }
 
 }  // namespace pydist

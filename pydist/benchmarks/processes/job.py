@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 import pydist
-from pydist.benchmarks.machine import keep_freed_blocks, pin, shared_memory_room
+from pydist import _native
+from pydist.benchmarks.machine import keep_freed_blocks, pin
 from pydist.benchmarks.sizes import size_text
 from pydist.errors import InvalidUsage
 from pydist.job.launchers import Placement, read_placement
@@ -144,11 +145,12 @@ def require_room(ranks: int, buffer_bytes: int = 0) -> None:
     if limit != resource.RLIM_INFINITY and ranks > limit:
         raise InvalidUsage(f"-p {ranks}: this user may start {limit} processes (ulimit -u).")
     needed = ranks * (_LEAST_BYTES + buffer_bytes)
-    room = shared_memory_room()["room for shared memory"]
+    room, limited_by = _native.memory_room()
     if needed > room:
         what = f"{ranks} ranks"
         if buffer_bytes:
             what += f" with buffers of {size_text(buffer_bytes)}"
         raise InvalidUsage(
-            f"-p {ranks}: {what} need {size_text(needed)} at least; {size_text(room)} are free."
+            f"-p {ranks}: {what} need {size_text(needed)} at least; {size_text(room)} are free "
+            f"({limited_by})."
         )

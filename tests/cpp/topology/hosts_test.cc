@@ -79,6 +79,31 @@ TEST(HostsTest, TheTightestQuotaOfTheCgroupsAboveHolds) {
   std::filesystem::remove_all(root);
 }
 
+TEST(HostsTest, TheTightestLimitOfTasksHolds) {
+  const std::filesystem::path root =
+      std::filesystem::path(::testing::TempDir()) / ("pydist-tasks-" + std::to_string(::getpid()));
+  const auto write = [&root](const std::string& path, const std::string& text) {
+    std::filesystem::create_directories((root / path).parent_path());
+    std::ofstream(root / path) << text << '\n';
+  };
+  const auto left = [&root] { return tasks_left(root.string(), root / "membership"); };
+  write("membership", "0::/slice/job");
+  EXPECT_EQ(left(), std::nullopt);
+  write("slice/job/pids.max", "max");
+  write("slice/job/pids.current", "7");
+  EXPECT_EQ(left(), std::nullopt);
+  write("slice/pids.max", "100");
+  write("slice/pids.current", "60");
+  EXPECT_EQ(left(), 40U);
+  write("slice/job/pids.max", "5");  // lowered below what there is
+  EXPECT_EQ(left(), 0U);
+  write("membership", "3:pids:/job");
+  write("pids/job/pids.max", "9");
+  write("pids/job/pids.current", "8");
+  EXPECT_EQ(left(), 1U);
+  std::filesystem::remove_all(root);
+}
+
 TEST(HostsTest, TheFreezerOfAProcess) {
   const std::filesystem::path root = std::filesystem::path(::testing::TempDir()) /
                                      ("pydist-freezer-" + std::to_string(::getpid()));

@@ -208,10 +208,12 @@ def test_a_long_file_says_why() -> None:
     assert silent == [], "say why in the first lines, or divide it"
 
 
-def test_folders_of_cpp_tests_mirror_the_source() -> None:
+def test_folders_of_tests_mirror_the_source() -> None:
     tests = ROOT / "tests" / "cpp"
     folders = [path.relative_to(tests) for path in tests.rglob("*") if path.is_dir()]
     assert [folder for folder in folders if not (CSRC / folder).is_dir()] == []
+    rooms = {path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))}
+    assert rooms <= {path.name for path in (ROOT / "tests" / "python").iterdir()}
 
 
 def test_names_tell_what_a_file_holds() -> None:

@@ -1,4 +1,4 @@
-#include "communicator/nccl/group_streams.h"
+#include "communicator/nccl/streams_of_process.h"
 
 #include <algorithm>
 #include <exception>
@@ -10,12 +10,12 @@
 
 namespace pydist {
 
-GroupStreams& GroupStreams::of_process() {
-  static auto* const streams = new GroupStreams;  // see open_communicators.cc
+StreamsOfProcess& StreamsOfProcess::of_process() {
+  static auto* const streams = new StreamsOfProcess;  // see open_communicators.cc
   return *streams;
 }
 
-bool GroupStreams::Entry::is_captured() const {
+bool StreamsOfProcess::Entry::is_captured() const {
   const cuda::DeviceGuard guard(device);
   return cuda::Driver::get().is_capturing(stream->get());
 }
@@ -27,14 +27,14 @@ bool is_idle(const cuda::OwnedStream& stream, int device) {
   return !driver.is_capturing(stream.get()) && driver.is_idle(stream.get());
 }
 
-std::shared_ptr<const cuda::OwnedStream> GroupStreams::make(int device) {
+std::shared_ptr<const cuda::OwnedStream> StreamsOfProcess::make(int device) {
   auto stream = std::make_shared<const cuda::OwnedStream>();
   const std::lock_guard lock(mutex_);
   streams_.push_back({stream, device});
   return stream;
 }
 
-void GroupStreams::prune() noexcept {
+void StreamsOfProcess::prune() noexcept {
   const std::lock_guard lock(mutex_);
   std::erase_if(streams_, [](const Entry& each) {
     try {
@@ -46,13 +46,13 @@ void GroupStreams::prune() noexcept {
   });
 }
 
-bool GroupStreams::are_captured() {
+bool StreamsOfProcess::are_captured() {
   const std::lock_guard lock(mutex_);
   return std::any_of(streams_.begin(), streams_.end(),
                      [](const Entry& each) { return each.is_captured(); });
 }
 
-bool GroupStreams::wait_until_idle(int device, std::chrono::milliseconds patience) {
+bool StreamsOfProcess::wait_until_idle(int device, std::chrono::milliseconds patience) {
   const auto are_idle = [&] {
     const std::lock_guard lock(mutex_);
     return std::all_of(streams_.begin(), streams_.end(), [device](const Entry& each) {

@@ -22,14 +22,14 @@ namespace pydist {
 // would break the capture. Throws where CUDA has failed.
 [[nodiscard]] bool is_idle(const cuda::OwnedStream& stream, int device);
 
-class GroupStreams {
+class StreamsOfProcess {
  public:
   // Never destroyed.
-  [[nodiscard]] static GroupStreams& of_process();
+  [[nodiscard]] static StreamsOfProcess& of_process();
 
-  GroupStreams() = default;
-  GroupStreams(const GroupStreams&) = delete;
-  GroupStreams& operator=(const GroupStreams&) = delete;
+  StreamsOfProcess() = default;
+  StreamsOfProcess(const StreamsOfProcess&) = delete;
+  StreamsOfProcess& operator=(const StreamsOfProcess&) = delete;
 
   // On the device, which is current.
   [[nodiscard]] std::shared_ptr<const cuda::OwnedStream> make(int device);
