@@ -2,8 +2,9 @@
 
 No other file of pydist touches a private name of torch's (`tests/python/project/
 test_private_names.py` sees to that). A new torch may rename any of them: then the import of this
-file fails and names what is gone, and this is the place to look for what does the same there. The
-file is long because it is the one list of them.
+file fails and names what is gone, and this is the place to look for what does the same there. Only
+tests look up `LATER_NAMES`, which are not there yet at the import. The file is long because it is
+the one list of all of them.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "_set_params_and_buffers_to_ignore_for_model": "torch's only way to have names ignored",
         "_active_ddp_module": "dynamo cuts graphs for the wrapper that is there, and for no other",
         "_pre_forward": "what replicate() calls, and no forward, before which hooks would run",
+        "_set_static_graph": "programs call it on a wrapper that is made; nothing public does",
+        "_register_builtin_comm_hook": "the same; the public method takes no hook of C++",
+        "_register_fused_optim": "the same; what to do instead has to be said",
+        "_get_ddp_logging_data": "the same",
     },
     "torch.distributed": {
         "_DEFAULT_FIRST_BUCKET_BYTES": "dynamo wants no bucket to be smaller, and says it nowhere",
@@ -109,6 +114,9 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     },
     "torch.jit._state": {
         "_jit_caching_layer": "scripted functions run without what waits for their arguments",
+    },
+    "torch.serialization": {
+        "_get_layout": "pickles of torch's checkpoints name it, and nothing public stands there",
     },
     "torch.distributed.distributed_c10d": {
         "_world": "the store in which a group has met, and the count of groups; neither is public",
@@ -159,6 +167,9 @@ LATER_NAMES: dict[str, dict[str, str]] = {
     },
     "torch.distributed.checkpoint.filesystem": {
         "_StorageInfo": "where a piece of a checkpoint lies, as torch's reader wants it told",
+    },
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING": "pickles name it, as they do _get_layout",
     },
     "torch.distributed._composable.replicate": {
         "DDP": "the class that a replicated module gets; the module is no wrapper",
@@ -362,6 +373,43 @@ def active_torch_wrapper() -> DistributedDataParallel | None:
     """The DistributedDataParallel of torch's whose forward runs in this process, if any does."""
     active = active_wrapper()
     return active if isinstance(active, DistributedDataParallel) else None
+
+
+class WrapperStandIn(StandIn):
+    """A stand-in with what programs call on torch's wrapper by private names."""
+
+    # What subclasses define: what is done under those names.
+    _take_static_graph: Callable[[], None]
+    _take_builtin_hook: Callable[[Any], None]
+    _refuse_fused_optimizer: Callable[[], None]
+    _logging_data: Callable[[], dict[str, Any]]
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
+    ) -> None:
+        """Lets each rank have some parameters and buffers of a module alone, as torch's class does.
+
+        Called before the module is wrapped. They are not copied, averaged or compared.
+
+        Args:
+            module: To be wrapped.
+            params_and_buffers_to_ignore: Their names in the module. A parameter of the module
+                itself has its name twice, once with a dot before it.
+        """
+        set_ignored_names(module, params_and_buffers_to_ignore)
+
+    def _set_static_graph(self) -> None:
+        self._take_static_graph()
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._take_builtin_hook(comm_hook_type)
+
+    def _register_fused_optim(self, *_: Any, **__: Any) -> None:
+        self._refuse_fused_optimizer()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return self._logging_data()
 
 
 def before_first_use(wrapper: DistributedDataParallel, call: Callable[[], None]) -> None:
@@ -699,8 +747,21 @@ class FedLoader(DataLoader[T]):
             return super()._get_iterator()
 
 
+def take_attributes(loader: DataLoader[Any], **attributes: Any) -> None:
+    """Gives a copied loader other attributes, also those that torch refuses to have set.
+
+    It starts without an iterator, whatever the one that it is a copy of has.
+    """
+    loader.__dict__.update(attributes, _iterator=None)
+
+
+# -- checkpoints
+
 # Where bytes lie in a checkpoint of torch.distributed.checkpoint.
 STORAGE_INFO = "_StorageInfo"
+# What its pickle names for each tensor: the memory formats, and the function that finds a layout.
+MEMORY_FORMAT = "_MEM_FORMAT_ENCODING"
+LAYOUT_MAKER = "_get_layout"
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
@@ -708,11 +769,3 @@ def storage_info(file: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, length)
-
-
-def take_attributes(loader: DataLoader[Any], **attributes: Any) -> None:
-    """Gives a copied loader other attributes, also those that torch refuses to have set.
-
-    It starts without an iterator, whatever the one that it is a copy of has.
-    """
-    loader.__dict__.update(attributes, _iterator=None)

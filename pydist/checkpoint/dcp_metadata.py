@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from pydist._torch import STORAGE_INFO
+from pydist._torch import LAYOUT_MAKER, MEMORY_FORMAT, STORAGE_INFO
 from pydist.checkpoint.manifest import METADATA
 from pydist.errors import CheckpointError
 from pydist.job.arguments import a_type, with_article
@@ -71,12 +71,12 @@ _RECORDS: dict[tuple[str, str], type[_Record]] = {
             "ChunkStorageMetadata",
             "MetadataIndex",
             "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
+            MEMORY_FORMAT,
             "StorageMeta",
         ),
         "torch.distributed.checkpoint.filesystem": (STORAGE_INFO,),
         "torch": ("Size",),
-        "torch.serialization": ("_get_layout",),
+        "torch.serialization": (LAYOUT_MAKER,),
         "pathlib": ("PosixPath",),
         "pathlib._local": ("PosixPath",),
     }.items()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pydist._torch import StandIn, set_ignored_names
+from pydist._torch import WrapperStandIn
 from pydist.errors import InvalidUsage
 from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.settings import Settings
@@ -43,7 +43,7 @@ def refuse_zero_hook(hook: Callable[..., Any]) -> None:
         )
 
 
-class TorchIdioms(StandIn):
+class TorchIdioms(WrapperStandIn):
     """The part of `pydist.DataParallel` that is there for such programs alone."""
 
     _reducer: Any
@@ -85,21 +85,6 @@ class TorchIdioms(StandIn):
             name: value for name, value in attributes.items() if not hasattr(self.module, name)
         }
         self.__dict__.update(self._torch_attributes)
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
-    ) -> None:
-        """Lets each rank have some parameters and buffers of a module alone, as torch's class does.
-
-        Called before the module is wrapped. They are not copied, averaged or compared.
-
-        Args:
-            module: To be wrapped.
-            params_and_buffers_to_ignore: Their names in the module. A parameter of the module
-                itself has its name twice, once with a dot before it.
-        """
-        set_ignored_names(module, params_and_buffers_to_ignore)
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -143,7 +128,7 @@ class TorchIdioms(StandIn):
                 "forward_sync_buffers, before that backward and on all ranks"
             )
 
-    def _set_static_graph(self) -> None:
+    def _take_static_graph(self) -> None:
         """Accepted for compatibility: nothing is assumed about the graph."""
         if "static_graph" in self._torch_attributes:
             self.__dict__["static_graph"] = True
@@ -159,7 +144,7 @@ class TorchIdioms(StandIn):
             "talks to nobody: put the loop into `with model.join():`"
         )
 
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+    def _take_builtin_hook(self, kind: Any) -> None:
         """Registers the hook of Python that does what one of torch's C++ hooks does."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -169,9 +154,9 @@ class TorchIdioms(StandIn):
             kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         group = self._torch_attributes.get("process_group", dist.group.WORLD)
-        self.register_comm_hook(group, hooks[comm_hook_type])
+        self.register_comm_hook(group, hooks[kind])
 
-    def _register_fused_optim(self, *_: Any, **__: Any) -> None:
+    def _refuse_fused_optimizer(self) -> None:
         """Refuses to step an optimizer within backward.
 
         Raises:
@@ -184,7 +169,7 @@ class TorchIdioms(StandIn):
             "is short"
         )
 
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
+    def _logging_data(self) -> dict[str, Any]:
         """What is known here of torch's logging data, under torch's names."""
         reducer = self._reducer
         parameters = [p for _, p in self._local.shared_parameters() if p.requires_grad]
