@@ -22,18 +22,24 @@ NAMES = {
     for own in table.values()
     for name in own
 }
-# Methods that torch calls: one of that name in a class of ours takes the place of torch's.
-OVERRIDABLE = {
-    name
-    for holder in ("torch.nn.Module", "torch.utils.data.DataLoader")
-    for name in _torch.PRIVATE_NAMES[holder]
-}
-# Of Python's: there is no public road to a caller's frame, or to argparse's idea of a number.
-OF_PYTHON = {"_getframe", "_negative_number_matcher"}
+# Of Python's: there is no public road to a caller's frame, to argparse's idea of a number, or to
+# whether a process is being started.
+OF_PYTHON = {"_getframe", "_negative_number_matcher", "_inheriting"}
+# Texts that are no name of torch's: a mark of ours, and the end of names of CUDA's.
+HARMLESS = {"_pydist_has_run", "_id"}
 
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
+
+
+# What torch or programs call on a wrapper, a module or a loader: a method of that name in a class
+# of ours takes the place of torch's.
+OVERRIDABLE = {
+    name
+    for holder in (DistributedDataParallel, DataLoader)
+    for name in filter(is_private, dir(holder))
+}
 
 
 def defined_in(tree: ast.AST) -> Iterator[str]:
@@ -61,9 +67,10 @@ def names_of_torch(tree: ast.AST) -> Iterator[str]:
             of_itself = holder in ("self", "cls", "super()")
             if node.attr not in OWN | OF_PYTHON or (node.attr in NAMES and not of_itself):
                 yield f"{holder}.{node.attr}"
-        elif isinstance(node, ast.Constant) and node.value in NAMES:
-            if is_private(str(node.value)):
-                yield repr(node.value)
+        elif isinstance(node, ast.Constant) and str(node.value).isidentifier():
+            text = str(node.value)
+            if is_private(text) and (text in NAMES or text not in OWN | OF_PYTHON | HARMLESS):
+                yield repr(text)
         elif isinstance(node, ast.FunctionDef) and node.name in OVERRIDABLE:
             yield f"def {node.name}"
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -89,7 +96,11 @@ def test_no_other_file_uses_one(path: Path) -> None:
         "self.never_defined._anywhere",
         "torch._foreach_add_(a, b)",
         "getattr(tensor, '_version')",
+        "getattr(torch.serialization, '_never_defined')",
+        "{'torch.serialization': ('_never_defined',)}",
         "class Wrapper(nn.Module):\n    def _apply(self): ...",
+        "class Wrapper(nn.Module):\n    def _register_fused_optim(self): ...",
+        "class Wrapper(nn.Module):\n    def _get_ddp_logging_data(self): ...",
     ],
 )
 def test_the_search_finds_them(line: str) -> None:
@@ -102,6 +113,7 @@ def test_the_tables_have_all_that_are_used() -> None:
     parts = {part for holder in _torch.PRIVATE_NAMES for part in holder.split(".")}
     own = set(defined_in(tree)) | {"_C", *parts} | OF_PYTHON
     assert {name for name in used - own if is_private(name)} <= NAMES
+    assert set(defined_in(tree)) & OVERRIDABLE <= NAMES
 
 
 def imported_without(name: str) -> ModuleType:
