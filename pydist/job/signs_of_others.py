@@ -70,7 +70,8 @@ _SIGNS = (
 
 # What shows how many processes were planned for.
 _PLANS = (
-    *("SLURM_NTASKS", "SLURM_NNODES", "PET_NPROC_PER_NODE", "PET_RDZV_ENDPOINT"),
+    *("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
+    *("PET_NPROC_PER_NODE", "PET_RDZV_ENDPOINT"),
     *("NNODES", "AZUREML_NODE_COUNT", "DMLC_NUM_WORKER", "TF_CONFIG"),
 )
 

@@ -142,5 +142,10 @@ def settings_of(
         compress=compress,
         check_every=checked_every(check_every),
         check_finite=flag("check_finite", check_finite),
-        of_torch={"dim": dim, "mixed_precision": mixed_precision, **flags_of_torch},
+        of_torch={
+            "dim": dim,
+            "mixed_precision": mixed_precision,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            **flags_of_torch,
+        },
     )

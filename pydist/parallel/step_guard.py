@@ -93,10 +93,12 @@ def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> 
         if reducer.has_bypassed:
             raise InvalidUsage(
                 f"{type(optimizer).__name__}.step() would use gradients that were never averaged, "
-                "so the ranks' models would part: they come from a backward past the wrapper. As "
-                "in torch's DistributedDataParallel, backward of model.module(...), of a part of "
-                "the module that is called by itself, or within a forward of the wrapper, does "
-                "not average: call model(...) and go backward from its outputs, or call "
+                "so the ranks' models may part: they come from a backward past the wrapper, which "
+                "starts from no output of model(...). That is one of model.module(...), of a part "
+                "of the module that is called by itself, of another wrapper of the module, of a "
+                "penalty of parameters alone, within a forward of the wrapper, or a second one "
+                "through outputs in an object that cannot be searched. Go backward from the "
+                "outputs of model(...), with the penalty added to the loss, or call "
                 "sync_gradients() before the step; to train the ranks apart on purpose, call "
                 "step() inside no_sync()"
             )

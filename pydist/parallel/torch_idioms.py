@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pydist._torch import WrapperStandIn
+from pydist._torch import WrapperStandIn, ignored_names
 from pydist.errors import InvalidUsage
 from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.settings import Settings
@@ -80,6 +80,7 @@ class TorchIdioms(WrapperStandIn):
             "device_ids": device_ids,
             "output_device": None if device_ids is None else device_ids[0],
             "process_group": dist.group.WORLD if process_group is None else process_group,
+            "parameters_to_ignore": set(ignored_names(self.module)),
         }
         self._torch_attributes = {
             name: value for name, value in attributes.items() if not hasattr(self.module, name)
@@ -127,6 +128,10 @@ class TorchIdioms(WrapperStandIn):
                 "torch; pydist.DataParallel copies them at the end of backward: set "
                 "forward_sync_buffers, before that backward and on all ranks"
             )
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether buffers of rank 0 are copied to the others, if there are any."""
+        return self.forward_sync_buffers and next(self.module.buffers(), None) is not None
 
     def _take_static_graph(self) -> None:
         """Accepted for compatibility: nothing is assumed about the graph."""

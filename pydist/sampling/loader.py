@@ -62,7 +62,8 @@ def prepare(
         loader: not iterated yet, or at least not from now on.
         seed: of the order, and of what workers draw at random; the same on every rank. By default
             it is drawn from the loader's `generator`, or from torch's: what `torch.manual_seed` was
-            given before preparing or before the first iteration decides. Each rank draws, and rank
+            given before preparing or before the first iteration decides (`torch.set_rng_state`:
+            before preparing). Each rank draws, and rank
             0's counts; the others take it from the job's store when they begin to iterate, which
             they do not before rank 0 does. A loader that neither shuffles nor has workers asks
             nobody.
@@ -249,7 +250,10 @@ class PreparedLoader(FedLoader[T]):
         return _sampler_of(self._source)
 
     def __iter__(self) -> Any:
-        return _Delivered(super().__iter__, self._feed, self.distributed_sampler, len(self))
+        # Now and with the first batch: whoever asks may return an iterator of these, or be one.
+        sampler = self.distributed_sampler
+        sampler.refuse_sharing_again(sampler)
+        return _Delivered(super().__iter__, self._feed, sampler, len(self))
 
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch comes next; see `DistributedSampler.set_epoch`."""
@@ -377,6 +381,7 @@ class _Delivered:
 
     def _first(self) -> Any:
         """A batch of an iterator that has begun no pass yet."""
+        self.sampler.refuse_sharing_again(self.sampler)
         if self._fetched is None:
             self.feed.begun = None
             self._fetched = self.start()

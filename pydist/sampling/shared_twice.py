@@ -2,13 +2,13 @@
 
 Note [Who asks]
 Libraries that share out samples put a sampler of their own around the one that they find, which
-asks it for indices and keeps every n-th. Around a share of pydist's only a part of the data set
-would be left, without any error. What such samplers have in common is no type but a number of
-shares among their attributes (`num_replicas`, as torch's, or `num_processes`), or among the
-arguments that they are made with. So a sampler of
-pydist's that is asked for something looks at the methods that are running. Where one of them
-belongs to another sampler of several shares, and there would be more shares of shares than ranks,
-the sampler refuses.
+asks it for indices and keeps every n-th; or they put a loader of their own around the loader, and
+keep every n-th batch. Around a share of pydist's only a part of the data set would be left, without
+any error. What such samplers and loaders have in common is no type but a number of shares among
+their attributes (`num_replicas`, as torch's, or `num_processes`), or among the arguments that they
+are made with. So a sampler or prepared loader of pydist's that is asked for something looks at the
+methods that are running. Where one of them belongs to another one of several shares, and there
+would be more shares of shares than ranks, it refuses.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ def _self_of(frame: FrameType) -> object:
 
 
 def _shares_of(asking: object, frame: FrameType) -> int:
-    # What hands out indices is a sampler, whether it inherits from torch's or not.
-    is_sampler = isinstance(asking, Sampler) or frame.f_code.co_name == "__iter__"
-    if not is_sampler or type(asking).__module__.startswith("pydist."):
+    # What hands out indices or batches shares them out, whatever it inherits from.
+    if not isinstance(asking, Sampler) and frame.f_code.co_name != "__iter__":
         return 1
     # Attributes of its own only: a sampler that hands on others' has nothing to share out.
     known = dict(getattr(asking, "__dict__", {}))

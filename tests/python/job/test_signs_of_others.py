@@ -85,6 +85,7 @@ def test_evidently_one_process_is_a_world_of_one(signs: dict[str, str]) -> None:
     [
         ({**SRUN, "SLURM_STEP_ID": ""}, "SLURM_NTASKS=8"),
         ({"SLURM_JOB_ID": "77", "SLURM_NNODES": "4"}, "SLURM_NNODES=4"),
+        ({"SLURM_JOB_ID": "77", "SLURM_NTASKS_PER_NODE": "4"}, "SLURM_NTASKS_PER_NODE=4"),
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto"),
         ({"PET_RDZV_ENDPOINT": "node:29400"}, "PET_RDZV_ENDPOINT=node:29400"),
         ({"NNODES": "2"}, "NNODES=2"),

@@ -251,12 +251,15 @@ def read_attributes() -> None:
         *("device", "device_ids", "output_device", "process_group", "dim", "static_graph"),
         *("find_unused_parameters", "broadcast_buffers", "forward_sync_buffers"),
         *("require_backward_grad_sync", "require_forward_param_sync", "mixed_precision"),
-        *("skip_all_reduce_unused_params", "batched_grad_copy"),
+        *("skip_all_reduce_unused_params", "batched_grad_copy", "gradient_as_bucket_view"),
+        "parameters_to_ignore",
     ):
         # Some came with later versions of torch.
         assert getattr(ours, name) == getattr(theirs, name, getattr(ours, name)), name
     assert dist.get_world_size(ours.process_group) == size
     assert ours.module is module
+    for model in (ours, theirs, pydist.DataParallel(nn.BatchNorm1d(2))):
+        assert model.will_sync_module_buffers() == any(True for _ in model.buffers())
     told = ours._get_ddp_logging_data()
     known = theirs._get_ddp_logging_data()
     for name in ("module_name", "rank", "world_size", "num_parameter_tensors", "has_sync_bn"):

@@ -239,6 +239,35 @@ def test_a_sampler_over_a_sampler_is_refused() -> None:
             pydist.DistributedSampler(over, RANKS, 0)
     with pytest.raises(pydist.InvalidUsage, match="got a PreparedLoader: give it the data set"):
         pydist.DistributedSampler(prepared(), RANKS, 0)
+    hidden = DatasetOfSampler(share())
+    with pytest.raises(pydist.InvalidUsage, match=r"a DistributedSampler \(of pydist\.sampling"):
+        pydist.DistributedSampler(hidden, RANKS, 0)
+
+
+class LoaderShard:
+    """As Transformers' IterableDatasetShard: of the batches that a loader has, this process's."""
+
+    def __init__(self, loader: Any, num_processes: int) -> None:
+        self.loader = loader
+        self.num_processes = num_processes
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.loader):
+            if number % self.num_processes == 0:
+                yield batch
+
+
+class LazyLoaderShard(LoaderShard):
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.loader), 0, None, self.num_processes)
+
+
+@pytest.mark.parametrize("kind", [LoaderShard, LazyLoaderShard])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_over_a_prepared_one_is_refused(kind: type[LoaderShard], workers: int) -> None:
+    with pytest.raises(pydist.InvalidUsage, match=f"again, among {RANKS}: .*plain DataLoader"):
+        next(iter(kind(prepared(num_workers=workers), RANKS)))
+    assert len(list(kind(prepared(num_workers=workers), 1))) == 3
 
 
 class LazyShard(BatchSampler):
