@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pydist._torch import storage_info
 from pydist.checkpoint.dcp_metadata import read_metadata
-from pydist.checkpoint.manifest import read_manifest
+from pydist.checkpoint.manifest import METADATA, read_manifest
 from pydist.checkpoint.own_names import owner_in
 from pydist.checkpoint.packing import unpack
 from pydist.checkpoint.several_by_name import PARTS
@@ -220,6 +220,17 @@ class Contents:
         entry = self._metadata.state_dict_metadata.get(name)
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
+    def require_tensor(self, name: str) -> TensorStorageMetadata:
+        """The same of one that the checkpoint says it has.
+
+        Raises:
+            CheckpointError: It has none.
+        """
+        entry = self.tensor(name)
+        if entry is None:
+            raise CheckpointError(f"{self._folder / METADATA} has no tensor {name}")
+        return entry
+
     def read_objects(self, names: Iterable[str]) -> dict[str, Any]:
         """Objects, by name."""
         destination = _Destination()
@@ -249,12 +260,11 @@ class Contents:
         for name, offsets, tensor in wanted:
             if tensor.numel() == 0:
                 continue
-            entry = self.tensor(name)
-            assert entry is not None, name
+            entry = self.require_tensor(name)
             box = ChunkStorageMetadata(torch.Size(offsets), tensor.shape)
             found = create_read_items_for_chunk_list(name, entry, [box])
             if sum(item.lengths.numel() for item in found) != tensor.numel():
-                raise CheckpointError(f"the checkpoint lacks elements of {name}")
+                raise CheckpointError(f"{self._folder / METADATA} lacks elements of {name}")
             destination.tensors[MetadataIndex(name, offsets)] = tensor
             items += found
         names = {item.storage_index.fqn for item in items}

@@ -285,8 +285,7 @@ def unchanged_by_errors(model: nn.Module) -> Iterator[None]:
 
 def _widen(value: Tensor, entry: str, master_entry: str, contents: Contents) -> None:
     """Takes the float32 copy of a parameter that was in 16 bits, where those are its rounding."""
-    rounded = contents.tensor(entry)
-    assert rounded is not None
+    rounded = contents.require_tensor(entry)
     master = torch.empty(value.numel(), dtype=torch.float32)
     contents.read_tensors([(master_entry, (0,), master)])
     wide = master.view(value.shape).to(value.device, value.dtype)

@@ -294,8 +294,7 @@ def _read(
 
 
 def _reader(contents: Contents, stored: str, begin: int, end: int) -> Callable[[], Tensor]:
-    entry = contents.tensor(stored)
-    assert entry is not None
+    entry = contents.require_tensor(stored)
 
     def read() -> Tensor:
         box = torch.empty(end - begin, dtype=entry.properties.dtype)

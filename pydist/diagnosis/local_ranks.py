@@ -31,6 +31,8 @@ _STATES = {
     "Z": "dead",
     "X": "dead",
 }
+# Of these, who does not run.
+_HALTED = ("stopped", "traced", "dead")
 # These count by peer, not by group.
 _MESSAGES = ("send", "recv")
 
@@ -217,12 +219,22 @@ def state_of(pid: int) -> str:
 
 
 def first_disagreement(ranks: Sequence[LocalRank]) -> tuple[str, set[int]]:
-    """Where the ranks are not in the same operations.
+    """Who does not run, and where the ranks are not in the same operations.
 
     Returns:
-        A sentence, and the pids that it is about; an empty one where they agree, as far as their
-        journals go back.
+        A sentence, and the pids that it is about; an empty one where all run and agree, as far as
+        their journals go back.
     """
+    told, odd = [], set()
+    for rank in ranks:
+        if rank.state in _HALTED and not rank.has_departed:
+            told.append(f"{_name(ranks, rank.pid)} is {rank.state}")
+            odd.add(rank.pid)
+    sentence, also_odd = _different_operations(ranks)
+    return "; ".join([*told, *filter(None, [sentence])]), odd | also_odd
+
+
+def _different_operations(ranks: Sequence[LocalRank]) -> tuple[str, set[int]]:
     seen: dict[tuple[int, int], dict[int, Operation]] = {}
     newest: dict[int, dict[int, int]] = {}
     for rank in ranks:
@@ -240,8 +252,12 @@ def first_disagreement(ranks: Sequence[LocalRank]) -> tuple[str, set[int]]:
             odd = {pid for pid, kind in kinds.items() if kind != common}
             told = "; ".join(f"{_name(ranks, p)} is in {o.describe()}" for p, o in by_pid.items())
             return f"they called different operations: {told}", odd
+    # What has failed counts until its rank goes on, with other ranks perhaps.
+    lasting = [rank.operations[0] for rank in ranks if rank.operations]
     for (group, sequence), by_pid in sorted(seen.items(), key=lambda item: item[0][1]):
-        if not any(each.state == "running" for each in by_pid.values()):
+        waited = [each for each in by_pid.values() if each.state == "running"]
+        failed = [each for each in by_pid.values() if each.state == "failed" and each in lasting]
+        if not waited and not failed:
             continue
         missing = {pid for pid, last in newest[group].items() if last < sequence}
         doubt = ""
@@ -252,7 +268,11 @@ def first_disagreement(ranks: Sequence[LocalRank]) -> tuple[str, set[int]]:
         if missing:
             first = next(iter(by_pid.values()))
             names = ", ".join(_name(ranks, pid) for pid in sorted(missing))
-            return f"{names} never entered {first.describe()}, which others wait in{doubt}", missing
+            wait = "wait" if waited else "waited"
+            return (
+                f"{names} never entered {first.describe()}, which others {wait} in{doubt}",
+                missing,
+            )
     return "", set()
 
 

@@ -94,6 +94,14 @@ def describe() -> str:
     return f"rank {dist.get_rank() if member is None else member.rank} ({place})"
 
 
+def in_words(error: BaseException) -> str:
+    """Of which class an exception is, and what it says, where it can say it."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as failure:
+        return f"{type(error).__name__}, whose text can't be had ({type(failure).__name__})"
+
+
 def tell(error: BaseException) -> None:
     """Tells the launcher and the other ranks of an exception that ends this one.
 
@@ -106,7 +114,7 @@ def tell(error: BaseException) -> None:
     if echoed is not None:
         _let_first(echoed)
     elif current.job.membership is not None:
-        what = f"{type(error).__name__}: {error}"
+        what = in_words(error)
         abort_all(f"{describe()} has ended with {what}", what)
 
 
@@ -127,7 +135,7 @@ def _write_down(error: BaseException, *, is_echo: bool) -> None:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     told = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": in_words(error),
             "extraInfo": {
                 "py_callstack": text,
                 "timestamp": str(int(time.time()) + (_ECHO_DELAY_S if is_echo else 0)),

@@ -320,6 +320,9 @@ def is_initialized() -> bool:
 def shutdown() -> None:
     """Leaves the job: no thread, socket or shared segment stays behind.
 
+    What the program keeps of the job, a wrapped model say, keeps what it needs: memory that ranks
+    share, with its descriptors, and the connection to the job's store.
+
     Runs at exit by itself. Destroys torch.distributed's default group if pydist made it; one that
     the script made stays. Operations under way fail with Aborted; ranks that still wait for this
     one fail with PeerLost. May be called twice, and before `init`. In a process that was forked

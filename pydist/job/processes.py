@@ -1,5 +1,6 @@
 """Which process a rank is, so that others can tell whether it still runs, and what it ends with."""
 
+import ctypes
 import os
 import select
 import signal
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2): for the thread that calls it
 
 # How often a process is looked at that can't be watched.
 _LOOK_S = 1.0
@@ -123,6 +126,9 @@ def end_with(parent: int, grace_s: float = 0.0, before: Callable[[], None] = lam
     process = _process(parent)
 
     def wait() -> None:
+        # Should this process be stopped by then, the kernel lets it go on, where it is a child of
+        # the other one.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         _wait_for_end(process)
         time.sleep(grace_s)
         before()

@@ -4,6 +4,12 @@ Note [Divergence]
 Before every `check_every`-th forward that averages, each rank takes a fingerprint of every
 parameter and buffer, and all gather a digest of these: one small operation. Where the digests
 differ, they exchange the fingerprints, and all raise the same Mismatch.
+
+Note [A gradient that is not finite]
+What a rank raises in a backward that averages, the others learn in that backward. A backward that
+only accumulates meets nobody: were it to raise, this rank would leave its step, and the others
+would average that step's gradients with its next one's. So what is found there is logged, and
+raised by the backward that averages, or by a step that comes before it.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from pydist.job.rank_names import culprits
 from pydist.parallel.fingerprints import fingerprints_of
 
 if TYPE_CHECKING:
-    from pydist._native import Communicator
+    from pydist._native import Communicator, Reducer
     from pydist.parallel.rank_local import RankLocal
 
 _LABEL = "pydist.DataParallel(check_every=)"
@@ -68,6 +74,9 @@ class Sentinel:
         self._has_told_cost = False
         # False since a forward that did not average, and may have changed this rank's buffers.
         self._has_buffers_of_all = True
+        self._reducer: Reducer | None = None  # which tells whether a backward averages
+        # In a backward that only accumulated. See Note [A gradient that is not finite].
+        self._found: FloatingPointError | None = None
 
     @property
     def is_comparing(self) -> bool:
@@ -128,24 +137,62 @@ class Sentinel:
             self._every,
         )
 
-    def watch(self, trained: Iterable[tuple[str, nn.Parameter, bool]], rank: int) -> None:
+    def watch(
+        self, trained: Iterable[tuple[str, nn.Parameter, bool]], rank: int, reducer: Reducer
+    ) -> None:
         """Looks at the gradients of parameters from now on, where that was asked for.
 
         A backward with a gradient that is not finite raises FloatingPointError on this rank, and
-        an error that names this rank on the others.
+        an error that names this rank on the others. One that only accumulates leaves that to the
+        next one that averages.
         """
         if not self._finite:
             return
+        self._reducer = reducer
         for name, parameter, _ in trained:
             known = self._watched.get(id(parameter))
             if known is None or known() is not parameter:
                 self._watched[id(parameter)] = weakref.ref(parameter)
                 parameter.register_hook(_FiniteCheck(self, name, rank))
 
-    @property
-    def step(self) -> int:
-        """The present step, from 1."""
-        return self._step
+    def look_at(self, gradient: Tensor, name: str, rank: int) -> None:
+        """Looks at a gradient of this rank's that backward has computed.
+
+        Raises:
+            FloatingPointError: It is not finite, or one of an earlier backward that accumulated.
+        """
+        averages = self._reducer is not None and self._reducer.is_in_backward
+        if averages:
+            self.raise_found()
+        values = gradient.detach()
+        if values.is_sparse:
+            values = values.coalesce().values()
+        parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+        # One number for the host: a sum of finite elements may overflow, but then it is looked at.
+        if math.isfinite(float(parts.sum(dtype=torch.float64))):
+            return
+        nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
+        if not nan and not inf:
+            return
+        # The forward that averages, and counts, is yet to come.
+        step = self._step if averages else self._step + 1
+        kind = "backward" if averages else "backward, which accumulates,"
+        error = FloatingPointError(
+            f"the gradient of parameter {name} on rank {rank} has {nan} NaN and {inf} Inf among "
+            f"{values.numel()} elements in step {step}; of the parameters that this {kind} has "
+            "reached it is the first one"
+        )
+        if averages:
+            raise error
+        if self._found is None:
+            self._found = error
+            logger.warning("%s. The ranks' next average raises it, or a step before.", error)
+
+    def raise_found(self) -> None:
+        """Raises what a backward that only accumulated has found, once."""
+        found, self._found = self._found, None
+        if found is not None:
+            raise found
 
 
 class _FiniteCheck:
@@ -158,22 +205,8 @@ class _FiniteCheck:
 
     def __call__(self, gradient: Tensor) -> None:
         sentinel = self._sentinel()
-        if sentinel is None:
-            return
-        values = gradient.detach()
-        if values.is_sparse:
-            values = values.coalesce().values()
-        parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-        # One number for the host: a sum of finite elements may overflow, but then it is looked at.
-        if math.isfinite(float(parts.sum(dtype=torch.float64))):
-            return
-        nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
-        if nan or inf:
-            raise FloatingPointError(
-                f"the gradient of parameter {self._name} on rank {self._rank} has {nan} NaN and "
-                f"{inf} Inf among {values.numel()} elements in step {sentinel.step}; of the "
-                "parameters that this backward has reached it is the first one"
-            )
+        if sentinel is not None:
+            sentinel.look_at(gradient, self._name, self._rank)
 
 
 def _raise_where_different(communicator: Communicator, step: int, found: dict[str, int]) -> None:

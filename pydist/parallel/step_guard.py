@@ -87,6 +87,9 @@ def _require_outside_backward(optimizer: Optimizer, reducers: list[_native.Reduc
 def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> None:
     if getattr(optimizer, "refuses_pending_gradients", False):
         return
+    for wrapper in newest_first():
+        if wrapper._working_reducer in reducers:
+            wrapper.require_finite()
     for reducer in reducers:
         if not (reducer.enabled and reducer.has_pending and _uses(optimizer, reducer.pending)):
             continue

@@ -408,7 +408,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         self._communicator, self._input_device = communicator, input_device
         self._trained, self._buffer_sync = trained, buffer_sync
         self._working_reducer = reducer
-        self._sentinel.watch(trained.known, membership.rank())
+        self._sentinel.watch(trained.known, membership.rank(), reducer)
         guard_steps()
         look_at_torchs_wrappers()
 
@@ -844,6 +844,14 @@ class DataParallel(TorchIdioms, StandsForModule):
         told = {**self._settings.of_torch, **self._torch_attributes, **self.__dict__}
         return bool(told["static_graph"])
 
+    def require_finite(self) -> None:
+        """Raises what `check_finite=True` has found while gradients were only accumulated.
+
+        Raises:
+            FloatingPointError: A gradient was not finite.
+        """
+        self._sentinel.raise_found()
+
     # -- which wrapper trains a parameter
 
     @property
@@ -883,7 +891,7 @@ class DataParallel(TorchIdioms, StandsForModule):
                 raise _sparse_error(name)
             self._reducer.add(name, parameter, is_sparse, *shards)
             self._trained.add(name, parameter, is_sparse)
-        self._sentinel.watch(joining, membership.rank())
+        self._sentinel.watch(joining, membership.rank(), self._reducer)
 
     def _take_up(self, trained: Trained, how: str) -> None:
         """Retires whoever else trains any of some parameters. Talks to nobody."""

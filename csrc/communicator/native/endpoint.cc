@@ -130,15 +130,59 @@ Endpoint::~Endpoint() {
     const std::lock_guard lock(endpoints().mutex);
     endpoints().all.erase(this);
   }
+  retire();
+}
+
+void Endpoint::retire() noexcept {
+  std::unique_ptr<PeerDeathMonitor> monitor;
+  std::unique_ptr<SegmentServer> server;  // destroyed after the monitor, which watches it
+  {
+    const std::lock_guard lock(mutex_);
+    monitor = std::move(monitor_);
+    server = std::move(server_);
+  }
   progress_->stop();
-  monitor_.reset();
+  monitor.reset();
   depart();
+}
+
+void Endpoint::begin_use() {
+  const std::lock_guard lock(mutex_);
+  if (is_released_ && uses_ == 0) {
+    throw Aborted("This process has left its job, so it makes no more groups there.");
+  }
+  ++uses_;
+}
+
+void Endpoint::end_use() noexcept {
+  if (birth_.is_inherited()) {
+    return;  // the parent's
+  }
+  bool is_last = false;
+  {
+    const std::lock_guard lock(mutex_);
+    is_last = --uses_ == 0 && is_released_;
+  }
+  if (is_last) {
+    retire();
+  }
+}
+
+EndpointUse::EndpointUse(std::shared_ptr<Endpoint> endpoint) {
+  endpoint->begin_use();
+  endpoint_ = std::move(endpoint);
+}
+
+void EndpointUse::end() noexcept {
+  if (const std::shared_ptr<Endpoint> endpoint = std::exchange(endpoint_, nullptr)) {
+    endpoint->end_use();
+  }
 }
 
 // Note [Departed or dead]
 // A peer that finds this process gone looks at its page to tell an orderly end from a crash. The
-// destructor marks the page. So does the end of the process, for all endpoints, because a holder of
-// a group holds its endpoint, too: torch 2.14 holds groups until no destructor runs any more. The
+// process marks the page when it has let go of the endpoint and has closed the last group. So does
+// its end, for all endpoints: torch 2.14 holds groups until no destructor runs any more. The
 // shutdown of one group does not mark the page: the process may still crash in another group.
 void Endpoint::depart() noexcept {
   if (!birth_.is_inherited()) {
@@ -184,9 +228,22 @@ void Endpoint::show_rank(int rank) noexcept {
 }
 
 void Endpoint::release_process() noexcept {
-  std::shared_ptr<Endpoint> released;  // destroyed after the lock is given back
-  const std::lock_guard lock(process_mutex);
-  released.swap(process_endpoint());
+  std::shared_ptr<Endpoint> released;
+  {
+    const std::lock_guard lock(process_mutex);
+    released.swap(process_endpoint());
+  }
+  if (released && !released->birth_.is_inherited()) {
+    bool is_last = false;
+    {
+      const std::lock_guard lock(released->mutex_);
+      released->is_released_ = true;
+      is_last = released->uses_ == 0;
+    }
+    if (is_last) {
+      released->retire();
+    }
+  }
 }
 
 SegmentServer& Endpoint::server() {

@@ -87,7 +87,8 @@ class Endpoint {
   [[nodiscard]] static std::shared_ptr<Endpoint> of_process(const Environment& environment);
   // The same; null where there is none yet.
   [[nodiscard]] static std::shared_ptr<Endpoint> of_process_if_any();
-  // Lets go of it: once the last group is gone, so are its threads and segments.
+  // Lets go of it: once the last group is closed, its threads and its socket are gone, also where
+  // the program still holds a group; its segments go with the last group.
   static void release_process() noexcept;
   // Shows this process's rank in its job, also on the page that is made later; -1: it is in none.
   static void show_rank(int rank) noexcept;
@@ -127,8 +128,14 @@ class Endpoint {
   }
 
  private:
+  friend class EndpointUse;
+
   // That the process ends from now on is no crash.
   void depart() noexcept;
+  // Ends the threads and the socket. Idempotent.
+  void retire() noexcept;
+  void begin_use();
+  void end_use() noexcept;
 
   const Birth birth_;
   const Environment environment_;
@@ -143,7 +150,29 @@ class Endpoint {
   std::unique_ptr<SegmentServer> server_;         // guarded by mutex_
   std::map<std::string, PeerPtr> peers_;          // by address; guarded by mutex_
   std::optional<std::chrono::nanoseconds> spin_;  // guarded by mutex_
+  int uses_ = 0;                                  // guarded by mutex_
+  bool is_released_ = false;                      // guarded by mutex_
   std::unique_ptr<PeerDeathMonitor> monitor_;     // guarded by mutex_; destroyed first
+};
+
+// What a group, or its meeting, has while it needs the endpoint's threads and socket.
+class EndpointUse {
+ public:
+  EndpointUse() = default;
+  // Throws Aborted where the process has left its job meanwhile, so that they are gone.
+  explicit EndpointUse(std::shared_ptr<Endpoint> endpoint);
+  EndpointUse(EndpointUse&&) noexcept = default;
+  EndpointUse& operator=(EndpointUse&& other) noexcept {
+    end();
+    endpoint_ = std::move(other.endpoint_);
+    return *this;
+  }
+  ~EndpointUse() { end(); }
+
+  void end() noexcept;
+
+ private:
+  std::shared_ptr<Endpoint> endpoint_;
 };
 
 }  // namespace pydist

@@ -262,10 +262,15 @@ class Meeting {
     }
   }
 
-  void stay_alone() {
+  void use_endpoint() {
     if (!membership_.endpoint) {
       membership_.endpoint = Endpoint::of_process(options_.environment);
     }
+    membership_.endpoint_use = EndpointUse(membership_.endpoint);
+  }
+
+  void stay_alone() {
+    use_endpoint();
     Endpoint& endpoint = *membership_.endpoint;
     create_segments();
     reserve_own();
@@ -291,9 +296,7 @@ class Meeting {
                        JobSecret(*options_.environment.job_secret).sign("whether it is the same");
     }
     try {
-      if (!membership_.endpoint) {
-        membership_.endpoint = Endpoint::of_process(options_.environment);
-      }
+      use_endpoint();
       if (rank_ == 0) {
         mine.token = random_token();
         create_segments();

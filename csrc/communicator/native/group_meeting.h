@@ -21,6 +21,7 @@ namespace pydist {
 // Everything that a group of one host is made of.
 struct NativeMembership {
   std::shared_ptr<Endpoint> endpoint;
+  EndpointUse endpoint_use;
   std::vector<PeerPtr> peers;
   GroupSegment group_segment;
   MessageSegment message_segment;

@@ -65,6 +65,7 @@ class NativeCommunicator final : public Communicator,
         size_(size),
         options_(after_meeting(std::move(options))),
         endpoint_(std::move(membership.endpoint)),
+        endpoint_use_(std::move(membership.endpoint_use)),
         secret_(std::move(membership.secret)),
         timeout_ms_(options_.environment.timeout.count()),
         heap_(std::make_shared<SymmetricHeap>(rank, size, std::move(membership.heap_file),
@@ -307,6 +308,7 @@ class NativeCommunicator final : public Communicator,
       log_line(LogLevel::kError, join("shutdown of group '", name(), "': ", error.what()));
     }
     at_work_.end();
+    endpoint_use_.end();
   }
 
   [[nodiscard]] std::vector<std::string> whereabouts() const override {
@@ -382,6 +384,7 @@ class NativeCommunicator final : public Communicator,
   const int size_;
   const NativeOptions options_;
   const std::shared_ptr<Endpoint> endpoint_;
+  EndpointUse endpoint_use_;                       // until shutdown()
   const std::shared_ptr<const JobSecret> secret_;  // of the groups that are split off
   std::atomic<std::int64_t> timeout_ms_;
   std::atomic<bool> is_closed_{false};

@@ -320,6 +320,21 @@ def test_metadata_that_does_not_fit(place: Path) -> None:
         assert "it has" in refuse(place, METADATA)
 
 
+def test_metadata_that_lacks_a_tensor_or_a_part_of_one(place: Path) -> None:
+    metadata = metadata_of(place)
+    known: dict[str, Any] = metadata.state_dict_metadata
+    momenta = [name for name in known if name.endswith("momentum_buffer")]
+    assert momenta
+    for name in momenta:
+        tensor = known.pop(name)
+        forge(place, metadata)
+        assert name in refuse(place, METADATA)
+        known[name] = TensorStorageMetadata(tensor.properties, tensor.size, [])
+        forge(place, metadata)
+        assert f"lacks elements of {name}" in refuse(place, METADATA)
+        known[name] = tensor
+
+
 def test_what_many_names_share_is_made_once(place: Path) -> None:
     metadata = metadata_of(place)
     known = metadata.state_dict_metadata

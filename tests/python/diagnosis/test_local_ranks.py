@@ -49,6 +49,27 @@ def test_the_one_that_never_came() -> None:
     assert verdict.endswith("which others wait in, unless it is a group without them")
 
 
+def test_the_one_that_never_came_is_named_when_others_have_failed() -> None:
+    failed = [rank_of(each, operation(5, state="failed"), operation(4)) for each in range(2)]
+    verdict, odd = first_disagreement([*failed, rank_of(2, operation(4))])
+    assert odd == {102}
+    assert re.fullmatch(r"rank 2 never entered all_reduce #5 .*, which others waited in", verdict)
+    later = Operation(8, 1, "barrier", "succeeded", 0, "", 0.5, 0.2)
+    gone_on = [rank_of(each, later, operation(5, state="failed")) for each in range(2)]
+    assert first_disagreement([*gone_on, rank_of(2, later, operation(4))])[0] == ""
+
+
+@pytest.mark.parametrize("state", ["stopped", "dead"])
+def test_who_does_not_run_is_named(state: str) -> None:
+    waiting = [rank_of(each, operation(5, state="running")) for each in range(2)]
+    verdict, odd = first_disagreement([*waiting, rank_of(2, operation(4), state=state)])
+    assert odd == {102}
+    assert verdict.startswith(f"rank 2 is {state}; rank 2 never entered all_reduce #5")
+    halted = rank_of(2, operation(5, state="running"), state=state)
+    assert first_disagreement([*waiting, halted]) == (f"rank 2 is {state}", {102})
+    assert first_disagreement([rank_of(2, state="dead", has_departed=True)])[0] == ""
+
+
 def test_who_is_in_another_group_is_not_blamed() -> None:
     in_a_part = [rank_of(0, operation(5, state="running")), rank_of(1, operation(4))]
     verdict, odd = first_disagreement([*in_a_part, rank_of(2), rank_of(3)])

@@ -118,7 +118,8 @@ def go_past_the_wrapper() -> None:
         model.module(x).sum().backward()
         check(gradients(model), local)
         with pytest.raises(
-            pydist.InvalidUsage, match=r"never averaged.*model\.module\(\.\.\.\).*outputs of model\("
+            pydist.InvalidUsage,
+            match=r"never averaged.*model\.module\(\.\.\.\).*outputs of model\(",
         ):
             optimizer.step()
         check([p.detach() for p in model.parameters()], before)

@@ -221,6 +221,16 @@ def test_a_rank_of_a_smaller_group_is_not_taken_for_this_one(
     assert not last_words.is_echo(PeerLost("lost", ranks=[0], host=host, pid=pid))
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_an_exception_that_cannot_be_told_is_told_of() -> None:
+    assert last_words.in_words(ValueError("x")) == "ValueError: x"
+    assert last_words.in_words(MuteError()) == "MuteError, whose text can't be had (RuntimeError)"
+
+
 def test_blame_is_for_another_error() -> None:
     error = Timeout("it timed out", ranks=[2], host="b", pid=7, operation="barrier", cause="slow")
     other = PeerLost("lost", **error.blame)

@@ -36,7 +36,9 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize(("how", "ends"), [("directly", True), ("shell", True), ("by hand", False)])
+@pytest.mark.parametrize(
+    ("how", "ends"), [("directly", True), ("stopped", True), ("shell", True), ("by hand", False)]
+)
 def test_a_rank_ends_with_the_agent_that_has_started_it(
     tmp_path: Path, how: str, ends: bool
 ) -> None:
@@ -51,6 +53,8 @@ def test_a_rank_ends_with_the_agent_that_has_started_it(
             assert time.monotonic() < deadline
             time.sleep(0.02)
         rank = psutil.Process(int(seen.read_text()))
+        if how == "stopped":
+            rank.suspend()
         agent.send_signal(signal.SIGKILL)
         agent.wait()
         gone, alive = psutil.wait_procs([rank], timeout=20 * PATIENCE if ends else 1)

@@ -141,9 +141,12 @@ def test_a_rank_that_somebody_else_ends_by_sigterm_is_named() -> None:
 
 
 def ignore_interrupts(folder: str) -> None:
+    """And stops, on rank 1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pydist.init()
     (Path(folder) / str(pydist.rank())).write_text(str(os.getpid()))
+    if pydist.rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         torch.ones(1000).sum()
 
@@ -180,7 +183,7 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("caller", ["main", pytest.param("thread", marks=pytest.mark.thorough)])
-def test_ranks_that_ignore_interrupts_end_with_the_process_that_spawned_them(
+def test_ranks_that_ignore_interrupts_or_are_stopped_end_with_the_process_that_spawned_them(
     tmp_path: Path, caller: str
 ) -> None:
     script = tmp_path / "dies.py"
