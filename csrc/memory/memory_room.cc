@@ -25,7 +25,7 @@ constexpr std::size_t kMarginBytes = std::size_t{32} << 20;
 std::optional<std::size_t> number_after(const std::vector<std::string>& words,
                                         std::string_view key) {
   const auto found = std::find(words.begin(), words.end(), key);
-  return found == words.end() || found + 1 == words.end() ? std::nullopt : parse_number(found[1]);
+  return found == words.end() || found + 1 == words.end() ? std::nullopt : whole_number(found[1]);
 }
 
 std::size_t machine_room() {

@@ -9,7 +9,7 @@
 
 namespace pydist {
 
-std::optional<std::size_t> parse_number(std::string_view word) {
+std::optional<std::size_t> whole_number(std::string_view word) {
   std::size_t value = 0;
   const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
   return error == std::errc() && end == word.data() + word.size() ? std::optional(value)
@@ -23,7 +23,7 @@ std::vector<std::string> Cgroup::words_in(std::string_view file) const {
 
 std::optional<std::size_t> Cgroup::number_in(std::string_view file) const {
   const std::vector<std::string> words = words_in(file);
-  return words.empty() ? std::nullopt : parse_number(words.front());
+  return words.empty() ? std::nullopt : whole_number(words.front());
 }
 
 std::vector<Cgroup> cgroups_limiting(std::string_view controller, const std::string& mount,

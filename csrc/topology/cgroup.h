@@ -16,7 +16,7 @@
 namespace pydist {
 
 // Nothing where `word` is no number.
-[[nodiscard]] std::optional<std::size_t> parse_number(std::string_view word);
+[[nodiscard]] std::optional<std::size_t> whole_number(std::string_view word);
 
 struct Cgroup {
   std::string path;    // "/" is the topmost that this process sees
