@@ -188,7 +188,8 @@ sanitize: $(SANITIZERS:%=sanitize-%)  ## the C++ tests under ASan and UBSan, and
 .PHONY: $(SANITIZERS:%=sanitize-%)
 $(SANITIZERS:%=sanitize-%): sanitize-%: $(OUT)/.tools
 	@[ $(GTEST) = ON ] || { echo "make sanitize runs the C++ tests. $(GTEST_HINT)" >&2; exit 1; }
-	cmake -S . -B $(SANITIZED) -G Ninja -DPYDIST_SANITIZE=$* -DPYDIST_BUILD_TESTS=ON -DPYDIST_WERROR=$(WERROR)
+	cmake -S . -B $(SANITIZED) -G Ninja -DPYDIST_SANITIZE=$* -DPYDIST_BUILD_TESTS=ON \
+	  -DPYDIST_BUILD_BENCH=ON -DPYDIST_WERROR=$(WERROR)
 	cmake --build $(SANITIZED)
 	$(FIXED_LAYOUT) $(CTEST) --test-dir $(SANITIZED)
 

@@ -24,6 +24,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -52,6 +53,14 @@ class FolderStore final : public KeyValueStore {
     }
     std::ifstream stream(file(key));
     return {std::istreambuf_iterator<char>(stream), {}};
+  }
+  std::string settle(const std::string& key, const std::string& value) override {
+    const auto mine = file(key).string() + "." + std::to_string(::getpid());
+    std::ofstream(mine) << value;
+    std::error_code ignored;  // of one that is there
+    std::filesystem::create_hard_link(mine, file(key), ignored);
+    std::filesystem::remove(mine);
+    return get(key, Deadline::in(std::chrono::seconds(0)));
   }
   void erase(const std::string& key) override { std::filesystem::remove(file(key)); }
 
