@@ -9,10 +9,8 @@ import sys
 import threading
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from torch import nn
 
 import pydist
 from pydist.errors import Aborted, Error, PeerLost, Timeout
-from pydist.job import current, last_words, processes
 from pydist.testing.exhaustion import exhausted
 
 
@@ -194,41 +191,6 @@ def abort_for_an_exception() -> tuple[object, ...]:
 
 def test_an_exception_will_do_as_the_reason() -> None:
     assert run_ranks(abort_for_an_exception, 2) == [((0,), "nan")] * 2
-
-
-def test_a_failure_after_going_on_is_no_echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the error of the job before for a context."""
-    error = ValueError("a bug")
-    host = socket.gethostname()
-    error.__context__ = PeerLost("rank 1 has died", ranks=[1], host=host, pid=4711)
-    assert last_words.is_echo(error)
-    own = processes.own_process()
-    agreed = SimpleNamespace(processes=(own,))
-    monkeypatch.setattr(current.job, "agreement", agreed)
-    assert not last_words.is_echo(error)
-    other = replace(own, pid=4711)
-    monkeypatch.setattr(current.job, "agreement", SimpleNamespace(processes=(own, other)))
-    assert last_words.is_echo(error)
-
-
-def test_a_rank_of_a_smaller_group_is_not_taken_for_this_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rank 1 of the job reads that rank 1 of a group, which is another one, has left."""
-    monkeypatch.setattr(current.job, "membership", SimpleNamespace(rank=1))
-    assert last_words.is_echo(PeerLost("rank 1 has left", ranks=[1], cause="has left"))
-    host, pid = socket.gethostname(), os.getpid()
-    assert not last_words.is_echo(PeerLost("lost", ranks=[0], host=host, pid=pid))
-
-
-class MuteError(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError
-
-
-def test_an_exception_that_cannot_be_told_is_told_of() -> None:
-    assert last_words.in_words(ValueError("x")) == "ValueError: x"
-    assert last_words.in_words(MuteError()) == "MuteError, whose text can't be had (RuntimeError)"
 
 
 def test_blame_is_for_another_error() -> None:
