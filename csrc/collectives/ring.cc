@@ -130,56 +130,87 @@ struct Ring {
   Chunks chunks;
   std::size_t element_bytes;  // in the buffers
   Wire wire;                  // of finished elements
+  bool reduces;
+  bool gathers;
   SendChannel& next;
   ReceiveChannel& previous;
+
+  // Turns in which a rank receives: first those that reduce, then those that gather.
+  [[nodiscard]] int reducing_turns() const { return reduces ? schedule.steps() : 0; }
+  [[nodiscard]] int turns() const { return reducing_turns() + (gathers ? schedule.steps() : 0); }
+
+  [[nodiscard]] Block part(const Block& chunk, Segment segment) const {
+    const Slice slice = segment.of(chunk.count);
+    return {chunk.data + slice.begin * element_bytes, slice.count};
+  }
+  [[nodiscard]] Block own_of(int chunk, Segment segment) const {
+    return part(chunks.input(chunk), segment);
+  }
+  // Where the elements of a finished chunk go, of which this rank's may be all that it has.
+  [[nodiscard]] Block place_of(int chunk, Segment segment) const {
+    return part(gathers ? chunks.output(chunk) : chunks.call.outputs[0], segment);
+  }
+  // Fills the free slot with finished elements, and sends it.
+  void send_finished(int chunk, Segment segment) {
+    const Block finished = place_of(chunk, segment);
+    wire.put(next.slot(), finished.data, finished.count);
+    next.send(wire.bytes(finished.count));
+  }
 };
 
-Task reduce_scatter_segment(Ring& ring, const PartialSums& sums, Segment segment, int me) {
-  const auto own = [&](int rank) {
-    const Block chunk = ring.chunks.input(rank);
-    const Slice part = segment.of(chunk.count);
-    return Block{chunk.data + part.begin * ring.element_bytes, part.count};
-  };
-  const Block first = own(ring.schedule.reduce_scatter_sends(0));
-  co_await ring.next.until_free();
-  sums.start(ring.next.slot(), first.data, first.count);
-  ring.next.send(sums.bytes(first.count));
-
-  for (int step = 0; step < ring.schedule.steps(); ++step) {
-    const Block mine = own(ring.schedule.reduce_scatter_receives(step));
-    co_await ring.previous.until_received();
-    if (step + 1 < ring.schedule.steps()) {
-      co_await ring.next.until_free();
-      sums.add(step, ring.next.slot(), ring.previous.slot(), mine.data, mine.count);
-      ring.next.send(sums.bytes(mine.count));
-    } else {
-      const Block all = ring.chunks.call.kind == OpKind::kReduceScatter
-                            ? ring.chunks.call.outputs[0]
-                            : ring.chunks.output(me);
-      const Slice part = segment.of(all.count);
-      sums.finish(step, all.data + part.begin * ring.element_bytes, ring.previous.slot(), mine.data,
-                  mine.count);
-    }
+// The rank's part in one turn of a segment: takes what has come, and sends what that becomes,
+// unless it is the last turn. Precondition: something has come, and there is a free slot.
+void take_turn(Ring& ring, const PartialSums& sums, int turn, Segment segment) {
+  if (turn + 1 < ring.reducing_turns()) {
+    const Block own = ring.own_of(ring.schedule.reduce_scatter_receives(turn), segment);
+    sums.add(turn, ring.next.slot(), ring.previous.slot(), own.data, own.count);
+    ring.next.send(sums.bytes(own.count));
     ring.previous.release();
+    return;
+  }
+  int chunk = 0;
+  if (turn < ring.reducing_turns()) {
+    chunk = ring.schedule.reduce_scatter_receives(turn);
+    const Block own = ring.own_of(chunk, segment);
+    sums.finish(turn, ring.place_of(chunk, segment).data, ring.previous.slot(), own.data,
+                own.count);
+  } else {
+    chunk = ring.schedule.all_gather_receives(turn - ring.reducing_turns());
+    const Block place = ring.place_of(chunk, segment);
+    ring.wire.take(place.data, ring.previous.slot(), place.count);
+  }
+  ring.previous.release();
+  if (turn + 1 < ring.turns()) {
+    ring.send_finished(chunk, segment);
   }
 }
 
-Task all_gather_segment(Ring& ring, Segment segment) {
-  const auto place = [&](int rank) {
-    const Block chunk = ring.chunks.output(rank);
-    const Slice part = segment.of(chunk.count);
-    return Block{chunk.data + part.begin * ring.element_bytes, part.count};
-  };
-  for (int step = 0; step < ring.schedule.steps(); ++step) {
-    const Block sent = place(ring.schedule.all_gather_sends(step));
+// Note [A window of segments]
+// Several segments go round at a time, so that a rank works on one while others are on their way.
+// They take turns in one order, on all ranks. Each rank sends `count` of them ahead and then one
+// for each that it has received. With one slot more than that in each channel nobody waits in a
+// circle: not all channels can be full at the same time.
+Task pass_segments(Ring& ring, const PartialSums& sums, std::size_t first, std::size_t count,
+                   std::size_t elements, int rank) {
+  for (std::size_t index = first; index < first + count; ++index) {
+    const Segment segment(index, elements);
     co_await ring.next.until_free();
-    ring.wire.put(ring.next.slot(), sent.data, sent.count);
-    ring.next.send(ring.wire.bytes(sent.count));
-
-    const Block received = place(ring.schedule.all_gather_receives(step));
-    co_await ring.previous.until_received();
-    ring.wire.take(received.data, ring.previous.slot(), received.count);
-    ring.previous.release();
+    if (ring.reduces) {
+      const Block own = ring.own_of(ring.schedule.reduce_scatter_sends(0), segment);
+      sums.start(ring.next.slot(), own.data, own.count);
+      ring.next.send(sums.bytes(own.count));
+    } else {
+      ring.send_finished(rank, segment);
+    }
+  }
+  for (int turn = 0; turn < ring.turns(); ++turn) {
+    for (std::size_t index = first; index < first + count; ++index) {
+      co_await ring.previous.until_received();
+      if (turn + 1 < ring.turns()) {
+        co_await ring.next.until_free();
+      }
+      take_turn(ring, sums, turn, Segment(index, elements));
+    }
   }
 }
 
@@ -218,27 +249,23 @@ Task run_ring(Group& group, Call call, SendChannel& next, ReceiveChannel& previo
             Chunks{call, group.size()},
             element_size(call.dtype),
             Wire(call.dtype, call.wire_dtype),
+            call.kind != OpKind::kAllGather,
+            call.kind != OpKind::kReduceScatter,
             next,
             previous};
   const PartialSums sums(group, call, ring.schedule.previous());
-  const bool gathers_only = call.kind == OpKind::kAllGather;
-  if (gathers_only) {
+  if (!ring.reduces) {
     const Block own = ring.chunks.output(group.rank());
     if (own.count != 0 && own.data != call.inputs[0].data) {
       std::memcpy(own.data, call.inputs[0].data, own.count * ring.element_bytes);
     }
   }
   const std::size_t per_segment =
-      next.slot_bytes() / (gathers_only ? ring.wire.bytes(1) : sums.bytes(1));
+      next.slot_bytes() / (ring.reduces ? sums.bytes(1) : ring.wire.bytes(1));
   const std::size_t segments = (ring.chunks.largest() + per_segment - 1) / per_segment;
-  for (std::size_t index = 0; index < segments; ++index) {
-    const Segment segment(index, per_segment);
-    if (!gathers_only) {
-      co_await reduce_scatter_segment(ring, sums, segment, group.rank());
-    }
-    if (call.kind != OpKind::kReduceScatter) {
-      co_await all_gather_segment(ring, segment);
-    }
+  for (std::size_t first = 0; first < segments; first += next.window()) {
+    const std::size_t count = std::min(next.window(), segments - first);
+    co_await pass_segments(ring, sums, first, count, per_segment, group.rank());
   }
   // The slots are transit for whatever comes next.
   co_await next.until_drained();

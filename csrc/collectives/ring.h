@@ -1,10 +1,10 @@
 // Ring reduce-scatter, all-gather, and all-reduce as the one after the other, over any channel.
 //
-// Chunks longer than a slot are cut into segments, and each segment makes the whole round by
-// itself, so a slot is all that must fit at once. float16 and bfloat16 travel as float32 until
-// they are complete, so they too are rounded once. Where the caller asks for a wire type, partial
-// sums travel in it, and every rank that adds to one rounds it: for two ranks that is once, as in
-// shared memory; for more, once a hop.
+// Chunks longer than a slot are cut into segments, and as many of them go round at a time as fill
+// the channels' window. float16 and bfloat16 travel as float32 until they are complete, so they too
+// are rounded once. Where the caller asks for a wire type, partial sums travel in it, and every
+// rank that adds to one rounds it: for two ranks that is once, as in shared memory; for more, once
+// a hop.
 //
 // Ranks end with the same bits, and so does every run. But the order of summation depends on the
 // chunk (see ring_schedule.h), hence on where an element lies in the buffer: for more than two

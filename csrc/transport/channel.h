@@ -20,6 +20,10 @@ class SendChannel {
   // The largest piece that one slot takes; the same at both ends.
   [[nodiscard]] virtual std::size_t slot_bytes() const noexcept = 0;
 
+  // How many slots to have under way at a time: at least one, and fewer than there are. More of
+  // them hide how long one takes to arrive; with fewer, what is passed on is still in the cache.
+  [[nodiscard]] virtual std::size_t window() const noexcept = 0;
+
   // That there is a free slot.
   [[nodiscard]] virtual Condition until_free() = 0;
   // The free slot, to be filled in.

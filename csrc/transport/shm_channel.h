@@ -20,6 +20,7 @@ struct ShmChannelMemory {
   std::size_t slot_count = 0;
   Counter* sent = nullptr;      // written by the sender
   Counter* released = nullptr;  // written by the receiver
+  std::size_t window = 1;       // what is sent is there at once
 };
 
 class ShmSendChannel final : public SendChannel {
@@ -29,6 +30,7 @@ class ShmSendChannel final : public SendChannel {
       : memory_(memory), peer_(peer), peer_doorbell_(peer_doorbell) {}
 
   [[nodiscard]] std::size_t slot_bytes() const noexcept override { return memory_.slot_bytes; }
+  [[nodiscard]] std::size_t window() const noexcept override { return memory_.window; }
   [[nodiscard]] Condition until_free() override;
   [[nodiscard]] std::byte* slot() override;
   void send(std::size_t bytes) override;
