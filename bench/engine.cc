@@ -57,9 +57,12 @@ class FolderStore final : public KeyValueStore {
   std::string settle(const std::string& key, const std::string& value) override {
     const auto mine = file(key).string() + "." + std::to_string(::getpid());
     std::ofstream(mine) << value;
-    std::error_code ignored;  // of one that is there
-    std::filesystem::create_hard_link(mine, file(key), ignored);
+    std::error_code failure;
+    std::filesystem::create_hard_link(mine, file(key), failure);
     std::filesystem::remove(mine);
+    if (failure && failure != std::errc::file_exists) {
+      throw std::filesystem::filesystem_error("no key " + key, failure);
+    }
     return get(key, Deadline::in(std::chrono::seconds(0)));
   }
   void erase(const std::string& key) override { std::filesystem::remove(file(key)); }

@@ -399,9 +399,9 @@ class Reducer:
         """
         The buckets of an optimizer, in the order of launching: number (for good), label, members (index of the parameter, offset in the bucket, strides), layout, and this rank's shard of the gradients.
         """
-    def synchronize(self) -> None:
+    def synchronize(self, require: collections.abc.Callable) -> None:
         """
-        Averages what was accumulated or set by hand and was not averaged; all ranks call.
+        Averages what was accumulated or set by hand and was not averaged; all ranks call. Where `require` raises on one, the others raise that it has.
         """
     def vote(self, refuses: bool, options: typing.SupportsInt | typing.SupportsIndex) -> tuple[list[int], list[int], bool, bool]:
         """

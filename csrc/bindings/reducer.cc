@@ -312,8 +312,19 @@ void bind_reducer(py::module_& module) {
       .def_property("weight", &Reducer::weight, &Reducer::set_weight,
                     "What backwards that begin from now on count for; None: each rank as one.")
       .def(
-          "synchronize", [](Reducer& self) { calling_python([&] { self.synchronize(); }); },
-          "Averages what was accumulated or set by hand and was not averaged; all ranks call.")
+          "synchronize",
+          [](Reducer& self, const py::function& require) {
+            calling_python([&] {
+              self.synchronize([&] {
+                const py::gil_scoped_acquire gil;
+                require();
+              });
+            });
+          },
+          py::arg("require"),
+          "Averages what was accumulated or set by hand and was not averaged; all ranks call. "
+          "Where "
+          "`require` raises on one, the others raise that it has.")
       .def(
           "set_joining",
           [](Reducer& self, const std::string& joining, bool throws_on_first) {

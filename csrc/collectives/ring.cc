@@ -262,6 +262,7 @@ Task run_ring(Group& group, Call call, SendChannel& next, ReceiveChannel& previo
   }
   const std::size_t per_segment =
       next.slot_bytes() / (ring.reduces ? sums.bytes(1) : ring.wire.bytes(1));
+  PYDIST_CHECK(next.window() > 0);
   const std::size_t segments = (ring.chunks.largest() + per_segment - 1) / per_segment;
   for (std::size_t first = 0; first < segments; first += next.window()) {
     const std::size_t count = std::min(next.window(), segments - first);

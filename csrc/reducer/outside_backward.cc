@@ -11,7 +11,7 @@
 
 namespace pydist {
 
-void Reducer::synchronize() {
+void Reducer::synchronize(const std::function<void()>& require) {
   if (!current_.expired()) {
     throw InvalidUsage("sync_gradients() is called after backward(), not within it");
   }
@@ -20,6 +20,7 @@ void Reducer::synchronize() {
   prepare_round(now_ns());
   round_.is_bare = false;
   try {
+    require();
     forget_weights_of_nothing();
     for (GradientSlot& slot : arena_.slots()) {
       take_over_by_hand(slot);

@@ -223,7 +223,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Collective: averages what has not been yet, outside of backward: gradients that were
   // accumulated only, and those that somebody put into `parameter.grad`.
-  void synchronize();
+  // `require` throws where this rank cannot take part; the others learn that.
+  void synchronize(const std::function<void()>& require);
 
   // What happens when ranks have different numbers of batches: nothing special, or ranks without a
   // batch take part in the others' rounds, either as zeros or without counting.

@@ -20,8 +20,9 @@ class SendChannel {
   // The largest piece that one slot takes; the same at both ends.
   [[nodiscard]] virtual std::size_t slot_bytes() const noexcept = 0;
 
-  // How many slots to have under way at a time: at least one, and fewer than there are. More of
-  // them hide how long one takes to arrive; with fewer, what is passed on is still in the cache.
+  // How many slots to have under way at a time: at least one, fewer than there are, and as many on
+  // all ranks of a ring. More of them hide how long one takes to arrive; with fewer, what is passed
+  // on is still in the cache.
   [[nodiscard]] virtual std::size_t window() const noexcept = 0;
 
   // That there is a free slot.

@@ -221,10 +221,10 @@ class Contents:
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def require_tensor(self, name: str) -> TensorStorageMetadata:
-        """The same of one that the checkpoint says it has.
+        """What is known of a tensor that other entries of the checkpoint refer to.
 
         Raises:
-            CheckpointError: It has none.
+            CheckpointError: There is none of that name.
         """
         entry = self.tensor(name)
         if entry is None:

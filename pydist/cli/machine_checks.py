@@ -63,7 +63,7 @@ def _size(count: int) -> str:
 def _shared_memory() -> Iterator[Finding]:
     bound, limited_by = _native.memory_room()
     small = bound < _SMALL_MEMORY_BYTES
-    advice = f", by {limited_by}: free memory, or raise the limit" if small else ""
+    advice = f", limited by {limited_by}: free some, or raise the limit" if small else ""
     yield Finding(
         "shared memory",
         "warning" if small else "fine",

@@ -253,15 +253,15 @@ def _different_operations(ranks: Sequence[LocalRank]) -> tuple[str, set[int]]:
             told = "; ".join(f"{_name(ranks, p)} is in {o.describe()}" for p, o in by_pid.items())
             return f"they called different operations: {told}", odd
     # What has failed counts until its rank goes on, with other ranks perhaps.
-    lasting = [rank.operations[0] for rank in ranks if rank.operations]
+    last = {rank.pid: rank.operations[0] for rank in ranks if rank.operations}
     for (group, sequence), by_pid in sorted(seen.items(), key=lambda item: item[0][1]):
         waited = [each for each in by_pid.values() if each.state == "running"]
-        failed = [each for each in by_pid.values() if each.state == "failed" and each in lasting]
+        failed = [e for pid, e in by_pid.items() if e.state == "failed" and e is last[pid]]
         if not waited and not failed:
             continue
         missing = {pid for pid, last in newest[group].items() if last < sequence}
         doubt = ""
-        if not missing:
+        if not missing and waited:
             # Journals don't tell who is in a group.
             missing = {e.pid for e in ranks if e.has_page and e.pid not in newest[group]}
             doubt = ", unless it is a group without them"

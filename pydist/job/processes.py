@@ -124,11 +124,14 @@ def end_with(parent: int, grace_s: float = 0.0, before: Callable[[], None] = lam
         before: What is to be done at that time, at the latest.
     """
     process = _process(parent)
+    is_ready = threading.Event()
 
     def wait() -> None:
-        # Should this process be stopped by then, the kernel lets it go on, where it is a child of
-        # the other one.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+        # Should this process be stopped by then, the kernel lets it go on, where the other one is
+        # its parent: when the thread that has started it ends, which may be earlier.
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+        is_ready.set()
         _wait_for_end(process)
         time.sleep(grace_s)
         before()
@@ -136,6 +139,7 @@ def end_with(parent: int, grace_s: float = 0.0, before: Callable[[], None] = lam
 
     with suppress(RuntimeError):  # no thread is to be had
         threading.Thread(target=wait, name="pydist-parent", daemon=True).start()
+        is_ready.wait()
 
 
 def _wait_for_end(process: Process) -> None:

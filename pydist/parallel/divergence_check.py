@@ -9,7 +9,8 @@ Note [A gradient that is not finite]
 What a rank raises in a backward that averages, the others learn in that backward. A backward that
 only accumulates meets nobody: were it to raise, this rank would leave its step, and the others
 would average that step's gradients with its next one's. So what is found there is logged, and
-raised by the backward that averages, or by a step that comes before it.
+raised by what averages it, a backward or `sync_gradients()`, or by a step that comes before it;
+unless the gradient has been thrown away by then.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class Sentinel:
         # False since a forward that did not average, and may have changed this rank's buffers.
         self._has_buffers_of_all = True
         self._reducer: Reducer | None = None  # which tells whether a backward averages
-        # In a backward that only accumulated. See Note [A gradient that is not finite].
-        self._found: FloatingPointError | None = None
+        # In backwards that only accumulated. See Note [A gradient that is not finite].
+        self._found: list[tuple[weakref.ref[Tensor], FloatingPointError]] = []
 
     @property
     def is_comparing(self) -> bool:
@@ -153,25 +154,26 @@ class Sentinel:
             known = self._watched.get(id(parameter))
             if known is None or known() is not parameter:
                 self._watched[id(parameter)] = weakref.ref(parameter)
-                parameter.register_hook(_FiniteCheck(self, name, rank))
+                parameter.register_hook(_FiniteCheck(self, parameter, name, rank))
 
-    def look_at(self, gradient: Tensor, name: str, rank: int) -> None:
+    def stop(self) -> None:
+        """Looks at nothing any more: others train the parameters."""
+        self._finite, self._reducer = False, None
+        self._found.clear()
+
+    def look_at(self, gradient: Tensor, parameter: Tensor, name: str, rank: int) -> None:
         """Looks at a gradient of this rank's that backward has computed.
 
         Raises:
-            FloatingPointError: It is not finite, or one of an earlier backward that accumulated.
+            FloatingPointError: It is not finite, or one is not that an earlier backward
+                accumulated.
         """
-        averages = self._reducer is not None and self._reducer.is_in_backward
+        if self._reducer is None:
+            return
+        averages = self._reducer.is_in_backward
         if averages:
             self.raise_found()
-        values = gradient.detach()
-        if values.is_sparse:
-            values = values.coalesce().values()
-        parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-        # One number for the host: a sum of finite elements may overflow, but then it is looked at.
-        if math.isfinite(float(parts.sum(dtype=torch.float64))):
-            return
-        nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
+        nan, inf = _not_finite(gradient)
         if not nan and not inf:
             return
         # The forward that averages, and counts, is yet to come.
@@ -179,34 +181,59 @@ class Sentinel:
         kind = "backward" if averages else "backward, which accumulates,"
         error = FloatingPointError(
             f"the gradient of parameter {name} on rank {rank} has {nan} NaN and {inf} Inf among "
-            f"{values.numel()} elements in step {step}; of the parameters that this {kind} has "
+            f"{gradient.numel()} elements in step {step}; of the parameters that this {kind} has "
             "reached it is the first one"
         )
         if averages:
             raise error
-        if self._found is None:
-            self._found = error
-            logger.warning("%s. The ranks' next average raises it, or a step before.", error)
+        if not self._found:
+            logger.warning("%s. It is raised when it is averaged.", error)
+        self._found.append((weakref.ref(parameter), error))
 
     def raise_found(self) -> None:
-        """Raises what a backward that only accumulated has found, once."""
-        found, self._found = self._found, None
-        if found is not None:
-            raise found
+        """Raises what backwards that only accumulated have found, once, where it is still there.
+
+        Raises:
+            FloatingPointError: A gradient is not finite.
+        """
+        if not self._found:
+            return
+        found, self._found = self._found, []
+        assert self._reducer is not None
+        pending = {id(each) for each in self._reducer.pending}
+        for known, error in found:
+            parameter = known()
+            if parameter is None or id(parameter) not in pending:
+                continue
+            if parameter.grad is None or any(_not_finite(parameter.grad)):
+                raise error
+
+
+def _not_finite(gradient: Tensor) -> tuple[int, int]:
+    """How many elements are NaN, and how many Inf."""
+    values = gradient.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
+    parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    # One number for the host: a sum of finite elements may overflow, but then it is looked at.
+    if math.isfinite(float(parts.sum(dtype=torch.float64))):
+        return 0, 0
+    return int(values.isnan().sum()), int(values.isinf().sum())
 
 
 class _FiniteCheck:
     """A hook on one parameter, which autograd calls with this rank's own gradient."""
 
-    def __init__(self, sentinel: Sentinel, name: str, rank: int) -> None:
+    def __init__(self, sentinel: Sentinel, parameter: Tensor, name: str, rank: int) -> None:
         self._sentinel = weakref.ref(sentinel)
+        self._parameter = weakref.ref(parameter)
         self._name = name
         self._rank = rank
 
     def __call__(self, gradient: Tensor) -> None:
-        sentinel = self._sentinel()
-        if sentinel is not None:
-            sentinel.look_at(gradient, self._name, self._rank)
+        sentinel, parameter = self._sentinel(), self._parameter()
+        if sentinel is not None and parameter is not None:
+            sentinel.look_at(gradient, parameter, self._name, self._rank)
 
 
 def _raise_where_different(communicator: Communicator, step: int, found: dict[str, int]) -> None:

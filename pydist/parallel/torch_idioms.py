@@ -131,7 +131,7 @@ class TorchIdioms(WrapperStandIn):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether buffers of rank 0 are copied to the others, if there are any."""
-        return self.forward_sync_buffers and next(self.module.buffers(), None) is not None
+        return self.forward_sync_buffers and bool(self._local.shared_buffers())
 
     def _take_static_graph(self) -> None:
         """Accepted for compatibility: nothing is assumed about the graph."""

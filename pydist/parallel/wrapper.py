@@ -207,7 +207,8 @@ class DataParallel(TorchIdioms, StandsForModule):
             forward that averages. What it takes is logged (`PYDIST_LOG=info`).
         check_finite: Whether a backward raises FloatingPointError as soon as a gradient of this
             rank's has a NaN or Inf, with the parameter, the rank and the step; the other ranks get
-            an Error that names the rank. Reads every gradient, and waits for the GPU each time. Not
+            an Error that names the rank. What is accumulated under `no_sync()` raises when it is
+            averaged. Reads every gradient, and waits for the GPU each time. Not
             for use with a `GradScaler`, which provokes Inf and skips those steps. Default: False.
 
     Raises:
@@ -574,7 +575,7 @@ class DataParallel(TorchIdioms, StandsForModule):
                 summed, and then changed in place.
         """
         self.require_joined()
-        self._reducer.synchronize()
+        self._reducer.synchronize(self._sentinel.raise_found)
 
     @contextlib.contextmanager
     def join(
@@ -922,6 +923,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         for owner in self.shard_owners():
             with contextlib.suppress(Error):  # of a group that failed; then nothing arrives
                 owner.finish()
+        self._sentinel.stop()
         self._reducer.retire(reason)
         self._working_reducer, self._why_retired = None, reason
 

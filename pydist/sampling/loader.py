@@ -63,10 +63,9 @@ def prepare(
         seed: of the order, and of what workers draw at random; the same on every rank. By default
             it is drawn from the loader's `generator`, or from torch's: what `torch.manual_seed` was
             given before preparing or before the first iteration decides (`torch.set_rng_state`:
-            before preparing). Each rank draws, and rank
-            0's counts; the others take it from the job's store when they begin to iterate, which
-            they do not before rank 0 does. A loader that neither shuffles nor has workers asks
-            nobody.
+            before preparing). Each rank draws, and rank 0's counts; the others take it from the
+            job's store when they begin to iterate, which they do not before rank 0 does. A loader
+            that neither shuffles nor has workers asks nobody.
         pad: see `DistributedSampler`; "repeat" by default.
         split_batches: whether the loader's `batch_size` is that of all ranks together, which share
             it. By default it is each rank's.
@@ -250,9 +249,10 @@ class PreparedLoader(FedLoader[T]):
         return _sampler_of(self._source)
 
     def __iter__(self) -> Any:
-        # Now and with the first batch: whoever asks may return an iterator of these, or be one.
+        # Who shares out batches may run now, and return an iterator that asks for them later; or
+        # may have asked for this iterator before, and run with the first batch.
         sampler = self.distributed_sampler
-        sampler.refuse_sharing_again(sampler)
+        sampler.refuse_sharing_again(sampler, asks_loader=True)
         return _Delivered(super().__iter__, self._feed, sampler, len(self))
 
     def set_epoch(self, epoch: int) -> None:
@@ -381,7 +381,7 @@ class _Delivered:
 
     def _first(self) -> Any:
         """A batch of an iterator that has begun no pass yet."""
-        self.sampler.refuse_sharing_again(self.sampler)
+        self.sampler.refuse_sharing_again(self.sampler, asks_loader=True)
         if self._fetched is None:
             self.feed.begun = None
             self._fetched = self.start()

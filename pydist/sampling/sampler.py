@@ -352,10 +352,12 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         assert self.seed is not None
         return self.seed
 
-    def refuse_sharing_again(self, asked: Sampler[Any]) -> None:
-        """Raises where another sampler shares out what `asked`, of these indices, yields."""
+    def refuse_sharing_again(self, asked: Sampler[Any], *, asks_loader: bool = False) -> None:
+        """Raises where somebody shares out again what `asked`, of these indices, yields."""
         if self.num_replicas > 1:
-            refuse_sharing_again(asked, self.num_replicas, lambda: placement()[1])
+            refuse_sharing_again(
+                asked, self.num_replicas, lambda: placement()[1], asks_loader=asks_loader
+            )
 
     @property
     def start(self) -> int:

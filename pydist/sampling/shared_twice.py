@@ -24,19 +24,24 @@ from pydist.job.arguments import a_type
 
 # Attributes that hold a number of shares: of torch and Lightning, of Accelerate and Transformers.
 _NUMBERS = ("num_replicas", "num_processes", "num_shards", "world_size")
+# Attributes that come together where batches are shared out: how many shares, and which of them.
+_PLACES = (("num_processes", "process_index"), ("num_replicas", "rank"), ("num_shards", "shard_id"))
 # What stands above torch's loader does not ask for indices, but for batches.
 _LOADER = "torch.utils.data.dataloader"
 # Deeper than any chain of samplers.
 _MOST_FRAMES = 16
 
 
-def refuse_sharing_again(own: Sampler[object], shares: int, ranks: Callable[[], int]) -> None:
+def refuse_sharing_again(
+    own: Sampler[object], shares: int, ranks: Callable[[], int], *, asks_loader: bool
+) -> None:
     """Raises where the caller's caller shares out what `own` yields; see Note [Who asks].
 
     Args:
         own: the sampler that is asked.
         shares: how many ranks share its samples, 2 or more.
         ranks: tells how many there are.
+        asks_loader: whether the loader of that sampler is asked, for batches.
 
     Raises:
         InvalidUsage: the message names the other sampler, and what to do.
@@ -46,7 +51,7 @@ def refuse_sharing_again(own: Sampler[object], shares: int, ranks: Callable[[], 
         if frame is None or frame.f_globals.get("__name__") == _LOADER:
             return
         asking = _self_of(frame)
-        further = _shares_of(asking, frame) if asking is not own else 1
+        further = _shares_of(asking, frame, asks_loader) if asking is not own else 1
         if further > 1 and shares * further > ranks():
             raise InvalidUsage(
                 f"{a_type(own)} of pydist's has shared out the samples among {shares} "
@@ -66,13 +71,20 @@ def _self_of(frame: FrameType) -> object:
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
-def _shares_of(asking: object, frame: FrameType) -> int:
-    # What hands out indices or batches shares them out, whatever it inherits from.
-    if not isinstance(asking, Sampler) and frame.f_code.co_name != "__iter__":
+def _shares_of(asking: object, frame: FrameType, asks_loader: bool) -> int:
+    # What hands out indices is a sampler, whether it inherits from torch's or not.
+    is_sampler = isinstance(asking, Sampler)
+    is_of_pydist = type(asking).__module__.startswith("pydist.")
+    if not is_sampler and (is_of_pydist or frame.f_code.co_name != "__iter__"):
         return 1
     # Attributes of its own only: a sampler that hands on others' has nothing to share out.
     known = dict(getattr(asking, "__dict__", {}))
     if frame.f_code.co_name == "__init__":
         known.update(frame.f_locals)  # it may ask before it has set them
-    values = [known.get(name) for name in _NUMBERS]
+    # What hands on batches may know how many ranks there are, and share out nothing, unless it
+    # knows which of them it is for, too.
+    numbers: tuple[str, ...] = _NUMBERS
+    if asks_loader and not is_sampler:
+        numbers = tuple(number for number, place in _PLACES if place in known)
+    values = [known.get(name) for name in numbers]
     return max([1, *(value for value in values if isinstance(value, int))])

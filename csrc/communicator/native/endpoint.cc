@@ -134,6 +134,9 @@ Endpoint::~Endpoint() {
 }
 
 void Endpoint::retire() noexcept {
+  if (birth_.is_inherited()) {
+    return;  // the threads do not exist here, and one of them may have held the lock
+  }
   std::unique_ptr<PeerDeathMonitor> monitor;
   std::unique_ptr<SegmentServer> server;  // destroyed after the monitor, which watches it
   {

@@ -1,5 +1,5 @@
 // The ring over channels of any number of slots and any window, its ranks driven by one thread in
-// any order: every interleaving ends, and in the right sums.
+// orders drawn at random: all of them end, and in the right sums.
 
 #include "collectives/ring.h"
 

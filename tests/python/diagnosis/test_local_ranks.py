@@ -54,12 +54,13 @@ def test_the_one_that_never_came_is_named_when_others_have_failed() -> None:
     verdict, odd = first_disagreement([*failed, rank_of(2, operation(4))])
     assert odd == {102}
     assert re.fullmatch(r"rank 2 never entered all_reduce #5 .*, which others waited in", verdict)
+    assert first_disagreement([*failed, rank_of(2)])[0] == ""  # of another group, perhaps
     later = Operation(8, 1, "barrier", "succeeded", 0, "", 0.5, 0.2)
     gone_on = [rank_of(each, later, operation(5, state="failed")) for each in range(2)]
     assert first_disagreement([*gone_on, rank_of(2, later, operation(4))])[0] == ""
 
 
-@pytest.mark.parametrize("state", ["stopped", "dead"])
+@pytest.mark.parametrize("state", ["stopped", "traced", "dead"])
 def test_who_does_not_run_is_named(state: str) -> None:
     waiting = [rank_of(each, operation(5, state="running")) for each in range(2)]
     verdict, odd = first_disagreement([*waiting, rank_of(2, operation(4), state=state)])

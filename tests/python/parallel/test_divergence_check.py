@@ -266,10 +266,23 @@ def not_finite_while_accumulating() -> list[tuple[str, str]]:
         except (FloatingPointError, pydist.Error) as error:
             told.append((type(error).__name__, str(error)))
         optimizer.zero_grad()
+    # Thrown away: nobody is told.
+    with model.no_sync():
+        (model(torch.randn(5, 4)).sum() * math.nan).backward()
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    # Averaged outside of backward.
+    with model.no_sync():
+        bad = pydist.rank() == 1
+        (model(torch.randn(5, 4)).sum() * (math.nan if bad else 1.0)).backward()
+    with pytest.raises(FloatingPointError if bad else pydist.Error, match="rank 1"):
+        model.sync_gradients()
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
     # Training apart, which averages nothing.
     with model.no_sync():
         (model(torch.randn(5, 4)).sum() * math.inf).backward()
-        with pytest.raises(FloatingPointError, match=r"in step 4; .*, which accumulates,"):
+        with pytest.raises(FloatingPointError, match=r"in step 6; .*, which accumulates,"):
             optimizer.step()
         optimizer.zero_grad()
         model(torch.randn(5, 4)).sum().backward()
@@ -288,7 +301,7 @@ def test_a_gradient_that_is_not_finite_while_accumulating(backend: str) -> None:
 
 
 def watched(parameter: torch.nn.Parameter, sentinel: Sentinel) -> None:
-    averaging: Any = types.SimpleNamespace(is_in_backward=True)
+    averaging: Any = types.SimpleNamespace(is_in_backward=True, pending=[])
     sentinel.watch([("p", parameter, False)], 0, averaging)
 
 
