@@ -323,8 +323,7 @@ void bind_reducer(py::module_& module) {
           },
           py::arg("require"),
           "Averages what was accumulated or set by hand and was not averaged; all ranks call. "
-          "Where "
-          "`require` raises on one, the others raise that it has.")
+          "Where `require` raises on one, the others raise that it has.")
       .def(
           "set_joining",
           [](Reducer& self, const std::string& joining, bool throws_on_first) {

@@ -191,7 +191,7 @@ void take_turn(Ring& ring, const PartialSums& sums, int turn, Segment segment) {
 // for each that it has received. With one slot more than that in each channel nobody waits in a
 // circle: not all channels can be full at the same time.
 Task pass_segments(Ring& ring, const PartialSums& sums, std::size_t first, std::size_t count,
-                   std::size_t elements, int rank) {
+                   std::size_t elements) {
   for (std::size_t index = first; index < first + count; ++index) {
     const Segment segment(index, elements);
     co_await ring.next.until_free();
@@ -200,7 +200,7 @@ Task pass_segments(Ring& ring, const PartialSums& sums, std::size_t first, std::
       sums.start(ring.next.slot(), own.data, own.count);
       ring.next.send(sums.bytes(own.count));
     } else {
-      ring.send_finished(rank, segment);
+      ring.send_finished(ring.schedule.all_gather_sends(0), segment);
     }
   }
   for (int turn = 0; turn < ring.turns(); ++turn) {
@@ -266,7 +266,7 @@ Task run_ring(Group& group, Call call, SendChannel& next, ReceiveChannel& previo
   const std::size_t segments = (ring.chunks.largest() + per_segment - 1) / per_segment;
   for (std::size_t first = 0; first < segments; first += next.window()) {
     const std::size_t count = std::min(next.window(), segments - first);
-    co_await pass_segments(ring, sums, first, count, per_segment, group.rank());
+    co_await pass_segments(ring, sums, first, count, per_segment);
   }
   // The slots are transit for whatever comes next.
   co_await next.until_drained();

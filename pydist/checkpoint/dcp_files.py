@@ -286,6 +286,6 @@ class Contents:
                 if index.fqn in names
             }
             raise CheckpointError(
-                f"{', '.join(sorted(places))}: what .metadata says is there can't be read "
+                f"{', '.join(sorted(places))}: what {METADATA} says is there can't be read "
                 f"({type(error).__name__}: {error})"
             ) from error

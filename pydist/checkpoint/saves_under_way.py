@@ -26,6 +26,7 @@ from pydist.checkpoint.replacement import real
 from pydist.checkpoint.verdict import KnownToAll
 from pydist.errors import CheckpointError, InvalidUsage, Mismatch
 from pydist.job import current, groups, membership
+from pydist.job.last_words import in_words
 from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.optimizer import ShardedOptimizer
 
@@ -130,8 +131,7 @@ class Lane:
             raise
         except BaseException as error:
             self.communicator.abort(
-                f"{doing} ended half-way on rank {self.communicator.rank}, with "
-                f"{type(error).__name__}: {error}"
+                f"{doing} ended half-way on rank {self.communicator.rank}, with {in_words(error)}"
             )
             raise
         if own is not None:

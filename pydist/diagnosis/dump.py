@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from pydist.diagnosis import local_ranks, report
 from pydist.errors import Error, InvalidUsage
+from pydist.job.last_words import in_words
 
 _file: IO[str] | None = None
 _pid = 0
@@ -56,7 +57,7 @@ def arm(folder: str) -> None:
     def dump_and_go_on(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        _dump(f"{kind.__name__}: {error}", with_stacks=True)
+        _dump(in_words(error), with_stacks=True)
         before(kind, error, trace)
 
     sys.excepthook = dump_and_go_on

@@ -231,7 +231,9 @@ def first_disagreement(ranks: Sequence[LocalRank]) -> tuple[str, set[int]]:
             told.append(f"{_name(ranks, rank.pid)} is {rank.state}")
             odd.add(rank.pid)
     sentence, also_odd = _different_operations(ranks)
-    return "; ".join([*told, *filter(None, [sentence])]), odd | also_odd
+    if sentence:
+        told.append(sentence)
+    return "; ".join(told), odd | also_odd
 
 
 def _different_operations(ranks: Sequence[LocalRank]) -> tuple[str, set[int]]:

@@ -25,6 +25,7 @@ from pydist.errors import InvalidUsage, PeerLost, Timeout, TransportError
 from pydist.gpu.nccl import connect_at_joining, find_nccl
 from pydist.job import current
 from pydist.job.gloo_factory import gloo_factory
+from pydist.job.last_words import in_words
 from pydist.job.log import logger
 from pydist.job.meeting.backend_agreement import Verdict, agree
 from pydist.job.meeting.gloo_network import GlooNetwork, describe_network, join_network
@@ -96,7 +97,7 @@ def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
         hello["error"] = str(error)
     except Exception as error:
         # No descriptor, no memory: the others must not wait for a rank that raises alone.
-        hello["error"], hello["kind"] = f"{type(error).__name__}: {error}", "TransportError"
+        hello["error"], hello["kind"] = in_words(error), "TransportError"
     return hello
 
 

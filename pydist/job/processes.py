@@ -129,9 +129,11 @@ def end_with(parent: int, grace_s: float = 0.0, before: Callable[[], None] = lam
     def wait() -> None:
         # Should this process be stopped by then, the kernel lets it go on, where the other one is
         # its parent: when the thread that has started it ends, which may be earlier.
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-        is_ready.set()
+        try:
+            with suppress(OSError, AttributeError):
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+        finally:
+            is_ready.set()
         _wait_for_end(process)
         time.sleep(grace_s)
         before()

@@ -33,6 +33,7 @@ from pydist._torch import (
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import current, groups, membership
 from pydist.job.arguments import flag
+from pydist.job.last_words import in_words
 from pydist.job.outcome import outcomes
 from pydist.job.rank_names import culprits
 from pydist.parallel.replica_check import check_same
@@ -612,7 +613,7 @@ class ShardedOptimizer(Optimizer):
 
     def _give_up(self, doing: str, error: BaseException) -> None:
         """Tells whoever waits for this rank, in a step or in the backward of the next."""
-        self._failed = f"{type(error).__name__}: {error}"
+        self._failed = in_words(error)
         reason = (
             f"{doing} of pydist.ShardedOptimizer raised on rank {self._communicator.rank}, so the "
             "ranks' parameters are incomplete, and the groups of the optimizer and its model have "

@@ -1,14 +1,12 @@
 #include "memory/memory_room.h"
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
-#include <filesystem>
-#include <fstream>
 #include <limits>
 #include <string>
 
 #include "base/error.h"
+#include "cgroup_tree.h"
 
 namespace pydist {
 namespace {
@@ -21,32 +19,26 @@ TEST(MemoryRoomTest, ThereIsSomeAndNotMoreThanAddresses) {
 }
 
 TEST(MemoryRoomTest, TheTightestLimitOfTheCgroupsAboveHolds) {
-  const std::filesystem::path root =
-      std::filesystem::path(::testing::TempDir()) / ("pydist-memory-" + std::to_string(::getpid()));
-  const auto write = [&root](const std::string& path, const std::string& text) {
-    std::filesystem::create_directories((root / path).parent_path());
-    std::ofstream(root / path) << text << '\n';
-  };
-  const auto room = [&root] { return memory_room(root.string(), root / "membership"); };
-  write("membership", "0::/slice/job");
+  const testing::CgroupTree tree;
+  const auto room = [&tree] { return memory_room(tree.path(), tree.path("membership")); };
+  tree.write("membership", "0::/slice/job");
   EXPECT_EQ(room().limited_by, "the machine's free memory");
-  write("slice/job/memory.max", "max");
-  write("slice/job/memory.current", "4096");
-  write("slice/memory.max", "1048576");
-  write("slice/memory.current", "524288");
+  tree.write("slice/job/memory.max", "max");
+  tree.write("slice/job/memory.current", "4096");
+  tree.write("slice/memory.max", "1048576");
+  tree.write("slice/memory.current", "524288");
   EXPECT_EQ(room().bytes, 524288u);
   EXPECT_EQ(room().limited_by, "the memory limit of cgroup /slice");
-  write("slice/memory.stat", "anon 1\ninactive_file 262144");
+  tree.write("slice/memory.stat", "anon 1\ninactive_file 262144");
   EXPECT_EQ(room().bytes, 786432u);  // file pages can be dropped
-  write("slice/memory.current", "2097152");
+  tree.write("slice/memory.current", "2097152");
   EXPECT_EQ(room().bytes, 0u);
   // Version 1, where other controllers do not count.
-  write("membership", "7:cpu:/job\n4:memory:/job");
-  write("memory/job/memory.limit_in_bytes", "8192");
-  write("memory/job/memory.usage_in_bytes", "6144");
-  write("memory/job/memory.stat", "total_inactive_file 1024");
+  tree.write("membership", "7:cpu:/job\n4:memory:/job");
+  tree.write("memory/job/memory.limit_in_bytes", "8192");
+  tree.write("memory/job/memory.usage_in_bytes", "6144");
+  tree.write("memory/job/memory.stat", "total_inactive_file 1024");
   EXPECT_EQ(room().bytes, 3072u);
-  std::filesystem::remove_all(root);
 }
 
 TEST(MemoryRoomTest, ALittleFits) { EXPECT_NO_THROW(check_memory_room(4096, "a page")); }

@@ -1,16 +1,13 @@
 #include "topology/hosts.h"
 
 #include <gtest/gtest.h>
-
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <filesystem>
-#include <fstream>
 #include <string>
 #include <thread>
 
+#include "cgroup_tree.h"
 #include "topology/cgroup.h"
 
 namespace pydist {
@@ -50,79 +47,61 @@ TEST(HostsTest, AQuotaIsPositive) {
 }
 
 TEST(HostsTest, TheTightestQuotaOfTheCgroupsAboveHolds) {
-  const std::filesystem::path root =
-      std::filesystem::path(::testing::TempDir()) / ("pydist-cgroup-" + std::to_string(::getpid()));
-  const auto write = [&root](const std::string& path, const std::string& text) {
-    std::filesystem::create_directories((root / path).parent_path());
-    std::ofstream(root / path) << text << '\n';
-  };
-  const auto quota = [&root] { return processor_quota(root.string(), root / "membership"); };
-  write("membership", "0::/slice/job/task");
+  const testing::CgroupTree tree;
+  const auto quota = [&tree] { return processor_quota(tree.path(), tree.path("membership")); };
+  tree.write("membership", "0::/slice/job/task");
   EXPECT_EQ(quota(), std::nullopt);
-  write("slice/job/task/cpu.max", "max 100000");
+  tree.write("slice/job/task/cpu.max", "max 100000");
   EXPECT_EQ(quota(), std::nullopt);
-  write("slice/cpu.max", "150000 100000");
-  write("slice/job/cpu.max", "400000 100000");
+  tree.write("slice/cpu.max", "150000 100000");
+  tree.write("slice/job/cpu.max", "400000 100000");
   EXPECT_EQ(quota(), 1.5);
   // What binds the top alone, as in a container that sees its own cgroup as the root.
-  write("membership", "0::/");
+  tree.write("membership", "0::/");
   EXPECT_EQ(quota(), std::nullopt);
-  write("cpu.max", "50000 100000");
+  tree.write("cpu.max", "50000 100000");
   EXPECT_EQ(quota(), 0.5);
   // Version 1, where other controllers do not count.
-  write("membership", "7:cpuset:/job\n4:cpu,cpuacct:/job");
-  write("cpu,cpuacct/job/cpu.cfs_quota_us", "300000");
-  write("cpu,cpuacct/job/cpu.cfs_period_us", "100000");
-  write("cpuset/job/cpu.cfs_quota_us", "1000");
-  write("cpuset/job/cpu.cfs_period_us", "100000");
+  tree.write("membership", "7:cpuset:/job\n4:cpu,cpuacct:/job");
+  tree.write("cpu,cpuacct/job/cpu.cfs_quota_us", "300000");
+  tree.write("cpu,cpuacct/job/cpu.cfs_period_us", "100000");
+  tree.write("cpuset/job/cpu.cfs_quota_us", "1000");
+  tree.write("cpuset/job/cpu.cfs_period_us", "100000");
   EXPECT_EQ(quota(), 3.0);
-  std::filesystem::remove_all(root);
 }
 
 TEST(HostsTest, TheTightestLimitOfTasksHolds) {
-  const std::filesystem::path root =
-      std::filesystem::path(::testing::TempDir()) / ("pydist-tasks-" + std::to_string(::getpid()));
-  const auto write = [&root](const std::string& path, const std::string& text) {
-    std::filesystem::create_directories((root / path).parent_path());
-    std::ofstream(root / path) << text << '\n';
-  };
-  const auto left = [&root] { return tasks_left(root.string(), root / "membership"); };
-  write("membership", "0::/slice/job");
+  const testing::CgroupTree tree;
+  const auto left = [&tree] { return tasks_left(tree.path(), tree.path("membership")); };
+  tree.write("membership", "0::/slice/job");
   EXPECT_EQ(left(), std::nullopt);
-  write("slice/job/pids.max", "max");
-  write("slice/job/pids.current", "7");
+  tree.write("slice/job/pids.max", "max");
+  tree.write("slice/job/pids.current", "7");
   EXPECT_EQ(left(), std::nullopt);
-  write("slice/pids.max", "100");
-  write("slice/pids.current", "60");
+  tree.write("slice/pids.max", "100");
+  tree.write("slice/pids.current", "60");
   EXPECT_EQ(left(), 40U);
-  write("slice/job/pids.max", "5");  // lowered below what there is
+  tree.write("slice/job/pids.max", "5");  // lowered below what there is
   EXPECT_EQ(left(), 0U);
-  write("membership", "3:pids:/job");
-  write("pids/job/pids.max", "9");
-  write("pids/job/pids.current", "8");
+  tree.write("membership", "3:pids:/job");
+  tree.write("pids/job/pids.max", "9");
+  tree.write("pids/job/pids.current", "8");
   EXPECT_EQ(left(), 1U);
-  std::filesystem::remove_all(root);
 }
 
 TEST(HostsTest, TheFreezerOfAProcess) {
-  const std::filesystem::path root = std::filesystem::path(::testing::TempDir()) /
-                                     ("pydist-freezer-" + std::to_string(::getpid()));
-  const auto write = [&](const std::string& name, const std::string& text) {
-    std::filesystem::create_directories((root / name).parent_path());
-    std::ofstream(root / name) << text << '\n';
-  };
-  const auto is_seven_frozen = [&] { return is_frozen(7, root.string(), root.string()); };
+  const testing::CgroupTree tree;
+  const auto is_seven_frozen = [&] { return is_frozen(7, tree.path(), tree.path()); };
   EXPECT_FALSE(is_seven_frozen());
-  write("7/cgroup", "6:freezer:/job\n0::/job");
-  write("freezer/job/freezer.state", "THAWED");
-  write("job/cgroup.events", "populated 1\nfrozen 0");
+  tree.write("7/cgroup", "6:freezer:/job\n0::/job");
+  tree.write("freezer/job/freezer.state", "THAWED");
+  tree.write("job/cgroup.events", "populated 1\nfrozen 0");
   EXPECT_FALSE(is_seven_frozen());
-  write("job/cgroup.events", "populated 1\nfrozen 1");
+  tree.write("job/cgroup.events", "populated 1\nfrozen 1");
   EXPECT_TRUE(is_seven_frozen());
-  write("job/cgroup.events", "populated 1\nfrozen 0");
-  write("freezer/job/freezer.state", "FROZEN");
+  tree.write("job/cgroup.events", "populated 1\nfrozen 0");
+  tree.write("freezer/job/freezer.state", "FROZEN");
   EXPECT_TRUE(is_seven_frozen());
-  std::filesystem::remove_all(root);
 }
 
 TEST(HostsTest, CoresAreCountedOnceOverAllRanks) {

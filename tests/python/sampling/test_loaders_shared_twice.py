@@ -5,24 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from prepared_loaders import DATA, LOADER_MARKS, RANKS, prepared
 from torch.utils.data import DataLoader
 
 import pydist
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    # Of machines with one core, and of Python 3.12 and later about fork.
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
-]
-
-DATA: Any = range(22)
-RANKS = 2
-
-
-def prepared(**settings: Any) -> pydist.PreparedLoader[Any]:
-    loader: Any = DataLoader(DATA, batch_size=4, shuffle=True, **settings)
-    return pydist.prepare(loader, seed=0, num_replicas=RANKS, rank=0)
+pytestmark = LOADER_MARKS
 
 
 class LoaderShard:

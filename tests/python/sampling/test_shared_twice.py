@@ -15,29 +15,17 @@ from typing import Any
 import pytest
 import torch
 from launch import Ranks, run_ranks
+from prepared_loaders import DATA, LOADER_MARKS, RANKS, prepared
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 from torch.utils.data import DistributedSampler as TorchSampler
 
 import pydist
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    # Of machines with one core, and of Python 3.12 and later about fork.
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
-]
-
-DATA: Any = range(22)
-RANKS = 2
+pytestmark = LOADER_MARKS
 
 
 def share(**settings: Any) -> pydist.DistributedSampler:
     return pydist.DistributedSampler(DATA, RANKS, 0, shuffle=False, **settings)
-
-
-def prepared(**settings: Any) -> pydist.PreparedLoader[Any]:
-    loader: Any = DataLoader(DATA, **{"batch_size": 4, "shuffle": True, **settings})
-    return pydist.prepare(loader, seed=0, num_replicas=RANKS, rank=0)
 
 
 # --- what libraries do ---------------------------------------------------------------------------
