@@ -29,6 +29,14 @@ constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_HOST_ID", "any text", "",
                         "Overrides the identity of this host: ranks with different values never "
                         "share memory."},
+    EnvironmentVariable{"PYDIST_INTERFACE", "interfaces, as in eth0,eth1", "",
+                        "The network interfaces that other hosts connect to; several are used "
+                        "together. Unset: the one by which this host reaches the job's store."},
+    EnvironmentVariable{"PYDIST_PORTS", "first-last", "",
+                        "The TCP ports that a rank may listen on for other hosts: one for each "
+                        "rank of a host. Unset: whichever is free."},
+    EnvironmentVariable{"PYDIST_SOCKETS", "1 to 16", "2",
+                        "TCP connections that a rank makes to each one on another host."},
     EnvironmentVariable{"PYDIST_SPIN_US", "microseconds, 0 or more", "",
                         "How long a waiter spins before it sleeps. Unset: 50 where every local "
                         "rank has a core of its own, otherwise 0."},
@@ -77,6 +85,11 @@ std::optional<std::string> lookup(const char* name) {
     return std::nullopt;
   }
   return std::string(value);
+}
+
+std::string_view lookup_view(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? std::string_view() : std::string_view(value);
 }
 
 LogLevel parse_level(std::string_view value, std::string_view whole) {
@@ -133,9 +146,9 @@ void read_seconds(const char* name, std::chrono::milliseconds& seconds) {
   }
 }
 
-void read_bytes(const char* name, std::size_t least, std::size_t most, std::size_t& bytes) {
+void read_whole(const char* name, std::size_t least, std::size_t most, std::size_t& bytes) {
   if (const auto value = lookup(name)) {
-    const std::string valid = join("whole bytes from ", least, " to ", most);
+    const std::string valid = join("a whole number from ", least, " to ", most);
     const double number =
         parse_number(name, *value, static_cast<double>(least), static_cast<double>(most), valid);
     if (number != std::floor(number)) {
@@ -146,6 +159,32 @@ void read_bytes(const char* name, std::size_t least, std::size_t most, std::size
 }
 
 constexpr std::size_t kLeastSecretLength = 32;
+
+NetworkSettings read_network() {
+  NetworkSettings network;
+  for (std::string_view rest = lookup_view("PYDIST_INTERFACE"); !rest.empty();) {
+    const std::string_view name = rest.substr(0, rest.find(','));
+    rest.remove_prefix(std::min(rest.size(), name.size() + 1));
+    if (!name.empty()) {
+      network.interfaces.emplace_back(name);
+    }
+  }
+  if (const std::string_view text = lookup_view("PYDIST_PORTS"); !text.empty()) {
+    const std::string valid = "two ports from 1 to 65535, as in 29600-29663";
+    const std::size_t dash = std::min(text.find('-'), text.size());
+    const auto port = [&](std::string_view part) {
+      const std::string whole(part);
+      return static_cast<std::uint16_t>(parse_number("PYDIST_PORTS", whole, 1, 65535, valid));
+    };
+    network.ports.first = port(text.substr(0, dash));
+    network.ports.last = dash == text.size() ? network.ports.first : port(text.substr(dash + 1));
+    if (network.ports.last < network.ports.first) {
+      reject_text("PYDIST_PORTS", text, valid);
+    }
+  }
+  read_whole("PYDIST_SOCKETS", 1, 16, network.sockets);
+  return network;
+}
 
 }  // namespace
 
@@ -177,12 +216,13 @@ Environment Environment::read() {
                             " (128 random bits in hexadecimal)."));
   }
   environment.host_id = lookup("PYDIST_HOST_ID");
+  environment.network = read_network();
   if (const auto value = lookup("PYDIST_SPIN_US")) {
     environment.spin = std::chrono::microseconds(static_cast<std::int64_t>(
         parse_number("PYDIST_SPIN_US", *value, 0, 1e6, "microseconds from 0 to 1000000")));
   }
-  read_bytes("PYDIST_CHUNK_BYTES", 4096, 16777216, environment.chunk_bytes);
-  read_bytes("PYDIST_STAGING_BYTES", 65536, 1073741824, environment.staging_bytes);
+  read_whole("PYDIST_CHUNK_BYTES", 4096, 16777216, environment.chunk_bytes);
+  read_whole("PYDIST_STAGING_BYTES", 65536, 1073741824, environment.staging_bytes);
   read_seconds("PYDIST_HEARTBEAT_WARNING", environment.heartbeat_warning);
   read_seconds("PYDIST_HEARTBEAT_TIMEOUT", environment.heartbeat_timeout);
   if (const auto value = lookup("PYDIST_CPU_ISA")) {

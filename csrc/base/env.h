@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
@@ -15,6 +16,23 @@
 #include <vector>
 
 namespace pydist {
+
+// TCP ports that may be listened on, both ends included; 0 to 0: whichever is free.
+struct PortRange {
+  std::uint16_t first = 0;
+  std::uint16_t last = 0;
+};
+
+// How processes of different hosts connect.
+struct NetworkSettings {
+  PortRange ports;
+  // Those whose addresses others are to connect to; none: see `address`.
+  std::vector<std::string> interfaces;
+  // By which this host reaches its job; nothing: all that it has.
+  std::optional<std::string> address;
+  // Connections that each end makes to another process.
+  std::size_t sockets = 2;
+};
 
 enum class AlgorithmChoice { kAuto, kDirect, kRing };
 enum class LogLevel { kError, kWarning, kInfo, kDebug };
@@ -50,6 +68,7 @@ struct Environment {
   std::optional<std::string> job_secret;
   // Overrides the identity of this host; ranks with different values never share memory.
   std::optional<std::string> host_id;
+  NetworkSettings network;
   // How long a waiter spins before it sleeps; 0 sleeps at once. Without a value the engine spins
   // only where every local rank has a core of its own.
   std::optional<std::chrono::microseconds> spin;

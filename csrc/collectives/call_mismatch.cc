@@ -27,7 +27,7 @@ std::string call_text(const Post& post) {
     text += join(", ", to_string(post.op));
   }
   if (has_root(post.kind)) {
-    text += join(", root ", post.root);
+    text += join(", root ", post.root());
   }
   return text + ")";
 }
@@ -190,8 +190,7 @@ void describe_call(Group& group, const Call& call, std::uint8_t flags) {
   post.dtype = call.dtype;
   post.wire_dtype = call.wire_dtype;
   post.flags = flags;
-  post.unused = 0;
-  post.root = static_cast<std::int16_t>(call.root);
+  post.set_root(call.root);
   post.count = call.count;
 }
 
@@ -220,7 +219,7 @@ void check_agreement(const Group& group, const Call& call, int first, int last) 
     const bool same_call = theirs.kind == call.kind && theirs.dtype == call.dtype &&
                            theirs.wire_dtype == call.wire_dtype &&
                            (!has_op(call.kind) || theirs.op == call.op) &&
-                           (!has_root(call.kind) || theirs.root == call.root);
+                           (!has_root(call.kind) || theirs.root() == call.root);
     if (!same_call) {
       throw_mismatch(group, peer, "");
     }

@@ -5,12 +5,13 @@
 namespace pydist {
 
 Group::Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> doorbells,
-             const SymmetricHeap& heap)
+             const SymmetricHeap& heap, Announcer* announcer)
     : rank_(rank),
       size_(size),
       segment_(std::move(segment)),
       doorbells_(std::move(doorbells)),
-      heap_(heap) {}
+      heap_(heap),
+      announcer_(announcer) {}
 
 Condition Group::reached_by_all(CounterOf counter, std::uint64_t target) const noexcept {
   return {segment_.control(0).*counter, segment_.control_stride(), size_, rank_, target};
@@ -25,8 +26,11 @@ Condition Group::may_post() noexcept {
   return reached_by_all(&RankControl::completed, known_completed_);
 }
 
-void Group::publish_post() noexcept {
+void Group::publish_post() {
   publish_post_quietly();
+  if (announcer_ != nullptr) {
+    announcer_->send_post(sequence_);
+  }
   notify();
 }
 

@@ -1,4 +1,8 @@
-// One group of ranks on one host, as the algorithms see it: posts, counters, transit, heap.
+// One group of ranks, as the algorithms see it: posts, counters, transit, heap.
+//
+// The memory is that of the ranks of one host. Where a group spans hosts, each has one, and the
+// posts of all ranks are in each: an Announcer carries them there. Counters, transit and heap are
+// for the ranks of the host alone, but for what is sent ahead with a post (Post::kEager).
 //
 // Every rank runs the same collectives in the same order. Operation n of a group is announced by a
 // post; all further coordination is by counters that only grow:
@@ -30,11 +34,25 @@
 
 namespace pydist {
 
+// Carries what a rank says of its operations to the other hosts.
+class Announcer {
+ public:
+  Announcer() = default;
+  Announcer(const Announcer&) = delete;
+  Announcer& operator=(const Announcer&) = delete;
+  virtual ~Announcer() = default;
+
+  // This rank's transit slot of `round` holds so many bytes for all.
+  virtual void send_eager(std::uint64_t round, std::size_t bytes) = 0;
+  // This rank's post of operation `sequence` is complete.
+  virtual void send_post(std::uint64_t sequence) = 0;
+};
+
 class Group {
  public:
-  // `doorbells` of all ranks, in rank order.
+  // `doorbells` of all ranks, in rank order. `announcer`: null on one host.
   Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> doorbells,
-        const SymmetricHeap& heap);
+        const SymmetricHeap& heap, Announcer* announcer = nullptr);
 
   [[nodiscard]] int rank() const noexcept { return rank_; }
   [[nodiscard]] int size() const noexcept { return size_; }
@@ -66,9 +84,9 @@ class Group {
   [[nodiscard]] std::uint64_t* my_block_counts() noexcept {
     return segment_.block_counts(rank_, slot());
   }
-  void publish_post() noexcept;
-  // The same, but wakes nobody: notify() or complete(), or a sequentially consistent fence and
-  // ring_after_fence(), have to follow.
+  void publish_post();
+  // The same on one host, but wakes nobody: notify() or complete(), or a sequentially consistent
+  // fence and ring_after_fence(), have to follow.
   void publish_post_quietly() noexcept {
     my_post().sequence.store(sequence_, std::memory_order_release);
   }
@@ -110,6 +128,12 @@ class Group {
 
   // That this rank may write its chunk of `round`.
   [[nodiscard]] Condition may_deposit(std::uint64_t round) noexcept;
+  // Sends what this rank has put into its transit slot of the first round ahead of its post.
+  void send_eager(std::size_t bytes) {
+    if (announcer_ != nullptr) {
+      announcer_->send_eager(round_, bytes);
+    }
+  }
   // Backs this rank's transit with memory, the first time.
   void prepare_transit();
   [[nodiscard]] std::byte* transit(int rank, std::uint64_t round) const noexcept {
@@ -147,6 +171,7 @@ class Group {
   GroupSegment segment_;
   std::vector<Doorbell*> doorbells_;
   const SymmetricHeap& heap_;
+  Announcer* const announcer_;
   bool has_transit_ = false;
   std::uint64_t sequence_ = 0;
   std::uint64_t round_ = 0;

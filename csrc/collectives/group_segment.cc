@@ -33,11 +33,13 @@ std::size_t GroupSegment::bytes(int size, std::size_t chunk_bytes) noexcept {
   return transit_begin(size) + static_cast<std::size_t>(size) * transit_bytes(chunk_bytes);
 }
 
+void GroupSegment::reserve_failure() const {
+  segment_.reserve(0, sizeof(FailureRecord), "the record of failure of a group");
+}
+
 void GroupSegment::reserve_control(int rank) const {
-  const std::size_t begin =
-      sizeof(FailureRecord) + static_cast<std::size_t>(rank) * control_stride_;
-  segment_.reserve(rank == 0 ? 0 : begin, rank == 0 ? begin + control_stride_ : control_stride_,
-                   "control lines of a group");
+  segment_.reserve(sizeof(FailureRecord) + static_cast<std::size_t>(rank) * control_stride_,
+                   control_stride_, "control lines of a group");
 }
 
 void GroupSegment::reserve_transit(int rank) const {

@@ -1,11 +1,12 @@
-// The layout of the shared memory of one group of ranks on one host.
+// The layout of the memory of one group, which its ranks on one host share.
 //
 //   | failure | control of rank 0 | ... | control of rank p-1 | transit of rank 0 | ... |
 //
 // Everything but the record of failure has one writer, the rank that it belongs to, which also
-// reserves it: so it lies on that rank's NUMA node, and that rank's cgroup pays for it. Controls
-// are reserved when the group is made; a rank reserves its transit when it first needs it, so that
-// a group that only moves small things takes a few pages.
+// reserves it: so it lies on that rank's NUMA node, and that rank's cgroup pays for it. For a rank
+// on another host, its counterpart here writes (communicator/native/remote_ranks.h), and the lowest
+// rank of this host reserves. Controls are reserved when the group is made; a rank reserves its
+// transit when it first needs it, so that a group that only moves small things takes a few pages.
 
 #pragma once
 
@@ -48,12 +49,21 @@ struct alignas(128) Post {
   DType dtype;
   DType wire_dtype;
   std::uint8_t flags;
-  std::uint8_t unused;  // 0: there is nothing undefined between `sequence` and the data
-  std::int16_t root;    // a host has fewer ranks
-  std::uint64_t count;  // see Call::count
+  std::array<std::uint8_t, 3> root_bytes;  // see root(); the line has no room for four
+  std::uint64_t count;                     // see Call::count
   std::array<std::byte, kFirstLineBytes> first_line;
   // Begins with a line, since a vector that lies across two of them takes twice as long.
   alignas(64) std::array<std::byte, kInlineBytes> lines;
+
+  [[nodiscard]] int root() const noexcept {
+    return root_bytes[0] | root_bytes[1] << 8 | root_bytes[2] << 16;
+  }
+  // Up to 2^24 ranks.
+  void set_root(int root) noexcept {
+    for (std::size_t place = 0; place < root_bytes.size(); ++place) {
+      root_bytes[place] = static_cast<std::uint8_t>(root >> (8 * place));
+    }
+  }
 
   // Where the data is in a post with such flags, which have kInline.
   [[nodiscard]] std::byte* data(std::uint8_t its_flags) noexcept {
@@ -88,8 +98,9 @@ struct RankControl {
   alignas(64) Counter reduced;                // rounds whose slice this rank has reduced
   alignas(64) Counter consumed;  // rounds in which this rank needs nobody's transit any more
   // The channel of the ring, which runs through the sender's transit.
-  alignas(64) Counter ring_sent;      // slots sent to the next rank
-  alignas(64) Counter ring_released;  // slots of the previous rank given back
+  alignas(64) Counter ring_sent;                          // slots sent to the next rank
+  std::array<std::uint32_t, kTransitSlots> ring_lengths;  // bytes in each of them
+  alignas(64) Counter ring_released;                      // slots of the previous rank given back
   // Not 0 while the rank may write into the symmetric memory of others, see HeapWriting.
   alignas(64) std::atomic<std::uint32_t> writes_heap;
   // Set when the rank lets go of the group: to a Departure.
@@ -105,7 +116,9 @@ class GroupSegment {
   // Bytes of a segment for `size` ranks.
   [[nodiscard]] static std::size_t bytes(int size, std::size_t chunk_bytes) noexcept;
 
-  // Backs one rank's control; rank 0's includes the record of failure.
+  // Backs the record of failure.
+  void reserve_failure() const;
+  // Backs one rank's control.
   void reserve_control(int rank) const;
   // Backs one rank's transit.
   void reserve_transit(int rank) const;

@@ -150,11 +150,21 @@ struct Ring {
   [[nodiscard]] Block place_of(int chunk, Segment segment) const {
     return part(gathers ? chunks.output(chunk) : chunks.call.outputs[0], segment);
   }
-  // Fills the free slot with finished elements, and sends it.
+  // Sends finished elements, which stay as they are until the end.
   void send_finished(int chunk, Segment segment) {
     const Block finished = place_of(chunk, segment);
-    wire.put(next.slot(), finished.data, finished.count);
-    next.send(wire.bytes(finished.count));
+    if (wire.converts()) {
+      wire.put(next.slot(), finished.data, finished.count);
+      next.send(wire.bytes(finished.count));
+    } else {
+      next.send_from(finished.data, wire.bytes(finished.count));
+    }
+  }
+  // What has come, which is `bytes` long.
+  [[nodiscard]] const std::byte* received(std::size_t bytes) {
+    const std::span<const std::byte> slot = previous.slot();
+    PYDIST_CHECK(slot.size() == bytes);
+    return slot.data();
   }
 };
 
@@ -163,7 +173,7 @@ struct Ring {
 void take_turn(Ring& ring, const PartialSums& sums, int turn, Segment segment) {
   if (turn + 1 < ring.reducing_turns()) {
     const Block own = ring.own_of(ring.schedule.reduce_scatter_receives(turn), segment);
-    sums.add(turn, ring.next.slot(), ring.previous.slot(), own.data, own.count);
+    sums.add(turn, ring.next.slot(), ring.received(sums.bytes(own.count)), own.data, own.count);
     ring.next.send(sums.bytes(own.count));
     ring.previous.release();
     return;
@@ -172,12 +182,12 @@ void take_turn(Ring& ring, const PartialSums& sums, int turn, Segment segment) {
   if (turn < ring.reducing_turns()) {
     chunk = ring.schedule.reduce_scatter_receives(turn);
     const Block own = ring.own_of(chunk, segment);
-    sums.finish(turn, ring.place_of(chunk, segment).data, ring.previous.slot(), own.data,
-                own.count);
+    sums.finish(turn, ring.place_of(chunk, segment).data, ring.received(sums.bytes(own.count)),
+                own.data, own.count);
   } else {
     chunk = ring.schedule.all_gather_receives(turn - ring.reducing_turns());
     const Block place = ring.place_of(chunk, segment);
-    ring.wire.take(place.data, ring.previous.slot(), place.count);
+    ring.wire.take(place.data, ring.received(ring.wire.bytes(place.count)), place.count);
   }
   ring.previous.release();
   if (turn + 1 < ring.turns()) {

@@ -1,4 +1,4 @@
-// How a rank that leaves a group in good order does so: the others are told.
+// How a rank leaves a group: in good order, which it tells the others, or not.
 
 #pragma once
 
@@ -9,6 +9,8 @@ namespace pydist {
 enum class Departure : std::uint32_t {
   kShutdown = 1,    // the program has called for it, or dropped the last reference
   kProgramEnd = 2,  // its program is over: with an exit status, or since it had no more to do
+  // On another host: it has died, or it can't be reached. Told by one that was connected to it.
+  kLost = 3,
 };
 
 // "has left the group (shutdown)", "has left the group (its program has ended)".

@@ -77,6 +77,16 @@ void Journal::finish(Ticket ticket, JournalState state) noexcept {
   }
 }
 
+void Journal::shift_times(std::int64_t ns) noexcept {
+  for (Slot& slot : slots_) {
+    for (std::atomic<std::int64_t>* const time : {&slot.started_ns, &slot.finished_ns}) {
+      if (time->load(std::memory_order_relaxed) != 0) {
+        time->fetch_add(ns, std::memory_order_relaxed);
+      }
+    }
+  }
+}
+
 std::optional<JournalEntry> Journal::read_slot(const Slot& slot) {
   constexpr auto kRelaxed = std::memory_order_relaxed;
   const std::uint64_t before = slot.version.load(std::memory_order_acquire);

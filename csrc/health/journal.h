@@ -57,6 +57,9 @@ class Journal {
   // The entries that can be read, the newest first.
   [[nodiscard]] std::vector<JournalEntry> read() const;
 
+  // Adds to all times: of a copy of another host's journal, which has a clock of its own.
+  void shift_times(std::int64_t ns) noexcept;
+
  private:
   static constexpr std::size_t kLabelWords = 8;
 

@@ -1,11 +1,14 @@
-// The page that a process shows to its peers on the host: its sign of life, whom it waits for and
-// its journal. Zeroed shared memory that its owner alone can write. The doorbell, which everybody
-// writes, lies elsewhere.
+// The page that a process shows to its peers: its sign of life, whom it waits for and its journal.
+// Zeroed shared memory that its owner alone can write. The doorbell, which everybody writes, lies
+// elsewhere. Peers on other hosts have a copy, which they ask for now and then.
 
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <span>
+#include <vector>
 
 #include "health/awaited_rank.h"
 #include "health/journal.h"
@@ -26,5 +29,11 @@ struct ProcessPage {
   AwaitedRank awaited;
   Journal journal;
 };
+
+// What a page holds just now, as bytes: what is written meanwhile may be in it or not.
+[[nodiscard]] std::vector<std::byte> copy_of_page(const ProcessPage& page);
+// Writes such a copy into the mirror of a page of another host, whose clock is `ahead_ns` behind
+// this one's. `bytes` are those of a page.
+void write_page(ProcessPage& mirror, std::span<const std::byte> bytes, std::int64_t ahead_ns);
 
 }  // namespace pydist

@@ -1,13 +1,16 @@
 // A one-way road of slots from one rank to another: the seam between algorithms that pass data
 // from rank to rank and what carries it.
 //
-// The sender fills a free slot and sends it; the receiver looks at the slot in place and releases
-// it. Slots arrive in order. Each end is used by one thread at a time. Nothing here blocks: the
-// conditions say when the next step is possible.
+// The sender fills a free slot and sends it, or sends what lies elsewhere as if it were in one; the
+// receiver looks at the slot in place and releases it. Slots arrive in order, each as long as it
+// was sent. Each end is used by one thread at a time. Nothing here blocks: the conditions say when
+// the next step is possible, and for whom an end waits until then. A peer that is lost is known by
+// the health of the group, which ends every wait for it; so a channel has no errors of its own.
 
 #pragma once
 
 #include <cstddef>
+#include <span>
 
 #include "health/condition.h"
 
@@ -31,6 +34,12 @@ class SendChannel {
   [[nodiscard]] virtual std::byte* slot() = 0;
   // Sends the first `bytes` of it.
   virtual void send(std::size_t bytes) = 0;
+  // Sends `bytes` of `data` in the free slot's place: at most slot_bytes(), which stay as they are
+  // until until_written() holds.
+  virtual void send_from(const std::byte* data, std::size_t bytes) = 0;
+
+  // That nothing that was given to send_from() is needed there any more.
+  [[nodiscard]] virtual Condition until_written() = 0;
 
   // That the receiver has released everything that was sent.
   [[nodiscard]] virtual Condition until_drained() = 0;
@@ -42,8 +51,8 @@ class ReceiveChannel {
 
   // That the next slot has arrived.
   [[nodiscard]] virtual Condition until_received() = 0;
-  // Its bytes.
-  [[nodiscard]] virtual const std::byte* slot() = 0;
+  // What has been sent in it.
+  [[nodiscard]] virtual std::span<const std::byte> slot() = 0;
   // Lets the sender reuse it.
   virtual void release() = 0;
 };

@@ -2,18 +2,44 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 #include <utility>
 
 #include "base/error.h"
+#include "transport/shm_channel.h"
 
 namespace pydist {
+namespace {
 
-Messages::Messages(int rank, int size, MessageSegment segment, std::vector<Doorbell*> doorbells)
-    : rank_(rank), size_(size), segment_(std::move(segment)), doorbells_(std::move(doorbells)) {
+[[noreturn]] void throw_damaged(int peer, const std::string& what) {
+  throw Error(ErrorKind::kError,
+              join("Rank ", peer, " ", what,
+                   ": its shared memory has been damaged. Look for "
+                   "writes out of bounds in that process."),
+              Blame{.ranks = {peer}, .cause = "its shared memory is damaged"});
+}
+
+}  // namespace
+
+Messages::Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell*> doorbells,
+                   MessageCarrier* carrier)
+    : rank_(rank),
+      size_(size),
+      segment_(std::move(segment)),
+      doorbells_(std::move(doorbells)),
+      carrier_(carrier) {
   for (int peer = 0; peer < size; ++peer) {
-    Doorbell& doorbell = *doorbells_[static_cast<std::size_t>(peer)];
-    outgoing_.emplace_back(ShmSendChannel(segment_.channel(rank, peer), peer, doorbell));
-    incoming_.emplace_back(ShmReceiveChannel(segment_.channel(peer, rank), peer, doorbell));
+    Outgoing& out = outgoing_.emplace_back();
+    Incoming& in = incoming_.emplace_back();
+    if (MessageCarrier* const carried = carrier_to(peer)) {
+      out.channel = carried->make_sender(peer);
+      in.channel = carried->make_receiver(peer);
+    } else {
+      Doorbell& doorbell = *doorbells_[static_cast<std::size_t>(peer)];
+      out.channel = std::make_unique<ShmSendChannel>(segment_.channel(rank, peer), peer, doorbell);
+      in.channel =
+          std::make_unique<ShmReceiveChannel>(segment_.channel(peer, rank), peer, doorbell);
+    }
   }
 }
 
@@ -95,6 +121,9 @@ bool Messages::announce(int peer, Outgoing& lane) {
       std::memcpy(announcement.payload.data(), send.buffer.data, send.buffer.bytes());
     }
     counters.announced.store(number + 1, std::memory_order_release);
+    if (MessageCarrier* const carrier = carrier_to(peer)) {
+      carrier->send_announcement(peer, number, announcement);
+    }
     doorbells_[static_cast<std::size_t>(peer)]->ring();
     moved = true;
     if (rides_along) {
@@ -123,13 +152,13 @@ bool Messages::take_grants(int peer, Outgoing& lane) {
 
 bool Messages::move_out(int peer, Outgoing& lane) {
   bool moved = false;
-  while (!lane.granted.empty() && lane.channel.until_free().holds()) {
+  while (!lane.granted.empty() && lane.channel->until_free().holds()) {
     Send& send = lane.granted.front();
     const std::size_t bytes =
-        std::min(lane.channel.slot_bytes(), send.buffer.bytes() - send.moved_bytes);
-    std::memcpy(lane.channel.slot(),
+        std::min(lane.channel->slot_bytes(), send.buffer.bytes() - send.moved_bytes);
+    std::memcpy(lane.channel->slot(),
                 static_cast<const std::byte*>(send.buffer.data) + send.moved_bytes, bytes);
-    lane.channel.send(bytes);
+    lane.channel->send(bytes);
     send.moved_bytes += bytes;
     moved = true;
     if (send.moved_bytes == send.buffer.bytes()) {
@@ -149,12 +178,8 @@ bool Messages::hear(int peer) {
     return false;
   }
   if (announced - number > kLaneDepth) {
-    throw Error(
-        ErrorKind::kError,
-        join("Rank ", peer, " has announced ", announced - number, " messages to rank ", rank_,
-             " at once, and can't have: its shared memory has been damaged. Look for "
-             "writes out of bounds in that process."),
-        Blame{.ranks = {peer}, .cause = "its shared memory is damaged"});
+    throw_damaged(peer, join("has announced ", announced - number, " messages to rank ", rank_,
+                             " at once, and can't have"));
   }
   for (; number != announced; ++number) {
     const Heard heard{number, segment_.rings(peer, rank_).announcements[number % kLaneDepth]};
@@ -166,6 +191,9 @@ bool Messages::hear(int peer) {
     if (!is_matched) {
       unexpected_.emplace_back(peer, heard);
     }
+  }
+  if (MessageCarrier* const carrier = carrier_to(peer)) {
+    carrier->send_heard(peer, announced);
   }
   doorbells_[static_cast<std::size_t>(peer)]->ring();
   return true;
@@ -211,6 +239,9 @@ bool Messages::grant(int peer, Incoming& lane) {
     const std::uint64_t ticket = counters.granted.load(std::memory_order_relaxed);
     segment_.rings(peer, rank_).grants[ticket % kLaneDepth] = receive.number;
     counters.granted.store(ticket + 1, std::memory_order_release);
+    if (MessageCarrier* const carrier = carrier_to(peer)) {
+      carrier->send_grant(peer, ticket, receive.number);
+    }
     ++lane.granted;
     moved = true;
   }
@@ -222,13 +253,18 @@ bool Messages::grant(int peer, Incoming& lane) {
 
 bool Messages::move_in(int peer, Incoming& lane) {
   bool moved = false;
-  while (lane.granted != 0 && lane.channel.until_received().holds()) {
+  while (lane.granted != 0 && lane.channel->until_received().holds()) {
     Receive& receive = lane.matched.front();
+    const std::span<const std::byte> arrived = lane.channel->slot();
     const std::size_t bytes = std::min(segment_.channel(peer, rank_).slot_bytes,
                                        receive.buffer.bytes() - receive.moved_bytes);
-    std::memcpy(static_cast<std::byte*>(receive.buffer.data) + receive.moved_bytes,
-                lane.channel.slot(), bytes);
-    lane.channel.release();
+    if (arrived.size() != bytes) {
+      throw_damaged(peer,
+                    join("has sent ", arrived.size(), " bytes of a message instead of ", bytes));
+    }
+    std::memcpy(static_cast<std::byte*>(receive.buffer.data) + receive.moved_bytes, arrived.data(),
+                bytes);
+    lane.channel->release();
     receive.moved_bytes += bytes;
     moved = true;
     if (receive.moved_bytes == receive.buffer.bytes()) {

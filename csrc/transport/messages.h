@@ -11,21 +11,45 @@
 #include <deque>
 #include <functional>
 #include <list>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "base/buffer.h"
 #include "health/doorbell.h"
-#include "transport/message_segment.h"
+#include "transport/channel.h"
+#include "transport/lane_segment.h"
 
 namespace pydist {
+
+// Carries what this rank writes into its lanes to the ranks on other hosts.
+class MessageCarrier {
+ public:
+  MessageCarrier() = default;
+  MessageCarrier(const MessageCarrier&) = delete;
+  MessageCarrier& operator=(const MessageCarrier&) = delete;
+  virtual ~MessageCarrier() = default;
+
+  [[nodiscard]] virtual bool reaches(int peer) const noexcept = 0;
+  [[nodiscard]] virtual std::unique_ptr<SendChannel> make_sender(int peer) = 0;
+  [[nodiscard]] virtual std::unique_ptr<ReceiveChannel> make_receiver(int peer) = 0;
+
+  // This rank has announced message `number` to `peer`; has heard so many of its announcements; has
+  // granted its message `message` as the grant of that number.
+  virtual void send_announcement(int peer, std::uint64_t number,
+                                 const Announcement& announcement) = 0;
+  virtual void send_heard(int peer, std::uint64_t heard) = 0;
+  virtual void send_grant(int peer, std::uint64_t number, std::uint64_t message) = 0;
+};
 
 class Messages {
  public:
   // Called when a message is through, with the rank that it came from (sends: that it went to).
   using OnDone = std::function<void(int peer)>;
 
-  Messages(int rank, int size, MessageSegment segment, std::vector<Doorbell*> doorbells);
+  // `carrier`: null where all ranks are on one host.
+  Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell*> doorbells,
+           MessageCarrier* carrier = nullptr);
 
   // Starts a message. The buffer stays untouched until it is done. Nothing moves before advance().
   void send(int peer, std::uint64_t tag, const Buffer& buffer, OnDone on_done);
@@ -61,8 +85,7 @@ class Messages {
   };
   // To one peer.
   struct Outgoing {
-    explicit Outgoing(const ShmSendChannel& channel) : channel(channel) {}
-    ShmSendChannel channel;
+    std::unique_ptr<SendChannel> channel;
     bool is_reserved = false;
     std::deque<Send> unannounced;
     std::list<Send> announced;  // waiting for their grant
@@ -71,12 +94,15 @@ class Messages {
   };
   // From one peer.
   struct Incoming {
-    explicit Incoming(const ShmReceiveChannel& channel) : channel(channel) {}
-    ShmReceiveChannel channel;
+    std::unique_ptr<ReceiveChannel> channel;
     std::deque<Receive> matched;  // in the order of their grants
     std::size_t granted = 0;      // how many of them are
   };
 
+  // The carrier, where `peer` is on another host.
+  [[nodiscard]] MessageCarrier* carrier_to(int peer) const noexcept {
+    return carrier_ != nullptr && carrier_->reaches(peer) ? carrier_ : nullptr;
+  }
   bool announce(int peer, Outgoing& lane);
   bool take_grants(int peer, Outgoing& lane);
   bool move_out(int peer, Outgoing& lane);
@@ -88,8 +114,9 @@ class Messages {
 
   const int rank_;
   const int size_;
-  MessageSegment segment_;
+  LaneSegment segment_;
   std::vector<Doorbell*> doorbells_;
+  MessageCarrier* carrier_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
   std::list<Receive> unmatched_;                 // in the order of posting

@@ -1,5 +1,7 @@
 #include "transport/shm_channel.h"
 
+#include <cstring>
+
 #include "base/error.h"
 
 namespace pydist {
@@ -18,16 +20,29 @@ std::byte* ShmSendChannel::slot() {
 
 void ShmSendChannel::send(std::size_t bytes) {
   PYDIST_CHECK(bytes <= memory_.slot_bytes);
+  memory_.lengths[sent() % memory_.slot_count] = static_cast<std::uint32_t>(bytes);
   memory_.sent->store(sent() + 1, std::memory_order_release);
   peer_doorbell_.ring();
+}
+
+void ShmSendChannel::send_from(const std::byte* data, std::size_t bytes) {
+  PYDIST_CHECK(bytes <= memory_.slot_bytes);
+  if (bytes != 0) {
+    std::memcpy(slot(), data, bytes);
+  }
+  send(bytes);
 }
 
 Condition ShmSendChannel::until_drained() { return {*memory_.released, peer_, sent()}; }
 
 Condition ShmReceiveChannel::until_received() { return {*memory_.sent, peer_, released() + 1}; }
 
-const std::byte* ShmReceiveChannel::slot() {
-  return memory_.slots + (released() % memory_.slot_count) * memory_.slot_bytes;
+std::span<const std::byte> ShmReceiveChannel::slot() {
+  const std::size_t index = released() % memory_.slot_count;
+  const std::size_t bytes = memory_.lengths[index];
+  // Another process writes it.
+  PYDIST_CHECK(bytes <= memory_.slot_bytes);
+  return {memory_.slots + index * memory_.slot_bytes, bytes};
 }
 
 void ShmReceiveChannel::release() {

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "health/condition.h"
 #include "health/doorbell.h"
@@ -18,9 +19,10 @@ struct ShmChannelMemory {
   std::byte* slots = nullptr;
   std::size_t slot_bytes = 0;
   std::size_t slot_count = 0;
-  Counter* sent = nullptr;      // written by the sender
-  Counter* released = nullptr;  // written by the receiver
-  std::size_t window = 1;       // what is sent is there at once
+  Counter* sent = nullptr;           // written by the sender
+  Counter* released = nullptr;       // written by the receiver
+  std::uint32_t* lengths = nullptr;  // bytes in each slot; by the sender, before `sent`
+  std::size_t window = 1;            // what is sent is there at once
 };
 
 class ShmSendChannel final : public SendChannel {
@@ -34,6 +36,8 @@ class ShmSendChannel final : public SendChannel {
   [[nodiscard]] Condition until_free() override;
   [[nodiscard]] std::byte* slot() override;
   void send(std::size_t bytes) override;
+  void send_from(const std::byte* data, std::size_t bytes) override;
+  [[nodiscard]] Condition until_written() override { return {}; }
   [[nodiscard]] Condition until_drained() override;
 
  private:
@@ -53,7 +57,7 @@ class ShmReceiveChannel final : public ReceiveChannel {
       : memory_(memory), peer_(peer), peer_doorbell_(peer_doorbell) {}
 
   [[nodiscard]] Condition until_received() override;
-  [[nodiscard]] const std::byte* slot() override;
+  [[nodiscard]] std::span<const std::byte> slot() override;
   void release() override;
 
  private:

@@ -50,7 +50,8 @@ struct Run {
 }
 
 std::vector<std::exception_ptr> run_all(int size, const RankFunction& function,
-                                        const Environment& environment, bool joins) {
+                                        const Environment& environment, const HostsOfRanks& hosts,
+                                        bool joins) {
   Run run;
   run.still_running = size;
   run.communicators.resize(static_cast<std::size_t>(size));
@@ -60,7 +61,12 @@ std::vector<std::exception_ptr> run_all(int size, const RankFunction& function,
   const auto play = [&](int rank) {
     const auto index = static_cast<std::size_t>(rank);
     try {
-      RankOfTest self{rank, size, store, std::make_shared<Endpoint>(environment), nullptr};
+      RankOfTest self{rank, size, store, nullptr, nullptr};
+      Environment its = environment;
+      if (!hosts.empty()) {
+        its.host_id = self.host_id = join("host ", hosts.at(index));
+      }
+      self.endpoint = std::make_shared<Endpoint>(its);
       if (joins) {
         self.communicator = join_group(self, "world", environment);
         const std::lock_guard lock(run.mutex);
@@ -110,12 +116,17 @@ Environment test_environment() {
 
 CommunicatorPtr join_group(const RankOfTest& rank, const std::string& name,
                            const Environment& environment) {
-  return create_native_communicator(rank.store, rank.rank, rank.size, {name, environment},
-                                    rank.endpoint);
+  NativeOptions options{name, environment};
+  if (rank.host_id) {
+    options.environment.host_id = rank.host_id;
+    options.address = "127.0.0.1";
+  }
+  return create_native_communicator(rank.store, rank.rank, rank.size, options, rank.endpoint);
 }
 
-void run_ranks(int size, const RankFunction& function, const Environment& environment) {
-  const auto errors = collect_errors(size, function, environment);
+void run_ranks(int size, const RankFunction& function, const Environment& environment,
+               const HostsOfRanks& hosts) {
+  const auto errors = collect_errors(size, function, environment, hosts);
   for (int rank = 0; rank < size; ++rank) {
     if (const auto& error = errors[static_cast<std::size_t>(rank)]) {
       ADD_FAILURE() << "rank " << rank << " threw: " << describe(error).message;
@@ -124,13 +135,15 @@ void run_ranks(int size, const RankFunction& function, const Environment& enviro
 }
 
 std::vector<std::exception_ptr> collect_errors(int size, const RankFunction& function,
-                                               const Environment& environment) {
-  return run_all(size, function, environment, /*joins=*/true);
+                                               const Environment& environment,
+                                               const HostsOfRanks& hosts) {
+  return run_all(size, function, environment, hosts, /*joins=*/true);
 }
 
 std::vector<std::exception_ptr> run_threads(int size, const RankFunction& function,
-                                            const Environment& environment) {
-  return run_all(size, function, environment, /*joins=*/false);
+                                            const Environment& environment,
+                                            const HostsOfRanks& hosts) {
+  return run_all(size, function, environment, hosts, /*joins=*/false);
 }
 
 ErrorDescription error_of(const std::function<void()>& action) {

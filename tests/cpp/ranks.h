@@ -12,6 +12,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,7 +31,12 @@ struct RankOfTest {
   StorePtr store;
   std::shared_ptr<Endpoint> endpoint;
   CommunicatorPtr communicator;
+  std::optional<std::string> host_id = std::nullopt;  // PYDIST_HOST_ID
 };
+
+// Which host each rank is on, by rank; empty: all on this one. Ranks of different hosts share no
+// memory and talk over the loopback.
+using HostsOfRanks = std::vector<int>;
 
 using RankFunction = std::function<void(RankOfTest&)>;
 
@@ -40,15 +46,17 @@ using RankFunction = std::function<void(RankOfTest&)>;
 
 // Joins `size` ranks and calls `function` on each. Any exception fails the test.
 void run_ranks(int size, const RankFunction& function,
-               const Environment& environment = test_environment());
+               const Environment& environment = test_environment(), const HostsOfRanks& hosts = {});
 
 // The same where ranks are expected to fail: returns each rank's exception, null where none.
 [[nodiscard]] std::vector<std::exception_ptr> collect_errors(
-    int size, const RankFunction& function, const Environment& environment = test_environment());
+    int size, const RankFunction& function, const Environment& environment = test_environment(),
+    const HostsOfRanks& hosts = {});
 
 // As collect_errors(), but `function` itself has to join; communicator is null.
 [[nodiscard]] std::vector<std::exception_ptr> run_threads(int size, const RankFunction& function,
-                                                          const Environment& environment);
+                                                          const Environment& environment,
+                                                          const HostsOfRanks& hosts = {});
 
 // Joins the rank's store under another name than "world".
 [[nodiscard]] CommunicatorPtr join_group(const RankOfTest& rank, const std::string& name,

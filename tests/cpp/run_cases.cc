@@ -22,7 +22,7 @@ std::string name_of_ranks_and_road(const ::testing::TestParamInfo<RanksAndRoad>&
 }
 
 void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorithm,
-               Placement placement, std::size_t chunk_bytes) {
+               Placement placement, std::size_t chunk_bytes, const HostsOfRanks& hosts) {
   std::vector<PreparedCase> prepared;
   for (const Case& what : cases) {
     prepared.push_back(prepare(what, size, order_of(algorithm)));
@@ -50,7 +50,7 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
                                      << ", chunks of " << chunk_bytes << " bytes: " << wrong;
         }
       },
-      environment);
+      environment, hosts);
 }
 
 }  // namespace pydist::testing

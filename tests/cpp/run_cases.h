@@ -11,6 +11,7 @@
 
 #include "base/env.h"
 #include "collective_case.h"
+#include "ranks.h"
 
 namespace pydist::testing {
 
@@ -29,6 +30,6 @@ using RanksAndRoad = std::tuple<int, AlgorithmChoice, Placement>;
 
 // One after the other, in one group; some asynchronously.
 void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorithm,
-               Placement placement, std::size_t chunk_bytes);
+               Placement placement, std::size_t chunk_bytes, const HostsOfRanks& hosts = {});
 
 }  // namespace pydist::testing

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "collectives/shared_memory/collective_steps.h"
+#include "collectives/collective_steps.h"
 #include "collectives/task.h"
 
 namespace pydist {

@@ -26,7 +26,24 @@ std::size_t one_shot_limit(const Group& group, OpKind kind) noexcept {
 // and written. Measured with bench/engine at p=2.
 constexpr std::size_t kEagerBytes = std::size_t{2} << 10;
 
-// What travels of contributed_blocks(), as it travels.
+HeapReference reference(const Group& group, const Blocks& blocks) noexcept {
+  if (!blocks.is_contiguous()) {
+    return 0;
+  }
+  const Buffer& buffer = blocks.buffers()[0];
+  return group.heap().find(buffer.data, buffer.bytes());
+}
+
+// What data that rides in a post is posted with; 0 where it does not fit.
+std::uint8_t inline_flags(std::size_t bytes) noexcept {
+  if (bytes <= kFirstLineBytes) {
+    return Post::kInline;
+  }
+  return bytes <= kInlineBytes ? Post::kInline | Post::kBehind : 0;
+}
+
+}  // namespace
+
 std::size_t contributed_bytes(const Group& group, const Call& call) noexcept {
   if (group.size() == 1) {
     return 0;
@@ -38,15 +55,13 @@ std::size_t contributed_bytes(const Group& group, const Call& call) noexcept {
   return blocks.empty() ? 0 : blocks.total() * element_size(call.wire_dtype);
 }
 
-HeapReference reference(const Group& group, const Blocks& blocks) noexcept {
-  if (!blocks.is_contiguous()) {
-    return 0;
+std::uint8_t offered_to_hosts(const Group& group, const Call& call) noexcept {
+  const std::size_t bytes = contributed_bytes(group, call);
+  if (const std::uint8_t flags = inline_flags(bytes); flags != 0) {
+    return flags;
   }
-  const Buffer& buffer = blocks.buffers()[0];
-  return group.heap().find(buffer.data, buffer.bytes());
+  return bytes <= one_shot_limit(group, call.kind) ? std::uint8_t{Post::kEager} : std::uint8_t{0};
 }
-
-}  // namespace
 
 PostDetail symmetric_detail(const Group& group, const Call& call) noexcept {
   PostDetail detail;
@@ -96,11 +111,8 @@ Blocks contributed_blocks(const Group& group, const Call& call) noexcept {
 
 std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
   const std::size_t bytes = contributed_bytes(group, call);
-  if (bytes <= kFirstLineBytes) {
-    return Post::kInline;
-  }
-  if (bytes <= kInlineBytes) {
-    return Post::kInline | Post::kBehind;
+  if (const std::uint8_t flags = inline_flags(bytes); flags != 0) {
+    return flags;
   }
   const bool may_be_eager = bytes <= one_shot_limit(group, call.kind);
   if (may_be_eager && bytes <= kEagerBytes) {

@@ -29,6 +29,12 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric };
 // Which flag this rank posts: inline, eager, symmetric, or none of them for the pipeline.
 [[nodiscard]] std::uint8_t offered_route(const Group& group, const Call& call) noexcept;
 
+// The same in a group that spans hosts, whose ranks see no memory of each other.
+[[nodiscard]] std::uint8_t offered_to_hosts(const Group& group, const Call& call) noexcept;
+
+// Bytes of contributed_blocks(), as they travel.
+[[nodiscard]] std::size_t contributed_bytes(const Group& group, const Call& call) noexcept;
+
 // Puts the blocks behind each other into `slot`, as they travel.
 void pack_blocks(const Blocks& blocks, int size, const Wire& wire, std::byte* slot);
 

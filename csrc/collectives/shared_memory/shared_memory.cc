@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "collectives/shared_memory/collective_steps.h"
+#include "collectives/collective_steps.h"
 #include "collectives/shared_memory/on_symmetric_heap.h"
 #include "collectives/shared_memory/one_shot.h"
 #include "collectives/shared_memory/pipelined.h"

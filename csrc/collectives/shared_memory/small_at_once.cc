@@ -1,6 +1,6 @@
 #include "collectives/shared_memory/small_at_once.h"
 
-#include "collectives/shared_memory/collective_steps.h"
+#include "collectives/collective_steps.h"
 #include "collectives/shared_memory/one_shot.h"
 #include "collectives/shared_memory/posting.h"
 #include "collectives/shared_memory/route.h"

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "health/journal.h"
 #include "memory/job_secret.h"
 #include "memory/memory_room.h"
 #include "topology/hosts.h"
@@ -75,18 +76,54 @@ Endpoints& endpoints() {
 
 }  // namespace
 
+// Takes the frames that are for the process itself: signs of life, and the last one.
+class Endpoint::ProcessFrames final : public FrameSink {
+ public:
+  void add(const PeerPtr& peer) {
+    const std::lock_guard lock(mutex_);
+    peers_.insert_or_assign(peer->link->number(), peer);
+  }
+
+ private:
+  std::byte* place(const FrameHeader& header, std::uint64_t /*sender*/) override {
+    if (header.bytes != 0 ||
+        (header.kind != FrameKind::kHeartbeat && header.kind != FrameKind::kGoodbye)) {
+      throw BadFrame(join("a frame of kind ", static_cast<int>(header.kind), " for no group."));
+    }
+    return nullptr;
+  }
+  void take(const FrameHeader& header, const std::byte* /*payload*/,
+            std::uint64_t sender) override {
+    const std::lock_guard lock(mutex_);
+    const auto found = peers_.find(sender);
+    if (found == peers_.end()) {
+      return;
+    }
+    Peer& peer = *found->second;
+    if (header.kind == FrameKind::kGoodbye) {
+      peer.has_said_goodbye.store(true, std::memory_order_release);
+    }
+    peer.mirror->heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed);
+  }
+  void lose(std::uint64_t /*sender*/) override {}
+
+  std::mutex mutex_;
+  std::map<std::uint64_t, PeerPtr> peers_;  // by their link; guarded by mutex_
+};
+
 std::string Card::to_text() const {
   std::ostringstream cpus;
   for (const int processor : processors) {
     cpus << processor << ' ';
   }
   return pack({address, host_identity, host_name, std::to_string(pid), pid_namespace, memory_limits,
-               cpus.str(), processor_quota ? std::to_string(*processor_quota) : ""});
+               cpus.str(), processor_quota ? std::to_string(*processor_quota) : "",
+               std::to_string(page_number)});
 }
 
 Card Card::from_text(const std::string& text) {
   const std::vector<std::string> parts = unpack(text);
-  PYDIST_CHECK(parts.size() == 8);
+  PYDIST_CHECK(parts.size() == 9);
   Card card;
   card.address = parts[0];
   card.host_identity = parts[1];
@@ -101,6 +138,7 @@ Card Card::from_text(const std::string& text) {
   if (!parts[7].empty()) {
     card.processor_quota = std::stod(parts[7]);
   }
+  card.page_number = std::stoull(parts[8]);
   return card;
 }
 
@@ -139,14 +177,19 @@ void Endpoint::retire() noexcept {
   }
   std::unique_ptr<PeerDeathMonitor> monitor;
   std::unique_ptr<SegmentServer> server;  // destroyed after the monitor, which watches it
+  std::shared_ptr<TcpNode> network;
   {
     const std::lock_guard lock(mutex_);
     monitor = std::move(monitor_);
     server = std::move(server_);
+    network = network_;
   }
   progress_->stop();
   monitor.reset();
   depart();
+  if (network) {
+    network->stop();
+  }
 }
 
 void Endpoint::begin_use() {
@@ -190,6 +233,9 @@ void EndpointUse::end() noexcept {
 void Endpoint::depart() noexcept {
   if (!birth_.is_inherited()) {
     page_->has_departed.store(1, std::memory_order_release);
+    if (const std::shared_ptr<TcpNode> node = network()) {
+      node->say_goodbye();
+    }
   }
 }
 
@@ -273,6 +319,7 @@ Card Endpoint::card() {
   card.memory_limits = memory_limits();
   card.processors = allowed_processors();
   card.processor_quota = processor_quota();
+  card.page_number = page_->number.load(std::memory_order_relaxed);
   return card;
 }
 
@@ -344,6 +391,51 @@ PeerPtr Endpoint::meet(const Card& card, const Trust& trust, Deadline deadline,
   }
   const std::lock_guard lock(mutex_);
   return peers_.try_emplace(card.address, std::move(peer)).first->second;
+}
+
+std::shared_ptr<TcpNode> Endpoint::open_network(const std::optional<std::string>& address) {
+  const std::lock_guard lock(mutex_);
+  if (!network_) {
+    NetworkSettings settings = environment_.network;
+    settings.address = address;
+    network_ = std::make_shared<TcpNode>(settings, log_);
+    frames_ = std::make_shared<ProcessFrames>();
+    network_->add_sink(0, *frames_);
+    progress_->set_network(network_);
+  }
+  return network_;
+}
+
+std::shared_ptr<TcpNode> Endpoint::network() {
+  const std::lock_guard lock(mutex_);
+  return network_;
+}
+
+PeerPtr Endpoint::meet_over_network(const Card& card, const NodeCard& node_card,
+                                    const Trust& trust) {
+  const std::lock_guard lock(mutex_);
+  PeerPtr& peer = peers_[card.address];
+  if (!peer) {
+    peer = std::make_shared<Peer>();
+    peer->description = name_of_process(card.pid, card.host_name);
+    peer->host = card.host_name;
+    peer->pid = card.pid;
+    peer->mirror = std::make_unique<ProcessPage>();
+    peer->mirror->number.store(card.page_number, std::memory_order_relaxed);
+    peer->mute_doorbell = std::make_unique<Doorbell>();
+    peer->page = peer->mirror.get();
+    peer->doorbell = peer->mute_doorbell.get();
+  }
+  const auto on_loss = [peer = peer.get(), deaths = deaths_,
+                        doorbell = &doorbell()](const std::string& why) {
+    peer->loss = why;
+    peer->is_dead.store(true, std::memory_order_release);
+    deaths->fetch_add(1, std::memory_order_release);
+    doorbell->ring();
+  };
+  peer->link = network_->link_to(node_card, trust.token, trust.secret, on_loss);
+  frames_->add(peer);
+  return peer;
 }
 
 void Endpoint::show_awaited(const std::string& group, int rank, std::string_view host, int pid) {

@@ -1,6 +1,6 @@
-// Everything by which the peers on the host know a process, whatever groups they share: its page
-// (heartbeat, journal), its doorbell, the server that hands out its segments, the monitor and the
-// progress thread.
+// Everything by which peers know a process, whatever groups they share: its page (heartbeat,
+// journal), its doorbell, the server that hands out its segments, the monitor and the progress
+// thread; and where peers are on other hosts, what it is on the network.
 //
 // One a process in production; tests give each thread that plays a rank one of its own. Thread
 // safe. Threads start when they are first needed: a world of one has none.
@@ -30,6 +30,7 @@
 #include "memory/segment_exchange.h"
 #include "memory/shared_segment.h"
 #include "topology/rendezvous.h"
+#include "transport/tcp/tcp_node.h"
 
 namespace pydist {
 
@@ -39,7 +40,8 @@ struct Card {
   std::string host_identity;
   std::string host_name;
   pid_t pid = 0;
-  std::string pid_namespace;    // in which `pid` counts
+  std::string pid_namespace;  // in which `pid` counts
+  std::uint64_t page_number = 0;
   std::string memory_limits;    // as memory_limits()
   std::vector<int> processors;  // that it may run on
   std::optional<double> processor_quota;
@@ -54,7 +56,7 @@ struct Trust {
   JobSecret secret;   // of their offers
 };
 
-// Another process of this host, met face to face.
+// Another process: of this host, met face to face, or of another one, behind a link.
 struct Peer {
   std::string description;  // "pid 71 on host b"
   std::string host;
@@ -62,16 +64,27 @@ struct Peer {
   pid_t local_pid = 0;  // as this process knows it; 0 where it does not see it
   SharedSegment page_segment;
   SharedSegment doorbell_segment;
+  // Of one on another host: what has been heard of its page, and a bell that nobody hears.
+  std::unique_ptr<ProcessPage> mirror;
+  std::unique_ptr<Doorbell> mute_doorbell;
+  LinkPtr link;
+  std::string loss;  // with is_dead: why it can't be reached; empty where it has ended
+  std::atomic<bool> has_said_goodbye{false};
+
   const ProcessPage* page = nullptr;
   Doorbell* doorbell = nullptr;
   std::atomic<bool> is_dead{false};
   // With is_dead: nobody can tell, but its heart has not beaten for long.
   std::atomic<bool> is_silent{false};
 
+  // It has shut down, or will soon, in good order.
+  [[nodiscard]] bool has_departed() const noexcept {
+    return has_said_goodbye.load(std::memory_order_acquire) ||
+           page->has_departed.load(std::memory_order_acquire) != 0;
+  }
   // Dead without having shut down.
   [[nodiscard]] bool has_crashed() const noexcept {
-    return is_dead.load(std::memory_order_acquire) &&
-           page->has_departed.load(std::memory_order_acquire) == 0;
+    return is_dead.load(std::memory_order_acquire) && !has_departed();
   }
 };
 using PeerPtr = std::shared_ptr<Peer>;
@@ -117,6 +130,16 @@ class Endpoint {
   [[nodiscard]] PeerPtr meet(const Card& card, const Trust& trust, Deadline deadline,
                              const CheckHope& check_hope = nullptr);
 
+  // What this process is on the network, made at the first call. `address`: by which it reaches its
+  // job, for that call. Throws what TcpNode does.
+  [[nodiscard]] std::shared_ptr<TcpNode> open_network(const std::optional<std::string>& address);
+  // The same; null where it has not been opened.
+  [[nodiscard]] std::shared_ptr<TcpNode> network();
+  // Meets a process of another host, which shows both cards. Nothing is sent before the link is
+  // used, or told to connect. The network is open.
+  [[nodiscard]] PeerPtr meet_over_network(const Card& card, const NodeCard& node_card,
+                                          const Trust& trust);
+
   // Shows the peers that this process waits for rank `rank` of `group`, before it has met it there.
   // Not where it does not know it from another group.
   void show_awaited(const std::string& group, int rank, std::string_view host, int pid);
@@ -129,6 +152,7 @@ class Endpoint {
 
  private:
   friend class EndpointUse;
+  class ProcessFrames;
 
   // That the process ends from now on is no crash.
   void depart() noexcept;
@@ -148,6 +172,8 @@ class Endpoint {
   std::shared_ptr<ProgressThread> progress_;
   std::mutex mutex_;
   std::unique_ptr<SegmentServer> server_;         // guarded by mutex_
+  std::shared_ptr<ProcessFrames> frames_;         // guarded by mutex_
+  std::shared_ptr<TcpNode> network_;              // guarded by mutex_
   std::map<std::string, PeerPtr> peers_;          // by address; guarded by mutex_
   std::optional<std::chrono::nanoseconds> spin_;  // guarded by mutex_
   int uses_ = 0;                                  // guarded by mutex_

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/deadline.h"
+#include "base/log.h"
 #include "base/log_queue.h"
 #include "communicator/departure.h"
 #include "health/process_state.h"
@@ -31,6 +32,13 @@ constexpr std::chrono::milliseconds kDeparturePatience{500};
 // A heart that has not beaten for so long is told of.
 constexpr std::int64_t kSilence_ns = 2'000'000'000;
 
+// For how long the peer's heart has not beaten, as far as is known here.
+std::int64_t silence_of(const Peer& peer) {
+  const std::int64_t heartbeat = peer.page->heartbeat_ns.load(std::memory_order_relaxed);
+  const bool is_unheard = heartbeat == 0 && peer.mirror != nullptr;
+  return is_unheard ? 0 : monotonic_ns() - heartbeat;
+}
+
 std::string entry_name(const JournalEntry& entry) {
   std::string name = join(to_string(static_cast<OpKind>(entry.kind)), " #", entry.sequence);
   if (!entry.label.empty()) {
@@ -43,7 +51,7 @@ std::string entry_name(const JournalEntry& entry) {
 
 GroupHealth::GroupHealth(std::string name, int rank, std::shared_ptr<Endpoint> endpoint,
                          GroupSegment segment, std::vector<PeerPtr> peers,
-                         std::chrono::nanoseconds long_wait)
+                         std::chrono::nanoseconds long_wait, std::shared_ptr<RemoteRanks> remote)
     : name_(std::move(name)),
       rank_(rank),
       fingerprint_(fingerprint_on_host(name_)),
@@ -51,7 +59,8 @@ GroupHealth::GroupHealth(std::string name, int rank, std::shared_ptr<Endpoint> e
       endpoint_(std::move(endpoint)),
       segment_(std::move(segment)),
       peers_(std::move(peers)),
-      long_wait_(long_wait) {}
+      long_wait_(long_wait),
+      remote_(std::move(remote)) {}
 
 std::exception_ptr GroupHealth::failure() {
   if (has_left_.load(std::memory_order_acquire)) {
@@ -76,8 +85,16 @@ std::exception_ptr GroupHealth::failure() {
 }
 
 void GroupHealth::fail(ErrorKind kind, const std::string& message, const Blame& blame) noexcept {
-  segment_.failure().set(kind, message, rank_, blame);
+  const bool is_first = segment_.failure().set(kind, message, rank_, blame);
   wake_everybody();
+  if (remote_) {
+    log_errors_of([&] {
+      if (is_first) {
+        remote_->send_failure({kind, message, blame});
+      }
+      remote_->release_buffers();
+    });
+  }
 }
 
 void GroupHealth::fail(const std::exception_ptr& error) noexcept {
@@ -114,6 +131,13 @@ void GroupHealth::leave() noexcept {
   segment_.control(rank_).has_left.store(static_cast<std::uint32_t>(own_departure()),
                                          std::memory_order_release);
   wake_everybody();
+  if (remote_) {
+    log_errors_of([this] {
+      remote_->send_departure(static_cast<std::uint32_t>(own_departure()),
+                              segment_.control(rank_).farewell.load(std::memory_order_relaxed));
+      remote_->release_buffers();
+    });
+  }
 }
 
 void GroupHealth::set_farewell(std::uint64_t done) noexcept {
@@ -189,6 +213,10 @@ std::optional<GroupHealth::Loss> GroupHealth::death() const {
                          ", and the system does not tell whether it lives; it ", activity(rank)),
                     blame(rank, cause)};
       }
+      if (!peer.loss.empty()) {
+        const std::string cause = join("can't be reached any more (", peer.loss, ")");
+        return Loss{join(who(rank), " ", cause, "; it ", activity(rank)), blame(rank, cause)};
+      }
       return Loss{join(who(rank), " has died; it ", activity(rank)), blame(rank, "has died")};
     }
   }
@@ -196,9 +224,14 @@ std::optional<GroupHealth::Loss> GroupHealth::death() const {
 }
 
 bool GroupHealth::has_left(int rank) const {
-  return rank != rank_ &&
-         (segment_.control(rank).has_left.load(std::memory_order_acquire) != 0 ||
-          peers_[static_cast<std::size_t>(rank)]->is_dead.load(std::memory_order_acquire));
+  if (rank == rank_) {
+    return false;
+  }
+  if (peers_[static_cast<std::size_t>(rank)]->is_dead.load(std::memory_order_acquire)) {
+    return true;
+  }
+  return segment_.control(rank).has_left.load(std::memory_order_acquire) != 0 &&
+         !(remote_ && remote_->may_send_more(rank));
 }
 
 const char* GroupHealth::how_left(int rank) const {
@@ -277,7 +310,7 @@ bool GroupHealth::is_frozen(int rank) const {
   const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
   const ProcessState state = process_state(peer.local_pid);
   return state == ProcessState::kStopped || state == ProcessState::kDead ||
-         peer.page->heartbeat_ns.load(std::memory_order_relaxed) < monotonic_ns() - kSilence_ns;
+         silence_of(peer) > kSilence_ns;
 }
 
 std::string GroupHealth::plight(int rank) const {
@@ -286,10 +319,9 @@ std::string GroupHealth::plight(int rank) const {
   }
   const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
   std::string text(in_words(process_state(peer.local_pid)));
-  const std::int64_t heartbeat = peer.page->heartbeat_ns.load(std::memory_order_relaxed);
-  if (heartbeat < monotonic_ns() - kSilence_ns) {
+  if (silence_of(peer) > kSilence_ns) {
     text += join(text.empty() ? "" : ", and ", "has shown no sign of life for ",
-                 seconds_since(heartbeat));
+                 seconds_since(peer.page->heartbeat_ns.load(std::memory_order_relaxed)));
   }
   return text;
 }

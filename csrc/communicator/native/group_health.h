@@ -1,8 +1,9 @@
 // Whether a group is sound, why not, and who is to blame.
 //
-// The first rank that meets an error writes it into the group's shared memory; every waiter of the
-// group, on every rank, finds it there. Who waits in vain learns it here: from a peer's death, its
-// departure, or a deadline, together with a sentence that says where the peer is. Thread safe.
+// The first rank that meets an error writes it into the group's shared memory, on every host; every
+// waiter of the group, on every rank, finds it there. Who waits in vain learns it here: from a
+// peer's death, its departure, or a deadline, together with a sentence that says where the peer is.
+// Thread safe.
 
 #pragma once
 
@@ -21,6 +22,7 @@
 #include "base/op_kind.h"
 #include "collectives/group_segment.h"
 #include "communicator/native/endpoint.h"
+#include "communicator/native/remote_ranks.h"
 #include "communicator/peer_news.h"
 #include "health/known_processes.h"
 #include "health/long_wait.h"
@@ -29,9 +31,11 @@ namespace pydist {
 
 class GroupHealth {
  public:
-  // `long_wait`: how long an operation may last before the log tells for whom it waits.
+  // `long_wait`: how long an operation may last before the log tells for whom it waits. `remote`:
+  // null where all ranks are on one host.
   GroupHealth(std::string name, int rank, std::shared_ptr<Endpoint> endpoint, GroupSegment segment,
-              std::vector<PeerPtr> peers, std::chrono::nanoseconds long_wait);
+              std::vector<PeerPtr> peers, std::chrono::nanoseconds long_wait,
+              std::shared_ptr<RemoteRanks> remote = nullptr);
 
   // -- the group's error --------------------------------------------------------------------
   // Cheap: whether failure() would return anything.
@@ -110,6 +114,13 @@ class GroupHealth {
   [[nodiscard]] std::string activity(int rank) const;
   [[nodiscard]] std::vector<std::string> whereabouts() const;
 
+  // Gets the news of ranks on other hosts, now and then: for waits that last.
+  void refresh() {
+    if (remote_) {
+      remote_->refresh_pages();
+    }
+  }
+
   // -- operations that last ------------------------------------------------------------------
   [[nodiscard]] bool is_due(LongWait& notice, LongWait::Clock::time_point now) const noexcept {
     return notice.is_due(long_wait_, now);
@@ -157,6 +168,7 @@ class GroupHealth {
   const GroupSegment segment_;
   const std::vector<PeerPtr> peers_;  // by rank; this rank's entry is its own page
   const std::chrono::nanoseconds long_wait_;
+  const std::shared_ptr<RemoteRanks> remote_;
   std::atomic<bool> has_left_{false};
 };
 

@@ -6,6 +6,7 @@
 #include <exception>
 #include <optional>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include "base/error.h"
@@ -27,6 +28,7 @@ namespace {
 struct Segments {
   SharedSegment group;
   SharedSegment messages;
+  SharedSegment collectives;  // lanes; none on one host
   SharedFile heap;
 };
 
@@ -40,6 +42,16 @@ std::string words_of(const std::string& what) {
 
 // How often a rank that waits for another one to answer looks whether anybody has failed.
 constexpr std::chrono::milliseconds kNewsInterval{50};
+
+// How long the connections between hosts may take, once all ranks are there, and how often it is
+// looked whether they are.
+constexpr std::chrono::seconds kConnectPatience{20};
+constexpr std::chrono::milliseconds kConnectLook{1};
+
+// Of a group, for frames: its token is 128 random bits in hexadecimal.
+std::uint64_t number_of(const std::string& token) {
+  return std::stoull(token.substr(0, 16), nullptr, 16) | 1;
+}
 
 // The verdict on a group that stands. No complaint is like it.
 constexpr const char* kStands = "stands";
@@ -55,7 +67,8 @@ class Meeting {
         processes_(options.processes.empty() ? strangers(size) : options.processes),
         topic_(topic_of(options.name)),
         chunk_bytes_(round_up(options.environment.chunk_bytes, page_bytes())),
-        deadline_(Deadline::in(options.environment.timeout)) {
+        deadline_(Deadline::in(options.environment.timeout)),
+        placement_(size) {
     PYDIST_CHECK(processes_.size() == static_cast<std::size_t>(size));
     KnownProcess& own = processes_[static_cast<std::size_t>(rank)];
     own.host = host_name();
@@ -70,10 +83,11 @@ class Meeting {
       stay_alone();
     } else {
       meet();
-      membership_.endpoint->limit_spin(spin_time(options_.environment, introductions_));
+      membership_.endpoint->limit_spin(spin_time(options_.environment, on_this_host()));
     }
-    membership_.group_segment = GroupSegment(std::move(segments_.group), size_, chunk_bytes_);
-    membership_.message_segment = MessageSegment(std::move(segments_.messages), size_);
+    membership_.group_segment = group_segment();
+    membership_.message_segment = message_lanes();
+    membership_.placement = placement_;
     membership_.heap_file = std::move(segments_.heap);
     return std::move(membership_);
   }
@@ -87,6 +101,9 @@ class Meeting {
     };
     try {
       introduce();
+      if (placement_.spans_hosts()) {
+        introduce_to_hosts();
+      }
       share_or_fail();
     } catch (const Timeout&) {
       // Goes on to show it: ranks that wait for this one come to their own deadlines about now.
@@ -113,6 +130,7 @@ class Meeting {
       // What has come to its end (descriptors, say) may be needed to tell the others.
       offers.clear();
       segments_ = Segments();
+      membership_.remote.reset();
       tell(error);
       if (interruption_ != nullptr) {
         std::rethrow_exception(interruption_);
@@ -221,7 +239,10 @@ class Meeting {
       const Peer& peer = *membership_.peers[rank];
       if (peer.has_crashed()) {
         const KnownProcess& lost = process(static_cast<int>(rank));
-        throw PeerLost(lost.who() + " has died before the group was made.", lost.blame("has died"));
+        const std::string cause =
+            peer.loss.empty() ? "has died" : join("can't be reached any more (", peer.loss, ")");
+        throw PeerLost(join(lost.who(), " ", cause, " before the group was made."),
+                       lost.blame(cause));
       }
     }
     noting_interruption(interruption_, &check_interruption);
@@ -312,6 +333,22 @@ class Meeting {
       segments_ = Segments();
       secret_file_.reset();
     }
+    std::vector<std::string> identities;
+    for (const std::string& text : hear_all(introduction_topic(options_.name), mine.to_text())) {
+      introductions_.push_back(Introduction::from_text(text));
+      const Card& card = introductions_.back().card;
+      KnownProcess& its = processes_[introductions_.size() - 1];
+      its.host = card.host_name;
+      its.pid = card.pid;
+      identities.push_back(card.host_identity);
+    }
+    check_introductions(introductions_, processes_, options_.name);
+    placement_ = Placement(identities);
+  }
+
+  // What each rank says under `topic`, by rank.
+  [[nodiscard]] std::vector<std::string> hear_all(const std::string& topic,
+                                                  const std::string& mine) {
     const auto hope = [this](int awaited) {
       show_awaited(awaited);
       warn_if_long(awaited);
@@ -320,16 +357,55 @@ class Meeting {
         options_.check_hope();
       }
     };
-    for (const std::string& text :
-         exchange(store_, introduction_topic(options_.name), rank_, size_, mine.to_text(),
-                  deadline_, hope, [this](const auto& ranks) { return lateness_of(ranks); })) {
-      introductions_.push_back(Introduction::from_text(text));
-      const Card& card = introductions_.back().card;
-      KnownProcess& its = processes_[introductions_.size() - 1];
-      its.host = card.host_name;
-      its.pid = card.pid;
+    return exchange(store_, topic, rank_, size_, mine, deadline_, hope,
+                    [this](const auto& ranks) { return lateness_of(ranks); });
+  }
+
+  // Once it is known that the ranks are on several hosts: tells the others how this one is reached.
+  void introduce_to_hosts() {
+    NetworkIntroduction mine;
+    try {
+      mine.card = membership_.endpoint->open_network(options_.address)->card();
+    } catch (const std::exception& error) {
+      mine.complaint = words_of(error.what());
     }
-    check_introductions(introductions_, processes_, options_.name);
+    if (made_secret_) {
+      mine.secret = made_secret_->key();
+      log_line(LogLevel::kWarning,
+               "The ranks are on several hosts and PYDIST_JOB_SECRET is not set, so they share a "
+               "secret through the job's store, where everybody who reaches it can read it.");
+    }
+    for (const std::string& text : hear_all(topic_ + "/network", mine.to_text())) {
+      network_.push_back(NetworkIntroduction::from_text(text));
+    }
+    for (std::size_t rank = 0; rank < network_.size(); ++rank) {
+      if (const std::string& complaint = network_[rank].complaint; !complaint.empty()) {
+        const KnownProcess& its = processes_[rank];
+        throw TransportError(join(its.who(),
+                                  " can't be reached by other hosts, so it can't take "
+                                  "part in group '",
+                                  options_.name, "': ", complaint, on_numbers(processes_)),
+                             its.blame(complaint));
+      }
+    }
+  }
+
+  // -- by host ----------------------------------------------------------------------------------
+  [[nodiscard]] int own_host() const { return placement_.host_of(rank_); }
+  [[nodiscard]] int leader() const { return placement_.leader_of(own_host()); }
+  [[nodiscard]] std::vector<Introduction> on_this_host() const {
+    std::vector<Introduction> those;
+    for (const int rank : placement_.ranks_on(own_host())) {
+      those.push_back(introductions_[static_cast<std::size_t>(rank)]);
+    }
+    return those;
+  }
+  [[nodiscard]] GroupSegment group_segment() const {
+    return {segments_.group, size_, chunk_bytes_};
+  }
+  [[nodiscard]] LaneSegment message_lanes() const { return {segments_.messages, size_}; }
+  [[nodiscard]] LaneSegment collective_lanes() const {
+    return {segments_.collectives, size_, kCollectiveLanes};
   }
 
   [[nodiscard]] JobSecret secret() const {
@@ -338,6 +414,9 @@ class Meeting {
     }
     if (options_.environment.job_secret) {
       return JobSecret(*options_.environment.job_secret);
+    }
+    if (!network_.empty() && !network_[0].secret.empty()) {
+      return JobSecret(network_[0].secret);
     }
     const Introduction& first = introductions_[0];
     return made_secret_ ? *made_secret_ : read_secret(first.secret_folder, first.token);
@@ -353,35 +432,111 @@ class Meeting {
     const auto offer = [&](const char* name, int fd) {
       offers.emplace_back(endpoint.server(), token + name, fd, trust.secret);
     };
-    if (rank_ == 0) {
+    const bool spans = placement_.spans_hosts();
+    if (spans) {
+      endpoint.network()->expect(token, trust.secret);
+    }
+    if (rank_ == leader()) {
+      if (rank_ != 0) {
+        create_segments();
+      }
       offer("/group", segments_.group.fd());
       offer("/messages", segments_.messages.fd());
       offer("/heap", segments_.heap.fd());
+      if (spans) {
+        segments_.collectives =
+            SharedSegment::create("collectives", LaneSegment::bytes(size_, kCollectiveLanes));
+        offer("/collectives", segments_.collectives.fd());
+      }
     }
     for (int peer = 0; peer < size_; ++peer) {
-      const Card& card = introductions_[static_cast<std::size_t>(peer)].card;
+      const auto place = static_cast<std::size_t>(peer);
+      const Card& card = introductions_[place].card;
       membership_.memory_limits.push_back(card.memory_limits);
       with(peer, [&] {
         membership_.peers.push_back(
-            endpoint.meet(card, trust, deadline_, [this, peer] { check_hope(peer); }));
+            placement_.share_host(peer, rank_)
+                ? endpoint.meet(card, trust, deadline_, [this, peer] { check_hope(peer); })
+                : endpoint.meet_over_network(card, network_[place].card, trust));
       });
-      processes_[static_cast<std::size_t>(peer)].local_pid = membership_.peers.back()->local_pid;
+      processes_[place].local_pid = membership_.peers.back()->local_pid;
     }
+    const int first = leader();
     const auto fetch = [&](const char* name) {
-      return with(0, [&] {
-        return std::move(fetch_segment(introductions_[0].card.address, token + name, trust.secret,
-                                       deadline_, [this] { check_hope(0); })
-                             .fd);
+      return with(first, [&] {
+        const Card& card = introductions_[static_cast<std::size_t>(first)].card;
+        return std::move(
+            fetch_segment(card.address, token + name, trust.secret, deadline_, [this, first] {
+              check_hope(first);
+            }).fd);
       });
     };
-    if (rank_ != 0) {
+    if (rank_ != first) {
       segments_.group = SharedSegment::map(
           fetch("/group"), round_up(GroupSegment::bytes(size_, chunk_bytes_), page_bytes()));
-      segments_.messages = SharedSegment::map(fetch("/messages"),
-                                              round_up(MessageSegment::bytes(size_), page_bytes()));
+      segments_.messages =
+          SharedSegment::map(fetch("/messages"), round_up(LaneSegment::bytes(size_), page_bytes()));
+      if (spans) {
+        segments_.collectives =
+            SharedSegment::map(fetch("/collectives"),
+                               round_up(LaneSegment::bytes(size_, kCollectiveLanes), page_bytes()));
+      }
       segments_.heap = SharedFile(fetch("/heap"));
     }
     reserve_own();
+    if (spans) {
+      membership_.remote = std::make_shared<RemoteRanks>(
+          rank_, placement_, number_of(token), token, membership_.endpoint, group_segment(),
+          RemoteRanks::Lanes{message_lanes(), collective_lanes()}, membership_.peers);
+      connect_hosts(*endpoint.network());
+    }
+  }
+
+  // Connects to those that this rank needs first, on each other host: its counterpart, and those
+  // whose counterpart it is. That it works is the proof that they can reach each other.
+  void connect_hosts(TcpNode& node) {
+    std::vector<int> needed;
+    for (int peer = 0; peer < size_; ++peer) {
+      if (!placement_.share_host(peer, rank_) &&
+          (placement_.counterpart(rank_, placement_.host_of(peer)) == peer ||
+           placement_.counterpart(peer, own_host()) == rank_)) {
+        needed.push_back(peer);
+      }
+    }
+    const Deadline patience = deadline_.earlier_of(Deadline::in(kConnectPatience));
+    const std::string& own_name = node.card().name;
+    for (const int peer : needed) {
+      const Link& link = *membership_.peers[static_cast<std::size_t>(peer)]->link;
+      if (own_name < link.peer()) {
+        node.connect(link, patience);
+      }
+    }
+    for (const int peer : needed) {
+      const Link& link = *membership_.peers[static_cast<std::size_t>(peer)]->link;
+      while (!link.is_up()) {
+        check_hope(peer);
+        if (patience.has_passed()) {
+          throw_unreachable(node, peer);
+        }
+        node.poll(/*stays=*/false);
+        std::this_thread::sleep_for(kConnectLook);
+      }
+    }
+  }
+
+  [[noreturn]] void throw_unreachable(TcpNode& node, int peer) {
+    const Link& link = *membership_.peers[static_cast<std::size_t>(peer)]->link;
+    std::string why = node.hindrance(link);
+    if (why.empty()) {
+      why = join("no connection came from ",
+                 network_[static_cast<std::size_t>(peer)].card.addresses[0]);
+    }
+    const std::string cause = join("can't be connected with ", process(rank_).who(), ": ", why);
+    throw TransportError(join(process(peer).who(), " ", cause,
+                              ". Name the interface that hosts reach each other by "
+                              "(PYDIST_INTERFACE), and open a range of ports between them "
+                              "(PYDIST_PORTS); PYDIST_BACKEND=gloo does without."),
+                         process(peer).blame(cause));
   }
 
   // What does not know the ranks, and deals with one.
@@ -407,13 +562,26 @@ class Meeting {
 
   void create_segments() {
     segments_.group = SharedSegment::create("group", GroupSegment::bytes(size_, chunk_bytes_));
-    segments_.messages = SharedSegment::create("messages", MessageSegment::bytes(size_));
+    segments_.messages = SharedSegment::create("messages", LaneSegment::bytes(size_));
     segments_.heap = SharedFile::create("heap");
   }
 
+  // This rank's part; the leader also takes those of the ranks on other hosts.
   void reserve_own() {
-    GroupSegment(segments_.group, size_, chunk_bytes_).reserve_control(rank_);
-    MessageSegment(segments_.messages, size_).reserve_counters(rank_);
+    const GroupSegment group = group_segment();
+    if (rank_ == leader()) {
+      group.reserve_failure();
+    }
+    for (int rank = 0; rank < size_; ++rank) {
+      const bool is_remote = !placement_.share_host(rank, rank_);
+      if (rank == rank_ || (is_remote && rank_ == leader())) {
+        group.reserve_control(rank);
+        message_lanes().reserve_counters(rank);
+        if (placement_.spans_hosts()) {
+          collective_lanes().reserve_counters(rank);
+        }
+      }
+    }
   }
 
   KeyValueStore& store_;
@@ -427,10 +595,12 @@ class Meeting {
   NativeMembership membership_;
   Segments segments_;
   std::vector<Introduction> introductions_;
-  std::optional<JobSecret> made_secret_;   // rank 0's, where nobody gave one
-  std::optional<SecretFile> secret_file_;  // until everybody has read it, or nobody will
-  std::exception_ptr interruption_;        // by the user, amid the meeting
-  std::exception_ptr failure_;             // of all ranks, once it is settled
+  Placement placement_;
+  std::vector<NetworkIntroduction> network_;  // by rank; empty on one host
+  std::optional<JobSecret> made_secret_;      // rank 0's, where nobody gave one
+  std::optional<SecretFile> secret_file_;     // until everybody has read it, or nobody will
+  std::exception_ptr interruption_;           // by the user, amid the meeting
+  std::exception_ptr failure_;                // of all ranks, once it is settled
   Deadline next_look_ = Deadline::in(kNewsInterval);
   LongWait long_wait_;
 };

@@ -11,20 +11,24 @@
 #include "collectives/group_segment.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/native/native_communicator.h"
+#include "communicator/native/remote_ranks.h"
 #include "memory/job_secret.h"
 #include "memory/shared_segment.h"
 #include "topology/key_value_store.h"
-#include "transport/message_segment.h"
+#include "topology/placement.h"
+#include "transport/lane_segment.h"
 
 namespace pydist {
 
-// Everything that a group of one host is made of.
+// Everything that a group is made of, on one of its hosts.
 struct NativeMembership {
   std::shared_ptr<Endpoint> endpoint;
   EndpointUse endpoint_use;
   std::vector<PeerPtr> peers;
   GroupSegment group_segment;
-  MessageSegment message_segment;
+  LaneSegment message_segment;
+  Placement placement{1};
+  std::shared_ptr<RemoteRanks> remote;  // null where all ranks are on one host
   SharedFile heap_file;
   std::vector<std::string> memory_limits;   // of each rank, as memory_limits()
   std::shared_ptr<const JobSecret> secret;  // for the groups that are split off

@@ -1,5 +1,6 @@
 #include "communicator/native/heap_allocation.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <exception>
@@ -10,6 +11,7 @@
 #include "collectives/call.h"
 #include "collectives/call_mismatch.h"
 #include "health/text_field.h"
+#include "memory/memory_room.h"
 
 namespace pydist {
 namespace {
@@ -107,6 +109,15 @@ Task allocate_on_heap(Group& group, SymmetricHeap& heap, std::size_t bytes,
   }
   result.placement = placement;
   result.data = heap.take(placement);
+}
+
+Task allocate_apart(Group& group, std::size_t bytes, HeapAllocation& result) {
+  attempt(result.error, [&] {
+    check_memory_room(bytes, "memory for collectives");
+    result.own = SharedSegment::create("memory", std::max<std::size_t>(bytes, 1));
+    result.own.reserve(0, result.own.bytes(), "memory for collectives");
+  });
+  co_await share_error(group, result);
 }
 
 }  // namespace pydist

@@ -22,6 +22,7 @@ namespace pydist {
 struct HeapAllocation {
   SymmetricHeap::Placement placement;
   std::byte* data = nullptr;
+  SharedSegment own;     // of allocate_apart()
   std::string error;     // empty: it worked
   int failed_rank = -1;  // whose error it is
 };
@@ -30,5 +31,9 @@ struct HeapAllocation {
 // references outlive the task.
 [[nodiscard]] Task allocate_on_heap(Group& group, SymmetricHeap& heap, std::size_t bytes,
                                     HeapAllocation& result);
+
+// The same where the ranks share no heap, since they are on several hosts: each gets memory of its
+// own, or all get the error. Group::begin() has numbered it.
+[[nodiscard]] Task allocate_apart(Group& group, std::size_t bytes, HeapAllocation& result);
 
 }  // namespace pydist

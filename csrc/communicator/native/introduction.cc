@@ -15,7 +15,7 @@ constexpr std::chrono::microseconds kDefaultSpin{50};
 
 // Grows whenever the layout of anything in shared memory changes, so that two builds of one version
 // do not read each other's memory.
-constexpr int kSharedLayout = 7;
+constexpr int kSharedLayout = 8;
 
 }  // namespace
 
@@ -27,6 +27,16 @@ Introduction Introduction::from_text(const std::string& text) {
   const std::vector<std::string> parts = unpack(text);
   PYDIST_CHECK(parts.size() == 5);
   return {Card::from_text(parts[0]), parts[1], parts[2], parts[3], parts[4]};
+}
+
+std::string NetworkIntroduction::to_text() const {
+  return pack({complaint.empty() ? card.to_text() : "", secret, complaint});
+}
+
+NetworkIntroduction NetworkIntroduction::from_text(const std::string& text) {
+  const std::vector<std::string> parts = unpack(text);
+  PYDIST_CHECK(parts.size() == 3);
+  return {parts[0].empty() ? NodeCard() : NodeCard::from_text(parts[0]), parts[1], parts[2]};
 }
 
 std::string settings_text(const Environment& environment) {
@@ -43,14 +53,6 @@ void check_introductions(const std::vector<Introduction>& ranks, const KnownProc
       throw TransportError(join(process.who(), " cannot take part in group '", name,
                                 "': ", each.complaint, on_numbers(processes)),
                            process.blame(each.complaint));
-    }
-    if (each.card.host_identity != ranks[0].card.host_identity) {
-      throw TransportError(
-          join("The native backend joins the ranks of one host, but rank ", processes[0].rank,
-               " is on host ", ranks[0].card.host_name, " (", ranks[0].card.host_identity,
-               ") and rank ", process.rank, " on host ", each.card.host_name, " (",
-               each.card.host_identity, "). Use PYDIST_BACKEND=gloo or auto across hosts."),
-          process.blame(join("is on another host than rank ", processes[0].rank)));
     }
     if (each.settings != ranks[0].settings) {
       throw Mismatch(

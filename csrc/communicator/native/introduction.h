@@ -24,6 +24,16 @@ struct Introduction {
   [[nodiscard]] static Introduction from_text(const std::string& text);
 };
 
+// What the ranks of several hosts tell each other besides.
+struct NetworkIntroduction {
+  NodeCard card;
+  std::string secret;  // of rank 0, where the ranks have no other
+  std::string complaint;
+
+  [[nodiscard]] std::string to_text() const;
+  [[nodiscard]] static NetworkIntroduction from_text(const std::string& text);
+};
+
 // What all ranks must have set alike, in words.
 [[nodiscard]] std::string settings_text(const Environment& environment);
 
@@ -32,7 +42,8 @@ struct Introduction {
 void check_introductions(const std::vector<Introduction>& ranks, const KnownProcesses& processes,
                          const std::string& name);
 
-// How long a rank that waits spins before it sleeps: not at all where ranks share cores.
+// How long a rank that waits spins before it sleeps: not at all where ranks share cores. `ranks`:
+// those of its host.
 [[nodiscard]] std::chrono::nanoseconds spin_time(const Environment& environment,
                                                  const std::vector<Introduction>& ranks);
 

@@ -9,6 +9,7 @@
 
 #include "base/fork.h"
 #include "base/log.h"
+#include "collectives/between_hosts/between_hosts.h"
 #include "collectives/ring.h"
 #include "collectives/shared_memory/shared_memory.h"
 #include "communicator/native/collective_queue.h"
@@ -47,6 +48,21 @@ class HeapMemory final : public Memory {
   const std::size_t bytes_;
 };
 
+// Where hosts share no memory: of this rank alone.
+class OwnMemory final : public Memory {
+ public:
+  OwnMemory(SharedSegment segment, std::size_t bytes)
+      : segment_(std::move(segment)), bytes_(bytes) {}
+
+  [[nodiscard]] void* data() const noexcept override { return segment_.data(); }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
+  [[nodiscard]] bool is_symmetric() const noexcept override { return false; }
+
+ private:
+  const SharedSegment segment_;
+  const std::size_t bytes_;
+};
+
 // The group does not keep what its meeting alone needs; check_hope refers to objects of the caller.
 NativeOptions after_meeting(NativeOptions options) {
   options.check_hope = nullptr;
@@ -70,30 +86,33 @@ class NativeCommunicator final : public Communicator,
         timeout_ms_(options_.environment.timeout.count()),
         heap_(std::make_shared<SymmetricHeap>(rank, size, std::move(membership.heap_file),
                                               std::move(membership.memory_limits))),
+        remote_(membership.remote),
         health_(std::make_shared<GroupHealth>(options_.name, rank, endpoint_,
                                               membership.group_segment, membership.peers,
-                                              options_.long_wait)) {
+                                              options_.long_wait, remote_)) {
     std::vector<Doorbell*> doorbells;
     for (const PeerPtr& peer : membership.peers) {
       doorbells.push_back(peer->doorbell);
     }
     engine_ = std::make_shared<Engine>(rank, size, membership.group_segment, doorbells, heap_,
-                                       membership.peers);
+                                       membership.peers, remote_);
     const bool pins_ring = options_.environment.algorithm == AlgorithmChoice::kRing;
     collectives_ = std::make_shared<CollectiveQueue>(
         endpoint_->progress(), health_, engine_->group,
         [engine = engine_, pins_ring](const Operation& operation, bool is_posted) {
           const Call call = resolve(operation, engine->group.rank(), engine->group.size());
-          return pins_ring && ring_supports(operation.kind)
-                     ? run_ring(engine->group, call, engine->to_next, engine->from_previous)
-                     : run_shared_memory(engine->group, call, is_posted);
+          if (pins_ring && ring_supports(operation.kind)) {
+            return run_ring(engine->group, call, engine->to_next(), engine->from_previous());
+          }
+          return engine->remote ? run_between_hosts(engine->group, call, *engine->remote)
+                                : run_shared_memory(engine->group, call, is_posted);
         },
         [rank, size](const Operation& operation) { return resolve(operation, rank, size); },
         [heap = heap_] { heap->keep_others_out(); },
-        /*runs_at_once=*/!pins_ring);
+        /*runs_at_once=*/!pins_ring && remote_ == nullptr);
     messages_ = std::make_shared<MessageQueue>(
         endpoint_->progress(), health_,
-        Messages(rank, size, std::move(membership.message_segment), doorbells));
+        Messages(rank, size, std::move(membership.message_segment), doorbells, remote_.get()));
   }
 
   ~NativeCommunicator() override { shutdown(); }
@@ -107,7 +126,7 @@ class NativeCommunicator final : public Communicator,
     Capabilities can;
     can.backend = "native";
     can.devices = {Device{}};
-    can.symmetric_memory = true;
+    can.symmetric_memory = remote_ == nullptr;
     can.any_source = true;
     can.ragged = true;
     can.wire_dtypes.assign(kWireDTypes.begin(), kWireDTypes.end());
@@ -167,18 +186,22 @@ class NativeCommunicator final : public Communicator,
     const Deadline deadline = deadline_of(operation);
     const CollectiveQueue::MakeTask make_task = [&](const Operation& /*operation*/,
                                                     bool /*is_posted*/) {
-      return allocate_on_heap(engine_->group, *heap_, bytes, result);
+      return remote_ ? allocate_apart(engine_->group, bytes, result)
+                     : allocate_on_heap(engine_->group, *heap_, bytes, result);
     };
     collectives_->run_with(make_task, std::move(operation), deadline);
     if (!result.error.empty()) {
       throw TransportError(result.error, health_->blame(result.failed_rank, result.error));
+    }
+    if (remote_) {
+      return std::make_shared<OwnMemory>(std::move(result.own), bytes);
     }
     return std::make_shared<HeapMemory>(heap_, result, bytes);
   }
 
   void trim() override {
     run(Operation());  // a barrier
-    if (rank_ == 0) {
+    if (rank_ == 0 && !remote_) {
       heap_->trim();
     }
   }
@@ -307,6 +330,9 @@ class NativeCommunicator final : public Communicator,
     } catch (const std::exception& error) {
       log_line(LogLevel::kError, join("shutdown of group '", name(), "': ", error.what()));
     }
+    if (remote_) {
+      remote_->stop();
+    }
     at_work_.end();
     endpoint_use_.end();
   }
@@ -319,26 +345,41 @@ class NativeCommunicator final : public Communicator,
   // What the state machines refer to; lives as long as any of them.
   struct Engine {
     Engine(int rank, int size, const GroupSegment& segment, const std::vector<Doorbell*>& doorbells,
-           std::shared_ptr<SymmetricHeap> the_heap, std::vector<PeerPtr> the_peers)
+           std::shared_ptr<SymmetricHeap> the_heap, std::vector<PeerPtr> the_peers,
+           std::shared_ptr<RemoteRanks> the_remote)
         : heap(std::move(the_heap)),
           peers(std::move(the_peers)),
-          group(rank, size, segment, doorbells, *heap),
-          to_next(ring_channel(segment, rank, wrap(rank + 1, size)), wrap(rank + 1, size),
-                  *doorbells[static_cast<std::size_t>(wrap(rank + 1, size))]),
-          from_previous(ring_channel(segment, wrap(rank - 1, size), rank), wrap(rank - 1, size),
-                        *doorbells[static_cast<std::size_t>(wrap(rank - 1, size))]) {}
+          remote(std::move(the_remote)),
+          group(rank, size, segment, doorbells, *heap, remote.get()),
+          to_next_on_host(ring_channel(segment, rank, wrap(rank + 1, size)), wrap(rank + 1, size),
+                          *doorbells[static_cast<std::size_t>(wrap(rank + 1, size))]),
+          from_previous_on_host(ring_channel(segment, wrap(rank - 1, size), rank),
+                                wrap(rank - 1, size),
+                                *doorbells[static_cast<std::size_t>(wrap(rank - 1, size))]) {}
+
+    [[nodiscard]] SendChannel& to_next() {
+      return remote ? remote->to(wrap(group.rank() + 1, group.size())) : to_next_on_host;
+    }
+    [[nodiscard]] ReceiveChannel& from_previous() {
+      return remote ? remote->from(wrap(group.rank() - 1, group.size())) : from_previous_on_host;
+    }
 
     static int wrap(int rank, int size) { return (rank + size) % size; }
     static ShmChannelMemory ring_channel(const GroupSegment& segment, int sender, int receiver) {
-      return {segment.transit(sender, 0), segment.chunk_bytes(), kTransitSlots,
-              &segment.control(sender).ring_sent, &segment.control(receiver).ring_released};
+      return {segment.transit(sender, 0),
+              segment.chunk_bytes(),
+              kTransitSlots,
+              &segment.control(sender).ring_sent,
+              &segment.control(receiver).ring_released,
+              segment.control(sender).ring_lengths.data()};
     }
 
     std::shared_ptr<SymmetricHeap> heap;
-    std::vector<PeerPtr> peers;  // hold the doorbells
+    std::vector<PeerPtr> peers;           // hold the doorbells
+    std::shared_ptr<RemoteRanks> remote;  // null on one host
     Group group;
-    ShmSendChannel to_next;
-    ShmReceiveChannel from_previous;
+    ShmSendChannel to_next_on_host;
+    ShmReceiveChannel from_previous_on_host;
   };
 
   // As check(), for allocate() too.
@@ -389,6 +430,7 @@ class NativeCommunicator final : public Communicator,
   std::atomic<std::int64_t> timeout_ms_;
   std::atomic<bool> is_closed_{false};
   const std::shared_ptr<SymmetricHeap> heap_;
+  const std::shared_ptr<RemoteRanks> remote_;  // null on one host
   const std::shared_ptr<GroupHealth> health_;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<CollectiveQueue> collectives_;

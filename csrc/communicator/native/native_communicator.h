@@ -1,9 +1,10 @@
-// The native backend: ranks of one host over shared memory, in our own code.
+// The native backend, in our own code: the ranks of a host share memory, hosts are joined by TCP.
 
 #pragma once
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/env.h"
@@ -27,6 +28,9 @@ struct NativeOptions {
   // Called now and then while the ranks meet; throws where somebody will never come. split() asks
   // the parent group's health.
   CheckHope check_hope = nullptr;
+  // The address by which this host reaches its job, where other hosts are to connect to it;
+  // nothing: any that it has. PYDIST_INTERFACE overrides it.
+  std::optional<std::string> address = std::nullopt;
   // By rank, what is known of them before they meet; empty: nothing.
   KnownProcesses processes = {};
   // For operations, and for the meeting of the ranks; tests take less.
@@ -37,8 +41,8 @@ struct NativeOptions {
 // live as long as the group: split() meets there.
 //
 // Succeeds on every rank, or throws the same TransportError on every rank that names what stands
-// in the way (ranks on different hosts, no room for shared memory); a rank that never comes is a
-// Timeout that names it.
+// in the way (hosts that can't reach each other, no room for shared memory); a rank that never
+// comes is a Timeout that names it.
 //
 // `endpoint` is what the process shows to its peers; without one, the process's own. Tests in which
 // threads play ranks give each thread one.

@@ -14,6 +14,7 @@ WaitCheck::WaitCheck(GroupHealth& health, int rank, const Deadline& deadline, Lo
   if (loss_) {
     return;
   }
+  health_.refresh();
   const bool looks = is_late_ || notice.is_time_to_look(now);
   is_circle_ = looks && rank >= 0 && health.leads_into_circle(health.keeper_behind(rank).rank);
   is_long_ = !is_late_ && health.is_due(notice, now);

@@ -54,6 +54,12 @@ void ProgressThread::stop() noexcept {
   thread.join();
 }
 
+void ProgressThread::set_network(std::shared_ptr<TcpNode> network) {
+  const std::lock_guard lock(mutex_);
+  network_ = std::move(network);
+  polled_network_.store(network_.get(), std::memory_order_release);
+}
+
 void ProgressThread::enroll() {
   const std::lock_guard lock(mutex_);
   handed_over_.reserve(enrolled_ + 1);
@@ -101,7 +107,8 @@ void ProgressThread::run() {
       }
       return moved;
     };
-    if (!drive_all()) {
+    if (!drive_all() && !poll_network()) {
+      leave_network();
       Sleeper sleeper(*doorbell_);
       if (!drive_all()) {
         sleeper.sleep(kLongestSleep);

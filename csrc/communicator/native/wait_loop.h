@@ -24,6 +24,7 @@
 #include "communicator/native/drive_lock.h"
 #include "communicator/work.h"
 #include "health/doorbell.h"
+#include "transport/tcp/tcp_node.h"
 
 namespace pydist {
 
@@ -118,6 +119,20 @@ class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
   }
   [[nodiscard]] Doorbell& doorbell() noexcept { return *doorbell_; }
 
+  // What comes from other hosts comes over `network`, which whoever waits polls from now on.
+  void set_network(std::shared_ptr<TcpNode> network);
+  [[nodiscard]] bool poll_network() {
+    TcpNode* const network = polled_network_.load(std::memory_order_acquire);
+    // Where ranks share cores, the thread that serves the network keeps doing so.
+    return network != nullptr && network->poll(/*stays=*/spin().count() != 0);
+  }
+  // The caller goes to sleep.
+  void leave_network() noexcept {
+    if (TcpNode* const network = polled_network_.load(std::memory_order_acquire)) {
+      network->hand_over();
+    }
+  }
+
   // Keeps room for one more Drivable, so that to hand it over takes no memory.
   void enroll();
   void dismiss() noexcept;
@@ -139,7 +154,9 @@ class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
   std::size_t enrolled_ = 0;                            // guarded by mutex_
   std::vector<std::shared_ptr<Drivable>> handed_over_;  // guarded by mutex_
   EngineThread thread_;                                 // guarded by mutex_
-  std::atomic<bool> has_thread_{false};                 // for start() alone, which is called often
+  std::shared_ptr<TcpNode> network_;                    // guarded by mutex_; set once
+  std::atomic<TcpNode*> polled_network_{nullptr};
+  std::atomic<bool> has_thread_{false};  // for start() alone, which is called often
 };
 
 inline bool Drivable::may_spin() const noexcept { return progress_->spin().count() != 0; }
@@ -165,7 +182,7 @@ void Drivable::attend_until(Finished is_finished, std::chrono::nanoseconds longe
     bool has_spin_end = false;
     bool is_over = false;
     for (unsigned turn = 0;; ++turn) {
-      const bool moved = drive();
+      const bool moved = drive() || progress_->poll_network();
       is_over = is_finished();
       if (is_over) {
         break;
@@ -203,6 +220,7 @@ void Drivable::attend_until(Finished is_finished, std::chrono::nanoseconds longe
     if (end->has_passed()) {
       break;
     }
+    progress_->leave_network();
     Sleeper sleeper(doorbell);
     if (!drive() && !is_finished()) {
       sleeper.sleep(end->remaining(kLongestSleep));

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <random>
 #include <string>
@@ -33,9 +34,12 @@ std::size_t place(int rank) { return static_cast<std::size_t>(rank); }
 struct RingRoad {
   explicit RingRoad(const RingShape& shape)
       : slots(kSlotBytes * shape.slots),
-        memory{slots.data(), kSlotBytes, shape.slots, &sent, &released, shape.window} {}
+        lengths(shape.slots),
+        memory{slots.data(), kSlotBytes,     shape.slots, &sent,
+               &released,    lengths.data(), shape.window} {}
 
   std::vector<std::byte> slots;
+  std::vector<std::uint32_t> lengths;
   Counter sent{0};
   Counter released{0};
   ShmChannelMemory memory;

@@ -27,7 +27,7 @@ class HostOfRanks {
  public:
   explicit HostOfRanks(int size)
       : size_(size),
-        memory_(SharedSegment::create("messages", MessageSegment::bytes(size)), size),
+        memory_(SharedSegment::create("messages", LaneSegment::bytes(size)), size),
         bells_(std::make_unique<Doorbell[]>(static_cast<std::size_t>(size))) {
     for (int rank = 0; rank < size; ++rank) {
       memory_.reserve_counters(rank);
@@ -72,7 +72,7 @@ class HostOfRanks {
   [[nodiscard]] Doorbell& bell(int rank) { return bells_[static_cast<std::size_t>(rank)]; }
 
   int size_;
-  MessageSegment memory_;
+  LaneSegment memory_;
   std::unique_ptr<Doorbell[]> bells_;
 };
 

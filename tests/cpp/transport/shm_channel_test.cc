@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -14,9 +15,12 @@ namespace {
 
 struct Road {
   explicit Road(std::size_t bytes, std::size_t count)
-      : slots(bytes * count), memory{slots.data(), bytes, count, &sent, &released} {}
+      : slots(bytes * count),
+        lengths(count),
+        memory{slots.data(), bytes, count, &sent, &released, lengths.data()} {}
 
   std::vector<std::byte> slots;
+  std::vector<std::uint32_t> lengths;
   alignas(64) Counter sent{0};
   alignas(64) Counter released{0};
   ShmChannelMemory memory;
@@ -63,7 +67,23 @@ TEST(ShmChannelTest, TheReceiverLooksAtTheSendersMemory) {
   std::byte* const filled = sender.slot();
   sender.send(0);  // nothing in it is a message too
   ASSERT_TRUE(receiver.until_received().holds());
-  EXPECT_EQ(receiver.slot(), filled);
+  EXPECT_EQ(receiver.slot().data(), filled);
+  EXPECT_EQ(receiver.slot().size(), 0u);
+}
+
+TEST(ShmChannelTest, ASlotIsAsLongAsItWasSent) {
+  Road road(16, 2);
+  ShmSendChannel sender(road.memory, 1, road.receiver_bell);
+  ShmReceiveChannel receiver(road.memory, 0, road.sender_bell);
+  const std::vector<std::byte> elsewhere(11, std::byte{7});
+  sender.send_from(elsewhere.data(), elsewhere.size());
+  EXPECT_TRUE(sender.until_written().holds());
+  sender.send_from(nullptr, 0);
+  ASSERT_TRUE(receiver.until_received().holds());
+  EXPECT_EQ(std::vector(receiver.slot().begin(), receiver.slot().end()), elsewhere);
+  receiver.release();
+  ASSERT_TRUE(receiver.until_received().holds());
+  EXPECT_EQ(receiver.slot().size(), 0u);
 }
 
 TEST(ShmChannelTest, MoreThanASlotIsNoticed) {
@@ -97,7 +117,7 @@ TEST(ShmChannelTest, ThreadsPassALongText) {
         wait(receiver.until_received());
         for (std::size_t word = 0; word < 32; ++word) {
           std::uint64_t value = 0;
-          std::memcpy(&value, receiver.slot() + word * 8, 8);
+          std::memcpy(&value, receiver.slot().data() + word * 8, 8);
           ASSERT_EQ(value, i * 32 + word);
         }
         receiver.release();

@@ -416,7 +416,7 @@ TEST(NativeDamageTest, PagesAndRecordsOfPeersHurtNobody) {
 TEST(NativeDamageTest, LanesOfPeersHurtNobody) {
   Dice dice;
   constexpr std::array<std::size_t, 6> kCounts{0, 1, 8, 9, 5000, 200'000};
-  const MessageSegment lanes(SharedSegment::create("lanes", MessageSegment::bytes(2)), 2);
+  const LaneSegment lanes(SharedSegment::create("lanes", LaneSegment::bytes(2)), 2);
   for (int rank = 0; rank < 2; ++rank) {
     lanes.reserve_counters(rank);
     for (int peer = 0; peer < 2; ++peer) {

@@ -385,25 +385,6 @@ TEST(NativeFailureTest, RankThatNeverComesIsNamedOnAll) {
   }
 }
 
-TEST(NativeFailureTest, RanksOnDifferentHostsGetTheSameError) {
-  const auto errors = run_threads(
-      3,
-      [](RankOfTest& self) {
-        Environment environment = test_environment();
-        environment.host_id = self.rank == 2 ? "other" : "one";
-        self.endpoint = std::make_shared<Endpoint>(environment);
-        static_cast<void>(join_group(self, "world", environment));
-      },
-      test_environment());
-  for (const auto& error : errors) {
-    ASSERT_NE(error, nullptr);
-    EXPECT_EQ(describe(error).kind, ErrorKind::kTransport);
-    EXPECT_EQ(describe(error).message, describe(errors[0]).message);
-    EXPECT_PRED2(contains, describe(error).message, "rank 2");
-    EXPECT_PRED2(contains, describe(error).message, "other");
-  }
-}
-
 TEST(NativeFailureTest, RanksWithOtherSettingsGetTheSameError) {
   const auto errors = run_threads(
       2,

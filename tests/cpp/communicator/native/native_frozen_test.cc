@@ -17,7 +17,7 @@
 #include "communicator/native/group_health.h"
 #include "communicator/native/message_queue.h"
 #include "ranks.h"
-#include "transport/message_segment.h"
+#include "transport/lane_segment.h"
 
 namespace pydist::testing {
 namespace {
@@ -50,8 +50,8 @@ class NativeFrozenTest : public ::testing::Test {
     }
     const SharedSegment group =
         SharedSegment::create("group", GroupSegment::bytes(kSize, kChunkBytes));
-    const SharedSegment messages = SharedSegment::create("messages", MessageSegment::bytes(kSize));
-    const MessageSegment lanes(messages, kSize);
+    const SharedSegment messages = SharedSegment::create("messages", LaneSegment::bytes(kSize));
+    const LaneSegment lanes(messages, kSize);
     for (int rank = 0; rank < kSize; ++rank) {
       GroupSegment(group, kSize, kChunkBytes).reserve_control(rank);
       lanes.reserve_counters(rank);

@@ -1,5 +1,9 @@
-// The layout of the shared memory for point-to-point messages of one group on one host: a lane for
-// every ordered pair of ranks (a rank and itself included).
+// The layout of memory for what passes between two ranks of a group: a lane for every ordered pair
+// of ranks (a rank and itself included). The ranks of a host share it. What a rank of another host
+// writes into a lane is written there by the one that has received it, see transport/tcp/frame.h.
+//
+// A group has one set of lanes for messages, and one that spans hosts another for its collectives,
+// which use the slots alone. Messages:
 //
 // A message is announced by its sender, matched by its receiver, and moved when the receiver
 // grants it, in the order of the grants. So a message that nobody has asked for never blocks
@@ -10,7 +14,7 @@
 //   sender    sends the granted message through the slots; receiver copies it out
 //
 // Each rank reserves what it sends through: the counters of its lanes when the group is made, the
-// rest of a lane at its first message.
+// rest of a lane at its first message. For a sender on another host the receiver does.
 
 #pragma once
 
@@ -27,6 +31,7 @@ namespace pydist {
 
 inline constexpr std::size_t kLaneDepth = 16;  // announcements, and grants, in flight
 inline constexpr std::size_t kInlineMessageBytes = 32;
+inline constexpr std::size_t kMostLaneSlots = 8;
 
 struct alignas(64) Announcement {
   std::uint64_t tag;
@@ -47,14 +52,30 @@ struct LaneCounters {
 struct LaneRings {
   std::array<Announcement, kLaneDepth> announcements;
   std::array<std::uint64_t, kLaneDepth> grants;  // numbers of messages
+  std::array<std::uint32_t, kMostLaneSlots> lengths;
 };
 
-class MessageSegment {
- public:
-  MessageSegment() = default;
-  MessageSegment(SharedSegment segment, int size) noexcept;
+// The slots of each lane of a set.
+struct LaneShape {
+  std::size_t slots;
+  std::size_t window;  // see SendChannel
+  // Address space for the slots of all lanes together, which decides how large each is; memory is
+  // taken by the lanes in use.
+  std::size_t all_bytes;
+};
+inline constexpr LaneShape kMessageLanes{4, 1, std::size_t{32} << 20};
+// What is under way between hosts hides the time that it takes to arrive.
+inline constexpr LaneShape kCollectiveLanes{8, 3, std::size_t{4} << 30};
 
-  [[nodiscard]] static std::size_t bytes(int size) noexcept;
+// Which of a group's sets a lane belongs to.
+enum class LaneSet : std::uint8_t { kMessages, kCollectives };
+
+class LaneSegment {
+ public:
+  LaneSegment() = default;
+  LaneSegment(SharedSegment segment, int size, const LaneShape& shape = kMessageLanes) noexcept;
+
+  [[nodiscard]] static std::size_t bytes(int size, const LaneShape& shape = kMessageLanes) noexcept;
   // Those of the lanes of one sender.
   void reserve_counters(int sender) const;
   // For the sender of a lane.
@@ -73,6 +94,7 @@ class MessageSegment {
 
   SharedSegment segment_;
   int size_ = 0;
+  LaneShape shape_ = kMessageLanes;
 };
 
 }  // namespace pydist

@@ -1,7 +1,5 @@
-// What the steps of one collective over shared memory share: its group, its call, and how elements
-// are copied and combined, between buffers and what travels.
-//
-// For the files of this folder alone.
+// What the steps of one collective share, in which elements are combined in rank order: its group,
+// its call, and how elements are copied and combined, between buffers and what travels.
 
 #pragma once
 

@@ -1,0 +1,253 @@
+#include "collectives/between_hosts/exchange.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "base/error.h"
+#include "collectives/slices.h"
+
+namespace pydist {
+namespace {
+
+// Segment `index` of a block: what fits into a slot.
+Block segment_of(const Block& block, std::size_t index, std::size_t elements,
+                 std::size_t element_bytes) {
+  const std::size_t begin = std::min(block.count, index * elements);
+  return {block.data == nullptr ? nullptr : block.data + begin * element_bytes,
+          std::min(elements, block.count - begin)};
+}
+
+std::size_t segments_in(std::size_t count, std::size_t elements) {
+  return (count + elements - 1) / elements;
+}
+
+// The other ranks, each rank's next one first, so that not all send to one at a time.
+std::vector<int> others_of(const Collective& run) {
+  std::vector<int> others;
+  for (int turn = 1; turn < run.size(); ++turn) {
+    others.push_back((run.me() + turn) % run.size());
+  }
+  return others;
+}
+
+// What has come from a rank, which must be `bytes` long.
+const std::byte* received(ReceiveChannel& channel, std::size_t bytes) {
+  const std::span<const std::byte> slot = channel.slot();
+  PYDIST_CHECK(slot.size() == bytes);
+  return slot.data();
+}
+
+// What every rank contributes to, and who reduces it.
+class ReducedBlocks {
+ public:
+  explicit ReducedBlocks(const Collective& run)
+      : run_(run),
+        call_(run.call()),
+        slices_(call_.kind == OpKind::kAllReduce ? call_.count : 0, run.size(),
+                run.slot_element_bytes()) {}
+
+  // This rank's contribution to what `rank` reduces.
+  [[nodiscard]] Block input(int rank) const {
+    switch (call_.kind) {
+      case OpKind::kAllReduce:
+        return slice(call_.inputs[0].data, rank);
+      case OpKind::kReduceScatter:
+        return call_.inputs[rank];
+      default:
+        return rank == call_.root ? call_.inputs[0] : Block{};
+    }
+  }
+  // Where the result of what `rank` reduces belongs here; nowhere where this rank doesn't get it.
+  [[nodiscard]] Block output(int rank) const {
+    if (call_.kind == OpKind::kAllReduce) {
+      return slice(call_.outputs[0].data, rank);
+    }
+    return rank == run_.me() && !call_.outputs.empty() && input(rank).count != 0 ? call_.outputs[0]
+                                                                                 : Block{};
+  }
+  [[nodiscard]] bool gathers() const { return call_.kind == OpKind::kAllReduce; }
+
+  // Elements of the largest.
+  [[nodiscard]] std::size_t largest() const {
+    std::size_t largest = 0;
+    for (int rank = 0; rank < run_.size(); ++rank) {
+      largest = std::max(largest, input(rank).count);
+    }
+    return largest;
+  }
+
+ private:
+  [[nodiscard]] Block slice(std::byte* whole, int rank) const {
+    const Slice its = slices_[rank];
+    return {whole + run_.bytes(its.begin), its.count};
+  }
+
+  const Collective& run_;
+  const Call& call_;
+  const Slices slices_;
+};
+
+// Sends elements of a buffer, which stay as they are until the channel has written them.
+void send_elements(const Collective& run, SendChannel& channel, const Block& elements) {
+  if (run.wire().converts()) {
+    run.put(channel.slot(), elements.data, elements.count);
+    channel.send(run.slot_bytes(elements.count));
+  } else {
+    channel.send_from(elements.data, run.slot_bytes(elements.count));
+  }
+}
+
+}  // namespace
+
+// Note [Segments ahead]
+// Contributions are sent `ahead` segments before they are reduced here, and results are taken as
+// many segments after they could have been sent by their owner: so in every step there is something
+// to do while the rest is on its way. Segments of contributions and of results alternate in a
+// channel, in the same order at both ends. At most 2 * ahead + 1 of them are in a channel and not
+// yet taken, and it has more slots than that: so the rank that has come least far never waits for a
+// free slot, and what it waits for has been sent.
+Task exchange_and_reduce(Collective& run, Channels& channels) {
+  const ReducedBlocks blocks(run);
+  const std::vector<int> others = others_of(run);
+  const int me = run.me();
+  const std::size_t ahead = channels.window();
+  const std::size_t elements = channels.slot_bytes() / run.slot_element_bytes();
+  const std::size_t segments = segments_in(blocks.largest(), elements);
+  const auto segment = [&](const Block& block, std::size_t index) {
+    return segment_of(block, index, elements, run.element_bytes());
+  };
+  std::vector<const std::byte*> pieces(static_cast<std::size_t>(run.size()));
+
+  for (std::size_t step = 0; step < segments + 2 * ahead; ++step) {
+    for (const int rank : others) {
+      if (const Block part = segment(blocks.input(rank), step); part.count != 0) {
+        co_await channels.to(rank).until_free();
+        send_elements(run, channels.to(rank), part);
+      }
+    }
+    if (step < ahead) {
+      continue;
+    }
+    const Block own = segment(blocks.input(me), step - ahead);
+    if (own.count != 0) {
+      for (const int rank : others) {
+        co_await channels.from(rank).until_received();
+        pieces[static_cast<std::size_t>(rank)] =
+            received(channels.from(rank), run.slot_bytes(own.count));
+      }
+      const Block result = segment(blocks.output(me), step - ahead);
+      // Results that travel in another type are rounded to it here, too.
+      std::byte* slot = nullptr;
+      if (blocks.gathers() && run.wire().converts()) {
+        co_await channels.to(others[0]).until_free();
+        slot = channels.to(others[0]).slot();
+      }
+      run.reduce_pieces(
+          [&](int rank) { return rank == me ? own.data : pieces[static_cast<std::size_t>(rank)]; },
+          slot, result.data, own.count);
+      for (const int rank : others) {
+        channels.from(rank).release();
+      }
+      for (const int rank : others) {
+        if (!blocks.gathers()) {
+          break;
+        }
+        SendChannel& channel = channels.to(rank);
+        co_await channel.until_free();
+        if (slot == nullptr) {
+          channel.send_from(result.data, run.slot_bytes(own.count));
+        } else {
+          if (channel.slot() != slot) {
+            std::memcpy(channel.slot(), slot, run.slot_bytes(own.count));
+          }
+          channel.send(run.slot_bytes(own.count));
+        }
+      }
+    }
+    for (const int rank : others) {
+      if (step < 2 * ahead || !blocks.gathers()) {
+        break;
+      }
+      const Block part = segment(blocks.output(rank), step - 2 * ahead);
+      if (part.count != 0) {
+        ReceiveChannel& channel = channels.from(rank);
+        co_await channel.until_received();
+        run.take(part.data, received(channel, run.slot_bytes(part.count)), part.count);
+        channel.release();
+      }
+    }
+  }
+  for (const int rank : others) {
+    co_await channels.to(rank).until_written();
+  }
+}
+
+Task exchange_blocks(Collective& run, Channels& channels) {
+  const Call& call = run.call();
+  const int me = run.me();
+  const auto sent_to = [&call, me](int rank) -> Block {
+    switch (call.kind) {
+      case OpKind::kAllGather:
+        return call.inputs[0];
+      case OpKind::kBroadcast:
+        return me == call.root ? call.inputs[0] : Block{};
+      default:
+        return call.sent_to(rank);
+    }
+  };
+  const auto received_from = [&call, me](int rank) -> Block {
+    switch (call.kind) {
+      case OpKind::kAllGather:
+        return call.outputs[rank];
+      case OpKind::kBroadcast:
+        return rank == call.root && !call.outputs.empty() ? call.outputs[0] : Block{};
+      default:
+        return call.received_from(rank);
+    }
+  };
+  const std::size_t elements = channels.slot_bytes() / run.slot_element_bytes();
+  const std::vector<int> others = others_of(run);
+  std::size_t segments = 0;
+  for (const int rank : others) {
+    segments = std::max({segments, segments_in(sent_to(rank).count, elements),
+                         segments_in(received_from(rank).count, elements)});
+  }
+  const std::size_t ahead = channels.window();
+  const auto segment = [&](const Block& block, std::size_t index) {
+    return segment_of(block, index, elements, run.element_bytes());
+  };
+
+  if (const Block own = received_from(me); own.count != 0) {
+    run.copy(own.data, sent_to(me).data, own.count);
+  }
+  for (std::size_t step = 0; step < segments + ahead; ++step) {
+    for (const int rank : others) {
+      if (const Block part = segment(sent_to(rank), step); part.count != 0) {
+        co_await channels.to(rank).until_free();
+        channels.to(rank).send_from(part.data, run.bytes(part.count));
+      }
+    }
+    for (const int rank : others) {
+      if (step < ahead) {
+        break;
+      }
+      const Block part = segment(received_from(rank), step - ahead);
+      if (part.count != 0) {
+        ReceiveChannel& channel = channels.from(rank);
+        co_await channel.until_received();
+        run.copy(part.data, received(channel, run.bytes(part.count)), part.count);
+        channel.release();
+      }
+    }
+  }
+  for (const int rank : others) {
+    if (sent_to(rank).count != 0) {
+      co_await channels.to(rank).until_written();
+    }
+  }
+}
+
+}  // namespace pydist

@@ -1,0 +1,144 @@
+// What a group has to do with its ranks on other hosts: carries what this rank publishes to them,
+// and writes what they publish into the memory of this host, where everybody who waits looks.
+//
+// Note [Counterparts]
+// Each host has memory of its own for the group, in which the ranks of the other hosts have their
+// places, too. What a rank publishes for all (posts, its departure, an error) it sends to one rank
+// of each other host, its counterpart there, which writes it into its host's memory and wakes the
+// others. So hosts that have as many ranks as each other share the work evenly. What is for one
+// rank alone (segments, messages) goes to that one.
+//
+// Thread safe, but for the channels and what is sent, which are for whoever drives the group's
+// operations, as in Group.
+
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "collectives/between_hosts/channels.h"
+#include "collectives/group.h"
+#include "communicator/native/endpoint.h"
+#include "topology/placement.h"
+#include "transport/lane_segment.h"
+#include "transport/messages.h"
+#include "transport/tcp/tcp_node.h"
+
+namespace pydist {
+
+class RemoteRanks final : public Announcer,
+                          public Channels,
+                          public MessageCarrier,
+                          private FrameSink {
+ public:
+  struct Lanes {
+    LaneSegment messages;
+    LaneSegment collectives;
+  };
+
+  // `id`: of the group, the same on every rank and unlike any other's. `token`: by which the ranks
+  // of the group may connect, until it ends.
+  RemoteRanks(int rank, const Placement& placement, std::uint64_t id, std::string token,
+              std::shared_ptr<Endpoint> endpoint, GroupSegment segment, Lanes lanes,
+              std::vector<PeerPtr> peers);
+  ~RemoteRanks() override { stop(); }
+
+  [[nodiscard]] const Placement& placement() const noexcept { return placement_; }
+
+  // From now on nothing comes in. Idempotent.
+  void stop() noexcept;
+  // The buffers of operations under way may go: what has not been sent of them is not needed.
+  void release_buffers();
+
+  // -- Announcer --------------------------------------------------------------------------------
+  void send_eager(std::uint64_t round, std::size_t bytes) override;
+  void send_post(std::uint64_t sequence) override;
+
+  // -- Channels ---------------------------------------------------------------------------------
+  [[nodiscard]] std::size_t slot_bytes() const noexcept override;
+  [[nodiscard]] std::size_t window() const noexcept override { return kCollectiveLanes.window; }
+  [[nodiscard]] SendChannel& to(int rank) override;
+  [[nodiscard]] ReceiveChannel& from(int rank) override;
+
+  // -- MessageCarrier ---------------------------------------------------------------------------
+  [[nodiscard]] bool reaches(int peer) const noexcept override { return link(peer) != nullptr; }
+  [[nodiscard]] std::unique_ptr<SendChannel> make_sender(int peer) override;
+  [[nodiscard]] std::unique_ptr<ReceiveChannel> make_receiver(int peer) override;
+  void send_announcement(int peer, std::uint64_t number, const Announcement& announcement) override;
+  void send_heard(int peer, std::uint64_t heard) override;
+  void send_grant(int peer, std::uint64_t number, std::uint64_t message) override;
+
+  // -- news of the group ------------------------------------------------------------------------
+  void send_failure(const ErrorDescription& error);
+  void send_departure(std::uint32_t departure, std::uint64_t farewell);
+  // Whether something may still come from a rank that has told this host that it leaves: what it
+  // has sent to this rank takes another way, and may take longer.
+  [[nodiscard]] bool may_send_more(int rank) const noexcept;
+  // Asks, now and then, for the pages of the ranks on other hosts (ProcessPage), which then come to
+  // their peers' mirrors.
+  void refresh_pages();
+
+ private:
+  // Of the segments that have arrived from one rank in one set of lanes; the server's.
+  struct Arrivals {
+    std::array<bool, kMostLaneSlots> is_there{};
+    bool is_reserved = false;
+  };
+
+  [[nodiscard]] std::byte* place(const FrameHeader& header, std::uint64_t sender) override;
+  void take(const FrameHeader& header, const std::byte* payload, std::uint64_t sender) override;
+  void lose(std::uint64_t sender) override;
+
+  [[nodiscard]] const LinkPtr& link(int rank) const noexcept {
+    return peers_[static_cast<std::size_t>(rank)]->link;
+  }
+  [[nodiscard]] FrameHeader header_for(FrameKind kind, int receiver) const noexcept;
+  [[nodiscard]] LaneSegment& lanes(LaneSet set) noexcept {
+    return set == LaneSet::kMessages ? lanes_.messages : lanes_.collectives;
+  }
+  [[nodiscard]] Arrivals& arrivals(int sender, LaneSet set) noexcept {
+    return arrivals_[static_cast<std::size_t>(set)][static_cast<std::size_t>(sender)];
+  }
+  void reserve_lane_from(int sender, LaneSet set);
+  // Throws BadFrame unless `rank` is of the process that the frame has come from.
+  void require_sender(const FrameHeader& header, std::uint64_t sender) const;
+  void require(bool makes_sense, const FrameHeader& header) const;
+  void send_to_hosts(FrameHeader header, std::span<const std::byte> payload);
+
+  void take_post(const FrameHeader& header, const std::byte* payload);
+  void take_segment(const FrameHeader& header);
+  void take_message_news(const FrameHeader& header, const std::byte* payload);
+  // Segments that have passed between two ranks, of which this is one.
+  [[nodiscard]] std::uint64_t segments(int sender, int receiver) const noexcept;
+  void take_page(const FrameHeader& header, const std::byte* payload);
+  void send_page(const FrameHeader& request, std::uint64_t sender);
+  void ring_host() const noexcept;
+
+  const int rank_;
+  const Placement placement_;
+  const std::uint64_t id_;
+  const std::string token_;
+  const std::shared_ptr<Endpoint> endpoint_;
+  const std::shared_ptr<TcpNode> node_;
+  const GroupSegment segment_;
+  Lanes lanes_;
+  const std::vector<PeerPtr> peers_;              // by rank
+  std::vector<int> counterparts_;                 // on the other hosts
+  std::vector<std::byte> post_;                   // as it travels
+  std::vector<std::unique_ptr<SendChannel>> to_;  // by rank
+  std::vector<std::unique_ptr<ReceiveChannel>> from_;
+  std::array<std::vector<Arrivals>, 2> arrivals_;          // by set of lanes, and rank
+  std::vector<std::atomic<std::uint64_t>> last_segments_;  // by rank, plus one; 0: not told
+  std::vector<bool> has_transit_;                          // of ranks on other hosts; the server's
+  std::atomic<std::int64_t> next_refresh_ns_{0};
+  std::atomic<bool> has_stopped_{false};
+};
+
+}  // namespace pydist

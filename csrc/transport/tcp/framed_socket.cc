@@ -1,0 +1,193 @@
+#include "transport/tcp/framed_socket.h"
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+
+namespace pydist {
+namespace {
+
+// A frame of so many bytes is worked on before the next one is read.
+constexpr std::size_t kLarge = std::size_t{16} << 10;
+
+// What nobody wants is read in such pieces.
+constexpr std::size_t kDropped = std::size_t{64} << 10;
+
+}  // namespace
+
+FramedSocket::FramedSocket(FileDescriptor socket, std::uint64_t sender)
+    : socket_(std::move(socket)), sender_(sender) {}
+
+bool FramedSocket::note_read(std::ptrdiff_t count) {
+  if (count > 0) {
+    return true;
+  }
+  is_drained_ = true;
+  if (count == 0) {
+    has_ended_ = true;
+    if (is_in_frame_ || buffered() != 0) {
+      throw TransportError("The connection has ended amid a frame.");
+    }
+  } else if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) {
+    throw system_error("The connection has ended", errno);
+  }
+  return false;
+}
+
+bool FramedSocket::fill() {
+  std::memmove(buffer_.data(), buffer_.data() + begin_, buffered());
+  end_ -= begin_;
+  begin_ = 0;
+  const std::size_t room = buffer_.size() - end_;
+  const ssize_t count = ::recv(socket_.get(), buffer_.data() + end_, room, MSG_DONTWAIT);
+  if (!note_read(count)) {
+    return false;
+  }
+  end_ += static_cast<std::size_t>(count);
+  is_drained_ = static_cast<std::size_t>(count) < room;
+  return true;
+}
+
+void FramedSocket::begin_frame(const SinkOf& sink_of) {
+  std::memcpy(&header_, buffer_.data() + begin_, sizeof header_);
+  begin_ += sizeof header_;
+  if (header_.magic != FrameHeader::kMagic || header_.kind < FrameKind::kHeartbeat ||
+      header_.kind > FrameKind::kLast || header_.bytes > kMostPayload) {
+    throw BadFrame(join("a header of kind ", static_cast<int>(header_.kind), " with ",
+                        header_.bytes, " bytes."));
+  }
+  sink_ = sink_of(header_.group);
+  target_ = sink_ != nullptr ? sink_->place(header_, sender_) : nullptr;
+  if (target_ == nullptr) {
+    own_.resize(sink_ != nullptr ? std::size_t{header_.bytes}
+                                 : std::min<std::size_t>(header_.bytes, kDropped));
+    target_ = own_.data();
+  }
+  got_ = 0;
+  is_in_frame_ = true;
+}
+
+bool FramedSocket::continue_payload() {
+  const std::size_t rest = header_.bytes - got_;
+  const std::size_t ready = std::min(rest, buffered());
+  if (sink_ != nullptr && ready != 0) {
+    std::memcpy(target_ + got_, buffer_.data() + begin_, ready);
+  }
+  begin_ += ready;
+  got_ += ready;
+  if (got_ != header_.bytes) {
+    return false;
+  }
+  is_in_frame_ = false;
+  if (sink_ != nullptr) {
+    std::exchange(sink_, nullptr)->take(header_, target_, sender_);
+  }
+  return true;
+}
+
+void FramedSocket::read_payload() {
+  // The header of what follows may come with it.
+  begin_ = end_ = 0;
+  std::size_t rest = header_.bytes - got_;
+  std::byte* target = target_ + got_;
+  if (sink_ == nullptr) {
+    rest = std::min(rest, own_.size());
+    target = own_.data();
+  }
+  const bool is_to_the_end = got_ + rest == header_.bytes;
+  std::array<iovec, 2> parts{iovec{target, rest}, iovec{buffer_.data(), buffer_.size()}};
+  const ssize_t count = ::readv(socket_.get(), parts.data(), is_to_the_end ? 2 : 1);
+  if (!note_read(count)) {
+    return;
+  }
+  const auto all = static_cast<std::size_t>(count);
+  got_ += std::min(all, rest);
+  end_ = all - std::min(all, rest);
+  is_drained_ = all < rest + (is_to_the_end ? buffer_.size() : 0);
+}
+
+bool FramedSocket::receive(const SinkOf& sink_of) noexcept {
+  if (has_ended_) {
+    return false;
+  }
+  try {
+    return receive_frames(sink_of);
+  } catch (const std::exception& error) {
+    has_ended_ = true;
+    why_ended_ = error.what();
+    return true;
+  }
+}
+
+bool FramedSocket::receive_frames(const SinkOf& sink_of) {
+  bool has_come = false;
+  is_drained_ = false;
+  while (true) {
+    if (!is_in_frame_) {
+      if (buffered() < sizeof(FrameHeader)) {
+        if (is_drained_ || !fill()) {
+          return has_come;
+        }
+        has_come = true;
+        continue;
+      }
+      begin_frame(sink_of);
+    }
+    if (continue_payload()) {
+      has_come = true;
+      if (header_.bytes >= kLarge) {
+        return true;
+      }
+      continue;
+    }
+    if (is_drained_) {
+      return has_come;
+    }
+    const std::size_t before = got_;
+    read_payload();
+    has_come = has_come || got_ != before;
+  }
+}
+
+void FramedSocket::forget(const FrameSink* sink) noexcept {
+  if (sink_ == sink && sink_ != nullptr) {
+    sink_ = nullptr;
+    own_.resize(std::min<std::size_t>(header_.bytes, kDropped));
+  }
+}
+
+void FramedSocket::write(OutgoingFrame& frame) {
+  while (!frame.is_written()) {
+    const std::size_t of_header = sizeof frame.header - std::min(frame.done, sizeof frame.header);
+    const std::size_t of_payload = frame.done - (sizeof frame.header - of_header);
+    std::array<iovec, 2> parts{
+        iovec{reinterpret_cast<std::byte*>(&frame.header) + (sizeof frame.header - of_header),
+              of_header},
+        iovec{const_cast<std::byte*>(frame.payload()) + of_payload,
+              frame.header.bytes - of_payload}};
+    msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = parts.size();
+    const ssize_t count = ::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (count < 0) {
+      if (errno == EINTR) {
+        continue;
+      }
+      if (errno == EAGAIN || errno == EWOULDBLOCK) {
+        return;
+      }
+      throw system_error("The connection has ended", errno);
+    }
+    frame.done += static_cast<std::size_t>(count);
+  }
+}
+
+void FramedSocket::finish_writing() noexcept { ::shutdown(socket_.get(), SHUT_WR); }
+
+}  // namespace pydist

@@ -1,0 +1,170 @@
+#include "transport/tcp/socket_address.h"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "base/error.h"
+#include "memory/file_descriptor.h"
+
+namespace pydist {
+namespace {
+
+constexpr const char* kPort = " port ";
+
+bool is_link_local(const SocketAddress& address) {
+  return address.family() == AF_INET6 &&
+         IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(address.data())->sin6_addr);
+}
+
+struct OwnAddress {
+  std::string interface;
+  bool is_loopback;
+  SocketAddress address;
+};
+
+std::vector<OwnAddress> all_own_addresses() {
+  ifaddrs* first = nullptr;
+  if (::getifaddrs(&first) != 0) {
+    throw system_error("The addresses of this host", errno);
+  }
+  const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(first, &::freeifaddrs);
+  std::vector<OwnAddress> all;
+  for (const ifaddrs* each = first; each != nullptr; each = each->ifa_next) {
+    const bool is_up = (each->ifa_flags & IFF_UP) != 0;
+    if (!is_up || each->ifa_addr == nullptr) {
+      continue;
+    }
+    const int family = each->ifa_addr->sa_family;
+    if (family != AF_INET && family != AF_INET6) {
+      continue;
+    }
+    const SocketAddress address = SocketAddress::from_system(
+        each->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+    if (!is_link_local(address)) {
+      all.push_back({each->ifa_name, (each->ifa_flags & IFF_LOOPBACK) != 0, address});
+    }
+  }
+  // Where there is a choice, the shorter headers.
+  std::stable_sort(all.begin(), all.end(), [](const OwnAddress& one, const OwnAddress& other) {
+    return one.address.family() == AF_INET && other.address.family() != AF_INET;
+  });
+  return all;
+}
+
+}  // namespace
+
+SocketAddress SocketAddress::from_system(const sockaddr* address, socklen_t bytes) {
+  PYDIST_CHECK(bytes <= sizeof(sockaddr_storage));
+  SocketAddress result;
+  std::memcpy(&result.storage_, address, bytes);
+  result.bytes_ = bytes;
+  return result;
+}
+
+SocketAddress SocketAddress::from_host(const std::string& host) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST;  // nobody waits for a name server
+  addrinfo* found = nullptr;
+  const int code = ::getaddrinfo(host.c_str(), nullptr, &hints, &found);
+  if (code != 0) {
+    throw InvalidUsage(
+        join("'", host, "' is no IPv4 or IPv6 address: ", ::gai_strerror(code), "."));
+  }
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, &::freeaddrinfo);
+  return from_system(found->ai_addr, found->ai_addrlen);
+}
+
+SocketAddress SocketAddress::from_text(const std::string& text) {
+  const std::size_t place = text.rfind(kPort);
+  const std::string port =
+      place == std::string::npos ? "" : text.substr(place + std::strlen(kPort));
+  const bool is_number = !port.empty() && port.size() <= 5 &&
+                         port.find_first_not_of("0123456789") == std::string::npos;
+  if (!is_number || std::stoul(port) > UINT16_MAX) {
+    throw InvalidUsage(join("'", text, "' is no address with a port."));
+  }
+  return from_host(text.substr(0, place)).with_port(static_cast<std::uint16_t>(std::stoul(port)));
+}
+
+std::string SocketAddress::host() const {
+  std::array<char, NI_MAXHOST> text{};
+  const int code =
+      ::getnameinfo(data(), bytes_, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST);
+  return code == 0 ? text.data() : "an unknown address";
+}
+
+std::uint16_t SocketAddress::port() const noexcept {
+  return ntohs(family() == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&storage_)->sin6_port
+                                    : reinterpret_cast<const sockaddr_in*>(&storage_)->sin_port);
+}
+
+std::string SocketAddress::to_text() const { return join(host(), kPort, port()); }
+
+SocketAddress SocketAddress::with_port(std::uint16_t port) const noexcept {
+  SocketAddress result = *this;
+  if (family() == AF_INET6) {
+    reinterpret_cast<sockaddr_in6*>(&result.storage_)->sin6_port = htons(port);
+  } else {
+    reinterpret_cast<sockaddr_in*>(&result.storage_)->sin_port = htons(port);
+  }
+  return result;
+}
+
+std::vector<SocketAddress> own_addresses(const std::vector<std::string>& interfaces) {
+  const std::vector<OwnAddress> all = all_own_addresses();
+  std::vector<SocketAddress> addresses;
+  for (const std::string& interface : interfaces) {
+    const auto found = std::find_if(all.begin(), all.end(), [&interface](const OwnAddress& own) {
+      return own.interface == interface;
+    });
+    if (found == all.end()) {
+      std::string names;
+      for (const OwnAddress& own : all) {
+        if (names.find(own.interface) == std::string::npos) {
+          names += (names.empty() ? "" : ", ") + own.interface;
+        }
+      }
+      throw InvalidUsage(join("PYDIST_INTERFACE names '", interface,
+                              "', but this host has no such interface that is up and has an "
+                              "address. It has: ",
+                              names.empty() ? "none" : names, "."));
+    }
+    addresses.push_back(found->address);
+  }
+  for (const bool takes_loopback : {false, true}) {
+    for (const OwnAddress& own : all) {
+      if (interfaces.empty() && own.is_loopback == takes_loopback) {
+        addresses.push_back(own.address);
+      }
+    }
+    if (!addresses.empty()) {
+      break;
+    }
+  }
+  return addresses;
+}
+
+std::optional<SocketAddress> source_towards(const SocketAddress& peer) {
+  // To connect a datagram socket sends nothing: the kernel only looks up the route.
+  const FileDescriptor socket(::socket(peer.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  const SocketAddress target = peer.port() == 0 ? peer.with_port(9) : peer;
+  sockaddr_storage own{};
+  socklen_t bytes = sizeof own;
+  if (!socket || ::connect(socket.get(), target.data(), target.bytes()) != 0 ||
+      ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&own), &bytes) != 0) {
+    return std::nullopt;
+  }
+  return SocketAddress::from_system(reinterpret_cast<const sockaddr*>(&own), bytes).with_port(0);
+}
+
+}  // namespace pydist

@@ -1,0 +1,34 @@
+// The system calls on TCP sockets that the transport needs. All sockets are non-blocking, close on
+// exec and send small frames at once.
+
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+#include "base/env.h"
+#include "memory/file_descriptor.h"
+#include "transport/tcp/socket_address.h"
+
+namespace pydist {
+
+// Bytes that stay unacknowledged for so long mean that the peer's host, or the way to it, is gone.
+inline constexpr std::chrono::milliseconds kUnacknowledged{8'000};
+
+// Listens on all addresses of this host, on the first free port of the range. Throws TransportError
+// where none is free, or the system gives no socket.
+[[nodiscard]] FileDescriptor listen_on(const PortRange& ports);
+[[nodiscard]] std::uint16_t port_of(int socket);
+
+// Begins to connect. Throws TransportError where the system gives no socket, or refuses at once.
+[[nodiscard]] FileDescriptor begin_connect(const SocketAddress& peer);
+// What has become of it, once the socket is writable: 0, or why it failed.
+[[nodiscard]] int error_of_socket(int socket) noexcept;
+
+// A connection that waits to be accepted; none where there is none, or where it can't be had.
+[[nodiscard]] FileDescriptor accept_one(int listener) noexcept;
+// Who is at the other end, for people.
+[[nodiscard]] std::string peer_text(int socket);
+
+}  // namespace pydist

@@ -1,0 +1,484 @@
+#include "transport/tcp/tcp_node.h"
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <exception>
+#include <utility>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "topology/rendezvous.h"
+
+namespace pydist {
+namespace {
+
+// How often the thread looks whether still somebody polls.
+constexpr int kLook_ms = 1;
+// The same for deadlines and signs of life.
+constexpr std::chrono::milliseconds kBeat{500};
+// How long a conversation may take: a stranger that says nothing is dropped then.
+constexpr std::chrono::seconds kTalkPatience{10};
+// Strangers may not take all descriptors.
+constexpr std::size_t kMostTalks = 512;
+constexpr std::chrono::seconds kBetweenWarnings{10};
+// How long the end waits until what was sent has been taken.
+constexpr std::chrono::milliseconds kFarewell{1'000};
+// Up to so many links it is quicker to look at each than to ask which has something.
+constexpr std::size_t kFewLinks = 2;
+
+std::chrono::milliseconds pause_after(std::size_t failures) {
+  return std::chrono::milliseconds(std::min<std::size_t>(200, 5 * failures));
+}
+
+FileDescriptor new_epoll() {
+  FileDescriptor epoll(::epoll_create1(EPOLL_CLOEXEC));
+  if (!epoll) {
+    throw system_error("An epoll descriptor", errno);
+  }
+  return epoll;
+}
+
+void watch_in(int epoll, int operation, int fd, std::uint32_t events, std::uint64_t data) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = data;
+  if (::epoll_ctl(epoll, operation, fd, &event) != 0) {
+    throw system_error("Watching a connection", errno);
+  }
+}
+
+}  // namespace
+
+std::string NodeCard::to_text() const {
+  std::vector<std::string> parts{name};
+  parts.insert(parts.end(), addresses.begin(), addresses.end());
+  return pack(parts);
+}
+
+NodeCard NodeCard::from_text(const std::string& text) {
+  std::vector<std::string> parts = unpack(text);
+  PYDIST_CHECK(parts.size() >= 2);
+  NodeCard card;
+  card.name = std::move(parts[0]);
+  card.addresses.assign(std::make_move_iterator(parts.begin() + 1),
+                        std::make_move_iterator(parts.end()));
+  return card;
+}
+
+TcpNode::TcpNode(const NetworkSettings& settings, LogQueue& log)
+    : settings_(settings),
+      log_(log),
+      listener_(listen_on(settings.ports)),
+      wake_fd_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+      meetings_(new_epoll()),
+      connections_(new_epoll()) {
+  if (!wake_fd_) {
+    throw system_error("An event descriptor", errno);
+  }
+  card_.name = random_token();
+  const std::uint16_t port = port_of(listener_.get());
+  std::vector<SocketAddress> addresses;
+  if (settings.interfaces.empty() && settings.address) {
+    addresses.push_back(SocketAddress::from_host(*settings.address));
+  } else {
+    addresses = own_addresses(settings.interfaces);
+  }
+  for (const SocketAddress& address : addresses) {
+    card_.addresses.push_back(address.with_port(port).to_text());
+  }
+  if (card_.addresses.empty()) {
+    throw TransportError("This host has no address by which another one could reach it.");
+  }
+  watch_in(meetings_.get(), EPOLL_CTL_ADD, wake_fd_.get(), EPOLLIN, 0);
+  watch_in(meetings_.get(), EPOLL_CTL_ADD, listener_.get(), EPOLLIN, 0);
+  watch_in(connections_.get(), EPOLL_CTL_ADD, meetings_.get(), EPOLLIN, 0);
+  thread_ = EngineThread("pydist-network", [this] { run(); });
+}
+
+void TcpNode::expect(const std::string& token, const JobSecret& secret) {
+  const std::lock_guard lock(mutex_);
+  expected_.insert_or_assign(token, secret);
+}
+
+void TcpNode::no_longer_expect(const std::string& token) {
+  const std::lock_guard lock(mutex_);
+  expected_.erase(token);
+}
+
+LinkPtr TcpNode::link_to(const NodeCard& peer, const std::string& token, const JobSecret& secret,
+                         Link::OnLoss on_loss) {
+  const std::lock_guard lock(mutex_);
+  if (const auto known = known_.find(peer.name); known != known_.end()) {
+    // An older group may be gone by the time that a connection is made.
+    known->second.token = token;
+    known->second.secret = secret;
+    return known->second.link;
+  }
+  auto link = std::make_shared<Link>(
+      peer.name, links_.size() + 1,
+      [this] {
+        // Whoever polls sends it; the thread has to be told.
+        if (!is_polled_.load(std::memory_order_relaxed)) {
+          wake();
+        }
+      },
+      std::move(on_loss));
+  links_.push_back(link);
+  known_.emplace(peer.name, Known{.link = link, .card = peer, .token = token, .secret = secret});
+  return link;
+}
+
+void TcpNode::connect(const Link& link, Deadline deadline) {
+  {
+    const std::lock_guard lock(mutex_);
+    Known& known = known_.at(link.peer());
+    if (known.dialled != 0 || link.is_up() || link.is_lost()) {
+      return;
+    }
+    known.deadline = deadline;
+    known.next_try = Deadline::in(std::chrono::nanoseconds(0));
+  }
+  wake();
+}
+
+std::string TcpNode::hindrance(const Link& link) {
+  const std::lock_guard lock(mutex_);
+  return known_.at(link.peer()).hindrance;
+}
+
+void TcpNode::add_sink(std::uint64_t group, FrameSink& sink) {
+  const std::lock_guard lock(mutex_);
+  sinks_.insert_or_assign(group, &sink);
+}
+
+void TcpNode::remove_sink(std::uint64_t group) noexcept {
+  if (birth_.is_inherited()) {
+    return;  // the parent's
+  }
+  const std::lock_guard lock(mutex_);
+  if (const auto sink = sinks_.find(group); sink != sinks_.end()) {
+    for (const LinkPtr& link : links_) {
+      link->forget(sink->second);
+    }
+    sinks_.erase(sink);
+  }
+}
+
+bool TcpNode::poll(bool stays) {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) {
+    return false;
+  }
+  if (stays) {
+    polls_.fetch_add(1, std::memory_order_relaxed);
+    is_polled_.store(true, std::memory_order_relaxed);
+  }
+  return serve_frames();
+}
+
+void TcpNode::hand_over() noexcept {
+  if (is_polled_.exchange(false)) {
+    wake();
+  }
+}
+
+void TcpNode::wake() noexcept {
+  const std::uint64_t one = 1;
+  static_cast<void>(!::write(wake_fd_.get(), &one, sizeof one));
+}
+
+void TcpNode::run() {
+  while (!is_stopping_.load()) {
+    wait();
+    const std::lock_guard lock(mutex_);
+    serve_meetings();
+    if (!is_polled_.load()) {
+      serve_frames();
+    }
+  }
+  // Everybody is to have the goodbye, and all that was sent before.
+  const std::lock_guard lock(mutex_);
+  tell_all(FrameKind::kGoodbye);
+  const Deadline deadline = Deadline::in(kFarewell);
+  const auto waits = [](const LinkPtr& link) { return link->is_up() && link->has_to_send(); };
+  while (std::any_of(links_.begin(), links_.end(), waits) && !deadline.has_passed()) {
+    serve_frames();
+    ::poll(nullptr, 0, kLook_ms);
+  }
+  for (const LinkPtr& link : links_) {
+    link->finish_writing();
+  }
+  // To close a connection before all has been read would take back what has been sent.
+  const auto is_open = [](const LinkPtr& link) { return link->is_up(); };
+  while (std::any_of(links_.begin(), links_.end(), is_open) && !deadline.has_passed()) {
+    serve_frames();
+    ::poll(nullptr, 0, kLook_ms);
+  }
+}
+
+bool TcpNode::is_to_be_dialled(const Known& known) const {
+  const Link& link = *known.link;
+  return known.dialled < settings_.sockets && !link.is_lost() &&
+         (!known.deadline.has_passed() || (!link.is_up() && link.has_to_send()));
+}
+
+void TcpNode::wait() {
+  std::array<epoll_event, 16> events;
+  if (is_polled_.load()) {
+    static_cast<void>(::epoll_wait(meetings_.get(), events.data(), events.size(), kLook_ms));
+    const std::uint64_t polls = polls_.load(std::memory_order_relaxed);
+    if (polls == seen_polls_) {
+      is_polled_.store(false);
+    }
+    seen_polls_ = polls;
+    return;
+  }
+  Deadline next = Deadline::in(kBeat);
+  {
+    const std::lock_guard lock(mutex_);
+    for (const LinkPtr& link : links_) {
+      watch(*link);
+    }
+    for (const auto& [name, known] : known_) {
+      if (is_to_be_dialled(known)) {
+        next = next.earlier_of(known.next_try);
+      }
+    }
+  }
+  const auto longest = std::chrono::duration_cast<std::chrono::milliseconds>(
+      next.remaining(kBeat) + std::chrono::microseconds(999));
+  static_cast<void>(::epoll_wait(connections_.get(), events.data(), events.size(),
+                                 static_cast<int>(longest.count())));
+}
+
+void TcpNode::watch(const Link& link) {
+  // Level triggered: what is not read, or not sent, is told of again.
+  for (const std::unique_ptr<FramedSocket>& socket : link.sockets()) {
+    // One that has ended would be told of for ever.
+    const std::uint32_t events =
+        socket->has_ended() ? 0u : EPOLLIN | (link.has_to_send() ? EPOLLOUT : 0u);
+    watch_in(connections_.get(), EPOLL_CTL_MOD, socket->fd(), events, link.number());
+  }
+}
+
+bool TcpNode::serve_frames() {
+  const auto sink_of = [this](std::uint64_t group) -> FrameSink* {
+    const auto sink = sinks_.find(group);
+    return sink == sinks_.end() ? nullptr : sink->second;
+  };
+  bool has_come = false;
+  const auto serve = [&](Link& link) {
+    if (link.is_lost() || link.sockets().empty()) {
+      return;
+    }
+    if (link.has_to_send()) {
+      link.flush();
+    }
+    has_come = link.receive(sink_of) || has_come;
+    if (const std::optional<std::string> why = link.end()) {
+      lose(known_.at(link.peer()), *why);
+    }
+  };
+  if (links_.size() <= kFewLinks) {
+    for (std::size_t index = 0; index < links_.size(); ++index) {
+      serve(*links_[index]);
+    }
+    return has_come;
+  }
+  std::array<epoll_event, 64> events;
+  const int count = ::epoll_wait(connections_.get(), events.data(), events.size(), 0);
+  for (int index = 0; index < count; ++index) {
+    const std::uint64_t number = events[static_cast<std::size_t>(index)].data.u64;
+    if (number != 0) {
+      serve(*links_[number - 1]);
+    }
+  }
+  for (std::size_t index = 0; index < links_.size(); ++index) {
+    if (links_[index]->has_to_send() || links_[index]->is_ending()) {
+      serve(*links_[index]);
+    }
+  }
+  return has_come;
+}
+
+void TcpNode::lose(Known& known, const std::string& why) {
+  for (const std::unique_ptr<FramedSocket>& socket : known.link->sockets()) {
+    // A child that was forked may keep the connection open, and the system would go on to tell.
+    static_cast<void>(::epoll_ctl(connections_.get(), EPOLL_CTL_DEL, socket->fd(), nullptr));
+  }
+  known.link->lose(why);
+  for (const auto& [group, sink] : sinks_) {
+    sink->lose(known.link->number());
+  }
+}
+
+void TcpNode::serve_meetings() {
+  std::uint64_t wakes = 0;
+  static_cast<void>(!::read(wake_fd_.get(), &wakes, sizeof wakes));
+  accept_all();
+  advance_talks();
+  dial_where_due();
+  beat();
+}
+
+void TcpNode::beat() {
+  if (!next_beat_.has_passed()) {
+    return;
+  }
+  next_beat_ = Deadline::in(kBeat);
+  tell_all(FrameKind::kHeartbeat);
+}
+
+void TcpNode::tell_all(FrameKind kind) {
+  FrameHeader header;
+  header.kind = kind;
+  for (const LinkPtr& link : links_) {
+    if (link->is_up()) {
+      link->send(header);
+    }
+  }
+}
+
+void TcpNode::say_goodbye() noexcept {
+  log_errors_of([this] {
+    const std::lock_guard lock(mutex_);
+    tell_all(FrameKind::kGoodbye);
+  });
+}
+
+void TcpNode::accept_all() {
+  while (FileDescriptor socket = accept_one(listener_.get())) {
+    if (talks_.size() >= kMostTalks) {
+      // The oldest has had the most time to prove who it is.
+      const auto oldest = std::find_if(talks_.begin(), talks_.end(), [](const auto& talk) {
+        return !talk->conversation.is_dialer();
+      });
+      if (oldest == talks_.end()) {
+        continue;
+      }
+      ++strangers_;
+      talks_.erase(oldest);
+    }
+    auto talk = std::make_unique<Talk>(
+        Talk{Conversation::accept(std::move(socket), card_.name, Deadline::in(kTalkPatience)), ""});
+    watch_in(meetings_.get(), EPOLL_CTL_ADD, talk->conversation.fd(), EPOLLIN, 0);
+    talks_.push_back(std::move(talk));
+  }
+}
+
+void TcpNode::dial_where_due() {
+  for (auto& [name, known] : known_) {
+    while (is_to_be_dialled(known) && known.next_try.has_passed()) {
+      dial(known);
+    }
+  }
+}
+
+void TcpNode::dial(Known& known) {
+  const std::string& address =
+      known.card.addresses[known.next_address++ % known.card.addresses.size()];
+  ++known.dialled;
+  try {
+    auto talk = std::make_unique<Talk>(
+        Talk{Conversation::dial(begin_connect(SocketAddress::from_text(address)),
+                                {known.token, card_.name, known.card.name}, known.secret,
+                                Deadline::in(kTalkPatience)),
+             address});
+    watch_in(meetings_.get(), EPOLL_CTL_ADD, talk->conversation.fd(), EPOLLOUT, 0);
+    talks_.push_back(std::move(talk));
+  } catch (const Error& error) {
+    --known.dialled;
+    known.hindrance = error.what();
+    known.next_try = Deadline::in(pause_after(++known.failures));
+  }
+}
+
+void TcpNode::advance_talks() {
+  const auto secret_of = [this](const Meeters& meeters) -> std::optional<JobSecret> {
+    const auto expected = expected_.find(meeters.token);
+    const auto known = known_.find(meeters.dialer);
+    const bool is_expected =
+        expected != expected_.end() && known != known_.end() && !known->second.link->is_lost();
+    return is_expected ? std::optional(expected->second) : std::nullopt;
+  };
+  for (auto& talk : talks_) {
+    Conversation& conversation = talk->conversation;
+    if (conversation.waits_to_write()) {
+      pollfd connected{conversation.fd(), POLLOUT, 0};
+      if (::poll(&connected, 1, 0) <= 0) {
+        if (conversation.deadline().has_passed()) {
+          end_talk(*talk, Conversation::State::kGoesOn);
+          talk.reset();
+        }
+        continue;
+      }
+      watch_in(meetings_.get(), EPOLL_CTL_MOD, conversation.fd(), EPOLLIN, 0);
+    }
+    const Conversation::State state = conversation.advance(secret_of);
+    if (state != Conversation::State::kGoesOn || conversation.deadline().has_passed()) {
+      end_talk(*talk, state);
+      talk.reset();
+    }
+  }
+  std::erase(talks_, nullptr);
+}
+
+void TcpNode::end_talk(Talk& talk, Conversation::State state) {
+  Conversation& conversation = talk.conversation;
+  static_cast<void>(::epoll_ctl(meetings_.get(), EPOLL_CTL_DEL, conversation.fd(), nullptr));
+  const std::string why =
+      state == Conversation::State::kGoesOn ? "it does not answer" : conversation.failure();
+  if (state == Conversation::State::kAgreed) {
+    Known& known = known_.at(conversation.peer());
+    if (known.link->is_lost()) {
+      return;
+    }
+    known.failures = 0;
+    known.hindrance.clear();
+    const int fd = conversation.fd();
+    known.link->add(conversation.release());
+    watch_in(connections_.get(), EPOLL_CTL_ADD, fd, EPOLLIN, known.link->number());
+    return;
+  }
+  if (conversation.is_dialer()) {
+    Known& known = known_.at(conversation.peer());
+    --known.dialled;
+    known.hindrance = join("connecting to ", talk.peer, ": ", why);
+    known.next_try = Deadline::in(pause_after(++known.failures));
+  } else if (!conversation.is_early()) {
+    warn_of_stranger(peer_text(conversation.fd()), why);
+  }
+}
+
+void TcpNode::warn_of_stranger(const std::string& who, const std::string& why) {
+  ++strangers_;
+  if (next_warning_.has_passed()) {
+    next_warning_ = Deadline::in(kBetweenWarnings);
+    log_.post(LogLevel::kWarning,
+              join("Somebody at ", who, " has connected to this rank and was dropped: ", why, ". ",
+                   strangers_, " of that kind so far."));
+  }
+}
+
+void TcpNode::stop() noexcept {
+  if (birth_.is_inherited()) {
+    thread_.let_go();
+    return;  // the parent's
+  }
+  is_stopping_.store(true);
+  wake();
+  thread_.join();
+  const std::lock_guard lock(mutex_);
+  for (const LinkPtr& link : links_) {
+    log_errors_of([&link] { link->lose(""); });
+  }
+  talks_.clear();
+  listener_ = FileDescriptor();
+}
+
+}  // namespace pydist

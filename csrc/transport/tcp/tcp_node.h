@@ -1,0 +1,154 @@
+// What a process is on the network: it listens, has links to other processes, and a thread that
+// serves them.
+//
+// Note [Who serves the network]
+// Whoever waits for another host polls the connections itself, so that what arrives is seen without
+// a thread being woken. As long as somebody does, the thread stays away from them, but for a look
+// each millisecond whether still somebody polls. A waiter that goes to sleep hands over to the
+// thread, which then waits for the system to tell of something, and rings the doorbells of those
+// that wait for it.
+//
+// Thread safe. Sinks and callbacks run on the thread that serves, which holds the right to: they
+// must not wait, and must not call add_sink() or remove_sink().
+
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/engine_thread.h"
+#include "base/env.h"
+#include "base/fork.h"
+#include "base/log_queue.h"
+#include "memory/file_descriptor.h"
+#include "memory/job_secret.h"
+#include "transport/tcp/conversation.h"
+#include "transport/tcp/link.h"
+#include "transport/tcp/sockets.h"
+
+namespace pydist {
+
+// How others reach a process.
+struct NodeCard {
+  std::string name;                    // as random_token()
+  std::vector<std::string> addresses;  // SocketAddress::to_text()
+
+  [[nodiscard]] std::string to_text() const;
+  // Throws InvalidUsage where it is none.
+  [[nodiscard]] static NodeCard from_text(const std::string& text);
+};
+
+class TcpNode {
+ public:
+  // Throws TransportError where the system gives no socket, port or thread, InvalidUsage where the
+  // settings name interfaces that there are not.
+  TcpNode(const NetworkSettings& settings, LogQueue& log);
+  TcpNode(const TcpNode&) = delete;
+  TcpNode& operator=(const TcpNode&) = delete;
+  ~TcpNode() { stop(); }
+
+  [[nodiscard]] const NodeCard& card() const noexcept { return card_; }
+
+  // Lets those connect who know the secret of a token.
+  void expect(const std::string& token, const JobSecret& secret);
+  void no_longer_expect(const std::string& token);
+
+  // The link to a process, made at the first call; `on_loss` is that of the first. From now on
+  // that process may connect.
+  [[nodiscard]] LinkPtr link_to(const NodeCard& peer, const std::string& token,
+                                const JobSecret& secret, Link::OnLoss on_loss);
+  // Connects to it, unless that has begun, until `deadline`. Both ends may: more connections do no
+  // harm. Otherwise a link connects when something is to be sent over it.
+  void connect(const Link& link, Deadline deadline);
+  // What hinders the link so far, in words; empty where nothing is known to.
+  [[nodiscard]] std::string hindrance(const Link& link);
+
+  // `group` is not 0 for a group's sink. A sink must be removed before it goes.
+  void add_sink(std::uint64_t group, FrameSink& sink);
+  // Once it returns, nobody uses the sink.
+  void remove_sink(std::uint64_t group) noexcept;
+
+  // Serves the connections, unless another thread does; returns whether anything has come. Once it
+  // has been called with `stays`, the caller will call again soon, or hand_over().
+  bool poll(bool stays);
+  // From now on the thread serves.
+  void hand_over() noexcept;
+
+  // Tells all that this process now ends in good order.
+  void say_goodbye() noexcept;
+  // Sends what waits to be sent, says goodbye, and ends the thread. Idempotent.
+  void stop() noexcept;
+
+ private:
+  struct Known {
+    LinkPtr link;
+    NodeCard card;
+    std::string token;
+    JobSecret secret;
+    Deadline deadline = Deadline::in(std::chrono::nanoseconds(0));  // of connecting
+    std::size_t dialled = 0;   // connections that this end has made, or that are on their way
+    std::size_t failures = 0;  // in a row
+    Deadline next_try = Deadline::in(std::chrono::nanoseconds(0));
+    std::size_t next_address = 0;
+    std::string hindrance{};
+  };
+  struct Talk {
+    Conversation conversation;
+    std::string peer;  // of the dialer
+  };
+
+  void run();
+  void wake() noexcept;
+  // Waits until something happens, while this thread serves; or at most a moment, while others do.
+  void wait();
+  // With mutex_: everything but frames.
+  void serve_meetings();
+  [[nodiscard]] bool is_to_be_dialled(const Known& known) const;
+  void dial_where_due();
+  void dial(Known& known);
+  void accept_all();
+  void advance_talks();
+  void end_talk(Talk& talk, Conversation::State state);
+  void beat();
+  void tell_all(FrameKind kind);
+  // With mutex_.
+  bool serve_frames();
+  void watch(const Link& link);
+  void lose(Known& known, const std::string& why);
+  void warn_of_stranger(const std::string& who, const std::string& why);
+
+  const Birth birth_;
+  const NetworkSettings settings_;
+  LogQueue& log_;
+  FileDescriptor listener_;
+  NodeCard card_;
+  FileDescriptor wake_fd_;
+  FileDescriptor meetings_;     // epoll: wake_fd_, listener_ and the talks
+  FileDescriptor connections_;  // epoll: meetings_ and all connections
+  std::atomic<bool> is_polled_{false};
+  std::atomic<std::uint64_t> polls_{0};
+  std::atomic<bool> is_stopping_{false};
+  std::mutex mutex_;                           // the right to serve
+  std::map<std::string, Known> known_;         // by name; guarded by mutex_
+  std::vector<LinkPtr> links_;                 // by number - 1; guarded by mutex_
+  std::map<std::string, JobSecret> expected_;  // by token; guarded by mutex_
+  std::map<std::uint64_t, FrameSink*> sinks_;  // by group; guarded by mutex_
+  std::vector<std::unique_ptr<Talk>> talks_;   // guarded by mutex_
+  std::size_t strangers_ = 0;                  // that have been dropped; guarded by mutex_
+  Deadline next_warning_ = Deadline::in(std::chrono::nanoseconds(0));  // guarded by mutex_
+  Deadline next_beat_ = Deadline::in(std::chrono::nanoseconds(0));     // guarded by mutex_
+  std::uint64_t seen_polls_ = 0;                                       // the thread's
+  EngineThread thread_;
+};
+
+}  // namespace pydist

@@ -1,0 +1,252 @@
+// Groups whose ranks are on several hosts: every collective against the same promise as on one
+// host, bit by bit, in many splits of the ranks over hosts; messages, sub-groups, and what becomes
+// of the others when a rank goes.
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <thread>
+#include <tuple>
+
+#include "collective_case.h"
+#include "ranks.h"
+#include "run_cases.h"
+
+namespace pydist::testing {
+namespace {
+
+constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather,
+                             OpKind::kBroadcast, OpKind::kReduce,        OpKind::kGather,
+                             OpKind::kScatter,   OpKind::kAllToAll};
+
+struct Split {
+  HostsOfRanks hosts;
+  AlgorithmChoice algorithm = AlgorithmChoice::kAuto;
+
+  [[nodiscard]] int size() const { return static_cast<int>(hosts.size()); }
+};
+
+std::string name_of_split(const ::testing::TestParamInfo<Split>& info) {
+  std::string name = "hosts";
+  for (const int host : info.param.hosts) {
+    name += std::to_string(host);
+  }
+  return name + (info.param.algorithm == AlgorithmChoice::kRing ? "_ring" : "");
+}
+
+class NativeHosts : public ::testing::TestWithParam<Split> {
+ protected:
+  void run(const std::vector<Case>& cases, std::size_t chunk_bytes) const {
+    run_cases(cases, GetParam().size(), GetParam().algorithm, Placement::kMixed, chunk_bytes,
+              GetParam().hosts);
+  }
+};
+
+TEST_P(NativeHosts, ReducesEveryTypeWithEveryOp) {
+  std::vector<Case> cases;
+  std::uint64_t seed = 1;
+  constexpr std::size_t kCounts[] = {0, 1, 3, 17, 100, 1023, 4099};
+  for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kReduce}) {
+    for (int dtype = 0; dtype < kDTypeCount; ++dtype) {
+      for (int op = 0; op < kReduceOpCount; ++op) {
+        if (is_supported(static_cast<ReduceOp>(op), static_cast<DType>(dtype))) {
+          ++seed;
+          cases.push_back(any_case(kind, static_cast<DType>(dtype), static_cast<ReduceOp>(op),
+                                   GetParam().size(), kCounts[mix(seed) % std::size(kCounts)],
+                                   seed));
+        }
+      }
+    }
+  }
+  run(cases, kSmallChunkBytes);
+}
+
+TEST_P(NativeHosts, MovesEveryKindAtEverySize) {
+  std::vector<Case> cases;
+  std::uint64_t seed = 1 << 20;
+  // In the post, ahead of it, in one segment and in many.
+  for (const OpKind kind : kKinds) {
+    for (const std::size_t count : {0, 1, 9, 60, 700, 5000, 70'001, 300'007}) {
+      for (const int root : {0, GetParam().size() - 1}) {
+        if (root != 0 && (!has_root(kind) || count > 70'001)) {
+          continue;
+        }
+        Case what =
+            any_case(kind, DType::kFloat32, ReduceOp::kSum, GetParam().size(), count, ++seed);
+        what.root = root;
+        cases.push_back(what);
+      }
+    }
+  }
+  run(cases, test_environment().chunk_bytes);
+}
+
+TEST_P(NativeHosts, TakesRaggedBlocks) {
+  std::vector<Case> cases;
+  std::uint64_t seed = 3 << 20;
+  for (const OpKind kind : kKinds) {
+    for (const std::size_t count : {1, 17, 300, 2500, 90'000}) {
+      if (has_blocks(kind)) {
+        Case what =
+            any_case(kind, DType::kFloat32, ReduceOp::kSum, GetParam().size(), count, ++seed);
+        what.counts = ragged_counts(kind, GetParam().size(), count, seed);
+        what.is_flat = false;
+        what.is_in_place = what.is_in_place && kind != OpKind::kAllToAll;
+        cases.push_back(what);
+      }
+    }
+  }
+  run(cases, kSmallChunkBytes);
+}
+
+INSTANTIATE_TEST_SUITE_P(Splits, NativeHosts,
+                         ::testing::Values(Split{{0, 1}}, Split{{0, 1, 2}}, Split{{0, 0, 1}},
+                                           Split{{0, 1, 0}}, Split{{0, 0, 1, 1}},
+                                           Split{{0, 1, 0, 1}}, Split{{0, 1, 1, 1}},
+                                           Split{{0, 0, 0, 1, 2, 2}},
+                                           Split{{0, 1, 2, 3, 4, 5, 6, 7}},
+                                           Split{{0, 1}, AlgorithmChoice::kRing},
+                                           Split{{0, 0, 1, 1, 2}, AlgorithmChoice::kRing}),
+                         name_of_split);
+
+TEST(NativeHostsTest, MessagesOfAllSizesCrossHosts) {
+  run_ranks(3,
+            [](RankOfTest& self) {
+              const int next = (self.rank + 1) % self.size;
+              const int previous = (self.rank + self.size - 1) % self.size;
+              for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{8},
+                                              std::size_t{1000}, std::size_t{400'003}}) {
+                for (std::uint64_t tag = 0; tag < 20; ++tag) {
+                  std::vector<float> sent(count, static_cast<float>(self.rank * 100 + int(tag)));
+                  std::vector<float> received(count, -1.0f);
+                  const WorkPtr sending = self.communicator->submit(send_to(next, tag, sent));
+                  self.communicator->run(receive_from(previous, tag, received));
+                  sending->wait();
+                  ASSERT_EQ(received, std::vector<float>(
+                                          count, static_cast<float>(previous * 100 + int(tag))));
+                }
+              }
+            },
+            test_environment(), {0, 0, 1});
+}
+
+TEST(NativeHostsTest, SubgroupsSpanHostsInAnyOrder) {
+  run_ranks(4,
+            [](RankOfTest& self) {
+              const std::vector<std::vector<int>> groups = {{3, 0}, {2, 1}, {1, 0, 3, 2}};
+              for (const std::vector<int>& ranks : groups) {
+                const auto place = std::find(ranks.begin(), ranks.end(), self.rank);
+                if (place == ranks.end()) {
+                  continue;
+                }
+                const CommunicatorPtr group = self.communicator->split(ranks);
+                for (const std::size_t count : {3, 100'000}) {
+                  std::vector<int> values(count, 1 + self.rank);
+                  group->run(all_reduce(values));
+                  int sum = 0;
+                  for (const int rank : ranks) {
+                    sum += 1 + rank;
+                  }
+                  ASSERT_EQ(values, std::vector<int>(count, sum));
+                }
+                std::vector<int> root(5, self.rank);
+                group->run(broadcast(root, 0, place == ranks.begin()));
+                ASSERT_EQ(root, std::vector<int>(5, ranks[0]));
+              }
+            },
+            test_environment(), {0, 0, 1, 1});
+}
+
+TEST(NativeHostsTest, ADisagreementIsToldOnEveryHost) {
+  const auto errors = collect_errors(4,
+                                     [](RankOfTest& self) {
+                                       std::vector<float> values(self.rank == 3 ? 70'000 : 80'000);
+                                       self.communicator->run(all_reduce(values));
+                                     },
+                                     test_environment(), {0, 0, 1, 1});
+  for (const auto& error : errors) {
+    EXPECT_EQ(describe(error).kind, ErrorKind::kMismatch) << describe(error).message;
+  }
+}
+
+TEST(NativeHostsTest, ARankThatLeavesIsNamedOnEveryHost) {
+  const auto errors = collect_errors(4,
+                                     [](RankOfTest& self) {
+                                       std::vector<float> values(70'000);
+                                       self.communicator->run(all_reduce(values));
+                                       if (self.rank == 2) {
+                                         self.communicator->shutdown();
+                                         return;
+                                       }
+                                       self.communicator->run(all_reduce(values));
+                                     },
+                                     test_environment(), {0, 0, 1, 1});
+  for (const int rank : {0, 1, 3}) {
+    const ErrorDescription error = describe(errors[static_cast<std::size_t>(rank)]);
+    EXPECT_EQ(error.kind, ErrorKind::kPeerLost) << error.message;
+    EXPECT_EQ(error.blame.ranks, std::vector<int>{2}) << error.message;
+  }
+}
+
+TEST(NativeHostsTest, AnErrorOnOneHostEndsTheWaitOnAll) {
+  const auto errors = collect_errors(4,
+                                     [](RankOfTest& self) {
+                                       if (self.rank == 3) {
+                                         self.communicator->abort(Aborted("enough"));
+                                         return;
+                                       }
+                                       std::vector<float> values(3);
+                                       self.communicator->run(all_reduce(values));
+                                     },
+                                     test_environment(), {0, 0, 1, 1});
+  for (const int rank : {0, 1, 2}) {
+    const ErrorDescription error = describe(errors[static_cast<std::size_t>(rank)]);
+    EXPECT_EQ(error.kind, ErrorKind::kAborted) << error.message;
+    EXPECT_TRUE(contains(error.message, "enough")) << error.message;
+  }
+}
+
+TEST(NativeHostsTest, ALateRankIsNamedAcrossHosts) {
+  const auto errors =
+      collect_errors(4,
+                     [](RankOfTest& self) {
+                       std::vector<float> values(3);
+                       self.communicator->run(all_reduce(values));
+                       if (self.rank != 3) {
+                         self.communicator->run(with_timeout(
+                             all_reduce(values), std::chrono::milliseconds(500 * kSlowdown)));
+                       } else {
+                         std::this_thread::sleep_for(std::chrono::seconds(2 * kSlowdown));
+                       }
+                     },
+                     test_environment(), {0, 0, 1, 1});
+  for (const int rank : {0, 1, 2}) {
+    const ErrorDescription error = describe(errors[static_cast<std::size_t>(rank)]);
+    EXPECT_EQ(error.kind, ErrorKind::kTimeout) << error.message;
+    EXPECT_EQ(error.blame.ranks, std::vector<int>{3}) << error.message;
+    EXPECT_TRUE(contains(error.message, "left all_reduce #1")) << error.message;
+  }
+}
+
+TEST(NativeHostsTest, MemoryOfSeveralHostsIsEachRanksOwn) {
+  run_ranks(3,
+            [](RankOfTest& self) {
+              EXPECT_FALSE(self.communicator->capabilities().symmetric_memory);
+              const MemoryPtr memory = self.communicator->allocate(1 << 20, Device{});
+              EXPECT_FALSE(memory->is_symmetric());
+              EXPECT_TRUE(self.communicator->symmetric_addresses(memory->data(), 8).empty());
+              auto* values = static_cast<float*>(memory->data());
+              std::fill_n(values, 1 << 18, static_cast<float>(self.rank));
+              Operation operation;
+              operation.kind = OpKind::kAllReduce;
+              operation.inputs = {{values, 1 << 18, DType::kFloat32}};
+              operation.outputs = operation.inputs;
+              self.communicator->run(operation);
+              EXPECT_EQ(values[(1 << 18) - 1], 3.0f);
+              EXPECT_EQ(self.communicator->allocate(0, Device{})->bytes(), 0u);
+            },
+            test_environment(), {0, 1, 1});
+}
+
+}  // namespace
+}  // namespace pydist::testing
