@@ -200,6 +200,8 @@ std::span<const EnvironmentVariable> environment_variables() noexcept { return k
 
 std::span<const std::string_view> log_subsystems() noexcept { return kLogSubsystems; }
 
+std::optional<std::string> Environment::read_host_id() { return lookup("PYDIST_HOST_ID"); }
+
 Environment Environment::read() {
   Environment environment;
   if (const auto value = lookup("PYDIST_BACKEND")) {
@@ -215,7 +217,7 @@ Environment Environment::read() {
                             " characters, so it can be guessed; use at least ", kLeastSecretLength,
                             " (128 random bits in hexadecimal)."));
   }
-  environment.host_id = lookup("PYDIST_HOST_ID");
+  environment.host_id = read_host_id();
   environment.network = read_network();
   if (const auto value = lookup("PYDIST_SPIN_US")) {
     environment.spin = std::chrono::microseconds(static_cast<std::int64_t>(

@@ -90,6 +90,8 @@ struct Environment {
 
   // Reads and validates the process's environment.
   [[nodiscard]] static Environment read();
+  // `host_id` alone: any text is valid.
+  [[nodiscard]] static std::optional<std::string> read_host_id();
 };
 
 }  // namespace pydist

@@ -350,10 +350,12 @@ CheckHope hope_of(const KnownProcesses& processes, const std::optional<Communica
 CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                               std::string name, std::optional<double> timeout_s,
                               const ProcessTuples& processes,
-                              const std::optional<CommunicatorPtr>& parent) {
+                              const std::optional<CommunicatorPtr>& parent,
+                              std::optional<std::string> address) {
   const ReleasedGil released;
   NativeOptions options;
   options.name = std::move(name);
+  options.address = std::move(address);
   options.processes = known_processes(processes);
   options.check_hope = hope_of(options.processes, parent);
   if (timeout_s) {
@@ -544,11 +546,14 @@ void bind_communicator(py::module_& module) {
   module.def("create_native", &create_native, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("name"), py::arg("timeout") = py::none(),
              py::arg("processes") = ProcessTuples(), py::arg("parent") = py::none(),
+             py::arg("address") = py::none(),
              "Joins a group on the native backend; all its ranks call. `store` is a torch store; "
              "`timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by "
              "default; `processes` are those of all ranks, where they are known: the number of "
              "the rank in the group that this one is made of, its host, pid, start in ticks, and "
-             "whether it runs on this machine. `parent` is that group, which knows who has left.");
+             "whether it runs on this machine. `parent` is that group, which knows who has left. "
+             "`address` is the one by which other hosts reach this one, unless PYDIST_INTERFACE "
+             "names others; None: any.");
   module.def("show_awaited", &show_awaited, py::arg("group"), py::arg("rank"), py::arg("host"),
              py::arg("pid"),
              "Shows the other processes of this host that this one waits for a rank, so that those "

@@ -92,6 +92,10 @@ void bind_info(py::module_& module) {
       "Why pydist's CUDA kernels cannot run on a device, in a sentence; empty where they can. "
       "Starts the driver, and opens a context on the device.");
   module.def(
+      "host_identity", [] { return host_identity(Environment::read_host_id()); },
+      "The same text on two ranks only if they may share memory: PYDIST_HOST_ID, or the boot of "
+      "the machine and the network namespace.");
+  module.def(
       "processor_quota", [] { return processor_quota(); },
       "The processors' worth of time that the cgroups grant; None without a limit.");
   module.def(

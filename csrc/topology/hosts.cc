@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <array>
+#include <filesystem>
 #include <fstream>
 #include <set>
+#include <system_error>
 
 #include "base/error.h"
 #include "topology/cgroup.h"
@@ -35,7 +37,15 @@ std::string host_identity(const std::optional<std::string>& override_id) {
   }
   std::string boot_id;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
-  return boot_id.empty() ? "name:" + host_name() : "boot:" + boot_id;
+  if (boot_id.empty()) {
+    return "name:" + host_name();
+  }
+  // Ranks meet over sockets that a network namespace has for itself: two of them, as two containers
+  // have, are two hosts.
+  std::error_code ignored;
+  const std::string network =
+      std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
+  return join("boot:", boot_id, " ", network);
 }
 
 std::string host_name() {

@@ -12,7 +12,7 @@
 namespace pydist {
 
 // The same for two processes only if they may share memory; a handshake then proves that they can.
-// PYDIST_HOST_ID, where set, otherwise the kernel's boot id.
+// PYDIST_HOST_ID, where set, otherwise the kernel's boot id and the network namespace.
 [[nodiscard]] std::string host_identity(const std::optional<std::string>& override_id);
 
 // For messages.

@@ -7,13 +7,10 @@ communicator on native or gloo beside it, for tensors on the CPU.
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,20 +65,9 @@ def _wish(backend: str | None) -> tuple[str, str]:
     )
 
 
-def host_identity() -> str:
-    """The same on two ranks when both see one machine, one host name and one network."""
-    if override := os.environ.get("PYDIST_HOST_ID"):
-        return override
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(str(os.stat("/proc/self/ns/net").st_ino))
-    return " ".join(parts)
-
-
 def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
     hello: dict[str, Any] = {
-        "host": host_identity(),
+        "host": _native.host_identity(),
         "process": asdict(own_process()),
         "pydist": __version__,
         "torch": torch.__version__.split("+")[0],
@@ -135,7 +121,14 @@ class _Meeting:
         known = _known(self.processes, self.members)
         if backend == "native":
             made = _native.create_native(
-                store, self.rank, self.size, self.name, timeout_s, known, self.world
+                store,
+                self.rank,
+                self.size,
+                self.name,
+                timeout_s,
+                known,
+                self.world,
+                self.network.address,
             )
         else:
             self.network.require_usable()

@@ -10,10 +10,10 @@ from functools import partial
 
 import torch.distributed as dist
 
+from pydist import _native
 from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout, TransportError
 from pydist.job import current, membership
 from pydist.job import past as history
-from pydist.job.backend_choice import host_identity
 from pydist.job.launchers import Placement
 from pydist.job.log import logger
 from pydist.job.meeting.backend_agreement import require_alive
@@ -139,7 +139,7 @@ def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) 
     while True:
         own = Survivor(
             own_process(),
-            f"{host_identity()} {os.environ.get('GROUP_RANK', '')}",
+            f"{_native.host_identity()} {os.environ.get('GROUP_RANK', '')}",
             history.generations(),
             min_ranks,
         )
