@@ -153,6 +153,10 @@ fuzz: build  ## a million forged messages and damages of shared memory, under AS
 drills: build  ## every drill of tests/faults 20 times, in an hour at most: the table of docs/failure.md
 	$(BIN)/python tests/faults/run_drills.py $(ARGS)
 
+.PHONY: test-hosts
+test-hosts: build  ## jobs over several hosts, played by network namespaces: needs root
+	$(PYTEST_ALONE) tests/hosts $(ARGS)
+
 # In an environment and a build folder of its own, beside those of every other version.
 .PHONY: test-torch
 test-torch:  ## make test-all with another torch: TORCH=2.11.0

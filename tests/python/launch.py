@@ -192,7 +192,7 @@ class Ranks:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pydist-ranks-")
-        self._store = _serve_store()
+        self._store = self._serve_store()
         self._store_is_used = False
         self._seen = [0] * self.nprocs
         self._connections: list[Connection] = []
@@ -210,6 +210,7 @@ class Ranks:
                             self._rank_environment(rank, self._env),
                             self._log(rank),
                             sys.path,
+                            self._namespace(rank),
                         ),
                         name=f"rank {rank}",
                         daemon=True,
@@ -246,6 +247,15 @@ class Ranks:
             variables.update(CUDA_VISIBLE_DEVICES=own, HAS_OWN_GPU="1")
         return clean_environment({**variables, **(env or {})})
 
+    def _namespace(self, rank: int) -> Path | None:
+        """The network namespace that a rank lives in; None for this process's own."""
+        return None
+
+    def _serve_store(self) -> TCPStore:
+        store = serve_local_store()
+        store.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S * PATIENCE))
+        return store
+
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank-{rank}.log"
 
@@ -276,7 +286,7 @@ class Ranks:
         timeout *= PATIENCE
         deadline = time.monotonic() + timeout
         if not self._store_is_used:
-            self._store = _serve_store()
+            self._store = self._serve_store()
         request = pickle.dumps((function.__module__, function.__qualname__, args))
         outcomes: dict[int, Outcome] = {}
         for connection in self._connections:
@@ -362,12 +372,6 @@ class Ranks:
         self.close()
 
 
-def _serve_store() -> TCPStore:
-    store = serve_local_store()
-    store.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S * PATIENCE))
-    return store
-
-
 def run_ranks(
     function: Callable[..., Any],
     nprocs: int,
@@ -418,12 +422,12 @@ def run_command(
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
-            _end_family(process)
+            end_family(process)
             raise ExpiredError(
                 f"{' '.join(argv)} took more than {timeout} s\n{_text(out)}\n{_text(err)}"
             ) from None
         except BaseException:
-            _end_family(process)
+            end_family(process)
             raise
         return subprocess.CompletedProcess(argv, process.returncode, _text(out), _text(err))
 
@@ -449,7 +453,8 @@ def _text(file: Any) -> str:
     return text.decode(errors="replace")
 
 
-def _end_family(process: subprocess.Popen[bytes]) -> None:
+def end_family(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command and its descendants, once they have written their stacks."""
     # SIGABRT makes faulthandler print the stacks. Children first: a launcher that sees its workers
     # abort is killed before it can tidy up, which is what SIGKILL is for then.
     try:
@@ -461,7 +466,10 @@ def _end_family(process: subprocess.Popen[bytes]) -> None:
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.send_signal(number)
-    psutil.wait_procs(family, timeout=_DUMP_S)
+    # psutil would take the exit status of a child away.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_DUMP_S)
+    psutil.wait_procs(family[:-1], timeout=_DUMP_S)
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()

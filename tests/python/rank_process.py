@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from network_namespace import enter
 
 
 @dataclass
@@ -65,10 +66,17 @@ _stacks = _Stacks()
 
 
 def serve(
-    rank: int, connection: Connection, env: dict[str, str], log: Path, path: list[str]
+    rank: int,
+    connection: Connection,
+    env: dict[str, str],
+    log: Path,
+    path: list[str],
+    namespace: Path | None,
 ) -> None:
     """The life of a rank: calls what it is told to until the pipe closes."""
     no_core_files()
+    if namespace is not None:
+        enter(namespace)
     os.environ.clear()
     os.environ.update(env)
     sys.path[:] = path

@@ -1,0 +1,118 @@
+"""A pydist job over hosts, on the backend that it chooses by itself, beside one process alone."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conformance.cases import CASES, run_cases
+from launch import Ranks
+from namespaces import Hosts
+from ranks_on import RanksOn
+from torch import Tensor
+
+import pydist
+
+pytestmark = pytest.mark.timeout(120)
+
+RANKS_PER_HOST = [2, 1]
+WORLD_SIZE = sum(RANKS_PER_HOST)
+# Blocks for three ranks: less than a packet, one that packets don't divide, several segments.
+COUNTS = [3, 3 * 1117, 3 * 50_000]
+# Sums of three values in any order differ by a few roundings of the largest of them.
+TOLERANCE = 4 * np.finfo(np.float64).eps
+
+
+def values(rank: int, count: int) -> Tensor:
+    """What a rank brings along: known to all, no two of them alike."""
+    return torch.from_numpy(np.random.default_rng(100 * rank + count).uniform(-1, 1, count))
+
+
+def of_all(count: int) -> Tensor:
+    return torch.stack([values(rank, count) for rank in range(WORLD_SIZE)])
+
+
+def in_one_process(kind: str, count: int) -> list[Tensor]:
+    """What each rank must get."""
+    everything = of_all(count)
+    total = everything.sum(0)
+    if kind == "all_reduce":
+        return [total] * WORLD_SIZE
+    if kind == "reduce_scatter":
+        return list(total.chunk(WORLD_SIZE))
+    if kind == "broadcast":
+        return [everything[WORLD_SIZE - 1]] * WORLD_SIZE
+    if kind == "all_gather":
+        return [everything.flatten()] * WORLD_SIZE
+    if kind == "all_to_all":
+        blocks = everything.view(WORLD_SIZE, WORLD_SIZE, -1)
+        return [blocks[:, rank].flatten() for rank in range(WORLD_SIZE)]
+    assert kind == "send and recv"
+    return [everything[rank - 1] for rank in range(WORLD_SIZE)]
+
+
+def send_on(mine: Tensor) -> Tensor:
+    """Each to the next; the first sends before it receives, so some wait for others."""
+    rank, size = pydist.rank(), pydist.world_size()
+    got = torch.empty_like(mine)
+    sending = pydist.send(mine, (rank + 1) % size, async_op=True)
+    pydist.recv(got, (rank - 1) % size)
+    sending.wait()
+    return got
+
+
+CALLS: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce": pydist.all_reduce,
+    "reduce_scatter": pydist.reduce_scatter,
+    "broadcast": lambda mine: pydist.broadcast(mine, root=WORLD_SIZE - 1),
+    "all_gather": pydist.all_gather,
+    "all_to_all": pydist.all_to_all,
+    "send and recv": send_on,
+}
+
+
+def call(kind: str, count: int) -> Any:
+    pydist.init(timeout=30)
+    mine = values(pydist.rank(), count)
+    result = CALLS[kind](mine)
+    return (mine if result is None else result).numpy()
+
+
+def describe_job() -> tuple[str, int, str, int]:
+    pydist.init(timeout=30)
+    return pydist.backend(), pydist.rank(), os.environ["LOCAL_RANK"], pydist.world_size()
+
+
+@pytest.fixture(scope="module")
+def ranks(hosts: Hosts) -> Iterator[Ranks]:
+    with RanksOn(hosts, RANKS_PER_HOST) as ranks:
+        yield ranks
+
+
+def test_ranks_of_two_hosts_join_one_job(ranks: Ranks) -> None:
+    said = ranks.run(describe_job)
+    assert len({backend for backend, *_ in said}) == 1
+    assert [each[1:] for each in said] == [(0, "0", 3), (1, "1", 3), (2, "0", 3)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("kind", CALLS)
+def test_each_rank_gets_what_one_process_computes(ranks: Ranks, kind: str, count: int) -> None:
+    results = ranks.run(call, kind, count)
+    off = TOLERANCE * WORLD_SIZE if kind in ("all_reduce", "reduce_scatter") else 0.0
+    for result, expected in zip(results, in_one_process(kind, count), strict=True):
+        assert result.dtype == np.float64
+        np.testing.assert_allclose(result, expected.numpy(), rtol=0, atol=off)
+    if kind == "all_reduce":
+        for result in results:
+            np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CASES)
+def test_conformance_over_hosts(ranks: Ranks, name: str) -> None:
+    reports = ranks.run(run_cases, name, timeout=90)
+    assert min(report.cases for report in reports) > 0
+    assert [report.failures for report in reports] == [[]] * WORLD_SIZE
