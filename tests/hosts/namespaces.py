@@ -9,6 +9,9 @@
         hosts[1].restore()
         hosts[1].cut(silently=True)        # its packets vanish, its interface stays up
 
+    with Hosts(2, delay_ms=10, loss=0.01) as hosts:    # a far and bad network
+        ...
+
 A host has a loopback device and `links` interfaces, eth0, eth1 ... All eth0 are in one network, all
 eth1 in another, and so on: 10.197.LINK.0/24 and fd00:197:LINK::/64, where host i has the address
 that ends in i + 1. No way leads out of these networks.
@@ -38,11 +41,13 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import launch
+from fabric import Fabric
 from interface_state import wait_until_running
 from iproute import HostsUnavailableError, ip, require_tools
 from namespace_names import make_names, path_of, remove, sweep
 from network_namespace import inside
 from switch import Switch, set_queue
+from wires import Wires
 
 __all__ = ["Host", "Hosts", "HostsUnavailableError", "Link"]
 
@@ -61,11 +66,11 @@ class Link:
 class Host:
     """One of `Hosts`. Its address and interface are those of its first link."""
 
-    def __init__(self, index: int, name: str, links: Sequence[Link], switch: Switch) -> None:
+    def __init__(self, index: int, name: str, links: Sequence[Link], fabric: Fabric) -> None:
         self.index = index
         self.name = name
         self.links = tuple(links)
-        self._switch = switch
+        self._fabric = fabric
 
     @property
     def namespace(self) -> Path:
@@ -136,14 +141,14 @@ class Host:
         """
         for number in self._numbers(link):
             if silently:
-                self._switch.isolate(self.index, number)
+                self._fabric.isolate(self.index, number)
             else:
                 ip(f"link set {self.links[number].interface} down", namespace=self.name)
 
     def restore(self, link: int | None = None) -> None:
         """Ends either kind of `cut`, of one link or all."""
         for number in self._numbers(link):
-            self._switch.rejoin(self.index, number)
+            self._fabric.rejoin(self.index, number)
             self._bring_up(number)
 
     def _bring_up(self, number: int) -> None:
@@ -156,7 +161,7 @@ class Host:
             namespace=self.name,
         )
         wait_until_running(self.name, link.interface)
-        self._switch.wait_until_attached(self.index, number)
+        self._fabric.wait_until_attached(self.index, number)
 
     def _numbers(self, link: int | None) -> list[int]:
         return list(range(len(self.links))) if link is None else [link]
@@ -169,22 +174,43 @@ class Hosts(Sequence[Host]):
         count: the number of hosts, 1 to 4.
         links: the number of interfaces of each host that lead to the others.
         mtu: the bytes of the largest packet.
+        delay_ms: how long each packet takes from host to host, between two hosts. More than 0, here
+            or at `loss`, puts a program of Python between them (relay.py), which tops the rate at
+            about 1 Gbit/s with packets of 1500 bytes.
+        loss: the share of packets that are lost, 0 to 1.
+        seed: which ones.
 
     Raises:
         HostsUnavailableError: this machine can't; the message says what it needs.
         ValueError: too many hosts, or too few.
     """
 
-    def __init__(self, count: int, *, links: int = 1, mtu: int = 1500) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        links: int = 1,
+        mtu: int = 1500,
+        delay_ms: float = 0.0,
+        loss: float = 0.0,
+        seed: int = 0,
+    ) -> None:
         if not 1 <= count <= MOST_HOSTS or links < 1:
             raise ValueError(
                 f"Hosts takes 1 to {MOST_HOSTS} hosts with 1 or more links, not {count} hosts with "
                 f"{links} links"
             )
+        if (delay_ms or loss) and count != 2:
+            raise ValueError(f"delay_ms and loss are for 2 hosts, not {count}")
+        if delay_ms < 0 or not 0 <= loss <= 1:
+            raise ValueError(
+                f"delay_ms={delay_ms} must not be negative, and loss={loss} is a share, 0 to 1"
+            )
         self._count, self._links, self._mtu = count, links, mtu
+        self._delay_ms, self._loss, self._seed = delay_ms, loss, seed
         self._names: list[str] = []
         self._hosts: list[Host] = []
-        self._switch: Switch | None = None
+        self._fabric: Fabric | None = None
         self._earlier_handler: Any = None
 
     def __enter__(self) -> Hosts:
@@ -195,14 +221,14 @@ class Hosts(Sequence[Host]):
         self._listen_to_sigterm()
         try:
             ip(*(f"netns add {name}" for name in self._names))
-            self._switch = Switch(of_switch, self._links, self._mtu)
+            self._fabric = self._make_fabric(names, of_switch)
             for index, name in enumerate(names):
                 links = [_link(index, number) for number in range(self._links)]
-                host = Host(index, name, links, self._switch)
+                host = Host(index, name, links, self._fabric)
                 self._hosts.append(host)
                 ip("link set lo up", namespace=name)
                 for number, link in enumerate(links):
-                    self._switch.attach(index, number, name, link.interface)
+                    self._fabric.attach(index, number, name, link.interface)
                     host._bring_up(number)
         except BaseException:
             self.close()
@@ -243,19 +269,31 @@ class Hosts(Sequence[Host]):
         for host in self._hosts:
             for number, link in enumerate(host.links):
                 set_queue(host.name, link.interface, queue)
-                assert self._switch is not None
-                self._switch.shape(host.index, number, queue)
+                assert self._fabric is not None
+                self._fabric.shape(host.index, number, queue)
 
     def close(self) -> None:
         """Removes everything, and ends the processes of the hosts. Also what is half made."""
-        if self._switch is not None:
-            self._switch.close()
+        if self._fabric is not None:
+            self._fabric.close()
         for name in self._names:
             remove(name)
-        self._names, self._hosts, self._switch = [], [], None
+        self._names, self._hosts, self._fabric = [], [], None
         if self._earlier_handler is not None:
             signal.signal(signal.SIGTERM, self._earlier_handler)
             self._earlier_handler = None
+
+    def _make_fabric(self, names: Sequence[str], of_switch: str) -> Fabric:
+        if not (self._delay_ms or self._loss):
+            return Switch(of_switch, self._links, self._mtu)
+        return Wires(
+            names,
+            self._links,
+            self._mtu,
+            delay_ms=self._delay_ms,
+            loss=self._loss,
+            seed=self._seed,
+        )
 
     def _listen_to_sigterm(self) -> None:
         if threading.current_thread() is threading.main_thread():
