@@ -1,12 +1,12 @@
 """What pytest finds by itself: hosts, and ranks that start quickly."""
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hosts_or_skip import hosts_or_skip
 from launch import warm_up
-from namespaces import Hosts, HostsUnavailableError
+from namespaces import Hosts
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -19,9 +19,5 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     """Two hosts with two links, for all tests of a file; each leaves the links as they were."""
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(Hosts(2, links=2))
-        except HostsUnavailableError as error:
-            pytest.skip(str(error))
-        yield made
+    with hosts_or_skip(2, links=2) as hosts:
+        yield hosts

@@ -49,7 +49,7 @@ from network_namespace import inside
 from switch import Switch, set_queue
 from wires import Wires
 
-__all__ = ["Host", "Hosts", "HostsUnavailableError", "Link"]
+__all__ = ["Host", "Hosts", "HostsUnavailableError", "Link", "address_of"]
 
 MOST_HOSTS = 4
 
@@ -305,7 +305,12 @@ class Hosts(Sequence[Host]):
         os.kill(os.getpid(), number)
 
 
+def address_of(host: int, link: int) -> str:
+    """The address of IPv4 that a host has on a link."""
+    return f"10.197.{link}.{host + 1}"
+
+
 def _link(host: int, number: int) -> Link:
     # As programs print it.
     address6 = ipaddress.ip_address(f"fd00:197:{number}::{host + 1}")
-    return Link(f"eth{number}", f"10.197.{number}.{host + 1}", str(address6))
+    return Link(f"eth{number}", address_of(host, number), str(address6))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import iproute
 import pytest
+from hosts_or_skip import hosts_or_skip
 from namespace_names import FOLDER, PREFIX, is_alive, sweep
 from namespaces import Host, Hosts, HostsUnavailableError
 from network_namespace import inside
@@ -51,20 +52,10 @@ def test_hosts_reach_each_other_on_every_link_by_both_families(hosts: Hosts) -> 
 
 
 def test_four_hosts_reach_each_other() -> None:
-    with made(4) as hosts:
+    with hosts_or_skip(4) as hosts:
         assert len({host.address for host in hosts}) == len(hosts) == 4
         for server in hosts:
             assert echoes(hosts[server.index - 1], server, server.address)
-
-
-@contextlib.contextmanager
-def made(count: int) -> Iterator[Hosts]:
-    with contextlib.ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(Hosts(count))
-        except HostsUnavailableError as error:
-            pytest.skip(str(error))
-        yield hosts
 
 
 def test_a_host_has_a_loopback_device_and_interfaces_and_no_more(hosts: Hosts) -> None:
@@ -157,7 +148,7 @@ def test_a_shaped_link_is_as_fast_as_it_may_be(hosts: Hosts) -> None:
 
 
 def test_an_exception_leaves_nothing() -> None:
-    with pytest.raises(KeyError), made(2) as hosts:  # noqa: PT012
+    with pytest.raises(KeyError), hosts_or_skip(2) as hosts:  # noqa: PT012
         sleeper = hosts[0].popen(["sleep", "1000"])
         names = [host.name for host in hosts]
         raise KeyError
@@ -168,7 +159,7 @@ def test_an_exception_leaves_nothing() -> None:
 @pytest.fixture
 def owner() -> Iterator[subprocess.Popen[str]]:
     """Another process that has two hosts."""
-    with made(2):
+    with hosts_or_skip(2):
         pass
     path = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen(
@@ -195,13 +186,13 @@ def test_sigterm_leaves_nothing(owner: subprocess.Popen[str]) -> None:
 def test_what_a_killed_owner_has_left_is_swept(owner: subprocess.Popen[str]) -> None:
     assert owner.stdout is not None
     *names, sleeper = owner.stdout.readline().split()
-    with made(2) as hosts:
+    with hosts_or_skip(2) as hosts:
         # Those of living owners stay.
         assert set(names) < set(own_namespaces(owner.pid))
         owner.kill()
         owner.wait(LIMIT_S)
         assert set(names) < set(own_namespaces(owner.pid))
-        with made(2):
+        with hosts_or_skip(2):
             pass
         assert own_namespaces(owner.pid) == []
         assert not is_alive(int(sleeper))

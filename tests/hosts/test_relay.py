@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from namespaces import Hosts, HostsUnavailableError
+from hosts_or_skip import hosts_or_skip
+from namespaces import Hosts
 from network_namespace import inside
 from relay import Way
 from talk import LIMIT_S, connection
@@ -95,18 +96,8 @@ def test_one_that_is_off_loses_everything(way: tuple[Way, socket.socket, socket.
     assert all_of(receiver) == []
 
 
-@contextlib.contextmanager
-def made(**options: float) -> Iterator[Hosts]:
-    with contextlib.ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(Hosts(2, **options))  # type: ignore[arg-type]
-        except HostsUnavailableError as error:
-            pytest.skip(str(error))
-        yield hosts
-
-
 def test_a_far_host_answers_late_and_a_silent_cut_is_one() -> None:
-    with made(delay_ms=DELAY_MS, links=2) as hosts:
+    with hosts_or_skip(2, delay_ms=DELAY_MS, links=2) as hosts:
         for link in hosts[0].links:
             for address in (link.address, link.address6):
                 with connection(hosts[1], hosts[0], address) as (one, other):
@@ -145,7 +136,7 @@ def datagrams_through(hosts: Hosts) -> list[int]:
 
 
 def test_a_bad_network_loses_some_packets_and_tcp_makes_up_for_it() -> None:
-    with made(loss=LOSS, seed=3) as hosts:
+    with hosts_or_skip(2, loss=LOSS, seed=3) as hosts:
         got = datagrams_through(hosts)
         assert got == sorted(set(got))
         assert 0.5 * PACKETS < len(got) < 0.95 * PACKETS

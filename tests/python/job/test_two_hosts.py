@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts_or_skip import hosts_or_skip
 from launch import clean_environment
+from namespaces import address_of
 from thorough import everyday
 from time_limit import PATIENCE
 
@@ -25,8 +27,6 @@ from pydist.job.meeting.gloo_network import GlooNetwork, join_network
 
 pytestmark = pytest.mark.timeout(120)
 
-# Two links between the hosts: what the ranks talk by, and another one.
-NETS = ("10.197.41", "10.197.42")
 PORT = "29417"
 NAMES = ("hosta", "hostb")
 
@@ -58,8 +58,8 @@ for line in sys.stdin:
 
 
 @dataclass(frozen=True)
-class Hosts:
-    """Two hosts; on each, net0 and net1 lead to the other."""
+class JobHosts:
+    """Two hosts; on each, eth0 and eth1 lead to the other."""
 
     servers: tuple[subprocess.Popen[str], ...]
     folder: Path
@@ -92,69 +92,29 @@ def _serve(space: str, name: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def _ip(arguments: str) -> None:
-    subprocess.run(["ip", *arguments.split()], check=True, capture_output=True, timeout=20)
-
-
-def why_no_hosts() -> str:
-    """Why this machine can't play two hosts; empty if it can."""
-    if os.geteuid() != 0:
-        return "network namespaces are for root"
-    if not all(map(shutil.which, ("ip", "unshare", "hostname"))):
-        return "ip, unshare or hostname is not installed"
-    probe = f"pydist-probe-{os.getpid()}"
-    try:
-        _ip(f"netns add {probe}")
-    except (subprocess.SubprocessError, OSError) as error:
-        return f"network namespaces can't be made here: {error}"
-    try:
-        _ip(f"-n {probe} link add net0 type veth peer name net1")
-    except subprocess.SubprocessError as error:
-        return f"this kernel has no veth devices: {error}"
-    finally:
-        _ip(f"netns del {probe}")
-    return ""
-
-
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    if reason := why_no_hosts():
-        pytest.skip(reason)
-    spaces = (f"pydist-a-{os.getpid()}", f"pydist-b-{os.getpid()}")
-    folders = [Path("/etc/netns") / space for space in spaces]
-    servers: list[subprocess.Popen[str]] = []
-    try:
-        for host, (space, folder) in enumerate(zip(spaces, folders, strict=True)):
-            _ip(f"netns add {space}")
-            _ip(f"-n {space} link set lo up")
-            folder.mkdir(parents=True)
-            # As the installers of Debian and Ubuntu leave it, with the other host added.
-            other = f"{NETS[0]}.{2 - host} {NAMES[1 - host]}\n"
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {NAMES[host]}\n{other}")
-        for number, net in enumerate(NETS):
-            _ip(
-                f"link add net{number} netns {spaces[0]} type veth "
-                f"peer name net{number} netns {spaces[1]}"
-            )
-            for host, space in enumerate(spaces):
-                _ip(f"-n {space} address add {net}.{host + 1}/24 dev net{number}")
-                _ip(f"-n {space} link set net{number} up")
+def job_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobHosts]:
+    if missing := [name for name in ("unshare", "hostname") if shutil.which(name) is None]:
+        pytest.skip(f"{' and '.join(missing)} not installed")
+    with hosts_or_skip(2, links=2) as hosts, contextlib.ExitStack() as stack:
         folder = tmp_path_factory.mktemp("hosts")
         (folder / "script.py").write_text(SCRIPT)
         (folder / "forks.py").write_text(FORKS)
-        for space, name in zip(spaces, NAMES, strict=True):
-            servers.append(_serve(space, name, folder))
-        yield Hosts(tuple(servers), folder)
-    finally:
-        for server in servers:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
-            with server:  # closes its pipes, and waits
-                pass
-        for space, folder in zip(spaces, folders, strict=True):
-            with contextlib.suppress(subprocess.SubprocessError):
-                _ip(f"netns del {space}")
-            shutil.rmtree(folder, ignore_errors=True)
+        servers = []
+        for host, name, other in zip(hosts, NAMES, NAMES[::-1], strict=True):
+            # What `ip netns exec` shows as /etc/hosts.
+            of_host = Path("/etc/netns") / host.name
+            of_host.mkdir(parents=True)
+            stack.callback(shutil.rmtree, of_host)
+            # As the installers of Debian and Ubuntu leave it, with the other host added.
+            (of_host / "hosts").write_text(
+                f"127.0.0.1 localhost\n127.0.1.1 {name}\n{hosts[1 - host.index].address} {other}\n"
+            )
+            servers.append(_serve(host.name, name, folder))
+            # Closes its pipes, and waits.
+            stack.enter_context(servers[-1])
+            stack.callback(servers[-1].kill)
+        yield JobHosts(tuple(servers), folder)
 
 
 SCRIPT = """
@@ -202,7 +162,7 @@ HOST_OF_RANK = (0, 0, 1)
 
 
 def run_job(
-    hosts: Hosts,
+    job_hosts: JobHosts,
     master: str,
     *,
     how: str = "init",
@@ -213,11 +173,11 @@ def run_job(
         place = {"RANK": str(rank), "WORLD_SIZE": str(len(HOST_OF_RANK)), "MASTER_ADDR": master}
         given = {"HOW": how, **place, "MASTER_PORT": PORT, **variables[rank]}
         environments[host].append(given)
-        (hosts.folder / str(rank)).unlink(missing_ok=True)
-    hosts.run(environments, timeout=60)
+        (job_hosts.folder / str(rank)).unlink(missing_ok=True)
+    job_hosts.run(environments, timeout=60)
     said = []
     for rank in range(len(HOST_OF_RANK)):
-        file = hosts.folder / str(rank)
+        file = job_hosts.folder / str(rank)
         assert file.exists(), f"rank {rank} has ended without a word"
         said.append(json.loads(file.read_text()))
     return said
@@ -230,46 +190,48 @@ def require_trained(said: list[dict[str, Any]], addresses: list[list[str]]) -> N
         assert each["listens on"] == addresses[rank]
 
 
-A0, B0 = (f"{NETS[0]}.{host}" for host in (1, 2))
-A1, B1 = (f"{NETS[1]}.{host}" for host in (1, 2))
+# By the two links between the hosts: what the ranks talk by, and another one.
+(A0, A1), (B0, B1) = ([address_of(host, link) for link in range(2)] for host in range(2))
 
 
 @pytest.mark.parametrize("how", ["init", "group of the script"])
 @pytest.mark.parametrize("master", everyday("hosta", thorough=(A0,)))
-def test_hosts_whose_names_mean_a_loopback_address(hosts: Hosts, master: str, how: str) -> None:
+def test_hosts_whose_names_mean_a_loopback_address(
+    job_hosts: JobHosts, master: str, how: str
+) -> None:
     """The master's name is 127.0.1.1 on its own host, and its address on the other."""
-    require_trained(run_job(hosts, master, how=how), [[A0], [A0], [B0]])
+    require_trained(run_job(job_hosts, master, how=how), [[A0], [A0], [B0]])
 
 
-def test_without_a_variable_the_way_to_the_meeting_place_decides(hosts: Hosts) -> None:
-    require_trained(run_job(hosts, A1), [[A1], [A1], [B1]])
+def test_without_a_variable_the_way_to_the_meeting_place_decides(job_hosts: JobHosts) -> None:
+    require_trained(run_job(job_hosts, A1), [[A1], [A1], [B1]])
 
 
 @pytest.mark.parametrize(
     ("names", "addresses"),
     [
-        pytest.param("net0", [[A0], [A0], [B0]], marks=pytest.mark.thorough),
-        ("net1", [[A1], [A1], [B1]]),
-        ("net0, net1,", [[A0, A1], [A0, A1], [B0, B1]]),
+        pytest.param("eth0", [[A0], [A0], [B0]], marks=pytest.mark.thorough),
+        ("eth1", [[A1], [A1], [B1]]),
+        ("eth0, eth1,", [[A0, A1], [A0, A1], [B0, B1]]),
     ],
 )
 def test_the_interfaces_named_are_taken(
-    hosts: Hosts, names: str, addresses: list[list[str]]
+    job_hosts: JobHosts, names: str, addresses: list[list[str]]
 ) -> None:
     variables = ({"GLOO_SOCKET_IFNAME": names},) * 3
-    require_trained(run_job(hosts, "hosta", variables=variables), addresses)
+    require_trained(run_job(job_hosts, "hosta", variables=variables), addresses)
 
 
-def test_an_interface_that_is_not_there_is_an_error_on_all(hosts: Hosts) -> None:
-    variables = ({}, {}, {"GLOO_SOCKET_IFNAME": "net0,eth7"})
-    for each in run_job(hosts, "hosta", variables=variables):
-        assert each["error"].startswith("InvalidUsage: rank 2: GLOO_SOCKET_IFNAME='net0,eth7'")
-        assert "'eth7', which host hostb does not have; it has lo, net" in each["error"]
+def test_an_interface_that_is_not_there_is_an_error_on_all(job_hosts: JobHosts) -> None:
+    variables = ({}, {}, {"GLOO_SOCKET_IFNAME": "eth0,eth7"})
+    for each in run_job(job_hosts, "hosta", variables=variables):
+        assert each["error"].startswith("InvalidUsage: rank 2: GLOO_SOCKET_IFNAME='eth0,eth7'")
+        assert "'eth7', which host hostb does not have; it has lo, eth" in each["error"]
 
 
-def test_different_numbers_of_interfaces_are_an_error_on_all(hosts: Hosts) -> None:
-    variables = ({}, {"GLOO_SOCKET_IFNAME": "net0"}, {"GLOO_SOCKET_IFNAME": "net0,net1"})
-    for each in run_job(hosts, "hosta", variables=variables):
+def test_different_numbers_of_interfaces_are_an_error_on_all(job_hosts: JobHosts) -> None:
+    variables = ({}, {"GLOO_SOCKET_IFNAME": "eth0"}, {"GLOO_SOCKET_IFNAME": "eth0,eth1"})
+    for each in run_job(job_hosts, "hosta", variables=variables):
         assert each["error"].startswith("Mismatch: GLOO_SOCKET_IFNAME names different numbers")
         assert "none on rank 0; 1 on rank 1; 2 on rank 2" in each["error"]
 
