@@ -72,8 +72,10 @@ def _run(command: list[str], commands: str) -> None:
             f"`{' '.join(command)}` has not ended in {_LIMIT_S:g} s. It was told:\n{commands}"
         ) from None
     if done.returncode != 0:
+        error, _, number = done.stderr.strip().partition("\nCommand failed -:")
+        line = commands.splitlines()[int(number) - 1] if number.isdigit() else commands
         raise HostsUnavailableError(
-            f"`{' '.join(command)}` failed: {done.stderr.strip()}\nIt was told:\n{commands}"
-            "It needs CAP_SYS_ADMIN and CAP_NET_ADMIN (a container has to be privileged), and a "
-            "kernel with network namespaces, veth, bridge and tun devices and the queues of tc."
+            f"`{command[0]} {line}` failed: {error}. It needs CAP_SYS_ADMIN and CAP_NET_ADMIN (a "
+            "container has to be privileged), and a kernel with network namespaces, veth, bridge "
+            "and tun devices and the queues of tc."
         )

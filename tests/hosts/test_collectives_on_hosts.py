@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conformance.cases import CASES, run_cases
+from hosts_or_skip import hosts_or_skip
 from launch import Ranks
 from namespaces import Hosts
 from ranks_on import RanksOn
@@ -100,6 +101,19 @@ def test_ranks_of_two_hosts_join_one_job(ranks: Ranks) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", CALLS)
 def test_each_rank_gets_what_one_process_computes(ranks: Ranks, kind: str, count: int) -> None:
+    require_right(ranks, kind, count)
+
+
+def test_a_far_and_bad_network_changes_nothing() -> None:
+    with (
+        hosts_or_skip(2, delay_ms=1.0, loss=0.01) as hosts,
+        RanksOn(hosts, RANKS_PER_HOST) as ranks,
+    ):
+        for kind in CALLS:
+            require_right(ranks, kind, COUNTS[1])
+
+
+def require_right(ranks: Ranks, kind: str, count: int) -> None:
     results = ranks.run(call, kind, count)
     off = TOLERANCE * WORLD_SIZE if kind in ("all_reduce", "reduce_scatter") else 0.0
     for result, expected in zip(results, in_one_process(kind, count), strict=True):

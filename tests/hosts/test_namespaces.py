@@ -214,8 +214,10 @@ def test_without_iproute2_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_command_that_fails_is_shown(hosts: Hosts) -> None:
-    with pytest.raises(HostsUnavailableError, match=r"eth9(?s:.)*link set eth9 up"):
-        iproute.ip("link set eth9 up", namespace=hosts[0].name)
+    with pytest.raises(HostsUnavailableError, match=r'`ip link set eth9 up` failed: .*"eth9"'):
+        iproute.ip("link set lo up", "link set eth9 up", namespace=hosts[0].name)
+    with pytest.raises(HostsUnavailableError, match=r'`tc qdisc add dev eth9 root pfifo` .*"eth9"'):
+        iproute.tc("qdisc add dev eth9 root pfifo", namespace=hosts[0].name)
 
 
 def test_five_hosts_are_refused() -> None:
