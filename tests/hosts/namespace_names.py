@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -19,6 +20,8 @@ from iproute import HostsUnavailableError, ip
 
 PREFIX = "pydist-hosts"
 FOLDER = Path("/run/netns")
+# Below it, what `ip netns exec NAME` shows in the place of files of /etc.
+OWN_FILES = Path("/etc/netns")
 # How long killed processes may take to be gone.
 _END_S = 5.0
 
@@ -36,6 +39,7 @@ def path_of(name: str) -> Path:
 
 def remove(name: str) -> None:
     """Ends the processes that live in a namespace, and the namespace. Nothing where it is gone."""
+    shutil.rmtree(OWN_FILES / name, ignore_errors=True)
     if not path_of(name).exists():
         return
     deadline = time.monotonic() + _END_S

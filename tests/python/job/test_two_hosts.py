@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hosts_or_skip import hosts_or_skip
 from launch import clean_environment
+from namespace_names import OWN_FILES
 from namespaces import address_of
 from thorough import everyday
 from time_limit import PATIENCE
@@ -102,10 +103,9 @@ def job_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobHosts]:
         (folder / "forks.py").write_text(FORKS)
         servers = []
         for host, name, other in zip(hosts, NAMES, NAMES[::-1], strict=True):
-            # What `ip netns exec` shows as /etc/hosts.
-            of_host = Path("/etc/netns") / host.name
+            # What `ip netns exec` shows as /etc/hosts. It goes with the host.
+            of_host = OWN_FILES / host.name
             of_host.mkdir(parents=True)
-            stack.callback(shutil.rmtree, of_host)
             # As the installers of Debian and Ubuntu leave it, with the other host added.
             (of_host / "hosts").write_text(
                 f"127.0.0.1 localhost\n127.0.1.1 {name}\n{hosts[1 - host.index].address} {other}\n"
