@@ -17,8 +17,8 @@ eth1 in another, and so on: 10.197.LINK.0/24 and fd00:197:LINK::/64, where host 
 that ends in i + 1. No way leads out of these networks.
 
 What the hosts have in common, other than real ones: processors, file system and /dev/shm, process
-ids, host name and boot id, cgroups and clock. A program tells
-hosts apart by /proc/self/ns/net.
+ids, host name and boot id, cgroups and clock. A program tells them apart by /proc/self/ns/net. And
+/sys/class/net shows the interfaces of this machine, not theirs.
 
 All that was made is removed at the end: after an exception, too, and by SIGTERM. What a killed
 process has left is removed by whoever makes hosts next.
