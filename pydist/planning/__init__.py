@@ -1,1 +1,1 @@
-"""How much memory training takes."""
+"""How much memory training takes, and how long a step on many hosts."""
