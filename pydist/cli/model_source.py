@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -69,7 +70,7 @@ def find(module: ModuleType, name: str) -> Any:
     return found
 
 
-def build_model(module: ModuleType, name: str) -> nn.Module:
+def build_model(module: ModuleType, name: str, *, on_meta: bool = True) -> nn.Module:
     """Makes the model that a name stands for: an `nn.Module`, or what returns one.
 
     It is built on the device "meta", where it takes no memory, or, if it can't be, on the CPU.
@@ -77,6 +78,7 @@ def build_model(module: ModuleType, name: str) -> nn.Module:
     Args:
         module: Where the name is.
         name: If it isn't the model itself, it is called without arguments.
+        on_meta: Whether "meta" is tried. Without, the model has values.
 
     Raises:
         InvalidUsage: there is no such name, or it makes no model.
@@ -89,10 +91,12 @@ def build_model(module: ModuleType, name: str) -> nn.Module:
             f"{name} in {_described(module)} is {a_type(found)}; it must be a torch.nn.Module, or "
             "a function or class that makes one"
         )
-    try:
-        with torch.device("meta"):
+    model = None
+    if on_meta:
+        # One that looks at values can't be made there.
+        with contextlib.suppress(Exception), torch.device("meta"):
             model = found()
-    except Exception:  # it looks at values, say
+    if model is None:
         model = guarded(f"{name}() in {_described(module)}", found)
     if not isinstance(model, nn.Module):
         raise InvalidUsage(

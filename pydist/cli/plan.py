@@ -1,4 +1,4 @@
-"""`pydist plan`: the bytes that training a model takes on each rank."""
+"""`pydist plan`: the bytes that training a model takes on each rank, and the time on many hosts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from pydist._torch import tree_map_only
 from pydist.cli.model_source import build_model, find, guarded, load_source
 from pydist.cli.parser import Parser
+from pydist.cli.scaling_options import add_arguments, ranks_of, scaling_of
 from pydist.errors import InvalidUsage
 from pydist.planning.memory_estimate import plan
 
@@ -35,7 +38,8 @@ _OPTIMIZERS = {
 _DESCRIPTION = """\
 Predicts the bytes that training takes on each rank, term by term: with pydist.DataParallel, and
 with pydist.ShardedOptimizer in stages 1 and 2. Nothing is allocated: the model is made on torch's
-device "meta" where it can be.
+device "meta" where it can be. With --hosts: step time and efficiency on so many hosts, too, and
+what was assumed for them.
 """
 
 _EXAMPLES = """\
@@ -43,6 +47,7 @@ examples:
   pydist plan model.py --ranks 8 --dtype bf16 --optimizer adamw
   pydist plan model.py:build_large --ranks 64 --input 4x1024:int64
   pydist plan my_package.models:GPT --ranks 8 --optimizer sgd --set momentum=0.9
+  pydist plan model.py --hosts 64 --ranks-per-host 8 --link 25 --step-ms 180
 
 The file is imported, so training stands behind `if __name__ == "__main__":`.
 """
@@ -61,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         help="FILE.py or MODULE, and :NAME of a torch.nn.Module or of what makes one without "
         "arguments; default: build_model, model or Model",
     )
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="of the job")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="of the job; with --hosts it follows from those"
+    )
     parser.add_argument(
         "--dtype",
         metavar="TYPE",
@@ -91,7 +98,11 @@ def _parser() -> argparse.ArgumentParser:
         help="one copy of the parameters a host, in the sharded stages",
     )
     parser.add_argument(
-        "--ranks-per-host", type=int, metavar="N", help="for --share-parameters; default: all"
+        "--ranks-per-host",
+        type=int,
+        metavar="N",
+        help="for --share-parameters and --hosts; default: all, and with --hosts --ranks by hosts, "
+        "or 1",
     )
     parser.add_argument(
         "--bucket-cap-mb",
@@ -114,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         help="in the model's file: the arguments of forward, or a function that returns them; a "
         "tensor, a tuple, or a dictionary of keywords",
     )
+    add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -172,6 +184,24 @@ def _sample_of(options: argparse.Namespace, module: ModuleType) -> Any:
     return None
 
 
+def _with_values(
+    options: argparse.Namespace, module: ModuleType, name: str, dtype: torch.dtype | None
+) -> tuple[nn.Module, Any]:
+    """The model and its input, to be computed with."""
+    sample = _sample_of(options, module)
+    if sample is None:
+        raise InvalidUsage("--measure-step needs an input: --input SHAPE, or --sample NAME")
+    model = build_model(module, name, on_meta=False)
+
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if tensor.device.type != "meta":
+            return tensor.to(kind)
+        return torch.zeros(tensor.shape, dtype=kind)
+
+    return model if dtype is None else model.to(dtype), tree_map_only(torch.Tensor, filled, sample)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Prints a plan.
 
@@ -185,18 +215,36 @@ def main(arguments: Sequence[str]) -> int:
         InvalidUsage: the arguments make no sense, or there is no such model.
     """
     options = _parser().parse_args(list(arguments))
+    ranks, ranks_per_host = ranks_of(options)
     module, name = load_source(options.model)
+    model = build_model(module, name)
+    optimizer = _optimizer_of(options.optimizer)
+    optimizer_options = dict(_option_of(text) for text in options.set)
+    dtype = _dtype_of(options.dtype) if options.dtype else None
     found = plan(
-        build_model(module, name),
-        options.ranks,
-        optimizer=_optimizer_of(options.optimizer),
-        dtype=_dtype_of(options.dtype) if options.dtype else None,
+        model,
+        ranks,
+        optimizer=optimizer,
+        dtype=dtype,
         master_weights=False if options.no_master_weights else "auto",
         share_parameters=options.share_parameters,
-        ranks_per_host=options.ranks_per_host,
+        ranks_per_host=ranks_per_host,
         bucket_cap_mb=options.bucket_cap_mb,
         sample=_sample_of(options, module),
-        **dict(_option_of(text) for text in options.set),
+        **optimizer_options,
     )
-    print(json.dumps(found.to_dict(), indent=2) if options.json else found)
+    if options.hosts is None:
+        print(json.dumps(found.to_dict(), indent=2) if options.json else found)
+        return 0
+
+    def with_values() -> tuple[nn.Module, Any]:
+        return _with_values(options, module, name, dtype)
+
+    times = scaling_of(
+        options, model, ranks // options.hosts, dtype, with_values, optimizer, optimizer_options
+    )
+    if options.json:
+        print(json.dumps({**found.to_dict(), "scaling": times.to_dict()}, indent=2))
+    else:
+        print(f"{found}\n\n{times}")
     return 0
