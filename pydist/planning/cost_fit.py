@@ -18,10 +18,17 @@ import numpy.typing as npt
 
 from pydist.errors import InvalidUsage
 from pydist.planning.costs import LINK_BETA, NAMES, Costs
-from pydist.planning.exchange_time import HOST_WAYS, WAYS, Collective, Shape, seconds
+from pydist.planning.exchange_time import (
+    HOST_WAYS,
+    WAYS,
+    Collective,
+    Shape,
+    link_bytes,
+    seconds,
+)
 
 # A number's standard error over the number.
-MOST_DOUBT = 0.5
+MOST_DOUBT = 0.3
 # Measurements are taken to scatter by this much at least, so that a few that happen to lie on a
 # line don't seem to tell everything.
 _LEAST_SCATTER = 0.02
@@ -58,6 +65,7 @@ class Measurement:
         way: As for `exchange_time.seconds`.
         ranks_per_core: Where ranks shared cores (hosts that are namespaces of one machine share
             them, too), how many had to do with one.
+        burst_bytes: Where a token bucket shapes the link, what that lets pass at full speed.
     """
 
     hosts: int
@@ -67,6 +75,7 @@ class Measurement:
     collective: Collective = "all_reduce"
     way: str = "auto"
     ranks_per_core: float = 1.0
+    burst_bytes: int = 0
 
     def __post_init__(self) -> None:
         counts = (self.hosts, self.ranks_per_host, self.size_bytes)
@@ -94,7 +103,9 @@ class Measurement:
     def predicted_s(self, costs: Costs) -> float:
         """What the model says that it takes."""
         costs = costs.crowded(self.ranks_per_core)
-        return seconds(self.collective, costs, self.shape, self.size_bytes, self.way)
+        call = (self.collective, costs, self.shape, self.size_bytes, self.way)
+        at_once = min(self.burst_bytes, link_bytes(*call))
+        return seconds(*call) - at_once * costs.link.beta_s_per_byte
 
     def error(self, costs: Costs) -> float:
         """What the model is off by, relative to what was measured: 0.1 if it says 10 % too much."""
@@ -155,16 +166,24 @@ def fit_what_shows(
         The fit; and for each number that was left as it is known, why.
 
     Raises:
-        InvalidUsage: They can't even tell the first one.
+        InvalidUsage: They can't tell any.
     """
-    found = fit(measurements, known, names[:1])
-    refused = []
-    for name in names[1:]:
-        try:
-            found = fit(measurements, known, (*found.fitted, name))
-        except InvalidUsage as error:
-            refused.append(f"{name} stays at {known.value(name):.3g} s: {error}")
-    return found, refused
+    found: Fit | None = None
+    left = list(names)
+    # What does not show beside wrong numbers may show beside those that were fitted since.
+    while True:
+        refused: dict[str, InvalidUsage] = {}
+        for name in left:
+            try:
+                found = fit(measurements, known, (*(found.fitted if found else ()), name))
+            except InvalidUsage as error:
+                refused[name] = error
+        if found is None:
+            raise refused[names[0]]
+        if len(refused) in (0, len(left)):
+            texts = (f"{n} stays at {known.value(n):.3g} s: {why}" for n, why in refused.items())
+            return found, list(texts)
+        left = list(refused)
 
 
 def _with(known: Costs, names: Sequence[str], logs: Floats) -> Costs:
@@ -245,7 +264,8 @@ def _doubt(slopes: Floats, residuals: Floats, names: Sequence[str]) -> tuple[flo
     mixed = [name for name, part in zip(names, worst, strict=True) if abs(part) > 0.3]
     advice = "; ".join(f"{name} shows at {_TOLD_BY[name]}" for name in mixed)
     what = f"hardly show {mixed[0]}" if len(mixed) == 1 else f"can't tell {' from '.join(mixed)}"
+    off = f"{doubt.max():.0%}" if doubt.max() < 10 else "any amount"
     raise InvalidUsage(
-        f"the {len(residuals)} measurements {what} (it could be off by "
-        f"{min(doubt.max(), 99):.0%}): {advice}. Measure those, or leave a number as it is known."
+        f"the {len(residuals)} measurements {what} (it could be off by {off}): {advice}. Measure "
+        "those, or leave a number as it is known."
     )

@@ -318,8 +318,10 @@ def seconds(
     return min(one_shot(costs, shape, size_bytes), direct_exchange(costs, shape, size_bytes))
 
 
-def link_bytes(collective: Collective, costs: Costs, shape: Shape, size_bytes: float) -> float:
-    """What `seconds` has a host's link carry, each way, with the way that "auto" takes."""
+def link_bytes(
+    collective: Collective, costs: Costs, shape: Shape, size_bytes: float, way: str = "auto"
+) -> float:
+    """What `seconds` has a host's link carry, each way."""
     if shape.hosts == 1:
         return 0.0
     others = shape.ranks_per_host * (shape.hosts - 1)
@@ -327,7 +329,13 @@ def link_bytes(collective: Collective, costs: Costs, shape: Shape, size_bytes: f
     carried = _others(shape.hosts) * size_bytes
     if collective != "all_reduce":
         return announced + carried
-    sent_whole = size_bytes <= INLINE_BYTES or one_shot(costs, shape, size_bytes) < direct_exchange(
-        costs, shape, size_bytes
-    )
-    return announced + (others * size_bytes if sent_whole else 2 * carried)
+    if way == "auto":
+        direct_s = direct_exchange(costs, shape, size_bytes)
+        sends_whole = size_bytes <= INLINE_BYTES or one_shot(costs, shape, size_bytes) < direct_s
+        way = "one shot" if sends_whole else "direct exchange"
+    if way in ("inline", "one shot"):
+        return announced + others * size_bytes
+    if way == "direct exchange":
+        return announced + 2 * carried
+    # Of a ring one rank of each host sends; halving and doubling sends a little less.
+    return 2 * _others(shape.ranks if way == "ring" else shape.hosts) * size_bytes

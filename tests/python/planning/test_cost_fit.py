@@ -108,6 +108,20 @@ def test_ranks_that_share_cores_are_slower_by_as_much() -> None:
     assert crowded.predicted_s(link_only) == alone.predicted_s(link_only)
 
 
+@pytest.mark.parametrize("way", ["auto", "inline", "one shot", "direct exchange", "ring"])
+def test_what_a_token_bucket_lets_pass_costs_no_time_on_the_link(way: str) -> None:
+    link_only = default_costs(1.0)
+    for name in NAMES:
+        if name != LINK_BETA:
+            link_only = link_only.with_value(name, 0.0)
+    for size in (1 << 10, 1 << 20):
+        shaped = Measurement(4, 1, size, 1.0, way=way)
+        without_s = shaped.predicted_s(link_only)
+        burst = replace(shaped, burst_bytes=8 << 10)
+        saved_s = min(without_s, (8 << 10) * link_only.value(LINK_BETA))
+        assert burst.predicted_s(link_only) == pytest.approx(without_s - saved_s)
+
+
 @pytest.mark.parametrize(
     ("shapes", "sizes", "way", "names", "message"),
     [
@@ -154,6 +168,10 @@ def test_what_shows_is_fitted() -> None:
     assert refused[0].startswith(
         "link.rank_s_per_byte stays at 3e-10 s: the 18 measurements hardly"
     )
+    again, _ = fit_what_shows(measured, default_costs(1.0), names[::-1])
+    assert set(again.fitted) == set(found.fitted)
+    with pytest.raises(InvalidUsage, match=r"hardly show link\.rank_s_per_byte"):
+        fit_what_shows(measured, default_costs(1.0), ["link.rank_s_per_byte"])
 
 
 def test_too_few_measurements_are_refused() -> None:

@@ -12,6 +12,7 @@ from test_exchange_time import TYPICAL
 from training import TIME_LIMIT
 
 from pydist.errors import InvalidUsage
+from pydist.planning.cost_fit import Measurement
 from pydist.planning.costs import LINK_BETA, FittedCosts
 
 pytestmark = TIME_LIMIT
@@ -42,7 +43,11 @@ def test_fits_and_compares(
     printed = capsys.readouterr().out
     # Two of six sizes for three shapes, and all of the fourth.
     assert "held out: 12 of 24" in printed
-    assert "link.rank_s_per_byte stays at" in printed
+    assert "link.alpha_s = 4" in printed
+    # A slow link hides what a processor does.
+    assert tool.main([*flags, "--names", f"{LINK_BETA},link.alpha_s,link.rank_s_per_byte"]) == 0
+    assert "link.rank_s_per_byte stays at" in capsys.readouterr().out
+    assert tool.main(flags) == 0
     fit = FittedCosts.read(target)
     assert fit.ranks == 8
     assert fit.held_out_error is not None
@@ -58,17 +63,26 @@ def test_fits_and_compares(
 
 
 def test_reads_what_pydist_bench_has_written(tool: ModuleType, tmp_path: Path) -> None:
-    row = {"collective": "all_reduce", "arm": "pydist", "size_bytes": 8, "time_us": 2.0}
+    row = {
+        "collective": "all_reduce",
+        "arm": "pydist",
+        "size_bytes": 8,
+        "time_us": 2.0,
+        "place": "in",
+    }
     path = tmp_path / "bench.json"
     rows = [
         row,
         {**row, "size_bytes": 1 << 20, "time_us": 100.0},
         {**row, "arm": "gloo"},
+        {**row, "place": "out"},
         {**row, "time_us": None},
         {**row, "collective": "broadcast"},
         {**row, "collective": "all_gather"},
     ]
-    path.write_text(json.dumps({"ranks": 4, "arms": {"pydist": "", "gloo": ""}, "rows": rows}))
+    arms = {"pydist": "", "gloo": ""}
+    saved = {"ranks": 4, "arms": arms, "machine": {"usable_cpus": 2}, "rows": rows}
+    path.write_text(json.dumps(saved))
     found = tool.read(path)
     assert [(m.collective, m.size_bytes, m.way) for m in found] == [
         ("all_reduce", 8, "host inline"),
@@ -77,6 +91,21 @@ def test_reads_what_pydist_bench_has_written(tool: ModuleType, tmp_path: Path) -
     ]
     assert {(m.hosts, m.ranks_per_host) for m in found} == {(1, 4)}
     assert found[1].seconds == pytest.approx(100e-6)
+    assert found[1].ranks_per_core == 2
+
+
+def test_reads_what_all_reduce_between_hosts_has_written(tool: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "hosts.json"
+    sizes = {"8": {"pydist_s": [3e-5, 1e-5, 2e-5]}, "1024": {"pydist_s": [5e-5]}}
+    saved = {"ranks_per_host": [2, 2], "machine": {"usable_cpus": 2}, "sizes": sizes}
+    path.write_text(json.dumps(saved))
+    assert tool.read(path) == [
+        Measurement(2, 2, 8, 2e-5, ranks_per_core=2.0),
+        Measurement(2, 2, 1024, 5e-5, ranks_per_core=2.0),
+    ]
+    path.write_text(json.dumps({**saved, "ranks_per_host": [2, 1]}))
+    with pytest.raises(InvalidUsage, match=r"hosts with as many ranks each, and not \[2, 1\]"):
+        tool.read(path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"measurements": [{"hosts": 2}]}'])
