@@ -82,15 +82,13 @@ def ready_buckets(
 
     Args:
         gradients: In the order in which backward completes them.
-        ready_shares: For each of their names, when.
+        ready_shares: For each of their names, when; growing in that order.
         cap_bytes: Of a bucket.
     """
     by_index = {gradient.index: gradient for gradient in gradients}
     found: list[ReadyBucket] = []
-    latest = 0.0
     for members in plan_buckets(gradients, cap_bytes):
-        # Launched in this order: one that is complete early waits for those before it.
-        latest = max(latest, *(ready_shares[by_index[index].name] for index in members))
+        ready_share = max(ready_shares[by_index[index].name] for index in members)
         size_bytes = sum(by_index[index].size_bytes for index in members)
-        found.append(ReadyBucket(size_bytes, latest))
+        found.append(ReadyBucket(size_bytes, ready_share))
     return found

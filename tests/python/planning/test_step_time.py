@@ -39,6 +39,11 @@ def test_a_slow_link_makes_buckets_wait_for_each_other() -> None:
     assert found.exposed_s == pytest.approx(ends_s + NOTE_S - 10_000)
 
 
+def test_the_opening_goes_before_the_first_bucket() -> None:
+    found = data_parallel_step(Compute(0, 1), [ReadyBucket(1000, 0.001)], A_SECOND_PER_BYTE, PAIR)
+    assert found.exposed_s == pytest.approx(NOTE_S + 1000 + ANNOUNCED_S + NOTE_S - 1)
+
+
 def test_parameters_arrive_during_the_next_forward() -> None:
     """A step with two buckets of equal size, half of forward each; the optimizer's takes 200 s / 2.
 
