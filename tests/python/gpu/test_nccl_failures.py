@@ -104,6 +104,7 @@ def behind_one_that_leaves(host: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if host == "gloo":
         os.environ["PYDIST_HOST_ID"] = f"host {rank}"
+        os.environ["PYDIST_INTERFACE"] = "none0"  # so native can't join hosts
     os.environ["FAKE_NCCL_FAULT"] = "late:0:2"
     gpu_ranks.install()
     joined()
@@ -127,6 +128,7 @@ def behind_one_that_ends(host: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if host == "gloo":
         os.environ["PYDIST_HOST_ID"] = f"host {rank}"
+        os.environ["PYDIST_INTERFACE"] = "none0"  # so native can't join hosts
     os.environ["FAKE_NCCL_FAULT"] = "late:0:2"
     gpu_ranks.install()
     dist.init_process_group("pydist", timeout=timedelta(seconds=20))
@@ -187,6 +189,7 @@ def test_a_library_that_lacks_something_is_named(ranks: tuple[int, ...]) -> None
 def killed(on_hosts_of_their_own: bool) -> Seen:
     if on_hosts_of_their_own:
         os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+        os.environ["PYDIST_INTERFACE"] = "none0"  # so native can't join hosts
     # Rank 2 is gone in the third collective, which the others have launched or do then.
     return three_collectives("exit:2:3", 20.0)
 

@@ -46,6 +46,7 @@ def death() -> float:
 
 def death_on_another_host() -> float:
     os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    os.environ["PYDIST_INTERFACE"] = "none0"  # so native can't join hosts
     return death()
 
 
@@ -62,6 +63,7 @@ def test_a_rank_that_dies_ends_the_others(body: Callable[[], float], size: int) 
 
 def leaving() -> None:
     os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    os.environ["PYDIST_INTERFACE"] = "none0"  # so native can't join hosts
     rank, _ = start()
     tensor = torch.ones(1000, device="cuda")
     pydist.all_reduce(tensor)
@@ -78,6 +80,7 @@ def test_a_rank_of_another_host_that_leaves_is_named() -> None:
 
 def leaving_with_the_store() -> None:
     os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    os.environ["PYDIST_INTERFACE"] = "none0"  # so native can't join hosts
     gpu_ranks.install()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
@@ -108,6 +111,7 @@ def test_a_rank_that_leaves_with_the_store_has_not_died() -> None:
 
 def failing_and_leaving() -> None:
     os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    os.environ["PYDIST_INTERFACE"] = "none0"  # so native can't join hosts
     rank, _ = start()
     tensor = torch.ones(1000, device="cuda")
     pydist.all_reduce(tensor)

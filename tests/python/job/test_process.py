@@ -200,6 +200,7 @@ def fall_back(log_level: int) -> tuple[str, float]:
 
 def on_hosts_of_their_own(log_level: int) -> tuple[str, float]:
     os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    os.environ["PYDIST_INTERFACE"] = "none0"  # so native can't join hosts
     return fall_back(log_level)
 
 
@@ -219,6 +220,7 @@ def test_auto_tells_what_it_took_at_info() -> None:
 
 def native_on_hosts_of_their_own() -> None:
     os.environ["PYDIST_HOST_ID"] = f"host {os.environ['RANK']}"
+    os.environ["PYDIST_INTERFACE"] = "none0"  # so native can't join hosts
     pydist.init("native")
 
 

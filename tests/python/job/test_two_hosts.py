@@ -171,7 +171,8 @@ def run_job(
     environments: tuple[list[dict[str, str]], ...] = ([], [])
     for rank, host in enumerate(HOST_OF_RANK):
         place = {"RANK": str(rank), "WORLD_SIZE": str(len(HOST_OF_RANK)), "MASTER_ADDR": master}
-        given = {"HOW": how, **place, "MASTER_PORT": PORT, **variables[rank]}
+        given = {"HOW": how, "PYDIST_BACKEND": "gloo", **place, "MASTER_PORT": PORT}
+        given |= variables[rank]
         environments[host].append(given)
         (job_hosts.folder / str(rank)).unlink(missing_ok=True)
     job_hosts.run(environments, timeout=60)
