@@ -8,12 +8,14 @@
 #include <cerrno>
 #include <filesystem>
 #include <functional>
+#include <iterator>
 #include <set>
 #include <sstream>
 #include <system_error>
 #include <utility>
 
 #include "base/error.h"
+#include "communicator/native/remote_ranks.h"
 #include "health/journal.h"
 #include "memory/job_secret.h"
 #include "memory/memory_room.h"
@@ -178,11 +180,13 @@ void Endpoint::retire() noexcept {
   std::unique_ptr<PeerDeathMonitor> monitor;
   std::unique_ptr<SegmentServer> server;  // destroyed after the monitor, which watches it
   std::shared_ptr<TcpNode> network;
+  std::vector<std::shared_ptr<RemoteRanks>> still_serving;
   {
     const std::lock_guard lock(mutex_);
     monitor = std::move(monitor_);
     server = std::move(server_);
     network = network_;
+    still_serving.swap(still_serving_);
   }
   progress_->stop();
   monitor.reset();
@@ -404,6 +408,19 @@ std::shared_ptr<TcpNode> Endpoint::open_network(const std::optional<std::string>
     progress_->set_network(network_);
   }
   return network_;
+}
+
+void Endpoint::keep_serving(std::shared_ptr<RemoteRanks> remote) {
+  std::vector<std::shared_ptr<RemoteRanks>> over;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto first =
+        std::partition(still_serving_.begin(), still_serving_.end(),
+                       [](const std::shared_ptr<RemoteRanks>& each) { return each->is_needed(); });
+    over.assign(std::make_move_iterator(first), std::make_move_iterator(still_serving_.end()));
+    still_serving_.erase(first, still_serving_.end());
+    still_serving_.push_back(std::move(remote));
+  }
 }
 
 std::shared_ptr<TcpNode> Endpoint::network() {

@@ -89,6 +89,8 @@ struct Peer {
 };
 using PeerPtr = std::shared_ptr<Peer>;
 
+class RemoteRanks;
+
 class Endpoint {
  public:
   explicit Endpoint(const Environment& environment);
@@ -140,6 +142,10 @@ class Endpoint {
   [[nodiscard]] PeerPtr meet_over_network(const Card& card, const NodeCard& node_card,
                                           const Trust& trust);
 
+  // Keeps what a group that this process has let go of has to do for other ranks of its host, until
+  // these have let go of it, too.
+  void keep_serving(std::shared_ptr<RemoteRanks> remote);
+
   // Shows the peers that this process waits for rank `rank` of `group`, before it has met it there.
   // Not where it does not know it from another group.
   void show_awaited(const std::string& group, int rank, std::string_view host, int pid);
@@ -171,14 +177,15 @@ class Endpoint {
   std::shared_ptr<std::atomic<std::uint64_t>> deaths_;
   std::shared_ptr<ProgressThread> progress_;
   std::mutex mutex_;
-  std::unique_ptr<SegmentServer> server_;         // guarded by mutex_
-  std::shared_ptr<ProcessFrames> frames_;         // guarded by mutex_
-  std::shared_ptr<TcpNode> network_;              // guarded by mutex_
-  std::map<std::string, PeerPtr> peers_;          // by address; guarded by mutex_
-  std::optional<std::chrono::nanoseconds> spin_;  // guarded by mutex_
-  int uses_ = 0;                                  // guarded by mutex_
-  bool is_released_ = false;                      // guarded by mutex_
-  std::unique_ptr<PeerDeathMonitor> monitor_;     // guarded by mutex_; destroyed first
+  std::unique_ptr<SegmentServer> server_;                    // guarded by mutex_
+  std::shared_ptr<ProcessFrames> frames_;                    // guarded by mutex_
+  std::shared_ptr<TcpNode> network_;                         // guarded by mutex_
+  std::vector<std::shared_ptr<RemoteRanks>> still_serving_;  // guarded by mutex_
+  std::map<std::string, PeerPtr> peers_;                     // by address; guarded by mutex_
+  std::optional<std::chrono::nanoseconds> spin_;             // guarded by mutex_
+  int uses_ = 0;                                             // guarded by mutex_
+  bool is_released_ = false;                                 // guarded by mutex_
+  std::unique_ptr<PeerDeathMonitor> monitor_;                // guarded by mutex_; destroyed first
 };
 
 // What a group, or its meeting, has while it needs the endpoint's threads and socket.

@@ -133,8 +133,7 @@ void GroupHealth::leave() noexcept {
   wake_everybody();
   if (remote_) {
     log_errors_of([this] {
-      remote_->send_departure(static_cast<std::uint32_t>(own_departure()),
-                              segment_.control(rank_).farewell.load(std::memory_order_relaxed));
+      remote_->send_departure();
       remote_->release_buffers();
     });
   }

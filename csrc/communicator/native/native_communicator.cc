@@ -15,8 +15,8 @@
 #include "communicator/native/collective_queue.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/native/group_health.h"
-#include "communicator/native/group_meeting.h"
 #include "communicator/native/heap_allocation.h"
+#include "communicator/native/meeting/group_meeting.h"
 #include "communicator/native/message_queue.h"
 #include "communicator/open_communicators.h"
 #include "communicator/operation_call.h"
@@ -330,8 +330,8 @@ class NativeCommunicator final : public Communicator,
     } catch (const std::exception& error) {
       log_line(LogLevel::kError, join("shutdown of group '", name(), "': ", error.what()));
     }
-    if (remote_) {
-      remote_->stop();
+    if (remote_ && remote_->is_needed()) {
+      endpoint_->keep_serving(remote_);
     }
     at_work_.end();
     endpoint_use_.end();

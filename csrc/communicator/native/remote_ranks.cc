@@ -35,14 +35,14 @@ void raise_to(Counter& counter, std::uint64_t value) noexcept {
 }  // namespace
 
 RemoteRanks::RemoteRanks(int rank, const Placement& placement, std::uint64_t id, std::string token,
-                         std::shared_ptr<Endpoint> endpoint, GroupSegment segment, Lanes lanes,
+                         Endpoint& endpoint, GroupSegment segment, Lanes lanes,
                          std::vector<PeerPtr> peers)
     : rank_(rank),
       placement_(placement),
       id_(id),
       token_(std::move(token)),
-      endpoint_(std::move(endpoint)),
-      node_(endpoint_->network()),
+      progress_(endpoint.progress()),
+      node_(endpoint.network()),
       segment_(std::move(segment)),
       lanes_(std::move(lanes)),
       peers_(std::move(peers)),
@@ -50,11 +50,6 @@ RemoteRanks::RemoteRanks(int rank, const Placement& placement, std::uint64_t id,
       from_(peers_.size()),
       last_segments_(peers_.size()),
       has_transit_(peers_.size()) {
-  for (int host = 0; host < placement_.hosts(); ++host) {
-    if (host != placement_.host_of(rank)) {
-      counterparts_.push_back(placement_.counterpart(rank, host));
-    }
-  }
   for (std::vector<Arrivals>& of_set : arrivals_) {
     of_set.resize(peers_.size());
   }
@@ -86,10 +81,29 @@ FrameHeader RemoteRanks::header_for(FrameKind kind, int receiver) const noexcept
 }
 
 void RemoteRanks::send_to_hosts(FrameHeader header, std::span<const std::byte> payload) {
-  for (const int counterpart : counterparts_) {
-    header.receiver = counterpart;
-    link(counterpart)->send(header, payload);
+  for (int host = 0; host < placement_.hosts(); ++host) {
+    if (host != placement_.host_of(rank_)) {
+      send_to_host(host, header, payload);
+    }
   }
+}
+
+void RemoteRanks::send_to_host(int host, FrameHeader header, std::span<const std::byte> payload) {
+  header.receiver = placement_.counterpart(rank_, host);
+  if (link(header.receiver)->is_lost()) {
+    for (const int other : placement_.ranks_on(host)) {
+      header.receiver = link(other)->is_lost() ? header.receiver : other;
+    }
+  }
+  link(header.receiver)->send(header, payload);
+}
+
+bool RemoteRanks::is_needed() const noexcept {
+  const std::span<const int> ranks = placement_.ranks_on(placement_.host_of(rank_));
+  return std::any_of(ranks.begin(), ranks.end(), [this](int rank) {
+    return rank != rank_ && segment_.control(rank).has_left.load(std::memory_order_acquire) == 0 &&
+           !peers_[static_cast<std::size_t>(rank)]->is_dead.load(std::memory_order_acquire);
+  });
 }
 
 void RemoteRanks::send_eager(std::uint64_t round, std::size_t bytes) {
@@ -145,7 +159,7 @@ ReceiveChannel& RemoteRanks::from(int rank) {
       FrameHeader header = header_for(FrameKind::kReleased, rank);
       header.lanes = static_cast<std::uint8_t>(LaneSet::kCollectives);
       channel =
-          std::make_unique<RemoteReceiveChannel>(memory, header, link(rank), endpoint_->doorbell());
+          std::make_unique<RemoteReceiveChannel>(memory, header, link(rank), progress_->doorbell());
     } else {
       channel = std::make_unique<ShmReceiveChannel>(
           memory, rank, *peers_[static_cast<std::size_t>(rank)]->doorbell);
@@ -163,7 +177,7 @@ std::unique_ptr<SendChannel> RemoteRanks::make_sender(int peer) {
 std::unique_ptr<ReceiveChannel> RemoteRanks::make_receiver(int peer) {
   return std::make_unique<RemoteReceiveChannel>(lanes_.messages.channel(peer, rank_),
                                                 header_for(FrameKind::kReleased, peer), link(peer),
-                                                endpoint_->doorbell());
+                                                progress_->doorbell());
 }
 
 void RemoteRanks::send_announcement(int peer, std::uint64_t number,
@@ -191,11 +205,13 @@ void RemoteRanks::send_failure(const ErrorDescription& error) {
   send_to_hosts(header_for(FrameKind::kFailure, 0), std::as_bytes(std::span(text)));
 }
 
-void RemoteRanks::send_departure(std::uint32_t departure, std::uint64_t farewell) {
-  FrameHeader header = header_for(FrameKind::kDeparture, 0);
-  header.number = departure;
-  header.extra = farewell;
-  send_to_hosts(header, {});
+void RemoteRanks::send_departure() {
+  has_departed_.store(true);
+  for (int host = 0; host < placement_.hosts(); ++host) {
+    if (host != placement_.host_of(rank_)) {
+      send_departure_to(host);
+    }
+  }
   for (int rank = 0; rank < placement_.size(); ++rank) {
     if (link(rank) && link(rank)->is_up()) {
       FrameHeader last = header_for(FrameKind::kLastSegment, rank);
@@ -203,6 +219,14 @@ void RemoteRanks::send_departure(std::uint32_t departure, std::uint64_t farewell
       link(rank)->send(last);
     }
   }
+}
+
+void RemoteRanks::send_departure_to(int host) {
+  const RankControl& control = segment_.control(rank_);
+  FrameHeader header = header_for(FrameKind::kDeparture, 0);
+  header.number = control.has_left.load(std::memory_order_relaxed);
+  header.extra = control.farewell.load(std::memory_order_relaxed);
+  send_to_host(host, header, {});
 }
 
 std::uint64_t RemoteRanks::segments(int sender, int receiver) const noexcept {
@@ -230,9 +254,9 @@ void RemoteRanks::refresh_pages() {
   for (int rank = 0; rank < placement_.size(); ++rank) {
     if (link(rank)) {
       // A rank that this one is not connected to is asked for where this one has a connection.
-      const int counterpart = placement_.counterpart(rank_, placement_.host_of(rank));
-      FrameHeader header = header_for(FrameKind::kPageRequest, rank);
-      link(counterpart)->send(header);
+      FrameHeader header = header_for(FrameKind::kPageRequest, 0);
+      header.number = static_cast<std::uint64_t>(rank);
+      send_to_host(placement_.host_of(rank), header, {});
     }
   }
 }
@@ -307,8 +331,8 @@ std::byte* RemoteRanks::place(const FrameHeader& header, std::uint64_t sender) {
       require(header.bytes <= sizeof(FailureRecord) * 2, header);
       return nullptr;
     case FrameKind::kPageRequest:
-      require(header.receiver >= 0 && header.receiver < placement_.size() &&
-                  !link(header.receiver) && header.bytes == 0,
+      require(header.number < peers_.size() && !link(static_cast<int>(header.number)) &&
+                  header.bytes == 0,
               header);
       return nullptr;
     case FrameKind::kPage:
@@ -336,13 +360,13 @@ void RemoteRanks::take(const FrameHeader& header, const std::byte* payload, std:
     case FrameKind::kReleased:
       raise_to(*lanes(static_cast<LaneSet>(header.lanes)).channel(rank_, header.sender).released,
                header.number);
-      endpoint_->doorbell().ring();
+      progress_->doorbell().ring();
       return;
     case FrameKind::kAnnounced:
     case FrameKind::kHeard:
     case FrameKind::kGranted:
       take_message_news(header, payload);
-      endpoint_->doorbell().ring();
+      progress_->doorbell().ring();
       return;
     case FrameKind::kDeparture: {
       RankControl& control = segment_.control(header.sender);
@@ -354,7 +378,7 @@ void RemoteRanks::take(const FrameHeader& header, const std::byte* payload, std:
     case FrameKind::kLastSegment:
       last_segments_[static_cast<std::size_t>(header.sender)].store(header.number + 1,
                                                                     std::memory_order_release);
-      endpoint_->doorbell().ring();
+      progress_->doorbell().ring();
       return;
     case FrameKind::kFailure: {
       const std::string text(reinterpret_cast<const char*>(payload), header.bytes);
@@ -403,7 +427,7 @@ void RemoteRanks::take_segment(const FrameHeader& header) {
     ++arrived;
   }
   lane.sent->store(arrived, std::memory_order_release);
-  endpoint_->doorbell().ring();
+  progress_->doorbell().ring();
 }
 
 void RemoteRanks::take_message_news(const FrameHeader& header, const std::byte* payload) {
@@ -430,10 +454,9 @@ void RemoteRanks::take_message_news(const FrameHeader& header, const std::byte* 
 }
 
 void RemoteRanks::send_page(const FrameHeader& request, std::uint64_t sender) {
-  const std::vector<std::byte> copy =
-      copy_of_page(*peers_[static_cast<std::size_t>(request.receiver)]->page);
+  const std::vector<std::byte> copy = copy_of_page(*peers_[request.number]->page);
   FrameHeader header = header_for(FrameKind::kPage, request.sender);
-  header.sender = request.receiver;
+  header.sender = static_cast<int>(request.number);
   header.number = static_cast<std::uint64_t>(monotonic_ns());
   const auto asker = std::find_if(peers_.begin(), peers_.end(), [sender](const PeerPtr& peer) {
     return peer->link && peer->link->number() == sender;
@@ -459,6 +482,21 @@ void RemoteRanks::lose(std::uint64_t sender) {
     }
   }
   ring_host();
+  // It may have been the one by which its host was to hear of this rank.
+  for (int host = 0; host < placement_.hosts(); ++host) {
+    const LinkPtr& its = link(placement_.counterpart(rank_, host));
+    if (!its || its->number() != sender) {
+      continue;
+    }
+    if (segment_.failure().is_set()) {
+      const ErrorDescription error = describe(segment_.failure().error());
+      const std::string text = ToldError{rank_, error}.to_text();
+      send_to_host(host, header_for(FrameKind::kFailure, 0), std::as_bytes(std::span(text)));
+    }
+    if (has_departed_.load()) {
+      send_departure_to(host);
+    }
+  }
 }
 
 void RemoteRanks::ring_host() const noexcept {

@@ -8,6 +8,9 @@
 // others. So hosts that have as many ranks as each other share the work evenly. What is for one
 // rank alone (segments, messages) goes to that one.
 //
+// A rank that has let go of the group goes on to do so for the ranks of its host that have not,
+// until its process ends; then another one takes its place.
+//
 // Thread safe, but for the channels and what is sent, which are for whoever drives the group's
 // operations, as in Group.
 
@@ -46,14 +49,15 @@ class RemoteRanks final : public Announcer,
   // `id`: of the group, the same on every rank and unlike any other's. `token`: by which the ranks
   // of the group may connect, until it ends.
   RemoteRanks(int rank, const Placement& placement, std::uint64_t id, std::string token,
-              std::shared_ptr<Endpoint> endpoint, GroupSegment segment, Lanes lanes,
-              std::vector<PeerPtr> peers);
+              Endpoint& endpoint, GroupSegment segment, Lanes lanes, std::vector<PeerPtr> peers);
   ~RemoteRanks() override { stop(); }
 
   [[nodiscard]] const Placement& placement() const noexcept { return placement_; }
 
   // From now on nothing comes in. Idempotent.
   void stop() noexcept;
+  // Whether another rank of this host may still need what comes in here.
+  [[nodiscard]] bool is_needed() const noexcept;
   // The buffers of operations under way may go: what has not been sent of them is not needed.
   void release_buffers();
 
@@ -77,7 +81,8 @@ class RemoteRanks final : public Announcer,
 
   // -- news of the group ------------------------------------------------------------------------
   void send_failure(const ErrorDescription& error);
-  void send_departure(std::uint32_t departure, std::uint64_t farewell);
+  // What control(rank) says of this rank's departure.
+  void send_departure();
   // Whether something may still come from a rank that has told this host that it leaves: what it
   // has sent to this rank takes another way, and may take longer.
   [[nodiscard]] bool may_send_more(int rank) const noexcept;
@@ -111,6 +116,8 @@ class RemoteRanks final : public Announcer,
   void require_sender(const FrameHeader& header, std::uint64_t sender) const;
   void require(bool makes_sense, const FrameHeader& header) const;
   void send_to_hosts(FrameHeader header, std::span<const std::byte> payload);
+  void send_to_host(int host, FrameHeader header, std::span<const std::byte> payload);
+  void send_departure_to(int host);
 
   void take_post(const FrameHeader& header, const std::byte* payload);
   void take_segment(const FrameHeader& header);
@@ -125,12 +132,11 @@ class RemoteRanks final : public Announcer,
   const Placement placement_;
   const std::uint64_t id_;
   const std::string token_;
-  const std::shared_ptr<Endpoint> endpoint_;
+  const std::shared_ptr<ProgressThread> progress_;  // has this process's doorbell
   const std::shared_ptr<TcpNode> node_;
   const GroupSegment segment_;
   Lanes lanes_;
   const std::vector<PeerPtr> peers_;              // by rank
-  std::vector<int> counterparts_;                 // on the other hosts
   std::vector<std::byte> post_;                   // as it travels
   std::vector<std::unique_ptr<SendChannel>> to_;  // by rank
   std::vector<std::unique_ptr<ReceiveChannel>> from_;
@@ -138,6 +144,7 @@ class RemoteRanks final : public Announcer,
   std::vector<std::atomic<std::uint64_t>> last_segments_;  // by rank, plus one; 0: not told
   std::vector<bool> has_transit_;                          // of ranks on other hosts; the server's
   std::atomic<std::int64_t> next_refresh_ns_{0};
+  std::atomic<bool> has_departed_{false};
   std::atomic<bool> has_stopped_{false};
 };
 

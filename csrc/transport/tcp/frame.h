@@ -35,7 +35,7 @@ enum class FrameKind : std::uint8_t {
   kFailure,      // payload: the group's error
   kDeparture,    // for a host. number: how the rank leaves; extra: its farewell
   kLastSegment,  // number: how many segments the rank has sent to this one before it left
-  kPageRequest,  // receiver: the rank whose page is asked for
+  kPageRequest,  // number: the rank whose page is asked for
   kPage,         // sender: whose page it is; number: the monotonic clock of its host; payload: it
   kLast = kPage,
 };

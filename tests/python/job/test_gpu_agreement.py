@@ -365,7 +365,7 @@ def test_jobs_of_two_ranks() -> None:
     for told in (first, second):
         assert told["own, one seen"]["backend"] == "nccl"
         assert told["own, one seen"]["device"] == "cuda:0"
-        assert told["two hosts"]["joined"] == [(0, "gloo")] * 2
+        assert told["two hosts"]["joined"] == [(0, "native")] * 2
     shared = first["shared"]
     assert (shared["backend"], shared["joined"]) == ("native", [])
     assert shared["reason"].endswith("; not nccl: ranks 0, 1 share GPU 0 (GPU-x)")

@@ -28,7 +28,7 @@
 #include "collectives/shared_memory/shared_memory.h"
 #include "communicator/native/endpoint.h"
 #include "communicator/native/group_health.h"
-#include "communicator/native/introduction.h"
+#include "communicator/native/meeting/introduction.h"
 #include "communicator/operation.h"
 #include "communicator/operation_call.h"
 #include "health/page_reader.h"

@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "communicator/native/introduction.h"
+#include "communicator/native/meeting/introduction.h"
 #include "communicator/native/native_communicator.h"
 #include "memory/file_descriptor.h"
 #include "rank_processes.h"

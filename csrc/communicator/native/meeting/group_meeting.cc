@@ -1,4 +1,4 @@
-#include "communicator/native/group_meeting.h"
+#include "communicator/native/meeting/group_meeting.h"
 
 #include <unistd.h>
 
@@ -6,13 +6,15 @@
 #include <exception>
 #include <optional>
 #include <string_view>
-#include <thread>
 #include <utility>
 
 #include "base/error.h"
 #include "base/interruption.h"
 #include "base/log.h"
-#include "communicator/native/introduction.h"
+#include "communicator/native/meeting/first_connections.h"
+#include "communicator/native/meeting/group_memory.h"
+#include "communicator/native/meeting/introduction.h"
+#include "communicator/native/meeting/meeting_secret.h"
 #include "health/known_processes.h"
 #include "health/long_wait.h"
 #include "memory/memory_room.h"
@@ -24,14 +26,6 @@
 namespace pydist {
 namespace {
 
-// The shared memory of a group.
-struct Segments {
-  SharedSegment group;
-  SharedSegment messages;
-  SharedSegment collectives;  // lanes; none on one host
-  SharedFile heap;
-};
-
 std::string topic_of(const std::string& name) { return "pydist/" + name; }
 std::string introduction_topic(const std::string& name) { return topic_of(name) + "/introduction"; }
 
@@ -42,11 +36,6 @@ std::string words_of(const std::string& what) {
 
 // How often a rank that waits for another one to answer looks whether anybody has failed.
 constexpr std::chrono::milliseconds kNewsInterval{50};
-
-// How long the connections between hosts may take, once all ranks are there, and how often it is
-// looked whether they are.
-constexpr std::chrono::seconds kConnectPatience{20};
-constexpr std::chrono::milliseconds kConnectLook{1};
 
 // Of a group, for frames: its token is 128 random bits in hexadecimal.
 std::uint64_t number_of(const std::string& token) {
@@ -68,7 +57,8 @@ class Meeting {
         topic_(topic_of(options.name)),
         chunk_bytes_(round_up(options.environment.chunk_bytes, page_bytes())),
         deadline_(Deadline::in(options.environment.timeout)),
-        placement_(size) {
+        placement_(size),
+        secret_(options.secret, options.environment.job_secret) {
     PYDIST_CHECK(processes_.size() == static_cast<std::size_t>(size));
     KnownProcess& own = processes_[static_cast<std::size_t>(rank)];
     own.host = host_name();
@@ -85,10 +75,10 @@ class Meeting {
       meet();
       membership_.endpoint->limit_spin(spin_time(options_.environment, on_this_host()));
     }
-    membership_.group_segment = group_segment();
-    membership_.message_segment = message_lanes();
+    membership_.group_segment = memory_.group();
+    membership_.message_segment = memory_.messages();
     membership_.placement = placement_;
-    membership_.heap_file = std::move(segments_.heap);
+    membership_.heap_file = memory_.heap();
     return std::move(membership_);
   }
 
@@ -129,7 +119,7 @@ class Meeting {
       const std::exception_ptr error = std::current_exception();
       // What has come to its end (descriptors, say) may be needed to tell the others.
       offers.clear();
-      segments_ = Segments();
+      memory_ = no_memory();
       membership_.remote.reset();
       tell(error);
       if (interruption_ != nullptr) {
@@ -293,8 +283,8 @@ class Meeting {
   void stay_alone() {
     use_endpoint();
     Endpoint& endpoint = *membership_.endpoint;
-    create_segments();
-    reserve_own();
+    memory_.create();
+    memory_.reserve(rank_, placement_);
     auto self = std::make_shared<Peer>();
     self->host = host_name();
     self->pid = self->local_pid = ::getpid();
@@ -310,28 +300,19 @@ class Meeting {
     Introduction mine;
     mine.card.host_name = host_name();
     mine.card.pid = ::getpid();
-    mine.settings = settings_text(options_.environment);
-    if (!options_.secret && options_.environment.job_secret) {
-      // So that ranks with different ones learn it here, and not at the deadline.
-      mine.settings += " PYDIST_JOB_SECRET=#" +
-                       JobSecret(*options_.environment.job_secret).sign("whether it is the same");
-    }
+    mine.settings = settings_text(options_.environment) + secret_.setting();
     try {
       use_endpoint();
       if (rank_ == 0) {
         mine.token = random_token();
-        create_segments();
-        if (!options_.secret && !options_.environment.job_secret) {
-          made_secret_ = JobSecret::random();
-          secret_file_.emplace(mine.token, *made_secret_);
-          mine.secret_folder = secret_file_->folder();
-        }
+        memory_.create();
+        mine.secret_folder = secret_.make(mine.token);
       }
       mine.card = membership_.endpoint->card();
     } catch (const std::exception& error) {
       mine.complaint = words_of(error.what());
-      segments_ = Segments();
-      secret_file_.reset();
+      memory_ = no_memory();
+      secret_.forget();
     }
     std::vector<std::string> identities;
     for (const std::string& text : hear_all(introduction_topic(options_.name), mine.to_text())) {
@@ -369,26 +350,30 @@ class Meeting {
     } catch (const std::exception& error) {
       mine.complaint = words_of(error.what());
     }
-    if (made_secret_) {
-      mine.secret = made_secret_->key();
+    mine.secret = secret_.to_tell();
+    if (!mine.secret.empty()) {
       log_line(LogLevel::kWarning,
                "The ranks are on several hosts and PYDIST_JOB_SECRET is not set, so they share a "
                "secret through the job's store, where everybody who reaches it can read it.");
     }
     for (const std::string& text : hear_all(topic_ + "/network", mine.to_text())) {
-      network_.push_back(NetworkIntroduction::from_text(text));
-    }
-    for (std::size_t rank = 0; rank < network_.size(); ++rank) {
-      if (const std::string& complaint = network_[rank].complaint; !complaint.empty()) {
-        const KnownProcess& its = processes_[rank];
+      NetworkIntroduction each = NetworkIntroduction::from_text(text);
+      if (const std::string& complaint = each.complaint; !complaint.empty()) {
+        const KnownProcess& its = processes_[node_cards_.size()];
         throw TransportError(join(its.who(),
                                   " can't be reached by other hosts, so it can't take "
                                   "part in group '",
                                   options_.name, "': ", complaint, on_numbers(processes_)),
                              its.blame(complaint));
       }
+      if (!each.secret.empty() && node_cards_.empty()) {
+        secret_.hear(each.secret);
+      }
+      node_cards_.push_back(std::move(each.card));
     }
   }
+
+  [[nodiscard]] GroupMemory no_memory() const { return {size_, chunk_bytes_}; }
 
   // -- by host ----------------------------------------------------------------------------------
   [[nodiscard]] int own_host() const { return placement_.host_of(rank_); }
@@ -400,55 +385,41 @@ class Meeting {
     }
     return those;
   }
-  [[nodiscard]] GroupSegment group_segment() const {
-    return {segments_.group, size_, chunk_bytes_};
-  }
-  [[nodiscard]] LaneSegment message_lanes() const { return {segments_.messages, size_}; }
-  [[nodiscard]] LaneSegment collective_lanes() const {
-    return {segments_.collectives, size_, kCollectiveLanes};
-  }
-
-  [[nodiscard]] JobSecret secret() const {
-    if (options_.secret) {
-      return *options_.secret;
-    }
-    if (options_.environment.job_secret) {
-      return JobSecret(*options_.environment.job_secret);
-    }
-    if (!network_.empty() && !network_[0].secret.empty()) {
-      return JobSecret(network_[0].secret);
-    }
-    const Introduction& first = introductions_[0];
-    return made_secret_ ? *made_secret_ : read_secret(first.secret_folder, first.token);
-  }
-
   // Gets what the group is made of, and backs this rank's part of it with memory.
   void share(std::vector<SegmentOffer>& offers) {
     Endpoint& endpoint = *membership_.endpoint;
-    const std::string& token = introductions_[0].token;
-    const Trust trust{token, secret().derive(token)};
+    const Introduction& first = introductions_[0];
+    const std::string& token = first.token;
+    const Trust trust{token, secret_.get(first.secret_folder, token).derive(token)};
     membership_.secret = std::make_shared<const JobSecret>(trust.secret.derive("splits"));
     offers = endpoint.receive(trust);
-    const auto offer = [&](const char* name, int fd) {
-      offers.emplace_back(endpoint.server(), token + name, fd, trust.secret);
-    };
-    const bool spans = placement_.spans_hosts();
-    if (spans) {
+    const bool spans_hosts = placement_.spans_hosts();
+    if (spans_hosts) {
       endpoint.network()->expect(token, trust.secret);
     }
     if (rank_ == leader()) {
       if (rank_ != 0) {
-        create_segments();
+        memory_.create();
       }
-      offer("/group", segments_.group.fd());
-      offer("/messages", segments_.messages.fd());
-      offer("/heap", segments_.heap.fd());
-      if (spans) {
-        segments_.collectives =
-            SharedSegment::create("collectives", LaneSegment::bytes(size_, kCollectiveLanes));
-        offer("/collectives", segments_.collectives.fd());
+      if (spans_hosts) {
+        memory_.create_lanes_between_hosts();
+      }
+      for (SegmentOffer& offer : memory_.offer(endpoint.server(), token, trust.secret)) {
+        offers.push_back(std::move(offer));
       }
     }
+    meet_peers(trust);
+    if (rank_ != leader()) {
+      fetch_memory(trust);
+    }
+    memory_.reserve(rank_, placement_);
+    if (spans_hosts) {
+      join_hosts(token);
+    }
+  }
+
+  void meet_peers(const Trust& trust) {
+    Endpoint& endpoint = *membership_.endpoint;
     for (int peer = 0; peer < size_; ++peer) {
       const auto place = static_cast<std::size_t>(peer);
       const Card& card = introductions_[place].card;
@@ -457,86 +428,32 @@ class Meeting {
         membership_.peers.push_back(
             placement_.share_host(peer, rank_)
                 ? endpoint.meet(card, trust, deadline_, [this, peer] { check_hope(peer); })
-                : endpoint.meet_over_network(card, network_[place].card, trust));
+                : endpoint.meet_over_network(card, node_cards_[place], trust));
       });
       processes_[place].local_pid = membership_.peers.back()->local_pid;
     }
+  }
+
+  void fetch_memory(const Trust& trust) {
     const int first = leader();
-    const auto fetch = [&](const char* name) {
+    const Card& card = introductions_[static_cast<std::size_t>(first)].card;
+    memory_.fetch(placement_.spans_hosts(), [&](const char* name) {
       return with(first, [&] {
-        const Card& card = introductions_[static_cast<std::size_t>(first)].card;
         return std::move(
-            fetch_segment(card.address, token + name, trust.secret, deadline_, [this, first] {
+            fetch_segment(card.address, trust.token + name, trust.secret, deadline_, [this, first] {
               check_hope(first);
             }).fd);
       });
-    };
-    if (rank_ != first) {
-      segments_.group = SharedSegment::map(
-          fetch("/group"), round_up(GroupSegment::bytes(size_, chunk_bytes_), page_bytes()));
-      segments_.messages =
-          SharedSegment::map(fetch("/messages"), round_up(LaneSegment::bytes(size_), page_bytes()));
-      if (spans) {
-        segments_.collectives =
-            SharedSegment::map(fetch("/collectives"),
-                               round_up(LaneSegment::bytes(size_, kCollectiveLanes), page_bytes()));
-      }
-      segments_.heap = SharedFile(fetch("/heap"));
-    }
-    reserve_own();
-    if (spans) {
-      membership_.remote = std::make_shared<RemoteRanks>(
-          rank_, placement_, number_of(token), token, membership_.endpoint, group_segment(),
-          RemoteRanks::Lanes{message_lanes(), collective_lanes()}, membership_.peers);
-      connect_hosts(*endpoint.network());
-    }
+    });
   }
 
-  // Connects to those that this rank needs first, on each other host: its counterpart, and those
-  // whose counterpart it is. That it works is the proof that they can reach each other.
-  void connect_hosts(TcpNode& node) {
-    std::vector<int> needed;
-    for (int peer = 0; peer < size_; ++peer) {
-      if (!placement_.share_host(peer, rank_) &&
-          (placement_.counterpart(rank_, placement_.host_of(peer)) == peer ||
-           placement_.counterpart(peer, own_host()) == rank_)) {
-        needed.push_back(peer);
-      }
-    }
-    const Deadline patience = deadline_.earlier_of(Deadline::in(kConnectPatience));
-    const std::string& own_name = node.card().name;
-    for (const int peer : needed) {
-      const Link& link = *membership_.peers[static_cast<std::size_t>(peer)]->link;
-      if (own_name < link.peer()) {
-        node.connect(link, patience);
-      }
-    }
-    for (const int peer : needed) {
-      const Link& link = *membership_.peers[static_cast<std::size_t>(peer)]->link;
-      while (!link.is_up()) {
-        check_hope(peer);
-        if (patience.has_passed()) {
-          throw_unreachable(node, peer);
-        }
-        node.poll(/*stays=*/false);
-        std::this_thread::sleep_for(kConnectLook);
-      }
-    }
-  }
-
-  [[noreturn]] void throw_unreachable(TcpNode& node, int peer) {
-    const Link& link = *membership_.peers[static_cast<std::size_t>(peer)]->link;
-    std::string why = node.hindrance(link);
-    if (why.empty()) {
-      why = join("no connection came from ",
-                 network_[static_cast<std::size_t>(peer)].card.addresses[0]);
-    }
-    const std::string cause = join("can't be connected with ", process(rank_).who(), ": ", why);
-    throw TransportError(join(process(peer).who(), " ", cause,
-                              ". Name the interface that hosts reach each other by "
-                              "(PYDIST_INTERFACE), and open a range of ports between them "
-                              "(PYDIST_PORTS); PYDIST_BACKEND=gloo does without."),
-                         process(peer).blame(cause));
+  void join_hosts(const std::string& token) {
+    membership_.remote = std::make_shared<RemoteRanks>(
+        rank_, placement_, number_of(token), token, *membership_.endpoint, memory_.group(),
+        RemoteRanks::Lanes{memory_.messages(), memory_.collectives()}, membership_.peers);
+    FirstConnections connections(*membership_.endpoint->network(), rank_, placement_,
+                                 membership_.peers, deadline_);
+    connections.wait([this](int peer) { check_hope(peer); }, processes_, node_cards_);
   }
 
   // What does not know the ranks, and deals with one.
@@ -560,30 +477,6 @@ class Meeting {
     }
   }
 
-  void create_segments() {
-    segments_.group = SharedSegment::create("group", GroupSegment::bytes(size_, chunk_bytes_));
-    segments_.messages = SharedSegment::create("messages", LaneSegment::bytes(size_));
-    segments_.heap = SharedFile::create("heap");
-  }
-
-  // This rank's part; the leader also takes those of the ranks on other hosts.
-  void reserve_own() {
-    const GroupSegment group = group_segment();
-    if (rank_ == leader()) {
-      group.reserve_failure();
-    }
-    for (int rank = 0; rank < size_; ++rank) {
-      const bool is_remote = !placement_.share_host(rank, rank_);
-      if (rank == rank_ || (is_remote && rank_ == leader())) {
-        group.reserve_control(rank);
-        message_lanes().reserve_counters(rank);
-        if (placement_.spans_hosts()) {
-          collective_lanes().reserve_counters(rank);
-        }
-      }
-    }
-  }
-
   KeyValueStore& store_;
   const int rank_;
   const int size_;
@@ -593,14 +486,13 @@ class Meeting {
   const std::size_t chunk_bytes_;
   const Deadline deadline_;
   NativeMembership membership_;
-  Segments segments_;
+  GroupMemory memory_ = no_memory();
   std::vector<Introduction> introductions_;
   Placement placement_;
-  std::vector<NetworkIntroduction> network_;  // by rank; empty on one host
-  std::optional<JobSecret> made_secret_;      // rank 0's, where nobody gave one
-  std::optional<SecretFile> secret_file_;     // until everybody has read it, or nobody will
-  std::exception_ptr interruption_;           // by the user, amid the meeting
-  std::exception_ptr failure_;                // of all ranks, once it is settled
+  std::vector<NodeCard> node_cards_;  // by rank; empty on one host
+  MeetingSecret secret_;
+  std::exception_ptr interruption_;  // by the user, amid the meeting
+  std::exception_ptr failure_;       // of all ranks, once it is settled
   Deadline next_look_ = Deadline::in(kNewsInterval);
   LongWait long_wait_;
 };

@@ -1,4 +1,4 @@
-#include "communicator/native/introduction.h"
+#include "communicator/native/meeting/introduction.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -1,0 +1,69 @@
+#include "communicator/native/meeting/group_memory.h"
+
+#include <utility>
+
+namespace pydist {
+namespace {
+
+constexpr const char* kGroup = "/group";
+constexpr const char* kMessages = "/messages";
+constexpr const char* kCollectives = "/collectives";
+constexpr const char* kHeap = "/heap";
+
+}  // namespace
+
+void GroupMemory::create() {
+  group_ = SharedSegment::create("group", GroupSegment::bytes(size_, chunk_bytes_));
+  messages_ = SharedSegment::create("messages", LaneSegment::bytes(size_));
+  heap_ = SharedFile::create("heap");
+}
+
+void GroupMemory::create_lanes_between_hosts() {
+  collectives_ = SharedSegment::create("collectives", LaneSegment::bytes(size_, kCollectiveLanes));
+}
+
+std::vector<SegmentOffer> GroupMemory::offer(SegmentServer& server, const std::string& token,
+                                             const JobSecret& secret) const {
+  std::vector<SegmentOffer> offers;
+  const auto add = [&](const char* name, int fd) {
+    offers.emplace_back(server, token + name, fd, secret);
+  };
+  add(kGroup, group_.fd());
+  add(kMessages, messages_.fd());
+  add(kHeap, heap_.fd());
+  if (collectives_.data() != nullptr) {
+    add(kCollectives, collectives_.fd());
+  }
+  return offers;
+}
+
+void GroupMemory::fetch(bool has_lanes_between_hosts,
+                        const std::function<FileDescriptor(const char* name)>& fetch) {
+  group_ = SharedSegment::map(fetch(kGroup),
+                              round_up(GroupSegment::bytes(size_, chunk_bytes_), page_bytes()));
+  messages_ =
+      SharedSegment::map(fetch(kMessages), round_up(LaneSegment::bytes(size_), page_bytes()));
+  if (has_lanes_between_hosts) {
+    collectives_ = SharedSegment::map(
+        fetch(kCollectives), round_up(LaneSegment::bytes(size_, kCollectiveLanes), page_bytes()));
+  }
+  heap_ = SharedFile(fetch(kHeap));
+}
+
+void GroupMemory::reserve(int rank, const Placement& placement) const {
+  const bool is_leader = rank == placement.leader_of(placement.host_of(rank));
+  if (is_leader) {
+    group().reserve_failure();
+  }
+  for (int each = 0; each < size_; ++each) {
+    if (each == rank || (is_leader && !placement.share_host(each, rank))) {
+      group().reserve_control(each);
+      messages().reserve_counters(each);
+      if (placement.spans_hosts()) {
+        collectives().reserve_counters(each);
+      }
+    }
+  }
+}
+
+}  // namespace pydist

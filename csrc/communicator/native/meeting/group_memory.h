@@ -1,0 +1,53 @@
+// The memory that the ranks of a group share on one host, as it is made: by the lowest rank of the
+// host, from whom the others fetch it. A value that shares what it holds.
+
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "collectives/group_segment.h"
+#include "memory/segment_exchange.h"
+#include "memory/shared_segment.h"
+#include "topology/placement.h"
+#include "transport/lane_segment.h"
+
+namespace pydist {
+
+class GroupMemory {
+ public:
+  // None yet. `size` and `chunk_bytes` are the group's.
+  GroupMemory(int size, std::size_t chunk_bytes) noexcept
+      : size_(size), chunk_bytes_(chunk_bytes) {}
+
+  // New memory. Throws TransportError.
+  void create();
+  // The same for lanes between hosts, which only a group that spans hosts has.
+  void create_lanes_between_hosts();
+
+  // Lets the other ranks of the host fetch it, as long as the offers live.
+  [[nodiscard]] std::vector<SegmentOffer> offer(SegmentServer& server, const std::string& token,
+                                                const JobSecret& secret) const;
+  // Gets what another rank offers; `fetch` gets one segment by its name.
+  void fetch(bool has_lanes_between_hosts,
+             const std::function<FileDescriptor(const char* name)>& fetch);
+  // Backs a rank's part. The lowest rank of a host also takes those of the ranks on other hosts.
+  void reserve(int rank, const Placement& placement) const;
+
+  [[nodiscard]] GroupSegment group() const { return {group_, size_, chunk_bytes_}; }
+  [[nodiscard]] LaneSegment messages() const { return {messages_, size_}; }
+  [[nodiscard]] LaneSegment collectives() const { return {collectives_, size_, kCollectiveLanes}; }
+  [[nodiscard]] SharedFile heap() const { return heap_; }
+
+ private:
+  int size_;
+  std::size_t chunk_bytes_;
+  SharedSegment group_;
+  SharedSegment messages_;
+  SharedSegment collectives_;  // none on one host
+  SharedFile heap_;
+};
+
+}  // namespace pydist
