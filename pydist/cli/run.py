@@ -1,8 +1,8 @@
 """`pydist run`: torch's elastic launcher, under a shorter name.
 
-Every flag of torchrun is torchrun's own. Ours are `--gpus` and `--on-failure`, and two habits: `-n`
-for `--nproc-per-node`, and `--standalone` unless the flags (or their PET_* variables) describe a
-job of several hosts or a meeting place.
+Every flag of torchrun is torchrun's own. Ours are `--gpus` and `--on-failure`, `-H` and what goes
+with it (run_on_hosts.py), and two habits: `-n` for `--nproc-per-node`, and `--standalone` unless
+the flags (or their PET_* variables) describe a job of several hosts or a meeting place.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from pydist.cli.end_with_launcher import signals_to_handle, tie
+from pydist.cli.host_flags import add_host_flags
 from pydist.errors import Error
 from pydist.gpu.selection import choose_gpus, from_command_line, gpu_variables, process_count
 
@@ -50,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what becomes of the other ranks when one has failed: stop ends them (or starts all "
         "again, with --max-restarts), continue lets them go on (pydist.reform), on one host",
     )
+    add_host_flags(parser)
     # To tell who said so, or nobody; torchrun's own default is its variable's value, or 1.
     parser.set_defaults(nproc_per_node=None)
     if "PET_SIGNALS_TO_HANDLE" not in os.environ:
@@ -75,6 +77,16 @@ def _describes_a_meeting(options: argparse.Namespace) -> bool:
         or options.node_rank != 0
         or options.master_addr != "127.0.0.1"
         or options.master_port is not None
+    )
+
+
+def _describes_hosts(options: argparse.Namespace) -> bool:
+    return bool(
+        options.standalone
+        or options.nnodes not in ("1", "1:1")
+        or options.rdzv_backend != "static"
+        or options.rdzv_endpoint
+        or options.node_rank != 0
     )
 
 
@@ -141,8 +153,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs a script on several processes.
 
     Args:
-        arguments: torchrun's flags, `-n N` or `--gpus GPUS`; then the script, then the script's own
-            arguments.
+        arguments: torchrun's flags, `-n N`, `--gpus GPUS`, or `-np N -H HOSTS`; then the script,
+            then the script's own arguments.
 
     Returns:
         0 when all processes ended well, 1 when one failed, 2 for bad usage.
@@ -151,6 +163,38 @@ def main(arguments: Sequence[str]) -> int:
     sys.path.insert(0, os.getcwd())
     try:
         options = _parser().parse_args(list(arguments))
+        if options.hosts is not None or options.hostfile is not None:
+            if _describes_hosts(options):
+                raise _UsageError(
+                    "-H and --hostfile say which hosts there are and in which order: leave out "
+                    "--standalone, --nnodes, --node-rank and --rdzv-*"
+                )
+            if options.on_failure == "continue":
+                raise _UsageError("--on-failure=continue is for ranks of one host: leave out -H")
+            from pydist.cli.run_on_hosts import run_on_hosts  # not at import: few need it
+
+            return run_on_hosts(options)
+        if options.processes is not None:
+            if options.nproc_per_node is not None:
+                raise _UsageError("-np and -n say the same here: give one of them")
+            options.nproc_per_node = str(options.processes)
+    except (_UsageError, Error) as error:
+        print(f"pydist run: {error}", file=sys.stderr)
+        return 2
+    return run_here(options)
+
+
+def run_here(options: argparse.Namespace) -> int:
+    """Runs a script on several processes of this host.
+
+    Args:
+        options: torchrun's and ours, parsed; they may describe a job of several hosts, of which
+            this is one.
+
+    Returns:
+        0 when all processes ended well, 1 when one failed, 2 for bad usage.
+    """
+    try:
         _check_script(options)
         if options.on_failure == "continue":
             _check_continuing(options)
