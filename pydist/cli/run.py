@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from pydist.cli.end_with_launcher import signals_to_handle, tie
 from pydist.cli.host_flags import add_host_flags
+from pydist.cli.launched_nodes import take_nodes_of_launcher
 from pydist.errors import Error
 from pydist.gpu.selection import choose_gpus, from_command_line, gpu_variables, process_count
 
@@ -178,6 +179,8 @@ def main(arguments: Sequence[str]) -> int:
             if options.nproc_per_node is not None:
                 raise _UsageError("-np and -n say the same here: give one of them")
             options.nproc_per_node = str(options.processes)
+        if not _describes_a_meeting(options):
+            take_nodes_of_launcher(options)
     except (_UsageError, Error) as error:
         print(f"pydist run: {error}", file=sys.stderr)
         return 2

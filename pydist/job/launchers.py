@@ -26,7 +26,8 @@ MASTER_PORT name a place, and no rank: where nothing else is set, the process is
 The ranks meet at MASTER_ADDR and MASTER_PORT. Most launchers set neither: ranks of one host then
 meet on the loopback device, those of a job step on the step's first host, those of SkyPilot on its
 first node, at a port derived from the job's id. MPICH gives no such id: there, the process that
-started this host's ranks stands for it. Nothing here talks to anybody.
+started this host's ranks stands for it. Nothing here talks to anybody; that a node's name may lead
+nowhere is for `pydist.job.meeting.host_address`.
 """
 
 import hashlib

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from pydist.errors import Timeout, TransportError
 from pydist.job.descriptors import require_descriptors
 from pydist.job.launchers import Placement, Rendezvous
 from pydist.job.meeting.bounded_store_calls import answer_within
+from pydist.job.meeting.host_address import reachable_address
 from pydist.job.meeting.meeting_number import next_number, require_only_process
 from pydist.job.meeting.store_waits import wait_for_keys
 
@@ -62,6 +64,7 @@ def meet(
             the store that is for it. The meeting has no generation then.
 
     Raises:
+        InvalidUsage: nobody knows an address of rank 0's host.
         Timeout: another job's server answers, or rank 0 does not come.
         TransportError: rank 0 can't serve the store, or can't be reached.
         Error: whatever `check_host` raises.
@@ -69,6 +72,7 @@ def meet(
     rendezvous = placement.rendezvous
     if rendezvous is None:
         return Meeting(dist.HashStore(), False, 1, dist.HashStore())
+    rendezvous = replace(rendezvous, address=reachable_address(rendezvous.address))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = f"pydist {rendezvous.job} {restart}"
 
