@@ -11,6 +11,7 @@ import pytest
 from launch import run_command
 from namespaces import Hosts
 from sshd import made_ssh, why_no_ssh
+from thorough import everyday
 from time_limit import PATIENCE
 
 pytestmark = pytest.mark.timeout(120)
@@ -83,6 +84,7 @@ def test_torchrun_with_a_static_meeting_place(hosts: Hosts, script: str) -> None
     assert start_on_each(hosts, commands) == lines_of(hosts, FIRST_HOST_FIRST)
 
 
+@pytest.mark.thorough
 def test_torchrun_with_c10d(hosts: Hosts, script: str) -> None:
     """Its nodes have no numbers of their own, so their order is any."""
     place = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].address}:{PORT}"]
@@ -110,20 +112,21 @@ def pet(hosts: Hosts, number: int, processes: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("command", [TORCHRUN, PYDIST_RUN], ids=["torchrun", "pydist run"])
+@pytest.mark.parametrize("command", everyday(PYDIST_RUN, thorough=(TORCHRUN,)))
 def test_the_variables_of_torchrun(command: list[str], hosts: Hosts, script: str) -> None:
     envs = [pet(hosts, number, 2 - number) for number in range(2)]
     said = start_on_each(hosts, [[*command, script]] * 2, envs)
     assert said == lines_of(hosts, FIRST_HOST_FIRST)
 
 
+@pytest.mark.thorough
 def test_a_process_on_each_node_by_torchruns_variables(hosts: Hosts, script: str) -> None:
     envs = [pet(hosts, number, 1) for number in range(2)]
     said = start_on_each(hosts, [[sys.executable, script]] * 2, envs)
     assert said == lines_of(hosts, [(0, 0), (0, 1)])
 
 
-@pytest.mark.parametrize("processes", [None, 2], ids=["a process", "pydist run"])
+@pytest.mark.parametrize("processes", everyday(2, thorough=(None,)))
 def test_skypilot(processes: int | None, hosts: Hosts, script: str) -> None:
     envs = [
         {
@@ -140,7 +143,7 @@ def test_skypilot(processes: int | None, hosts: Hosts, script: str) -> None:
     assert said == lines_of(hosts, [(local, host) for host in (0, 1) for local in local_ranks])
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["no meeting place", "a meeting place"])
+@pytest.mark.parametrize("told", everyday(True, thorough=(False,)))
 def test_mpirun(told: bool, hosts: Hosts, script: str, tmp_path: Path) -> None:
     """Open MPI's variables don't say where rank 0 is: without MASTER_ADDR the error says so."""
     if shutil.which("mpirun.openmpi") is None:

@@ -74,11 +74,17 @@ def space(host: Host) -> int:
     ("start", "flags", "hosts_of_ranks"),
     [
         # The meeting place is the address that the other host has seen ssh come from.
-        (0, ["-H", "localhost:2,host1:1"], [0, 0, 1]),
+        pytest.param(
+            *(0, ["-H", "localhost:2,host1:1"], [0, 0, 1]),
+            id="from the first host",
+        ),
         # The one that ssh has reached; the host that starts the job has no rank.
-        (2, ["-np", "3", "-H", "host1:1,host0:4"], [1, 0, 0]),
+        pytest.param(
+            *(2, ["-np", "3", "-H", "host1:1,host0:4"], [1, 0, 0]),
+            id="from another host",
+            marks=pytest.mark.thorough,
+        ),
     ],
-    ids=["from the first host", "from another host"],
 )
 def test_ranks_of_two_hosts_compute_together(
     start: int, flags: list[str], hosts_of_ranks: list[int], three: Hosts, ssh: Ssh, tmp_path: Path
@@ -96,7 +102,7 @@ def test_ranks_of_two_hosts_compute_together(
     ("name", "said"),
     [
         ("stranger", r"Permission denied \(publickey,password.*\)\."),
-        ("unknown", "Host key verification failed"),
+        pytest.param("unknown", "Host key verification failed", marks=pytest.mark.thorough),
     ],
 )
 def test_a_host_that_would_ask_is_one_clear_error(
@@ -179,6 +185,7 @@ def test_when_the_launcher_is_killed_all_hosts_notice(waiting: Waiting) -> None:
     waiting.require_gone(20)
 
 
+@pytest.mark.thorough
 def test_when_ssh_breaks_all_hosts_end(waiting: Waiting) -> None:
     waiting.connection_to("host1").kill()
     waiting.require_gone(20)
@@ -187,6 +194,7 @@ def test_when_ssh_breaks_all_hosts_end(waiting: Waiting) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_when_torchrun_is_killed_on_one_host_all_end(waiting: Waiting) -> None:
     waiting.torchruns[1].kill()
     waiting.require_gone(20)
@@ -196,6 +204,7 @@ def test_when_torchrun_is_killed_on_one_host_all_end(waiting: Waiting) -> None:
     assert waiting.launcher.returncode == 255
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_cut_off_ends_and_so_do_the_others(three: Hosts, waiting: Waiting) -> None:
     three[1].cut(silently=True)
     try:

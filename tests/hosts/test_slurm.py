@@ -10,6 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 from namespaces import Hosts
 from slurm import Place, Slurm, made_slurm, why_no_slurm
+from thorough import everyday
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -58,6 +59,7 @@ def require_sums(
     assert sorted(done.stdout.splitlines()) == lines_of(ranks), done.stderr
 
 
+@pytest.mark.thorough
 def test_srun_on_one_node(slurm: Slurm, script: str) -> None:
     done = slurm.run(["srun", "-N1", "-n2", sys.executable, script])
     require_sums(done, slurm, [(0, 0), (1, 0)])
@@ -68,13 +70,14 @@ def test_srun_with_different_numbers_on_two_nodes(slurm: Slurm, script: str) -> 
     require_sums(done, slurm, [(0, 0), (1, 0), (0, 1)])
 
 
+@pytest.mark.thorough
 def test_pydist_run_below_srun_makes_one_job_of_the_nodes(slurm: Slurm, script: str) -> None:
     srun = ["srun", "-N2", "--ntasks-per-node=1"]
     done = slurm.run([*srun, sys.executable, "-m", "pydist", "run", "-n", "2", script])
     require_sums(done, slurm, [(0, 0), (1, 0), (0, 1), (1, 1)])
 
 
-@pytest.mark.parametrize("example", ["srun", "pydist_run", "torchrun"])
+@pytest.mark.parametrize("example", everyday("pydist_run", thorough=("srun", "torchrun")))
 def test_the_examples_run(example: str, slurm: Slurm, script: str, tmp_path: Path) -> None:
     path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
     few = ["--ntasks-per-node=2"] if example == "srun" else ["--cpus-per-task=2"]
@@ -90,6 +93,7 @@ def test_the_examples_run(example: str, slurm: Slurm, script: str, tmp_path: Pat
     assert lines == lines_of([(0, 0), (1, 0), (0, 1), (1, 1)]), output
 
 
+@pytest.mark.thorough
 def test_two_nodes_on_one_machine(script: str, tmp_path: Path) -> None:
     if reason := why_no_slurm():
         pytest.skip(reason)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -16,7 +17,9 @@ import torch
 from launch import clean_environment, run_command
 from time_limit import PATIENCE
 
-from pydist.cli import main
+from pydist.cli import main, run, run_on_hosts
+from pydist.cli.host_list import Host
+from pydist.cli.host_protocol import Greeting, Task
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -300,6 +303,69 @@ def test_another_torch_on_a_host_is_refused(
     assert main(["run", "-H", "one", write(folder, TELLS)]) == 2
     assert re.search(r"host one has pydist .* with torch 2\.\d+\.\d.*, this one .* with torch "
                      r"2\.99\.0: install the same", capfd.readouterr().err)  # fmt: skip
+
+
+class Heard:
+    """A host that hears what it is to run."""
+
+    def __init__(self, name: str, slots: int | None, ssh_connection: str = "") -> None:
+        self.host = Host(name, slots)
+        self.greeting = Greeting("1", "2", 4000, ssh_connection)
+        self.tasks: list[Task] = []
+
+    def send(self, task: Task) -> None:
+        self.tasks.append(task)
+
+
+def options_of(flags: list[str], heard: list[Heard]) -> list[dict[str, Any]]:
+    """Of torchrun on each host."""
+    options = run._parser().parse_args([*flags, "train.py"])
+    connections: list[Any] = heard
+    run_on_hosts._send_tasks(options, connections, {})
+    # They travel as text.
+    return [Task.read(task.written()).options for each in heard for task in each.tasks]
+
+
+# As sshd of a and of b have it when ssh comes from 10.0.0.9.
+FROM_9 = ("10.0.0.9 50022 10.0.0.1 22", "10.0.0.9 50023 10.0.0.2 22")
+
+
+@pytest.mark.parametrize(
+    ("heard", "flags", "address"),
+    [
+        ([Heard("a", 1, FROM_9[0]), Heard("b", 1, FROM_9[1])], [], "10.0.0.1"),
+        # The launcher is on the first host, which no ssh has reached.
+        ([Heard("localhost", 1), Heard("b", 1, FROM_9[1])], [], "10.0.0.9"),
+        # It is on the second.
+        ([Heard("a", 1, FROM_9[0]), Heard("localhost", 1)], [], "10.0.0.1"),
+        ([Heard("10.1.0.1", 1, FROM_9[0]), Heard("b", 1, FROM_9[1])], [], "10.1.0.1"),
+        ([Heard("a", 1, FROM_9[0]), Heard("b", 1)], ["--master-addr", "a-ib"], "a-ib"),
+        ([Heard("a", 1, FROM_9[0])], [], "127.0.0.1"),
+        # These tell nothing that others could use.
+        ([Heard("a", 1, "fe80::9%eth0 1 fe80::1%eth0 22"), Heard("b", 1)], [], "a"),
+        ([Heard("a", 1, "UNKNOWN 1 UNKNOWN 22"), Heard("b", 1)], [], "a"),
+    ],
+    ids=["both by ssh", "first", "second", "literal", "told", "alone", "link-local", "unknown"],
+)
+def test_all_meet_at_an_address_of_the_first_host(
+    heard: list[Heard], flags: list[str], address: str
+) -> None:
+    for number, options in enumerate(options_of(["-H", "a", *flags], heard)):
+        assert (options["master_addr"], options["master_port"]) == (address, 4000)
+        assert (options["nnodes"], options["node_rank"]) == (str(len(heard)), number)
+
+
+@pytest.mark.parametrize(
+    ("flags", "counts"),
+    [(["-n", "2"], ["2", "2"]), (["--gpus", "-1"], [None, None])],
+    ids=["-n", "--gpus"],
+)
+def test_each_host_may_get_as_many_processes(flags: list[str], counts: list[str | None]) -> None:
+    options = run._parser().parse_args(["-H", "a,b", *flags, "train.py"])
+    hosts = run_on_hosts._hosts(options)
+    assert hosts == [Host("a", None), Host("b", None)]
+    told = options_of(flags, [Heard(host.name, host.slots) for host in hosts])
+    assert [each["nproc_per_node"] for each in told] == counts
 
 
 @pytest.mark.parametrize(
