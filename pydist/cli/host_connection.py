@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import IO, TextIO
 
 from pydist.cli.host_list import Host
@@ -67,6 +68,7 @@ class HostConnection:
             OSError: ssh can't be started.
         """
         self.host = host
+        self._is_remote = bool(ssh)
         self.greeting: Greeting | None = None
         self.status: int | None = None
         self._on_greeting, self._on_end = on_greeting, on_end
@@ -137,6 +139,9 @@ class HostConnection:
             self._print(line, out)
 
     def _greet(self, greeting: Greeting) -> None:
+        if not self._is_remote:
+            # What this process has there is how somebody has come here.
+            greeting = replace(greeting, ssh_connection="")
         self.greeting = greeting
         early, self._early_errors = self._early_errors, None
         for each in early or ():

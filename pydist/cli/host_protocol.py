@@ -31,7 +31,7 @@ class Greeting:
     torch: str
     # That nobody listens on; the first host serves the meeting there.
     free_port: int
-    # sshd's SSH_CONNECTION: address and port of the client, then of this host; or empty.
+    # sshd's SSH_CONNECTION: address and port of the launcher, then of this host; or empty.
     ssh_connection: str
 
     def written(self) -> str:

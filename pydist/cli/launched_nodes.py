@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from contextlib import suppress
+import sys
 
 from pydist.errors import InvalidUsage
 from pydist.job.launchers import read_placement
@@ -10,8 +10,13 @@ from pydist.job.meeting.host_address import reachable_address
 
 __all__ = ["take_nodes_of_launcher"]
 
-# What torchrun gives its ranks. A rank that calls `pydist run` begins a job of its own.
-_TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# Where one of these is set, `pydist run` begins a job of its own.
+_OWN_JOB = (
+    # In a rank of torchrun's.
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    # In the shell of `srun --pty bash`: somebody types the command there, and on no other node.
+    "SLURM_PTY_PORT",
+)
 
 
 def take_nodes_of_launcher(options: argparse.Namespace) -> None:
@@ -26,13 +31,21 @@ def take_nodes_of_launcher(options: argparse.Namespace) -> None:
     Raises:
         InvalidUsage: nobody knows an address of the first node.
     """
-    if any(name in os.environ for name in (*_TORCHRUNS, "TORCHELASTIC_RUN_ID")):
+    if any(name in os.environ for name in _OWN_JOB):
         return
-    with suppress(InvalidUsage):  # a launcher that does not tell enough
+    try:
         placement = read_placement()
-        if placement.rendezvous is None:
-            return
-        options.nnodes, options.node_rank = str(placement.world_size), placement.rank
-        options.master_port = placement.rendezvous.port
-        options.master_addr = placement.rendezvous.address
-    options.master_addr = reachable_address(options.master_addr)
+    except InvalidUsage:  # the launcher does not tell enough
+        return
+    if placement.rendezvous is None:
+        return
+    address = reachable_address(placement.rendezvous.address)
+    options.nnodes, options.node_rank = str(placement.world_size), placement.rank
+    options.master_addr, options.master_port = address, placement.rendezvous.port
+    if placement.rank == 0:
+        print(
+            f"pydist run: node 0 of {placement.world_size}, as {placement.launcher} has started "
+            f"them, waits for the others at {address}:{options.master_port}",
+            file=sys.stderr,
+            flush=True,
+        )

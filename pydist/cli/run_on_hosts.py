@@ -38,7 +38,7 @@ _ALIVE_S = 2.0
 # A host has to import torch, from a slow disk perhaps.
 _GREETING_S = 120.0
 # How long torchrun waits for the first host's store.
-_MEETING_S = 120
+_MEETING_S = 60
 # When ranks of one host have failed, those of others may end because of that, and say so.
 _LAST_WORDS_S = 1.0
 # How long ranks get to end after a signal: as long as torchrun gives them.

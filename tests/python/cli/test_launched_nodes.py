@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -36,13 +37,19 @@ def taken(variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> argp
     ("variables", "address"), [(SRUN, "localhost"), (SKYPILOT, "10.0.0.4")], ids=["srun", "sky"]
 )
 def test_each_process_of_a_launcher_is_a_node(
-    variables: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str],
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = taken(variables, monkeypatch)
     assert (options.nnodes, options.node_rank, options.master_addr) == ("2", 1, address)
+    assert capsys.readouterr().err == ""
     first = {name: "0" for name in variables if name.endswith(("PROCID", "NODE_RANK"))}
     assert taken({**variables, **first}, monkeypatch).master_port == options.master_port
     assert 1024 < options.master_port < 32768
+    said = f"node 0 of 2, as .* waits for the others at {address}:{options.master_port}\n"
+    assert re.search(said, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -52,15 +59,16 @@ def test_each_process_of_a_launcher_is_a_node(
         # The batch script itself, and a shell of salloc.
         {**SRUN, "SLURM_STEP_ID": ""},
         {**SRUN, "SLURM_STEP_ID": "4294967290"},
-        # One process: srun --pty bash.
+        # srun --pty bash, for one process and for several.
         {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {**SRUN, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "35427"},
         # A rank of a job under srun begins another one.
         {**SRUN, "RANK": "1", "WORLD_SIZE": "2"},
         {**SRUN, "TORCHELASTIC_RUN_ID": "none"},
         # Where rank 0 is can't be told.
         {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
     ],
-    ids=["none", "batch", "salloc", "pty", "rank", "torchrun", "mpirun"],
+    ids=["none", "batch", "salloc", "pty", "pty of 2", "rank", "torchrun", "mpirun"],
 )
 def test_all_else_is_a_job_of_its_own(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
