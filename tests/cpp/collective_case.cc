@@ -157,6 +157,59 @@ Bytes combined_in_ring_order(const Case& what, std::span<const Bytes> inputs) {
   return output;
 }
 
+// As collectives/between_hosts/by_hosts.h says: every host's sum is rounded to what travels.
+Bytes combined_by_hosts(const Case& what, std::span<const Bytes> inputs,
+                        const std::vector<int>& hosts) {
+  auto output = std::make_shared<std::vector<std::byte>>(inputs[0]->size());
+  const std::size_t count = inputs[0]->size() / element_size(what.dtype);
+  if (count == 0) {
+    return output;
+  }
+  const DType type = what.wire_dtype.value_or(what.dtype);
+  const double ranks = static_cast<double>(inputs.size());
+  const bool is_mean = what.op == ReduceOp::kMean;
+  const bool is_scaled = is_mean && type == DType::kFloat16;
+  const double power = std::bit_ceil(inputs.size());
+  std::vector<std::vector<std::byte>> travelled;
+  std::vector<std::vector<std::byte>> sums;
+  const int last = *std::max_element(hosts.begin(), hosts.end());
+  std::vector<const void*> all_sums;
+  for (int host = 0; host <= last; ++host) {
+    std::vector<const void*> sources;
+    std::vector<double> factors;
+    for (std::size_t rank = 0; rank < inputs.size(); ++rank) {
+      if (hosts[rank] != host) {
+        continue;
+      }
+      const std::byte* source = inputs[rank]->data();
+      if (what.wire_dtype) {
+        auto& narrow = travelled.emplace_back(count * element_size(type));
+        narrow_from_float32(type, reinterpret_cast<const float*>(source), narrow.data(), count);
+        source = narrow.data();
+      }
+      sources.push_back(source);
+      factors.push_back(is_scaled ? 1.0 / power : premul_factor(static_cast<int>(rank)));
+    }
+    auto& sum = sums.emplace_back(count * element_size(type));
+    void* const target = sum.data();
+    const ReduceOp op = is_scaled ? ReduceOp::kPremulSum : is_mean ? ReduceOp::kSum : what.op;
+    reduce({type, op, 1.0, factors}, sources, {&target, 1}, count);
+  }
+  for (const auto& sum : sums) {
+    all_sums.push_back(sum.data());
+  }
+  std::vector<std::byte> result(count * element_size(type));
+  void* const target = result.data();
+  const ReduceOp op = what.op == ReduceOp::kPremulSum ? ReduceOp::kSum : what.op;
+  reduce({type, op, is_scaled ? ranks / power : ranks, {}}, all_sums, {&target, 1}, count);
+  if (what.wire_dtype) {
+    widen_to_float32(type, result.data(), reinterpret_cast<float*>(output->data()), count);
+  } else {
+    *output = std::move(result);
+  }
+  return output;
+}
+
 std::size_t total_bytes(std::span<const Bytes> blocks) {
   return std::accumulate(blocks.begin(), blocks.end(), std::size_t{0},
                          [](std::size_t sum, const Bytes& block) { return sum + block->size(); });
@@ -244,7 +297,8 @@ Case any_case(OpKind kind, DType dtype, ReduceOp op, int size, std::size_t count
   return what;
 }
 
-PreparedCase prepare(const Case& what, int size, SummationOrder order) {
+PreparedCase prepare(const Case& what, int size, SummationOrder order,
+                     const std::vector<int>& hosts) {
   const auto ranks = static_cast<std::size_t>(size);
   const auto root = static_cast<std::size_t>(what.root);
   PreparedCase prepared{what, size, {}, {}};
@@ -296,7 +350,9 @@ PreparedCase prepare(const Case& what, int size, SummationOrder order) {
   }
   const bool rings = order == SummationOrder::kRing && ring_supports(what.kind);
   Bytes reduced;
-  if (what.kind == OpKind::kAllReduce || what.kind == OpKind::kReduce) {
+  if (what.kind == OpKind::kAllReduce && !hosts.empty()) {
+    reduced = combined_by_hosts(what, block_of_all(0), hosts);
+  } else if (what.kind == OpKind::kAllReduce || what.kind == OpKind::kReduce) {
     reduced = rings ? combined_in_ring_order(what, block_of_all(0))
                     : combined_block(what, SummationOrder::kRanks, block_of_all(0), 0);
   }

@@ -79,7 +79,10 @@ struct PreparedCase {
   std::vector<std::vector<Bytes>> outputs;  // what must come out
 };
 
-[[nodiscard]] PreparedCase prepare(const Case& what, int size, SummationOrder order);
+// `hosts`: where an all_reduce is first of the ranks of each host and then of the hosts, the host
+// of each rank; otherwise empty.
+[[nodiscard]] PreparedCase prepare(const Case& what, int size, SummationOrder order,
+                                   const std::vector<int>& hosts = {});
 
 // The factor of a rank in premul_sum.
 [[nodiscard]] double premul_factor(int rank);

@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "collectives/shared_memory/route.h"
+#include "memory/shared_segment.h"
 #include "ranks.h"
 
 namespace pydist::testing {
@@ -25,7 +27,14 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
                Placement placement, std::size_t chunk_bytes, const HostsOfRanks& hosts) {
   std::vector<PreparedCase> prepared;
   for (const Case& what : cases) {
-    prepared.push_back(prepare(what, size, order_of(algorithm)));
+    // Small ones are sent to all ranks, each of which combines them.
+    const std::size_t bytes =
+        what.counts.at(0) * element_size(what.wire_dtype.value_or(what.dtype));
+    const bool is_small =
+        size == 1 || bytes <= one_shot_limit(what.kind, size, round_up(chunk_bytes, page_bytes()));
+    const bool goes_by_hosts = !hosts.empty() && algorithm == AlgorithmChoice::kAuto && !is_small;
+    prepared.push_back(
+        prepare(what, size, order_of(algorithm), goes_by_hosts ? hosts : HostsOfRanks()));
   }
   Environment environment = test_environment();
   environment.algorithm = algorithm;

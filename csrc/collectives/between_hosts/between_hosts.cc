@@ -1,5 +1,6 @@
 #include "collectives/between_hosts/between_hosts.h"
 
+#include "collectives/between_hosts/by_hosts.h"
 #include "collectives/between_hosts/exchange.h"
 #include "collectives/call_mismatch.h"
 #include "collectives/collective_steps.h"
@@ -9,7 +10,7 @@
 
 namespace pydist {
 
-Task run_between_hosts(Group& group, Call call, Channels& channels) {
+Task run_between_hosts(Group& group, Call call, Channels& channels, const Placement& placement) {
   Collective run(group, call);
   const std::uint8_t offer = offered_to_hosts(group, call);
   co_await group.may_post();
@@ -30,6 +31,8 @@ Task run_between_hosts(Group& group, Call call, Channels& channels) {
   const Route route = agreed_route(group, call);
   if (route == Route::kInline || route == Route::kOneShot) {
     finish_one_shot(run, route);
+  } else if (call.kind == OpKind::kAllReduce && has_hosts_of_several_ranks(placement)) {
+    co_await all_reduce_by_hosts(run, channels, placement);
   } else if (has_op(call.kind)) {
     co_await exchange_and_reduce(run, channels);
   } else {

@@ -6,6 +6,7 @@
 //   inline      The data rides in the post: one message to each other host.
 //   one shot    It is sent ahead of the post, into a transit slot on each other host. Every rank
 //               combines all of it.
+//   by hosts    all_reduce of more than that where hosts have several ranks (by_hosts.h).
 //   exchange    Everything else. Each rank sends every other one what that one needs, in segments,
 //               through a channel of the pair. all_reduce is a reduce-scatter and an all-gather of
 //               slices, interleaved: 2(p-1)/p s sent by each rank, the bytes of a ring, in two
@@ -21,11 +22,13 @@
 #include "collectives/call.h"
 #include "collectives/group.h"
 #include "collectives/task.h"
+#include "topology/placement.h"
 
 namespace pydist {
 
 // Runs one collective. Group::begin() has numbered it. The call's buffers and the channels outlive
 // the task.
-[[nodiscard]] Task run_between_hosts(Group& group, Call call, Channels& channels);
+[[nodiscard]] Task run_between_hosts(Group& group, Call call, Channels& channels,
+                                     const Placement& placement);
 
 }  // namespace pydist

@@ -3,26 +3,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
-#include <span>
 #include <vector>
 
-#include "base/error.h"
+#include "collectives/between_hosts/segments.h"
 #include "collectives/slices.h"
 
 namespace pydist {
 namespace {
-
-// Segment `index` of a block: what fits into a slot.
-Block segment_of(const Block& block, std::size_t index, std::size_t elements,
-                 std::size_t element_bytes) {
-  const std::size_t begin = std::min(block.count, index * elements);
-  return {block.data == nullptr ? nullptr : block.data + begin * element_bytes,
-          std::min(elements, block.count - begin)};
-}
-
-std::size_t segments_in(std::size_t count, std::size_t elements) {
-  return (count + elements - 1) / elements;
-}
 
 // The other ranks, each rank's next one first, so that not all send to one at a time.
 std::vector<int> others_of(const Collective& run) {
@@ -31,13 +18,6 @@ std::vector<int> others_of(const Collective& run) {
     others.push_back((run.me() + turn) % run.size());
   }
   return others;
-}
-
-// What has come from a rank, which must be `bytes` long.
-const std::byte* received(ReceiveChannel& channel, std::size_t bytes) {
-  const std::span<const std::byte> slot = channel.slot();
-  PYDIST_CHECK(slot.size() == bytes);
-  return slot.data();
 }
 
 // What every rank contributes to, and who reduces it.
@@ -115,9 +95,9 @@ Task exchange_and_reduce(Collective& run, Channels& channels) {
   const int me = run.me();
   const std::size_t ahead = channels.window();
   const std::size_t elements = channels.slot_bytes() / run.slot_element_bytes();
-  const std::size_t segments = segments_in(blocks.largest(), elements);
+  const std::size_t segments = parts_in(blocks.largest(), elements);
   const auto segment = [&](const Block& block, std::size_t index) {
-    return segment_of(block, index, elements, run.element_bytes());
+    return part_of(block, index, elements, run.element_bytes());
   };
   std::vector<const std::byte*> pieces(static_cast<std::size_t>(run.size()));
 
@@ -212,12 +192,12 @@ Task exchange_blocks(Collective& run, Channels& channels) {
   const std::vector<int> others = others_of(run);
   std::size_t segments = 0;
   for (const int rank : others) {
-    segments = std::max({segments, segments_in(sent_to(rank).count, elements),
-                         segments_in(received_from(rank).count, elements)});
+    segments = std::max({segments, parts_in(sent_to(rank).count, elements),
+                         parts_in(received_from(rank).count, elements)});
   }
   const std::size_t ahead = channels.window();
   const auto segment = [&](const Block& block, std::size_t index) {
-    return segment_of(block, index, elements, run.element_bytes());
+    return part_of(block, index, elements, run.element_bytes());
   };
 
   if (const Block own = received_from(me); own.count != 0) {

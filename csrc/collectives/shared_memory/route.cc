@@ -14,13 +14,6 @@ constexpr std::size_t kOneShotBytes = std::size_t{64} << 10;
 
 bool reduces(OpKind kind) noexcept { return kind == OpKind::kAllReduce || kind == OpKind::kReduce; }
 
-std::size_t one_shot_limit(const Group& group, OpKind kind) noexcept {
-  const std::size_t limit = reduces(kind)
-                                ? kOneShotReadBytes / static_cast<std::size_t>(group.size() - 1)
-                                : kOneShotBytes;
-  return std::min(limit, group.chunk_bytes());
-}
-
 // Up to here, data that is read where it was deposited costs less than a second meeting of all
 // ranks, which buffers in the symmetric heap need: their ranks must know when they have been read
 // and written. Measured with bench/engine at p=2.
@@ -44,6 +37,12 @@ std::uint8_t inline_flags(std::size_t bytes) noexcept {
 
 }  // namespace
 
+std::size_t one_shot_limit(OpKind kind, int size, std::size_t chunk_bytes) noexcept {
+  const std::size_t limit =
+      reduces(kind) ? kOneShotReadBytes / static_cast<std::size_t>(size - 1) : kOneShotBytes;
+  return std::min(limit, chunk_bytes);
+}
+
 std::size_t contributed_bytes(const Group& group, const Call& call) noexcept {
   if (group.size() == 1) {
     return 0;
@@ -60,7 +59,9 @@ std::uint8_t offered_to_hosts(const Group& group, const Call& call) noexcept {
   if (const std::uint8_t flags = inline_flags(bytes); flags != 0) {
     return flags;
   }
-  return bytes <= one_shot_limit(group, call.kind) ? std::uint8_t{Post::kEager} : std::uint8_t{0};
+  return bytes <= one_shot_limit(call.kind, group.size(), group.chunk_bytes())
+             ? std::uint8_t{Post::kEager}
+             : std::uint8_t{0};
 }
 
 PostDetail symmetric_detail(const Group& group, const Call& call) noexcept {
@@ -114,7 +115,7 @@ std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
   if (const std::uint8_t flags = inline_flags(bytes); flags != 0) {
     return flags;
   }
-  const bool may_be_eager = bytes <= one_shot_limit(group, call.kind);
+  const bool may_be_eager = bytes <= one_shot_limit(call.kind, group.size(), group.chunk_bytes());
   if (may_be_eager && bytes <= kEagerBytes) {
     return Post::kEager;
   }

@@ -32,6 +32,9 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric };
 // The same in a group that spans hosts, whose ranks see no memory of each other.
 [[nodiscard]] std::uint8_t offered_to_hosts(const Group& group, const Call& call) noexcept;
 
+// The most bytes of contributed_blocks() that a rank puts into one slot, ahead of its post.
+[[nodiscard]] std::size_t one_shot_limit(OpKind kind, int size, std::size_t chunk_bytes) noexcept;
+
 // Bytes of contributed_blocks(), as they travel.
 [[nodiscard]] std::size_t contributed_bytes(const Group& group, const Call& call) noexcept;
 

@@ -104,7 +104,8 @@ class NativeCommunicator final : public Communicator,
           if (pins_ring && ring_supports(operation.kind)) {
             return run_ring(engine->group, call, engine->to_next(), engine->from_previous());
           }
-          return engine->remote ? run_between_hosts(engine->group, call, *engine->remote)
+          return engine->remote ? run_between_hosts(engine->group, call, *engine->remote,
+                                                    engine->remote->placement())
                                 : run_shared_memory(engine->group, call, is_posted);
         },
         [rank, size](const Operation& operation) { return resolve(operation, rank, size); },

@@ -1,0 +1,338 @@
+#include "collectives/between_hosts/by_hosts.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <vector>
+
+#include "collectives/between_hosts/segments.h"
+#include "collectives/float16_overflow.h"
+#include "collectives/slices.h"
+
+namespace pydist {
+namespace {
+
+// How many steps a station inside a host comes after the one before: what passes between ranks of a
+// host is there at once.
+constexpr std::size_t kAheadOnHost = 1;
+
+// The two reductions that make up the call's: of the ranks of a host, and of the hosts.
+class Reductions {
+ public:
+  explicit Reductions(const Collective& run, const Placement& placement, int host)
+      : type_(run.wire().dtype()), size_(run.size()) {
+    const ReduceOp op = run.call().op;
+    on_host_ = of_hosts_ = op;
+    if (is_scaled_mean(op, type_)) {
+      const ScaledMean mean = scaled_mean(size_);
+      on_host_ = ReduceOp::kPremulSum;
+      factors_.assign(placement.ranks_on(host).size(), mean.factor);
+      divisor_ = mean.divisor;
+    } else if (op == ReduceOp::kMean) {
+      on_host_ = ReduceOp::kSum;
+      divisor_ = size_;
+    } else if (op == ReduceOp::kPremulSum) {
+      of_hosts_ = ReduceOp::kSum;
+      for (const int rank : placement.ranks_on(host)) {
+        factors_.push_back(run.group().detail(rank).factor);
+      }
+    }
+  }
+
+  [[nodiscard]] Reduction on_host() const { return {type_, on_host_, 1.0, factors_}; }
+  [[nodiscard]] Reduction of_hosts() const { return {type_, of_hosts_, divisor_, {}}; }
+
+ private:
+  DType type_;
+  int size_;
+  ReduceOp on_host_;
+  ReduceOp of_hosts_;
+  double divisor_ = 1.0;
+  std::vector<double> factors_;
+};
+
+// Where each lane's pieces lie.
+class Pieces {
+ public:
+  Pieces(const Collective& run, const Placement& placement)
+      : run_(run),
+        hosts_(placement.hosts()),
+        lanes_(placement.least_on_a_host()),
+        whole_(run.call().count, lanes_, run.slot_element_bytes()) {}
+
+  [[nodiscard]] int lanes() const noexcept { return lanes_; }
+  [[nodiscard]] Block of(std::byte* buffer, int lane, int host) const {
+    const Slice lane_slice = whole_[lane];
+    const Slice piece = Slices(lane_slice.count, hosts_, run_.slot_element_bytes())[host];
+    return {buffer + run_.bytes(lane_slice.begin + piece.begin), piece.count};
+  }
+  // Elements of the largest, which is the first.
+  [[nodiscard]] std::size_t largest() const { return of(nullptr, 0, 0).count; }
+
+ private:
+  const Collective& run_;
+  const int hosts_;
+  const int lanes_;
+  const Slices whole_;
+};
+
+// What one rank knows of the call and its place in it.
+struct Lanes {
+  Lanes(Collective& the_run, Channels& the_channels, const Placement& the_placement)
+      : run(the_run),
+        channels(the_channels),
+        placement(the_placement),
+        pieces(the_run, the_placement),
+        host(the_placement.host_of(the_run.me())),
+        mine(the_placement.index_on_host(the_run.me())),
+        drives(mine < pieces.lanes()),
+        elements(the_channels.slot_bytes() / the_run.slot_element_bytes() /
+                 static_cast<std::size_t>(the_placement.hosts())),
+        reductions(the_run, the_placement, host),
+        travelling(the_run.wire().dtype(), the_run.wire().dtype()),
+        own_sums(the_channels.window() + 1),
+        input(the_run.call().inputs[0].data),
+        output(the_run.call().outputs[0].data) {
+    for (std::vector<std::byte>& sum : own_sums) {
+      sum.resize(drives ? run.slot_bytes(elements) : 0);
+    }
+  }
+
+  [[nodiscard]] std::size_t steps() const { return parts_in(pieces.largest(), elements); }
+  [[nodiscard]] Block part(std::byte* buffer, int lane, int its_host, std::size_t step) const {
+    return part_of(pieces.of(buffer, lane, its_host), step, elements, run.element_bytes());
+  }
+  // Elements of all hosts' parts of a lane, which travel inside a host as one.
+  [[nodiscard]] std::size_t bundle(int lane, std::size_t step) const {
+    std::size_t count = 0;
+    for (int each = 0; each < placement.hosts(); ++each) {
+      count += part(output, lane, each, step).count;
+    }
+    return count;
+  }
+  [[nodiscard]] int driver(int its_host, int lane) const {
+    return placement.ranks_on(its_host)[static_cast<std::size_t>(lane)];
+  }
+  // Puts the parts of a lane side by side into a slot, as they travel.
+  void put_bundle(std::byte* slot, std::byte* buffer, int lane, std::size_t step) const {
+    for (int each = 0; each < placement.hosts(); ++each) {
+      const Block from = part(buffer, lane, each, step);
+      run.put(slot, from.data, from.count);
+      slot += run.slot_bytes(from.count);
+    }
+  }
+  void take_bundle(const std::byte* slot, int lane, std::size_t step) const {
+    for (int each = 0; each < placement.hosts(); ++each) {
+      const Block to = part(output, lane, each, step);
+      run.take(to.data, slot, to.count);
+      slot += run.slot_bytes(to.count);
+    }
+  }
+  [[nodiscard]] std::vector<std::byte>& own_sum(std::size_t step) {
+    return own_sums[step % own_sums.size()];
+  }
+
+  Collective& run;
+  Channels& channels;
+  const Placement& placement;
+  const Pieces pieces;
+  const int host;
+  const int mine;     // this rank among those of its host
+  const bool drives;  // lane `mine`
+  const std::size_t elements;
+  const Reductions reductions;
+  const Wire travelling;                         // between what already travels
+  std::vector<std::vector<std::byte>> own_sums;  // of this host for its own piece, by step
+  std::byte* const input;
+  std::byte* const output;
+};
+
+// Station 1.
+Task give_to_host(Lanes& lanes, std::size_t step) {
+  for (int lane = 0; lane < lanes.pieces.lanes(); ++lane) {
+    const int driver = lanes.driver(lanes.host, lane);
+    if (driver == lanes.run.me() || lanes.bundle(lane, step) == 0) {
+      continue;
+    }
+    SendChannel& channel = lanes.channels.to(driver);
+    co_await channel.until_free();
+    lanes.put_bundle(channel.slot(), lanes.input, lane, step);
+    channel.send(lanes.run.slot_bytes(lanes.bundle(lane, step)));
+  }
+}
+
+// Station 2.
+Task send_sums_of_host(Lanes& lanes, std::size_t step) {
+  const Collective& run = lanes.run;
+  const std::span<const int> ranks = lanes.placement.ranks_on(lanes.host);
+  const std::size_t bytes = run.slot_bytes(lanes.bundle(lanes.mine, step));
+  if (bytes == 0) {
+    co_return;
+  }
+  std::vector<const std::byte*> bundles;
+  for (const int rank : ranks) {
+    if (rank != run.me()) {
+      co_await lanes.channels.from(rank).until_received();
+      bundles.push_back(received(lanes.channels.from(rank), bytes));
+    } else {
+      bundles.push_back(nullptr);
+    }
+  }
+  std::size_t offset = 0;
+  for (int host = 0; host < lanes.placement.hosts(); ++host) {
+    const Block own = lanes.part(lanes.input, lanes.mine, host, step);
+    if (own.count == 0) {
+      continue;
+    }
+    SendChannel* channel = nullptr;
+    std::byte* sum = lanes.own_sum(step).data();
+    if (host != lanes.host) {
+      channel = &lanes.channels.to(lanes.driver(host, lanes.mine));
+      co_await channel->until_free();
+      sum = channel->slot();
+    }
+    std::vector<const void*> sources(ranks.size());
+    for (std::size_t index = 0; index < ranks.size(); ++index) {
+      sources[index] = bundles[index] == nullptr ? own.data : bundles[index] + offset;
+    }
+    run.wire().combine(lanes.reductions.on_host(), sources, static_cast<std::size_t>(lanes.mine),
+                       sum, nullptr, own.count);
+    if (channel != nullptr) {
+      channel->send(run.slot_bytes(own.count));
+    }
+    offset += run.slot_bytes(own.count);
+  }
+  for (const int rank : ranks) {
+    if (rank != run.me()) {
+      lanes.channels.from(rank).release();
+    }
+  }
+}
+
+// Station 3.
+Task send_results(Lanes& lanes, std::size_t step) {
+  const Collective& run = lanes.run;
+  const Block result = lanes.part(lanes.output, lanes.mine, lanes.host, step);
+  if (result.count == 0) {
+    co_return;
+  }
+  const std::size_t bytes = run.slot_bytes(result.count);
+  std::vector<const void*> sums;
+  for (int host = 0; host < lanes.placement.hosts(); ++host) {
+    if (host == lanes.host) {
+      sums.push_back(lanes.own_sum(step).data());
+    } else {
+      ReceiveChannel& channel = lanes.channels.from(lanes.driver(host, lanes.mine));
+      co_await channel.until_received();
+      sums.push_back(received(channel, bytes));
+    }
+  }
+  const auto own = static_cast<std::size_t>(lanes.host);
+  if (run.wire().converts()) {
+    std::byte* const narrow = lanes.own_sum(step).data();
+    lanes.travelling.combine(lanes.reductions.of_hosts(), sums, own, narrow, nullptr, result.count);
+    run.take(result.data, narrow, result.count);
+  } else {
+    lanes.travelling.combine(lanes.reductions.of_hosts(), sums, own, nullptr, result.data,
+                             result.count);
+  }
+  for (int host = 0; host < lanes.placement.hosts(); ++host) {
+    if (host == lanes.host) {
+      continue;
+    }
+    const int driver = lanes.driver(host, lanes.mine);
+    lanes.channels.from(driver).release();
+    SendChannel& channel = lanes.channels.to(driver);
+    co_await channel.until_free();
+    if (run.wire().converts()) {
+      std::memcpy(channel.slot(), lanes.own_sum(step).data(), bytes);
+      channel.send(bytes);
+    } else {
+      channel.send_from(result.data, bytes);
+    }
+  }
+}
+
+// Station 4.
+Task spread_on_host(Lanes& lanes, std::size_t step) {
+  const Collective& run = lanes.run;
+  for (int host = 0; host < lanes.placement.hosts(); ++host) {
+    const Block result = lanes.part(lanes.output, lanes.mine, host, step);
+    if (host != lanes.host && result.count != 0) {
+      ReceiveChannel& channel = lanes.channels.from(lanes.driver(host, lanes.mine));
+      co_await channel.until_received();
+      run.take(result.data, received(channel, run.slot_bytes(result.count)), result.count);
+      channel.release();
+    }
+  }
+  const std::size_t bytes = run.slot_bytes(lanes.bundle(lanes.mine, step));
+  for (const int rank : lanes.placement.ranks_on(lanes.host)) {
+    if (rank != run.me() && bytes != 0) {
+      SendChannel& channel = lanes.channels.to(rank);
+      co_await channel.until_free();
+      lanes.put_bundle(channel.slot(), lanes.output, lanes.mine, step);
+      channel.send(bytes);
+    }
+  }
+}
+
+// Station 5.
+Task take_from_host(Lanes& lanes, std::size_t step) {
+  for (int lane = 0; lane < lanes.pieces.lanes(); ++lane) {
+    const int driver = lanes.driver(lanes.host, lane);
+    const std::size_t bytes = lanes.run.slot_bytes(lanes.bundle(lane, step));
+    if (driver != lanes.run.me() && bytes != 0) {
+      ReceiveChannel& channel = lanes.channels.from(driver);
+      co_await channel.until_received();
+      lanes.take_bundle(received(channel, bytes), lane, step);
+      channel.release();
+    }
+  }
+}
+
+}  // namespace
+
+bool has_hosts_of_several_ranks(const Placement& placement) noexcept {
+  return placement.size() > placement.hosts();
+}
+
+// Segments of two kinds alternate in each channel, in the same order at both ends: between ranks of
+// a host contributions and results, between hosts sums and results. What is under way and not yet
+// taken is at most the steps between the two stations, twice, and one: fewer than a channel has
+// slots. So no rank waits in a circle, see Note [Segments ahead].
+Task all_reduce_by_hosts(Collective& run, Channels& channels, const Placement& placement) {
+  Lanes lanes(run, channels, placement);
+  const std::size_t steps = lanes.steps();
+  const std::size_t ahead = channels.window();
+  const std::size_t sums_at = kAheadOnHost;
+  const std::size_t results_at = sums_at + ahead;
+  const std::size_t spread_at = results_at + ahead;
+  const std::size_t taken_at = spread_at + kAheadOnHost;
+  const auto is_due = [steps](std::size_t step, std::size_t begins) {
+    return step >= begins && step - begins < steps;
+  };
+  for (std::size_t step = 0; step < steps + taken_at; ++step) {
+    if (is_due(step, 0)) {
+      co_await give_to_host(lanes, step);
+    }
+    if (lanes.drives && is_due(step, sums_at)) {
+      co_await send_sums_of_host(lanes, step - sums_at);
+    }
+    if (lanes.drives && is_due(step, results_at)) {
+      co_await send_results(lanes, step - results_at);
+    }
+    if (lanes.drives && is_due(step, spread_at)) {
+      co_await spread_on_host(lanes, step - spread_at);
+    }
+    if (is_due(step, taken_at)) {
+      co_await take_from_host(lanes, step - taken_at);
+    }
+  }
+  for (int host = 0; lanes.drives && host < placement.hosts(); ++host) {
+    if (host != lanes.host) {
+      co_await channels.to(lanes.driver(host, lanes.mine)).until_written();
+    }
+  }
+}
+
+}  // namespace pydist

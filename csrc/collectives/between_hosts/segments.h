@@ -1,0 +1,35 @@
+// How the collectives between hosts cut what they send, and what they check of what comes. For the
+// files of this folder alone.
+
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <span>
+
+#include "base/error.h"
+#include "collectives/call.h"
+#include "transport/channel.h"
+
+namespace pydist {
+
+// Part `index` of a block that is cut into parts of so many elements.
+[[nodiscard]] inline Block part_of(const Block& block, std::size_t index, std::size_t elements,
+                                   std::size_t element_bytes) noexcept {
+  const std::size_t begin = std::min(block.count, index * elements);
+  return {block.data == nullptr ? nullptr : block.data + begin * element_bytes,
+          std::min(elements, block.count - begin)};
+}
+
+[[nodiscard]] constexpr std::size_t parts_in(std::size_t count, std::size_t elements) noexcept {
+  return (count + elements - 1) / elements;
+}
+
+// What has come, which must be `bytes` long.
+[[nodiscard]] inline const std::byte* received(ReceiveChannel& channel, std::size_t bytes) {
+  const std::span<const std::byte> slot = channel.slot();
+  PYDIST_CHECK(slot.size() == bytes);
+  return slot.data();
+}
+
+}  // namespace pydist
