@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'usable_cpu_isas']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'usable_cpu_isas']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -514,9 +514,9 @@ def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.Su
     """
     Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta; `processes` and `parent` as for create_native. The log tells of an operation that lasts for `long_wait` seconds.
     """
-def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = [], parent: Communicator | None = None) -> Communicator:
+def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = [], parent: Communicator | None = None, address: str | None = None) -> Communicator:
     """
-    Joins a group on the native backend; all its ranks call. `store` is a torch store; `timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by default; `processes` are those of all ranks, where they are known: the number of the rank in the group that this one is made of, its host, pid, start in ticks, and whether it runs on this machine. `parent` is that group, which knows who has left.
+    Joins a group on the native backend; all its ranks call. `store` is a torch store; `timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by default; `processes` are those of all ranks, where they are known: the number of the rank in the group that this one is made of, its host, pid, start in ticks, and whether it runs on this machine. `parent` is that group, which knows who has left. `address` is the one by which other hosts reach this one, unless PYDIST_INTERFACE names others; None: any.
     """
 def create_nccl(host: Communicator, device: typing.SupportsInt | typing.SupportsIndex, library: str) -> Communicator:
     """
@@ -533,6 +533,10 @@ def environment_variables() -> list[tuple[str, str, str, str, str | None]]:
 def error_of_lateness(processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]], group: str, missing: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], parent: Communicator | None = None) -> typing.Any:
     """
     The Timeout of a rank that has waited for others to make a group; `processes` and `parent` as for create_native, `missing` as they are numbered in the new group.
+    """
+def host_identity() -> str:
+    """
+    The same text on two ranks only if they may share memory: PYDIST_HOST_ID, or the boot of the machine and the network namespace.
     """
 def is_capturing(device: torch.device) -> bool:
     """

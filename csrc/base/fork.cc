@@ -1,6 +1,11 @@
 #include "base/fork.h"
 
+#include <fcntl.h>
 #include <pthread.h>
+#include <unistd.h>
+
+#include <mutex>
+#include <set>
 
 #include "base/error.h"
 
@@ -12,18 +17,61 @@ std::atomic<bool> is_forked{false};
 // How many forks lie between this process and the one that loaded the engine.
 std::atomic<unsigned> fork_count{0};
 
+// Those that children are not to keep.
+struct Descriptors {
+  std::mutex mutex;
+  std::set<int> all;  // guarded by mutex
+};
+Descriptors& not_inherited() {
+  static auto& descriptors = *new Descriptors;
+  return descriptors;
+}
+
+// So that no thread that does not exist in the child holds the lock there.
+void lock_descriptors() { not_inherited().mutex.lock(); }
+void unlock_descriptors() { not_inherited().mutex.unlock(); }
+
+void drop_descriptors() {
+  // In place of each comes one that is of no use: the child may still close what it has inherited,
+  // and must not close what has got the same number since.
+  const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+  for (const int descriptor : not_inherited().all) {
+    if (nothing < 0 || ::dup3(nothing, descriptor, O_CLOEXEC) < 0) {
+      ::close(descriptor);
+    }
+  }
+  if (nothing >= 0) {
+    ::close(nothing);
+  }
+  not_inherited().all.clear();
+}
+
 void note_fork() {
   fork_count.fetch_add(1, std::memory_order_relaxed);
   if (groups_at_work.load(std::memory_order_relaxed) > 0) {
     is_forked.store(true, std::memory_order_relaxed);
   }
+  drop_descriptors();
+  unlock_descriptors();
 }
 
 void watch_forks() noexcept {
-  [[maybe_unused]] static const int is_watching = ::pthread_atfork(nullptr, nullptr, note_fork);
+  [[maybe_unused]] static const int is_watching =
+      ::pthread_atfork(lock_descriptors, unlock_descriptors, note_fork);
 }
 
 }  // namespace
+
+NotInherited::NotInherited(int descriptor) : descriptor_(descriptor) {
+  watch_forks();
+  const std::lock_guard lock(not_inherited().mutex);
+  not_inherited().all.insert(descriptor);
+}
+
+NotInherited::~NotInherited() {
+  const std::lock_guard lock(not_inherited().mutex);
+  not_inherited().all.erase(descriptor_);
+}
 
 GroupAtWork::GroupAtWork() noexcept {
   watch_forks();

@@ -45,6 +45,20 @@ class Birth {
   unsigned forks_;
 };
 
+// A descriptor that forked children do not keep open: a connection that one of them still held
+// would not end with the process that made it, and nobody would learn of its death. For as long as
+// the object lives; the descriptor is closed after it goes.
+class NotInherited {
+ public:
+  explicit NotInherited(int descriptor);
+  NotInherited(const NotInherited&) = delete;
+  NotInherited& operator=(const NotInherited&) = delete;
+  ~NotInherited();
+
+ private:
+  const int descriptor_;
+};
+
 // Whether this process was forked while a group was at work.
 [[nodiscard]] bool in_forked_child() noexcept;
 

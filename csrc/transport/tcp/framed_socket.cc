@@ -22,7 +22,7 @@ constexpr std::size_t kDropped = std::size_t{64} << 10;
 }  // namespace
 
 FramedSocket::FramedSocket(FileDescriptor socket, std::uint64_t sender)
-    : socket_(std::move(socket)), sender_(sender) {}
+    : socket_(std::move(socket)), not_inherited_(socket_.get()), sender_(sender) {}
 
 bool FramedSocket::note_read(std::ptrdiff_t count) {
   if (count > 0) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fork.h"
 #include "health/condition.h"
 #include "memory/file_descriptor.h"
 #include "transport/tcp/frame.h"
@@ -67,6 +68,7 @@ class FramedSocket {
   [[nodiscard]] bool note_read(std::ptrdiff_t count);
 
   FileDescriptor socket_;
+  const NotInherited not_inherited_;  // goes before the socket is closed
   const std::uint64_t sender_;
   // Headers, and whatever small comes with them.
   std::array<std::byte, std::size_t{16} << 10> buffer_;

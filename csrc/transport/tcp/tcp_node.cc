@@ -80,6 +80,7 @@ TcpNode::TcpNode(const NetworkSettings& settings, LogQueue& log)
   if (!wake_fd_) {
     throw system_error("An event descriptor", errno);
   }
+  listener_not_inherited_.emplace(listener_.get());
   card_.name = random_token();
   const std::uint16_t port = port_of(listener_.get());
   std::vector<SocketAddress> addresses;
@@ -478,6 +479,7 @@ void TcpNode::stop() noexcept {
     log_errors_of([&link] { link->lose(""); });
   }
   talks_.clear();
+  listener_not_inherited_.reset();
   listener_ = FileDescriptor();
 }
 

@@ -131,6 +131,7 @@ class TcpNode {
   const NetworkSettings settings_;
   LogQueue& log_;
   FileDescriptor listener_;
+  std::optional<NotInherited> listener_not_inherited_;
   NodeCard card_;
   FileDescriptor wake_fd_;
   FileDescriptor meetings_;     // epoll: wake_fd_, listener_ and the talks
