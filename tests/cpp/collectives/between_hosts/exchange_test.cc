@@ -1,0 +1,246 @@
+// The collectives between hosts over channels of any window, their ranks driven by one thread in
+// orders drawn at random: all of them end, and in the right values.
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "collectives/between_hosts/between_hosts.h"
+#include "memory/symmetric_heap.h"
+#include "transport/shm_channel.h"
+
+namespace pydist {
+namespace {
+
+// What all ranks of a host hold of a step goes into one slot.
+constexpr std::size_t kLaneBytes = 256;
+
+struct ExchangeShape {
+  std::vector<int> hosts;  // of each rank
+  std::size_t window;
+
+  [[nodiscard]] int size() const { return static_cast<int>(hosts.size()); }
+};
+
+std::size_t index_of(int rank) { return static_cast<std::size_t>(rank); }
+
+Placement placement_of(const ExchangeShape& shape) {
+  std::vector<std::string> identities;
+  for (const int host : shape.hosts) {
+    identities.push_back(std::to_string(host));
+  }
+  return Placement(identities);
+}
+
+struct ExchangeRoad {
+  explicit ExchangeRoad(std::size_t window)
+      : slots(kLaneBytes * count_of_slots(window)),
+        lengths(count_of_slots(window)),
+        memory{slots.data(), kLaneBytes, lengths.size(), &sent, &released, lengths.data(), window} {
+  }
+
+  // One more than can be under way, see Note [Segments ahead].
+  static std::size_t count_of_slots(std::size_t window) { return 2 * window + 2; }
+
+  std::vector<std::byte> slots;
+  std::vector<std::uint32_t> lengths;
+  Counter sent{0};
+  Counter released{0};
+  ShmChannelMemory memory;
+};
+
+// Between every two ranks.
+class Roads {
+ public:
+  Roads(int size, std::size_t window) : size_(size), bells_(index_of(size)) {
+    for (int pair = 0; pair < size * size; ++pair) {
+      roads_.push_back(std::make_unique<ExchangeRoad>(window));
+    }
+  }
+  [[nodiscard]] ExchangeRoad& road(int sender, int receiver) {
+    return *roads_[index_of(sender * size_ + receiver)];
+  }
+  [[nodiscard]] Doorbell& bell(int rank) { return bells_[index_of(rank)]; }
+
+ private:
+  const int size_;
+  std::vector<Doorbell> bells_;
+  std::vector<std::unique_ptr<ExchangeRoad>> roads_;
+};
+
+class ChannelsOfRank final : public Channels {
+ public:
+  ChannelsOfRank(int rank, int size, Roads& roads, std::size_t window) : window_(window) {
+    for (int peer = 0; peer < size; ++peer) {
+      senders_.emplace_back(roads.road(rank, peer).memory, peer, roads.bell(peer));
+      receivers_.emplace_back(roads.road(peer, rank).memory, peer, roads.bell(peer));
+    }
+  }
+  [[nodiscard]] std::size_t slot_bytes() const noexcept override { return kLaneBytes; }
+  [[nodiscard]] std::size_t window() const noexcept override { return window_; }
+  [[nodiscard]] SendChannel& to(int rank) override { return senders_[index_of(rank)]; }
+  [[nodiscard]] ReceiveChannel& from(int rank) override { return receivers_[index_of(rank)]; }
+
+ private:
+  const std::size_t window_;
+  std::vector<ShmSendChannel> senders_;
+  std::vector<ShmReceiveChannel> receivers_;
+};
+
+class ExchangingRanks {
+ public:
+  explicit ExchangingRanks(const ExchangeShape& shape)
+      : size_(shape.size()), placement_(placement_of(shape)), roads_(size_, shape.window) {
+    const GroupSegment segment(
+        SharedSegment::create("exchange", GroupSegment::bytes(size_, kLaneBytes)), size_,
+        kLaneBytes);
+    std::vector<Doorbell*> bells;
+    for (int rank = 0; rank < size_; ++rank) {
+      segment.reserve_control(rank);
+      bells.push_back(&roads_.bell(rank));
+    }
+    for (int rank = 0; rank < size_; ++rank) {
+      heaps_.push_back(std::make_unique<SymmetricHeap>(rank, size_, SharedFile::create("heap"),
+                                                       std::vector<std::string>(index_of(size_))));
+      groups_.push_back(std::make_unique<Group>(rank, size_, segment, bells, *heaps_.back()));
+      channels_.push_back(std::make_unique<ChannelsOfRank>(rank, size_, roads_, shape.window));
+    }
+  }
+
+  // Runs one collective, in which any rank that can moves next. Returns false where all wait.
+  [[nodiscard]] bool run(const std::vector<Call>& calls, std::mt19937& random) {
+    std::vector<std::unique_ptr<Execution>> ranks;
+    for (int rank = 0; rank < size_; ++rank) {
+      groups_[index_of(rank)]->begin();
+      ranks.push_back(std::make_unique<Execution>(
+          run_between_hosts(*groups_[index_of(rank)], calls[index_of(rank)],
+                            *channels_[index_of(rank)], placement_)));
+    }
+    while (true) {
+      std::vector<Execution*> ready;
+      bool are_done = true;
+      for (const auto& rank : ranks) {
+        are_done = are_done && rank->is_done();
+        if (!rank->is_done() && rank->is_ready()) {
+          ready.push_back(rank.get());
+        }
+      }
+      if (are_done || ready.empty()) {
+        return are_done;
+      }
+      ready[random() % ready.size()]->resume();
+    }
+  }
+
+ private:
+  const int size_;
+  const Placement placement_;
+  Roads roads_;
+  std::vector<std::unique_ptr<SymmetricHeap>> heaps_;
+  std::vector<std::unique_ptr<Group>> groups_;
+  std::vector<std::unique_ptr<ChannelsOfRank>> channels_;
+};
+
+// Of whole numbers: their sums are exact in any order.
+float number(int rank, std::size_t index) {
+  return static_cast<float>((index_of(rank) * 31 + index * 7) % 101);
+}
+
+struct ExchangedBuffers {
+  std::vector<float> input;
+  std::vector<float> output;
+  std::vector<Buffer> inputs;
+  std::vector<Buffer> outputs;
+};
+
+// `count` elements of a block, or of the buffer.
+std::vector<Call> calls_on(OpKind kind, std::size_t count, bool is_in_place,
+                           std::vector<ExchangedBuffers>& buffers) {
+  const int size = static_cast<int>(buffers.size());
+  const bool sends_blocks = kind == OpKind::kReduceScatter || kind == OpKind::kAllToAll;
+  const bool gets_blocks = kind == OpKind::kAllGather || kind == OpKind::kAllToAll;
+  const std::size_t sent = count * (sends_blocks ? buffers.size() : 1);
+  const std::size_t got = count * (gets_blocks ? buffers.size() : 1);
+  std::vector<Call> calls;
+  for (int rank = 0; rank < size; ++rank) {
+    ExchangedBuffers& own = buffers[index_of(rank)];
+    for (std::size_t index = 0; index < sent; ++index) {
+      own.input.push_back(number(rank, index));
+    }
+    own.output.assign(got, -1.0F);
+    own.inputs = {{own.input.data(), sent, DType::kFloat32}};
+    own.outputs = {
+        {(is_in_place && sent == got ? own.input : own.output).data(), got, DType::kFloat32}};
+    calls.push_back({kind, DType::kFloat32, DType::kFloat32, ReduceOp::kSum, 0, 1.0,
+                     Blocks(own.inputs, sends_blocks ? size : 1),
+                     Blocks(own.outputs, gets_blocks ? size : 1), count});
+  }
+  return calls;
+}
+
+float expected_at(OpKind kind, std::size_t count, int size, int rank, std::size_t index) {
+  const std::size_t mine = index_of(rank) * count;
+  if (kind == OpKind::kAllGather) {
+    return number(static_cast<int>(index / count), index % count);
+  }
+  if (kind == OpKind::kAllToAll) {
+    return number(static_cast<int>(index / count), mine + index % count);
+  }
+  float sum = 0.0F;
+  for (int other = 0; other < size; ++other) {
+    sum += number(other, index + (kind == OpKind::kReduceScatter ? mine : 0));
+  }
+  return sum;
+}
+
+class ExchangeTest : public ::testing::TestWithParam<ExchangeShape> {};
+
+TEST_P(ExchangeTest, EndsInTheRightValuesWhateverTheOrder) {
+  const int size = GetParam().size();
+  ExchangingRanks ranks(GetParam());
+  std::mt19937 random(11);
+  for (const std::size_t count : {0, 1, 70, 200, 997, 3001}) {
+    for (int repeat = 0; repeat < 4; ++repeat) {
+      for (const OpKind kind :
+           {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kAllToAll}) {
+        // Whole numbers, each exact in float32, and so are their sums.
+        std::vector<ExchangedBuffers> buffers(index_of(size));
+        const bool is_in_place = kind == OpKind::kAllReduce && repeat % 2 == 0;
+        ASSERT_TRUE(ranks.run(calls_on(kind, count, is_in_place, buffers), random))
+            << "the ranks wait in a circle";
+        for (int rank = 0; rank < size; ++rank) {
+          const Buffer& result = buffers[index_of(rank)].outputs[0];
+          for (std::size_t index = 0; index < result.count; ++index) {
+            ASSERT_EQ(static_cast<const float*>(result.data)[index],
+                      expected_at(kind, count, size, rank, index))
+                << to_string(kind) << " of " << count << ", rank " << rank << ", element " << index;
+          }
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, ExchangeTest,
+    ::testing::Values(ExchangeShape{{0, 1}, 1}, ExchangeShape{{0, 1}, 3},
+                      ExchangeShape{{0, 1, 2}, 1}, ExchangeShape{{0, 1, 2, 3, 4}, 2},
+                      ExchangeShape{{0, 0, 1, 1}, 1}, ExchangeShape{{0, 0, 1, 1}, 3},
+                      ExchangeShape{{0, 1, 0, 1, 2, 2}, 1}, ExchangeShape{{0, 1, 1, 1}, 3},
+                      ExchangeShape{{0, 0, 0, 1, 1, 2, 2, 2}, 2}),
+    [](const auto& info) {
+      std::string name = "hosts";
+      for (const int host : info.param.hosts) {
+        name += std::to_string(host);
+      }
+      return join(name, "_window", info.param.window);
+    });
+
+}  // namespace
+}  // namespace pydist
