@@ -163,6 +163,10 @@ drills: build  ## every drill of tests/faults 20 times, in an hour at most: the 
 test-hosts: build  ## jobs over several hosts, which network namespaces play: needs root
 	$(PYTEST_ALONE) tests/hosts $(ARGS)
 
+.PHONY: test-hosts-everyday
+test-hosts-everyday: build
+	$(PYTEST_ALONE) -n 2 --dist loadfile -m 'not thorough' tests/hosts $(ARGS)
+
 # In an environment and a build folder of its own, beside those of every other version.
 .PHONY: test-torch
 test-torch:  ## make test-all with another torch: TORCH=2.11.0

@@ -332,6 +332,7 @@ void TcpNode::beat() {
     return;
   }
   next_beat_ = Deadline::in(kBeat);
+  drop_silent_talks();
   tell_all(FrameKind::kHeartbeat);
 }
 
@@ -357,7 +358,7 @@ void TcpNode::accept_all() {
     if (talks_.size() >= kMostTalks) {
       // The oldest has had the most time to prove who it is.
       const auto oldest = std::find_if(talks_.begin(), talks_.end(), [](const auto& talk) {
-        return !talk->conversation.is_dialer();
+        return !talk.second.conversation.is_dialer();
       });
       if (oldest == talks_.end()) {
         continue;
@@ -365,11 +366,16 @@ void TcpNode::accept_all() {
       ++strangers_;
       talks_.erase(oldest);
     }
-    auto talk = std::make_unique<Talk>(
-        Talk{Conversation::accept(std::move(socket), card_.name, Deadline::in(kTalkPatience)), ""});
-    watch_in(meetings_.get(), EPOLL_CTL_ADD, talk->conversation.fd(), EPOLLIN, 0);
-    talks_.push_back(std::move(talk));
+    begin_talk(
+        {Conversation::accept(std::move(socket), card_.name, Deadline::in(kTalkPatience)), ""});
   }
+}
+
+void TcpNode::begin_talk(Talk talk) {
+  const Conversation& conversation = talk.conversation;
+  watch_in(meetings_.get(), EPOLL_CTL_ADD, conversation.fd(),
+           conversation.waits_to_write() ? EPOLLOUT : EPOLLIN, ++last_talk_);
+  talks_.emplace(last_talk_, std::move(talk));
 }
 
 void TcpNode::dial_where_due() {
@@ -385,13 +391,10 @@ void TcpNode::dial(Known& known) {
       known.card.addresses[known.next_address++ % known.card.addresses.size()];
   ++known.dialled;
   try {
-    auto talk = std::make_unique<Talk>(
-        Talk{Conversation::dial(begin_connect(SocketAddress::from_text(address)),
-                                {known.token, card_.name, known.card.name}, known.secret,
-                                Deadline::in(kTalkPatience)),
-             address});
-    watch_in(meetings_.get(), EPOLL_CTL_ADD, talk->conversation.fd(), EPOLLOUT, 0);
-    talks_.push_back(std::move(talk));
+    begin_talk({Conversation::dial(begin_connect(SocketAddress::from_text(address)),
+                                   {known.token, card_.name, known.card.name}, known.secret,
+                                   Deadline::in(kTalkPatience)),
+                address});
   } catch (const Error& error) {
     --known.dialled;
     known.hindrance = error.what();
@@ -400,6 +403,17 @@ void TcpNode::dial(Known& known) {
 }
 
 void TcpNode::advance_talks() {
+  std::array<epoll_event, 64> events;
+  const int count = ::epoll_wait(meetings_.get(), events.data(), events.size(), 0);
+  for (int index = 0; index < count; ++index) {
+    const auto talk = talks_.find(events[static_cast<std::size_t>(index)].data.u64);
+    if (talk != talks_.end()) {
+      advance(talk);
+    }
+  }
+}
+
+void TcpNode::advance(Talks::iterator talk) {
   const auto secret_of = [this](const Meeters& meeters) -> std::optional<JobSecret> {
     const auto expected = expected_.find(meeters.token);
     const auto known = known_.find(meeters.dialer);
@@ -407,30 +421,29 @@ void TcpNode::advance_talks() {
         expected != expected_.end() && known != known_.end() && !known->second.link->is_lost();
     return is_expected ? std::optional(expected->second) : std::nullopt;
   };
-  for (auto& talk : talks_) {
-    Conversation& conversation = talk->conversation;
-    if (conversation.waits_to_write()) {
-      pollfd connected{conversation.fd(), POLLOUT, 0};
-      if (::poll(&connected, 1, 0) <= 0) {
-        if (conversation.deadline().has_passed()) {
-          end_talk(*talk, Conversation::State::kGoesOn);
-          talk.reset();
-        }
-        continue;
-      }
-      watch_in(meetings_.get(), EPOLL_CTL_MOD, conversation.fd(), EPOLLIN, 0);
-    }
-    const Conversation::State state = conversation.advance(secret_of);
-    if (state != Conversation::State::kGoesOn || conversation.deadline().has_passed()) {
-      end_talk(*talk, state);
-      talk.reset();
-    }
+  Conversation& conversation = talk->second.conversation;
+  const bool has_connected = conversation.waits_to_write();
+  const Conversation::State state = conversation.advance(secret_of);
+  if (state != Conversation::State::kGoesOn) {
+    end_talk(talk, state);
+  } else if (has_connected) {
+    watch_in(meetings_.get(), EPOLL_CTL_MOD, conversation.fd(), EPOLLIN, talk->first);
   }
-  std::erase(talks_, nullptr);
 }
 
-void TcpNode::end_talk(Talk& talk, Conversation::State state) {
-  Conversation& conversation = talk.conversation;
+void TcpNode::drop_silent_talks() {
+  for (auto talk = talks_.begin(); talk != talks_.end();) {
+    const auto each = talk++;
+    if (each->second.conversation.deadline().has_passed()) {
+      end_talk(each, Conversation::State::kGoesOn);
+    }
+  }
+}
+
+void TcpNode::end_talk(Talks::iterator talk, Conversation::State state) {
+  Talk ended = std::move(talk->second);
+  talks_.erase(talk);
+  Conversation& conversation = ended.conversation;
   static_cast<void>(::epoll_ctl(meetings_.get(), EPOLL_CTL_DEL, conversation.fd(), nullptr));
   const std::string why =
       state == Conversation::State::kGoesOn ? "it does not answer" : conversation.failure();
@@ -449,7 +462,7 @@ void TcpNode::end_talk(Talk& talk, Conversation::State state) {
   if (conversation.is_dialer()) {
     Known& known = known_.at(conversation.peer());
     --known.dialled;
-    known.hindrance = join("connecting to ", talk.peer, ": ", why);
+    known.hindrance = join("connecting to ", ended.address, ": ", why);
     known.next_try = Deadline::in(pause_after(++known.failures));
   } else if (!conversation.is_early()) {
     warn_of_stranger(peer_text(conversation.fd()), why);

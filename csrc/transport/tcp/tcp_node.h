@@ -104,8 +104,9 @@ class TcpNode {
   };
   struct Talk {
     Conversation conversation;
-    std::string peer;  // of the dialer
+    std::string address;  // of the other end, where this one dials
   };
+  using Talks = std::map<std::uint64_t, Talk>;
 
   void run();
   void wake() noexcept;
@@ -117,8 +118,11 @@ class TcpNode {
   void dial_where_due();
   void dial(Known& known);
   void accept_all();
+  void begin_talk(Talk talk);
   void advance_talks();
-  void end_talk(Talk& talk, Conversation::State state);
+  void advance(Talks::iterator talk);
+  void drop_silent_talks();
+  void end_talk(Talks::iterator talk, Conversation::State state);
   void beat();
   void tell_all(FrameKind kind);
   // With mutex_.
@@ -144,7 +148,8 @@ class TcpNode {
   std::vector<LinkPtr> links_;                 // by number - 1; guarded by mutex_
   std::map<std::string, JobSecret> expected_;  // by token; guarded by mutex_
   std::map<std::uint64_t, FrameSink*> sinks_;  // by group; guarded by mutex_
-  std::vector<std::unique_ptr<Talk>> talks_;   // guarded by mutex_
+  Talks talks_;                                // by number, from 1; guarded by mutex_
+  std::uint64_t last_talk_ = 0;                // guarded by mutex_
   std::size_t strangers_ = 0;                  // that have been dropped; guarded by mutex_
   Deadline next_warning_ = Deadline::in(std::chrono::nanoseconds(0));  // guarded by mutex_
   Deadline next_beat_ = Deadline::in(std::chrono::nanoseconds(0));     // guarded by mutex_
