@@ -142,7 +142,8 @@ bool FramedSocket::receive_frames(const SinkOf& sink_of) {
     if (continue_payload()) {
       has_come = true;
       if (header_.bytes >= kLarge) {
-        return true;
+        // No further, but for what has come with it: the system would not tell of that again.
+        is_drained_ = true;
       }
       continue;
     }

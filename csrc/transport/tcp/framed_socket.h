@@ -44,7 +44,8 @@ class FramedSocket {
   [[nodiscard]] int fd() const noexcept { return socket_.get(); }
 
   // Reads what has come, until there is no more or a large frame is whole, which is then best
-  // worked on while it is in the cache. Returns whether anything came.
+  // worked on while it is in the cache. What it leaves, the system tells of. Returns whether
+  // anything came.
   bool receive(const SinkOf& sink_of) noexcept;
   // Everything has been read that will ever come.
   [[nodiscard]] bool has_ended() const noexcept { return has_ended_; }
