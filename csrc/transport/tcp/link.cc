@@ -150,23 +150,17 @@ void Link::flush() {
 }
 
 void Link::release_segments(std::uint64_t group) {
-  const std::lock_guard lock(mutex_);
-  std::erase_if(segments_, [group](OutgoingFrame& frame) {
-    const bool is_its = frame.header.group == group;
-    if (is_its) {
+  const auto release = [group](OutgoingFrame& frame) {
+    if (frame.header.group == group && frame.written != nullptr) {
+      frame.copy.assign(frame.data, frame.data + frame.header.bytes);
+      frame.data = nullptr;
       count(frame);
     }
-    return is_its;
-  });
+  };
+  const std::lock_guard lock(mutex_);
+  std::for_each(segments_.begin(), segments_.end(), release);
   for (Lane& lane : lanes_) {
-    for (OutgoingFrame& frame : lane.frames) {
-      if (frame.header.group == group && frame.written != nullptr) {
-        // One that is written in part has to come to its end, or nobody would find the next frame.
-        frame.copy.assign(frame.data, frame.data + frame.header.bytes);
-        frame.data = nullptr;
-        count(frame);
-      }
-    }
+    std::for_each(lane.frames.begin(), lane.frames.end(), release);
   }
 }
 

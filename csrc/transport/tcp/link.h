@@ -44,7 +44,8 @@ class Link {
   void send(const FrameHeader& header, std::span<const std::byte> payload = {});
   // Sends a segment, which stays where it is until `written` has counted it.
   void send_segment(const FrameHeader& header, const std::byte* data, Counter& written);
-  // No segment of that group is needed any more where it is.
+  // No segment of that group is needed any more where it is: those that have not been sent are
+  // copied, since a rank that leaves has sent them.
   void release_segments(std::uint64_t group);
 
   // Whether anything can be sent.
