@@ -30,13 +30,15 @@ std::string seconds_since(std::int64_t then_ns) {
 constexpr std::chrono::milliseconds kDeparturePatience{500};
 
 // A heart that has not beaten for so long is told of.
-constexpr std::int64_t kSilence_ns = 2'000'000'000;
+constexpr double kSilence_ns = 2e9;
 
 // For how long the peer's heart has not beaten, as far as is known here.
-std::int64_t silence_of(const Peer& peer) {
+double silence_of(const Peer& peer) {
   const std::int64_t heartbeat = peer.page->heartbeat_ns.load(std::memory_order_relaxed);
   const bool is_unheard = heartbeat == 0 && peer.mirror != nullptr;
-  return is_unheard ? 0 : monotonic_ns() - heartbeat;
+  // Other processes write it: as integers, the difference could overflow.
+  const double silence = static_cast<double>(monotonic_ns()) - static_cast<double>(heartbeat);
+  return is_unheard ? 0.0 : silence;
 }
 
 std::string entry_name(const JournalEntry& entry) {

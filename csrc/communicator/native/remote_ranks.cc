@@ -274,6 +274,16 @@ void RemoteRanks::require_sender(const FrameHeader& header, std::uint64_t sender
   require(is_rank && link(header.sender) && link(header.sender)->number() == sender, header);
 }
 
+bool RemoteRanks::is_of_host_of(int rank, std::uint64_t process) const {
+  if (rank < 0 || rank >= placement_.size()) {
+    return false;
+  }
+  const std::span<const int> ranks = placement_.ranks_on(placement_.host_of(rank));
+  return std::any_of(ranks.begin(), ranks.end(), [this, process](int each) {
+    return link(each) && link(each)->number() == process;
+  });
+}
+
 void RemoteRanks::reserve_lane_from(int sender, LaneSet set) {
   Arrivals& its = arrivals(sender, set);
   if (!its.is_reserved) {
@@ -304,7 +314,7 @@ std::byte* RemoteRanks::place(const FrameHeader& header, std::uint64_t sender) {
       require(header.receiver == rank_ && header.lanes <= 1, header);
       const auto set = static_cast<LaneSet>(header.lanes);
       const ShmChannelMemory lane = lanes(set).channel(header.sender, rank_);
-      const std::uint64_t released = lane.released->load(std::memory_order_relaxed);
+      const std::uint64_t released = lane.released->load(std::memory_order_acquire);
       require(header.bytes <= lane.slot_bytes &&
                   header.number > lane.sent->load(std::memory_order_relaxed) &&
                   header.number <= released + lane.slot_count,
@@ -328,17 +338,17 @@ std::byte* RemoteRanks::place(const FrameHeader& header, std::uint64_t sender) {
       require(header.bytes == 0, header);
       return nullptr;
     case FrameKind::kFailure:
+      require_sender(header, sender);
       require(header.bytes <= sizeof(FailureRecord) * 2, header);
       return nullptr;
     case FrameKind::kPageRequest:
+      require_sender(header, sender);
       require(header.number < peers_.size() && !link(static_cast<int>(header.number)) &&
                   header.bytes == 0,
               header);
       return nullptr;
     case FrameKind::kPage:
-      require(header.sender >= 0 && header.sender < placement_.size() && link(header.sender) &&
-                  header.bytes == sizeof(ProcessPage),
-              header);
+      require(is_of_host_of(header.sender, sender) && header.bytes == sizeof(ProcessPage), header);
       return nullptr;
     default:
       require(false, header);
@@ -346,7 +356,8 @@ std::byte* RemoteRanks::place(const FrameHeader& header, std::uint64_t sender) {
   }
 }
 
-void RemoteRanks::take(const FrameHeader& header, const std::byte* payload, std::uint64_t sender) {
+void RemoteRanks::take(const FrameHeader& header, const std::byte* payload,
+                       std::uint64_t /*sender*/) {
   switch (header.kind) {
     case FrameKind::kPost:
       take_post(header, payload);
@@ -388,7 +399,7 @@ void RemoteRanks::take(const FrameHeader& header, const std::byte* payload, std:
       return;
     }
     case FrameKind::kPageRequest:
-      send_page(header, sender);
+      send_page(header);
       return;
     case FrameKind::kPage:
       take_page(header, payload);
@@ -453,21 +464,19 @@ void RemoteRanks::take_message_news(const FrameHeader& header, const std::byte* 
   counters.announced.store(header.number + 1, std::memory_order_release);
 }
 
-void RemoteRanks::send_page(const FrameHeader& request, std::uint64_t sender) {
+void RemoteRanks::send_page(const FrameHeader& request) {
   const std::vector<std::byte> copy = copy_of_page(*peers_[request.number]->page);
   FrameHeader header = header_for(FrameKind::kPage, request.sender);
   header.sender = static_cast<int>(request.number);
   header.number = static_cast<std::uint64_t>(monotonic_ns());
-  const auto asker = std::find_if(peers_.begin(), peers_.end(), [sender](const PeerPtr& peer) {
-    return peer->link && peer->link->number() == sender;
-  });
-  (*asker)->link->send(header, copy);
+  link(request.sender)->send(header, copy);
 }
 
 void RemoteRanks::take_page(const FrameHeader& header, const std::byte* payload) {
   const Peer& peer = *peers_[static_cast<std::size_t>(header.sender)];
-  // Each host's clock begins when it starts.
-  const std::int64_t ahead = monotonic_ns() - static_cast<std::int64_t>(header.number);
+  // Each host's clock begins when it starts. Unsigned, since the number may be anything.
+  const auto ahead =
+      static_cast<std::int64_t>(static_cast<std::uint64_t>(monotonic_ns()) - header.number);
   write_page(*peer.mirror, {payload, header.bytes}, ahead);
 }
 

@@ -114,6 +114,8 @@ class RemoteRanks final : public Announcer,
   void reserve_lane_from(int sender, LaneSet set);
   // Throws BadFrame unless `rank` is of the process that the frame has come from.
   void require_sender(const FrameHeader& header, std::uint64_t sender) const;
+  // Whether the process is one of the ranks on that rank's host, which is another one than this.
+  [[nodiscard]] bool is_of_host_of(int rank, std::uint64_t process) const;
   void require(bool makes_sense, const FrameHeader& header) const;
   void send_to_hosts(FrameHeader header, std::span<const std::byte> payload);
   void send_to_host(int host, FrameHeader header, std::span<const std::byte> payload);
@@ -125,7 +127,7 @@ class RemoteRanks final : public Announcer,
   // Segments that have passed between two ranks, of which this is one.
   [[nodiscard]] std::uint64_t segments(int sender, int receiver) const noexcept;
   void take_page(const FrameHeader& header, const std::byte* payload);
-  void send_page(const FrameHeader& request, std::uint64_t sender);
+  void send_page(const FrameHeader& request);
   void ring_host() const noexcept;
 
   const int rank_;

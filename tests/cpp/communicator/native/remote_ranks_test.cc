@@ -1,0 +1,407 @@
+// What a rank of another host sends, and what it never would: the engine checks each frame before
+// it writes to the memory of its host.
+
+#include "communicator/native/remote_ranks.h"
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "communicator/departure.h"
+#include "communicator/native/remote_rank.h"
+#include "ranks.h"
+#include "topology/told_error.h"
+#include "transport/tcp/raw_peer.h"
+
+namespace pydist::testing {
+namespace {
+
+constexpr std::size_t kPostFrame = sizeof(Post) - sizeof(Counter) + sizeof(PostDetail);
+constexpr std::size_t kPostWithCounts = kPostFrame + kRemoteSize * sizeof(std::uint64_t);
+
+// A post as it travels.
+std::string post_text(std::uint8_t flags = 0, bool has_counts = false) {
+  Post post{};
+  post.kind = OpKind::kAllReduce;
+  post.flags = flags;
+  post.count = 77;
+  std::string text(reinterpret_cast<const char*>(&post) + sizeof(Counter),
+                   sizeof post - sizeof(Counter));
+  PostDetail detail;
+  detail.total = 78;
+  text.append(reinterpret_cast<const char*>(&detail), sizeof detail);
+  return has_counts ? text + std::string(kPostWithCounts - kPostFrame, '\1') : text;
+}
+
+std::size_t message_slot_bytes(const RemoteGround& ground) {
+  return ground.messages().channel(kRemote, 0).slot_bytes;
+}
+
+// -- what a rank sends ----------------------------------------------------------------------------
+
+TEST(RemoteRanksTest, APostIsWrittenToThePlaceOfItsRank) {
+  RemoteGround ground;
+  for (std::uint64_t number = 1; number <= 2 * kPostDepth; ++number) {
+    ASSERT_TRUE(ground.send(ground.header(FrameKind::kPost, number),
+                            post_text(Post::kRagged, /*has_counts=*/true)));
+  }
+  RankControl& control = ground.segment().control(kRemote);
+  const std::size_t slot = 2 * kPostDepth % kPostDepth;
+  ASSERT_TRUE(eventually([&] { return control.posts[slot].sequence.load() == 2 * kPostDepth; }));
+  EXPECT_EQ(control.posts[slot].count, 77u);
+  EXPECT_EQ(control.details[slot].total, 78u);
+  EXPECT_EQ(ground.segment().block_counts(kRemote, slot)[2], 0x0101010101010101u);
+  EXPECT_EQ(ground.segment().control(1).posts[slot].sequence.load(), 0u);
+}
+
+TEST(RemoteRanksTest, DataAheadOfAPostLiesInTheTransitOfItsRank) {
+  RemoteGround ground;
+  ASSERT_TRUE(
+      ground.send(ground.header(FrameKind::kEager, 6), std::string(kRemoteChunkBytes, 'e')));
+  ASSERT_TRUE(ground.send(ground.header(FrameKind::kPost, 1), post_text(Post::kEager)));
+  ASSERT_TRUE(
+      eventually([&] { return ground.segment().control(kRemote).posts[1].sequence.load() == 1; }));
+  const std::byte* const transit = ground.segment().transit(kRemote, 6);
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(transit), kRemoteChunkBytes),
+            std::string(kRemoteChunkBytes, 'e'));
+}
+
+TEST(RemoteRanksTest, SegmentsArriveInOrderHoweverTheyCome) {
+  for (const LaneSet set : {LaneSet::kMessages, LaneSet::kCollectives}) {
+    RemoteGround ground;
+    const std::unique_ptr<ReceiveChannel> of_messages = ground.remote().make_receiver(kRemote);
+    ReceiveChannel& channel =
+        set == LaneSet::kMessages ? *of_messages : ground.remote().from(kRemote);
+    std::uint64_t expected = 1;
+    for (const auto& order : {std::vector<std::uint64_t>{2, 4, 1, 3}, {5, 8, 7, 6}}) {
+      for (const std::uint64_t number : order) {
+        FrameHeader header = ground.header(FrameKind::kSegment, number);
+        header.lanes = static_cast<std::uint8_t>(set);
+        ASSERT_TRUE(ground.send(header, std::string(number, static_cast<char>('a' + number))));
+      }
+      for (const std::uint64_t end = expected + 4; expected < end; ++expected) {
+        ASSERT_TRUE(eventually([&] { return channel.until_received().holds(); })) << expected;
+        const auto slot = channel.slot();
+        ASSERT_EQ(std::string(reinterpret_cast<const char*>(slot.data()), slot.size()),
+                  std::string(expected, static_cast<char>('a' + expected)));
+        channel.release();
+      }
+    }
+    EXPECT_FALSE(channel.until_received().holds());
+    for (std::uint64_t number = 1; number <= 8; ++number) {
+      const std::optional<std::string> released = ground.receive(FrameKind::kReleased);
+      ASSERT_TRUE(released);
+      FrameHeader header;
+      std::memcpy(&header, released->data(), sizeof header);
+      EXPECT_EQ(header.number, number);
+      EXPECT_EQ(header.lanes, static_cast<std::uint8_t>(set));
+      EXPECT_EQ(header.receiver, kRemote);
+    }
+  }
+}
+
+TEST(RemoteRanksTest, ADepartureIsSeenOnceAllSegmentsHaveCome) {
+  RemoteGround ground;
+  FrameHeader departure =
+      ground.header(FrameKind::kDeparture, static_cast<std::uint64_t>(Departure::kShutdown));
+  departure.extra = 12;
+  ASSERT_TRUE(ground.send(ground.header(FrameKind::kLastSegment, 2)));
+  ASSERT_TRUE(ground.send(departure));
+  RankControl& control = ground.segment().control(kRemote);
+  ASSERT_TRUE(eventually([&] { return control.has_left.load() != 0; }));
+  EXPECT_EQ(control.farewell.load(), 12u);
+  EXPECT_TRUE(ground.remote().may_send_more(kRemote));
+  EXPECT_FALSE(ground.health().why_vain(kRemote));
+  for (const std::uint64_t number : {2, 1}) {
+    EXPECT_TRUE(ground.remote().may_send_more(kRemote));
+    ASSERT_TRUE(ground.send(ground.header(FrameKind::kSegment, number), "x"));
+  }
+  EXPECT_TRUE(eventually([&] { return !ground.remote().may_send_more(kRemote); }));
+  ASSERT_TRUE(ground.health().why_vain(kRemote));
+  EXPECT_EQ(ground.health().why_vain(kRemote)->blame.ranks, std::vector<int>{kRemote});
+}
+
+TEST(RemoteRanksTest, AFailureIsTheGroupsError) {
+  RemoteGround ground;
+  const ToldError told{kRemote, {ErrorKind::kMismatch, "the shapes differ", Blame{.ranks = {2}}}};
+  ASSERT_TRUE(ground.send(ground.header(FrameKind::kFailure), told.to_text()));
+  ASSERT_TRUE(eventually([&] { return ground.health().has_failed(); }));
+  const ErrorDescription error = describe(ground.health().failure());
+  EXPECT_EQ(error.kind, ErrorKind::kMismatch);
+  EXPECT_TRUE(contains(error.message, "the shapes differ"));
+  EXPECT_EQ(error.blame.ranks, std::vector<int>{2});
+}
+
+TEST(RemoteRanksTest, APageIsAnsweredAndMirrored) {
+  RemoteGround ground;
+  ground.endpoint().page().pid.store(4711);
+  FrameHeader request = ground.header(FrameKind::kPageRequest);
+  request.receiver = 1;
+  ASSERT_TRUE(ground.send(request));
+  const std::optional<std::string> answer = ground.receive(FrameKind::kPage);
+  ASSERT_TRUE(answer);
+  FrameHeader header;
+  std::memcpy(&header, answer->data(), sizeof header);
+  EXPECT_EQ(header.sender, 1);
+  ASSERT_EQ(header.bytes, sizeof(ProcessPage));
+  header.sender = kRemote;
+  ASSERT_TRUE(ground.send(header, answer->substr(sizeof header)));
+  EXPECT_TRUE(eventually([&] { return ground.far().page->pid.load() == 4711; }));
+}
+
+TEST(RemoteRanksTest, AfterTheEndFramesAreDropped) {
+  RemoteGround ground;
+  ground.remote().stop();
+  ASSERT_TRUE(ground.send(ground.header(FrameKind::kPost, 1), "no post at all"));
+  FrameHeader beat;
+  ASSERT_TRUE(ground.send(beat));
+  EXPECT_TRUE(eventually([&] { return ground.far().mirror->heartbeat_ns.load() != 0; }));
+  EXPECT_FALSE(ground.far().is_dead.load());
+}
+
+// -- what a rank that leaves has sent -------------------------------------------------------------
+
+TEST(RemoteRanksTest, WhatWasSentBeforeARankLeavesArrives) {
+  RemoteGround ground;
+  const std::unique_ptr<SendChannel> channel = ground.remote().make_sender(kRemote);
+  ground.fill_link();
+  for (std::uint64_t number = 1; number <= 3; ++number) {
+    ASSERT_TRUE(channel->until_free().holds());
+    std::memset(channel->slot(), static_cast<int>('0' + number), 1'000);
+    channel->send(1'000);
+  }
+  EXPECT_FALSE(channel->until_written().holds());
+  ground.health().leave();
+  EXPECT_TRUE(channel->until_written().holds());
+  std::memset(channel->slot(), '#', 1'000);
+  std::memset(ground.messages().channel(0, kRemote).slots, '#', 1'000);
+  for (std::uint64_t number = 1; number <= 3; ++number) {
+    const std::optional<std::string> segment = ground.receive(FrameKind::kSegment);
+    ASSERT_TRUE(segment) << number;
+    EXPECT_EQ(segment->substr(sizeof(FrameHeader)),
+              std::string(1'000, static_cast<char>('0' + number)));
+  }
+}
+
+// -- what no rank sends ---------------------------------------------------------------------------
+
+struct Nonsense {
+  std::string what;
+  FrameHeader header;
+  std::string payload;
+};
+
+std::vector<Nonsense> all_nonsense(const RemoteGround& ground) {
+  std::vector<Nonsense> all;
+  const auto add = [&](const std::string& what, FrameHeader header, std::string payload = {}) {
+    all.push_back({what, header, std::move(payload)});
+  };
+  const auto with = [&](FrameKind kind, const std::function<void(FrameHeader&)>& change,
+                        std::uint64_t number = 0) {
+    FrameHeader header = ground.header(kind, number);
+    change(header);
+    return header;
+  };
+  constexpr std::uint64_t kHuge = UINT64_MAX;
+  const std::size_t slot = message_slot_bytes(ground);
+
+  // Whatever comes from a rank has to come from its process.
+  const std::vector<std::pair<FrameKind, std::string>> right = {
+      {FrameKind::kPost, post_text()},
+      {FrameKind::kEager, "data"},
+      {FrameKind::kSegment, "data"},
+      {FrameKind::kReleased, ""},
+      {FrameKind::kAnnounced, std::string(sizeof(Announcement), 'a')},
+      {FrameKind::kHeard, ""},
+      {FrameKind::kGranted, ""},
+      {FrameKind::kFailure, ToldError{2, {ErrorKind::kError, "x", {}}}.to_text()},
+      {FrameKind::kDeparture, ""},
+      {FrameKind::kLastSegment, ""},
+      {FrameKind::kPageRequest, ""},
+      {FrameKind::kPage, std::string(sizeof(ProcessPage), '\0')},
+  };
+  for (const auto& [kind, payload] : right) {
+    for (const int sender : {0, 1, kRemoteSize, -1, INT32_MAX, INT32_MIN}) {
+      add(join("sender ", sender),
+          with(kind, [&](FrameHeader& header) { header.sender = sender; }, 1), payload);
+    }
+  }
+  // What is for one rank is not for another.
+  for (const auto& [kind, payload] : right) {
+    const bool is_for_one = kind == FrameKind::kSegment || kind == FrameKind::kReleased ||
+                            kind == FrameKind::kAnnounced || kind == FrameKind::kHeard ||
+                            kind == FrameKind::kGranted || kind == FrameKind::kPageRequest;
+    for (const int receiver : {1, 2, kRemoteSize, -1, INT32_MAX}) {
+      if (is_for_one && !(kind == FrameKind::kPageRequest && receiver == 1)) {
+        const std::uint64_t number = kind == FrameKind::kSegment ? 1 : 0;
+        add(join("receiver ", receiver),
+            with(kind, [&](FrameHeader& header) { header.receiver = receiver; }, number), payload);
+      }
+    }
+  }
+  // Those without a payload have none.
+  for (const FrameKind kind :
+       {FrameKind::kReleased, FrameKind::kHeard, FrameKind::kGranted, FrameKind::kDeparture,
+        FrameKind::kLastSegment, FrameKind::kPageRequest}) {
+    add("a payload", ground.header(kind), "x");
+  }
+  // Kinds that no group has.
+  add("of the process", ground.header(FrameKind::kHeartbeat));
+  add("of the process", ground.header(FrameKind::kGoodbye));
+  // Sets of lanes that there are not.
+  for (const FrameKind kind : {FrameKind::kSegment, FrameKind::kReleased}) {
+    for (const std::uint8_t lanes : {2, 255}) {
+      add(join("lanes ", int{lanes}),
+          with(kind, [&](FrameHeader& header) { header.lanes = lanes; }, 1));
+    }
+  }
+
+  add("size 0", ground.header(FrameKind::kPost, 1));
+  add("too short", ground.header(FrameKind::kPost, 1), std::string(kPostFrame - 1, '\0'));
+  add("too long", ground.header(FrameKind::kPost, 1), std::string(kPostFrame + 1, '\0'));
+  add("too many counts", ground.header(FrameKind::kPost, 1),
+      std::string(kPostWithCounts + 8, '\0'));
+  add("ragged, without counts", ground.header(FrameKind::kPost, 1), post_text(Post::kRagged));
+  add("number 0", ground.header(FrameKind::kPost, 0), post_text());
+  add("more than a chunk", ground.header(FrameKind::kEager, 1),
+      std::string(kRemoteChunkBytes + 1, 'x'));
+  add("more than a slot", ground.header(FrameKind::kSegment, 1), std::string(slot + 1, 'x'));
+  add("number 0", ground.header(FrameKind::kSegment, 0), "x");
+  add("no free slot", ground.header(FrameKind::kSegment, kMessageLanes.slots + 1), "x");
+  add("number huge", ground.header(FrameKind::kSegment, kHuge), "x");
+  const std::string announcement(sizeof(Announcement), 'a');
+  add("too short", ground.header(FrameKind::kAnnounced), announcement.substr(1));
+  add("too long", ground.header(FrameKind::kAnnounced), announcement + "x");
+  add("number ahead", ground.header(FrameKind::kAnnounced, 1), announcement);
+  add("number huge", ground.header(FrameKind::kAnnounced, kHuge), announcement);
+  add("number ahead", ground.header(FrameKind::kGranted, 1));
+  add("number huge", ground.header(FrameKind::kGranted, kHuge));
+  add("too long", ground.header(FrameKind::kFailure),
+      std::string(2 * sizeof(FailureRecord) + 1, 'x'));
+  add("too short", ground.header(FrameKind::kPage), std::string(sizeof(ProcessPage) - 1, 'x'));
+  add("too long", ground.header(FrameKind::kPage), std::string(sizeof(ProcessPage) + 1, 'x'));
+  return all;
+}
+
+TEST(RemoteRanksTest, WhatNoRankSendsIsALossThatNamesTheRank) {
+  const std::size_t cases = all_nonsense(RemoteGround()).size();
+  ASSERT_GT(cases, 100u);
+  for (std::size_t i = 0; i < cases; ++i) {
+    RemoteGround ground;
+    const Nonsense nonsense = all_nonsense(ground)[i];
+    const std::string before = ground.memory_of_this_host();
+    ground.send(nonsense.header, nonsense.payload);
+    const std::string told =
+        join("kind ", static_cast<int>(nonsense.header.kind), ": ", nonsense.what);
+    ASSERT_TRUE(eventually([&] { return ground.health().why_vain(-1).has_value(); })) << told;
+    const GroupHealth::Loss loss = *ground.health().why_vain(-1);
+    EXPECT_EQ(loss.blame.ranks, std::vector<int>{kRemote}) << told;
+    EXPECT_TRUE(contains(loss.what, "makes no sense")) << told << ": " << loss.what;
+    EXPECT_TRUE(is_closed_soon(ground.connection())) << told;
+    EXPECT_EQ(ground.memory_of_this_host(), before) << told;
+    // For the other ranks of the host.
+    EXPECT_TRUE(eventually([&] {
+      return ground.segment().control(kRemote).has_left.load() ==
+             static_cast<std::uint32_t>(Departure::kLost);
+    })) << told;
+  }
+}
+
+TEST(RemoteRanksTest, WhatARankSendsTwiceIsALoss) {
+  const auto expect_loss = [](RemoteGround& ground, const FrameHeader& header,
+                              const std::string& payload) {
+    EXPECT_FALSE(ground.far().is_dead.load());
+    ground.send(header, payload);
+    EXPECT_TRUE(eventually([&] { return ground.far().is_dead.load(); }))
+        << static_cast<int>(header.kind);
+  };
+  for (const std::uint64_t number : {kPostDepth + 2, std::size_t{2}}) {
+    // The same, and an older one that had its place.
+    RemoteGround ground;
+    ASSERT_TRUE(ground.send(ground.header(FrameKind::kPost, kPostDepth + 2), post_text()));
+    expect_loss(ground, ground.header(FrameKind::kPost, number), post_text());
+  }
+  for (const std::uint64_t number : {1, 2}) {
+    // One that has been taken, and one that waits for its turn.
+    RemoteGround ground;
+    ASSERT_TRUE(ground.send(ground.header(FrameKind::kSegment, number), "x"));
+    expect_loss(ground, ground.header(FrameKind::kSegment, number), "y");
+  }
+  {
+    RemoteGround ground;
+    const std::string announcement(sizeof(Announcement), '\0');
+    for (std::uint64_t number = 0; number < kLaneDepth; ++number) {
+      ASSERT_TRUE(ground.send(ground.header(FrameKind::kAnnounced, number), announcement));
+    }
+    // Nobody has heard any of them.
+    expect_loss(ground, ground.header(FrameKind::kAnnounced, kLaneDepth), announcement);
+  }
+}
+
+// A process that shares the network with this one, but not the group.
+TEST(RemoteRanksTest, AProcessOfAnotherGroupHasNoSayInThisOne) {
+  for (const FrameKind kind :
+       {FrameKind::kPost, FrameKind::kEager, FrameKind::kSegment, FrameKind::kDeparture,
+        FrameKind::kFailure, FrameKind::kPageRequest, FrameKind::kPage}) {
+    RemoteGround ground;
+    const RemoteGround::Process other = ground.connect("c");
+    std::string payload;
+    if (kind == FrameKind::kPage) {
+      payload.resize(sizeof(ProcessPage));
+    } else if (kind == FrameKind::kPost) {
+      payload = post_text();
+    } else if (kind == FrameKind::kFailure) {
+      payload = ToldError{kRemote, {ErrorKind::kError, "x", {}}}.to_text();
+    }
+    ASSERT_TRUE(send_all(other.connection.get(), frame_text(ground.header(kind, 1), payload)));
+    EXPECT_TRUE(eventually([&] { return other.peer->is_dead.load(); })) << static_cast<int>(kind);
+    EXPECT_TRUE(contains(other.peer->loss, "makes no sense")) << other.peer->loss;
+    EXPECT_FALSE(ground.far().is_dead.load());
+    EXPECT_FALSE(ground.health().has_failed());
+    EXPECT_FALSE(ground.health().why_vain(-1));
+  }
+}
+
+TEST(RemoteRanksTest, AClockOfAnyValueOverflowsNothing) {
+  RemoteGround ground;
+  for (const std::uint64_t clock :
+       {std::uint64_t{0}, UINT64_MAX, std::uint64_t{1} << 63, (std::uint64_t{1} << 63) - 1}) {
+    ProcessPage page{};
+    page.heartbeat_ns.store(static_cast<std::int64_t>(clock));
+    page.pid.store(static_cast<std::int32_t>(clock >> 60) + 1);
+    static_cast<void>(page.journal.begin(ground.health().fingerprint(), 1, 0, 8, "label"));
+    page.journal.shift_times(static_cast<std::int64_t>(clock));
+    const std::vector<std::byte> bytes = copy_of_page(page);
+    ASSERT_TRUE(
+        ground.send(ground.header(FrameKind::kPage, clock),
+                    std::string_view(reinterpret_cast<const char*>(bytes.data()), bytes.size())));
+    ASSERT_TRUE(eventually([&] { return ground.far().page->pid.load() == page.pid.load(); }));
+    EXPECT_LT(ground.health().where(kRemote, OpKind::kAllReduce, 1).size(), 1'000u);
+    EXPECT_LT(ground.health().activity(kRemote).size(), 1'000u);
+    static_cast<void>(ground.health().keeper_behind(kRemote));
+  }
+  EXPECT_FALSE(ground.far().is_dead.load());
+}
+
+TEST(RemoteRanksTest, FramesForNoGroupAreCheckedToo) {
+  for (const FrameKind kind :
+       {FrameKind::kPost, FrameKind::kPageRequest, FrameKind::kHeartbeat, FrameKind::kGoodbye}) {
+    RemoteGround ground;
+    FrameHeader header;
+    header.kind = kind;
+    const bool is_of_a_process = kind == FrameKind::kHeartbeat || kind == FrameKind::kGoodbye;
+    ground.send(header, is_of_a_process ? "x" : "");
+    EXPECT_TRUE(eventually([&] { return ground.far().is_dead.load(); })) << static_cast<int>(kind);
+    EXPECT_TRUE(contains(ground.far().loss, "makes no sense")) << ground.far().loss;
+  }
+}
+
+}  // namespace
+}  // namespace pydist::testing
