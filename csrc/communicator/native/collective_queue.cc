@@ -237,6 +237,7 @@ bool CollectiveQueue::drive() {
       if (!health_->has_failed()) {
         health_->fail(std::current_exception());
       }
+      health_->release_buffers();
       fence(*pending);
       finish(*pending, health_->failure());
       moved = true;

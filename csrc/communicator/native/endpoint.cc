@@ -450,7 +450,10 @@ PeerPtr Endpoint::meet_over_network(const Card& card, const NodeCard& node_card,
     deaths->fetch_add(1, std::memory_order_release);
     doorbell->ring();
   };
-  peer->link = network_->link_to(node_card, trust.token, trust.secret, on_loss);
+  LinkPtr link = network_->link_to(node_card, trust.token, trust.secret, on_loss);
+  if (!peer->link) {  // from now on other threads read it, without a lock
+    peer->link = std::move(link);
+  }
   frames_->add(peer);
   return peer;
 }

@@ -92,7 +92,8 @@ void GroupHealth::fail(ErrorKind kind, const std::string& message, const Blame& 
   if (remote_) {
     log_errors_of([&] {
       if (is_first) {
-        remote_->send_failure({kind, message, blame});
+        // As it is recorded, which cuts it to fit.
+        remote_->send_failure(describe(segment_.failure().error()));
       }
       remote_->release_buffers();
     });
@@ -138,6 +139,12 @@ void GroupHealth::leave() noexcept {
       remote_->send_departure();
       remote_->release_buffers();
     });
+  }
+}
+
+void GroupHealth::release_buffers() noexcept {
+  if (remote_) {
+    log_errors_of([this] { remote_->release_buffers(); });
   }
 }
 

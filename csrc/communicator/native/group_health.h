@@ -48,6 +48,9 @@ class GroupHealth {
   void fail(ErrorKind kind, const std::string& message, const Blame& blame = {}) noexcept;
   // As fail(), for an exception that was thrown here: tells the peers on which rank.
   void fail(const std::exception_ptr& error) noexcept;
+  // The caller gives the buffers of an operation back that has failed, wherever it did. Nothing is
+  // sent from them any more.
+  void release_buffers() noexcept;
   // Fails the group on this rank alone, and tells the peers that the rank is gone.
   void leave() noexcept;
   // Sets what leave() tells the peers: Absence::done.

@@ -48,6 +48,7 @@ bool MessageQueue::drive() {
     if (!health_->has_failed()) {
       health_->fail(std::current_exception());
     }
+    health_->release_buffers();
     finish_done();
     fail_all(health_->failure());
     return true;
