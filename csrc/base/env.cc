@@ -173,8 +173,13 @@ NetworkSettings read_network() {
     const std::string valid = "two ports from 1 to 65535, as in 29600-29663";
     const std::size_t dash = std::min(text.find('-'), text.size());
     const auto port = [&](std::string_view part) {
-      const std::string whole(part);
-      return static_cast<std::uint16_t>(parse_number("PYDIST_PORTS", whole, 1, 65535, valid));
+      std::uint16_t number = 0;
+      const char* const end = part.data() + part.size();
+      const auto [rest, code] = std::from_chars(part.data(), end, number);
+      if (code != std::errc() || rest != end || number == 0) {
+        reject_text("PYDIST_PORTS", text, valid);
+      }
+      return number;
     };
     network.ports.first = port(text.substr(0, dash));
     network.ports.last = dash == text.size() ? network.ports.first : port(text.substr(dash + 1));

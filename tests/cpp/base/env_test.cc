@@ -104,6 +104,37 @@ TEST_F(EnvironmentTest, ReadsEveryVariable) {
   EXPECT_EQ(environment.log_levels.all, LogLevel::kDebug);
 }
 
+TEST_F(EnvironmentTest, ReadsWhereOtherHostsConnect) {
+  const NetworkSettings unset = Environment::read().network;
+  EXPECT_TRUE(unset.interfaces.empty());
+  EXPECT_EQ(unset.ports.first, 0);
+  EXPECT_EQ(unset.ports.last, 0);
+  EXPECT_EQ(unset.sockets, 2u);
+
+  set("PYDIST_SOCKETS", "16");
+  const std::vector<std::pair<std::string, std::vector<std::string>>> interfaces = {
+      {"eth0", {"eth0"}},
+      {"eth0,ib1", {"eth0", "ib1"}},
+      {"eth0,,ib1,", {"eth0", "ib1"}},
+      {",", {}},
+  };
+  for (const auto& [text, names] : interfaces) {
+    set("PYDIST_INTERFACE", text);
+    EXPECT_EQ(Environment::read().network.interfaces, names) << text;
+  }
+  EXPECT_EQ(Environment::read().network.sockets, 16u);
+  const std::vector<std::pair<std::string, std::pair<int, int>>> ports = {
+      {"29600-29663", {29600, 29663}},
+      {"1-65535", {1, 65535}},
+      {"80-80", {80, 80}},
+      {"80", {80, 80}}};
+  for (const auto& [text, ends] : ports) {
+    set("PYDIST_PORTS", text);
+    EXPECT_EQ(Environment::read().network.ports.first, ends.first) << text;
+    EXPECT_EQ(Environment::read().network.ports.last, ends.second) << text;
+  }
+}
+
 TEST_F(EnvironmentTest, SubsystemsHaveLogLevelsOfTheirOwn) {
   set("PYDIST_LOG", "health=debug,error,nccl=info");
   const LogLevels levels = Environment::read().log_levels;
@@ -133,6 +164,10 @@ TEST_F(EnvironmentTest, RefusesNonsenseAndSaysWhatIsValid) {
       {"PYDIST_STAGING_BYTES", {"65535", "1073741825", "4M", "-65536", "65536.5"}},
       {"PYDIST_HEARTBEAT_WARNING", {"0", "-5", "soon", "inf"}},
       {"PYDIST_HEARTBEAT_TIMEOUT", {"0", "-5", "late", "inf"}},
+      {"PYDIST_PORTS",
+       {"0", "65536", "-", "-80", "80-", "90-80", "80-90-100", "80:90", "80 - 90", "80.5-90", "1e3",
+        "80-90000", "0-80", "0x50", "+80", "all"}},
+      {"PYDIST_SOCKETS", {"0", "17", "-1", "2.5", "two", "nan"}},
       {"PYDIST_CPU_ISA", {"sse", "AVX2", "best"}},
       {"PYDIST_LOG",
        {"verbose", "2", "warning,health", "nerves=debug", "health=", "health=loud", "=debug"}},
